@@ -24,6 +24,7 @@ import jax
 from absl import flags
 
 from benchmarks.records import build_record, define_record_flags, write_record
+from launch.profiling import check_profiling, define_profiling_flags, profile_again
 from launch.startup import run_launcher
 from runtime import Completion, DiffusionConfig, Engine
 from runtime.decoding.config import MAX_NEW_TOKENS, MAX_STEPS
@@ -45,6 +46,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("seed", 0, "seed of sampling", 0, flag_values=values)
     flags.DEFINE_integer("samples", 0, "completions printed in full", 0, flag_values=values)
     define_record_flags(values)
+    define_profiling_flags(values)
 
 
 def wilson_interval(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
@@ -102,6 +104,7 @@ def figures(held_out: Sequence[dict[str, str]], completions: Sequence[Completion
 
 def main(values: flags.FlagValues) -> None:
     """Completes every held-out prompt and writes the record."""
+    check_profiling(values)
     folder = Path(values.checkpoint)
     held_out = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
     config = DiffusionConfig(
@@ -118,6 +121,8 @@ def main(values: flags.FlagValues) -> None:
     started = time.perf_counter()
     completions = engine.generate([row["prompt"] for row in held_out], config=config)
     seconds = time.perf_counter() - started
+    again = [row["prompt"] for row in held_out[:8]]
+    profile_again(values, "8 prompts", lambda: engine.generate(again, config=config), engine.program_texts)
     result = figures(held_out, completions, engine)
     rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in result.items()}
     record = build_record(

@@ -3,15 +3,17 @@
   python -m benchmarks.full_checkpoint --folder=/somewhere/with/50GB            15.2 GB of bfloat16, 4 files
   python -m benchmarks.full_checkpoint --folder=/tmp/try --layers=1 --vocab=8192    the same in a minute
 
-Each phase is a process of its own; the record has its wall time, bytes per second and peak resident memory, beside a
-plain copy of the same bytes in the same run. Goals: conversion within 2 GiB and twice the time of the copy, restore
-within the weights and 2 GiB.
+Each phase is a process of its own that finds nothing of its input in the page cache. The record has its wall time,
+bytes per second and peak resident memory, beside a plain copy and a plain reading of the same bytes and the digest of
+one core in the same run. Goals: conversion within 2 GiB and twice the time of the copy; restoring within the weights
+and 2 GiB; verifying as fast as the disk is read or one core digests, whichever is slower.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -26,11 +28,11 @@ from absl import flags
 from safetensors.numpy import save_file
 
 from benchmarks.records import build_record, define_record_flags, write_record
-from checkpoints.conversion import write_index
+from checkpoints.export import write_index
+from checkpoints.manifest import digest
 from launch.startup import run_launcher
 from runtime.models.config import ModelConfig
-from runtime.models.declarations import ModelLayout
-from runtime.models.dream import DreamWeights
+from runtime.models.families import model_layout
 from sharding.errors import InputError
 
 FILES = 4
@@ -72,7 +74,7 @@ def make_source(folder: Path, layers: int, vocab: int) -> None:
     folder.mkdir(parents=True)
     config = config_of(layers, vocab)
     (folder / "config.json").write_text(json.dumps(config))
-    layout = ModelLayout.create(ModelConfig.from_huggingface(config), DreamWeights)
+    layout = model_layout(ModelConfig.from_huggingface(config))
     shapes = {source: leaf.source_shape for leaf in layout.leaves for source in leaf.sources}
     generator = np.random.default_rng(0)
     claims, names = {}, list(shapes)
@@ -90,7 +92,7 @@ def make_source(folder: Path, layers: int, vocab: int) -> None:
 
 
 def restore(checkpoint: Path) -> None:
-    """Restore onto 8 simulated devices and run one short denoise; prints seconds as JSON."""
+    """Restore onto 8 simulated devices and run one short denoise; prints seconds and memory as JSON."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -100,8 +102,21 @@ def restore(checkpoint: Path) -> None:
     start = time.perf_counter()
     engine = Engine.load(checkpoint, mesh="tensor=8", dtype="bfloat16")
     loaded = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert engine.loaded is not None
     result = engine.generate_tokens(np.arange(1, 9)[None], config=DiffusionConfig(max_new_tokens=8, steps=1))
-    print(json.dumps({"load_seconds": loaded, "denoise_seconds": result.stats.seconds, "tokens": result.stats.tokens}))
+    print(
+        json.dumps(
+            {
+                "load_seconds": loaded,
+                "load_peak_resident_bytes": peak,
+                "bytes_read": engine.loaded.bytes_read,
+                "weight_bytes": engine.loaded.bytes_held,
+                "denoise_seconds": result.stats.seconds,
+                "tokens": result.stats.tokens,
+            }
+        )
+    )
 
 
 def run_phase(name: str, command: Sequence[str]) -> dict[str, Any]:
@@ -132,6 +147,36 @@ def copy_bytes(source: Path, target: Path) -> float:
     return time.perf_counter() - start
 
 
+def forget(folder: Path) -> None:
+    """Write a folder's files to the disk and take them out of the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_bytes(folder: Path) -> float:
+    """Read a folder's files and do nothing with them; returns seconds."""
+    start = time.perf_counter()
+    buffer = bytearray(32 << 20)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+    return time.perf_counter() - start
+
+
+def digest_speed() -> float:
+    """Bytes per second of one core's digest, over chunks of the size that a 7.6B model's are."""
+    chunk = np.random.default_rng(0).bytes(2 << 20)
+    start, count = time.perf_counter(), 512
+    for _ in range(count):
+        digest(chunk)
+    return count * len(chunk) / (time.perf_counter() - start)
+
+
 def main(values: flags.FlagValues) -> None:
     """Run the benchmark, or one phase of it."""
     if not values.folder:
@@ -156,13 +201,20 @@ def main(values: flags.FlagValues) -> None:
     try:
         results = {"make": run_phase("make", [*again, "--phase=make"])}
         size = sum(path.stat().st_size for path in source.iterdir())
+        forget(source)
         print("copy ...", file=sys.stderr, flush=True)
         results["copy"] = {"seconds": copy_bytes(source, copied)}
         shutil.rmtree(copied)
+        forget(source)
         paths = [f"--source={source}", f"--output={checkpoint}"]
         results["convert"] = run_phase("convert", ["-m", "launch.convert", *paths])
         shutil.rmtree(source)
+        forget(checkpoint)
+        print("read ...", file=sys.stderr, flush=True)
+        results["read"] = {"seconds": read_bytes(checkpoint)}
+        forget(checkpoint)
         results["verify"] = run_phase("verify", ["-m", "launch.verify", f"--checkpoint={checkpoint}"])
+        forget(checkpoint)
         results["restore"] = run_phase("restore", [*again, "--phase=restore"])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -170,6 +222,11 @@ def main(values: flags.FlagValues) -> None:
         phase["bytes_per_second"] = size / phase["seconds"]
         peak = f", peak {phase['peak_resident_bytes'] / 2**30:.2f} GiB" if "peak_resident_bytes" in phase else ""
         print(f"{name:<8} {phase['seconds']:8.1f} s  {phase['bytes_per_second'] / 1e9:6.2f} GB/s{peak}")
+    results["digest"] = {"bytes_per_second": digest_speed()}
+    print(f"one core digests {results['digest']['bytes_per_second'] / 1e9:.2f} GB/s")
+    restored = results["restore"]
+    beyond = restored["load_peak_resident_bytes"] - restored["weight_bytes"]
+    print(f"restoring took {beyond / 2**30:.2f} GiB beyond the weights on the devices")
     ratio = results["convert"]["seconds"] / results["copy"]["seconds"]
     print(f"conversion took {ratio:.2f} times the copy of {size / 1e9:.1f} GB")
     record = build_record(

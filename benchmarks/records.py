@@ -34,11 +34,13 @@ class Timing:
     """Wall times of repeated calls, in milliseconds; ``cpu`` is the median processor time of all threads."""
 
     median: float
+    mean: float
     minimum: float
     maximum: float
     deviation: float
     cpu: float
     repeats: int
+    each: tuple[float, ...]
 
     @classmethod
     def of(cls, seconds: Sequence[float], cpu_seconds: Sequence[float]) -> Timing:
@@ -46,12 +48,24 @@ class Timing:
         wall = [1e3 * one for one in seconds]
         return cls(
             median=round(statistics.median(wall), 3),
+            mean=round(statistics.mean(wall), 3),
             minimum=round(min(wall), 3),
             maximum=round(max(wall), 3),
             deviation=round(statistics.stdev(wall), 3) if len(wall) > 1 else 0.0,
             cpu=round(1e3 * statistics.median(cpu_seconds), 3),
             repeats=len(wall),
+            each=tuple(round(one, 3) for one in wall),
         )
+
+    def times_as_fast_as(self, other: Timing) -> dict[str, float]:
+        """How much faster these calls were than those that took turns with them: of each pair, then all pairs."""
+        ratios = [theirs / ours for ours, theirs in zip(self.each, other.each, strict=True)]
+        return {
+            "median": round(statistics.median(ratios), 3),
+            "minimum": round(min(ratios), 3),
+            "maximum": round(max(ratios), 3),
+            "deviation": round(statistics.stdev(ratios), 3) if len(ratios) > 1 else 0.0,
+        }
 
 
 def time_alternating(calls: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 2) -> dict[str, Timing]:
@@ -160,7 +174,9 @@ def build_record(
       devices: JAX devices that were used.
       notes: sentences that a reader of the numbers must know.
     """
-    changes = _git("status", "--porcelain", "--untracked-files=no")
+    # Of the code: records that the same run has written before are none.
+    code = ("--", ":/", ":(top,exclude)benchmarks/results")
+    changes = _git("status", "--porcelain", "--untracked-files=no", *code)
     return {
         "benchmark": benchmark,
         "kind": kind,

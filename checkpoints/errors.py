@@ -17,3 +17,7 @@ class CorruptCheckpointError(CheckpointError):
 
 class MismatchedCheckpointError(CheckpointError):
     """A checkpoint of another model, shape, dtype or format than wanted; the message says want and have."""
+
+
+class OtherProcessError(CheckpointError):
+    """Another process of the same work failed, and this one ends for it; the message says with what."""

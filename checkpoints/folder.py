@@ -12,10 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.errors import CheckpointError
+from checkpoints.storage import STORAGE_SCHEMES, Storage
 
 DEMO = Path(__file__).parent / "demo"
 
+# Where the config.json of a checkpoint that was quantized when it was converted says so.
+QUANTIZATION_KEY = "diffumesh_quantization"
+
 MAX_JSON_BYTES = 64 << 20
+
+# The folder of tensors within a canonical checkpoint.
+WEIGHTS_FOLDER = "weights"
+# Ends the name of a folder in which a checkpoint is being made; whatever is in it, it is not one yet.
+STAGING_SUFFIX = ".converting"
 
 # What belongs to a checkpoint beside its weights: configuration, tokenizer, licence. Never code, never pickles.
 SIDE_FILES = ("*.json", "*.jinja", "merges.txt", "LICENSE*")
@@ -33,15 +42,32 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A Hugging Face model folder on this machine.
+    """A model folder.
 
     Attributes:
-      path: the folder.
+      path: the folder on this machine.
       name: what the user called it, for messages and for telling a checkpoint's kind.
+      remote: where a canonical checkpoint's tensors are, if not in that folder, which then has its small files.
     """
 
     path: Path
     name: str
+    remote: Storage | None = None
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether it holds, or began to hold, a canonical checkpoint."""
+        return self.remote is not None or (self.path / WEIGHTS_FOLDER).is_dir()
+
+    @property
+    def weights(self) -> Storage:
+        """Where the tensors of a canonical checkpoint are."""
+        return (self.remote or Storage.at(self.path)).child(WEIGHTS_FOLDER)
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        return str(self.path) if self.remote is None else self.remote.place
 
     def read_json(self, file: str) -> dict[str, Any] | None:
         """A JSON object from the folder, None where there is no such file.
@@ -57,7 +83,7 @@ class CheckpointFolder:
         try:
             value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_reject_duplicates)
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: not a readable JSON file ({error})") from error
+            raise CheckpointError(f"{path}: not a readable JSON file ({error!s:.300})") from error
         if not isinstance(value, dict):
             raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
         return value
@@ -75,19 +101,33 @@ class CheckpointFolder:
         return config
 
     @property
+    def quantization(self) -> str:
+        """How the weights are stored: ``none``, or as :data:`QUANTIZATION_KEY` of the config says.
+
+        Raises:
+          CheckpointError: it says something that is no text.
+        """
+        said = self.config.get(QUANTIZATION_KEY, "none")
+        if not isinstance(said, str):
+            raise CheckpointError(f"{self.place}: {QUANTIZATION_KEY} of config.json is {said!r}; expected a text")
+        return said
+
+    @property
     def generation_config(self) -> dict[str, Any]:
         """The parsed ``generation_config.json``, empty where there is none."""
         return self.read_json("generation_config.json") or {}
 
 
 def open_folder(
-    path: str | Path, *, revision: str | None = None, token: str | None = None, offline: bool = False
+    path: str | Path | CheckpointFolder, *, revision: str | None = None, token: str | None = None, offline: bool = False
 ) -> CheckpointFolder:
     """Find a model folder and bring it to this machine where it is not here already.
 
     Args:
-      path: a local folder, a URL that fsspec reads (``gs://bucket/folder``, with the libraries it needs installed),
-        or a Hub name (``apple/DiffuCoder-7B-cpGRPO``). A local folder of that name wins over the Hub.
+      path: a folder that is open already, a local one, a URL (``gs://bucket/folder``), or a Hub name
+        (``apple/DiffuCoder-7B-cpGRPO``). A local folder of that name wins over the Hub. Of a canonical checkpoint
+        behind a URL only the small files are fetched, its tensors are read where they are; any other folder is fetched
+        through fsspec, with the libraries it needs.
       revision: branch, tag or commit on the Hub.
       token: Hub token; default is the one huggingface_hub finds.
       offline: use only what the Hub's local cache already holds.
@@ -95,9 +135,11 @@ def open_folder(
     Raises:
       CheckpointError: there is no such folder, or it cannot be fetched.
     """
+    if isinstance(path, CheckpointFolder):
+        return path
     text = str(path)
     if "://" in text:
-        return CheckpointFolder(_fetch_url(text), text)
+        return _open_canonical(text) or CheckpointFolder(_fetch_url(text), text)
     try:
         local = Path(path).expanduser()
         if local.is_dir():
@@ -125,6 +167,26 @@ def _fetch_hub(name: str, revision: str | None, token: str | None, offline: bool
         raise CheckpointError(
             f"{name}: no such folder here, and the Hugging Face Hub did not give it ({reason})"
         ) from error
+
+
+def _open_canonical(url: str) -> CheckpointFolder | None:
+    """The canonical checkpoint behind a URL; None where there is none."""
+    if url.partition("://")[0] not in STORAGE_SCHEMES:
+        return None
+    storage = Storage.at(url)
+    names = storage.names()
+    if not any(name.startswith(f"{WEIGHTS_FOLDER}/") for name in names):
+        return None
+    wanted = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in SIDE_FILES)]
+    files = {name: storage.read(name) or b"" for name in wanted if "/" not in name}
+    identity = [url, *(f"{name} {hashlib.sha256(data).hexdigest()}" for name, data in files.items())]
+    cache = _cache_folder("\n".join(identity))
+    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name, data in files.items():
+        partial = cache / f"{name}.{os.getpid()}.partial"
+        partial.write_bytes(data)
+        partial.replace(cache / name)
+    return CheckpointFolder(cache, url, storage)
 
 
 def _fetch_url(url: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -10,11 +11,15 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from checkpoints.folder import CheckpointFolder
-from checkpoints.source import Index, StoredTensor, StoredTensors
+from checkpoints.source import BytesRead, Index, StoredTensor, StoredTensors
+from checkpoints.storage import first_line
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MAX_NAME = 200
+# GPT-2 as first published has no "transformer." before its names, and carries its causal masks as tensors.
+_BARE_GPT2 = re.compile(r"(h\.\d+|wte|wpe|ln_f)\.")
+_CAUSAL_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
 _DTYPES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
 
 
@@ -33,7 +38,15 @@ def _file_names(folder: CheckpointFolder) -> tuple[list[str], frozenset[str]]:
     for name in claims.values():
         if name != Path(name).name or not name.endswith(".safetensors") or len(name) > _MAX_NAME:
             raise CheckpointError(f'{folder.path / INDEX_FILE}: "{name[:200]}" is not the name of a safetensors file')
-    return sorted(set(claims.values())), frozenset(claims)
+    return sorted(set(claims.values())), frozenset(_full_name(name) for name in claims if not _is_mask(name))
+
+
+def _full_name(name: str) -> str:
+    return f"transformer.{name}" if _BARE_GPT2.match(name) else name
+
+
+def _is_mask(name: str) -> bool:
+    return _CAUSAL_MASK.fullmatch(name) is not None
 
 
 def open_safetensors(folder: CheckpointFolder) -> StoredTensors:
@@ -47,24 +60,30 @@ def open_safetensors(folder: CheckpointFolder) -> StoredTensors:
     if absent:
         raise IncompleteCheckpointError(f"{folder.path}: the index names files that are not there: {', '.join(absent)}")
     found: dict[str, list[StoredTensor]] = {}
+    count = BytesRead()
     for name in names:
         path = folder.path / name
         try:
             with safe_open(path, "numpy") as file:
                 for tensor in file.keys():  # noqa: SIM118  (not a mapping: it cannot be iterated)
+                    if _is_mask(tensor):
+                        continue
                     view = file.get_slice(tensor)
                     dtype = _DTYPES.get(view.get_dtype(), view.get_dtype())
-                    reader = partial(_read, path, tensor)
-                    found.setdefault(tensor, []).append(StoredTensor(tensor, tuple(view.get_shape()), dtype, reader))
+                    reader = partial(_read, path, tensor, count)
+                    called, shape = _full_name(tensor), tuple(view.get_shape())
+                    found.setdefault(called, []).append(StoredTensor(called, shape, dtype, reader))
         except (SafetensorError, OSError, ValueError) as error:
-            raise CorruptCheckpointError(f"{path}: not a whole safetensors file ({error})") from error
-    return StoredTensors(found, claims)
+            raise CorruptCheckpointError(f"{path}: not a whole safetensors file ({first_line(error)})") from error
+    return StoredTensors(found, claims, count)
 
 
-def _read(path: Path, name: str, index: Index) -> np.ndarray:
+def _read(path: Path, name: str, count: BytesRead, index: Index) -> np.ndarray:
     # The library maps the file, and what has been read of a map stays resident: a map for each read is let go.
     try:
         with safe_open(path, "numpy") as file:
-            return file.get_slice(name)[index]
+            data = file.get_slice(name)[index]
     except (SafetensorError, OSError) as error:
-        raise CorruptCheckpointError(f"{path}: tensor {name} cannot be read ({error})") from error
+        raise CorruptCheckpointError(f"{path}: tensor {name:.200} cannot be read ({first_line(error)})") from error
+    count.add(data.nbytes)
+    return data

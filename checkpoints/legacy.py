@@ -36,6 +36,7 @@ _IN_LAYER = {
     "DreamRMSNorm_1/weight": "post_attention_layernorm.weight",
 }
 _LAYER = re.compile(rf"{_ROOT}/layers_(\d{{1,6}})/(.+)")
+_TRANSPOSED_ROWS = 64
 _BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.[qkv]_proj\.bias")
 
 
@@ -100,7 +101,15 @@ def open_legacy(
 
 
 def _read(pickle: LegacyPickle, path: str, transposed: bool, index: Index) -> np.ndarray:
-    return pickle.read(path, index[::-1]).T if transposed else pickle.read(path, index)
+    return _transpose(pickle.read(path, index[::-1])) if transposed else pickle.read(path, index)
+
+
+def _transpose(data: np.ndarray) -> np.ndarray:
+    # Some rows at a time, which stay in the processor's cache: several times as fast as numpy's copy of the whole.
+    out = np.empty(data.shape[::-1], data.dtype)
+    for first in range(0, len(data), _TRANSPOSED_ROWS):
+        out[:, first : first + _TRANSPOSED_ROWS] = data[first : first + _TRANSPOSED_ROWS].T
+    return out
 
 
 def _zeros(dtype: str, index: Index) -> np.ndarray:

@@ -1,25 +1,30 @@
 """Stored tensors, straight into the shardings of a mesh.
 
-Every process reads the slices that its own devices need, a layer at a time, so that host memory holds a layer's
-largest tensor and never the model. Transposition, stacking and padding follow from the weights' declarations.
+Every process reads the slices that its own devices need, a layer at a time, so that host memory holds a few tensors of
+a layer and never the model. Transposition, stacking and padding follow from the weights' declarations.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
-from checkpoints.errors import CheckpointError
+from checkpoints.errors import MismatchedCheckpointError
 from checkpoints.folder import CheckpointFolder
 from checkpoints.opening import open_tensors
-from checkpoints.source import DTYPES, StoredTensor, StoredTensors
+from checkpoints.source import DTYPES, Index, StoredTensor, StoredTensors, read_ahead
 from runtime.models.declarations import ModelLayout, WeightLeaf
+from runtime.models.quantization import QUANTIZATIONS, Quantized
 
 # Called with the bytes read so far and the bytes to read.
 Progress = Callable[[int, int], None]
@@ -29,24 +34,41 @@ def check_tensors(folder: CheckpointFolder, leaves: list[WeightLeaf], found: Sto
     """Check that the tensors are exactly those that a model declares.
 
     Raises:
-      CheckpointError: lists every missing, unknown, duplicate or mis-shaped tensor.
+      MismatchedCheckpointError: lists every missing, unknown, duplicate or mis-shaped tensor.
     """
     expected = {source: leaf.source_shape for leaf in leaves for source in leaf.sources}
+    quantized = {source for leaf in leaves if leaf.quantized for source in leaf.sources}
     problems = [f"missing: {name} {list(expected[name])}" for name in expected if name not in found.by_name]
-    problems += [f"unknown: {name} {list(found[name].shape)}" for name in found.by_name if name not in expected]
+    problems += [f"unknown: {name:.200} {list(found[name].shape)}" for name in found.by_name if name not in expected]
     for name, copies in found.by_name.items():
         if len(copies) > 1:
-            problems.append(f"duplicate: {name} stands in {len(copies)} files")
+            problems.append(f"duplicate: {name:.200} stands in {len(copies)} files")
         if name in expected and copies[0].shape != expected[name]:
             problems.append(
                 f"shape: {name} is {list(copies[0].shape)}, and config.json makes it {list(expected[name])}"
             )
-        if copies[0].dtype not in DTYPES:
-            problems.append(f"dtype: {name} is {copies[0].dtype}; supported: {', '.join(DTYPES)}")
+        supported = ("int8",) if name in quantized else DTYPES
+        if copies[0].dtype not in supported:
+            problems.append(f"dtype: {name:.200} is {copies[0].dtype}; supported: {', '.join(supported)}")
     absent = sorted(found.claims - found.by_name.keys() - expected.keys())
-    problems += [f"index: {name} is in no file" for name in absent]
+    problems += [f"index: {name:.200} is in no file" for name in absent]
     if problems:
-        raise CheckpointError(f"{folder.path}: the weights are not those of the model:\n  " + "\n  ".join(problems))
+        raise MismatchedCheckpointError(
+            f"{folder.place}: the weights are not those of the model:\n  " + "\n  ".join(problems)
+        )
+
+
+def stored_leaves(folder: CheckpointFolder, layout: ModelLayout) -> list[WeightLeaf]:
+    """The leaves that a checkpoint must hold, quantized as it says that it is.
+
+    Raises:
+      MismatchedCheckpointError: a quantization that there is not.
+    """
+    if folder.quantization not in QUANTIZATIONS:
+        raise MismatchedCheckpointError(
+            f"{folder.place}: quantization {folder.quantization!r:.40} is not one of {', '.join(QUANTIZATIONS)}"
+        )
+    return replace(layout, quantization=folder.quantization).stored_leaves
 
 
 def check_weights(folder: CheckpointFolder, layout: ModelLayout) -> str | None:
@@ -59,70 +81,154 @@ def check_weights(folder: CheckpointFolder, layout: ModelLayout) -> str | None:
       CheckpointError: lists every missing, unknown, duplicate or mis-shaped tensor; or says what is damaged.
     """
     found = open_tensors(folder, verify="sizes")
-    check_tensors(folder, layout.leaves, found)
-    dtypes = {copies[0].dtype for copies in found.by_name.values()}
+    leaves = stored_leaves(folder, layout)
+    check_tensors(folder, leaves, found)
+    # Integers and their scales stand for a matrix in the dtype of what is not quantized.
+    plain = {leaf.sources[0] for leaf in layout.leaves if not leaf.contracted or folder.quantization == "none"}
+    dtypes = {found[source].dtype for leaf in leaves for source in leaf.sources if leaf.sources[0] in plain}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
-def _read_part(leaf: WeightLeaf, sizes: dict[str, int], tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
-    """The part ``index`` of one layer of a leaf, in the leaf's axes, zero where it reaches into padding."""
-    axes = leaf.axes[1:] if leaf.is_stacked else leaf.axes
-    padded = leaf.padded_shape[1:] if leaf.is_stacked else leaf.padded_shape
-    ranges = {axis: part.indices(size)[:2] for axis, part, size in zip(axes, index, padded, strict=True)}
-    kept = {axis: (min(low, sizes[axis]), min(high, sizes[axis])) for axis, (low, high) in ranges.items()}
-    if any(low == high for low, high in kept.values()):  # nothing but padding
-        return np.zeros([high - low for low, high in ranges.values()], tensor.dtype)
-    rows = []
+def _runs(leaf: WeightLeaf, sizes: dict[str, int], kept: Mapping[str, tuple[int, int]]) -> list[list[slice]]:
+    """For every dimension of a source tensor the ranges that hold the kept parts of its axes, and nothing besides."""
+    found = []
     for merge in leaf.source_axes:
-        # A merged dimension is contiguous in its major axis: read that range, cut the minor axes in memory.
-        stride = math.prod(sizes[axis] for axis in merge[1:])
-        rows.append(slice(kept[merge[0]][0] * stride, kept[merge[0]][1] * stride))
-    data = tensor.read(tuple(rows))
-    flat = [axis for merge in leaf.source_axes for axis in merge]
-    majors = {merge[0] for merge in leaf.source_axes}
-    data = data.reshape([kept[axis][1] - kept[axis][0] if axis in majors else sizes[axis] for axis in flat])
-    data = data[tuple(slice(None) if axis in majors else slice(*kept[axis]) for axis in flat)]
-    data = data.transpose([flat.index(axis) for axis in axes])
-    padding = [(0, ranges[axis][1] - ranges[axis][0] - data.shape[place]) for place, axis in enumerate(axes)]
-    return np.pad(data, padding) if any(after for _, after in padding) else data
+        # Axes after the last one that is cut are whole: they, and the range of that one, are contiguous.
+        cut = [place for place, axis in enumerate(merge) if kept[axis] != (0, sizes[axis])]
+        last = max(cut, default=0)
+        stride = math.prod(sizes[axis] for axis in merge[last + 1 :])
+        low, high = kept[merge[last]]
+        starts = [0]
+        for axis in merge[:last]:
+            starts = [start * sizes[axis] + number for start in starts for number in range(*kept[axis])]
+        firsts = [start * sizes[merge[last]] for start in starts]
+        found.append([slice((first + low) * stride, (first + high) * stride) for first in firsts])
+    return found
+
+
+def _read_part(leaf: WeightLeaf, layout: ModelLayout, tensor: StoredTensor, index: Index) -> np.ndarray:
+    """A part of one source tensor, its dimensions unmerged and padded, zero where it reaches into padding.
+
+    Args:
+      leaf: whose source it is.
+      layout: the model on its mesh.
+      tensor: the source tensor.
+      index: the part, over the axes of :func:`_source_order`.
+    """
+    sizes, axes = layout.config.dimensions, _source_order(leaf)
+    ranges = {
+        axis: part.indices(size)[:2] for axis, part, size in zip(axes, index, _padded_sizes(leaf, axes), strict=True)
+    }
+    kept = {axis: (min(low, sizes[axis]), min(high, sizes[axis])) for axis, (low, high) in ranges.items()}
+    wanted = [high - low for low, high in ranges.values()]
+    if any(low == high for low, high in kept.values()):  # nothing but padding
+        return np.zeros(wanted, tensor.dtype)
+    runs = _runs(leaf, sizes, kept)
+    if all(len(pieces) == 1 for pieces in runs):
+        data = tensor.read(tuple(pieces[0] for pieces in runs))
+    else:
+        data = np.empty([sum(piece.stop - piece.start for piece in pieces) for pieces in runs], tensor.dtype)
+        ends = [list(itertools.accumulate(piece.stop - piece.start for piece in pieces)) for pieces in runs]
+        for place in itertools.product(*(range(len(pieces)) for pieces in runs)):
+            source = tuple(pieces[at] for pieces, at in zip(runs, place, strict=True))
+            target = tuple(
+                slice(end[at] - piece.stop + piece.start, end[at])
+                for end, at, piece in zip(ends, place, source, strict=True)
+            )
+            data[target] = tensor.read(source)
+    data = data.reshape([high - low for low, high in kept.values()])
+    padding = [(0, size - have) for size, have in zip(wanted, data.shape, strict=True)]
+    return np.pad(data, padding) if any(after for _, after in padding) else np.ascontiguousarray(data)
+
+
+def _source_order(leaf: WeightLeaf) -> list[str]:
+    """A leaf's axes, without layers, in the order of its source tensor's dimensions."""
+    return [axis for merge in leaf.source_axes for axis in merge]
+
+
+def _padded_sizes(leaf: WeightLeaf, axes: list[str]) -> list[int]:
+    sizes = dict(zip(leaf.axes, leaf.padded_shape, strict=True))
+    return [sizes[axis] for axis in axes]
 
 
 @partial(jax.jit, donate_argnums=0)
-def _set_layer(stack: jax.Array, layer: jax.Array, number: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, layer, number, 0)
+def _set_layer(stack: Any, layer: Any, number: jax.Array) -> Any:
+    return jax.tree.map(lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, number, 0), stack, layer)
 
 
-def _read_leaf(
-    layout: ModelLayout, leaf: WeightLeaf, found: StoredTensors, dtype: Any, advance: Callable[[int], None]
-) -> jax.Array:
-    sizes = layout.config.dimensions
-    axes = leaf.axes[1:] if leaf.is_stacked else leaf.axes
-    shape = leaf.padded_shape[1:] if leaf.is_stacked else leaf.padded_shape
-    sharding = layout.sharding(*axes)
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
 
-    def read(source: str) -> jax.Array:
-        tensor = found[source]
-        parts: dict[Any, np.ndarray] = {}
 
-        def part(index: Any) -> np.ndarray:
-            # Devices that hold the same part (replication) share one read.
-            key = tuple((piece.start, piece.stop) for piece in index)
-            if key not in parts:
-                parts[key] = np.ascontiguousarray(_read_part(leaf, sizes, tensor, index)).astype(dtype, copy=False)
-            return parts[key]
+# Parts of a tensor by the index of a device's shard.
+_Parts = dict[tuple[tuple[int, int], ...], np.ndarray]
 
-        array = jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
-        # Wait for the copies: the host buffers of one tensor are gone before the next is read.
-        array.block_until_ready()
-        advance(tensor.bytes)
-        return array
 
-    if not leaf.is_stacked:
-        return read(leaf.sources[0])
-    stack = jax.jit(partial(jnp.zeros, leaf.padded_shape, dtype), out_shardings=layout.sharding(*leaf.axes))()
-    for number, source in enumerate(leaf.sources):
-        stack = _set_layer(stack, read(source), jnp.int32(number))
-    return stack
+def _key(index: Any, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _read_parts(layout: ModelLayout, leaf: WeightLeaf, tensor: StoredTensor, dtype: Any) -> _Parts:
+    """What this host's devices hold of a source tensor. Devices that hold the same part share one read."""
+    axes = _source_order(leaf)
+    shape = tuple(_padded_sizes(leaf, axes))
+    parts: _Parts = {}
+    for index in layout.sharding(*axes).addressable_devices_indices_map(shape).values():
+        assert index is not None, "a device of this host holds a part of every weight"
+        key = _key(index, shape)
+        if key not in parts:
+            parts[key] = _read_part(leaf, layout, tensor, index).astype(dtype, copy=False)
+    return parts
+
+
+# Kept, so that leaves and models that are alike share one program.
+@functools.lru_cache(256)
+def _transpose(order: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda array: jnp.transpose(array, order), out_shardings=sharding)
+
+
+def _to_devices(layout: ModelLayout, leaf: WeightLeaf, dtype: Any) -> Callable[[_Parts], jax.Array]:
+    """Puts a layer of a leaf on the mesh. It is transposed there: on a host that would take most of the time."""
+    axes = _source_order(leaf)
+    shape = tuple(_padded_sizes(leaf, axes))
+    wanted = leaf.axes[1:] if leaf.is_stacked else leaf.axes
+    order = tuple(axes.index(axis) for axis in wanted)
+    transpose = _transpose(order, layout.sharding(*wanted))
+
+    def put(parts: _Parts) -> jax.Array:
+        array = jax.make_array_from_callback(
+            shape, layout.sharding(*axes), lambda index: parts[_key(index, shape)], dtype=dtype
+        )
+        # Wait for the copies: the host buffers of one tensor are gone before the next is put.
+        return (array if order == tuple(range(len(order))) else transpose(array)).block_until_ready()
+
+    return put
+
+
+def _layers(
+    layout: ModelLayout, leaf: WeightLeaf, parts: list[tuple[WeightLeaf, Any]], reading: Iterator[_Parts]
+) -> Iterator[Any]:
+    """The layers of a leaf on the mesh, one after another: as they are stored, or quantized there."""
+    puts = [_to_devices(layout, part, dtype) for part, dtype in parts]
+    quantize = layout.quantizer(leaf, layered=False)
+    while True:
+        arrays = [put(next(reading)) for put in puts]
+        yield Quantized(*arrays) if len(arrays) == 2 else quantize(arrays[0])
+
+
+@dataclass(frozen=True)
+class LoadedBytes:
+    """What loading weights took this host.
+
+    Attributes:
+      bytes_read: read from the checkpoint by this host.
+      bytes_held: on this host's devices, padding and replication included.
+      bytes_stored: of the whole checkpoint.
+    """
+
+    bytes_read: int
+    bytes_held: int
+    bytes_stored: int
 
 
 def load_weights(
@@ -131,7 +237,7 @@ def load_weights(
     dtype: Any,
     progress: Progress | None = None,
     verify: str = "full",
-) -> Any:
+) -> tuple[Any, LoadedBytes]:
     """Load a checkpoint's weights onto a mesh.
 
     Args:
@@ -142,19 +248,54 @@ def load_weights(
       verify: ``full``, ``sizes`` or ``none``; see :func:`checkpoints.opening.open_tensors`.
 
     Returns:
-      The weights' tree, sharded, padded, layers stacked.
+      The weights' tree, sharded, padded, layers stacked; and what it took.
 
     Raises:
       CheckpointError: lists every missing, unknown, duplicate or mis-shaped tensor; or names a file that is damaged.
     """
     found = open_tensors(folder, verify)
-    check_tensors(folder, layout.leaves, found)
+    check_tensors(folder, stored_leaves(folder, layout), found)
+    stored = folder.quantization
+    if stored not in ("none", layout.quantization):
+        raise MismatchedCheckpointError(f"{folder.place}: stored as {stored}; it cannot be loaded as anything else")
+    kept = jnp.dtype(dtype)
+    # Large tensors first: what one needs for a moment beside its place on the devices is taken while little is there.
+    leaves = sorted(layout.leaves, key=lambda leaf: -math.prod(leaf.source_shape))
+
+    def parts(leaf: WeightLeaf) -> list[tuple[WeightLeaf, Any]]:
+        """What a layer of a leaf is made of in this checkpoint, and in which dtype."""
+        if stored != "none" and leaf.quantized:
+            return [(leaf, jnp.dtype(jnp.int8)), (leaf.scales, jnp.dtype(jnp.float32))]
+        return [(leaf, kept)]
+
+    # A tensor is read while the one before it goes to the devices.
+    reading = read_ahead(
+        partial(_read_parts, layout, part, found[part.sources[number]], own)
+        for leaf in leaves
+        for number in range(len(leaf.sources))
+        for part, own in parts(leaf)
+    )
     done = 0
 
-    def advance(count: int) -> None:
+    def advance(source: str) -> None:
         nonlocal done
-        done += count
+        done += found[source].bytes
         if progress is not None:
             progress(done, found.bytes)
 
-    return layout.build(lambda leaf: _read_leaf(layout, leaf, found, jnp.dtype(dtype), advance))
+    made = {}
+    described = layout.named(layout.abstract_weights(kept))
+    for leaf in leaves:
+        layers = _layers(layout, leaf, parts(leaf), reading)
+        if leaf.is_stacked:
+            stack = jax.tree.map(_zeros, described[leaf.name])
+            for number, source in enumerate(leaf.sources):
+                stack = _set_layer(stack, next(layers), jnp.int32(number))
+                advance(source)
+            made[leaf.name] = stack
+        else:
+            made[leaf.name] = next(layers)
+            advance(leaf.sources[0])
+    weights = layout.build(lambda leaf: made[leaf.name])
+    held = sum(shard.data.nbytes for array in jax.tree.leaves(weights) for shard in array.addressable_shards)
+    return weights, LoadedBytes(found.bytes_read.total, held, found.bytes)

@@ -13,13 +13,14 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from checkpoints.errors import CorruptCheckpointError, MismatchedCheckpointError
-from checkpoints.source import DTYPES, Index, StoredTensor
+from checkpoints.source import STORED_DTYPES, Index, StoredTensor
 from runtime.models.declarations import ModelLayout, WeightLeaf
 
 MANIFEST_FILE = "diffumesh.manifest.json"
@@ -29,7 +30,12 @@ _VERSION = 1
 # Chunks are not cut below this size: a digest of a few bytes is a waste.
 _MIN_CHUNK_BYTES = 128 << 10
 _MAX_PARTS = 64
+# A sharded dimension that shares no larger power of two with the parts is cut unevenly.
+_MIN_COMMON_PARTS = 8
 _MAX_TENSORS = 1 << 20
+_MAX_DIMENSIONS = 8
+_MAX_NAME = 200
+_MAX_SIZE = 1 << 48
 _HEAD_AXES = ("kv_heads", "queries_per_kv")
 
 
@@ -44,7 +50,7 @@ class TensorEntry:
 
     Attributes:
       shape, dtype: of the logical array.
-      grid: into how many equal parts each dimension is cut.
+      grid: into how many parts each dimension is cut; equal ones, the last one shorter where the size does not divide.
       digests: one per chunk, C order of the grid; each over the chunk's elements in C order, little-endian.
     """
 
@@ -53,24 +59,38 @@ class TensorEntry:
     grid: tuple[int, ...]
     digests: tuple[str, ...]
 
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """Shape of a chunk that is not a last one."""
+        return chunk_shape(self.shape, self.grid)
+
     def chunks(self, index: Index) -> Iterator[tuple[str, Index]]:
         """Digest and place of every chunk that a part of the tensor touches."""
-        steps = [size // parts for size, parts in zip(self.shape, self.grid, strict=True)]
-        ranges = [
-            range(part.start // step, math.ceil(part.stop / step)) for part, step in zip(index, steps, strict=True)
-        ]
+        steps = self.chunk_shape
+        ranges = [range(part.start // step, -(-part.stop // step)) for part, step in zip(index, steps, strict=True)]
         for place in itertools.product(*ranges):
             number = 0
             for coordinate, parts in zip(place, self.grid, strict=True):
                 number = number * parts + coordinate
             yield (
                 self.digests[number],
-                tuple(slice(at * step, (at + 1) * step) for at, step in zip(place, steps, strict=True)),
+                tuple(
+                    slice(at * step, min((at + 1) * step, size))
+                    for at, step, size in zip(place, steps, self.shape, strict=True)
+                ),
             )
+
+
+def chunk_shape(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the chunks that a grid cuts a tensor into; the last ones of a dimension may be shorter."""
+    return tuple(-(-size // parts) for size, parts in zip(shape, grid, strict=True))
 
 
 def chunk_grid(leaf: WeightLeaf, sizes: dict[str, int], itemsize: int) -> tuple[int, ...]:
     """The grid of a source tensor: heads apart from one another, other sharded dimensions in powers of two.
+
+    A dimension that does not divide is cut into as many parts, the last one shorter: shards, which are of the padded
+    dimension, then do not align with chunks, and reading one takes a little of its neighbours along.
 
     Args:
       leaf: the weight that the tensor is the source of.
@@ -81,32 +101,60 @@ def chunk_grid(leaf: WeightLeaf, sizes: dict[str, int], itemsize: int) -> tuple[
     room = max(1, total // _MIN_CHUNK_BYTES)
     grid = []
     for merge, size in zip(leaf.source_axes, leaf.source_shape, strict=True):
-        if merge[0] in _HEAD_AXES:
-            wanted = math.prod(sizes[axis] for axis in merge if axis in _HEAD_AXES)
+        if any(axis in _HEAD_AXES for axis in merge):
+            wanted = math.prod(sizes[axis] for axis in merge if axis != "head_dim")
         elif merge[0] in ("mlp", "vocab"):
-            wanted = math.gcd(size, _MAX_PARTS)
+            common = math.gcd(size, _MAX_PARTS)
+            wanted = _MAX_PARTS if common < _MIN_COMMON_PARTS <= _MAX_PARTS <= size else common
         else:
             wanted = 1
         while wanted > room and wanted % 2 == 0:
             wanted //= 2
         parts = wanted if wanted <= room else 1
+        parts = -(-size // -(-size // parts))  # no chunk is empty
         grid.append(parts)
         room //= parts
     return tuple(grid)
 
 
-def make_entry(data: np.ndarray, grid: tuple[int, ...]) -> TensorEntry:
-    """The entry of a tensor whose data is at hand: ``data`` of any shape, cut by ``grid``."""
-    empty = TensorEntry(data.shape, str(data.dtype), grid, ("",) * math.prod(grid))
-    everything = tuple(slice(0, size) for size in data.shape)
-    return TensorEntry(
-        data.shape, str(data.dtype), grid, tuple(_digest_array(data[part]) for _, part in empty.chunks(everything))
-    )
+class Digester:
+    """Makes the entry of a tensor whose rows come by in order."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, grid: tuple[int, ...]) -> None:
+        self._shape, self._dtype, self._grid = shape, dtype, grid
+        self._step = chunk_shape(shape, grid)
+        beside = TensorEntry(shape[1:], dtype, grid[1:], ("",) * math.prod(grid[1:]))
+        # Chunks beside one another, which the same rows run through.
+        self._columns = [place for _, place in beside.chunks(tuple(slice(0, size) for size in shape[1:]))]
+        self._states: list[Any] = []
+        self._digests: list[str] = []
+        self._row = 0
+
+    def update(self, rows: np.ndarray) -> None:
+        """Take the next rows."""
+        first = self._row
+        while self._row < first + len(rows):
+            if not self._states:
+                self._states = [xxhash.xxh3_128() for _ in self._columns]
+            chunk_end = min((self._row // self._step[0] + 1) * self._step[0], self._shape[0])
+            end = min(chunk_end, first + len(rows))
+            part = rows[self._row - first : end - first]
+            for state, place in zip(self._states, self._columns, strict=True):
+                state.update(_bytes_of(part[(slice(None), *place)]))
+            self._row = end
+            if end == chunk_end:
+                self._digests += [state.hexdigest() for state in self._states]
+                self._states = []
+
+    @property
+    def entry(self) -> TensorEntry:
+        """The entry, when all rows have come by."""
+        assert self._row == self._shape[0], "rows are missing"
+        return TensorEntry(self._shape, self._dtype, self._grid, tuple(self._digests))
 
 
-def _digest_array(data: np.ndarray) -> str:
-    contiguous = np.ascontiguousarray(data)
-    return digest(contiguous.reshape(-1).view(np.uint8).data)
+def _bytes_of(data: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
 
 
 def verified(tensor: StoredTensor, entry: TensorEntry, where: str) -> StoredTensor:
@@ -129,12 +177,13 @@ def verified(tensor: StoredTensor, entry: TensorEntry, where: str) -> StoredTens
         data = tensor.read(tuple(slice(*ends) for ends in zip(low, high, strict=True)))
         for wanted, part in chunks:
             piece = tuple(slice(own.start - start, own.stop - start) for own, start in zip(part, low, strict=True))
-            if _digest_array(data[piece]) != wanted:
+            if digest(_bytes_of(data[piece])) != wanted:
                 place = ", ".join(f"{own.start}:{own.stop}" for own in part)
                 raise CorruptCheckpointError(f"{where}: tensor {tensor.name}[{place}] is damaged: its digest is wrong")
         return data[tuple(slice(own.start - start, own.stop - start) for own, start in zip(index, low, strict=True))]
 
-    return StoredTensor(tensor.name, tensor.shape, tensor.dtype, read)
+    rows = entry.chunk_shape[0]
+    return StoredTensor(tensor.name, tensor.shape, tensor.dtype, read, rows)
 
 
 @dataclass(frozen=True)
@@ -177,28 +226,34 @@ class Manifest:
             raise CorruptCheckpointError(f"{where}: the manifest is damaged: its own digest is wrong")
         if body.get("format") != _FORMAT or body.get("version") != _VERSION:
             raise MismatchedCheckpointError(
-                f"{where}: manifest of format {body.get('format')!r}, version {body.get('version')!r}; this version of "
-                f"diffumesh reads {_FORMAT!r}, version {_VERSION}"
+                f"{where}: manifest of format {body.get('format')!r:.200}, version {body.get('version')!r:.200}; "
+                f"this version of diffumesh reads {_FORMAT!r}, version {_VERSION}"
             )
         try:
             tensors = {name: _parse_entry(entry) for name, entry in body["tensors"].items()}
             files = {str(name): str(value) for name, value in body["files"].items()}
             if len(tensors) > _MAX_TENSORS:
                 raise ValueError(f"{len(tensors)} tensors")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptCheckpointError(f"{where}: the manifest makes no sense ({error})") from error
+            outside = [name for name in files if name != Path(name).name or len(name) > _MAX_NAME]
+            if outside:
+                raise ValueError(f"{outside[0]!r:.200} is not the name of a file in this folder")
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{where}: the manifest makes no sense ({error!s:.300})") from error
         return cls(tensors, files)
 
 
 def _parse_entry(raw: dict[str, Any]) -> TensorEntry:
     entry = TensorEntry(tuple(raw["shape"]), raw["dtype"], tuple(raw["grid"]), tuple(raw["digests"]))
-    sizes_and_parts = list(zip(entry.shape, entry.grid, strict=True))
-    if entry.dtype not in DTYPES or any(
-        type(size) is not int or type(parts) is not int or size < 1 or parts < 1 or size % parts
-        for size, parts in sizes_and_parts
-    ):
-        raise ValueError(f"shape {entry.shape}, grid {entry.grid}, dtype {entry.dtype}")
-    if math.prod(entry.grid) != len(entry.digests):
+    if entry.dtype not in STORED_DTYPES or not 1 <= len(entry.shape) == len(entry.grid) <= _MAX_DIMENSIONS:
+        raise ValueError(
+            f"shape of {len(entry.shape)} dimensions, grid of {len(entry.grid)}, dtype {entry.dtype!r:.40}"
+        )
+    for size, parts in zip(entry.shape, entry.grid, strict=True):
+        if type(size) is not int or type(parts) is not int or not 1 <= parts <= size <= _MAX_SIZE:
+            raise ValueError(f"a dimension of {size!r:.40} in {parts!r:.40} parts")
+        if (parts - 1) * -(-size // parts) >= size:
+            raise ValueError(f"a dimension of {size} in {parts} parts, of which some are empty")
+    if math.prod(entry.grid) != len(entry.digests) or not all(isinstance(one, str) for one in entry.digests):
         raise ValueError(f"{len(entry.digests)} digests for a grid of {entry.grid}")
     return entry
 
@@ -206,4 +261,4 @@ def _parse_entry(raw: dict[str, Any]) -> TensorEntry:
 def grids(layout: ModelLayout, itemsize: int) -> dict[str, tuple[int, ...]]:
     """The grid of every tensor of a model, by source name."""
     sizes = layout.config.dimensions
-    return {source: chunk_grid(leaf, sizes, itemsize) for leaf in layout.leaves for source in leaf.sources}
+    return {source: chunk_grid(leaf, sizes, itemsize) for leaf in layout.stored_leaves for source in leaf.sources}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from checkpoints.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
-from checkpoints.folder import CheckpointFolder
+from checkpoints.folder import MAX_JSON_BYTES, STAGING_SUFFIX, CheckpointFolder
 from checkpoints.huggingface import open_safetensors
 from checkpoints.manifest import MANIFEST_FILE, Manifest, digest, verified
-from checkpoints.orbax import is_canonical, open_canonical
+from checkpoints.orbax import open_canonical
 from checkpoints.source import StoredTensors
 
-# A folder in which a checkpoint is being made; whatever is in it, it is not one yet.
-STAGING_SUFFIX = ".converting"
 VERIFY = ("full", "sizes", "none")
 
 
@@ -22,16 +20,16 @@ def read_manifest(folder: CheckpointFolder) -> Manifest | None:
       CorruptCheckpointError, MismatchedCheckpointError: it cannot be used.
     """
     if folder.path.name.endswith(STAGING_SUFFIX):
-        raise IncompleteCheckpointError(f"{folder.path}: what a conversion was interrupted in; convert again")
+        raise IncompleteCheckpointError(f"{folder.place}: what a conversion was interrupted in; convert again")
     try:
         raw = folder.read_json(MANIFEST_FILE)
     except CheckpointError as error:
         raise CorruptCheckpointError(str(error)) from error
     if raw is not None:
-        return Manifest.parse(raw, str(folder.path / MANIFEST_FILE))
-    if is_canonical(folder):
+        return Manifest.parse(raw, f"{folder.place}/{MANIFEST_FILE}")
+    if folder.is_canonical:
         raise IncompleteCheckpointError(
-            f"{folder.path}: there is no {MANIFEST_FILE}, so this checkpoint was not finished; convert it again"
+            f"{folder.place}: there is no {MANIFEST_FILE}, so this checkpoint was not finished; convert it again"
         )
     return None
 
@@ -48,7 +46,7 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
       CheckpointError: what is missing or damaged; reading may raise too.
     """
     manifest = read_manifest(folder)
-    if is_canonical(folder):
+    if folder.is_canonical:
         assert manifest is not None
         found = open_canonical(folder, manifest)
     else:
@@ -58,25 +56,30 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
     check_files(folder, manifest)
     for name, entry in manifest.tensors.items():
         if name not in found.by_name:
-            raise CorruptCheckpointError(f"{folder.path}: tensor {name} is in the manifest and not in the checkpoint")
+            raise CorruptCheckpointError(
+                f"{folder.place}: tensor {name:.200} is in the manifest and not in the checkpoint"
+            )
         have = found[name]
         if (have.shape, have.dtype) != (entry.shape, entry.dtype):
             raise CorruptCheckpointError(
-                f"{folder.path}: tensor {name} is {have.dtype} {list(have.shape)}; the manifest has {entry.dtype} "
-                f"{list(entry.shape)}"
+                f"{folder.place}: tensor {name:.200} is {have.dtype} {list(have.shape)}; the manifest has "
+                f"{entry.dtype} {list(entry.shape)}"
             )
     unlisted = found.by_name.keys() - manifest.tensors.keys()
     if unlisted:
-        raise CorruptCheckpointError(f"{folder.path}: tensors that the manifest does not list: {sorted(unlisted)}")
+        raise CorruptCheckpointError(
+            f"{folder.place}: tensors that the manifest does not list: {sorted(unlisted)!s:.2000}"
+        )
     if verify == "sizes":
         return found
-    where = str(folder.path)
+    where = folder.place
     return StoredTensors(
         {
             name: [verified(copy, manifest.tensors[name], where) for copy in copies]
             for name, copies in found.by_name.items()
         },
         found.claims,
+        found.bytes_read,
     )
 
 
@@ -90,5 +93,5 @@ def check_files(folder: CheckpointFolder, manifest: Manifest) -> None:
         path = folder.path / name
         if not path.is_file():
             raise CorruptCheckpointError(f"{path}: the manifest lists this file, and it is not there")
-        if digest(path.read_bytes()) != wanted:
+        if path.stat().st_size > MAX_JSON_BYTES or digest(path.read_bytes()) != wanted:
             raise CorruptCheckpointError(f"{path}: not what was written: its digest is wrong")

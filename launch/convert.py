@@ -2,9 +2,13 @@
 
   python -m launch.convert --source=FOLDER --output=DIR                 as stored
   python -m launch.convert --source=FOLDER --output=DIR --dtype=bfloat16
+  python -m launch.convert --source=FOLDER --output=DIR --quantize=int8
   python -m launch.convert --source=params.pkl --config=FOLDER/config.json --output=DIR --biases_from=FOLDER
 
-Tensors stream through a few at a time: peak host memory is a small multiple of the largest tensor, never the model. The
+Tensors stream through a few blocks at a time: peak host memory is a small multiple of the largest tensor, never the
+model. Started in several processes, each reads and writes its share; they need an output that all of them see, and the
+result is the same to the bit. --output=gs://bucket/folder writes to an object store, where nothing can be renamed: the
+manifest, written last, makes it a checkpoint, and --overwrite first removes the manifest of what is replaced. The
 result carries configuration, tokenizer and generation config, so that it alone is enough to run. Interrupted at any
 point it leaves nothing that could be taken for a checkpoint; the next run says so and cleans up.
 
@@ -22,14 +26,18 @@ from pathlib import Path
 from absl import flags
 
 from checkpoints import open_folder
-from checkpoints.conversion import convert, prepare_output
+from checkpoints.conversion import convert
+from checkpoints.fingerprint import fingerprint
 from checkpoints.folder import CheckpointFolder
 from checkpoints.legacy import open_legacy
+from checkpoints.output import Output, output_at
+from checkpoints.processes import Processes
 from checkpoints.source import StoredTensors
-from launch.startup import progress_bar, run_launcher, say
+from launch.startup import define_device_flags, progress_bar, run_launcher, say, start_devices, this_host
 from runtime.models.config import STORED_DTYPES, ModelConfig
 from runtime.models.declarations import ModelLayout
-from runtime.models.dream import DreamWeights
+from runtime.models.families import model_layout
+from runtime.models.quantization import QUANTIZATIONS
 from sharding.errors import InputError
 
 
@@ -47,13 +55,21 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("zero_biases", False, "For a params.pkl: accept that the biases are lost.", flag_values=values)
     define_output_flags(values)
     flags.DEFINE_enum("dtype", None, STORED_DTYPES, "Change the dtype; default keeps it.", flag_values=values)
+    flags.DEFINE_enum(
+        "quantize",
+        "none",
+        QUANTIZATIONS,
+        "int8: store matrices as integers with a scale for each output channel; not to be undone.",
+        flag_values=values,
+    )
     flags.DEFINE_string("revision", None, "Branch, tag or commit on the Hub.", flag_values=values)
     flags.DEFINE_bool("offline", False, "Use only what the Hub's local cache holds.", flag_values=values)
+    define_device_flags(values)
 
 
 def define_output_flags(values: flags.FlagValues) -> None:
     """Flags of a launcher that writes a checkpoint."""
-    flags.DEFINE_string("output", None, "Folder to write.", flag_values=values)
+    flags.DEFINE_string("output", None, "Folder to write; a conversion may name a gs:// one.", flag_values=values)
     flags.DEFINE_bool("overwrite", False, "Replace the output if it exists.", flag_values=values)
 
 
@@ -66,21 +82,32 @@ def open_model(path: str | None, flag: str, **options: object) -> tuple[Checkpoi
     if not path:
         raise InputError(f"--{flag} is missing: name the folder of a model")
     folder = open_folder(path, **options)  # type: ignore[arg-type]
-    return folder, ModelLayout.create(ModelConfig.from_huggingface(folder.config), DreamWeights)
+    return folder, model_layout(ModelConfig.from_huggingface(folder.config), quantization=folder.quantization)
 
 
-def make_way(values: flags.FlagValues) -> Path:
-    """The output folder, ready to be written.
+def make_way(values: flags.FlagValues, everyone: Processes) -> Output:
+    """The output, ready to be written by all processes.
 
     Raises:
-      InputError: the flag is missing, or the folder exists and may not be replaced.
+      InputError: the flag is missing, or the output exists and may not be replaced.
     """
     if not values.output:
         raise InputError("--output is missing: name the folder to write")
-    output = Path(values.output).expanduser()
-    for line in prepare_output(output, values.overwrite):
-        say(line)
+    output = output_at(values.output)
+
+    def prepare() -> str:
+        for line in output.prepare(values.overwrite) if everyone.is_first else ():
+            say(line)
+        return ""
+
+    everyone.agree(prepare)
     return output
+
+
+def all_hosts() -> Processes:
+    """The hosts of this run, as those that convert together."""
+    host = this_host()
+    return Processes(host.number, host.count, lambda text: [str(said) for said in host.gather("conversion", text)])
 
 
 def say_licence(folder: CheckpointFolder) -> None:
@@ -119,15 +146,27 @@ def main(values: flags.FlagValues) -> None:
         source, layout = open_model(values.source, "source", revision=values.revision, offline=values.offline)
     else:
         source, layout = open_model(values.config and str(Path(values.config).parent), "config")
+    start_devices(values, {"source": fingerprint(source)})
+    everyone = all_hosts()
     start = time.perf_counter()
     with ExitStack() as stack:
         tensors = None if legacy is None else open_tensors_of_pickle(legacy, layout, values, stack)
-        output = make_way(values)
+        output = make_way(values, everyone)
         say_licence(source)
         with progress_bar("converting", of_bytes=True) as progress:
-            convert(source, layout, output, tensors=tensors, dtype=values.dtype, progress=progress)
+            convert(
+                source,
+                layout,
+                output,
+                tensors=tensors,
+                dtype=values.dtype,
+                quantize=values.quantize,
+                progress=progress,
+                processes=everyone,
+            )
     say(f"{layout.parameter_count:,} parameters in {time.perf_counter() - start:.1f} s")
-    print(output)
+    if everyone.is_first:
+        print(output.place)
 
 
 def run(argv: Sequence[str] | None = None) -> None:

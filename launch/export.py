@@ -3,7 +3,7 @@
   python -m launch.export --checkpoint=DIR --output=FOLDER
 
 transformers loads the folder (for Dream: the original code does). Tensors are verified against their digests on the
-way and written a gigabyte at a time.
+way and written a gigabyte at a time. Started on several hosts, the first does the work.
 """
 
 from __future__ import annotations
@@ -12,25 +12,33 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from checkpoints.conversion import export
+from checkpoints.export import export
+from checkpoints.output import FolderOutput
+from checkpoints.processes import Processes
 from launch.convert import define_output_flags, make_way, open_model, say_licence
+from launch.hosts.place import define_place_flags
 from launch.startup import progress_bar, run_launcher
+from sharding.errors import InputError
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this launcher's flags."""
     flags.DEFINE_string("checkpoint", None, "Checkpoint to export.", flag_values=values)
     define_output_flags(values)
+    define_place_flags(values)
 
 
 def main(values: flags.FlagValues) -> None:
     """Run the launcher."""
     source, _ = open_model(values.checkpoint, "checkpoint")
-    output = make_way(values)
+    if "://" in (values.output or ""):
+        raise InputError(f"--output={values.output}: a Hugging Face folder is written to a disk")
+    output = make_way(values, Processes())
+    assert isinstance(output, FolderOutput)
     say_licence(source)
     with progress_bar("exporting", of_bytes=True) as progress:
         export(source, output, progress=progress)
-    print(output)
+    print(output.place)
 
 
 def run(argv: Sequence[str] | None = None) -> None:

@@ -6,8 +6,6 @@ step. ``history.html`` beside this module is its template.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 import json
 import os
@@ -15,8 +13,9 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
+
+from launch.pages import content_security_policy, page_template
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def render_history_html(rows: Sequence[HistoryRow], *, title: str, settings: Map
     Returns:
       A complete HTML document in ASCII characters, but for the template's own.
     """
-    template = resources.files("launch").joinpath("history.html").read_text(encoding="utf-8")
+    template = page_template("launch", "history.html")
     content = {
         "title": title,
         "settings": list(settings.items()),
@@ -93,19 +92,6 @@ def render_history_html(rows: Sequence[HistoryRow], *, title: str, settings: Map
     }
     # In one pass: a title that says {{data}} stays what it is.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
-
-
-def content_security_policy(template: str) -> str:
-    """The policy under which a browser runs the template's script and style and nothing else, and loads nothing."""
-
-    def digest(element: str) -> str:
-        [source] = re.findall(rf"<{element}>(.*?)</{element}>", template, re.DOTALL)
-        return base64.b64encode(hashlib.sha256(source.encode("utf-8")).digest()).decode("ascii")
-
-    return (
-        f"default-src 'none'; script-src 'sha256-{digest('script')}'; style-src 'sha256-{digest('style')}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
 
 
 def write_history_html(

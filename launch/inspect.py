@@ -1,22 +1,29 @@
 """Say what is inside a checkpoint: architecture, parameters, dtype, bytes, tensors, digests, and which meshes fit.
 
-python -m launch.inspect --checkpoint=DIR [--tensors] [--device_memory=16]
+  python -m launch.inspect --checkpoint=DIR [--tensors] [--device_memory=16]        canonical or Hugging Face
+  python -m launch.inspect --checkpoint=params.pkl --config=FOLDER/config.json       a legacy pickle
+
+Headers and manifests are read, and no weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 from absl import flags
 
-from checkpoints.loading import check_tensors
+from checkpoints.legacy import open_legacy
+from checkpoints.legacy_pickle import LegacyPickle
+from checkpoints.loading import check_tensors, stored_leaves
 from checkpoints.opening import open_tensors, read_manifest
-from checkpoints.orbax import is_canonical
 from launch.convert import open_model
 from launch.startup import run_launcher
 from runtime.models.declarations import ModelLayout, tensor_sizes
-from runtime.models.dream import DreamWeights
 from runtime.runner import weight_bytes
+from sharding.errors import InputError
 from sharding.mesh import WEIGHT_MEMORY_SHARE, MeshSpec
 
 _LARGEST_MESH = 64
@@ -25,6 +32,7 @@ _LARGEST_MESH = 64
 def define_flags(values: flags.FlagValues) -> None:
     """Define this launcher's flags."""
     flags.DEFINE_string("checkpoint", None, "Checkpoint to look into.", flag_values=values)
+    flags.DEFINE_string("config", None, "For a params.pkl: the config.json of its model.", flag_values=values)
     flags.DEFINE_bool("tensors", False, "List every tensor with its shape and dtype.", flag_values=values)
     flags.DEFINE_float(
         "device_memory", None, "Gigabytes of one device: say which meshes its weights fit.", 0.001, flag_values=values
@@ -33,33 +41,91 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> None:
     """Run the launcher."""
+    if (values.checkpoint or "").endswith((".pkl", ".pickle")):
+        inspect_pickle(Path(values.checkpoint).expanduser(), values)
+        return
+    if values.config:
+        raise InputError("--config goes with a params.pkl as --checkpoint; a folder has its own")
     folder, layout = open_model(values.checkpoint, "checkpoint")
     manifest = read_manifest(folder)
     found = open_tensors(folder, verify="sizes")
-    check_tensors(folder, layout.leaves, found)
+    check_tensors(folder, stored_leaves(folder, layout), found)
+    print(f"{folder.place}: {'canonical (Orbax)' if folder.is_canonical else 'Hugging Face safetensors'}")
+    print_architecture(layout)
+    tensors = [copies[0] for copies in found.by_name.values()]
+    print_tensors(
+        [(tensor.name, tensor.dtype, tensor.shape, tensor.bytes) for tensor in tensors],
+        "none; launch.verify --write_manifest makes them" if manifest is None else "of every chunk",
+    )
+    print_meshes(layout, {tensor.dtype for tensor in tensors if tensor.dtype != "int8"}, values.device_memory)
+    if values.tensors:
+        print_tree([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors])
+
+
+def inspect_pickle(path: Path, values: flags.FlagValues) -> None:
+    """Say what a legacy params.pkl holds. It is indexed: nothing in it is executed, and no payload is read.
+
+    Raises:
+      InputError: not such a pickle, or not of the model that ``--config`` describes.
+    """
+    with LegacyPickle(path) as pickle:
+        arrays = list(pickle.tensors.values())
+    print(f"{path}: legacy pickle, indexed without being unpickled")
+    layout = None
+    if values.config:
+        folder, layout = open_model(str(Path(values.config).parent), "config")
+        with ExitStack() as stack:
+            check_tensors(folder, layout.leaves, open_legacy(path, layout, stack, zero_biases=True))
+        print_architecture(layout)
+    print_tensors([(one.path, one.dtype, one.shape, one.nbytes) for one in arrays], "none; a conversion makes them")
+    if not any(one.path.endswith("/bias") for one in arrays):
+        print("biases        none: the q, k and v biases were lost; launch.convert takes them from elsewhere")
+    if layout is not None:
+        print_meshes(layout, {one.dtype for one in arrays}, values.device_memory)
+    else:
+        print("meshes        --config=FOLDER/config.json says which fit")
+    if values.tensors:
+        print_tree([(one.path, one.dtype, one.shape) for one in arrays])
+
+
+def print_architecture(layout: ModelLayout) -> None:
+    """Print the model's sizes."""
     config = layout.config
-    dtypes = sorted({copies[0].dtype for copies in found.by_name.values()})
-    print(f"{folder.path}: {'canonical (Orbax)' if is_canonical(folder) else 'Hugging Face safetensors'}")
     print(f"architecture  {config.architecture}: {config.num_layers} layers, {config.hidden_size} wide,")
     print(f"              {config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim},")
     print(f"              MLP {config.intermediate_size}, vocabulary {config.vocab_size}")
-    print(f"parameters    {layout.parameter_count:,} in {len(found.by_name)} tensors")
-    print(f"weights       {found.bytes:,} bytes, {', '.join(dtypes)}")
-    print(
-        f"digests       {'none; launch.verify --write_manifest makes them' if manifest is None else 'of every chunk'}"
-    )
+
+
+def print_tensors(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], digests: str) -> None:
+    """Print what tensors, given by name, dtype, shape and bytes, come to."""
+    print(f"parameters    {sum(math.prod(shape) for _, _, shape, _ in tensors):,} in {len(tensors)} tensors")
+    dtypes = sorted({dtype for _, dtype, _, _ in tensors})
+    print(f"weights       {sum(size for _, _, _, size in tensors):,} bytes, {', '.join(dtypes)}")
+    print(f"digests       {digests}")
+
+
+def print_meshes(layout: ModelLayout, dtypes: set[str], gigabytes: float | None) -> None:
+    """Print the tensor axes that divide the model, and what each means for one device."""
     print("meshes        tensor axes that divide the model, GB of weights per device as stored:")
-    for size in tensor_sizes(config, DreamWeights, _LARGEST_MESH):
-        print(f"              {mesh_line(layout, size, dtypes[-1], values.device_memory)}")
-    if values.tensors:
-        for name in sorted(found.by_name):
-            print(f"{name}  {found[name].dtype} {list(found[name].shape)}")
+    for size in tensor_sizes(layout.config, layout.weights_class, _LARGEST_MESH):
+        print(f"              {mesh_line(layout, size, max(dtypes), gigabytes)}")
+
+
+def print_tree(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
+    """Print every tensor with its dtype and shape."""
+    for name, dtype, shape in sorted(tensors):
+        print(f"{name}  {dtype} {list(shape)}")
 
 
 def mesh_line(layout: ModelLayout, tensor: int, dtype: str, gigabytes: float | None) -> str:
     """What a tensor axis of this size means for one device."""
     spec = MeshSpec(tensor=tensor)
-    needed = weight_bytes(ModelLayout.create(layout.config, layout.weights_class, spec), dtype) / 1e9
+    needed = (
+        weight_bytes(
+            ModelLayout.create(layout.config, layout.weights_class, spec, quantization=layout.quantization), dtype
+        )
+        / 1e9
+    )
     line = f"tensor={tensor:<3} {needed:.3f}"
     if gigabytes is None:
         return line

@@ -5,14 +5,20 @@ from __future__ import annotations
 import importlib
 import sys
 
-from launch.startup import EXIT_USER_ERROR, version
+from launch.hosts.faults import EXIT_USER_ERROR
+from launch.startup import version
 
 LAUNCHERS = {
     "generate": "complete prompts with a diffusion language model on any mesh",
+    "batch": "complete a file of prompts, each exactly once, through any restart",
+    "serve": "serve a model over HTTP to the clients of OpenAI's API",
     "convert": "turn a Hugging Face folder into a canonical checkpoint with digests",
     "export": "turn a checkpoint back into a Hugging Face folder",
     "verify": "check every byte of a checkpoint against its digests",
     "inspect": "say what is inside a checkpoint and which meshes fit",
+    "local": "run a launcher as several processes on this machine",
+    "doctor": "look the machine over: versions, devices, collectives, checkpoint",
+    "plan": "say, before a machine is rented, which meshes fit, how fast and at what cost",
 }
 
 

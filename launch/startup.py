@@ -1,4 +1,4 @@
-"""What every launcher does around its work: flags, exit codes, simulated devices, the compile cache, progress."""
+"""What every launcher does around its work: flags, exit codes, hosts, simulated devices, compile cache, progress."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 from absl import flags
 from rich.console import Console
@@ -23,13 +25,22 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER_ERROR, Timeouts
+from launch.hosts.host import Host, join
+from launch.hosts.place import define_place_flags, find_place
 from sharding.errors import InputError
 
-EXIT_USER_ERROR = 2
 MAX_SIMULATED_DEVICES = 4096
 
 # A function of (done, in all).
 Report = Callable[[int, int], None]
+
+_host = Host()
+
+
+def this_host() -> Host:
+    """The host that the running launcher is on."""
+    return _host
 
 
 def version() -> str:
@@ -46,11 +57,16 @@ def run_launcher(
     doc: str,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Parse flags and run a launcher. Exits with 2 and one paragraph on standard error for what a user can fix.
+    """Parse flags and run a launcher, on one host or as one of several.
+
+    Exits with 2 and one paragraph on standard error for what a user can fix, with 42 for anything else that went wrong.
 
     Args:
       main: the launcher, given its flags.
-      define: defines the flags. Each launcher has its own set, so that importing one defines nothing.
+      define: defines the flags. Each launcher has its own set, so that importing one defines nothing. One that
+        defines :func:`define_device_flags` runs on all hosts together; one that defines only
+        :func:`define_place_flags` runs on host 0, and the others have nothing to do; any other is alone wherever it is
+        started.
       doc: what ``--help`` says before the flags.
       argv: command line, program name first; default ``sys.argv``.
     """
@@ -59,35 +75,74 @@ def run_launcher(
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     values = flags.FlagValues()
     define(values)
+    if {"--help", "-help", "-h", "--helpfull"} & set(argv[1:]):
+        print(doc.strip(), "\n\nFlags:\n", values.get_help().partition("\n")[2], sep="", flush=True)
+        return
+    if "--version" in argv[1:]:
+        print(f"diffumesh {version()}")
+        return
+    global _host
+    together = "devices" in values and "coordinator_address" in values
     try:
-        if {"--help", "-help", "-h", "--helpfull"} & set(argv[1:]):
-            print(doc.strip(), "\n\nFlags:\n", values.get_help().partition("\n")[2], sep="", flush=True)
-            return
-        if "--version" in argv[1:]:
-            print(f"diffumesh {version()}")
-            return
-        rest = values(argv)
-        if len(rest) > 1:
-            raise InputError(f'"{rest[1]}" is not a flag; see --help')
-        main(values)
+        _host = _find_host(argv, together) if "coordinator_address" in values else Host()
     except (InputError, flags.Error) as error:
+        _fail(str(error))
+    except Exception:  # what the cluster should say, it does not say now
+        traceback.print_exc()
+        sys.exit(EXIT_RESTART)
+    if not together and _host.number > 0:
+        print(
+            f"host {_host.number} has nothing to do: host 0 does this alone; --num_processes=1 does it here too",
+            file=sys.stderr,
+        )
+        return
+    try:
+        with _host if together else contextlib.nullcontext():
+            rest = values(argv)
+            if len(rest) > 1:
+                raise InputError(f'"{rest[1]}" is not a flag; see --help')
+            main(values)
+            _host.finish()
+    except (InputError, flags.Error) as error:
+        _host.fail(error if isinstance(error, InputError) else InputError(str(error)))
         _fail(str(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader of a pipe went away: nothing more to say, and nothing to say it to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except Exception as error:
+        _host.fail(error)
+        traceback.print_exc()
+        sys.exit(EXIT_RESTART)
+    finally:
+        _host = Host()
 
 
-def _fail(message: str) -> None:
+def _find_host(argv: Sequence[str], together: bool) -> Host:
+    """The host that this is, told by the flags that say so alone: others may be wrong, which all hosts shall hear."""
+    values = flags.FlagValues()
+    define_device_flags(values)
+    values(list(argv), known_only=True)
+    place = find_place(values)
+    if place.hosts == 1 or not together:
+        host = Host(values.stall_timeout)
+        host.number = place.host
+        return host
+    waits = (values.initialization_timeout, values.heartbeat_timeout, values.shutdown_timeout, values.stall_timeout)
+    return join(place, Timeouts(*waits))
+
+
+def _fail(message: str) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
     sys.exit(EXIT_USER_ERROR)
 
 
 def define_device_flags(values: flags.FlagValues) -> None:
-    """Flags of how a launcher uses the machine."""
+    """Flags of how a launcher uses the machine, and of the hosts it runs on."""
+    define_place_flags(values)
     flags.DEFINE_integer(
         "devices",
         None,
@@ -104,20 +159,44 @@ def define_device_flags(values: flags.FlagValues) -> None:
     )
 
 
-def start_devices(values: flags.FlagValues) -> None:
-    """Apply :func:`define_device_flags` to JAX. Call it before the first device is touched.
+def start_devices(values: flags.FlagValues, inputs: Mapping[str, str] | None = None) -> None:
+    """Apply :func:`define_device_flags` to JAX, and let all hosts agree. Call it before the first device is touched.
+
+    Args:
+      values: the flags.
+      inputs: digests of what was read, by name: all hosts must have read the same.
 
     Raises:
-      InputError: the compile cache is not a folder of this user alone.
+      InputError: the compile cache is not a folder of this user alone; or hosts differ.
     """
     import jax
+
+    from launch.hosts import preflight
 
     if values.devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", values.devices)
     if values.compile_cache:
+        # JAX writes it on host 0 only.
         jax.config.update("jax_compilation_cache_dir", str(_private_folder(values.compile_cache)))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    _host.mark()
+    preflight.check(
+        _host, values, inputs or {}, lambda table: preflight.print_table(table) if is_main_process() else None
+    )
+
+
+def describe_only() -> None:
+    """Have JAX look for no accelerator: this process compiles for machines that are described, and runs nothing.
+
+    Call it before the first device is touched.
+    """
+    import jax
+
+    from sharding.described import ENVIRONMENT
+
+    os.environ.update(ENVIRONMENT)
+    jax.config.update("jax_platforms", "cpu")
 
 
 def _private_folder(path: str) -> Path:
@@ -136,10 +215,8 @@ def _private_folder(path: str) -> Path:
 
 
 def is_main_process() -> bool:
-    """Whether this is the process that speaks: host 0. Touches no device where there is only one process."""
-    import jax
-
-    return not jax.distributed.is_initialized() or jax.process_index() == 0
+    """Whether this is the process that speaks: host 0."""
+    return _host.number == 0
 
 
 def say(message: str) -> None:
@@ -156,11 +233,17 @@ def progress_bar(title: str, *, of_bytes: bool = False) -> Iterator[Report]:
       What to report to; it does nothing where nobody would see it. All hosts report alike, so that the work they
       do between two reports is the same program everywhere.
     """
+    host = _host
     if not (sys.stderr.isatty() and is_main_process()):
-        yield lambda done, total: None
+        yield lambda done, total: host.mark()
         return
     amount = (DownloadColumn(), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+        def report(done: int, total: int) -> None:
+            host.mark()
+            progress.update(task, completed=done, total=total)
+
+        yield report

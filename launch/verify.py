@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from checkpoints.conversion import verify, write_manifest
-from checkpoints.orbax import is_canonical
+from checkpoints.verification import verify, write_manifest
 from launch.convert import open_model
 from launch.startup import progress_bar, run_launcher
 from sharding.errors import InputError
@@ -33,14 +32,16 @@ def main(values: flags.FlagValues) -> None:
     folder, layout = open_model(values.checkpoint, "checkpoint")
     start = time.perf_counter()
     if values.write_manifest:
-        if is_canonical(folder):
-            raise InputError(f"{folder.path}: a canonical checkpoint has the manifest it was converted with")
+        if "://" in values.checkpoint:
+            raise InputError(f"--checkpoint={values.checkpoint}: --write_manifest goes with a folder on this machine")
+        if folder.is_canonical:
+            raise InputError(f"{folder.place}: a canonical checkpoint has the manifest it was converted with")
         with progress_bar("digesting", of_bytes=True) as progress:
             write_manifest(folder, layout, progress=progress)
     with progress_bar("verifying", of_bytes=True) as progress:
         count = verify(folder, progress=progress)
     seconds = time.perf_counter() - start
-    print(f"{folder.path}: {count:,} bytes of weights intact ({count / seconds / 1e9:.2f} GB/s)")
+    print(f"{folder.place}: {count:,} bytes of weights intact ({count / seconds / 1e9:.2f} GB/s)")
 
 
 def run(argv: Sequence[str] | None = None) -> None:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime.completions import Completion
-    from runtime.decoding.config import DiffusionConfig
+    from runtime.decoding.config import DiffusionConfig, SamplingConfig
     from runtime.engine import Engine
     from runtime.generation import GenerationResult, GenerationStats
 
-__all__ = ["Completion", "DiffusionConfig", "Engine", "GenerationResult", "GenerationStats"]
+__all__ = ["Completion", "DiffusionConfig", "Engine", "GenerationResult", "GenerationStats", "SamplingConfig"]
 
 _HOMES = {
     "Completion": "runtime.completions",
@@ -18,6 +18,7 @@ _HOMES = {
     "Engine": "runtime.engine",
     "GenerationResult": "runtime.generation",
     "GenerationStats": "runtime.generation",
+    "SamplingConfig": "runtime.decoding.config",
 }
 
 

@@ -1,4 +1,4 @@
-"""Bidirectional grouped-query attention: one dispatcher, three implementations.
+"""Grouped-query attention, bidirectional or causal: one dispatcher, three implementations.
 
 Dimension letters: B batch, S query positions, T key positions, K kv heads, G query heads per KV head, H head dim.
 """
@@ -6,6 +6,7 @@ Dimension letters: B batch, S query positions, T key positions, K kv heads, G qu
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -40,10 +41,12 @@ def choose_attention(requested: str, platform: str, layout: ModelLayout, positio
         raise InputError(f'attention "{requested}" is not one of {", ".join(IMPLEMENTATIONS)}')
     sixteen_bit = jnp.dtype(dtype).itemsize == 2
     head_dim = layout.config.head_dim
+    # A kernel's causal mask counts from the first query of its shard.
+    whole = layout.spec.sequence == 1 or not layout.config.is_autoregressive
     fits = {
         "xla": True,
-        "cudnn": platform in ("gpu", "cuda") and sixteen_bit and head_dim % 8 == 0 and head_dim <= 256,
-        "splash": platform == "tpu" and splash_fits(head_dim, positions, layout.spec.sequence),
+        "cudnn": platform in ("gpu", "cuda") and sixteen_bit and head_dim % 8 == 0 and head_dim <= 256 and whole,
+        "splash": platform == "tpu" and splash_fits(head_dim, positions, layout.spec.sequence) and whole,
     }
     if requested == "auto":
         return "cudnn" if fits["cudnn"] else "splash" if fits["splash"] and sixteen_bit else "xla"
@@ -53,38 +56,85 @@ def choose_attention(requested: str, platform: str, layout: ModelLayout, positio
             "splash": f"a TPU, and a head dimension and canvas shards in multiples of {SPLASH_BLOCK}",
         }
         raise InputError(
-            f'attention "{requested}" needs {needs[requested]}; here: {platform}, {jnp.dtype(dtype).name}, head '
-            f'dimension {head_dim}, canvas {positions} over sequence={layout.spec.sequence}. "auto" or "xla" will run'
+            f'attention "{requested}" needs {needs[requested]}, and for a causal model sequence=1; here: {platform}, '
+            f"{jnp.dtype(dtype).name}, head dimension {head_dim}, canvas {positions} over "
+            f'sequence={layout.spec.sequence}. "auto" or "xla" will run'
         )
     return requested
 
 
-def _xla(q: Array, k: Array, v: Array, lengths: Array) -> Array:
+def _xla(q: Array, k: Array, v: Array, lengths: Array, causal: bool) -> Array:
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     # Heads first, so that each product is one plain matrix product: XLA on CPU is four times as fast so, bit for bit.
     q, k, v = q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     scores = jnp.einsum("bkgsh,bkth->bkgst", q, k, precision=precision, preferred_element_type=jnp.float32)
     scores = scores / math.sqrt(q.shape[-1])
-    valid = jnp.arange(k.shape[2]) < lengths[:, None]
-    scores = jnp.where(valid[:, None, None, None, :], scores, jnp.finfo(jnp.float32).min)
+    valid = (jnp.arange(k.shape[2]) < lengths[:, None])[:, None, None, None, :]
+    if causal:
+        valid &= jnp.arange(k.shape[2]) <= jnp.arange(q.shape[3])[:, None]
+    scores = jnp.where(valid, scores, jnp.finfo(jnp.float32).min)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgst,bkth->bkgsh", probabilities, v, precision=precision).transpose(0, 3, 1, 2, 4)
 
 
-def _cudnn(q: Array, k: Array, v: Array, lengths: Array) -> Array:
+def cached_attention(
+    q: Array,
+    keys: Array,
+    values: Array,
+    visible: Array,
+    key_scales: Array | None = None,
+    value_scales: Array | None = None,
+) -> Array:
+    """Attention of a few positions to a cache, plain XLA: the cache may be sharded over its length.
+
+    Args:
+      q: ``[B, S, K, G, H]``.
+      keys: ``[B, K, T, H]``.
+      values: like ``keys``.
+      visible: bool ``[B, S or 1, T]``, which keys a position attends to; at least one.
+      key_scales: float32 ``[B, K, T]``, what int8 keys are to be multiplied by; None for other dtypes.
+      value_scales: like ``key_scales``.
+
+    Returns:
+      ``[B, S, K, G, H]`` in the dtype of ``q``. The softmax is in float32.
+    """
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    q = q.transpose(0, 2, 3, 1, 4)
+    scores = jnp.einsum(
+        "bkgsh,bkth->bkgst", q, keys.astype(q.dtype), precision=precision, preferred_element_type=jnp.float32
+    )
+    if key_scales is not None:
+        scores = scores * key_scales[:, :, None, None]
+    scores = jnp.where(visible[:, None, None], scores / math.sqrt(q.shape[-1]), jnp.finfo(jnp.float32).min)
+    probabilities = jax.nn.softmax(scores, axis=-1)
+    if value_scales is not None:
+        probabilities = probabilities * value_scales[:, :, None, None]
+    probabilities = probabilities.astype(q.dtype)
+    out = jnp.einsum("bkgst,bkth->bkgsh", probabilities, values.astype(q.dtype), precision=precision)
+    return out.transpose(0, 3, 1, 2, 4)
+
+
+def _cudnn(q: Array, k: Array, v: Array, lengths: Array, causal: bool) -> Array:
     B, S, K, G, H = q.shape
     full = jnp.full((B,), S, jnp.int32)
     out = jax.nn.dot_product_attention(
-        q.reshape(B, S, K * G, H), k, v, query_seq_lengths=full, key_value_seq_lengths=lengths, implementation="cudnn"
+        q.reshape(B, S, K * G, H),
+        k,
+        v,
+        is_causal=causal,
+        query_seq_lengths=full,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
     )
     return out.reshape(B, S, K, G, H)
 
 
-def _splash(q: Array, k: Array, v: Array, lengths: Array) -> Array:
+def _splash(q: Array, k: Array, v: Array, lengths: Array, causal: bool) -> Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     S, T, G = q.shape[1], k.shape[1], q.shape[3]
-    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.FullMask((S, T))] * G)
+    make_mask = splash_attention_mask.CausalMask if causal else splash_attention_mask.FullMask
+    mask = splash_attention_mask.MultiHeadMask([make_mask((S, T))] * G)
     kernel = splash_attention_kernel.make_splash_mqa_single_device(mask)
 
     def row(q: Array, k: Array, v: Array, length: Array) -> Array:
@@ -101,7 +151,7 @@ def _splash(q: Array, k: Array, v: Array, lengths: Array) -> Array:
 
 
 def dot_product_attention(
-    implementation: str, layout: ModelLayout, q: Array, k: Array, v: Array, lengths: Array
+    implementation: str, layout: ModelLayout, q: Array, k: Array, v: Array, lengths: Array, *, causal: bool = False
 ) -> Array:
     """Softmax attention of every position to the first ``lengths`` keys of its row, scaled by ``1 / sqrt(H)``.
 
@@ -112,13 +162,14 @@ def dot_product_attention(
       k: ``[B, T, K, H]``, sharded over batch and KV heads.
       v: like ``k``.
       lengths: int32 ``[B]``, at least 1.
+      causal: no position attends to a later one; then S and T are the same positions.
 
     Returns:
       ``[B, S, K, G, H]`` in the dtype of ``v``. The softmax is in float32.
     """
     if implementation == "xla":
-        return _xla(q, k, v, lengths)
-    kernel = {"cudnn": _cudnn, "splash": _splash}[implementation]
+        return _xla(q, k, v, lengths, causal)
+    kernel = partial({"cudnn": _cudnn, "splash": _splash}[implementation], causal=causal)
     if layout.mesh is None:
         return kernel(q, k, v, lengths)
     # Hand-written kernels are not partitioned by the compiler: each device calls its own on its own shard.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.decoding.config import DiffusionConfig
+from runtime.decoding.config import MAX_STOP_TOKENS, DiffusionConfig, SamplingConfig
 from runtime.models.config import ModelConfig
 from sharding.errors import InputError
 
@@ -21,11 +21,11 @@ MAX_SAMPLES = 1 << 16
 MIN_BUCKET = 64
 
 
-def row_seed(seed: int, row: int, sample: int = 0) -> int:
+def row_seed(seed: int, row: int | str, sample: int = 0) -> int:
     """Seed of one row when a batch is given a single seed.
 
-    The first 63 bits of the BLAKE2b digest of ``"seed:row:sample"`` in decimal. The row generated alone with this
-    value in ``DiffusionConfig.seed=[value]`` gives the same tokens again.
+    The first 63 bits of the BLAKE2b digest of ``"seed:row:sample"``, numbers in decimal; a row may have a name.
+    The row generated alone with this value in ``DiffusionConfig.seed=[value]`` gives the same tokens again.
     """
     digest = hashlib.blake2b(f"{seed}:{row}:{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -53,6 +53,25 @@ def row_seeds(seed: int | Sequence[int], rows: int, samples: int = 1) -> list[in
 def seed_words(seeds: Sequence[int]) -> np.ndarray:
     """Key data of seeds: uint32 ``[B, 2]``, high word first."""
     return np.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], np.uint32).reshape(-1, 2)
+
+
+def stop_rows(tokens: Sequence[int], batch: int) -> np.ndarray:
+    """Stop tokens as the devices have them: int32 ``[batch, MAX_STOP_TOKENS]``, -1 for none."""
+    return np.tile(np.array([*tokens, *[-1] * (MAX_STOP_TOKENS - len(tokens))], np.int32), (batch, 1))
+
+
+def sampling_scalars(config: DiffusionConfig | SamplingConfig, vocab_size: int) -> dict[str, np.generic]:
+    """The numbers of a request that sampling reads, as the devices have them."""
+    return {
+        "temperature": np.float32(config.temperature),
+        "top_p": np.float32(1.0 if config.top_p is None else config.top_p),
+        "top_k": np.int32(vocab_size if config.top_k is None else config.top_k),
+    }
+
+
+def sampling_rows(config: DiffusionConfig | SamplingConfig, vocab_size: int, batch: int) -> dict[str, np.ndarray]:
+    """The same numbers, one for each of ``batch`` rows."""
+    return {name: np.full(batch, value) for name, value in sampling_scalars(config, vocab_size).items()}
 
 
 def bucket_length(length: int, multiple: int = 1) -> int:
@@ -134,12 +153,29 @@ def read_rows(input_ids: Any, attention_mask: Any, config: ModelConfig) -> Rows:
     return Rows(tokens, lengths.astype(np.int32), ids.astype(np.int32))
 
 
-def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig) -> None:
+def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -> None:
+    """Check that a request is for the model's way of decoding.
+
+    Raises:
+      InputError: it is for the other.
+    """
+    wanted = SamplingConfig if config.is_autoregressive else DiffusionConfig
+    if not isinstance(request, wanted):
+        way = "autoregressive" if config.is_autoregressive else "a diffusion model"
+        raise InputError(
+            f"this checkpoint ({config.architecture}) is {way}: give a {wanted.__name__}, not a "
+            f"{type(request).__name__}"
+        )
+
+
+def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig | SamplingConfig) -> None:
     """Check that every row has something to generate and fits the model.
 
     Raises:
-      InputError: a canvas longer than the model's positions, or no new tokens and no masks in a prompt.
+      InputError: a request for the other way of decoding, a row longer than the model's positions, or no new tokens and
+        no masks in a prompt.
     """
+    check_kind(config, request)
     longest = int(rows.lengths.max()) + request.max_new_tokens
     if longest > config.max_positions:
         row = int(rows.lengths.argmax())
@@ -153,7 +189,7 @@ def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig) -> 
 
 
 def make_canvas(rows: Rows, config: ModelConfig, new_tokens: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Canvases for start-aligned rows: prompt, then masks, then filler.
+    """Canvases for start-aligned rows: prompt, then masks (none for an autoregressive model), then filler.
 
     Returns:
       int32 ``[B, width]`` and lengths int32 ``[B]`` with the new tokens counted.
@@ -161,7 +197,8 @@ def make_canvas(rows: Rows, config: ModelConfig, new_tokens: int, width: int) ->
     canvas = np.full((len(rows.tokens), width), config.pad_token_id, np.int32)
     for row, length in enumerate(rows.lengths):
         canvas[row, :length] = rows.tokens[row, :length]
-        canvas[row, length : length + new_tokens] = config.mask_token_id
+        if not config.is_autoregressive:
+            canvas[row, length : length + new_tokens] = config.mask_token_id
     return canvas, rows.lengths + np.int32(new_tokens)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from runtime.generation import GenerationResult
 from runtime.tokenizer import TextTokenizer
 
 
@@ -21,6 +24,7 @@ class Completion:
       masks_left: positions of the whole canvas that are still masked.
       seed: the seed that repeats it.
       filled_prompt: the prompt with its masks filled, where it had any.
+      log_probabilities: of ``tokens``, where they were asked for.
     """
 
     prompt: str
@@ -31,6 +35,7 @@ class Completion:
     masks_left: int
     seed: int
     filled_prompt: str | None = None
+    log_probabilities: list[float] | None = None
 
 
 def cut_completion(
@@ -52,3 +57,115 @@ def cut_completion(
         while kept and len(tokenizer.decode(kept)) > len(text):
             kept.pop()
     return text, kept, reason
+
+
+def cut_completions(
+    tokenizer: TextTokenizer,
+    mask_token_id: int,
+    prompts: Sequence[str],
+    ids: np.ndarray,
+    mask: np.ndarray,
+    result: GenerationResult,
+    end_token_ids: Collection[int],
+    stop: Sequence[str],
+) -> list[Completion]:
+    """Completions of a whole result, prompt by prompt, sample by sample.
+
+    Args:
+      tokenizer: the model's.
+      mask_token_id: the model's, -1 for none.
+      prompts: texts.
+      ids: int32 ``[B, S]``, their left-padded rows.
+      mask: ``[B, S]``, the rows' attention mask.
+      result: of those rows, with as many samples of each.
+      end_token_ids: tokens that end a completion.
+      stop: strings that do.
+    """
+    samples, width, kept = len(result.sequences) // len(prompts), ids.shape[1], result.log_probabilities
+    found = []
+    for row, sequence in enumerate(result.sequences):
+        source = row // samples
+        real = mask[source].astype(bool)
+        text, tokens, reason = cut_completion(tokenizer, sequence[width:].tolist(), end_token_ids, stop)
+        infilled = bool((ids[source][real] == mask_token_id).any())
+        masks = (sequence[:width][real] == mask_token_id).sum() + (sequence[width:] == mask_token_id).sum()
+        found.append(
+            Completion(
+                prompt=prompts[source],
+                index=row % samples,
+                text=text,
+                tokens=tokens,
+                finish_reason=reason,
+                masks_left=int(masks),
+                seed=result.seeds[row],
+                filled_prompt=tokenizer.decode(sequence[:width][real].tolist()) if infilled else None,
+                log_probabilities=None
+                if kept is None
+                else [float(value) for value in kept[row, width : width + len(tokens)]],
+            )
+        )
+    return found
+
+
+def certain_prefixes(
+    canvases: Iterable[tuple[int, np.ndarray]], width: int, mask_token_id: int | None
+) -> Iterator[list[int]]:
+    """New tokens of one row that will not change any more, as it is generated, and at last all of them.
+
+    Args:
+      canvases: (steps done, canvas int32 ``[1, S + N]``).
+      width: S.
+      mask_token_id: what is still open; None for an autoregressive model, which makes a token a step.
+    """
+    new: list[int] = []
+    for done, canvas in canvases:
+        new = canvas[0, width:].tolist()
+        if mask_token_id is None:
+            yield new[:done]
+        else:
+            yield new[: new.index(mask_token_id)] if mask_token_id in new else new
+    yield new
+
+
+class TextStream:
+    """Text of growing prefixes of a completion's tokens, in pieces that together are :func:`cut_completion`'s text.
+
+    What could still change is held back: a character whose bytes are not all there, and as many characters as the
+    longest stop string may yet need.
+
+    Attributes:
+      ended: whether the text is all there, because an end token or a stop string has come.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, end_token_ids: Collection[int], stop: Sequence[str]) -> None:
+        """Take what :func:`cut_completion` takes."""
+        self._tokenizer, self._ends, self._stop = tokenizer, end_token_ids, stop
+        self._margin = max((len(string) for string in stop), default=1) - 1
+        self._tokens = 0
+        self._sent = 0
+        self.ended = False
+
+    def push(self, tokens: Sequence[int], whole: bool = False) -> str:
+        """The next piece, often empty, now that these tokens are certain; ``whole`` says that there will be no more."""
+        if len(tokens) == self._tokens and not whole:
+            return ""
+        self._tokens = len(tokens)
+        text, _, reason = cut_completion(self._tokenizer, tokens, self._ends, self._stop)
+        self.ended = reason == "stop"
+        safe = len(text) if self.ended or whole else len(text.rstrip("\ufffd")) - self._margin
+        piece = text[self._sent : safe]
+        self._sent = max(self._sent, safe)
+        return piece
+
+
+def stream_text(
+    tokenizer: TextTokenizer, prefixes: Iterable[Sequence[int]], end_token_ids: Collection[int], stop: Sequence[str]
+) -> Iterator[str]:
+    """The pieces of a :class:`TextStream` of these prefixes."""
+    stream = TextStream(tokenizer, end_token_ids, stop)
+    tokens: Sequence[int] = ()
+    for tokens in prefixes:
+        if piece := stream.push(tokens):
+            yield piece
+    if piece := stream.push(tokens, whole=True):
+        yield piece

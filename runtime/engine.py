@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +16,47 @@ import jax
 import numpy as np
 
 from checkpoints import CheckpointError, CheckpointFolder, load_weights, open_folder
-from checkpoints.loading import Progress, check_weights
+from checkpoints.loading import LoadedBytes, Progress, check_weights
 from checkpoints.opening import VERIFY
 from runtime.attention import IMPLEMENTATIONS
-from runtime.batching import Rows, check_request, read_rows, row_seeds
-from runtime.completions import Completion, cut_completion
-from runtime.decoding.config import DiffusionConfig
-from runtime.generation import (
-    DiffusionRun,
-    GenerationResult,
-    GenerationStats,
-    LogitsHook,
-    TokensHook,
-    committed_tokens,
-    masks_left,
-)
+from runtime.batching import Rows, check_kind, check_request, read_rows, row_seeds
+from runtime.completions import Completion, certain_prefixes, cut_completions, stream_text
+from runtime.decoding.config import DiffusionConfig, SamplingConfig
+from runtime.filling import Filling
+from runtime.generation import GenerationResult, GenerationStats, committed_tokens, masks_left
+from runtime.kv_cache import CACHE_DTYPES
 from runtime.models.config import STORED_DTYPES, ModelConfig, token_ids
 from runtime.models.declarations import ModelLayout, named_shapes
-from runtime.models.dream import DreamWeights
-from runtime.runner import Runner, check_attention, check_memory, default_mesh
+from runtime.models.families import Weights, model_layout, weights_class
+from runtime.models.quantization import QUANTIZATIONS
+from runtime.planner.default import default_mesh
+from runtime.runner import Runner, check_attention, check_memory
+from runtime.runs.autoregressive import AutoregressiveRun
+from runtime.runs.block_diffusion import BlockRun
+from runtime.runs.diffusion import DiffusionRun, LogitsHook, TokensHook
+from runtime.runs.slots import RowRequest, Slots, open_slots
 from runtime.scoring import logits_of_rows, score_rows
 from runtime.tokenizer import TextTokenizer, encode_prompts
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
 from sharding.validate import check_mesh
 
+GenerationConfig = DiffusionConfig | SamplingConfig
+
 logger = logging.getLogger("diffumesh")
 
 # How often a generation says how far it is.
 _PROGRESS_REPORTS = 64
 
-# Share of a device's free memory that one batch may plan to use.
-_ACTIVATION_SHARE = 0.7
+
+def end_tokens(config: ModelConfig, folder: CheckpointFolder, tokenizer: TextTokenizer) -> tuple[int, ...]:
+    """Tokens that end a completion: the configurations' and the tokenizer's.
+
+    Raises:
+      ConfigError: the generation config names one that is no token.
+    """
+    ids = [*config.end_token_ids, *token_ids(folder.generation_config, "eos_token_id", config.vocab_size - 1)]
+    return tuple(dict.fromkeys([*ids, *tokenizer.end_token_ids]))
 
 
 class Engine:
@@ -58,16 +67,18 @@ class Engine:
       layout: how it lies on the mesh.
       dtype: dtype of the weights on the devices.
       notes: what was decided for the caller (mesh, dtype, attention), a sentence each.
+      loaded: what this host has read of the checkpoint, None where there was none.
     """
 
     def __init__(
         self,
         layout: ModelLayout,
-        weights: DreamWeights,
+        weights: Weights,
         *,
         attention: str = "auto",
         folder: CheckpointFolder | None = None,
         max_batch: int | None = None,
+        kv_cache: str = "model",
     ) -> None:
         """Take weights that are already on a mesh.
 
@@ -77,26 +88,30 @@ class Engine:
           attention: ``auto``, ``xla``, ``cudnn`` or ``splash``.
           folder: where the tokenizer is; without one only token-level calls work.
           max_batch: rows on the devices at a time; default is what memory allows.
+          kv_cache: dtype of keys and values that are kept: ``model``, ``bfloat16``, ``float32`` or ``int8``.
         """
-        self._runner = Runner(layout, weights, attention, max_batch)
+        self._runner = Runner(layout, weights, attention, max_batch, kv_cache)
         self._programs = self._runner.programs
         self.layout = layout
         self.config: ModelConfig = layout.config
         self.dtype = self._runner.dtype
         self.notes: list[str] = []
+        self.loaded: LoadedBytes | None = None
         self._folder = folder
         self._tokenizer: TextTokenizer | None = None
 
     @classmethod
     def load(
         cls,
-        path: str | Path,
+        path: str | Path | CheckpointFolder,
         mesh: str | MeshSpec | None = None,
         dtype: str | None = None,
         *,
         attention: str = "auto",
         devices: Sequence[Any] | None = None,
         max_batch: int | None = None,
+        quantize: str = "none",
+        kv_cache: str = "model",
         rows: int = 1,
         revision: str | None = None,
         token: str | None = None,
@@ -113,6 +128,9 @@ class Engine:
           attention: ``auto``, ``xla``, ``cudnn`` or ``splash``.
           devices: devices to use; default all.
           max_batch: rows on the devices at a time; default is what memory allows.
+          quantize: ``int8`` keeps matrices as integers with a scale for each output channel; what is stored so is
+            loaded so.
+          kv_cache: dtype of keys and values that are kept: ``model``, ``bfloat16``, ``float32`` or ``int8``.
           rows: rows that batches will have, as a hint for the default mesh.
           revision: Hub revision.
           token: Hub token.
@@ -128,15 +146,21 @@ class Engine:
             raise InputError(f"dtype {dtype!r} is not one of {', '.join(STORED_DTYPES)}")
         if attention not in IMPLEMENTATIONS:
             raise InputError(f"attention {attention!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+        if kv_cache not in CACHE_DTYPES:
+            raise InputError(f"kv_cache {kv_cache!r} is not one of {', '.join(CACHE_DTYPES)}")
+        if quantize not in QUANTIZATIONS:
+            raise InputError(f"quantize {quantize!r} is not one of {', '.join(QUANTIZATIONS)}")
         if verify not in VERIFY:
             raise InputError(f"verify {verify!r} is not one of {', '.join(VERIFY)}")
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         folder = open_folder(path, revision=revision, token=token, offline=offline)
         config = ModelConfig.from_huggingface(folder.config)
         # Files and divisibility first: a wrong one stops here, before a device is touched.
-        stored = check_weights(folder, ModelLayout.create(config, DreamWeights)) or config.dtype
+        stored = check_weights(folder, model_layout(config)) or config.dtype
+        if folder.quantization != "none":
+            quantize = folder.quantization
         if spec is not None and spec.tensor != -1:
-            check_mesh(named_shapes(config, DreamWeights), spec, config.num_heads, config.num_kv_heads)
+            check_mesh(named_shapes(config, weights_class(config)), spec, config.num_heads, config.num_kv_heads)
         found = list(jax.devices() if devices is None else devices)
         platform = found[0].platform
         notes = []
@@ -145,14 +169,15 @@ class Engine:
             if dtype != stored:
                 notes.append(f"weights stored as {stored}, run as float32 on CPU; --dtype={stored} keeps them")
         if spec is None:
-            spec = default_mesh(config, found, dtype, rows)
+            spec = default_mesh(config, found, dtype, rows, quantize)
             notes.append(f"mesh {spec}, chosen for {len(found)} {platform} device(s); --mesh overrides")
-        layout = ModelLayout.create(config, DreamWeights, spec.resolve(len(found)), found)
+        layout = model_layout(config, spec.resolve(len(found)), found, quantize)
         check_memory(layout, dtype, found[0])
         check_attention(layout, attention, platform, dtype)
-        weights = load_weights(folder, layout, dtype, progress, verify)
-        engine = cls(layout, weights, attention=attention, folder=folder, max_batch=max_batch)
+        weights, loaded = load_weights(folder, layout, dtype, progress, verify)
+        engine = cls(layout, weights, attention=attention, folder=folder, max_batch=max_batch, kv_cache=kv_cache)
         engine.notes = notes
+        engine.loaded = loaded
         for note in notes:
             logger.info(note)
         return engine
@@ -168,29 +193,72 @@ class Engine:
         attention: str = "auto",
         devices: Sequence[Any] | None = None,
         max_batch: int | None = None,
+        quantize: str = "none",
+        kv_cache: str = "model",
     ) -> Engine:
         """An engine with random weights, the same on every mesh, for benchmarks and tests."""
         found = list(jax.devices() if devices is None else devices)
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         if spec is None:
-            spec = default_mesh(config, found, dtype, 1)
-        layout = ModelLayout.create(config, DreamWeights, spec.resolve(len(found)), found)
-        return cls(layout, layout.random_weights(seed, dtype), attention=attention, max_batch=max_batch)
+            spec = default_mesh(config, found, dtype, 1, quantize)
+        layout = model_layout(config, spec.resolve(len(found)), found, quantize)
+        return cls(
+            layout, layout.random_weights(seed, dtype), attention=attention, max_batch=max_batch, kv_cache=kv_cache
+        )
 
     @property
-    def weights(self) -> DreamWeights:
+    def weights(self) -> Weights:
         """The weights on the mesh."""
         return self._runner.weights
+
+    def replace_weights(
+        self, source: Any, *, verify: str = "full", offline: bool = False, progress: Progress | None = None
+    ) -> None:
+        """Swap the weights on the same mesh; programs, tokenizer and everything else stay.
+
+        Until all of the new ones are there the old ones are kept, so the devices hold both for that long; arrays that
+        lie where they are to be are taken as they are.
+
+        Args:
+          source: a checkpoint of the same model, as for :meth:`load`; or a tree of arrays as :attr:`weights`, on this
+            mesh or any other, which is copied to where these lie unless it lies there already.
+          verify: see :meth:`load`.
+          offline: never ask the network.
+          progress: called with (bytes read, bytes to read).
+
+        Raises:
+          InputError, CheckpointError: not weights of this model; the old ones stay.
+        """
+        if isinstance(source, (str, Path, CheckpointFolder)):
+            if verify not in VERIFY:
+                raise InputError(f"verify {verify!r} is not one of {', '.join(VERIFY)}")
+            folder = open_folder(source, offline=offline)
+            check_weights(folder, self.layout)
+            self._runner.weights, self.loaded = load_weights(folder, self.layout, self.dtype, progress, verify)
+            return
+        self._runner.weights = self.layout.place(source, self.dtype)
 
     @property
     def platform(self) -> str:
         """``cpu``, ``gpu`` or ``tpu``."""
         return self._runner.platform
 
+    def program_texts(self) -> dict[str, str]:
+        """Optimized HLO of every program compiled so far, by name."""
+        return self._programs.texts()
+
     @property
     def compiled_programs(self) -> int:
         """Programs compiled so far."""
         return self._programs.compiled
+
+    def batch_size(self, rows: int, length: int, cached: bool = False) -> int:
+        """Of ``rows`` rows of ``length`` positions, how many are on the devices at a time, with a cache or without."""
+        return self._runner.batch_size(rows, self._runner.bucket(length), cached)
+
+    def watch_programs(self, before_run: Callable[[jax.stages.Lowered | None], None]) -> None:
+        """Call ``before_run`` before each run of a program, with its lowering where it is about to be compiled."""
+        self._programs.before_run = before_run
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -211,9 +279,9 @@ class Engine:
     @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a completion: the configurations' and the tokenizer's."""
-        raw = self._folder.generation_config if self._folder is not None else {}
-        ids = [*self.config.end_token_ids, *token_ids(raw, "eos_token_id", self.config.vocab_size - 1)]
-        return tuple(dict.fromkeys([*ids, *self.tokenizer.end_token_ids]))
+        tokenizer = self.tokenizer
+        assert self._folder is not None, "a tokenizer comes from a folder"
+        return end_tokens(self.config, self._folder, tokenizer)
 
     # ---- generation -------------------------------------------------------------------------------------------
 
@@ -221,24 +289,27 @@ class Engine:
         self,
         input_ids: Any,
         attention_mask: Any = None,
-        config: DiffusionConfig | None = None,
+        config: GenerationConfig | None = None,
         *,
         history: bool = False,
         num_return_sequences: int = 1,
         tokens_hook: TokensHook | None = None,
         logits_hook: LogitsHook | None = None,
+        watch: Callable[[int, np.ndarray], None] | None = None,
         progress: Progress | None = None,
     ) -> GenerationResult:
-        """Generate by masked diffusion, exactly as the original algorithm.
+        """Generate: by masked diffusion exactly as the original algorithm, or token after token, as the model is.
 
         Args:
-          input_ids: integers ``[B, S]``; mask tokens in a prompt are filled too.
+          input_ids: integers ``[B, S]``; a diffusion model fills mask tokens in a prompt too.
           attention_mask: ``[B, S]``, 1 for tokens and 0 for padding on the left; None for no padding.
-          config: what to do; default ``DiffusionConfig()``.
-          history: hand back the canvas after each step.
+          config: what to do; default ``DiffusionConfig()``, or ``SamplingConfig()`` for an autoregressive model.
+          history: hand back the canvas after each step (diffusion).
           num_return_sequences: samples of each row, next to one another in the result.
-          tokens_hook: called between steps, may change the canvas.
-          logits_hook: called in every step with full logits, may change them; gathers ``[B, S + N, V]`` float32.
+          tokens_hook: called between steps, may change the canvas (diffusion).
+          logits_hook: called in every step with full logits, may change them; gathers ``[B, S + N, V]`` float32
+            (diffusion).
+          watch: called with (steps done, canvas int32 ``[B, S + N]``) before the first step and after each.
           progress: called with (steps done, steps in all) along the way, all batches counted.
 
         Returns:
@@ -249,65 +320,109 @@ class Engine:
         """
         start = time.perf_counter()
         compiled, compile_seconds = self._programs.compiled, self._programs.seconds
-        config = config or DiffusionConfig()
-        rows, seeds = self._prepare(input_ids, attention_mask, config, num_return_sequences)
-        stats = GenerationStats(steps=config.steps)
-        pieces = []
+        config = config or self._default_config()
         hooked = tokens_hook is not None or logits_hook is not None
-        batches = math.ceil(len(seeds) / self._runner.batch_size(len(seeds), self._canvas(rows, config)))
-        for run in self._runs(rows, config, seeds, whole=hooked):
-            if hooked:
+        if self.config.is_autoregressive and (hooked or history):
+            raise InputError("hooks and history are of denoise steps; this checkpoint is autoregressive")
+        if isinstance(config, DiffusionConfig) and config.in_blocks and hooked:
+            raise InputError("hooks are of the original algorithm: leave cache, blocks, parallel and stop tokens off")
+        rows, seeds = self._prepare(input_ids, attention_mask, config, num_return_sequences)
+        stats = GenerationStats()
+        pieces = []
+        for run, batches in self._runs(rows, config, seeds, num_return_sequences, whole=hooked or watch is not None):
+            stats.steps = run.steps
+            if isinstance(run, DiffusionRun) and hooked:
                 run.run_hooked(tokens_hook, logits_hook, history)
+            elif watch is not None:
+                watch(0, run.canvas())
+                for done in run.advance_by(1):
+                    watch(done, run.canvas())
             elif progress is None:
-                run.advance(config.steps)
+                run.advance(run.steps)
             else:
-                for done in run.advance_by(max(1, config.steps // _PROGRESS_REPORTS)):
-                    progress(stats.batches * config.steps + done, batches * config.steps)
-            sequences, steps_set, unfolded, forwards = run.result(history)
-            pieces.append((sequences, steps_set, unfolded))
-            stats.forwards += forwards
+                for done in run.advance_by(max(1, run.steps // _PROGRESS_REPORTS)):
+                    progress(stats.batches * run.steps + done, batches * run.steps)
+            piece = run.result(history)
+            pieces.append(piece)
+            stats.forwards += piece.forwards
+            stats.positions += piece.positions
             stats.batches += 1
-        sequences = np.concatenate([piece[0] for piece in pieces])
-        steps_set = np.concatenate([piece[1] for piece in pieces])
-        unfolded = np.concatenate([piece[2] for piece in pieces], axis=1) if history else None
+        sequences = np.concatenate([piece.sequences for piece in pieces])
+        steps_set = np.concatenate([piece.steps_set for piece in pieces])
+        histories = [piece.history for piece in pieces if piece.history is not None]
+        unfolded = np.concatenate(histories, axis=1) if histories else None
+        kept = [piece.log_probabilities for piece in pieces if piece.log_probabilities is not None]
+        log_probabilities = np.concatenate(kept) if kept else None
         real = np.pad(rows.real, ((0, 0), (0, config.max_new_tokens)), constant_values=True)
         stats.tokens = committed_tokens(steps_set)
         stats.masks_left = int(masks_left(sequences, real, self.config.mask_token_id).sum())
         stats.compiled_programs = self._programs.compiled - compiled
         stats.compile_seconds = self._programs.seconds - compile_seconds
         stats.seconds = time.perf_counter() - start
-        return GenerationResult(sequences, steps_set, unfolded, seeds, stats)
+        return GenerationResult(sequences, steps_set, unfolded, seeds, log_probabilities, stats)
 
     def stream_tokens(
         self,
         input_ids: Any,
         attention_mask: Any = None,
-        config: DiffusionConfig | None = None,
+        config: GenerationConfig | None = None,
         *,
         every: int = 1,
     ) -> Iterator[tuple[int, np.ndarray]]:
         """Generate with the same program as :meth:`generate_tokens`, handing out the canvas along the way.
 
         Yields:
-          (steps done, canvas int32 ``[B, S + N]``): first 0 and the masked canvas, then after every ``every`` steps;
-          the last canvas is the result.
+          (steps done, canvas int32 ``[B, S + N]``): first 0 and the canvas without new tokens, then after every
+          ``every`` steps (tokens, for an autoregressive model); the last canvas is the result.
 
         Raises:
           InputError: as :meth:`generate_tokens`; or more rows than memory allows at a time.
         """
-        config = config or DiffusionConfig()
+        config = config or self._default_config()
         if every < 1:
             raise InputError(f"every is {every}; it must be at least 1")
         rows, seeds = self._prepare(input_ids, attention_mask, config, 1)
-        for run in self._runs(rows, config, seeds, whole=True):
+        for run, _ in self._runs(rows, config, seeds, 1, whole=True):
             yield 0, run.canvas()
             for done in run.advance_by(every):
                 yield done, run.canvas()
 
+    def filling(self, requests: Sequence[RowRequest], slots: int | None = None) -> Filling:
+        """Many rows through a fixed number of slots: each has the tokens that :meth:`generate_tokens` gives it alone.
+
+        Args:
+          requests: rows, each with its own configuration and seed.
+          slots: rows on the devices at a time, see :class:`runtime.filling.Filling`.
+
+        Raises:
+          InputError: a row that cannot be generated.
+        """
+        return Filling(self._runner, requests, slots)
+
+    def slots(self, config: GenerationConfig, width: int, count: int, steps: int) -> Slots:
+        """Fixed slots that rows enter and leave one by one, for whoever does not know all rows before: a server.
+
+        Args:
+          config: decides what is compiled; see :func:`runtime.runs.slots.general`.
+          width: positions of a row at most, prompt and new tokens; rounded up to a bucket.
+          count: rows at a time; rounded down to a multiple of the data axis, and limited by memory.
+          steps: of a block of any row, at most (diffusion).
+
+        Raises:
+          InputError: a configuration for the other way of decoding, or more positions than the model allows.
+        """
+        check_kind(self.config, config)
+        if width > self.config.max_positions:
+            raise InputError(f"{width} positions; the model allows {self.config.max_positions}")
+        bucket, data = self._runner.bucket(width), self.layout.spec.data
+        cached = config.use_cache if isinstance(config, SamplingConfig) else config.cache != "none"
+        rows = self._runner.batch_size(max(data, count // data * data), bucket, cached)
+        return open_slots(self._runner, config, bucket, rows, steps, bucket)
+
     def generate(
         self,
         prompts: Sequence[str],
-        config: DiffusionConfig | None = None,
+        config: GenerationConfig | None = None,
         *,
         chat: bool = False,
         num_return_sequences: int = 1,
@@ -317,7 +432,8 @@ class Engine:
 
         Args:
           prompts: texts; mask tokens written in them (``<|mask|>``) are filled too.
-          config: what to do; default ``DiffusionConfig()``.
+          config: what to do; default as in :meth:`generate_tokens`. An autoregressive row ends with the checkpoint's
+            end tokens too.
           chat: each prompt is a user's message in the checkpoint's chat template.
           num_return_sequences: completions of each prompt.
           stop: strings that end a completion.
@@ -330,8 +446,49 @@ class Engine:
           CheckpointError: no tokenizer, or no chat template.
         """
         ids, mask = self.encode(prompts, chat=chat)
+        config = self.with_end_tokens(config)
         result = self.generate_tokens(ids, mask, config, num_return_sequences=num_return_sequences)
-        return self.completions(prompts, ids, mask, result, stop=stop)
+        return self.completions(prompts, ids, mask, result, stop=stop, stop_token_ids=config.stop_token_ids)
+
+    def stream(
+        self,
+        prompt: str,
+        config: GenerationConfig | None = None,
+        *,
+        chat: bool = False,
+        stop: Sequence[str] = (),
+        every: int = 1,
+    ) -> Iterator[str]:
+        """Complete one text, handing it out as it becomes certain.
+
+        Args:
+          prompt: as for :meth:`generate`.
+          config: as for :meth:`generate`. A diffusion model hands out what stands before its first mask, so blocks
+            (``block_length``) make it flow.
+          chat: as for :meth:`generate`.
+          stop: as for :meth:`generate`.
+          every: steps or tokens between two looks.
+
+        Yields:
+          Pieces that together are the text of :meth:`generate`.
+
+        Raises:
+          InputError, CheckpointError: as :meth:`generate`.
+        """
+        ids, mask = self.encode([prompt], chat=chat)
+        config = self.with_end_tokens(config)
+        canvases = self.stream_tokens(ids, mask, config, every=every)
+        masked = None if self.config.is_autoregressive else self.config.mask_token_id
+        prefixes = certain_prefixes(canvases, ids.shape[1], masked)
+        ends = (*self.end_token_ids, *config.stop_token_ids)
+        yield from stream_text(self.tokenizer, prefixes, ends, stop)
+
+    def with_end_tokens(self, config: GenerationConfig | None) -> GenerationConfig:
+        """A configuration whose rows end with the checkpoint's end tokens too, where rows end at all."""
+        config = config or self._default_config()
+        if not isinstance(config, SamplingConfig):
+            return config
+        return config.replace(stop_token_ids=tuple(dict.fromkeys([*config.stop_token_ids, *self.end_token_ids])))
 
     def encode(self, prompts: Sequence[str], *, chat: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize prompts into left-padded rows: int32 ``[B, S]`` and their attention mask ``[B, S]``.
@@ -349,22 +506,11 @@ class Engine:
         result: GenerationResult,
         *,
         stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
     ) -> list[Completion]:
         """Turn a result for :meth:`encode`'s rows into completions, prompt by prompt, sample by sample."""
-        samples = len(result.sequences) // len(prompts)
-        width, mask_id = ids.shape[1], self.config.mask_token_id
-        found = []
-        for row, sequence in enumerate(result.sequences):
-            source = row // samples
-            real = mask[source].astype(bool)
-            text, tokens, reason = cut_completion(self.tokenizer, sequence[width:].tolist(), self.end_token_ids, stop)
-            infilled = bool((ids[source][real] == mask_id).any())
-            filled = self.tokenizer.decode(sequence[:width][real].tolist()) if infilled else None
-            left = int((sequence[:width][real] == mask_id).sum() + (sequence[width:] == mask_id).sum())
-            found.append(
-                Completion(prompts[source], row % samples, text, tokens, reason, left, result.seeds[row], filled)
-            )
-        return found
+        ends = (*self.end_token_ids, *stop_token_ids)
+        return cut_completions(self.tokenizer, self.config.mask_token_id, prompts, ids, mask, result, ends, stop)
 
     # ---- scoring ----------------------------------------------------------------------------------------------
 
@@ -377,7 +523,14 @@ class Engine:
         return logits_of_rows(self._runner, rows)
 
     def score(
-        self, input_ids: Any, targets: Any, attention_mask: Any = None, *, temperature: float = 1.0
+        self,
+        input_ids: Any,
+        targets: Any,
+        attention_mask: Any = None,
+        *,
+        temperature: float = 1.0,
+        width: int | None = None,
+        batch: int | None = None,
     ) -> np.ndarray:
         """Log-probabilities of given tokens under the shifted prediction for each position.
 
@@ -390,6 +543,8 @@ class Engine:
           targets: integers ``[B, S]``, the token whose probability is wanted at each position.
           attention_mask: ``[B, S]``, left padding; None for none.
           temperature: divides the logits.
+          width, batch: positions and rows to run at a time, where one program is to do for every call; see
+            :func:`runtime.scoring.score_rows`.
 
         Returns:
           numpy float32 ``[B, S]``, zero at padding.
@@ -406,12 +561,12 @@ class Engine:
             )
         if not 0 < temperature < math.inf:
             raise InputError(f"temperature is {temperature}; expected a positive number")
-        return score_rows(self._runner, rows, wanted, temperature)
+        return score_rows(self._runner, rows, wanted, temperature, width, batch)
 
     # ---- how rows meet the mesh -------------------------------------------------------------------------------
 
     def _prepare(
-        self, input_ids: Any, attention_mask: Any, config: DiffusionConfig, samples: int
+        self, input_ids: Any, attention_mask: Any, config: GenerationConfig, samples: int
     ) -> tuple[Rows, list[int]]:
         if isinstance(samples, bool) or not isinstance(samples, int) or not 1 <= samples <= 1 << 16:
             raise InputError(f"num_return_sequences is {samples!r}; expected an integer from 1 to 65536")
@@ -420,15 +575,25 @@ class Engine:
         seeds = row_seeds(config.seed, len(rows.lengths), samples)
         return rows.take([row for row in range(len(rows.lengths)) for _ in range(samples)]), seeds
 
-    def _canvas(self, rows: Rows, config: DiffusionConfig) -> int:
-        return self._runner.bucket(int(rows.lengths.max()) + config.max_new_tokens)
+    def _default_config(self) -> GenerationConfig:
+        return SamplingConfig() if self.config.is_autoregressive else DiffusionConfig()
 
-    def _runs(self, rows: Rows, config: DiffusionConfig, seeds: list[int], whole: bool) -> Iterator[DiffusionRun]:
-        """Batches on the mesh, one after another; ``whole`` refuses to split."""
-        canvas = self._canvas(rows, config)
+    def _runs(
+        self, rows: Rows, config: GenerationConfig, seeds: list[int], samples: int, whole: bool
+    ) -> Iterator[tuple[DiffusionRun | BlockRun | AutoregressiveRun, int]]:
+        """Batches on the mesh, one after another, and how many there are; ``whole`` refuses to split."""
+        canvas = self._runner.bucket(int(rows.lengths.max()) + config.max_new_tokens)
         count = len(rows.lengths)
-        size = self._runner.batch_size(count, canvas)
+        cached = config.use_cache if isinstance(config, SamplingConfig) else config.cache != "none"
+        size = self._runner.batch_size(count, canvas, cached)
         if whole and count > size:
             raise InputError(f"{count} rows at a time, and memory allows {size} on this mesh: give fewer rows")
-        for part in self._runner.batches(count, canvas):
-            yield DiffusionRun(self._runner, rows.take(part), config, seeds[part], canvas, size)
+        batches = math.ceil(count / size)
+        for part in self._runner.batches(count, canvas, cached):
+            common: dict[str, Any] = {"seeds": seeds[part], "width": canvas, "batch": size}
+            if isinstance(config, SamplingConfig):
+                yield AutoregressiveRun(self._runner, rows.take(part), config, **common, samples=samples), batches
+            elif config.in_blocks:
+                yield BlockRun(self._runner, rows.take(part), config, **common), batches
+            else:
+                yield DiffusionRun(self._runner, rows.take(part), config, **common), batches

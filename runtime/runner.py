@@ -5,9 +5,10 @@ Dimension letters: B batch, S canvas, P positions of one head chunk.
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,15 +16,19 @@ import jax.numpy as jnp
 
 from runtime.attention import choose_attention
 from runtime.batching import bucket_length
-from runtime.models.config import ModelConfig
-from runtime.models.declarations import ModelLayout, tensor_sizes
-from runtime.models.dream import DreamWeights, Forward
+from runtime.kv_cache import cache_dtype
+from runtime.memory import Device, PassShape, memory_of_passes
+from runtime.models.declarations import ModelLayout
+from runtime.models.families import Weights
+from runtime.models.forward import Forward
 from runtime.programs import ProgramCache
 from sharding.errors import MeshError
-from sharding.mesh import MeshSpec, choose_mesh
+from sharding.topology import CHIPS
 
 # Share of the memory that weights leave which one batch may plan to use.
 _ACTIVATION_SHARE = 0.7
+# Rows of one shard of data at a time, whatever memory allows.
+MAX_ROWS_PER_SHARD = 1024
 
 # Logits positions per device that the head is run on at a time: enough to fill the matrix units.
 _HEAD_POSITIONS = {"cpu": 64}
@@ -37,11 +42,14 @@ class Runner:
       layout: the model on its mesh.
       weights: its weights.
       dtype: their dtype.
+      cache_dtype: dtype of keys and values that are kept.
       platform: ``cpu``, ``gpu`` or ``tpu``.
       programs: what has been compiled.
     """
 
-    def __init__(self, layout: ModelLayout, weights: DreamWeights, attention: str, max_batch: int | None) -> None:
+    def __init__(
+        self, layout: ModelLayout, weights: Weights, attention: str, max_batch: int | None, kv_cache: str = "model"
+    ) -> None:
         """Take weights that are already on the layout's mesh.
 
         Args:
@@ -49,6 +57,7 @@ class Runner:
           weights: as :meth:`ModelLayout.abstract_weights` describes them.
           attention: see :func:`runtime.attention.choose_attention`.
           max_batch: rows on the devices at a time; None for what memory allows.
+          kv_cache: dtype of the cache, see :data:`runtime.kv_cache.CACHE_DTYPES`.
 
         Raises:
           InputError: an attention implementation that cannot run here.
@@ -56,12 +65,14 @@ class Runner:
         assert layout.mesh is not None, "a runner needs a mesh"
         self.layout = layout
         self.weights = weights
-        self.dtype = jnp.dtype(weights.embedding.dtype)
+        self.dtype = jnp.dtype(weights.final_norm.dtype)
         self._device = layout.mesh.devices.flat[0]
         self.platform: str = self._device.platform
         self.programs = ProgramCache(self.platform)
+        self.cache_dtype = cache_dtype(kv_cache, self.dtype)
         self._attention = attention
         self._max_batch = max_batch
+        self._row_limits: dict[tuple[int, bool], int] = {}
         check_attention(layout, attention, self.platform, self.dtype)
 
     def bucket(self, length: int) -> int:
@@ -76,34 +87,43 @@ class Runner:
         """Positions of each row that the head is run on at a time; see :func:`head_chunk`."""
         return head_chunk(batch, canvas, self.layout, self.platform)
 
-    def batch_size(self, rows: int, canvas: int) -> int:
+    def batch_size(self, rows: int, canvas: int, cached: bool = False) -> int:
         """Rows on the devices at a time for ``rows`` in all: a multiple of the data axis that memory allows."""
         data = self.layout.spec.data
-        limit = max(data, (self._max_batch or self.max_rows(canvas)) // data * data)
+        limit = max(data, (self._max_batch or self.max_rows(canvas, cached)) // data * data)
         return min(limit, math.ceil(rows / data) * data)
 
-    def batches(self, rows: int, canvas: int) -> Iterator[slice]:
+    def batches(self, rows: int, canvas: int, cached: bool = False) -> Iterator[slice]:
         """The rows of each batch, in order."""
-        size = self.batch_size(rows, canvas)
+        size = self.batch_size(rows, canvas, cached)
         for first in range(0, rows, size):
             yield slice(first, min(first + size, rows))
 
-    def max_rows(self, canvas: int) -> int:
-        """Rows of ``canvas`` positions that fit on the mesh at a time, estimated from the model's sizes."""
-        spec, model, item = self.layout.spec, self.layout.config, self.dtype.itemsize
-        memory = device_memory(self._device)
+    def max_rows(self, canvas: int, cached: bool = False) -> int:
+        """Rows of ``canvas`` positions that fit on the mesh at a time, with a cache or without, estimated.
+
+        Whole rows are counted: they are the largest pass of every way of decoding.
+        """
+        if (canvas, cached) not in self._row_limits:
+            self._row_limits[canvas, cached] = self._estimate_max_rows(canvas, cached)
+        return self._row_limits[canvas, cached]
+
+    def _estimate_max_rows(self, canvas: int, cached: bool) -> int:
+        spec, memory = self.layout.spec, device_memory(self._device)
         if memory is None:
-            return self.layout.spec.data << 10
-        local = canvas // spec.sequence
-        # Residual and norms, gate and up, keys and values of the whole canvas.
-        row = 8 * local * model.hidden_size * item + 4 * local * model.intermediate_size * item // spec.tensor
-        row += 6 * canvas * model.num_kv_heads * model.head_dim * item // self.layout.heads.kv
-        if self.forward(canvas).attention == "xla":
-            heads = model.num_kv_heads * self.layout.heads.padded_queries_per_kv
-            row += max(1, heads // spec.tensor) * local * canvas * (8 + item)
-        head = self.chunk(1, canvas) * self.layout.padded_vocab // spec.tensor * 4 * 8
-        free = _ACTIVATION_SHARE * (memory - weight_bytes(self.layout, self.dtype)) - head
-        return max(1, int(free / row)) * spec.data
+            return spec.data * MAX_ROWS_PER_SHARD
+        chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
+        device = Device(self.platform, chips[0].fast_memory_bytes if chips else 0)
+        attention, weights = self.forward(canvas).attention, weight_bytes(self.layout, self.dtype)
+
+        def fits(rows: int) -> bool:
+            head = self.chunk(rows * spec.data, canvas) // spec.sequence
+            shape = PassShape(rows, canvas // spec.sequence, canvas, head, attention)
+            kept = self.cache_dtype if cached else None
+            needed = memory_of_passes(self.layout, self.dtype, device, rows, canvas, [shape], kept).total
+            return needed - weights <= _ACTIVATION_SHARE * (memory - weights)
+
+        return spec.data * max(1, bisect.bisect_left(range(1, MAX_ROWS_PER_SHARD + 1), True, key=lambda n: not fits(n)))
 
 
 def canvas_bucket(length: int, layout: ModelLayout, platform: str) -> int:
@@ -140,13 +160,14 @@ def device_memory(device: Any) -> int | None:
     """Bytes that one device offers, None where it does not say. Simulated CPU devices share the host's memory."""
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, jax.local_device_count())
-    stats = device.memory_stats()
+    # A device says so to its own host only.
+    stats = (device if device.process_index == jax.process_index() else jax.local_devices()[0]).memory_stats()
     return stats.get("bytes_limit") if stats else None
 
 
 def weight_bytes(layout: ModelLayout, dtype: Any) -> int:
     """Bytes of weights on each device, padding and replication included."""
-    return layout.parameters_per_device * jnp.dtype(dtype).itemsize
+    return layout.bytes_per_device(dtype)
 
 
 def check_memory(layout: ModelLayout, dtype: Any, device: Any) -> None:
@@ -164,17 +185,4 @@ def check_memory(layout: ModelLayout, dtype: Any, device: Any) -> None:
     raise MeshError(
         f"mesh {layout.spec}: each device would hold {needed / 1e9:.1f} GB of {jnp.dtype(dtype).name} weights and has "
         f"{memory / 1e9:.1f} GB; what would help: {advice}"
-    )
-
-
-def default_mesh(config: ModelConfig, devices: Sequence[Any], dtype: Any, rows: int) -> MeshSpec:
-    """The mesh to use where none is named; see :func:`sharding.mesh.choose_mesh`."""
-    slices = {getattr(device, "slice_index", 0) for device in devices}
-    return choose_mesh(
-        len(devices),
-        weight_bytes=weight_bytes(ModelLayout.create(config, DreamWeights), dtype),
-        device_bytes=device_memory(devices[0]),
-        tensor_sizes=tensor_sizes(config, DreamWeights, len(devices)),
-        rows=rows,
-        num_slices=len(slices) if devices[0].platform == "tpu" else 1,
     )

@@ -10,7 +10,7 @@ Dimension letters: B batch, P positions of one head chunk (sharded like the canv
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,9 @@ Array = jax.Array
 
 ALGORITHMS = ("origin", "maskgit_plus", "topk_margin", "entropy")
 
+# Streams of random bits of one row and step; a position's own bits follow from its number.
+TOKEN_STREAM, TRANSFER_STREAM = 0, 1
+
 # Probabilities are summed against top_p as integers of this unit: integer sums have no order.
 _FIXED_POINT = float(1 << 30)
 _ENTROPY_EPSILON = 1e-10
@@ -35,7 +38,8 @@ class SamplingRule:
 
     Attributes:
       confidence: how a chosen token is ranked, one of ``ALGORITHMS`` (``origin`` needs none).
-      sampled: draw from the distribution (temperature above 0), else take the most probable token.
+      sampled: draw from the distribution where the temperature is above 0, else take the most probable token
+        everywhere.
       filtered: apply top-p and top-k.
       suppress_mask: never choose the mask token.
       confidence_dtype: dtype in which logits are filtered and ranked, ``float32`` or the model's.
@@ -114,6 +118,11 @@ def _ordered_integers(values: Array) -> Array:
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
+def _of_rows(value: Array, ndim: int) -> Array:
+    """A number for all rows, or one each ``[B]``, as it broadcasts against ``[B, ...]`` of ``ndim`` dimensions."""
+    return value if value.ndim == 0 else value.reshape(-1, *(1,) * (ndim - 1))
+
+
 def filter_logits(logits: Array, probabilities: Array, top_p: Array, top_k: Array) -> Array:
     """Top-p, then top-k, by one bisection for the lowest logit to keep; the rest become -inf.
 
@@ -124,12 +133,13 @@ def filter_logits(logits: Array, probabilities: Array, top_p: Array, top_k: Arra
     Args:
       logits: float32 ``[..., V]``, tempered.
       probabilities: float32 ``[..., V]``, softmax of ``logits``.
-      top_p: float32 scalar, 1 for none.
-      top_k: int32 scalar, at least the vocabulary for none.
+      top_p: float32 scalar or ``[B]``, 1 for none.
+      top_k: int32 scalar or ``[B]``, at least the vocabulary for none.
 
     Returns:
       float32 ``[..., V]``.
     """
+    top_p, top_k = (_of_rows(value, logits.ndim - 1) for value in (top_p, top_k))
     keys = _ordered_integers(logits)
     masses = jnp.round(probabilities * _FIXED_POINT).astype(jnp.int32)
     # A sum of rounded probabilities may pass 1 by a few units; top_p = 1 keeps everything all the same.
@@ -162,6 +172,30 @@ def _round(values: Array, dtype: Any) -> Array:
     return jax.lax.reduce_precision(values, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
+def position_keys(seeds: Array, step: Array, stream: int, positions: Array) -> Array:
+    """Keys ``[B, P]`` of (row seed, step, stream, position): the same wherever and with whatever a row is run.
+
+    Args:
+      seeds: uint32 ``[B, 2]``, key data of each row.
+      step: int32, one for all rows or ``[B]``.
+      stream: what the bits are for.
+      positions: int32 ``[B, P]``.
+    """
+
+    def row(seed: Array, step: Array, places: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(seed), step), stream)
+        return jax.vmap(lambda place: jax.random.fold_in(key, place))(places)
+
+    return jax.vmap(row)(seeds, jnp.broadcast_to(step, seeds.shape[:1]), positions)
+
+
+def draw_per_position(draw: Callable[..., Array], seeds: Array, step: Array, canvas: Array) -> Array:
+    """One float32 for every position of a canvas ``[B, S]`` by ``jax.random.uniform`` or ``jax.random.gumbel``."""
+    positions = jnp.broadcast_to(jnp.arange(canvas.shape[1], dtype=jnp.int32), canvas.shape)
+    keys = position_keys(seeds, step, TRANSFER_STREAM, positions)
+    return jax.vmap(jax.vmap(lambda key: draw(key, (), jnp.float32)))(keys)
+
+
 def gumbel_noise(keys: Array, vocab: int) -> Array:
     """Gumbel noise ``[..., V]`` of keys ``[...]``: a token's noise depends on its key and id, not on padding."""
     flat = keys.reshape(-1)
@@ -189,9 +223,9 @@ def choose_tokens(
       rule: what is compiled in.
       logits: float32 ``[B, P, V]``, padding of the vocabulary at -inf.
       keys: typed PRNG keys ``[B, P]``, one per position.
-      temperature: float32 scalar, read when ``rule.sampled``.
-      top_p: float32 scalar, read when ``rule.filtered``; 1 for none.
-      top_k: int32 scalar, read when ``rule.filtered``; the vocabulary's size or more for none.
+      temperature: float32 scalar or ``[B]``, read when ``rule.sampled``; 0 takes the most probable token.
+      top_p: float32 scalar or ``[B]``, read when ``rule.filtered``; 1 for none.
+      top_k: int32 scalar or ``[B]``, read when ``rule.filtered``; the vocabulary's size or more for none.
 
     Returns:
       Tokens int32 ``[B, P]`` and confidences float32 ``[B, P]``.
@@ -202,13 +236,16 @@ def choose_tokens(
         if rule.suppress_mask:
             ids = jnp.arange(logits.shape[-1])
             logits = jnp.where(ids == config.mask_token_id, -jnp.inf, logits)
+        temperature = _of_rows(temperature, logits.ndim)
+        warm = temperature > 0
         if rule.sampled:
-            logits = _round(logits / temperature, dtype)
+            logits = _round(logits / jnp.where(warm, temperature, 1.0), dtype)
         if rule.filtered:
             logits = filter_logits(logits, _softmax(logits, dtype), top_p, top_k)
         probabilities = _softmax(logits, dtype)
         if rule.sampled:
-            _, tokens = vocab_argmax(logits + gumbel_noise(keys, logits.shape[-1]))
+            noisy = logits + gumbel_noise(keys, logits.shape[-1])
+            _, tokens = vocab_argmax(jnp.where(warm, noisy, probabilities))
         else:
             _, tokens = vocab_argmax(probabilities)
         if rule.confidence == "entropy":

@@ -17,10 +17,10 @@ from runtime.runner import Runner
 from sharding.errors import InputError
 
 
-def pad_rows(runner: Runner, rows: Rows, batch: int) -> tuple[np.ndarray, np.ndarray]:
+def pad_rows(rows: Rows, batch: int, bucket: int) -> tuple[np.ndarray, np.ndarray]:
     """Start-aligned rows as the devices run them: tokens ``[batch, bucket]`` and lengths ``[batch]``, int32."""
     count, width = rows.tokens.shape
-    canvas = np.pad(rows.tokens, ((0, batch - count), (0, runner.bucket(width) - width)))
+    canvas = np.pad(rows.tokens, ((0, batch - count), (0, bucket - width)))
     return canvas, np.pad(rows.lengths, (0, batch - count), constant_values=1)
 
 
@@ -71,22 +71,40 @@ def logits_of_rows(runner: Runner, rows: Rows) -> np.ndarray:
     size = runner.batch_size(len(rows.lengths), bucket)
     for part in runner.batches(len(rows.lengths), bucket):
         own = rows.take(part)
-        out[part] = end_align(gather_logits(runner, *pad_rows(runner, own, size)), own.lengths, out[part])
+        out[part] = end_align(gather_logits(runner, *pad_rows(own, size, bucket)), own.lengths, out[part])
     return out
 
 
-def score_rows(runner: Runner, rows: Rows, targets: Rows, temperature: float) -> np.ndarray:
-    """Log-probabilities float32 ``[B, S]`` of ``targets`` under the shifted predictions, zero at padding."""
+def score_rows(
+    runner: Runner, rows: Rows, targets: Rows, temperature: float, width: int | None = None, batch: int | None = None
+) -> np.ndarray:
+    """Log-probabilities float32 ``[B, S]`` of ``targets`` under the shifted predictions, zero at padding.
+
+    Args:
+      runner: the model on its mesh.
+      rows: what it reads.
+      targets: tokens, as many.
+      temperature: divides the logits.
+      width: positions to run at, a bucket; default that of the longest row.
+      batch: rows to run at a time, a multiple of the data axis; default by their number and memory.
+
+    Raises:
+      InputError: rows longer than the model, or ``width``, allows.
+    """
     check_length(runner, rows)
     layout = runner.layout
-    bucket = runner.bucket(rows.tokens.shape[1])
-    forward, size = runner.forward(bucket), runner.batch_size(len(rows.lengths), bucket)
+    longest = rows.tokens.shape[1]
+    bucket = width or runner.bucket(longest)
+    if longest > bucket:
+        raise InputError(f"{longest} positions; there is room for {bucket}")
+    forward, size = runner.forward(bucket), batch or runner.batch_size(len(rows.lengths), bucket)
     chunk = math.gcd(bucket, runner.chunk(size, bucket))
     out = np.zeros(rows.original.shape, np.float32)
-    for part in runner.batches(len(rows.lengths), bucket):
+    for first in range(0, len(rows.lengths), size):
+        part = slice(first, min(first + size, len(rows.lengths)))
         own = rows.take(part)
-        canvas, lengths = pad_rows(runner, own, size)
-        goal, _ = pad_rows(runner, targets.take(part), size)
+        canvas, lengths = pad_rows(own, size, bucket)
+        goal, _ = pad_rows(targets.take(part), size, bucket)
         place = layout.sharding("batch", None)
         arguments = (
             runner.weights,

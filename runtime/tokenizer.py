@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jinja2
 import numpy as np
 
 from checkpoints.errors import CheckpointError
@@ -48,7 +49,8 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; special tokens written in it are recognised, none is added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        # Not verbose: how long a prompt may be is checked where the model is known.
+        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def encode_chat(self, text: str) -> list[int]:
         """Token ids of a user's message in the chat template, ready for the assistant's answer.
@@ -56,12 +58,40 @@ class TextTokenizer:
         Raises:
           CheckpointError: the checkpoint has no chat template.
         """
+        return self.encode_messages([{"role": "user", "content": text}])
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer; see :meth:`render_messages`."""
+        return self.encode(self.render_messages(messages))
+
+    @property
+    def chat_template(self) -> str:
+        """The checkpoint's chat template.
+
+        Raises:
+          CheckpointError: it has none.
+        """
         if not self._tokenizer.chat_template:
             raise CheckpointError(f"{self._name}: the tokenizer has no chat template; leave --chat off")
-        rendered = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-        return self.encode(rendered)
+        return str(self._tokenizer.chat_template)
+
+    def render_messages(self, messages: Sequence[Mapping[str, str]], answer: bool = True) -> str:
+        """Text of a conversation, ``{"role", "content"}`` each, with the beginning of the assistant's ``answer``.
+
+        Raises:
+          CheckpointError: the checkpoint has no chat template.
+          InputError: its template does not take these messages.
+        """
+        template = self.chat_template
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=answer,
+            )
+        except jinja2.TemplateError as error:
+            raise InputError(f"messages: the chat template refuses them ({error})") from error
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, without special tokens unless asked."""

@@ -6,7 +6,6 @@ Users speak of three axes, ``data``, ``sequence`` and ``tensor``. The mesh that 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,7 +21,7 @@ from sharding.heads import HeadLayout
 MESH_AXES = ("data", "sequence", "kv", "group")
 MAX_AXIS = 1 << 20
 
-# The share of a device's memory that weights may take before a larger tensor axis is chosen by default.
+# Weights that take more of a device's memory than this leave little room for anything else.
 WEIGHT_MEMORY_SHARE = 0.6
 
 
@@ -89,7 +88,12 @@ class MeshSpec:
 
 
 def build_mesh(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -> Mesh:
-    """Arrange devices into a mesh with axes ``data, sequence, kv, group``.
+    """Arrange devices into a mesh with axes ``data, sequence, kv, group``; see :func:`arrange_devices`."""
+    return Mesh(arrange_devices(spec, heads, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def arrange_devices(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -> np.ndarray:
+    """Arrange devices as ``[data, sequence, kv, group]``.
 
     Within a slice the axes follow the interconnect (ICI); across TPU slices only ``data`` may cross the data-centre
     network (DCN), so ``data`` must then be a multiple of the number of slices.
@@ -97,7 +101,7 @@ def build_mesh(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -> Mes
     Args:
       spec: sizes, with no -1 left.
       heads: split of the tensor axis, ``heads.kv * heads.group == spec.tensor``.
-      devices: at least ``spec.size`` devices, real or described.
+      devices: at least ``spec.size`` devices, real or described, or :class:`sharding.topology.Place`.
 
     Raises:
       MeshError: several slices and a ``data`` axis that they do not divide, or too few devices.
@@ -107,55 +111,18 @@ def build_mesh(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -> Mes
     shape = (spec.data, spec.sequence, heads.kv, heads.group)
     devices = list(devices[: spec.size])
     slices = {getattr(device, "slice_index", 0) for device in devices}
-    axis_types = (AxisType.Auto,) * len(MESH_AXES)
     if len(slices) > 1 and devices[0].platform == "tpu":
         if spec.data % len(slices):
             raise MeshError(
                 f"mesh {spec} on {len(slices)} slices: only the data axis crosses slices, so data must be a multiple "
                 f"of {len(slices)}; a mesh that fits: data={len(slices)},tensor={spec.size // len(slices)}"
             )
-        array = mesh_utils.create_hybrid_device_mesh(
+        return mesh_utils.create_hybrid_device_mesh(
             (spec.data // len(slices), *shape[1:]),
             (len(slices), 1, 1, 1),
             devices=devices,
             allow_split_physical_axes=True,
         )
-    elif devices[0].platform == "tpu":
-        array = mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
-    else:
-        array = np.asarray(devices, dtype=object).reshape(shape)
-    return Mesh(array, MESH_AXES, axis_types=axis_types)
-
-
-def choose_mesh(
-    num_devices: int,
-    *,
-    weight_bytes: int,
-    device_bytes: int | None,
-    tensor_sizes: Sequence[int],
-    rows: int = 1,
-    num_slices: int = 1,
-) -> MeshSpec:
-    """Choose a mesh when the user names none.
-
-    Memory decides how much of the weights must be sharded: the smallest ``tensor`` whose share of the weights leaves
-    room for activations. The rest goes to ``data`` as far as there are rows to fill it, then to ``sequence``, which
-    moves less than a larger ``tensor`` would (K and V of a layer instead of two all-reduces of the residual).
-
-    Args:
-      num_devices: devices to use, all of them.
-      weight_bytes: bytes of the whole model.
-      device_bytes: memory of one device, None where it is unknown (then weights are taken to fit).
-      tensor_sizes: tensor axis sizes that divide the model.
-      rows: rows a batch will have, as far as the caller knows.
-      num_slices: slices the devices are spread over; ``data`` becomes a multiple of it.
-    """
-    per_slice = num_devices // num_slices
-    candidates = [size for size in tensor_sizes if per_slice % size == 0] or [1]
-    fitting = [
-        size for size in candidates if device_bytes is None or weight_bytes / size <= WEIGHT_MEMORY_SHARE * device_bytes
-    ]
-    tensor = fitting[0] if fitting else candidates[-1]
-    rest = per_slice // tensor
-    data = math.gcd(rest, rows) if rows < rest else rest
-    return MeshSpec(data=data * num_slices, sequence=rest // data, tensor=tensor)
+    if devices[0].platform == "tpu":
+        return mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
+    return np.asarray(devices, dtype=object).reshape(shape)

@@ -21,11 +21,14 @@ class PartitionRules:
 
     batch: MeshAxes = ("data",)
     canvas: MeshAxes = ("sequence",)
+    length: MeshAxes = ("sequence",)
     layers: MeshAxes = ()
     embed: MeshAxes = ()
     kv_heads: MeshAxes = ("kv",)
     queries_per_kv: MeshAxes = ("group",)
     head_dim: MeshAxes = ()
+    qkv: MeshAxes = ()
+    positions: MeshAxes = ()
     mlp: MeshAxes = ("kv", "group")
     vocab: MeshAxes = ("kv", "group")
 

@@ -1,46 +1,237 @@
-"""Devices to compile for without the hardware."""
+"""Chips and slices as data: what a machine is, without the machine.
+
+A topology is written as its chips are sold: ``v5e:2x4`` (a TPU slice, shape in chips), ``2xv5e:16x16`` (two such
+slices), ``8xh100`` (a GPU host), ``2x8xh200`` (two hosts of eight). Rates are the vendors' peaks in bytes and
+operations per second; what is not published by them is marked as an assumption.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 from sharding.errors import MeshError
 
-# TPU generations, and what their compiler wants to know beyond the shape of the slice.
-_GENERATIONS: dict[str, dict[str, Any]] = {
-    "v4": {"chip_config_name": "megacore", "chips_per_host_bounds": (2, 2, 1)},
-    "v5e": {},
-    "v5p": {"chip_config_name": "megacore", "chips_per_host_bounds": (2, 2, 1)},
-    "v6e": {},
+MAX_HOSTS = 4096
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One accelerator.
+
+    Attributes:
+      name: as users write it.
+      platform: JAX's name of its kind.
+      device_kind: JAX's name of the chip.
+      memory_bytes: high-bandwidth memory.
+      usable_bytes: of it, what programs get: the compiler's limit on TPU, JAX's default pool (three quarters) on GPU.
+      fast_memory_bytes: on-chip memory (VMEM, CMEM of v4) in which the compiler was seen to keep large arrays; else 0.
+      memory_bandwidth: bytes per second.
+      flops: bfloat16 operations per second.
+      int8_ops: int8 operations per second.
+      link_bandwidth: bytes per second that one link of a TPU, or one GPU into NVLink, sends (and receives as many).
+      network_bandwidth: an assumption: bytes per second that one chip sends between hosts (GPU) or slices (TPU).
+      chips_per_host: chips that share a host; more are another host.
+      torus_dimensions: dimensions of a TPU's interconnect, 0 for a switch that joins all chips of a host.
+    """
+
+    name: str
+    platform: Literal["tpu", "gpu"]
+    device_kind: str
+    memory_bytes: int
+    usable_bytes: int
+    fast_memory_bytes: int
+    memory_bandwidth: float
+    flops: float
+    int8_ops: float
+    link_bandwidth: float
+    network_bandwidth: float
+    chips_per_host: int
+    torus_dimensions: int
+
+
+def _tpu(
+    name: str, kind: str, gib: int, usable_gib: float, fast_mib: int, bandwidth: float, tera: float, int8: float,
+    link: float, network: float, dimensions: int,
+) -> Chip:  # fmt: skip
+    hosts = {2: 8, 3: 4}[dimensions]
+    return Chip(
+        name, "tpu", kind, gib * _GIB, int(usable_gib * _GIB), fast_mib << 20, bandwidth * 1e12, tera * 1e12,
+        int8 * 1e12, link * 1e9, network * 1e9, hosts, dimensions,
+    )  # fmt: skip
+
+
+def _gpu(
+    name: str, kind: str, gib: int, bandwidth: float, tera: float, int8: float, link: float, network: float
+) -> Chip:
+    return Chip(
+        name, "gpu", kind, gib * _GIB, int(0.75 * gib * _GIB), 0, bandwidth * 1e12, tera * 1e12, int8 * 1e12,
+        link * 1e9, network * 1e9, 8, 0,
+    )  # fmt: skip
+
+
+# Networks are assumptions: 400 Gb/s InfiniBand a card for H100 and H200, 200 Gb/s for A100; 50 Gb/s a TPU chip.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        _tpu("v4", "TPU v4", 32, 31.25, 128, 1.2, 275, 275, 45, 6.25, 3),
+        _tpu("v5e", "TPU v5 lite", 16, 15.75, 128, 0.81, 197, 394, 45, 6.25, 2),
+        _tpu("v5p", "TPU v5", 95, 94.75, 0, 2.8, 459, 918, 90, 6.25, 3),
+        _tpu("v6e", "TPU v6 lite", 32, 31.25, 128, 1.6, 920, 1840, 90, 6.25, 2),
+        _gpu("a100", "NVIDIA A100-SXM4-80GB", 80, 2.0, 312, 624, 300, 25),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", 80, 3.35, 990, 1980, 450, 50),
+        _gpu("h200", "NVIDIA H200", 141, 4.8, 990, 1980, 450, 50),
+    )
 }
 
+# Slices of the two-dimensional generations.
+_FLAT_SLICES: tuple[tuple[int, ...], ...] = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+# Slices of the three-dimensional ones that are no whole cubes of 4x4x4; from there on every size is a multiple of 4.
+_SMALL_SLICES: tuple[tuple[int, ...], ...] = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_LARGEST_SIDE, _LARGEST_SLICE = 28, 8960
 
-def tpu_devices(topology: str, num_slices: int = 1) -> list[Any]:
-    """Described devices of a TPU slice, to lower and compile for; nothing can run on them.
 
-    Needs libtpu, and in its environment, before JAX loads it, ``JAX_PLATFORMS=cpu``, ``TPU_SKIP_MDS_QUERY=1``,
-    ``TPU_ACCELERATOR_TYPE`` and ``TPU_WORKER_HOSTNAMES=localhost``. One process at a time may hold libtpu.
+@dataclass(frozen=True)
+class Topology:
+    """A machine.
 
-    Args:
-      topology: generation and shape in chips, ``v5e:2x4`` or ``v4:2x2x1``.
-      num_slices: how many such slices.
+    Attributes:
+      chip: what it is made of.
+      shape: of one TPU slice in chips; GPUs of one host.
+      count: slices, or hosts of GPUs.
+    """
+
+    chip: Chip
+    shape: tuple[int, ...]
+    count: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """Chips in all; each is one JAX device."""
+        return self.count * math.prod(self.shape)
+
+    @property
+    def num_slices(self) -> int:
+        """TPU slices; 1 for GPUs."""
+        return self.count if self.chip.platform == "tpu" else 1
+
+    @property
+    def shape_name(self) -> str:
+        """The shape of one slice as its maker writes it, ``v5e:2x4``."""
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """For each dimension of a slice whether its ends are joined to a ring."""
+        if self.chip.torus_dimensions == 2:
+            return tuple(side == 16 for side in self.shape)
+        cube = all(side % 4 == 0 for side in self.shape)
+        return (cube,) * len(self.shape)
+
+    def __str__(self) -> str:
+        prefix = f"{self.count}x" if self.count > 1 else ""
+        return prefix + (self.shape_name if self.chip.platform == "tpu" else f"{self.shape[0]}x{self.chip.name}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one chip is: what of a JAX device a mesh is arranged by, without JAX knowing any such device.
+
+    Attributes:
+      id: number of the device, host by host.
+      platform: ``tpu`` or ``gpu``.
+      device_kind: JAX's name of the chip.
+      coords: position in its slice, ``(x, y, z)``.
+      core_on_chip: always 0: one device a chip.
+      slice_index: which slice.
+      process_index: which host.
+    """
+
+    id: int
+    platform: str
+    device_kind: str
+    coords: tuple[int, int, int]
+    core_on_chip: int
+    slice_index: int
+    process_index: int
+
+
+def parse_topology(text: str) -> Topology:
+    """Parse ``v5e:2x4``, ``2xv5e:16x16``, ``8xh100`` or ``2x8xh200``.
 
     Raises:
-      MeshError: an unknown generation, or a shape that does not exist.
+      MeshError: an unknown chip, a spelling that is not one of these, or a slice that does not exist.
     """
-    from jax.experimental import topologies
+    spellings = "write for example v5e:2x4, 2xv5e:16x16 (two slices), 8xh100 or 2x8xh200 (two hosts)"
+    tpu = re.fullmatch(r"(?:(\d{1,4})x)?([a-z]\w*):(\d{1,3}(?:x\d{1,3})*)", text)
+    gpu = re.fullmatch(r"(?:(\d{1,4})x)?(?:(\d{1,4})x)?([a-z]\w*)", text)
+    name = tpu[2] if tpu else gpu[3] if gpu else None
+    if name is None:
+        raise MeshError(f'topology "{text}" cannot be read; {spellings}')
+    chip = CHIPS.get(name)
+    if chip is None:
+        raise MeshError(f'topology "{text}": there is no chip "{name}"; known: {", ".join(CHIPS)}; {spellings}')
+    if (chip.platform == "tpu") != bool(tpu):
+        right = f"{name}:{'x'.join(['2'] * chip.torus_dimensions)}" if chip.platform == "tpu" else f"8x{name}"
+        raise MeshError(f'topology "{text}": write {right} or the like for {name}; {spellings}')
+    if tpu:
+        count, shape = int(tpu[1] or 1), tuple(map(int, tpu[3].split("x")))
+        _check_slice(text, chip, shape)
+    else:
+        assert gpu is not None
+        count, shape = (int(gpu[1] or 1), (int(gpu[2]),)) if gpu[2] else (1, (int(gpu[1] or 1),))
+        if not 1 <= shape[0] <= chip.chips_per_host:
+            raise MeshError(
+                f'topology "{text}": a host has 1 to {chip.chips_per_host} {name}; more are several hosts, such as '
+                f"2x{chip.chips_per_host}x{name}"
+            )
+    if not 1 <= count <= MAX_HOSTS:
+        raise MeshError(f'topology "{text}": expected 1 to {MAX_HOSTS} slices or hosts')
+    return Topology(chip, shape, count)
 
-    match = re.fullmatch(r"(\w+):\d+(x\d+){1,2}", topology)
-    if not match or match[1] not in _GENERATIONS:
-        raise MeshError(
-            f'topology "{topology}": expected one of {", ".join(_GENERATIONS)} and a shape, such as v5e:2x4'
-        )
-    options = dict(_GENERATIONS[match[1]])
-    if num_slices > 1:
-        options["num_slices"] = num_slices
-    try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
-    except Exception as error:  # the plugin raises its own kinds
-        raise MeshError(f'topology "{topology}": {error}') from error
-    return list(found.devices)
+
+def _check_slice(text: str, chip: Chip, shape: tuple[int, ...]) -> None:
+    if chip.torus_dimensions == 2:
+        exists, known = shape in _FLAT_SLICES, _FLAT_SLICES
+        rule = ", ".join("x".join(map(str, one)) for one in known)
+    else:
+        cubes = len(shape) == 3 and all(0 < side <= _LARGEST_SIDE and side % 4 == 0 for side in shape)
+        whole = cubes and list(shape) == sorted(shape) and math.prod(shape) <= _LARGEST_SLICE
+        exists, known = shape in _SMALL_SLICES or whole, _SMALL_SLICES
+        rule = ", ".join("x".join(map(str, one)) for one in known) + ", and ascending multiples of 4 such as 4x4x8"
+    if not exists:
+        raise MeshError(f'topology "{text}": {chip.name} has no such slice; it has {rule}')
+
+
+def places(topology: Topology) -> list[Place]:
+    """The chips of a topology, host by host, in the order in which JAX lists the devices of such a machine."""
+    chip = topology.chip
+    found: list[Place] = []
+    if chip.platform == "gpu":
+        for host, _ in itertools.product(range(topology.count), range(topology.shape[0])):
+            found.append(Place(len(found), "gpu", chip.device_kind, (0, 0, 0), 0, 0, host))
+        return found
+    x, y, z = (*topology.shape, 1)[:3]
+    for index in range(topology.count):
+        for coords in itertools.product(range(z), range(y), range(x)):
+            at = (coords[2], coords[1], coords[0])
+            found.append(Place(len(found), "tpu", chip.device_kind, at, 0, index, len(found) // chip.chips_per_host))
+    return found
+
+
+def machine_of(chip: Chip, count: int) -> Topology | None:
+    """The machine of this many chips as it is rented: one slice, or whole hosts; None where there is none."""
+    if chip.platform == "gpu":
+        if count <= chip.chips_per_host:
+            return Topology(chip, (count,))
+        hosts, rest = divmod(count, chip.chips_per_host)
+        return None if rest else Topology(chip, (chip.chips_per_host,), hosts)
+    shapes = list(_FLAT_SLICES if chip.torus_dimensions == 2 else _SMALL_SLICES)
+    if chip.torus_dimensions == 3:
+        cubes = itertools.combinations_with_replacement(range(4, _LARGEST_SIDE + 1, 4), 3)
+        shapes += sorted(cubes, key=lambda shape: shape[2] - shape[0])
+    return next((Topology(chip, shape) for shape in shapes if math.prod(shape) == count), None)

@@ -11,7 +11,6 @@ Dimension letters: B batch, S canvas, P positions of one head chunk, D embed, V 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,15 +19,21 @@ import jax
 import jax.numpy as jnp
 
 from runtime.models.config import ModelConfig
-from runtime.models.dream import DreamWeights, Forward, hidden_states, pick_positions, project_logits
-from runtime.sampling import SamplingRule, choose_tokens
+from runtime.models.families import Weights
+from runtime.models.forward import Forward
+from runtime.models.transformer import hidden_states, pick_positions, project_logits
+from runtime.sampling import (
+    TOKEN_STREAM,
+    SamplingRule,
+    choose_tokens,
+    draw_per_position,
+    log_probabilities,
+    position_keys,
+)
 
 Array = jax.Array
 # In the structs below: an array, or in its place a sharding or an abstract shape, in trees that describe one.
 Leaf = Any
-
-# Streams of random bits of one row and step; a position's own bits follow from its number.
-_TOKEN_STREAM, _TRANSFER_STREAM = 0, 1
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,14 @@ class DenoiseProgram:
       sampling: how tokens are chosen.
       sample_positions: draw the positions to transfer by confidence (``alg_temp`` above 0), else take the best.
       chunk: positions per row that the head is run on at a time, P.
+      log_probabilities: keep the log-probability of every token that is committed.
     """
 
     algorithm: str
     sampling: SamplingRule
     sample_positions: bool
     chunk: int
+    log_probabilities: bool = False
 
 
 @flax.struct.dataclass
@@ -81,34 +88,34 @@ class DenoiseState:
       committed: int32 ``[B, S]``, the step that set a position, -1 where none has.
       step: int32, the next step.
       forwards: int32, forward passes run so far.
+      log_probabilities: float32 ``[B, S]`` of committed tokens, or None.
     """
 
     canvas: Leaf
     committed: Leaf
     step: Leaf
     forwards: Leaf
+    log_probabilities: Leaf = None
+
+
+@flax.struct.dataclass
+class Choices:
+    """What the model chose for positions of the canvas, ``[B, S]`` each or ``[B, P]`` of a chunk.
+
+    Attributes:
+      tokens: int32.
+      confidences: float32, -inf where no token was wanted.
+      log_probabilities: float32 of the tokens under the model itself, or None.
+    """
+
+    tokens: Array
+    confidences: Array
+    log_probabilities: Array | None = None
 
 
 def _masked(config: ModelConfig, canvas: Array, lengths: Array) -> Array:
     inside = jnp.arange(canvas.shape[1]) < lengths[:, None]
     return (canvas == config.mask_token_id) & inside
-
-
-def _position_keys(seeds: Array, step: Array, stream: int, positions: Array) -> Array:
-    """Keys ``[B, P]`` of (row seed, step, stream, position): the same wherever and with whatever a row is run."""
-
-    def row(seed: Array, places: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(seed), step), stream)
-        return jax.vmap(lambda place: jax.random.fold_in(key, place))(places)
-
-    return jax.vmap(row)(seeds, positions)
-
-
-def _draw(draw: Callable[..., Array], seeds: Array, step: Array, canvas: Array) -> Array:
-    """One float32 for every position ``[B, S]`` by ``jax.random.uniform`` or ``jax.random.gumbel``."""
-    positions = jnp.broadcast_to(jnp.arange(canvas.shape[1], dtype=jnp.int32), canvas.shape)
-    keys = _position_keys(seeds, step, _TRANSFER_STREAM, positions)
-    return jax.vmap(jax.vmap(lambda key: draw(key, (), jnp.float32)))(keys)
 
 
 def transfer_plan(
@@ -124,7 +131,7 @@ def transfer_plan(
     def plan(canvas: Array, lengths: Array, seeds: Array, step: Array, ratio: Array, last: Array) -> Any:
         masked = _masked(forward.config, canvas, lengths)
         if program.algorithm == "origin":
-            wanted = masked & ((_draw(jax.random.uniform, seeds, step, canvas) < ratio) | last)
+            wanted = masked & ((draw_per_position(jax.random.uniform, seeds, step, canvas) < ratio) | last)
             return wanted, wanted.sum(axis=1, dtype=jnp.int32)
         left = masked.sum(axis=1, dtype=jnp.int32)
         counts = jnp.where(last, left, (left.astype(jnp.float32) * ratio).astype(jnp.int32))
@@ -135,39 +142,61 @@ def transfer_plan(
     return forward.on_rows(plan, state.canvas, request.lengths, request.seeds, state.step, ratio, last)
 
 
+def choose(
+    forward: Forward, program: DenoiseProgram, request: Any, step: Array, logits: Array, positions: Array
+) -> Choices:
+    """Choose a token for each of these positions from their logits.
+
+    Args:
+      forward: the model.
+      program: what is compiled in.
+      request: seeds, temperature, top_p and top_k.
+      step: int32, one for all rows or ``[B]``.
+      logits: float32 ``[B, P, V]``.
+      positions: int32 ``[B, P]``.
+    """
+    keys = position_keys(request.seeds, step, TOKEN_STREAM, positions)
+    tokens, confidences = choose_tokens(
+        forward.config, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
+    )
+    return Choices(tokens, confidences, log_probabilities(logits, tokens) if program.log_probabilities else None)
+
+
 def choose_on_canvas(
     forward: Forward,
     program: DenoiseProgram,
-    weights: DreamWeights,
-    request: Request,
-    state: DenoiseState,
+    weights: Weights,
+    request: Any,
+    step: Array,
     hidden: Array,
     wanted: Array,
-) -> tuple[Array, Array]:
+    offset: Array | None = None,
+) -> Choices:
     """Choose a token for every wanted position, running the head on those alone, ``program.chunk`` a row at a time.
 
     Args:
       forward: layout and attention.
       program: what is compiled in.
       weights: the model; only its head is used.
-      request: run-time arguments.
-      state: canvas and step.
+      request: seeds, temperature, top_p and top_k.
+      step: int32, one for all rows or ``[B]``.
       hidden: ``[B, S, D]``.
       wanted: bool ``[B, S]``.
+      offset: int32 ``[B]``, where each row's S positions start on its canvas; None for 0.
 
     Returns:
-      Tokens int32 ``[B, S]`` and confidences float32 ``[B, S]``, -inf where not wanted.
+      Choices ``[B, S]``.
     """
-    width = state.canvas.shape[1]
+    width = wanted.shape[1]
     # Per row the wanted positions, ascending, then the others.
     order = forward.on_rows(lambda wanted: jnp.argsort(~wanted, axis=1, stable=True).astype(jnp.int32), wanted)
     chunks = (wanted.sum(axis=1).max() + program.chunk - 1) // program.chunk
 
-    def place(filled: tuple[Array, Array], positions: Array, chosen: Array, confidence: Array) -> tuple[Array, Array]:
-        row = jnp.arange(positions.shape[0])[:, None]
-        return filled[0].at[row, positions].set(chosen), filled[1].at[row, positions].set(confidence)
+    def place(positions: Array, *values: Array) -> tuple[Array, ...]:
+        row, half = jnp.arange(positions.shape[0])[:, None], len(values) // 2
+        return tuple(old.at[row, positions].set(new) for old, new in zip(values[:half], values[half:], strict=True))
 
-    def body(chunk: Array, filled: tuple[Array, Array]) -> tuple[Array, Array]:
+    def body(chunk: Array, filled: Choices) -> Choices:
         # The last chunk of a canvas that the chunk does not divide starts earlier and repeats a few positions.
         start = jnp.minimum(chunk * program.chunk, width - program.chunk)
         positions = forward.on_rows(
@@ -175,14 +204,49 @@ def choose_on_canvas(
         )
         # The prediction for position i is the output at i - 1; position 0 keeps its own.
         logits = project_logits(forward, weights, pick_positions(forward, hidden, jnp.maximum(positions - 1, 0)))
-        keys = _position_keys(request.seeds, state.step, _TOKEN_STREAM, positions)
-        chosen, confidence = choose_tokens(
-            forward.config, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
-        )
-        return forward.on_rows(lambda *parts: place(parts[:2], *parts[2:]), *filled, positions, chosen, confidence)
+        places = positions if offset is None else positions + offset[:, None]
+        chosen = choose(forward, program, request, step, logits, places)
+        placed = forward.on_rows(place, positions, *jax.tree.leaves(filled), *jax.tree.leaves(chosen))
+        return jax.tree.unflatten(jax.tree.structure(filled), placed)
 
-    nothing = (jnp.zeros_like(state.canvas), jnp.full(state.canvas.shape, -jnp.inf, jnp.float32))
+    nothing = Choices(
+        jnp.zeros(wanted.shape, jnp.int32),
+        jnp.full(wanted.shape, -jnp.inf, jnp.float32),
+        jnp.zeros(wanted.shape, jnp.float32) if program.log_probabilities else None,
+    )
     return jax.lax.fori_loop(0, chunks, body, nothing)
+
+
+def ranks(confidences: Array) -> Array:
+    """Rank of every position by confidence, 0 for the highest, ties to the lowest position: ``[B, S]`` -> int32."""
+    ranking = jnp.argsort(confidences, axis=1, stable=True, descending=True)
+    return jnp.argsort(ranking, axis=1, stable=True).astype(jnp.int32)
+
+
+def by_schedule(
+    program: DenoiseProgram,
+    canvas: Array,
+    confidences: Array,
+    wanted: Array,
+    counts: Array,
+    seeds: Array,
+    step: Array,
+    alg_temp: Array,
+) -> Array:
+    """The ``counts`` most confident wanted positions of each row, all of them for ``origin``: bool ``[B, S]``.
+
+    Ties go to the lowest position. ``alg_temp`` is one for all rows or ``[B]``; 0 draws no positions.
+    """
+    if program.algorithm == "origin":
+        return wanted
+    confidences = jnp.where(wanted, confidences, -jnp.inf)
+    if program.sample_positions:
+        # Gumbel-top-k draws k without replacement from softmax(confidence / alg_temp) (Kool et al., 2019).
+        alg_temp = jnp.broadcast_to(alg_temp, len(canvas))[:, None]
+        noisy = confidences / jnp.where(alg_temp > 0, alg_temp, 1.0)
+        noisy += draw_per_position(jax.random.gumbel, seeds, step, canvas)
+        confidences = jnp.where(alg_temp > 0, noisy, confidences)
+    return wanted & (ranks(confidences) < counts[:, None])
 
 
 def commit(
@@ -190,55 +254,45 @@ def commit(
     program: DenoiseProgram,
     request: Request,
     state: DenoiseState,
-    tokens: Array,
-    confidences: Array,
+    choices: Choices,
     wanted: Array,
     counts: Array,
 ) -> DenoiseState:
     """Write the ``counts`` most confident wanted tokens of each row; ties go to the lowest position."""
 
-    def write(
-        canvas: Array,
-        committed: Array,
-        tokens: Array,
-        confidences: Array,
-        wanted: Array,
-        counts: Array,
-        seeds: Array,
-        step: Array,
-        alg_temp: Array,
-    ) -> tuple[Array, Array]:
-        if program.algorithm == "origin":
-            transfer = wanted
-        else:
-            confidences = jnp.where(wanted, confidences, -jnp.inf)
-            if program.sample_positions:
-                # Gumbel-top-k draws k without replacement from softmax(confidence / alg_temp) (Kool et al., 2019).
-                confidences = confidences / alg_temp + _draw(jax.random.gumbel, seeds, step, canvas)
-            ranking = jnp.argsort(confidences, axis=1, stable=True, descending=True)
-            ranks = jnp.argsort(ranking, axis=1, stable=True)
-            transfer = wanted & (ranks < counts[:, None])
+    def transfer(canvas: Array, tokens: Array, *rest: Array) -> Array:
         # A model that predicts MASK leaves the position masked, to be counted anew.
-        set_now = transfer & (tokens != forward.config.mask_token_id)
-        return jnp.where(set_now, tokens, canvas), jnp.where(set_now, step, committed)
+        return by_schedule(program, canvas, *rest) & (tokens != forward.config.mask_token_id)
 
-    canvas, committed = forward.on_rows(
-        write,
+    set_now = forward.on_rows(
+        transfer,
         state.canvas,
-        state.committed,
-        tokens,
-        confidences,
+        choices.tokens,
+        choices.confidences,
         wanted,
         counts,
         request.seeds,
         state.step,
         request.alg_temp,
     )
-    return replace(state, canvas=canvas, committed=committed, step=state.step + 1, forwards=state.forwards + 1)
+    return replace(write_choices(state, choices, set_now, state.step), step=state.step + 1, forwards=state.forwards + 1)
+
+
+def write_choices(state: Any, choices: Choices, set_now: Array, step: Array) -> Any:
+    """A state with canvas, steps and log-probabilities of the positions ``set_now`` ``[B, S]`` taken from choices."""
+    kept = state.log_probabilities
+    if kept is not None and choices.log_probabilities is not None:
+        kept = jnp.where(set_now, choices.log_probabilities, kept)
+    return replace(
+        state,
+        canvas=jnp.where(set_now, choices.tokens, state.canvas),
+        committed=jnp.where(set_now, step, state.committed),
+        log_probabilities=kept,
+    )
 
 
 def denoise(
-    forward: Forward, program: DenoiseProgram, weights: DreamWeights, request: Request, state: DenoiseState
+    forward: Forward, program: DenoiseProgram, weights: Weights, request: Request, state: DenoiseState
 ) -> DenoiseState:
     """Run denoise steps from ``state.step`` up to ``request.limit``; a step that transfers nothing runs no forward."""
 
@@ -248,8 +302,8 @@ def denoise(
 
             def forward_and_commit(state: DenoiseState) -> DenoiseState:
                 hidden = hidden_states(forward, weights, state.canvas, request.lengths)
-                chosen = choose_on_canvas(forward, program, weights, request, state, hidden, wanted)
-                return commit(forward, program, request, state, *chosen, wanted, counts)
+                choices = choose_on_canvas(forward, program, weights, request, state.step, hidden, wanted)
+                return commit(forward, program, request, state, choices, wanted, counts)
 
             def skip(state: DenoiseState) -> DenoiseState:
                 return replace(state, step=state.step + 1)
@@ -265,8 +319,5 @@ def denoise_with_logits(
     """One step from given shifted logits float32 ``[B, S, V]``: what a logits hook has made of the model's own."""
     wanted, counts = transfer_plan(forward, program, request, state)
     positions = jnp.broadcast_to(jnp.arange(state.canvas.shape[1], dtype=jnp.int32), state.canvas.shape)
-    keys = _position_keys(request.seeds, state.step, _TOKEN_STREAM, positions)
-    chosen = choose_tokens(
-        forward.config, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
-    )
-    return commit(forward, program, request, state, *chosen, wanted, counts)
+    choices = choose(forward, program, request, state.step, logits, positions)
+    return commit(forward, program, request, state, choices, wanted, counts)

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import flax.struct
@@ -19,6 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runtime.models.config import ModelConfig
+from runtime.models.quantization import QUANTIZATIONS, Quantized, quantize
+from sharding.errors import InputError
 from sharding.heads import HeadLayout
 from sharding.mesh import MeshSpec, build_mesh
 from sharding.rules import PartitionRules
@@ -38,21 +41,27 @@ class WeightDeclaration:
       source: Hugging Face tensor name; ``{layer}`` stands for the layer's number.
       source_axes: the source tensor's dimensions, each a merge of logical axes, major first.
       initializer: ``normal``, ``ones`` or ``zeros``.
+      contracted: axes that a product with it sums over; none for what is no matrix, and never quantized.
     """
 
     axes: tuple[str, ...]
     source: str
     source_axes: tuple[tuple[str, ...], ...]
     initializer: str
+    contracted: tuple[str, ...]
 
 
 def weight(
-    *axes: str, source: str, source_axes: tuple[tuple[str, ...], ...] | None = None, init: str = "normal"
+    *axes: str,
+    source: str,
+    source_axes: tuple[tuple[str, ...], ...] | None = None,
+    init: str = "normal",
+    contracted: tuple[str, ...] = (),
 ) -> Any:
     """Declare a weight as a dataclass field; without ``source_axes`` the source has the same axes in the same order."""
     if source_axes is None:
         source_axes = tuple((axis,) for axis in axes)
-    return flax.struct.field(metadata={"weight": WeightDeclaration(axes, source, source_axes, init)})
+    return flax.struct.field(metadata={"weight": WeightDeclaration(axes, source, source_axes, init, contracted)})
 
 
 def stacked(layer_class: type) -> Any:
@@ -73,6 +82,8 @@ class WeightLeaf:
       source_axes: see :class:`WeightDeclaration`.
       source_shape: shape of each source tensor.
       initializer: see :class:`WeightDeclaration`.
+      contracted: see :class:`WeightDeclaration`.
+      quantized: whether it is integers and scales on the devices.
     """
 
     name: str
@@ -83,11 +94,41 @@ class WeightLeaf:
     source_axes: tuple[tuple[str, ...], ...]
     source_shape: tuple[int, ...]
     initializer: str
+    contracted: tuple[str, ...]
+    quantized: bool
+
+    @property
+    def scale_axes(self) -> tuple[str, ...]:
+        """Axes of the scales of a quantized weight: an entry for each output channel."""
+        return tuple(axis for axis in self.axes if axis not in self.contracted)
 
     @property
     def is_stacked(self) -> bool:
         """Whether the leading axis is ``layers``."""
         return self.axes[0] == "layers"
+
+    @property
+    def contracted_dimensions(self) -> tuple[int, ...]:
+        """Dimensions of a source tensor that a product with the weight sums over."""
+        return tuple(place for place, merge in enumerate(self.source_axes) if merge[0] in self.contracted)
+
+    @property
+    def scales(self) -> WeightLeaf:
+        """The scales of a quantized weight, as a leaf of their own: one source for each of the weight's."""
+        kept = [place for place in range(len(self.source_axes)) if place not in self.contracted_dimensions]
+        sizes = {axis: pair for axis, *pair in zip(self.axes, self.shape, self.padded_shape, strict=True)}
+        return WeightLeaf(
+            name=f"{self.name}.scales",
+            axes=self.scale_axes,
+            shape=tuple(sizes[axis][0] for axis in self.scale_axes),
+            padded_shape=tuple(sizes[axis][1] for axis in self.scale_axes),
+            sources=tuple(f"{source}.scales" for source in self.sources),
+            source_axes=tuple(self.source_axes[place] for place in kept),
+            source_shape=tuple(self.source_shape[place] for place in kept),
+            initializer="ones",
+            contracted=(),
+            quantized=False,
+        )
 
 
 def _fields(
@@ -113,10 +154,16 @@ class ModelLayout:
     heads: HeadLayout
     rules: PartitionRules
     mesh: Mesh | None
+    quantization: str = "none"
 
     @classmethod
     def create(
-        cls, config: ModelConfig, weights_class: type, spec: MeshSpec | None = None, devices: Any = None
+        cls,
+        config: ModelConfig,
+        weights_class: type,
+        spec: MeshSpec | None = None,
+        devices: Any = None,
+        quantization: str = "none",
     ) -> ModelLayout:
         """Check that the model divides over the mesh, then build it.
 
@@ -125,21 +172,31 @@ class ModelLayout:
           weights_class: the dataclass that declares its weights.
           spec: axes with no -1 left; default one device.
           devices: devices to build the mesh of, real or described; None for a layout that is only looked at.
+          quantization: ``none``, or ``int8`` for matrices as :class:`runtime.models.quantization.Quantized`.
 
         Raises:
+          InputError: an unknown quantization.
           MeshError: see :func:`sharding.validate.check_mesh` and :func:`sharding.mesh.build_mesh`.
         """
+        if quantization not in QUANTIZATIONS:
+            raise InputError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
         resolved = spec or MeshSpec()
         check_mesh(named_shapes(config, weights_class), resolved, config.num_heads, config.num_kv_heads)
         heads = HeadLayout.for_tensor(config.num_heads, config.num_kv_heads, resolved.tensor)
         mesh = None if devices is None else build_mesh(resolved, heads, devices)
-        return cls(config, weights_class, resolved, heads, PartitionRules.for_heads(heads), mesh)
+        return cls(config, weights_class, resolved, heads, PartitionRules.for_heads(heads), mesh, quantization)
 
     @property
     def padded_vocab(self) -> int:
         """Vocabulary size on the devices: a multiple of the vocabulary's blocks and of its shards."""
         multiple = math.lcm(VOCAB_BLOCKS, self.spec.tensor)
         return math.ceil(self.config.vocab_size / multiple) * multiple
+
+    @property
+    def query_heads_per_device(self) -> int:
+        """Query heads of a device, padding included."""
+        group = self.heads.group if self.heads.shards_group else 1
+        return self.config.num_kv_heads // self.heads.kv * self.heads.padded_queries_per_kv // group
 
     @property
     def leaves(self) -> list[WeightLeaf]:
@@ -160,9 +217,16 @@ class ModelLayout:
                     source_axes=declaration.source_axes,
                     source_shape=tuple(math.prod(sizes[axis] for axis in merge) for merge in declaration.source_axes),
                     initializer=declaration.initializer,
+                    contracted=declaration.contracted,
+                    quantized=self.quantization != "none" and bool(declaration.contracted),
                 )
             )
         return found
+
+    @property
+    def stored_leaves(self) -> list[WeightLeaf]:
+        """Every leaf as a checkpoint of this quantization stores it: scales stand beside quantized weights."""
+        return [part for leaf in self.leaves for part in ([leaf, leaf.scales] if leaf.quantized else [leaf])]
 
     def sharding(self, *dimensions: str | tuple[str, ...] | None) -> NamedSharding:
         """Sharding of an array with these logical dimensions on this layout's mesh."""
@@ -190,23 +254,84 @@ class ModelLayout:
 
         return assemble(self.weights_class, "")
 
+    def named(self, weights: Any) -> dict[str, Any]:
+        """A weights' tree by the names of its leaves."""
+
+        def part(name: str) -> Any:
+            value = weights
+            for field in name.split("."):
+                value = getattr(value, field)
+            return value
+
+        return {leaf.name: part(leaf.name) for leaf in self.leaves}
+
     def abstract_weights(self, dtype: Any) -> Any:
         """The weights' tree as ``ShapeDtypeStruct``, with shardings where there is a mesh."""
-        return self.build(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.padded_shape, dtype, sharding=self.sharding(*leaf.axes) if self.mesh is not None else None
+
+        def struct(axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(*axes) if self.mesh is not None else None)
+
+        def make(leaf: WeightLeaf) -> Any:
+            if not leaf.quantized:
+                return struct(leaf.axes, leaf.padded_shape, dtype)
+            sizes = dict(zip(leaf.axes, leaf.padded_shape, strict=True))
+            scales = tuple(sizes[axis] for axis in leaf.scale_axes)
+            return Quantized(
+                struct(leaf.axes, leaf.padded_shape, jnp.int8), struct(leaf.scale_axes, scales, jnp.float32)
             )
-        )
+
+        return self.build(make)
+
+    def place(self, weights: Any, dtype: Any) -> Any:
+        """A tree of arrays, wherever they are, as weights on this layout's mesh.
+
+        Raises:
+          InputError: not such a tree, or an array of another shape or dtype.
+        """
+        wanted = self.abstract_weights(dtype)
+        structures: list[Any] = [jax.tree.structure(tree) for tree in (weights, wanted)]
+        if structures[0] != structures[1]:
+            raise InputError(f"weights: expected a checkpoint or a tree of {self.weights_class.__name__}")
+        have, want = self.named(weights), self.named(wanted)
+        for name in want:
+            for new, old in zip(jax.tree.leaves(have[name]), jax.tree.leaves(want[name]), strict=True):
+                if (new.shape, new.dtype) != (old.shape, old.dtype):
+                    raise InputError(
+                        f"weights: {name} is {new.dtype} {list(new.shape)}; expected {old.dtype} {list(old.shape)}"
+                    )
+        return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), weights, wanted)
+
+    def quantizer(self, leaf: WeightLeaf, layered: bool = True) -> Callable[[jax.Array], Any]:
+        """What makes of an array on the mesh what the devices keep of a leaf: itself, or integers and scales.
+
+        Args:
+          leaf: which.
+          layered: whether the array has the leading ``layers`` axis of a stacked leaf.
+        """
+        if not leaf.quantized:
+            return lambda array: array
+        skip = 1 if leaf.is_stacked and not layered else 0
+        axes, scales = leaf.axes[skip:], leaf.scale_axes[skip:]
+        contracted = tuple(place for place, axis in enumerate(axes) if axis in leaf.contracted)
+        out = Quantized(self.sharding(*axes), self.sharding(*scales))
+        return jax.jit(partial(quantize, contracted=contracted), out_shardings=out)
 
     @property
     def parameter_count(self) -> int:
         """Number of parameters of the model, unpadded."""
         return sum(math.prod(leaf.shape) for leaf in self.leaves)
 
-    @property
-    def parameters_per_device(self) -> int:
-        """Number of parameters that each device holds, padding and replication included."""
-        return sum(math.prod(shard_shape(leaf, self)) for leaf in self.leaves)
+    def bytes_per_device(self, dtype: Any) -> int:
+        """Bytes of weights that each device holds, padding and replication included."""
+        total = 0
+        for leaf in self.leaves:
+            sizes = dict(zip(leaf.axes, shard_shape(leaf, self), strict=True))
+            count = math.prod(sizes.values())
+            if leaf.quantized:
+                total += count + 4 * math.prod(sizes[axis] for axis in leaf.scale_axes)
+            else:
+                total += count * jnp.dtype(dtype).itemsize
+        return total
 
     def random_weights(self, seed: int, dtype: Any, scale: float = 0.02) -> Any:
         """Random weights on the mesh, the same on every mesh: normal with this standard deviation, zero in padding.
@@ -224,10 +349,10 @@ class ModelLayout:
             padding = [(0, padded - size) for size, padded in zip(leaf.shape, leaf.padded_shape, strict=True)]
             return jnp.pad(values, padding).astype(dtype)
 
-        made = {
-            leaf.name: jax.jit(make, static_argnums=(0, 1), out_shardings=self.sharding(*leaf.axes))(leaf, number)
-            for number, leaf in enumerate(leaves)
-        }
+        made = {}
+        for number, leaf in enumerate(leaves):
+            array = jax.jit(make, static_argnums=(0, 1), out_shardings=self.sharding(*leaf.axes))(leaf, number)
+            made[leaf.name] = self.quantizer(leaf)(array)
         return self.build(lambda leaf: made[leaf.name])
 
 

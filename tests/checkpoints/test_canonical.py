@@ -14,75 +14,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from checkpoints import CheckpointError, open_folder
-from checkpoints.conversion import clean_up, convert, export, prepare_output, staging_folder, verify, write_manifest
 from checkpoints.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.opening import open_tensors
+from checkpoints.output import FolderOutput
+from checkpoints.verification import verify, write_manifest
 from runtime import Engine
-from runtime.models.config import ModelConfig
-from runtime.models.declarations import ModelLayout
-from runtime.models.dream import DreamWeights
 from tests import golden_cases
-
-MICRO = {
-    "model_type": "Dream",
-    "vocab_size": 96,
-    "hidden_size": 56,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "mask_token_id": 95,
-    "pad_token_id": 0,
-    "torch_dtype": "bfloat16",
-}
-
-
-def layout_of(path: Path) -> ModelLayout:
-    return ModelLayout.create(ModelConfig.from_huggingface(open_folder(path).config), DreamWeights)
-
-
-def to_canonical(source: Path, output: Path, dtype: str | None = None) -> Path:
-    prepare_output(output, overwrite=True)
-    convert(open_folder(source), layout_of(source), output, dtype=dtype)
-    return output
+from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, to_huggingface, write_source
 
 
 @pytest.fixture(scope="module")
 def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder of a few thousand bfloat16 parameters."""
-    import ml_dtypes
-
-    folder = tmp_path_factory.mktemp("micro")
-    (folder / "config.json").write_text(json.dumps(MICRO))
-    generator = np.random.default_rng(0)
-    layout = layout_of(folder)
-    save_file(
-        {
-            source: generator.normal(size=leaf.source_shape).astype(ml_dtypes.bfloat16)
-            for leaf in layout.leaves
-            for source in leaf.sources
-        },
-        folder / "model.safetensors",
-    )
-    return folder
+    return write_source(tmp_path_factory.mktemp("micro"), MICRO)
 
 
 @pytest.fixture(scope="module")
 def canonical(micro: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return to_canonical(micro, tmp_path_factory.mktemp("canonical") / "checkpoint")
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    """Every tensor of a checkpoint, read through its digests, as bytes."""
-    found = open_tensors(open_folder(path))
-    return {name: found[name].whole().tobytes() for name in found.by_name}
 
 
 def same_tensors(left: Path, right: Path) -> bool:
@@ -96,7 +49,7 @@ def same_tensors(left: Path, right: Path) -> bool:
 def test_round_trip_is_bit_identical(source: str, micro: Path, tmp_path: Path) -> None:
     folder = micro if source == "micro" else golden_cases.FOLDER
     checkpoint = to_canonical(folder, tmp_path / "checkpoint")
-    export(open_folder(checkpoint), tmp_path / "back")
+    to_huggingface(checkpoint, tmp_path / "back")
     assert same_tensors(folder, tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == open_folder(folder).config
 
@@ -104,7 +57,7 @@ def test_round_trip_is_bit_identical(source: str, micro: Path, tmp_path: Path) -
 def test_exported_folder_is_loaded_by_transformers(micro: Path, canonical: Path, tmp_path: Path) -> None:
     from transformers import Qwen2ForCausalLM
 
-    export(open_folder(canonical), tmp_path / "back")
+    to_huggingface(canonical, tmp_path / "back")
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     (tmp_path / "back" / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
     model = Qwen2ForCausalLM.from_pretrained(tmp_path / "back", dtype="bfloat16")
@@ -124,6 +77,21 @@ def test_restored_on_any_mesh_as_from_the_source(mesh: str, tmp_path_factory: py
     ids, mask = golden_cases.inputs(name)
     result = Engine.load(checkpoint, mesh=mesh).generate_tokens(ids, mask, golden_cases.config(name))
     np.testing.assert_array_equal(result.sequences, golden_cases.arrays()[f"{name}.sequences"])
+
+
+def test_orbax_reads_it(micro: Path, canonical: Path) -> None:
+    """By itself, without this project: both of its interfaces."""
+    import orbax.checkpoint
+    from orbax.checkpoint import v1
+
+    expected = load_file(micro / "model.safetensors")
+    new = v1.load(canonical / "weights")
+    old = orbax.checkpoint.PyTreeCheckpointer().restore(canonical / "weights" / "state")
+    for found in (new, old):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype
+            assert np.asarray(found[name]).tobytes() == value.tobytes()
 
 
 def test_dtype_changes_only_when_asked(micro: Path, canonical: Path, tmp_path: Path) -> None:
@@ -211,15 +179,15 @@ CONVERTER = """
 import sys, time
 from pathlib import Path
 from checkpoints import open_folder
-from checkpoints.conversion import convert, prepare_output
+from checkpoints.conversion import convert
+from checkpoints.output import FolderOutput
 from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout
-from runtime.models.dream import DreamWeights
-import orbax.checkpoint
-source, output = open_folder(sys.argv[1]), Path(sys.argv[2])
-layout = ModelLayout.create(ModelConfig.from_huggingface(source.config), DreamWeights)
+from runtime.models.families import model_layout
+source, output = open_folder(sys.argv[1]), FolderOutput(Path(sys.argv[2]))
+layout = model_layout(ModelConfig.from_huggingface(source.config))
 print("ready", flush=True)
-for line in prepare_output(output, overwrite=True):
+for line in output.prepare(overwrite=True):
     print(line, flush=True)
 convert(source, layout, output)
 print("done", flush=True)
@@ -256,19 +224,43 @@ def test_killed_at_any_point(kills: int, micro: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         if not output.exists():  # killed between the two renames: the old one is set aside, whole
-            clean_up(output)
+            FolderOutput(output).clean_up()
         assert contents(output) == expected
-        if staging_folder(output).exists():
+        if FolderOutput(output).staging.exists():
             with pytest.raises(CheckpointError):
-                Engine.load(staging_folder(output))
+                Engine.load(FolderOutput(output).staging)
     process = start()
     assert process.wait() == 0
     assert contents(output) == expected
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+def test_a_full_disk(micro: Path, tmp_path: Path) -> None:
+    """A typed error that says where; the old checkpoint stays; no partial one has its name; the next run cleans up."""
+    output = to_canonical(micro, tmp_path / "checkpoint")
+    expected = contents(output)
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n" + CONVERTER
+    process = subprocess.run(
+        [sys.executable, "-c", limited, str(micro), str(output)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert process.returncode != 0
+    last = process.stderr.strip().splitlines()[-1]
+    assert last.startswith("checkpoints.errors.CheckpointError: ")
+    assert str(output) in last
+    assert "cannot be written" in last
+    assert contents(output) == expected
+    assert not (FolderOutput(output).staging / MANIFEST_FILE).exists()
+    assert FolderOutput(output).prepare(overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
 def test_output_is_not_overwritten_unless_told(canonical: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="--overwrite"):
-        prepare_output(canonical, overwrite=False)
+        FolderOutput(canonical).prepare(overwrite=False)
     with pytest.raises(CheckpointError, match="no folder"):
-        prepare_output(tmp_path / "absent" / "checkpoint", overwrite=False)
+        FolderOutput(tmp_path / "absent" / "checkpoint").prepare(overwrite=False)

@@ -27,8 +27,7 @@ from safetensors.numpy import load_file, save_file
 from checkpoints import CheckpointError, load_weights, open_folder
 from runtime import DiffusionConfig, Engine
 from runtime.models.config import ConfigError, ModelConfig
-from runtime.models.declarations import ModelLayout
-from runtime.models.dream import DreamWeights
+from runtime.models.families import model_layout
 from sharding.errors import InputError, MeshError
 from sharding.mesh import MeshSpec
 from tests import golden_cases
@@ -410,20 +409,20 @@ def expected_leaf(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
     D, K, G, H = 224, 2, 7, 16
     if name in ("embedding", "final_norm", "lm_head"):
         source = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": HEAD}[name]
-        return tensors[source].T if name == "lm_head" else tensors[source]
+        return tensors[source]
     kind = name.removeprefix("layers.")
     source, shape, transposed = {
         "input_norm": ("input_layernorm.weight", (D,), False),
         "post_attention_norm": ("post_attention_layernorm.weight", (D,), False),
-        "q_proj": ("self_attn.q_proj.weight", (D, K, G, H), True),
+        "q_proj": ("self_attn.q_proj.weight", (K, G, H, D), False),
         "q_bias": ("self_attn.q_proj.bias", (K, G, H), False),
-        "k_proj": ("self_attn.k_proj.weight", (D, K, H), True),
+        "k_proj": ("self_attn.k_proj.weight", (K, H, D), False),
         "k_bias": ("self_attn.k_proj.bias", (K, H), False),
-        "v_proj": ("self_attn.v_proj.weight", (D, K, H), True),
+        "v_proj": ("self_attn.v_proj.weight", (K, H, D), False),
         "v_bias": ("self_attn.v_proj.bias", (K, H), False),
         "o_proj": ("self_attn.o_proj.weight", (K, G, H, D), True),
-        "gate_proj": ("mlp.gate_proj.weight", (D, 512), True),
-        "up_proj": ("mlp.up_proj.weight", (D, 512), True),
+        "gate_proj": ("mlp.gate_proj.weight", (512, D), False),
+        "up_proj": ("mlp.up_proj.weight", (512, D), False),
         "down_proj": ("mlp.down_proj.weight", (512, D), True),
     }[kind]
     layers = [tensors[f"model.layers.{layer}.{source}"] for layer in range(3)]
@@ -451,10 +450,10 @@ def test_weights_on_a_mesh_are_those_of_the_file(mesh: str, tensors: dict[str, n
     assert used == sum(tensor.size for tensor in tensors.values()) == engine.layout.parameter_count
     if mesh == "tensor=16":
         q_proj, head = arrays["layers.q_proj"], arrays["lm_head"]
-        assert q_proj.shape[3] == 8, "seven query heads of a KV head, padded over eight shards"
-        assert q_proj.addressable_shards[0].data.shape == (3, 224, 1, 1, 16)
-        assert head.shape[1] == 384
-        assert head.addressable_shards[0].data.shape == (224, 24)
+        assert q_proj.shape[2] == 8, "seven query heads of a KV head, padded over eight shards"
+        assert q_proj.addressable_shards[0].data.shape == (3, 1, 1, 16, 224)
+        assert head.shape[0] == 384
+        assert head.addressable_shards[0].data.shape == (24, 224)
 
 
 # ---- nothing in a folder is run ---------------------------------------------------------------------------------
@@ -668,18 +667,18 @@ def test_loading_never_holds_the_model(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = ModelConfig.from_huggingface(raw)
-    leaves = ModelLayout.create(config, DreamWeights).leaves
+    leaves = model_layout(config).leaves
     shapes = {source: leaf.source_shape for leaf in leaves for source in leaf.sources}
     save_file(
         {name: np.full(shape, 0.01, np.float32) for name, shape in shapes.items()}, tmp_path / "model.safetensors"
     )
     sizes = [4 * math.prod(shape) for shape in shapes.values()]
     assert 190e6 < sum(sizes) < 260e6
-    layout = ModelLayout.create(config, DreamWeights, MeshSpec(tensor=8), jax.devices())
+    layout = model_layout(config, MeshSpec(tensor=8), jax.devices())
     peaks: list[int] = []
     tracemalloc.start()
     try:
-        weights = load_weights(
+        weights, _ = load_weights(
             open_folder(tmp_path), layout, np.float32, lambda *_: peaks.append(tracemalloc.get_traced_memory()[1])
         )
         jax.block_until_ready(weights)

@@ -24,7 +24,9 @@ from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from runtime.attention import dot_product_attention
 from runtime.engine import Engine
-from runtime.models import dream
+from runtime.models import qwen2, transformer
+from runtime.models.forward import Forward
+from runtime.models.forward import output_projection as project_output
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dream_tiny"
 MODELS = ("golden", "heads_28_4")
@@ -45,15 +47,15 @@ BFLOAT16_SEVERAL = 2e-2
 ERROR_RATIO = 1.5
 
 # Compiled as they are in a whole forward pass.
-embed = jax.jit(dream.embed, static_argnums=0)
-rms_norm = jax.jit(dream.rms_norm, static_argnums=2)
-project_qkv = jax.jit(dream.project_qkv, static_argnums=0)
+embed = jax.jit(qwen2.Qwen2Weights.embed, static_argnums=1)
+rms_norm = jax.jit(qwen2.rms_norm, static_argnums=2)
+project_qkv = jax.jit(qwen2.Qwen2Layer.project_qkv, static_argnums=1)
 attention = jax.jit(dot_product_attention, static_argnums=(0, 1))
-output_projection = jax.jit(dream.output_projection, static_argnums=0)
-mlp = jax.jit(dream.mlp, static_argnums=0)
-block = jax.jit(dream.block, static_argnums=0)
-hidden_states = jax.jit(dream.hidden_states, static_argnums=0)
-project_logits = jax.jit(dream.project_logits, static_argnums=0)
+output_projection = jax.jit(project_output, static_argnums=0)
+mlp = jax.jit(qwen2.Qwen2Layer.mlp, static_argnums=1)
+block = jax.jit(transformer.block, static_argnums=0)
+hidden_states = jax.jit(transformer.hidden_states, static_argnums=0)
+project_logits = jax.jit(transformer.project_logits, static_argnums=0)
 
 ROWS, WIDTH = 3, 21
 LENGTHS = (21, 13, 1)
@@ -236,7 +238,7 @@ def check_modules(reference: Reference, ids: np.ndarray, compare) -> None:
     dtype = str(reference.dtype).removeprefix("torch.")
     engine = engine_on(reference.folder, ONE_DEVICE, dtype)
     weights, config, layout = engine.weights, engine.config, engine.layout
-    forward = dream.Forward(layout)
+    forward = Forward(layout)
     seen = reference.record(ids)
     B, S = ids.shape
     K, G, H = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim
@@ -249,19 +251,18 @@ def check_modules(reference: Reference, ids: np.ndarray, compare) -> None:
     def given(name: str) -> jax.Array:
         return seen[name][0]
 
-    compare("embed", embed(forward, weights, tokens), output("model.embed_tokens"))
-    rotary = dream.rotary_tables(config, S, weights.embedding.dtype)
+    compare("embed", embed(weights, forward, tokens, jnp.arange(S)), output("model.embed_tokens"))
+    rotary = qwen2.rotary_tables(config, jnp.arange(S), weights.embedding.dtype)
     cosine, sine = reference.model.model.rotary_emb(to_torch(rotary[0]), torch.arange(S)[None])
     compare("cosine", rotary[0], to_jax(cosine[0]))
     compare("sine", rotary[1], to_jax(sine[0]))
     for number in range(config.num_layers):
         layer = jax.tree.map(lambda stack, number=number: stack[number], weights.layers)
         name = f"model.layers.{number}"
-        norm = rms_norm(given(f"{name}.input_layernorm"), layer.input_norm, config.rms_norm_eps)
+        norm = rms_norm(given(f"{name}.input_layernorm"), layer.input_norm, config.norm_eps)
         compare(f"{name} input norm", norm, output(f"{name}.input_layernorm"))
 
-        x = given(f"{name}.self_attn.q_proj")
-        q, k, v = project_qkv(forward, layer, x, rotary)
+        q, k, v = project_qkv(layer, forward, given(f"{name}.input_layernorm"), rotary)
         # The reference rotates outside any module: do that with its own function, heads first.
         flat = {which: output(f"{name}.self_attn.{which}_proj").reshape(B, S, -1, H) for which in "qkv"}
         heads_first = (to_torch(flat["q"]).transpose(1, 2), to_torch(flat["k"]).transpose(1, 2))
@@ -274,15 +275,15 @@ def check_modules(reference: Reference, ids: np.ndarray, compare) -> None:
         attended = attention("xla", layout, *expected, lengths)
         merged = given(f"{name}.self_attn.o_proj")
         compare(f"{name} attention", attended.reshape(B, S, -1), merged)
-        projected = output_projection(forward, layer, merged.reshape(B, S, K, G, H))
+        projected = output_projection(forward, layer.o_proj, merged.reshape(B, S, K, G, H))
         compare(f"{name} output projection", projected, output(f"{name}.self_attn.o_proj"))
 
         place = f"{name}.post_attention_layernorm"
-        norm = rms_norm(given(place), layer.post_attention_norm, config.rms_norm_eps)
+        norm = rms_norm(given(place), layer.post_attention_norm, config.norm_eps)
         compare(f"{name} post-attention norm", norm, output(place))
-        compare(f"{name} MLP", mlp(forward, layer, given(f"{name}.mlp")), output(f"{name}.mlp"))
-        compare(f"{name} block", block(forward, layer, given(name), lengths, rotary), output(name))
-    norm = rms_norm(given("model.norm"), weights.final_norm, config.rms_norm_eps)
+        compare(f"{name} MLP", mlp(layer, forward, given(f"{name}.mlp")), output(f"{name}.mlp"))
+        compare(f"{name} block", block(forward, layer, given(name), lengths, rotary)[0], output(name))
+    norm = rms_norm(given("model.norm"), weights.final_norm, config.norm_eps)
     compare("final norm", norm, output("model.norm"))
     compare("hidden states", hidden_states(forward, weights, tokens, lengths), output("model.norm"))
     logits = project_logits(forward, weights, given("lm_head"))[..., : config.vocab_size]

@@ -24,9 +24,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from runtime import DiffusionConfig, Engine, GenerationResult
+from runtime import DiffusionConfig, Engine, GenerationResult, sampling
 from runtime.batching import MAX_SAMPLES, bucket_length, row_seed, seed_words
-from runtime.decoding import diffusion
 from runtime.decoding.schedule import transfer_ratios
 from runtime.sampling import ALGORITHMS
 from tests import golden_cases
@@ -98,7 +97,7 @@ def bits_program(draw: Any, stream: int, shape: tuple[int, ...]) -> Any:
     def bits(words: jax.Array, step: jax.Array) -> jax.Array:
         positions = np.arange(max(LENGTHS) + NEW_TOKENS, dtype=np.int32)[None]
         return jax.vmap(lambda key: draw(key, shape, np.float32))(
-            diffusion._position_keys(words, step, stream, positions)[0]
+            sampling.position_keys(words, step, stream, positions)[0]
         )
 
     return jax.jit(bits)

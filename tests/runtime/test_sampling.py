@@ -21,16 +21,18 @@ from scipy import stats
 
 from runtime.batching import row_seeds, seed_words
 from runtime.decoding import diffusion
-from runtime.decoding.diffusion import DenoiseProgram, DenoiseState, Request
+from runtime.decoding.diffusion import Choices, DenoiseProgram, DenoiseState, Request
 from runtime.models.config import ModelConfig
-from runtime.models.declarations import ModelLayout
-from runtime.models.dream import DreamWeights, Forward
+from runtime.models.families import model_layout
+from runtime.models.forward import Forward
 from runtime.sampling import (
+    TOKEN_STREAM,
     SamplingRule,
     choose_tokens,
     filter_logits,
     gumbel_noise,
     log_probabilities,
+    position_keys,
     vocab_argmax,
     vocab_sum,
 )
@@ -61,13 +63,14 @@ def forward(mesh: str, vocab: int = VOCAB) -> Forward:
         head_dim=8,
         max_positions=512,
         rope_theta=10000.0,
-        rms_norm_eps=1e-6,
+        norm_eps=1e-6,
+        tied_embeddings=False,
         dtype="float32",
         mask_token_id=MASK,
         pad_token_id=0,
         end_token_ids=(),
     )
-    return Forward(ModelLayout.create(config, DreamWeights, MeshSpec.parse(mesh), jax.devices()))
+    return Forward(model_layout(config, MeshSpec.parse(mesh), jax.devices()))
 
 
 def on_mesh(mesh: str, array: np.ndarray, *dimensions: str | None) -> jax.Array:
@@ -452,9 +455,9 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return float(stats.chisquare(counts, expected).pvalue)
 
 
-def position_keys(seeds: np.ndarray, step: int, positions: np.ndarray) -> np.ndarray:
+def key_data(seeds: np.ndarray, step: int, positions: np.ndarray) -> np.ndarray:
     """Key data of the very keys that a generation draws tokens with: uint32 ``[B, P, 2]``."""
-    keys = diffusion._position_keys(seeds, jnp.int32(step), diffusion._TOKEN_STREAM, positions)
+    keys = position_keys(seeds, jnp.int32(step), TOKEN_STREAM, positions)
     return np.asarray(jax.random.key_data(keys))
 
 
@@ -472,14 +475,14 @@ DRAWS = {
 def draw_tokens(mesh: str, over: str, temperature: float, top_p: float, top_k: int, count: int) -> np.ndarray:
     """``count`` draws from one distribution whose keys differ only in position, only in step, or only in seed."""
     if over == "positions":
-        words = position_keys(seed_words([5]), 3, np.arange(count)[None])
+        words = key_data(seed_words([5]), 3, np.arange(count)[None])
     elif over == "steps":
-        stream, place = diffusion._TOKEN_STREAM, np.array([[4]])
-        one = jax.vmap(lambda step: diffusion._position_keys(seed_words([5]), step, stream, place))
+        stream, place = TOKEN_STREAM, np.array([[4]])
+        one = jax.vmap(lambda step: position_keys(seed_words([5]), step, stream, place))
         words = np.asarray(jax.random.key_data(one(jnp.arange(count)))).reshape(1, count, 2)
     else:
         seeds = seed_words(row_seeds(5, count))
-        words = position_keys(seeds, 3, np.full((count, 1), 4)).reshape(1, count, 2)
+        words = key_data(seeds, 3, np.full((count, 1), 4)).reshape(1, count, 2)
     scattered = np.full(128, -np.inf, np.float32)
     scattered[np.arange(8) * 16 + 3] = LOGITS  # one in each of 8 shards
     logits = np.broadcast_to(scattered, (1, count, 128))
@@ -540,8 +543,7 @@ def commit_once(
     after = jax.jit(functools.partial(diffusion.commit, forward("data=1"), program))(
         request,
         state,
-        tokens,
-        np.broadcast_to(confidences.astype(np.float32), canvas.shape),
+        Choices(tokens, np.broadcast_to(confidences.astype(np.float32), canvas.shape)),
         np.ones_like(canvas, bool),
         np.full(rows, count, np.int32),
     )

@@ -12,18 +12,17 @@ import jax.numpy as jnp
 import pytest
 
 from runtime import DiffusionConfig
-from runtime.generation import denoise_program
 from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout, shard_shape
-from runtime.models.dream import DreamWeights, Forward
+from runtime.models.families import model_layout
+from runtime.models.forward import Forward
 from runtime.programs import abstract_request, lower_denoise
 from runtime.runner import head_chunk
+from runtime.runs.canvas import denoise_program
+from sharding.described import described_devices
 from sharding.heads import HeadLayout
 from sharding.mesh import MeshSpec, build_mesh
-from sharding.topology import tpu_devices
-
-# One process may hold libtpu at a time.
-pytestmark = pytest.mark.xdist_group("libtpu")
+from sharding.topology import parse_topology
 
 DIFFUCODER = ModelConfig.from_huggingface(
     {
@@ -77,7 +76,7 @@ class Program:
 
 @functools.cache
 def compiled(topology: str, mesh: str, attention: str) -> Program:
-    layout = ModelLayout.create(DIFFUCODER, DreamWeights, MeshSpec.parse(mesh), tpu_devices(topology))
+    layout = model_layout(DIFFUCODER, MeshSpec.parse(mesh), described_devices(parse_topology(topology)))
     chunk = head_chunk(B, S, layout, "tpu")
     program = denoise_program(DiffusionConfig.published(STEPS), DIFFUCODER.vocab_size, "bfloat16", chunk)
     assert program.sampling.filtered  # top_p is in
@@ -96,7 +95,7 @@ MIXED = [("v5e:2x4", "sequence=2,tensor=4", "splash")]
 
 
 def test_parameter_count() -> None:
-    layout = ModelLayout.create(DIFFUCODER, DreamWeights)
+    layout = model_layout(DIFFUCODER)
     assert layout.parameter_count == 7_615_616_512
     assert (
         sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layout.abstract_weights(jnp.bfloat16))) == 7_615_616_512
@@ -106,7 +105,7 @@ def test_parameter_count() -> None:
 
 @pytest.mark.parametrize(("mesh", "gigabytes"), [("tensor=4", 3.81), ("tensor=8", 1.96), ("tensor=16", 1.00)])
 def test_weight_bytes_per_chip(mesh: str, gigabytes: float) -> None:
-    layout = ModelLayout.create(DIFFUCODER, DreamWeights, MeshSpec.parse(mesh))
+    layout = model_layout(DIFFUCODER, MeshSpec.parse(mesh))
     found = sum(2 * math.prod(shard_shape(leaf, layout)) for leaf in layout.leaves)
     assert found == pytest.approx(gigabytes * 1e9, rel=0.02)
 
@@ -153,7 +152,7 @@ def test_no_all_to_all_no_vocabulary_sort_no_full_logits(case: tuple[str, str, s
     assert "ragged-all-to-all" not in kinds
     tensor, vocab = program.layout.spec.tensor, program.layout.padded_vocab
     arrays = program.arrays()
-    assert ("bf16", (3584, vocab // tensor)) in arrays  # the parser sees the head
+    assert ("bf16", (vocab // tensor, 3584)) in arrays  # the parser sees the head
     for _, shape in arrays:
         if tensor > 1:
             assert vocab not in shape, f"gathered vocabulary: {shape}"
@@ -178,7 +177,7 @@ def test_splash_attention_is_in_the_program() -> None:
 
 
 def test_slices_are_crossed_by_data_alone() -> None:
-    devices = tpu_devices("v5e:2x4", num_slices=2)
+    devices = described_devices(parse_topology("2xv5e:2x4"))
     mesh = build_mesh(MeshSpec(data=2, tensor=8), HeadLayout.for_tensor(28, 4, 8), devices)
     slices = [[device.slice_index for device in part.flat] for part in mesh.devices]
     assert all(len(set(part)) == 1 for part in slices)

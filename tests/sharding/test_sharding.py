@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from sharding.errors import MeshError
 from sharding.heads import HeadLayout
-from sharding.mesh import MeshSpec, build_mesh, choose_mesh
+from sharding.mesh import MeshSpec, build_mesh
 from sharding.rules import PartitionRules
 from sharding.validate import NamedShape, check_mesh, working_tensor_sizes
 
@@ -122,24 +122,3 @@ def test_only_data_crosses_slices() -> None:
     devices = [SimpleNamespace(platform="tpu", slice_index=number // 8) for number in range(16)]
     with pytest.raises(MeshError, match=r"2 slices.*multiple of 2"):
         build_mesh(MeshSpec(tensor=16), HeadLayout.for_tensor(28, 4, 16), devices)
-
-
-def test_choose_mesh() -> None:
-    sizes = [1, 2, 4, 8]
-    # 15.2 GB fit on one 96 GB chip: nothing is sharded that need not be.
-    assert choose_mesh(8, weight_bytes=15_200_000_000, device_bytes=96 << 30, tensor_sizes=sizes) == MeshSpec(
-        sequence=8
-    )
-    assert choose_mesh(8, weight_bytes=15_200_000_000, device_bytes=96 << 30, tensor_sizes=sizes, rows=64) == MeshSpec(
-        data=8
-    )
-    # 16 GB chips take 60 % of their memory in weights.
-    assert choose_mesh(8, weight_bytes=15_200_000_000, device_bytes=16 << 30, tensor_sizes=sizes) == MeshSpec(
-        sequence=4, tensor=2
-    )
-    assert choose_mesh(8, weight_bytes=15_200_000_000, device_bytes=None, tensor_sizes=sizes, rows=2) == MeshSpec(
-        data=2, sequence=4
-    )
-    spread = choose_mesh(16, weight_bytes=1, device_bytes=None, tensor_sizes=sizes, num_slices=2)
-    assert spread.data % 2 == 0
-    assert spread.size == 16

@@ -1,0 +1,81 @@
+"""What a device reaches at best, measured in the same run: the rates that MFU and MBU are shares of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.records import time_alternating
+
+# Calls queued before waiting, so that the host's share of each vanishes.
+_QUEUED = 10
+# Sizes that fill a device: of a square product, and bytes of an array that no cache holds.
+MATMUL_SIZE = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
+COPY_BYTES = {"cpu": 1 << 28, "gpu": 1 << 31, "tpu": 1 << 30}
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured rates of one device.
+
+    Attributes:
+      flops: of a large square matrix product, floating-point operations per second.
+      bandwidth: of a copy, bytes read and written per second.
+    """
+
+    flops: float
+    bandwidth: float
+
+
+def measure_ceilings(device: Any, dtype: str, repeats: int, matmul_size: int, copy_bytes: int) -> Ceilings:
+    """Rates of one device.
+
+    Args:
+      device: which.
+      dtype: of the product.
+      repeats: timed calls.
+      matmul_size: rows and columns of the product.
+      copy_bytes: size of the array that is copied.
+    """
+    keys = jax.random.split(jax.random.key(0))
+    with jax.default_device(device):
+        # Random numbers: products of zeros can run faster than real ones.
+        left, right = (jax.random.normal(key, (matmul_size, matmul_size), jnp.dtype(dtype)) for key in keys)
+        source = jnp.zeros(copy_bytes // 4, jnp.float32)
+        multiply = jax.jit(jnp.matmul)
+        # In place: a new array every time would measure how fast the system hands out memory.
+        increment, held = jax.jit(lambda array: array + 1, donate_argnums=0), [source]
+
+        def copy() -> jax.Array:
+            held[0] = increment(held[0])
+            return held[0]
+
+        def queued(call: Callable[[], jax.Array]) -> Callable[[], jax.Array]:
+            def run() -> jax.Array:
+                for _ in range(_QUEUED - 1):
+                    call()
+                return call()
+
+            return run
+
+        calls = {"product": queued(lambda: multiply(left, right)), "copy": queued(copy)}
+        # The fastest call: a ceiling is what nothing exceeds.
+        best = {name: timing.minimum / 1e3 / _QUEUED for name, timing in time_alternating(calls, repeats).items()}
+    return Ceilings(2.0 * matmul_size**3 / best["product"], 2.0 * copy_bytes / best["copy"])
+
+
+def fits_or_none(measure: Callable[[], Result]) -> Result | str:
+    """What ``measure`` finds, or the device's own words where its memory is too small: no end of a run."""
+    try:
+        return measure()
+    except Exception as error:
+        text = str(error)
+        if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
+            raise
+        return text.split("\n")[0][:200]

@@ -1,0 +1,237 @@
+"""What a fault on one host does to the others: real processes on this machine, gloo between them.
+
+  python -m benchmarks.faults              the whole table: each fault on the first rank and on another
+  python -m benchmarks.faults --only=kill,stuck
+
+For each case: seconds from the fault until every process of every host is down, the exit codes, and whether host 0 (or,
+where host 0 itself is gone, the survivors) named the host at fault. A missing host counts from the end of the
+initialisation timeout, a stuck one from its fault with the stall timeout included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from absl import flags
+
+from benchmarks.records import build_record, define_record_flags, write_record
+from checkpoints import DEMO
+from launch.local import environment, free_port, worst
+from launch.startup import run_launcher
+from sharding.errors import InputError
+
+CASES = ("kill", "lose", "abort", "stop", "exception", "stuck", "flag", "checkpoint", "missing")
+HEARTBEAT, STALL, INITIALIZATION = 5, 10, 8
+_LIMIT = 180.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one case.
+
+    Attributes:
+      case: the fault.
+      host: where.
+      hosts: how many there were.
+      seconds: from the fault until all processes were down.
+      from_start: from the start of the processes until all were down.
+      codes: exit code of each host as a shell gives it; None of one that was never started.
+      named: whether the host at fault was named on host 0, or by the survivors where host 0 was gone.
+      logs: standard error of each host.
+    """
+
+    case: str
+    host: int
+    hosts: int
+    seconds: float
+    from_start: float
+    codes: list[int | None]
+    named: bool
+    logs: list[str]
+
+    @property
+    def survivors(self) -> list[int]:
+        """Exit codes of the hosts that the fault left alive."""
+        return [code for code in self.codes if code is not None and not (self.case == "lose" and code == 137)]
+
+
+class HostProcesses:
+    """Processes of several hosts on this machine; leaving the ``with`` block kills whatever is left of them."""
+
+    def __init__(self, commands: Sequence[Sequence[str] | None], folder: Path, devices: int = 1) -> None:
+        """Start a process for each command that is not None, its output in files of ``folder``."""
+        self._folder = folder
+        self._processes: list[subprocess.Popen[bytes] | None] = []
+        port = free_port()
+        for number, command in enumerate(commands):
+            if command is None:
+                self._processes.append(None)
+                continue
+            with self._path(number, "out").open("wb") as out, self._path(number, "err").open("wb") as err:
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=environment(number, len(commands), port, devices),
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=err,
+                        start_new_session=True,
+                    )
+                )
+
+    def __enter__(self) -> HostProcesses:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            if process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _path(self, number: int, kind: str) -> Path:
+        return self._folder / f"{number}.{kind}"
+
+    def running(self) -> bool:
+        """Whether any process of any host is still there, workers too."""
+        for process in self._processes:
+            if process is None:
+                continue
+            if process.poll() is None:
+                return True
+            try:
+                os.killpg(process.pid, 0)
+                return True
+            except (ProcessLookupError, PermissionError):
+                pass
+        return False
+
+    def wait(self, limit: float = _LIMIT) -> list[int | None]:
+        """Wait until all is down. Returns exit codes as a shell gives them.
+
+        Raises:
+          TimeoutError: something is still there after ``limit`` seconds.
+        """
+        deadline = time.monotonic() + limit
+        while self.running():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not down after {limit:.0f} s:\n" + "\n".join(self.text("err")))
+            time.sleep(0.05)
+        codes = [None if process is None else process.returncode for process in self._processes]
+        return [128 - code if code is not None and code < 0 else code for code in codes]
+
+    def send(self, number: int, which: int) -> None:
+        """A signal to one host's supervisor."""
+        process = self._processes[number]
+        assert process is not None
+        process.send_signal(which)
+
+    def text(self, kind: str) -> list[str]:
+        """What each host has printed: ``out`` or ``err``."""
+        paths = [self._path(number, kind) for number in range(len(self._processes))]
+        return [path.read_text(errors="replace") if path.exists() else "" for path in paths]
+
+
+def generate_command(*arguments: str, module: str = "launch.generate") -> list[str]:
+    """A short generation with the demo on three hosts' devices."""
+    own = ["--prompt=def add(a, b):\n", "--max_new_tokens=48", "--mesh=sequence=-1", "--compile_cache="]
+    return [sys.executable, "-m", module, *own, *arguments]
+
+
+def commands_of(case: str, host: int, hosts: int, folder: Path) -> list[list[str] | None]:
+    """What each host is started with."""
+    shared = [f"--heartbeat_timeout={HEARTBEAT}"]
+    shared += [f"--stall_timeout={STALL}"] if case == "stuck" else []
+    shared += [f"--initialization_timeout={INITIALIZATION}"] if case == "missing" else []
+    if case not in ("flag", "checkpoint", "missing"):
+        shared += [f"--fault={case}", f"--fault_host={host}"]
+    commands: list[list[str] | None] = [generate_command(*shared, module="benchmarks.faulty") for _ in range(hosts)]
+    if case == "missing":
+        commands[host] = None
+    elif case == "flag":
+        commands[host] = generate_command(*shared, "--steps=32", module="benchmarks.faulty")
+    elif case == "checkpoint":
+        other = folder / "other"
+        shutil.copytree(DEMO, other, ignore=shutil.ignore_patterns("*.py", "*.jsonl", "__pycache__"))
+        weights = bytearray((other / "model.safetensors").read_bytes())
+        weights[-1] ^= 1
+        (other / "model.safetensors").write_bytes(weights)
+        commands[host] = generate_command(*shared, f"--checkpoint={other}", module="benchmarks.faulty")
+    return commands
+
+
+def run_case(case: str, host: int, hosts: int = 3) -> Outcome:
+    """Run one case.
+
+    Raises:
+      TimeoutError: the hosts do not come down.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        commands = commands_of(case, host, hosts, folder)
+        start = time.time()
+        with HostProcesses(commands, folder) as processes:
+            codes = processes.wait()
+            end = time.time()
+            logs = processes.text("err")
+    at = next((float(found[1]) for log in logs if (found := re.search(r"^FAULT ([\d.]+)$", log, re.MULTILINE))), None)
+    if case == "missing":
+        at = start + INITIALIZATION
+    elif at is None and case not in ("flag", "checkpoint"):
+        raise RuntimeError(f"{case} on host {host}: the hosts failed before it:\n" + "\n".join(logs))
+    witnesses = [logs[0]] if host != 0 or case not in ("lose", "missing") else logs[1:]
+    named = all(names_host(log, host) for log in witnesses)
+    return Outcome(case, host, hosts, round(end - (at or start), 2), round(end - start, 2), codes, named, logs)
+
+
+def names_host(log: str, host: int) -> bool:
+    """Whether a host's log says that ``host`` is the reason of the end."""
+    found = re.search(r"^host \d+ \(.*?\) stops with exit code \d+[^:]*: (.*)$", log, re.MULTILINE)
+    reason = found[1] if found else ""
+    if "do not agree" in reason:
+        differ = re.search(r"do not agree:\n((?:  .*\n)+)", log)
+        return differ is not None and re.search(rf" on host {host} \(.*?\), and ", differ[1]) is not None
+    return re.match(rf"host {host}\b", reason) is not None
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Define this benchmark's flags."""
+    define_record_flags(values)
+    flags.DEFINE_list("only", list(CASES), "Cases to run.", flag_values=values)
+    flags.DEFINE_integer("hosts", 3, "Hosts, each one process with one device.", 2, 8, flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    """Run the benchmark."""
+    if unknown := set(values.only) - set(CASES):
+        raise InputError(f"--only: there is no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    outcomes = []
+    for case in values.only:
+        for host in (0, 1):
+            outcome = run_case(case, host, values.hosts)
+            outcomes.append({key: value for key, value in asdict(outcome).items() if key != "logs"})
+            code = worst(outcome.survivors)
+            named = "named" if outcome.named else "NOT NAMED"
+            print(
+                f"{case:<11} host {host}  down {outcome.seconds:6.2f} s after it, "
+                f"{outcome.from_start:6.2f} s after the start  exit {code}  {named}",
+                flush=True,
+            )
+    settings = {"heartbeat_timeout": HEARTBEAT, "stall_timeout": STALL, "initialization_timeout": INITIALIZATION}
+    record = build_record("faults", kind="measured", settings=settings, results=outcomes)
+    print(write_record(record, values.output_dir, values.record))
+
+
+if __name__ == "__main__":
+    run_launcher(main, define_flags, __doc__ or "")

@@ -1,0 +1,158 @@
+"""Continuous filling against fixed batches on the same prompts: what it is worth that nobody waits for the slowest.
+
+  python -m benchmarks.filling                   the demo checkpoint's held-out prompts, some minutes on 2 cores
+  python -m benchmarks.filling --mesh=data=8 --slots=64 --checkpoint=... --prompts=...     anywhere else
+
+Rows end with their end token, so they are of uneven length. Fixed batches take as many rows as there are slots, in the
+order of the input, and begin the next when the last row is done. Both sides must give the same tokens. Forward passes
+do not depend on the machine; times do. Written to benchmarks/results/filling.json.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from benchmarks.records import (
+    build_record,
+    define_record_flags,
+    kind_of_devices,
+    load_notes,
+    time_alternating,
+    use_cores,
+    write_record,
+)
+from checkpoints import DEMO
+from launch.profiling import check_profiling, define_profiling_flags, profile_again
+from launch.startup import run_launcher
+from runtime.batching import row_seed
+from runtime.decoding.config import DiffusionConfig, SamplingConfig
+from runtime.engine import Engine
+from runtime.runs.slots import RowRequest
+from sharding.errors import InputError
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Define this benchmark's flags."""
+    define_record_flags(values)
+    define_profiling_flags(values)
+    flags.DEFINE_string("checkpoint", str(DEMO), "Model folder.", flag_values=values)
+    flags.DEFINE_string("prompts", str(DEMO / "held_out.jsonl"), "Lines with a prompt in each.", flag_values=values)
+    flags.DEFINE_string("mesh", None, "As for the launchers.", flag_values=values)
+    flags.DEFINE_integer("rows", 32, "Prompts.", 1, flag_values=values)
+    flags.DEFINE_integer("slots", 8, "Rows on the devices at a time.", 1, flag_values=values)
+    flags.DEFINE_integer("max_new_tokens", 64, "New tokens of a row at most.", 1, flag_values=values)
+    flags.DEFINE_integer("repeats", 2, "Timed runs of each.", 1, flag_values=values)
+    flags.DEFINE_integer("cores", None, "Processor cores to use. Default: all.", 1, flag_values=values)
+
+
+def read_prompts(path: str, count: int) -> list[str]:
+    """The first ``count`` prompts of a file.
+
+    Raises:
+      InputError: there are fewer.
+    """
+    lines = Path(path).read_text(encoding="utf-8").splitlines()[:count]
+    if len(lines) < count:
+        raise InputError(f"--prompts={path}: {len(lines)} lines; --rows={count} wants more")
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+def measure(
+    engine: Engine,
+    name: str,
+    requests: list[RowRequest],
+    config: DiffusionConfig | SamplingConfig,
+    values: flags.FlagValues,
+) -> dict[str, Any]:
+    """Both ways on the same rows: times, forward passes, and how busy the slots are."""
+    found: dict[str, Any] = {}
+    slots = values.slots
+
+    def filled() -> None:
+        filling = engine.filling(requests, slots)
+        results = {result.number: result for results in filling.run() for result in results}
+        found["filled"] = [results[number].sequence for number in range(len(requests))], filling.stats
+
+    def fixed() -> None:
+        rows, forwards = [], 0
+        for start in range(0, len(requests), slots):
+            part = requests[start : start + slots]
+            width = max(len(request.tokens) for request in part)
+            padding = [width - len(request.tokens) for request in part]
+            ids = [[0] * pad + list(request.tokens) for pad, request in zip(padding, part, strict=True)]
+            mask = [[0] * pad + [1] * (width - pad) for pad in padding]
+            result = engine.generate_tokens(ids, mask, config.replace(seed=[request.seed for request in part]))
+            rows += [row[pad:] for pad, row in zip(padding, result.sequences, strict=True)]
+            forwards += result.stats.forwards
+        found["fixed"] = rows, forwards
+
+    times = time_alternating({"filled": filled, "fixed": fixed}, values.repeats, warmup=1)
+    profile_again(values, name, filled, engine.program_texts)
+    (rows, stats), (expected, forwards) = found["filled"], found["fixed"]
+    differing = sum(not np.array_equal(*pair) for pair in zip(rows, expected, strict=True))
+    return {
+        "tokens": stats.tokens,
+        "rows_that_differ": differing,
+        "filled": {
+            "milliseconds": times["filled"],
+            "forwards": stats.forwards,
+            "utilisation": round(stats.utilisation, 3),
+        },
+        "fixed": {
+            "milliseconds": times["fixed"],
+            "forwards": forwards,
+            "utilisation": round(stats.busy_iterations / (forwards * slots), 3),
+        },
+        "throughput_ratio": round(times["fixed"].median / times["filled"].median, 3),
+        "forwards_ratio": round(forwards / stats.forwards, 3),
+    }
+
+
+def main(values: flags.FlagValues) -> None:
+    """Measure, print a line a mode, write the record."""
+    check_profiling(values)
+    use_cores(values.cores)
+    notes = load_notes(1)  # no other framework runs here
+    engine = Engine.load(values.checkpoint, values.mesh, max_batch=values.slots)
+    new = values.max_new_tokens
+    modes: dict[str, DiffusionConfig | SamplingConfig]
+    if engine.config.is_autoregressive:
+        modes = {"autoregressive": SamplingConfig(max_new_tokens=new, stop_token_ids=engine.end_token_ids)}
+    else:
+        blocks = DiffusionConfig.published(new, stop_token_ids=engine.end_token_ids, block_length=16)
+        modes = {"blocks": blocks, "dual, threshold": blocks.replace(cache="dual", parallel="threshold")}
+    prompts = read_prompts(values.prompts, values.rows)
+    results = {}
+    for name, config in modes.items():
+        requests = [
+            RowRequest(engine.tokenizer.encode(prompt), config, row_seed(0, row)) for row, prompt in enumerate(prompts)
+        ]
+        results[name] = found = measure(engine, name, requests, config, values)
+        filled, fixed = found["filled"], found["fixed"]
+        print(
+            f"{name}: {found['throughput_ratio']:.2f} x the throughput of fixed batches, "
+            f"{found['forwards_ratio']:.2f} x fewer forward passes ({filled['forwards']} and {fixed['forwards']}), "
+            f"slots {filled['utilisation']:.0%} and {fixed['utilisation']:.0%} busy, "
+            f"{found['rows_that_differ']} rows differ"
+        )
+    devices = jax.devices()
+    record = build_record(
+        "filling",
+        kind=kind_of_devices(devices),
+        settings={name: values[name].value for name in ("rows", "slots", "max_new_tokens", "repeats")}
+        | {"mesh": str(engine.layout.spec), "checkpoint": Path(values.checkpoint).name},
+        results=results,
+        devices=devices,
+        notes=notes,
+    )
+    print(write_record(record, values.output_dir, values.record))
+
+
+if __name__ == "__main__":
+    run_launcher(main, define_flags, __doc__ or "")

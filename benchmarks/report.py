@@ -1,0 +1,198 @@
+"""Tables and plots, from records.
+
+  python -m benchmarks.report --folder=benchmarks/results/scaling            Markdown on standard output
+  python -m benchmarks.report --folder=... --plots=DIR --output=FILE.md      and a plot for each table
+  python -m benchmarks.report --readme=README.md                             the tables in it, anew from their records
+
+Scaling: records of one kind (measured, simulated devices, estimated), pass, mode and axis make one table; plots show
+the speed-up with its spread over the timed runs, beside the ideal line. In a README a table stands between two
+comments, ``<!-- table: benchmarks/results/NAME.json -->`` and ``<!-- end of table -->``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from benchmarks.autoregressive import autoregressive_table
+from benchmarks.compare_torch import comparison_table
+from benchmarks.diffusion_modes import modes_table
+from benchmarks.suite.tables import suite_tables
+from launch.startup import run_launcher
+from sharding.errors import InputError
+
+_MAX_RECORD_BYTES = 16 << 20
+# What makes a table: kind, pass, mode, axis (or chip).
+_Group = tuple[str, str, str, str]
+# Benchmarks whose records make tables of a README.
+_TABLES = {
+    "autoregressive": autoregressive_table,
+    "compare_torch": comparison_table,
+    "diffusion_modes": modes_table,
+    "suite": suite_tables,
+}
+_TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Define this command's flags."""
+    flags.DEFINE_string("folder", "benchmarks/results/scaling", "Folder of records.", flag_values=values)
+    flags.DEFINE_string("output", None, "Markdown file. Default: standard output.", flag_values=values)
+    flags.DEFINE_string("readme", None, "File whose tables are made anew.", flag_values=values)
+    flags.DEFINE_string("plots", None, "Folder for plots; none by default.", flag_values=values)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """One record.
+
+    Raises:
+      InputError: the file is larger than any record.
+      ValueError: it is no JSON.
+    """
+    if path.stat().st_size > _MAX_RECORD_BYTES:
+        raise InputError(f"{path}: larger than {_MAX_RECORD_BYTES} bytes")
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return record
+
+
+def fill_tables(text: str, folder: Path) -> str:
+    """A text with every table in it made anew from its record; a record that is not there yet makes none.
+
+    Args:
+      text: of a Markdown file.
+      folder: what the records' paths start from.
+
+    Raises:
+      InputError: a record that is none of a benchmark with tables.
+    """
+
+    def fill(found: re.Match[str]) -> str:
+        path = folder / found[2]
+        if not path.is_file():
+            return f"{found[1]}(no record yet)\n{found[3]}"
+        try:
+            record = read_record(path)
+            made = _TABLES[record["benchmark"]](record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path}: no record that makes a table ({error!r})") from error
+        return f"{found[1]}{made}\n{found[3]}"
+
+    return _TABLE.sub(fill, text)
+
+
+def read_groups(folder: Path) -> dict[_Group, list[dict[str, Any]]]:
+    """Points of scaling records below a folder, by table, ascending in devices.
+
+    Raises:
+      InputError: no such folder, no record of scaling in it, or a file that is no record.
+    """
+    if not folder.is_dir():
+        raise InputError(f"--folder={folder}: there is no such folder")
+    groups: dict[_Group, list[dict[str, Any]]] = defaultdict(list)
+    for path in sorted(folder.rglob("*.json")):
+        try:
+            record = read_record(path)
+            if record["benchmark"] != "scaling":
+                continue
+            point = record["results"] | {"command": record["command"], "device": record["machine"]["device_kind"]}
+            groups[record["kind"], point["pass"], point["mode"], point["axis"]].append(point)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path}: not a record of this project ({error!r})") from error
+    if not groups:
+        raise InputError(f"--folder={folder}: no record of benchmarks.scaling in it")
+    return {key: sorted(points, key=lambda point: point["devices"]) for key, points in sorted(groups.items())}
+
+
+def table(group: _Group, points: list[dict[str, Any]]) -> str:
+    """One Markdown table."""
+    kind, what, mode, axis = group
+    lines = [
+        f"### {what}, {mode} scaling, {axis} ({kind})",
+        "",
+        "| devices | mesh | rows | canvas | ms | minimum to maximum | speed-up | efficiency | moved MB | GB/device "
+        "| compile s | same tokens |",
+        "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for point in points:
+        times, same = point["ms"], point.get("same_tokens_as_on_the_first")
+        cells = [
+            point["devices"],
+            point["mesh"],
+            point["batch"],
+            point["canvas"],
+            f"{times['median']:.3f}",
+            f"{times['minimum']:.3f} to {times['maximum']:.3f}",
+            f"{point['speedup']:.2f}",
+            f"{point['efficiency']:.2f}",
+            f"{point['collective_bytes_of_a_pass'] / 1e6:.3f}",
+            f"{point['memory_bytes_per_device'] / 1e9:.3f}",
+            point.get("compile_seconds", ""),
+            "" if same is None else "yes" if same else "no",
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join([*lines, "", f"`{points[-1]['command']}`", ""])
+
+
+def plot(group: _Group, points: list[dict[str, Any]], folder: Path) -> Path:
+    """Speed-up over devices with its spread, and the ideal line.
+
+    Raises:
+      InputError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError("--plots needs matplotlib: pip install 'diffumesh[bench]'") from error
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes = figure.subplots()
+    devices = [point["devices"] for point in points]
+    speed = [point["speedup"] for point in points]
+    # A faster run is a larger speed-up: the spread of times, turned round.
+    low = [one * (1 - point["ms"]["median"] / point["ms"]["maximum"]) for one, point in zip(speed, points, strict=True)]
+    high = [
+        one * (point["ms"]["median"] / point["ms"]["minimum"] - 1) for one, point in zip(speed, points, strict=True)
+    ]
+    axes.plot(devices, [count / devices[0] for count in devices], "--", color="grey", label="ideal")
+    axes.errorbar(devices, speed, yerr=[low, high], marker="o", capsize=3, label=group[0])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("devices")
+    axes.set_ylabel("speed-up")
+    axes.set_title(f"{group[1]}, {group[2]} scaling, {group[3]}", fontsize=10)
+    axes.legend()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ("_".join(group).replace(" ", "_") + ".svg")
+    figure.savefig(path)
+    return path
+
+
+def main(values: flags.FlagValues) -> None:
+    """Make the tables, and the plots where they are asked for."""
+    if values.readme is not None:
+        path = Path(values.readme)
+        try:
+            path.write_text(fill_tables(path.read_text(encoding="utf-8"), path.parent), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"--readme={path}: {error.strerror or error}") from error
+        return
+    groups = read_groups(Path(values.folder))
+    text = "\n".join(table(group, points) for group, points in groups.items())
+    if values.plots is not None:
+        for group, points in groups.items():
+            plot(group, points, Path(values.plots))
+    if values.output is None:
+        print(text)
+        return
+    try:
+        Path(values.output).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--output={values.output}: {error.strerror or error}") from error
+
+
+if __name__ == "__main__":
+    run_launcher(main, define_flags, __doc__ or "")

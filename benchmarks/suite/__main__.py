@@ -1,0 +1,119 @@
+"""The whole set of measurements of a model on this machine, in one command; ends with an acceptance list.
+
+  python -m benchmarks.suite --budget=480                             the demo checkpoint, about 10 minutes on 2 cores
+  python -m benchmarks.suite --checkpoint=apple/DiffuCoder-7B-cpGRPO  on the GPUs or TPUs that are attached
+  python -m benchmarks.suite --random=diffucoder-7b                   the 7.6B shape without its weights
+
+Every row is filled or marked not run and why: what would take too long by the measured ceilings, does not fit, or has
+no sense here. Calls are warmed up with the shapes that are timed; compile time stands apart, measured in processes of
+their own, cold and with a warm persistent cache. MFU is against a square product, MBU against a copy, both of the same
+run. Written to benchmarks/results/suite_<device>.json; ``python -m benchmarks.report --readme=README.md`` makes the
+tables there.
+"""
+
+from __future__ import annotations
+
+import os
+
+from absl import flags
+
+from benchmarks.ceilings import COPY_BYTES, MATMUL_SIZE, measure_ceilings
+from benchmarks.records import build_record, define_record_flags, integers, kind_of_devices, load_notes, write_record
+from benchmarks.suite.acceptance import acceptance
+from benchmarks.suite.generation import measure_autoregressive, measure_batches, measure_cpu, measure_generations
+from benchmarks.suite.passes import measure_grid, measure_lengths, measure_steps, measure_ten_tokens, read_shapes
+from benchmarks.suite.sheet import Sheet
+from benchmarks.suite.start import load, measure_compilation, measure_files, note_memory
+from benchmarks.suite.subject import Subject, attached_devices, check_subject, define_subject_flags, model_name
+from benchmarks.suite.text import measure_tokenizer
+from launch.profiling import check_profiling, define_profiling_flags
+from launch.startup import is_main_process, run_launcher, start_devices
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Define this benchmark's flags."""
+    define_record_flags(values)
+    define_profiling_flags(values)
+    define_subject_flags(values)
+    flags.DEFINE_list("lengths", ["128", "256", "512", "1024", "2048"], "Of forward passes.", flag_values=values)
+    flags.DEFINE_list("batches", ["1", "2", "4", "8", "16", "32"], "Rows.", flag_values=values)
+    shapes = ["1x128", "1x512", "1x1024", "4x512", "8x512", "8x1024"]
+    flags.DEFINE_list("steps", shapes, "Rows and canvas of denoise steps.", flag_values=values)
+    flags.DEFINE_integer("trials", 5, "Timed calls of a row.", 2, 1000, flag_values=values)
+    flags.DEFINE_float("row_seconds", 60.0, "Time that a row may take, foreseen.", 0.1, flag_values=values)
+    flags.DEFINE_float("budget", None, "Seconds after which no row is begun. Default: none.", 1.0, flag_values=values)
+    for name, sizes in (("matmul_size", MATMUL_SIZE), ("copy_bytes", COPY_BYTES)):
+        text = f"Of the ceilings. Default: {', '.join(f'{size} on {platform}' for platform, size in sizes.items())}."
+        flags.DEFINE_integer(name, None, text, 64, flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    """Measure, print a line a row, write the record."""
+    lengths, batches = integers("lengths", values.lengths), integers("batches", values.batches)
+    shapes = read_shapes(values.steps)
+    check_profiling(values)
+    check_subject(values)
+    notes = load_notes(1)
+    sheet = Sheet(values.trials, values.row_seconds, values.budget)
+    # Devices may be wanted by one process alone, so others come first.
+    measure_compilation(sheet, values)
+    start_devices(values)
+    devices = attached_devices(values)
+    platform = devices[0].platform
+    measure_files(sheet, values)
+    engine = load(sheet, values, devices)
+    ceilings = measure_ceilings(
+        devices[0],
+        str(engine.dtype),
+        values.trials,
+        values.matmul_size or MATMUL_SIZE[platform],
+        values.copy_bytes or COPY_BYTES[platform],
+    )
+    sheet.value("ceilings", "matrix product, one device", ceilings.flops / 1e12, "TFLOP/s")
+    sheet.value("ceilings", "copy, one device", ceilings.bandwidth / 1e9, "GB/s")
+    subject = Subject(values, sheet, engine, ceilings)
+    # What says most comes first, as long as there is time.
+    measure_ten_tokens(subject)
+    measure_generations(subject)
+    measure_lengths(subject)
+    measure_tokenizer(subject)
+    measure_batches(subject, batches)
+    measure_steps(subject, shapes)
+    measure_autoregressive(subject)
+    measure_cpu(subject)
+    measure_grid(subject, lengths, batches)
+    note_memory(sheet, "after the runs", devices)
+    accepted = acceptance(subject)
+    if not is_main_process():
+        return
+    places = ("checkpoint", "output_dir", "record", "profile_dir", "dump_hlo", "compile_cache")
+    settings = {name: values[name].value for name in values if name not in places}
+    record = build_record(
+        "suite",
+        kind=kind_of_devices(devices),
+        settings={
+            "model": model_name(values),
+            "parameters": engine.layout.parameter_count,
+            "dtype": str(engine.dtype),
+            "mesh": str(engine.layout.spec),
+            "flags": {name: value for name, value in settings.items() if value is not None},
+            "environment": {name: os.environ[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS") if name in os.environ},
+        },
+        results={"rows": sheet.records(), "acceptance": accepted},
+        devices=subject.devices,
+        notes=[*notes, *engine.notes],
+    )
+    path = write_record(record, values.output_dir, values.record or f"suite_{_short(devices[0])}")
+    print(f"written: {path}")
+    if sheet.failures:
+        raise RuntimeError(f"{sheet.failures} rows failed; the record says which, and the errors stand above")
+
+
+def _short(device: object) -> str:
+    """A device's kind as part of a file's name."""
+    kind = str(getattr(device, "device_kind", "device")).lower().removeprefix("nvidia").strip()
+    return "_".join("".join(letter if letter.isalnum() else " " for letter in kind).split())
+
+
+if __name__ == "__main__":
+    run_launcher(main, define_flags, __doc__ or "")

@@ -1,0 +1,180 @@
+"""Whole generations: tokens a second, alone and in batches, by diffusion and token after token, and on the CPU.
+
+Dimension letters: B batch, P prompt.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from benchmarks.ceilings import COPY_BYTES, MATMUL_SIZE, measure_ceilings
+from benchmarks.records import Timing, time_alternating
+from benchmarks.suite.sheet import NotRunError, Row
+from benchmarks.suite.subject import Subject, open_engine, rates, request_of
+from launch.profiling import profile_again
+from runtime.decoding.config import SamplingConfig
+from runtime.engine import Engine
+from runtime.kv_cache import cache_bytes_per_device
+from runtime.models.families import model_layout
+from runtime.runner import canvas_bucket
+
+GENERATION, BATCHES, AUTOREGRESSIVE, CPU = "generation", "batches", "autoregressive", "CPU"
+PROMPT = 14
+# Name, rows, new tokens, steps.
+GENERATIONS = (
+    ("50 tokens, 25 steps", 1, 50, 25),
+    ("100 tokens, 50 steps, 4 prompts", 4, 100, 50),
+    ("256 tokens, 256 steps", 1, 256, 256),
+)
+BATCH_REQUEST = (50, 25)
+DECODED = 64
+DECODE_BATCHES = (1, 8)
+
+
+def measure_generations(subject: Subject) -> None:
+    """The generations that people ask for first; the first is the one that a trace is made of."""
+    engine = subject.engine
+    for number, (name, batch, new, steps) in enumerate(GENERATIONS):
+        found: dict[str, Any] = {}
+        prepare = subject.generation(engine, batch, PROMPT, request_of(engine.config, new, steps), found)
+        passes = new if engine.config.is_autoregressive else steps
+        seconds = subject.expected_seconds(batch, PROMPT + new, passes)
+
+        def facts(timing: Timing, found: dict[str, Any] = found) -> Mapping[str, Any]:
+            return rates(found["result"], timing.mean)
+
+        subject.sheet.measure(GENERATION, name, prepare, facts, seconds=seconds)
+        if number == 0 and found:
+            profile_again(subject.values, name, prepare(), engine.program_texts)
+
+
+def measure_batches(subject: Subject, batches: list[int]) -> None:
+    """The same generation for more and more rows, and which batch makes most tokens a second."""
+    engine, sheet = subject.engine, subject.sheet
+    new, steps = BATCH_REQUEST
+    best: tuple[float, int] | None = None
+    for batch in batches:
+        found: dict[str, Any] = {}
+        prepare = subject.generation(engine, batch, PROMPT, request_of(engine.config, new, steps), found)
+        seconds = subject.expected_seconds(batch, PROMPT + new, new if engine.config.is_autoregressive else steps)
+
+        def facts(timing: Timing, found: dict[str, Any] = found) -> Mapping[str, Any]:
+            return rates(found["result"], timing.mean)
+
+        name = f"batch {batch}, {new} tokens, {steps} steps"
+        sheet.measure(BATCHES, name, prepare, facts, seconds=seconds)
+        row = sheet.find(name)
+        if row is not None:
+            best = max(best or (0.0, 0), (row.facts["tokens_per_second"], batch))
+    if best is None:
+        sheet.leave_out(BATCHES, "best batch", "no batch was run")
+        return
+    alone = sheet.find(f"batch 1, {new} tokens, {steps} steps")
+    facts_: dict[str, Any] = {"batch": best[1]}
+    if alone is not None:
+        facts_["times_batch_1"] = round(best[0] / alone.facts["tokens_per_second"], 3)
+    sheet.value(BATCHES, "best batch", best[0], "tokens/s", facts_)
+
+
+def causal_engine(engine: Engine) -> Engine:
+    """The engine, or one that reads a diffusion model's weights token after token, as its parents do."""
+    if engine.config.is_autoregressive:
+        return engine
+    config = replace(engine.config, architecture="qwen2", mask_token_id=-1)
+    mesh = engine.layout.mesh
+    assert mesh is not None, "an engine has a mesh"
+    layout = model_layout(config, engine.layout.spec, list(mesh.devices.flat))
+    return Engine(layout, layout.place(engine.weights, engine.dtype))
+
+
+def measure_autoregressive(subject: Subject) -> None:
+    """Prefill, one decode step against the cache, and generations with it and without it."""
+    sheet = subject.sheet
+    engine = causal_engine(subject.engine)
+    same = {} if engine is subject.engine else {"weights": "the diffusion model's"}
+
+    def facts_of(found: dict[str, Any], more: Mapping[str, Any]) -> Any:
+        return lambda timing: rates(found["result"], timing.mean) | dict(more) | same
+
+    for cached in (True, False):
+        for batch in DECODE_BATCHES:
+            found: dict[str, Any] = {}
+            request = SamplingConfig(max_new_tokens=DECODED, use_cache=cached)
+            prepare = subject.generation(engine, batch, PROMPT, request, found)
+            canvas = 1 if cached else PROMPT + DECODED
+            name = f"{DECODED} tokens, batch {batch}, {'cached' if cached else 'not cached'}"
+            seconds = subject.expected_seconds(batch, canvas, DECODED)
+            sheet.measure(AUTOREGRESSIVE, name, prepare, facts_of(found, {}), seconds=seconds)
+    for batch in DECODE_BATCHES:
+        name = f"decode step, batch {batch}"
+
+        def work(batch: int = batch, name: str = name) -> None:
+            calls = {
+                str(new): subject.generation(engine, batch, PROMPT, SamplingConfig(max_new_tokens=new), {})()
+                for new in (1, DECODED)
+            }
+            timings = time_alternating(calls, 5, 1)
+            each = [
+                (whole - first) / (DECODED - 1)
+                for first, whole in zip(timings["1"].each, timings[str(DECODED)].each, strict=True)
+            ]
+            timing = Timing.of([one / 1e3 for one in each], [0.0])
+            length = canvas_bucket(PROMPT + DECODED, engine.layout, engine.platform)
+            read = subject.weight_bytes + cache_bytes_per_device(engine.layout, batch, length, engine.dtype)
+            facts = {
+                "tokens_per_second": round(batch / (timing.mean / 1e3), 2),
+                "mbu": subject.mbu(read, timing.median),
+                "median": timing.median,
+            }
+            sheet.add(
+                Row(
+                    AUTOREGRESSIVE, name, "ms", timing.mean, timing.deviation, timing.minimum, timing.maximum,
+                    timing.repeats, facts | same,
+                )
+            )  # fmt: skip
+
+        sheet.attempt(AUTOREGRESSIVE, name, work)
+
+
+def measure_cpu(subject: Subject) -> None:
+    """A denoise step, or token, of the shortest generation on this machine's processor, beside the accelerator's."""
+    name, batch, new, _ = GENERATIONS[0]
+    sheet, values = subject.sheet, subject.values
+    title = "a pass of " + name
+    if subject.engine.platform == "cpu":
+        sheet.leave_out(CPU, title, "the suite runs on the CPU itself")
+        return
+
+    def work() -> None:
+        there = sheet.find(name)
+        if there is None:
+            raise NotRunError(f"{name} was not run")
+        device = jax.devices("cpu")[0]
+        config = subject.engine.config
+        # Few passes: a large model takes long for each.
+        passes = 2
+        short = request_of(config, passes if config.is_autoregressive else new, passes)
+        engine = open_engine(values, [device], "data=1")
+        ceilings = measure_ceilings(device, str(engine.dtype), 3, MATMUL_SIZE["cpu"], COPY_BYTES["cpu"])
+        other = replace(subject, engine=engine, ceilings=ceilings)
+        found: dict[str, Any] = {}
+        call = other.generation(engine, batch, PROMPT, short, found)()
+        timing = time_alternating({title: call}, 2, 1)[title]
+        forwards = found["result"].stats.forwards
+        here = timing.mean / forwards
+        each = there.mean / there.facts["forwards"] if there.mean else 0.0
+        facts = {
+            "accelerator_ms": round(each, 3),
+            "times_as_fast": round(here / each, 2),
+            "dtype": str(engine.dtype),
+            "tflops_per_second_of_the_cpu": round(ceilings.flops / 1e12, 3),
+        }
+        sheet.value(CPU, title, here, "ms", facts)
+
+    sheet.attempt(CPU, title, work)
+    gc.collect()

@@ -1,0 +1,91 @@
+"""Each layer beside PyTorch's in float32 on the CPU, on the same input: does this device compute what it should?
+
+Dimension letters: S sequence, D embed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.models import layer_config
+from benchmarks.suite.sheet import NotRunError
+from benchmarks.suite.subject import Subject, prompt_ids
+from benchmarks.torch_models import import_torch, torch_model
+from runtime.attention import choose_attention
+from runtime.models.declarations import WeightLeaf
+from runtime.models.forward import Forward
+from runtime.models.transformer import block
+from runtime.programs import fetch, put
+
+_POSITIONS = 64
+# Of an element's size and of the root mean square together; a few roundings of the dtype.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+
+
+def source_tensor(leaf: WeightLeaf, array: np.ndarray) -> np.ndarray:
+    """One layer's weight as a checkpoint has it, of its logical axes, padding included."""
+    axes = leaf.axes[1:]
+    cut = array[tuple(slice(size) for size in leaf.shape[1:])]
+    order = [axes.index(axis) for merge in leaf.source_axes for axis in merge]
+    return np.ascontiguousarray(cut.transpose(order)).reshape(leaf.source_shape)
+
+
+def layer_parity(subject: Subject) -> dict[str, Any]:
+    """Share of each layer's outputs within tolerance of PyTorch's, given the input that the layer has here.
+
+    Raises:
+      NotRunError: there is no PyTorch, or no model of its that these weights fit.
+    """
+    engine, layout, config = subject.engine, subject.engine.layout, subject.engine.config
+    if config.architecture == "gpt2":
+        raise NotRunError("only Qwen2, Dream and DiffuCoder have a layer to compare with")
+    if importlib.util.find_spec("torch") is None:
+        raise NotRunError("PyTorch is not installed")
+    torch = import_torch()
+    reference = torch_model(layer_config(config), "float32")
+    reference.model.norm = torch.nn.Identity()
+    dtype = jnp.dtype(engine.dtype).name
+    canvas = min(_POSITIONS * layout.spec.sequence, config.max_positions)
+    attention = choose_attention(subject.values.attention, engine.platform, layout, canvas, engine.dtype)
+    forward = Forward(layout, attention)
+    rows = layout.sharding("batch", None)
+    batch = layout.spec.data
+    tokens = put(np.repeat(prompt_ids(config, 1, canvas), batch, axis=0), rows)
+    lengths = put(np.full(batch, canvas, np.int32), layout.sharding("batch"))
+    positions = jnp.arange(canvas)
+    weights = engine.weights
+    x = jax.jit(lambda weights, tokens: weights.embed(forward, tokens, positions))(weights, tokens)
+
+    def run(weights: Any, x: jax.Array, number: jax.Array) -> jax.Array:
+        layer = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, number, 0, False), weights.layers)
+        tables = weights.position_tables(forward, positions, x.dtype)
+        return block(forward, layer, x, lengths, tables)[0]
+
+    program = jax.jit(run)
+    leaves = [leaf for leaf in layout.leaves if leaf.is_stacked]
+    named = layout.named(weights)
+    shares = []
+    for number in range(config.num_layers):
+        before = fetch(x)[:1].astype(np.float32)
+        x = program(weights, x, jnp.int32(number))
+        here = fetch(x)[:1].astype(np.float32)
+        state = {
+            leaf.sources[0]: torch.from_numpy(source_tensor(leaf, fetch(named[leaf.name][number]).astype(np.float32)))
+            for leaf in leaves
+        }
+        reference.load_state_dict(state, strict=False)
+        with torch.inference_mode():
+            there = reference.model(inputs_embeds=torch.from_numpy(before)).last_hidden_state.numpy()
+        size = np.abs(there) + np.sqrt(np.mean(there**2))
+        shares.append(float(np.mean(np.abs(here - there) <= TOLERANCE[dtype] * size)))
+    return {
+        "layers": len(shares),
+        "tolerance": TOLERANCE[dtype],
+        "smallest_share": round(min(shares), 6),
+        "shares": [round(share, 6) for share in shares],
+    }

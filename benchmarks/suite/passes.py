@@ -1,0 +1,188 @@
+"""Single forward passes and denoise steps: time, efficiency over batches, MFU, and when anything is compiled.
+
+Dimension letters: B batch, S canvas.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.models import forward_flops
+from benchmarks.records import Timing
+from benchmarks.suite.sheet import NotRunError
+from benchmarks.suite.subject import Subject, prompt_ids, request_of
+from runtime.attention import choose_attention
+from runtime.generation import GenerationResult, GenerationStats
+from runtime.models.families import Weights
+from runtime.models.forward import Forward
+from runtime.models.transformer import hidden_states, project_logits
+from runtime.planner.default import topology_of
+from runtime.planner.estimate import Estimate
+from runtime.planner.workload import Workload
+from runtime.programs import ProgramCache, lower_hidden, put
+from runtime.runner import canvas_bucket
+from sharding.errors import InputError
+from sharding.topology import CHIPS
+
+FORWARD, GRID, STEP, LENGTHS = "forward", "forward over lengths and batches", "denoise step", "sequence lengths"
+_STEPS = 8
+
+
+def masked_positions(result: GenerationResult) -> float:
+    """Positions, all rows together, that were masked when a forward pass ran: the mean over the passes."""
+    steps = np.unique(result.steps_set[result.steps_set >= 0])
+    return float(np.mean([(result.steps_set >= step).sum() for step in steps]))
+
+
+def _arguments(subject: Subject, batch: int, canvas: int) -> tuple[Forward, tuple[Any, ...]]:
+    engine, layout = subject.engine, subject.engine.layout
+    attention = choose_attention(subject.values.attention, engine.platform, layout, canvas, engine.dtype)
+    return Forward(layout, attention), (
+        engine.weights,
+        put(prompt_ids(engine.config, batch, canvas), layout.sharding("batch", None)),
+        put(np.full(batch, canvas, np.int32), layout.sharding("batch")),
+    )
+
+
+def measure_ten_tokens(subject: Subject) -> None:
+    """One pass over 10 tokens, logits of all of them included."""
+    engine, canvas = subject.engine, 10
+
+    def prepare() -> Callable[[], Any]:
+        subject.check_shape(1, canvas)
+        if canvas % engine.layout.spec.sequence:
+            raise NotRunError(f"10 positions do not divide over sequence={engine.layout.spec.sequence}")
+        forward, arguments = _arguments(subject, 1, canvas)
+
+        def logits(weights: Weights, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+            return project_logits(forward, weights, hidden_states(forward, weights, tokens, lengths))
+
+        program = ProgramCache(engine.platform).get((), lambda: jax.jit(logits).lower(*arguments))
+        return lambda: program(*arguments)
+
+    def facts(timing: Timing) -> Mapping[str, Any]:
+        return {"tokens_per_second": round(canvas / (timing.mean / 1e3), 1)}
+
+    subject.sheet.measure(FORWARD, "10 tokens, with logits", prepare, facts, seconds=subject.expected_seconds(1, 10))
+
+
+def grid_name(canvas: int, batch: int) -> str:
+    """Name of a row of the grid."""
+    return f"{canvas} tokens, batch {batch}"
+
+
+def measure_grid(subject: Subject, lengths: list[int], batches: list[int]) -> None:
+    """The transformer without its head over lengths and batches; efficiency is tokens a second over batch 1's."""
+    for canvas in lengths:
+        for batch in batches:
+
+            def prepare(batch: int = batch, canvas: int = canvas) -> Callable[[], Any]:
+                subject.check_shape(batch, canvas)
+                forward, arguments = _arguments(subject, batch, canvas)
+                program = ProgramCache(subject.engine.platform).get((), lambda: lower_hidden(forward, *arguments))
+                return lambda: program(*arguments)
+
+            def facts(timing: Timing, batch: int = batch, canvas: int = canvas) -> Mapping[str, Any]:
+                flops = forward_flops(subject.engine.config, batch, canvas, 0)
+                found = {
+                    "tokens_per_second": round(batch * canvas / (timing.mean / 1e3), 1),
+                    "mfu": subject.mfu(flops, timing.median),
+                }
+                alone = subject.sheet.find(grid_name(canvas, 1))
+                if batch == 1:
+                    found["efficiency"] = 1.0
+                elif alone is not None and alone.mean is not None:
+                    found["efficiency"] = round(alone.mean * batch / timing.mean, 3)
+                return found
+
+            seconds = subject.expected_seconds(batch, canvas)
+            subject.sheet.measure(GRID, grid_name(canvas, batch), prepare, facts, seconds=seconds)
+
+
+def read_shapes(texts: Sequence[str]) -> list[tuple[int, int]]:
+    """Rows and positions of ``8x1024`` and the like.
+
+    Raises:
+      InputError: something else.
+    """
+    found = [re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,6})", text) for text in texts]
+    if not all(found):
+        raise InputError(f"--steps={','.join(texts)}: expected rows and positions such as 8x1024, separated by commas")
+    return [(int(one[1]), int(one[2])) for one in found if one]
+
+
+def measure_steps(subject: Subject, shapes: Sequence[tuple[int, int]]) -> None:
+    """A denoise step, canvas in and canvas out: a generation divided by its passes. Half of the canvas is masked."""
+    config = subject.engine.config
+    for batch, canvas in shapes:
+        name = f"batch {batch}, canvas {canvas}"
+        if config.is_autoregressive:
+            subject.sheet.leave_out(STEP, name, "the model is autoregressive")
+            continue
+        new, found = canvas // 2, dict[str, Any]()
+        request = request_of(config, new, _STEPS)
+
+        def facts(
+            timing: Timing, batch: int = batch, canvas: int = canvas, found: dict[str, Any] = found
+        ) -> Mapping[str, Any]:
+            result = found["result"]
+            flops = forward_flops(config, batch, canvas, masked_positions(result))
+            each = timing.median / result.stats.forwards
+            return {
+                "ms_a_step": round(each, 3),
+                "steps": result.stats.forwards,
+                "canvas_tokens_per_second": round(batch * canvas / (each / 1e3), 1),
+                "mfu": subject.mfu(flops, each),
+            } | _predicted(subject, batch, canvas)
+
+        prepare = subject.generation(subject.engine, batch, canvas - new, request, found)
+        seconds = subject.expected_seconds(batch, canvas, _STEPS)
+        subject.sheet.measure(STEP, name, prepare, facts, seconds=seconds)
+
+
+def _predicted(subject: Subject, batch: int, canvas: int) -> dict[str, float]:
+    """What the planner says of such a step on this machine, where it knows the chip."""
+    config, layout = subject.engine.config, subject.engine.layout
+    topology = topology_of(subject.devices)
+    if topology.chip.name not in CHIPS:
+        return {}
+    half = canvas // 2
+    workload = Workload(config, str(subject.engine.dtype), batch, canvas - half, half, _STEPS)
+    (phase,) = Estimate(workload, topology, layout).phases
+    return {"predicted_ms": round(1e3 * phase.seconds, 3)}
+
+
+def measure_lengths(subject: Subject, new_tokens: int = 16, steps: int = 4) -> None:
+    """A first call at a length of a bucket that is there already, and at one of a new bucket: is anything compiled?"""
+    engine, sheet = subject.engine, subject.sheet
+    request = request_of(engine.config, new_tokens, steps)
+
+    def bucket(length: int) -> int:
+        return canvas_bucket(length, engine.layout, engine.platform)
+
+    known = bucket(150)
+    new = bucket(known + 1)
+
+    def call(canvas: int) -> GenerationStats:
+        subject.check_shape(1, canvas)
+        return engine.generate_tokens(prompt_ids(engine.config, 1, canvas - new_tokens), config=request).stats
+
+    for name, canvas in (("another length of a known bucket", known), ("a length of a new bucket", new)):
+
+        def work(name: str = name, canvas: int = canvas) -> None:
+            if canvas == known:
+                call(known - 3)
+            stats = call(canvas)
+            facts = {
+                "positions": canvas,
+                "programs_compiled": stats.compiled_programs,
+                "compile_seconds": round(stats.compile_seconds, 3),
+            }
+            sheet.value(LENGTHS, name, 1e3 * stats.seconds, "ms", facts)
+
+        sheet.attempt(LENGTHS, name, work)

@@ -1,0 +1,151 @@
+"""Rows of measurements, each filled or marked not run and why, within a budget of time."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.ceilings import fits_or_none
+from benchmarks.records import Timing, time_alternating
+from sharding.errors import InputError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+      section: what it belongs to.
+      name: what was measured.
+      unit: of the four numbers.
+      mean, deviation, minimum, maximum: over the trials; None where it was not run.
+      trials: how many.
+      facts: what else is known of it: rates, counts, shapes.
+      not_run: why it was not.
+    """
+
+    section: str
+    name: str
+    unit: str = "ms"
+    mean: float | None = None
+    deviation: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    trials: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    not_run: str | None = None
+
+
+class NotRunError(Exception):
+    """Why a row cannot be measured here."""
+
+
+class Sheet:
+    """The rows of a run, in the order in which they were asked for.
+
+    Attributes:
+      rows: so far.
+      failures: rows that were not run because of an error that is nobody's wish.
+    """
+
+    def __init__(self, trials: int, row_seconds: float, budget: float | None) -> None:
+        """Begin with no row.
+
+        Args:
+          trials: timed calls of a row, where there is time for so many.
+          row_seconds: what a row may take; rows of which not even two calls fit are not run.
+          budget: seconds for all rows together; None for no limit.
+        """
+        self.rows: list[Row] = []
+        self.failures = 0
+        self._trials, self._row_seconds, self._budget = trials, row_seconds, budget
+        self._start = time.perf_counter()
+
+    def find(self, name: str) -> Row | None:
+        """The row of this name if it was measured."""
+        return next((row for row in self.rows if row.name == name and row.not_run is None), None)
+
+    def value(self, section: str, name: str, number: float, unit: str, facts: Mapping[str, Any] | None = None) -> None:
+        """A row that is one number."""
+        number = round(number, 4)
+        self.add(Row(section, name, unit, number, 0.0, number, number, 1, dict(facts or {})))
+
+    def leave_out(self, section: str, name: str, why: str) -> None:
+        """A row that is not run."""
+        self.add(Row(section, name, not_run=why))
+
+    def measure(
+        self,
+        section: str,
+        name: str,
+        prepare: Callable[[], Callable[[], Any]],
+        facts: Callable[[Timing], Mapping[str, Any]] | None = None,
+        *,
+        seconds: float = 0.0,
+        warmup: int = 1,
+    ) -> None:
+        """A row of timed calls.
+
+        Args:
+          section: see :class:`Row`.
+          name: see :class:`Row`.
+          prepare: makes the call that is timed; compiles and reads what it needs. It may raise :class:`NotRunError`.
+          facts: what else to note, once the calls are timed.
+          seconds: how long one call is expected to take.
+          warmup: calls before those that are timed, with the very same shapes.
+        """
+
+        def work() -> None:
+            trials = self._trials
+            if seconds > 0:
+                trials = min(trials, int(self._row_seconds / seconds) - warmup)
+            if trials < 2:
+                raise NotRunError(
+                    f"some {seconds:.0f} s a call here, by the measured ceilings; --row_seconds allows more"
+                )
+            timing = time_alternating({name: prepare()}, trials, warmup)[name]
+            noted = {} if facts is None else facts(timing)
+            self.add(
+                Row(
+                    section, name, "ms", timing.mean, timing.deviation, timing.minimum, timing.maximum, trials,
+                    {"median": timing.median} | dict(noted),
+                )
+            )  # fmt: skip
+
+        self.attempt(section, name, work)
+
+    def attempt(self, section: str, name: str, work: Callable[[], None]) -> None:
+        """Let ``work`` add a row, or say why it was not run: no time, no memory, or what it raises of our own kinds."""
+        spent = time.perf_counter() - self._start
+        if self._budget is not None and spent > self._budget:
+            self.leave_out(section, name, f"the budget of {self._budget:.0f} s was used up")
+            return
+        try:
+            found = fits_or_none(work)
+        except (NotRunError, InputError) as error:
+            self.leave_out(section, name, str(error))
+            return
+        except Exception as error:  # one row of many: the others are worth having, and the run ends with an error
+            traceback.print_exc()
+            self.failures += 1
+            self.leave_out(section, name, f"failed: {type(error).__name__}: {str(error)[:200]}")
+            return
+        if isinstance(found, str):
+            self.leave_out(section, name, f"out of memory: {found}")
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rows as plain objects."""
+        return [asdict(row) for row in self.rows]
+
+    def add(self, row: Row) -> None:
+        """Note a row and print it."""
+        self.rows.append(row)
+        if row.not_run is not None:
+            print(f"{row.section}: {row.name}: not run, {row.not_run}", flush=True)
+            return
+        assert row.mean is not None, "a row that was run has numbers"
+        facts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in row.facts.items() if key != "median")
+        print(f"{row.section}: {row.name}: {row.mean:.3f} ± {row.deviation:.3f} {row.unit}  {facts}", flush=True)

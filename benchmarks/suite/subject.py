@@ -1,0 +1,210 @@
+"""What a suite measures: the model that flags name, on the devices that they name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from benchmarks.ceilings import Ceilings
+from benchmarks.models import define_model_flags, forward_flops, model_config, model_sizes
+from benchmarks.suite.sheet import NotRunError, Sheet
+from checkpoints import DEMO
+from launch.startup import define_device_flags
+from runtime.attention import IMPLEMENTATIONS
+from runtime.decoding.config import DiffusionConfig, SamplingConfig
+from runtime.engine import Engine
+from runtime.generation import GenerationResult
+from runtime.models.config import STORED_DTYPES, ModelConfig
+from sharding.errors import InputError
+
+DEVICES = {"auto": None, "cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+# Share of the ceilings that calls are expected to reach, to foresee how long they take.
+_EXPECTED = 0.3
+
+
+def define_subject_flags(values: flags.FlagValues) -> None:
+    """Flags of the model and the devices."""
+    define_device_flags(values)
+    values["compile_cache"].value = ""  # what is compiled here shall be compiled
+    flags.DEFINE_enum("device", "auto", tuple(DEVICES), "Where to run.", flag_values=values)
+    flags.DEFINE_string("checkpoint", None, "Model folder, URL or Hub name. Default: the demo.", flag_values=values)
+    define_model_flags(values, None)
+    flags.DEFINE_enum("dtype", None, STORED_DTYPES, "Default: as stored, and float32 on CPU.", flag_values=values)
+    flags.DEFINE_string("mesh", None, "For example tensor=8. Default: chosen.", flag_values=values)
+    flags.DEFINE_enum("attention", "auto", IMPLEMENTATIONS, "Attention implementation.", flag_values=values)
+
+
+def check_subject(values: flags.FlagValues) -> None:
+    """Check the flags before a device is touched, and choose the device.
+
+    Raises:
+      InputError: two models.
+    """
+    if values.random is not None and values.checkpoint is not None:
+        raise InputError("--checkpoint and --random exclude one another")
+    if values.random is None and values.checkpoint is None:
+        values.checkpoint = str(DEMO)
+    if values.random is None:
+        sizes = [name for name in model_size_flags() if values[name].value is not None]
+        if sizes:
+            raise InputError(f"--{sizes[0]} goes with --random; a checkpoint has its sizes")
+    import jax
+
+    if DEVICES[values.device] is not None and values.devices is None:
+        jax.config.update("jax_platforms", DEVICES[values.device])
+
+
+def model_size_flags() -> list[str]:
+    """Names of the flags of sizes."""
+    found = flags.FlagValues()
+    define_model_flags(found)
+    return [name for name in found if name != "random"]
+
+
+def command(module: str, values: flags.FlagValues, *more: str) -> list[str]:
+    """A command that runs another module on the same subject in a process of its own."""
+    names = ["device", "devices", "checkpoint", "random", "dtype", "mesh", "attention", *model_size_flags()]
+    given = [f"--{name}={values[name].value}" for name in names if values[name].value is not None]
+    return [sys.executable, "-m", module, *given, *more]
+
+
+def attached_devices(values: flags.FlagValues) -> list[Any]:
+    """The devices to run on.
+
+    Raises:
+      InputError: there are none of the kind that was asked for.
+    """
+    import jax
+
+    try:
+        return list(jax.devices())
+    except RuntimeError as error:
+        raise InputError(f"--device={values.device}: {str(error)[:300]}") from error
+
+
+def open_engine(values: flags.FlagValues, devices: Sequence[Any], mesh: str | None = None) -> Engine:
+    """The model on the devices; ``mesh`` is the flag's by default."""
+    mesh = mesh or values.mesh
+    if values.random is None:
+        return Engine.load(
+            values.checkpoint, mesh, values.dtype, attention=values.attention, devices=devices, verify="none"
+        )
+    dtype = values.dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16")
+    config = model_config(model_sizes(values), dtype)
+    return Engine.random(config, mesh, dtype, attention=values.attention, devices=devices)
+
+
+def model_name(values: flags.FlagValues) -> str:
+    """What to call the model in a record: no place on this machine."""
+    name: str = values.random or values.checkpoint
+    return Path(name).name if Path(name).is_dir() else name
+
+
+def prompt_ids(config: ModelConfig, batch: int, length: int) -> np.ndarray:
+    """Random tokens ``[B, P]``, the same every time, without the mask."""
+    allowed = np.delete(np.arange(config.vocab_size), [max(0, config.mask_token_id)])
+    return np.asarray(np.random.default_rng(0).choice(allowed, (batch, length)), np.int32)
+
+
+def request_of(config: ModelConfig, new_tokens: int, steps: int) -> DiffusionConfig | SamplingConfig:
+    """A greedy generation as the model makes it; ``steps`` are of masked diffusion."""
+    if config.is_autoregressive:
+        return SamplingConfig(max_new_tokens=new_tokens)
+    return DiffusionConfig(max_new_tokens=new_tokens, steps=steps, algorithm="entropy")
+
+
+@dataclass
+class Subject:
+    """A model that is ready, and the sheet that it fills.
+
+    Attributes:
+      values: the flags.
+      sheet: where rows go.
+      engine: the model.
+      ceilings: what one of its devices reaches.
+    """
+
+    values: flags.FlagValues
+    sheet: Sheet
+    engine: Engine
+    ceilings: Ceilings
+
+    @property
+    def devices(self) -> list[Any]:
+        """Devices of the mesh."""
+        mesh = self.engine.layout.mesh
+        assert mesh is not None, "an engine has a mesh"
+        return list(mesh.devices.flat)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights of one device that every pass reads: all but the embedding table."""
+        layout, config = self.engine.layout, self.engine.config
+        total = layout.bytes_per_device(self.engine.dtype)
+        if config.tied_embeddings:
+            return total
+        return total - layout.padded_vocab // layout.spec.tensor * config.hidden_size * self.engine.dtype.itemsize
+
+    def expected_seconds(self, batch: int, canvas: int, forwards: int = 1) -> float:
+        """About how long forward passes will take, by the ceilings."""
+        flops = forward_flops(self.engine.config, batch, canvas, 0) / len(self.devices)
+        reading = self.weight_bytes / self.ceilings.bandwidth
+        return forwards * max(flops / self.ceilings.flops, reading) / _EXPECTED
+
+    def mfu(self, flops: float, milliseconds: float) -> float:
+        """Share of the measured product's rate that this many operations in this time are."""
+        return round(flops / (milliseconds / 1e3) / (self.ceilings.flops * len(self.devices)), 4)
+
+    def mbu(self, bytes_read: float, milliseconds: float) -> float:
+        """Share of the measured copy's rate that reading these bytes of one device in this time is."""
+        return round(bytes_read / (milliseconds / 1e3) / self.ceilings.bandwidth, 4)
+
+    def check_shape(self, batch: int, canvas: int, cached: bool = False) -> None:
+        """Check that rows can be run at once.
+
+        Raises:
+          NotRunError: the model has fewer positions, or the devices less memory, or the mesh does not divide them.
+        """
+        config, spec = self.engine.config, self.engine.layout.spec
+        if canvas > config.max_positions:
+            raise NotRunError(f"the model has {config.max_positions} positions")
+        if batch % spec.data:
+            raise NotRunError(f"{batch} rows do not divide over data={spec.data}")
+        if self.engine.batch_size(batch, canvas, cached) < batch:
+            raise NotRunError(
+                f"memory allows {self.engine.batch_size(batch, canvas, cached)} rows at a time (estimated)"
+            )
+
+    def generation(
+        self, engine: Engine, batch: int, prompt: int, request: DiffusionConfig | SamplingConfig, found: dict[str, Any]
+    ) -> Callable[[], Callable[[], None]]:
+        """What prepares a timed generation; its last result is left in ``found["result"]``."""
+
+        def prepare() -> Callable[[], None]:
+            cached = request.use_cache if isinstance(request, SamplingConfig) else request.cache != "none"
+            self.check_shape(batch, prompt + request.max_new_tokens, cached)
+            ids = prompt_ids(engine.config, batch, prompt)
+
+            def call() -> None:
+                found["result"] = engine.generate_tokens(ids, config=request)
+
+            return call
+
+        return prepare
+
+
+def rates(result: GenerationResult, milliseconds: float) -> dict[str, Any]:
+    """Tokens per second, forward passes, and tokens of each."""
+    stats = result.stats
+    return {
+        "tokens_per_second": round(stats.tokens / (milliseconds / 1e3), 2),
+        "forwards": stats.forwards,
+        "tokens_per_forward": round(stats.tokens / max(1, stats.forwards), 3),
+        "compiled_when_timed": stats.compiled_programs,
+    }

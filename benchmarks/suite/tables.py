@@ -1,0 +1,103 @@
+"""A suite's record as Markdown: the rows, the grid of forward passes, the acceptance list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.suite.passes import GRID, grid_name
+
+# Facts in the order in which a row names them; the others stay in the record.
+_FACTS = {
+    "ms_a_step": "{} ms a step",
+    "predicted_ms": "{} ms predicted",
+    "tokens_per_second": "{} tokens/s",
+    "canvas_tokens_per_second": "{} canvas tokens/s",
+    "forwards": "{} forwards",
+    "tokens_per_forward": "{} tokens a forward",
+    "mfu": "MFU {:.1%}",
+    "mbu": "MBU {:.1%}",
+    "batch": "batch {}",
+    "times_batch_1": "{} times batch 1",
+    "times_as_fast": "the accelerator {} times as fast",
+    "programs_compiled": "{} programs compiled",
+    "programs": "{} programs",
+    "compile_seconds": "{} s of compilation",
+    "parameters": "{:,} parameters",
+    "gigabytes_per_device": "{} GB a device",
+    "peak": "peak {} GB",
+}
+
+
+def suite_tables(record: Mapping[str, Any]) -> str:
+    """The tables of one record."""
+    settings, machine, results = record["settings"], record["machine"], record["results"]
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    place = f"{machine['device_count']} x {machine['device_kind']}"
+    if machine["platform"] == "cpu":
+        place = f"{machine['processor']}, {machine['cores']} cores"
+    lines = [
+        f"`{settings['model']}`, {settings['parameters']:,} parameters, {settings['dtype']}, mesh {settings['mesh']}, "
+        f"on {place}; {versions}. {record['kind'].capitalize()}: `{record['command']}`.",
+        "",
+        "| | measurement | mean ± deviation | minimum | maximum | |",
+        "|---|---|---:|---:|---:|---|",
+    ]
+    section = ""
+    sections = list(dict.fromkeys(row["section"] for row in results["rows"]))
+    for row in sorted(results["rows"], key=lambda row: sections.index(row["section"])):
+        if row["section"] == GRID:
+            continue
+        first = row["section"] if row["section"] != section else ""
+        section = row["section"]
+        lines.append(f"| {first} | {row['name']} | " + " | ".join(_cells(row)) + " |")
+    grid = [row for row in results["rows"] if row["section"] == GRID]
+    if grid:
+        lines += ["", *_grid(grid)]
+    lines += ["", "What is ticked when a model is brought to a new accelerator:", ""]
+    for item in results["acceptance"]:
+        lines.append(f"- [{'x' if item['ticked'] else ' '}] {item['what']}: {item['why']}")
+    return "\n".join(lines)
+
+
+def _cells(row: Mapping[str, Any]) -> Sequence[str]:
+    if row["not_run"] is not None:
+        return "not run", "", "", " ".join(row["not_run"].replace("|", "/").split())
+    facts = ", ".join(text.format(row["facts"][name]) for name, text in _FACTS.items() if name in row["facts"])
+    if row["trials"] == 1:
+        return f"{_number(row['mean'])} {row['unit']}", "", "", facts
+    spread = f"{_number(row['mean'])} ± {_number(row['deviation'])} {row['unit']}"
+    return spread, _number(row["minimum"]), _number(row["maximum"]), facts
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _grid(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Rows of the grid by length, columns by batch; what was not run stands once, below."""
+    found = {row["name"]: row for row in rows}
+    pairs = [(int(name.split()[0]), int(name.split()[-1])) for name in found]
+    lengths, batches = (sorted(set(sizes)) for sizes in zip(*pairs, strict=True))
+    lines = [
+        "A forward pass without its head: ms ± deviation, tokens a second over those of batch 1, MFU.",
+        "",
+        "| tokens | " + " | ".join(f"batch {batch}" for batch in batches) + " |",
+        "|---:|" + "---:|" * len(batches),
+    ]
+    for length in lengths:
+        cells = []
+        for batch in batches:
+            row = found[grid_name(length, batch)]
+            if row["not_run"] is not None:
+                cells.append("not run")
+                continue
+            efficiency = f", {row['facts']['efficiency']:.2f}" if "efficiency" in row["facts"] else ""
+            cells.append(f"{_number(row['mean'])} ± {_number(row['deviation'])}{efficiency}, {row['facts']['mfu']:.0%}")
+        lines.append(f"| {length} | " + " | ".join(cells) + " |")
+    why: dict[str, list[str]] = {}
+    for row in rows:
+        if row["not_run"] is not None:
+            why.setdefault(row["not_run"], []).append(row["name"])
+    lines += [""] * bool(why) + [f"Not run: {'; '.join(names)} ({reason})." for reason, names in why.items()]
+    return lines

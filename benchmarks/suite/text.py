@@ -1,0 +1,63 @@
+"""Text in and out: the tokenizer, and whether what the model writes is coherent."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from benchmarks.demo_quality import parses
+from benchmarks.suite.sheet import NotRunError
+from benchmarks.suite.subject import Subject, request_of
+from checkpoints import open_folder
+from runtime.tokenizer import TextTokenizer
+
+SECTION = "tokenizer"
+NAMES = ("first call", "encoding a prompt", "decoding 1 token", "decoding 100 tokens")
+PROMPTS = (
+    "def is_even(number):\n",
+    "def add(first, second):\n",
+    "def read_lines(path):\n",
+    "def largest(values):\n",
+)
+_NEW_TOKENS = 64
+
+
+def measure_tokenizer(subject: Subject) -> None:
+    """The first call, with all that it loads, later ones, and decoding."""
+    sheet, values = subject.sheet, subject.values
+    if values.random is not None:
+        for name in NAMES:
+            sheet.leave_out(SECTION, name, "random weights have no tokenizer")
+        return
+    folder = open_folder(values.checkpoint)
+    start = time.perf_counter()
+    tokenizer = TextTokenizer.from_folder(folder)
+    if tokenizer is None:
+        for name in NAMES:
+            sheet.leave_out(SECTION, name, "the checkpoint has no tokenizer")
+        return
+    tokens = tokenizer.encode(PROMPTS[0])
+    sheet.value(SECTION, NAMES[0], 1e3 * (time.perf_counter() - start), "ms", {"tokens": len(tokens)})
+    hundred = (tokens * 100)[:100]
+    calls: dict[str, Any] = {
+        NAMES[1]: lambda: tokenizer.encode(PROMPTS[0]),
+        NAMES[2]: lambda: tokenizer.decode(hundred[:1]),
+        NAMES[3]: lambda: tokenizer.decode(hundred),
+    }
+    for name, call in calls.items():
+        sheet.measure(SECTION, name, lambda call=call: call)  # type: ignore[misc]
+
+
+def coherence(subject: Subject) -> dict[str, Any]:
+    """Completions of a few prompts, and how many are valid Python.
+
+    Raises:
+      NotRunError: nothing here can write.
+    """
+    if subject.values.random is not None:
+        raise NotRunError("random weights write nothing coherent")
+    engine = subject.engine
+    request = request_of(engine.config, _NEW_TOKENS, _NEW_TOKENS)
+    completions = engine.generate(PROMPTS, request)
+    texts = [prompt + completion.text for prompt, completion in zip(PROMPTS, completions, strict=True)]
+    return {"prompts": len(PROMPTS), "parsed": sum(map(parses, texts)), "texts": texts}

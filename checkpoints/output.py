@@ -1,0 +1,176 @@
+"""Where a checkpoint is written, and the moment from which it is one.
+
+On disk it is made in a folder of another name and renamed when it is whole, so that what it replaces stays whole until
+then. An object store has no renaming: there the manifest, written last, completes the checkpoint, and what it replaces
+loses its own manifest first. Either way a file that only an unfinished conversion has marks what may be cleaned up.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoints.errors import CheckpointError
+from checkpoints.folder import STAGING_SUFFIX
+from checkpoints.manifest import MANIFEST_FILE
+from checkpoints.storage import Storage
+
+# Stands in what is being written, with a text that tells one conversion from another.
+MARK_FILE = "diffumesh.converting"
+
+
+@dataclass(frozen=True)
+class FolderOutput:
+    """A folder on disk.
+
+    Attributes:
+      path: its name when it is whole.
+    """
+
+    path: Path
+
+    @property
+    def place(self) -> str:
+        """Its name, for messages."""
+        return str(self.path)
+
+    @property
+    def staging(self) -> Path:
+        """Where the checkpoint is made. It is never taken for one."""
+        return self.path.with_name(self.path.name + STAGING_SUFFIX)
+
+    @property
+    def storage(self) -> Storage:
+        """What to write into between :meth:`begin` and :meth:`finish`."""
+        return Storage.at(self.staging)
+
+    @property
+    def _set_aside(self) -> Path:
+        return self.path.with_name(self.path.name + ".replaced")
+
+    def prepare(self, overwrite: bool) -> list[str]:
+        """Make way: clean up after an interrupted conversion.
+
+        Returns:
+          What was done, a sentence each.
+
+        Raises:
+          CheckpointError: the output exists and may not be replaced, or its parent does not exist.
+        """
+        if not self.path.parent.is_dir():
+            raise CheckpointError(f"{self.path}: there is no folder {self.path.parent} to write into")
+        said = self.clean_up()
+        if self.path.exists() and not overwrite:
+            raise CheckpointError(f"{self.path} exists; name another output, or say --overwrite to replace it")
+        return said
+
+    def clean_up(self) -> list[str]:
+        """Remove what an interrupted conversion left, and bring back what it was about to replace.
+
+        Returns:
+          What was done, a sentence each.
+        """
+        said = []
+        if self._set_aside.exists() and not self.path.exists():
+            self._set_aside.rename(self.path)
+            said.append(
+                f"an earlier conversion was interrupted while it replaced {self.path}: the old checkpoint is back"
+            )
+        for path in (self.staging, self._set_aside):
+            if path.exists():
+                shutil.rmtree(path)
+                said.append(f"an earlier conversion was interrupted: removed {path}")
+        return said
+
+    def begin(self, mark: str) -> None:
+        """Make the place to write into, marked with a text."""
+        self.staging.mkdir()
+        self.storage.write(MARK_FILE, mark.encode())
+
+    def finish(self) -> None:
+        """Give the checkpoint its name, replacing the one that has it. Everything has been written, durably."""
+        (self.staging / MARK_FILE).unlink()
+        _sync(self.staging)
+        if self.path.exists():
+            self.path.rename(self._set_aside)
+        self.staging.rename(self.path)
+        _sync(self.path.parent)
+        if self._set_aside.exists():
+            shutil.rmtree(self._set_aside)
+
+
+@dataclass(frozen=True)
+class ObjectOutput:
+    """A folder of an object store, or one on disk that is to be treated as such.
+
+    Attributes:
+      storage: what to write into between :meth:`begin` and :meth:`finish`.
+    """
+
+    storage: Storage
+
+    @property
+    def place(self) -> str:
+        """Its URL, for messages."""
+        return self.storage.place
+
+    def prepare(self, overwrite: bool) -> list[str]:
+        """Make way: clean up after an interrupted conversion.
+
+        Returns:
+          What was done or will be, a sentence each.
+
+        Raises:
+          CheckpointError: there is something that may not be replaced, or the store cannot be used.
+        """
+        names = self.storage.names()
+        if not names:
+            return []
+        if MARK_FILE in names and MANIFEST_FILE not in names:
+            self._delete(names)
+            return [f"an earlier conversion was interrupted: removed what it left in {self.place}"]
+        if not overwrite:
+            raise CheckpointError(f"{self.place} exists; name another output, or say --overwrite to replace it")
+        return [
+            f"{self.place} is replaced: nothing can be renamed there, so its manifest is removed first, and until the "
+            "new one is written there is no checkpoint"
+        ]
+
+    def begin(self, mark: str) -> None:
+        """Mark the place with a text and remove what it holds, its manifest first."""
+        self.storage.write(MARK_FILE, mark.encode())
+        self._delete([name for name in self.storage.names() if name != MARK_FILE])
+
+    def _delete(self, names: list[str]) -> None:
+        # The manifest before all else, the mark after all else: at any moment it is a checkpoint or may be removed.
+        self.storage.delete([name for name in names if name == MANIFEST_FILE])
+        self.storage.delete([name for name in names if name not in (MANIFEST_FILE, MARK_FILE)])
+        self.storage.delete([name for name in names if name == MARK_FILE])
+
+    def finish(self) -> None:
+        """The manifest has been written: take the mark away."""
+        self.storage.delete([MARK_FILE])
+
+
+Output = FolderOutput | ObjectOutput
+
+
+def output_at(place: str | Path) -> Output:
+    """The output that a path or a URL (``gs://bucket/folder``) names.
+
+    Raises:
+      CheckpointError: a URL that cannot be written to.
+    """
+    if isinstance(place, str) and "://" in place:
+        return ObjectOutput(Storage.at(place))
+    return FolderOutput(Path(place).expanduser())
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,57 @@
+"""Tensors quantized while they are read: int8 with a float32 scale for each output channel, as on the devices."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from checkpoints.source import Index, StoredTensor, StoredTensors
+from runtime.models.declarations import ModelLayout
+from runtime.models.quantization import INVERSE_INT8_MAX
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """One matrix: its scales take a reading of it by themselves."""
+
+    tensor: StoredTensor
+    contracted: tuple[int, ...]
+
+    @functools.cached_property
+    def scales(self) -> np.ndarray:
+        kept = tuple(place for place in range(len(self.tensor.shape)) if place not in self.contracted)
+        largest = np.zeros([self.tensor.shape[place] for place in kept], np.float32)
+        for block in self.tensor.blocks():
+            part = np.abs(self.tensor.read(block).astype(np.float32)).max(axis=self.contracted)
+            where = tuple(block[place] for place in kept)
+            largest[where] = np.maximum(largest[where], part)
+        return largest * INVERSE_INT8_MAX
+
+    def read_scales(self, index: Index) -> np.ndarray:
+        return self.scales[index]
+
+    def read_values(self, index: Index) -> np.ndarray:
+        kept = tuple(part for place, part in enumerate(index) if place not in self.contracted)
+        scales = np.expand_dims(self.scales[kept], self.contracted)
+        wide = self.tensor.read(index).astype(np.float32)
+        inverse = np.float32(1.0) / np.where(scales == 0.0, np.float32(1.0), scales)
+        return np.rint(wide * inverse).astype(np.int8)
+
+
+def quantized_tensors(found: StoredTensors, layout: ModelLayout) -> StoredTensors:
+    """A checkpoint's tensors as a layout's quantization stores them: integers, and scales under names of their own.
+
+    The same integers and scales as :func:`runtime.models.quantization.quantize` makes on the devices.
+    """
+    by_name = dict(found.by_name)
+    for leaf in layout.leaves:
+        if not leaf.quantized:
+            continue
+        for source, scales in zip(leaf.sources, leaf.scales.sources, strict=True):
+            one = _Quantized(found[source], leaf.contracted_dimensions)
+            shape, rows = found[source].shape, found[source].rows
+            by_name[source] = [StoredTensor(source, shape, "int8", one.read_values, rows)]
+            by_name[scales] = [StoredTensor(scales, leaf.scales.source_shape, "float32", one.read_scales)]
+    return StoredTensors(by_name, found.claims, found.bytes_read)

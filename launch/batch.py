@@ -1,0 +1,326 @@
+"""Complete a file of prompts, each exactly once, whatever happens on the way.
+
+  python -m launch.batch --input=prompts.jsonl --output_dir=DIR                 the demo checkpoint, on whatever is here
+  python -m launch.batch --input=... --output_dir=DIR --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --chat
+  python -m launch.batch --input=HumanEval.jsonl --output_dir=DIR --format=evalplus ...    samples.jsonl for EvalPlus
+
+Lines are {"id": "1", "prompt": "def f("}, with decoding parameters of their own beside them where they differ, or
+OpenAI batch requests {"custom_id": "1", "body": {"messages": [...], "max_tokens": 256}}. DIR/results.jsonl grows by a
+line a result, in the order in which they are ready; DIR/sorted.jsonl is in the order of the input, once all are there.
+
+The same command goes on where a run was interrupted: what is on the disk is not computed again, and the results are
+those of a run that was not interrupted. DIR/run.json says of what they are (checkpoint, tokenizer, input, parameters,
+seed, code); another run is refused. On several hosts each reads the input, and host 0 has the output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from checkpoints import CheckpointFolder
+from checkpoints.fingerprint import fingerprint
+from launch.batches.folder import RESULTS, SORTED, BatchFolder
+from launch.batches.lines import Batch, Line, read_batch
+from launch.batches.records import Key, error_record, evalplus_records, keys, openai_record, sample_record
+from launch.decoding_flags import decoding_config, define_decoding_flags, describe, steps_follow_tokens
+from launch.hosts.faults import EXIT_RESTART
+from launch.hosts.preflight import code_digest
+from launch.model_flags import define_model_flags, load_engine, open_checkpoint, read_tokenizer
+from launch.openai.bodies import Defaults
+from launch.profiling import check_profiling, define_profiling_flags, traced, write_programs
+from launch.startup import (
+    define_device_flags,
+    is_main_process,
+    progress_bar,
+    run_launcher,
+    say,
+    start_devices,
+    this_host,
+    version,
+)
+from runtime.batching import MAX_SAMPLES
+from runtime.engine import Engine, end_tokens
+from runtime.filling import FillingStats
+from runtime.models.config import ModelConfig
+from runtime.runs.slots import RowResult
+from sharding.errors import InputError
+
+FORMATS = ("results", "evalplus")
+SAMPLES = "samples.jsonl"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja")
+_BAD_LINES_SHOWN = 20
+_SECONDS_BETWEEN_REPORTS = 10.0
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Define this launcher's flags."""
+
+    flags.DEFINE_string("input", None, "File of prompts, a JSON object a line.", flag_values=values)
+    flags.DEFINE_string("output_dir", None, "Folder of the results; made where there is none.", flag_values=values)
+    flags.DEFINE_enum("format", "results", FORMATS, f"evalplus: write {SAMPLES} for EvalPlus too.", flag_values=values)
+    flags.DEFINE_bool(
+        "skip_bad", False, "Write lines that cannot be run to errors.jsonl and run the others.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "slots", None, "Rows on the devices at a time. Default: 32 for each shard of data.", 1, flag_values=values
+    )
+    define_model_flags(values)
+    flags.DEFINE_bool(
+        "chat", False, "Put each prompt into the checkpoint's chat template as a user's message.", flag_values=values
+    )
+    define_decoding_flags(values)
+    flags.DEFINE_integer("num_return_sequences", 1, "Completions of each prompt.", 1, MAX_SAMPLES, flag_values=values)
+    flags.DEFINE_multi_string("stop", [], "String that ends a completion; repeatable.", flag_values=values)
+    define_device_flags(values)
+    define_profiling_flags(values)
+
+
+def read_input(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> tuple[Batch, Defaults]:
+    """The input's lines, checked, and what they were read with.
+
+    Raises:
+      InputError: a flag, or without ``--skip_bad`` any line, that cannot be run.
+    """
+    tokenizer = read_tokenizer(folder)
+    end_token_ids = end_tokens(model, folder, tokenizer)
+    config = decoding_config(values, folder, model, end_token_ids)
+    if not isinstance(config.seed, int):
+        raise InputError(f"--seed={values.seed}: a batch has one; a line may have its own, as a field")
+    defaults = Defaults(
+        model_name=Path(folder.name).name,
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        steps_follow_tokens=steps_follow_tokens(values, folder),
+        end_token_ids=end_token_ids,
+        seed=config.seed,
+        chat=values.chat,
+        samples=values.num_return_sequences,
+        stop=tuple(values.stop),
+    )
+    batch = read_batch(Path(values.input), defaults)
+    if batch.bad and not values.skip_bad:
+        shown = [f"{values.input}:{bad.number}: {bad.message}" for bad in batch.bad[:_BAD_LINES_SHOWN]]
+        more = len(batch.bad) - len(shown)
+        shown += [f"... and {more} more"] if more else []
+        advice = "--skip_bad runs the others and writes an error record for each of these"
+        raise InputError("\n".join([f"{len(batch.bad)} of the lines cannot be run ({advice}):", *shown]))
+    return batch, defaults
+
+
+def run_facts(
+    values: flags.FlagValues, folder: CheckpointFolder, checkpoint: str, batch: Batch, defaults: Defaults
+) -> dict[str, Any]:
+    """What decides the results: they belong to one run when all of it is the same. The mesh is not in it."""
+    digest = hashlib.sha256()
+    for name in _TOKENIZER_FILES:
+        if (folder.path / name).is_file():
+            digest.update(name.encode() + b"\0" + hashlib.sha256((folder.path / name).read_bytes()).digest())
+    decoding = dataclasses.asdict(defaults.config)
+    del decoding["seed"]
+    facts = {
+        "version": version(),
+        "code": code_digest(),
+        "checkpoint": checkpoint,
+        "tokenizer": digest.hexdigest()[:16],
+        "input": batch.digest,
+        "seed": defaults.seed,
+        "decoding": decoding,
+        "chat": defaults.chat,
+        "num_return_sequences": defaults.samples,
+        "stop": list(defaults.stop),
+        "dtype": values.dtype,
+        "quantize": values.quantize,
+        "kv_cache": values.kv_cache,
+    }
+    return dict(json.loads(json.dumps(facts)))
+
+
+def main(values: flags.FlagValues) -> None:
+    """Run the launcher."""
+    for name in ("input", "output_dir"):
+        if not values[name].value:
+            raise InputError(f"--{name} is missing; see --help")
+    if "://" in values.output_dir:
+        raise InputError(f"--output_dir={values.output_dir}: a folder on a disk of host 0 is needed, for it is locked")
+    check_profiling(values)
+    folder, model = open_checkpoint(values)
+    batch, defaults = read_input(values, folder, model)
+    if batch.ignored:
+        say(f"fields that say nothing to the decoder, left aside: {', '.join(batch.ignored):.500}")
+    checkpoint = fingerprint(folder)
+    facts = run_facts(values, folder, checkpoint, batch, defaults)
+    order = [key for line in batch.lines for key in keys(line)]
+    # Host 0 alone has the folder; all hosts do the same rows.
+    with _held(values.output_dir) if is_main_process() else _nothing() as output:
+        done: set[Key] = set()
+        if output is not None:
+            output.check(facts)
+            for sentence in output.repaired:
+                say(sentence)
+            done = output.done(set(order))
+        start_devices(values, {"checkpoint": checkpoint, "input": batch.digest})
+        done = {(key[0], key[1]) for key in this_host().gather("done", sorted(done, key=str))[0]}
+        if output is not None and done:
+            say(f"{len(done)} of {len(order)} results are there already")
+        if len(done) < len(order):
+            engine = load_engine(values, folder, len(order), values.slots)
+            facts |= {"weights": str(engine.dtype)}
+            if output is not None:
+                output.check(facts)
+            say(describe(defaults.config))
+        if output is not None:
+            output.begin(facts)
+            output.add_errors([error_record(bad) for bad in batch.bad])
+        if len(done) < len(order):
+            with traced(values):
+                made = complete(engine, batch.lines, done, defaults, output, values.slots)
+            write_programs(values, engine.program_texts())
+            missing = len(order) - len(done) - made
+            if missing:
+                say(f"{missing} of {len(order)} results are missing; the same command goes on with them")
+                this_host().finish()
+                sys.exit(EXIT_RESTART)
+        if output is not None:
+            _publish(output, order, batch, values)
+
+
+@contextmanager
+def _held(path: str) -> Iterator[BatchFolder | None]:
+    folder = BatchFolder(Path(path))
+    try:
+        yield folder
+    finally:
+        folder.close()
+
+
+@contextmanager
+def _nothing() -> Iterator[BatchFolder | None]:
+    yield None
+
+
+def complete(
+    engine: Engine,
+    lines: Sequence[Line],
+    done: set[Key],
+    defaults: Defaults,
+    output: BatchFolder | None,
+    slots: int | None,
+) -> int:
+    """Generate what is not done, and write it as it is ready.
+
+    Args:
+      engine: the model on its mesh.
+      lines: all lines of the input.
+      done: records that are there already.
+      defaults: what the lines were read with.
+      output: where to write; None on hosts that do not.
+      slots: see :meth:`Engine.filling`.
+
+    Returns:
+      Records that were finished; all that were missing, unless the run was told to drain.
+    """
+    requests = [request for line in lines for request in line.requests()]
+    owners = [(line, sample) for line in lines for sample in range(line.samples)]
+    there = {
+        number
+        for number, (line, sample) in enumerate(owners)
+        if ((line.id, sample) if line.form == "plain" else (line.id, None)) in done
+    }
+    partial: dict[str, dict[int, dict[str, Any]]] = {}
+
+    def records(results: Sequence[RowResult]) -> Iterator[dict[str, Any]]:
+        for result in results:
+            line, sample = owners[result.number]
+            own = sample_record(
+                line,
+                requests[result.number],
+                result,
+                sample,
+                defaults.tokenizer,
+                defaults.model,
+                defaults.end_token_ids,
+            )
+            if line.form == "plain":
+                yield own
+                continue
+            samples = partial.setdefault(line.id, {})
+            samples[sample] = own
+            if len(samples) == line.samples:
+                del partial[line.id]
+                yield openai_record(
+                    line, [samples[number] for number in range(line.samples)], defaults.tokenizer, defaults.model_name
+                )
+
+    filling = engine.filling(requests, slots)
+    report = _Report(filling.stats, len(requests) - len(there))
+    count = 0
+    with progress_bar("rows") as progress:
+        for results in filling.run(there, more=lambda: not this_host().draining()):
+            made = list(records(results))
+            if output is not None and made:
+                output.append(made)
+            count += len(made)
+            progress(filling.stats.rows, len(requests) - len(there))
+            report.at_times()
+    report.now()
+    compiled = f"{engine.compiled_programs} programs compiled"
+    say(f"{filling.stats.forwards} forward passes, {compiled}")
+    return count
+
+
+class _Report:
+    """Lines on standard error about how far the batch is."""
+
+    def __init__(self, stats: FillingStats, rows: int) -> None:
+        self._stats, self._rows = stats, rows
+        self._start = self._last = time.monotonic()
+
+    def at_times(self) -> None:
+        """Say so when the last time is a while ago."""
+        if time.monotonic() - self._last >= _SECONDS_BETWEEN_REPORTS:
+            self.now()
+
+    def now(self) -> None:
+        """Say how far the batch is."""
+        self._last = time.monotonic()
+        stats, seconds = self._stats, max(self._last - self._start, 1e-9)
+        left = self._rows - stats.rows
+        remaining = ""
+        if left and stats.rows:
+            minutes, rest = divmod(round(seconds / stats.rows * left), 60)
+            remaining = f", about {minutes // 60}:{minutes % 60:02}:{rest:02} left"
+        say(
+            f"{stats.rows}/{self._rows} rows, {stats.rows / seconds:.2f} rows/s, "
+            f"{stats.tokens / seconds:.1f} tokens/s, slots {100 * stats.utilisation:.0f}% busy{remaining}"
+        )
+
+
+def _publish(output: BatchFolder, order: Sequence[Key], batch: Batch, values: flags.FlagValues) -> None:
+    """What is written once every result is there."""
+    found = output.sort(order)
+    if values.format == "evalplus":
+        output.write(SAMPLES, [sample for record in found for sample in evalplus_records(record, values.chat)])
+    say(
+        f"{len(found)} results in {output.path / RESULTS}, in the input's order in {output.path / SORTED}"
+        + (f"; {len(batch.bad)} lines in errors.jsonl" if batch.bad else "")
+    )
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    run_launcher(main, define_flags, __doc__ or "", argv)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,232 @@
+"""The folder of a batch: what is done survives whatever happens, and is never done twice.
+
+results.jsonl and errors.jsonl grow by whole lines, one write each, synced to the disk. run.json says what the results
+are of: another run is refused. At the end sorted.jsonl holds the results in the order of the input.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.batches.records import Key, as_line, key_of
+from sharding.errors import InputError
+
+RUN, RESULTS, ERRORS, SORTED, LOCK = "run.json", "results.jsonl", "errors.jsonl", "sorted.jsonl", ".lock"
+_MAX_RUN_BYTES = 1 << 20
+
+
+class BatchFolder:
+    """A batch's folder, held by this process until it ends or closes it.
+
+    Attributes:
+      path: the folder.
+      repaired: what was mended when it was opened, a sentence each.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Make the folder where there is none, lock it, and mend what a process that was killed has left.
+
+        Raises:
+          InputError: it cannot be written to, or another process is at it.
+        """
+        self.path = path
+        self.repaired: list[str] = []
+        self._files: dict[str, int] = {}
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise InputError(f"--output_dir={path}: cannot be written to ({error.strerror or error})") from error
+        try:
+            # The system lets go of it when the process ends, however it ends.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise InputError(f"--output_dir={path}: cannot be locked ({error.strerror or error})") from error
+            raise InputError(
+                f"--output_dir={path}: another process is writing there; wait for it, or name another folder"
+            ) from error
+        try:
+            for name in (RESULTS, ERRORS):
+                self._open(name)
+        except InputError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        for handle in (*self._files.values(), self._lock):
+            os.close(handle)
+        self._files = {}
+
+    def _open(self, name: str) -> None:
+        path = self.path / name
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._files[name] = handle
+            size, whole = os.fstat(handle).st_size, 0
+            if size:
+                whole = _end_of_last_line(handle, size)
+            if whole < size:
+                os.ftruncate(handle, whole)
+                os.fsync(handle)
+                self.repaired.append(f"{path}: a last line that was written in part is removed, and done again")
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written to ({error.strerror or error})") from error
+
+    # ---- which run it is --------------------------------------------------------------------------------------
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Check that what the folder holds, if anything, is of the same run as far as ``facts`` say.
+
+        Raises:
+          InputError: it is of another, and the sentence says in what.
+        """
+        path = self.path / RUN
+        try:
+            if not path.exists():
+                if os.fstat(self._files[RESULTS]).st_size:
+                    raise InputError(f"{self.path}: there are results and no {RUN}; name another --output_dir")
+                return
+            if path.stat().st_size > _MAX_RUN_BYTES:
+                raise ValueError("too large")
+            said = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(said, dict):
+                raise ValueError("not an object")
+        except (OSError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{path}: cannot be read ({error}); name another --output_dir") from error
+        different = [
+            f"{name} was {_short(said.get(name))} and is {_short(value)}"
+            for name, value in facts.items()
+            if said.get(name) != value
+        ]
+        if different:
+            raise InputError(
+                f"{self.path} holds the results of another run: {'; '.join(different)}. Name another --output_dir, or "
+                "run as before to go on"
+            )
+
+    def begin(self, facts: Mapping[str, Any]) -> None:
+        """Say which run it is, unless that has been said.
+
+        Raises:
+          InputError: it cannot be written.
+        """
+        if not (self.path / RUN).exists():
+            self._replace(RUN, [json.dumps(facts, indent=2, ensure_ascii=False).encode() + b"\n"])
+
+    # ---- results ----------------------------------------------------------------------------------------------
+
+    def _records(self, name: str) -> Iterator[tuple[bytes, Any]]:
+        path = self.path / name
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield line, json.loads(line)
+                except ValueError as error:
+                    raise InputError(f"{path}:{number}: not JSON, so not written by this run; move it away") from error
+
+    def done(self, known: Collection[Key]) -> set[Key]:
+        """Records that are there.
+
+        Args:
+          known: those that there can be.
+
+        Raises:
+          InputError: one that is of no line of the input, or there twice.
+        """
+        found: set[Key] = set()
+        for number, (_, record) in enumerate(self._records(RESULTS), 1):
+            key = key_of(record)
+            if key is None or key not in known or key in found:
+                why = "twice" if key in found else "of no line of the input"
+                raise InputError(f"{self.path / RESULTS}:{number}: a result that is there {why}; move the file away")
+            found.add(key)
+        return found
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write results. When this returns they are on the disk.
+
+        Raises:
+          InputError: the disk is full or gone; what was there before is whole.
+        """
+        self._append(RESULTS, records)
+
+    def add_errors(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write those errors that are not there yet.
+
+        Raises:
+          InputError: as :meth:`append`.
+        """
+        there = {line for line, _ in self._records(ERRORS)}
+        self._append(ERRORS, [record for record in records if as_line(record) not in there])
+
+    def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
+        handle = self._files[name]
+        try:
+            for record in records:
+                line = as_line(record)
+                size = os.fstat(handle).st_size
+                if os.write(handle, line) < len(line):
+                    os.ftruncate(handle, size)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(handle)
+        except OSError as error:
+            raise InputError(
+                f"{self.path / name}: cannot be written ({error.strerror or error}). What it holds is whole: mend that "
+                "and run the same command again"
+            ) from error
+
+    def sort(self, order: Sequence[Key]) -> list[dict[str, Any]]:
+        """Write :data:`SORTED`: the results in this order. Returns them."""
+        lines: dict[Key | None, tuple[bytes, Any]] = {}
+        for line, record in self._records(RESULTS):
+            lines[key_of(record)] = line, record
+        self._replace(SORTED, [lines[key][0] for key in order])
+        return [lines[key][1] for key in order]
+
+    def write(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write another file of records, all at once."""
+        self._replace(name, [as_line(record) for record in records])
+
+    def _replace(self, name: str, lines: Iterable[bytes]) -> None:
+        path = self.path / name
+        staged = path.with_name(f".{name}.unfinished")
+        try:
+            with staged.open("wb") as file:
+                file.writelines(lines)
+                file.flush()
+                os.fsync(file.fileno())
+            staged.rename(path)
+            folder = os.open(self.path, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def _end_of_last_line(handle: int, size: int) -> int:
+    """Bytes up to and with the last line feed."""
+    end = size
+    while end > 0:
+        start = max(0, end - (1 << 16))
+        at = os.pread(handle, end - start, start).rfind(b"\n")
+        if at >= 0:
+            return start + at + 1
+        end = start
+    return 0
+
+
+def _short(value: Any) -> str:
+    return f"{json.dumps(value, ensure_ascii=False):.200}"

@@ -1,0 +1,117 @@
+"""What is written of a line: plain records, OpenAI's, EvalPlus samples, errors. Nothing in them depends on when."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from launch.batches.lines import BadLine, Line
+from launch.openai.answers import DECIMALS, answer, choice, logprobs, usage
+from runtime.completions import cut_completion
+from runtime.models.config import ModelConfig
+from runtime.runs.slots import RowRequest, RowResult
+from runtime.tokenizer import TextTokenizer
+
+# Which record of results.jsonl: the id of a line, and which of its samples; None for all of them in one.
+Key = tuple[str, int | None]
+
+_FENCED = re.compile(r"```[\w+-]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def keys(line: Line) -> list[Key]:
+    """The records that a line comes to: one for each sample of a plain one, one for all samples in OpenAI's form."""
+    return [(line.id, sample) for sample in range(line.samples)] if line.form == "plain" else [(line.id, None)]
+
+
+def key_of(record: Any) -> Key | None:
+    """Which record of results.jsonl this is; None where it is none."""
+    if not isinstance(record, dict):
+        return None
+    identity, index = record.get("custom_id", record.get("id")), record.get("index")
+    if not isinstance(identity, str) or not isinstance(index, (int, type(None))):
+        return None
+    return identity, None if "custom_id" in record else index
+
+
+def as_line(record: Mapping[str, Any]) -> bytes:
+    """A record as it is written."""
+    return json.dumps(record, ensure_ascii=False, separators=(", ", ": ")).encode() + b"\n"
+
+
+def sample_record(
+    line: Line,
+    request: RowRequest,
+    result: RowResult,
+    index: int,
+    tokenizer: TextTokenizer,
+    model: ModelConfig,
+    end_token_ids: Sequence[int],
+) -> dict[str, Any]:
+    """The plain record of one sample."""
+    width = len(line.tokens)
+    new = result.sequence[width:].tolist()
+    text, tokens, reason = cut_completion(tokenizer, new, end_token_ids, line.stop)
+    record: dict[str, Any] = {
+        "id": line.id,
+        "index": index,
+        "text": text,
+        "tokens": tokens,
+        "finish_reason": reason,
+        "seed": request.seed,
+    }
+    if not model.is_autoregressive:
+        record["masks_left"] = int((result.sequence == model.mask_token_id).sum())
+        if model.mask_token_id in line.tokens:
+            record["filled_prompt"] = tokenizer.decode(result.sequence[:width].tolist())
+    if result.log_probabilities is not None:
+        kept = result.log_probabilities[width : width + len(tokens)]
+        record["log_probabilities"] = [round(float(value), DECIMALS) for value in np.asarray(kept, np.float64)]
+    return record
+
+
+def openai_record(
+    line: Line, samples: Sequence[Mapping[str, Any]], tokenizer: TextTokenizer, model_name: str
+) -> dict[str, Any]:
+    """The record of a whole line in the form of OpenAI's batch results, from the plain ones of its samples."""
+    chat = line.form == "chat"
+    choices, made = [], 0
+    for sample in samples:
+        kept = sample.get("log_probabilities")
+        own = None if kept is None else logprobs(tokenizer, sample["tokens"], kept, chat)
+        choices.append(choice(sample["index"], sample["text"], sample["finish_reason"], own, chat))
+        made += len(sample["tokens"])
+    # A time would make two runs differ.
+    body = answer(f"cmpl-{line.id}", 0, model_name, choices, chat) | {"usage": usage(len(line.tokens), made)}
+    response = {"status_code": 200, "request_id": f"req-{line.id}", "body": body}
+    return {"id": f"batch_req-{line.id}", "custom_id": line.id, "response": response, "error": None}
+
+
+def error_record(bad: BadLine) -> dict[str, Any]:
+    """The record of a line that cannot be run."""
+    return {"id": bad.id, "line": bad.number, "error": {"code": "invalid_request", "message": bad.message}}
+
+
+def evalplus_records(record: Mapping[str, Any], chat: bool) -> list[dict[str, str]]:
+    """EvalPlus samples of a record of results.jsonl.
+
+    A raw completion goes on from the prompt of the task. A chat's answer stands for itself: its first fenced block, or
+    all of it where there is none.
+    """
+    if "custom_id" in record:
+        choices = record["response"]["body"]["choices"]
+        chat = "message" in choices[0]
+        texts = [choice["message"]["content"] if chat else choice["text"] for choice in choices]
+        identity = record["custom_id"]
+    else:
+        texts, identity = [record["text"]], record["id"]
+    if not chat:
+        return [{"task_id": identity, "completion": text} for text in texts]
+    blocks = [_FENCED.search(text) for text in texts]
+    return [
+        {"task_id": identity, "solution": block.group(1) if block else text}
+        for text, block in zip(texts, blocks, strict=True)
+    ]

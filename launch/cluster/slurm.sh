@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# A run on one or more multi-GPU hosts under Slurm: one process a host, with all of its GPUs.
+#
+#   sbatch --nodes=1 launch/cluster/slurm.sh generate --checkpoint=DIR --mesh=data=8 --prompt='...' --json
+#   sbatch --nodes=2 launch/cluster/slurm.sh generate --checkpoint=DIR --mesh=data=16 --prompt_file=a.txt --json
+#
+# Results go to diffumesh-JOB.out, everything else to diffumesh-JOB.err. A run that asks for a restart (exit code 42) is
+# requeued MAX_RESTARTS times at most; one that was told something wrong (2) is not. PYTHON names the interpreter.
+#SBATCH --job-name=diffumesh
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=32
+#SBATCH --exclusive
+#SBATCH --output=diffumesh-%j.out
+#SBATCH --error=diffumesh-%j.err
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=TERM@300
+set -uo pipefail
+
+PYTHON=${PYTHON:-python3}
+MAX_RESTARTS=${MAX_RESTARTS:-5}
+if [[ $# -eq 0 ]]; then
+  echo "usage: sbatch [--nodes=N] $0 COMMAND [--flags], such as: generate --checkpoint=DIR --prompt='...'" >&2
+  exit 2
+fi
+
+# Ports of this job's own, should two jobs share host 0: an even one for JAX, the next for the supervisors.
+export JAX_COORDINATOR_PORT=$((20000 + 2 * (SLURM_JOB_ID % 20000)))
+
+# The hosts end one another, by name; Slurm need not kill anybody for it.
+srun --kill-on-bad-exit=0 --label "$PYTHON" -m launch.main "$@" > >(sed -u 's/^ *0: //')
+code=$?
+
+if [[ $code -eq 42 && ${SLURM_RESTART_COUNT:-0} -lt $MAX_RESTARTS ]]; then
+  echo "exit code 42: requeued (restart $((${SLURM_RESTART_COUNT:-0} + 1)) of $MAX_RESTARTS)" >&2
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -1,0 +1,216 @@
+"""Look the machine over: what one pastes into a bug report, and runs first on a new slice.
+
+  python -m launch.doctor                                        on whatever is here, one host or many
+  python -m launch.doctor --checkpoint=DIR --mesh=data=2,tensor=8    this checkpoint, and each axis of this mesh
+
+It says versions, settings of the environment that matter, devices and their memory, the meshes that the checkpoint's
+model divides over and fits, whether collectives over each axis of a mesh add up and at what bandwidth, whether every
+byte of the checkpoint is intact, and the state of the compile cache. On several hosts it is started on all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jax.sharding import Mesh, PartitionSpec
+
+from checkpoints import DEMO, CheckpointFolder, open_folder
+from checkpoints.fingerprint import fingerprint
+from checkpoints.opening import read_manifest
+from checkpoints.verification import verify
+from launch.hosts.preflight import version_facts
+from launch.startup import define_device_flags, is_main_process, progress_bar, run_launcher, start_devices, this_host
+from runtime.models.config import ModelConfig
+from runtime.models.declarations import tensor_sizes
+from runtime.models.families import model_layout, weights_class
+from runtime.planner.default import default_mesh
+from runtime.runner import device_memory, weight_bytes
+from sharding.heads import HeadLayout
+from sharding.mesh import WEIGHT_MEMORY_SHARE, MeshSpec, build_mesh
+
+# Settings that change what runs. No others are shown: the environment also holds secrets.
+_SETTINGS = ("JAX_", "XLA_", "LIBTPU_INIT_ARGS", "TPU_", "CUDA_VISIBLE_DEVICES", "NCCL_", "TF_GPU_ALLOCATOR")
+_REPEATS = 5
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Define this launcher's flags."""
+    flags.DEFINE_string(
+        "checkpoint", str(DEMO), "Checkpoint to verify. Default: the demo in the package.", flag_values=values
+    )
+    flags.DEFINE_string(
+        "mesh", None, "Mesh to try collectives on. Default: data over hosts, tensor within.", flag_values=values
+    )
+    flags.DEFINE_float("megabytes", 16.0, "Size of a collective on each device.", 0.001, 4096.0, flag_values=values)
+    define_device_flags(values)
+
+
+def version_lines() -> Iterator[str]:
+    """Versions, system and settings."""
+    for name, version in version_facts().items():
+        yield f"{name:<12} {version}"
+    yield f"{'system':<12} {platform.platform()}, {os.cpu_count()} processors"
+    for name in sorted(os.environ):
+        if name.startswith(_SETTINGS) and not any(word in name for word in _SECRET):
+            yield f"{name}={os.environ[name]}"
+
+
+def device_lines(devices: Sequence[Any]) -> Iterator[str]:
+    """What is attached, host by host."""
+    host = this_host()
+    yield f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}) on {host.count} host(s)"
+    slices = {getattr(device, "slice_index", 0) for device in devices}
+    if len(slices) > 1:
+        yield f"{len(slices)} slices"
+    memory = device_memory(jax.local_devices()[0])
+    yield f"memory of a device: {'unknown' if memory is None else f'{memory / 1e9:.1f} GB'}"
+    for number in range(host.count):
+        own = [str(device.id) for device in devices if device.process_index == number]
+        yield f"host {number}: devices {', '.join(own)}"
+
+
+def mesh_lines(config: ModelConfig, devices: Sequence[Any], dtype: str) -> Iterator[str]:
+    """Tensor axes that the model divides over, what they hold, and the mesh that would be chosen."""
+    memory = device_memory(jax.local_devices()[0])
+    for size in tensor_sizes(config, weights_class(config), len(devices)):
+        needed = weight_bytes(model_layout(config, MeshSpec(tensor=size)), dtype)
+        room = "" if memory is None else "fits" if needed <= WEIGHT_MEMORY_SHARE * memory else "does not fit well"
+        yield f"tensor={size:<4} {needed / 1e9:8.3f} GB of {dtype} weights on each device  {room}"
+    spec = default_mesh(config, devices, dtype, len(devices))
+    yield f"for a batch of {len(devices)}: --mesh={spec}"
+
+
+def probe_mesh(text: str | None, devices: Sequence[Any]) -> Mesh:
+    """The mesh to try: as given, or ``data`` over hosts and ``tensor`` over the devices of each.
+
+    Raises:
+      MeshError: it does not fit the devices.
+    """
+    if text is not None:
+        spec = MeshSpec.parse(text).resolve(len(devices))
+    else:
+        hosts = len({device.process_index for device in devices})
+        spec = MeshSpec(data=hosts, tensor=len(devices) // hosts)
+    return build_mesh(spec, HeadLayout(1, 1, 1, spec.tensor), devices)
+
+
+def collective_lines(mesh: Mesh, megabytes: float) -> Iterator[str]:
+    """An all-reduce over each axis: whether the sum is right, and bytes per second by the ring's count.
+
+    Raises:
+      RuntimeError: a sum is wrong.
+    """
+    for axis in (name for name, size in mesh.shape.items() if size > 1):
+        size = mesh.shape[axis]
+        count = max(1, int(megabytes * 1e6 / 4))
+        user_axis = "tensor" if axis in ("kv", "group") else axis
+        seconds, right = _all_reduce(mesh, axis, count)
+        this_host().mark()
+        if not right:
+            raise RuntimeError(f"an all-reduce over {user_axis}={size} gave a wrong sum: these links cannot be trusted")
+        moved = 4 * count * 2 * (size - 1) / size
+        yield (
+            f"{f'{user_axis}={size}':<12} all-reduce of {4 * count / 1e6:g} MB: {1e3 * seconds:.2f} ms, "
+            f"{moved / seconds / 1e9:.2f} GB/s on each device, sums right"
+        )
+    if mesh.size == 1:
+        yield "one device: there is nothing to reduce"
+
+
+def _all_reduce(mesh: Mesh, axis: str, count: int) -> tuple[float, bool]:
+    """Median seconds of an all-reduce of ``count`` floats over an axis, and whether every device has the sum."""
+    every = PartitionSpec(tuple(mesh.axis_names))
+
+    @partial(jax.jit, out_shardings=jax.NamedSharding(mesh, every))
+    def make() -> jax.Array:
+        return jnp.arange(mesh.size, dtype=jnp.float32)[:, None] + jnp.zeros((mesh.size, count), jnp.float32)
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=every, out_specs=every)
+    def reduce(own: jax.Array) -> jax.Array:
+        return jax.lax.psum(own, axis) + jnp.zeros_like(own)
+
+    numbers = np.arange(mesh.size, dtype=np.float32).reshape(mesh.devices.shape)
+    place = mesh.axis_names.index(axis)
+    wanted = np.broadcast_to(numbers.sum(place, keepdims=True), numbers.shape).reshape(-1)
+    operand = make()
+    seconds = []
+    for _ in range(_REPEATS + 1):
+        start = time.perf_counter()
+        result = jax.block_until_ready(reduce(operand))
+        seconds.append(time.perf_counter() - start)
+    parts = [(part.index[0].start or 0, np.asarray(part.data)) for part in result.addressable_shards]
+    right = all(bool((data == wanted[row]).all()) for row, data in parts)
+    return float(np.median(seconds[1:])), all(this_host().gather("sums", right))
+
+
+def checkpoint_lines(folder: CheckpointFolder) -> Iterator[str]:
+    """What the checkpoint is, and whether it is what it was."""
+    yield f"{folder.path}, fingerprint {fingerprint(folder)}"
+    if read_manifest(folder) is None:
+        yield "no manifest of digests: nothing to verify against (launch.verify --write_manifest makes one)"
+        return
+    start = time.perf_counter()
+    with progress_bar("verifying", of_bytes=True) as progress:
+        count = verify(folder, progress=progress)
+    yield f"{count:,} bytes intact ({count / (time.perf_counter() - start) / 1e9:.2f} GB/s)"
+
+
+def cache_lines(path: str) -> Iterator[str]:
+    """State of the compile cache."""
+    if not path:
+        yield "none (--compile_cache names a folder)"
+        return
+    folder = Path(path).expanduser()
+    files = [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
+    size = sum(file.stat().st_size for file in files)
+    yield f"{folder}: mode {folder.stat().st_mode & 0o777:o}, {len(files)} files, {size / 1e6:.1f} MB"
+    if files:
+        newest = max(file.stat().st_mtime for file in files)
+        yield f"newest file from {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(newest))} UTC"
+
+
+def section(title: str, lines: Iterator[str]) -> None:
+    """Print a section as its lines come, on host 0."""
+    if is_main_process():
+        print(f"\n## {title}")
+    for line in lines:
+        if is_main_process():
+            print(line, flush=True)
+
+
+def main(values: flags.FlagValues) -> None:
+    """Run the launcher."""
+    if values.mesh is not None:
+        MeshSpec.parse(values.mesh)
+    folder = open_folder(values.checkpoint)
+    config = ModelConfig.from_huggingface(folder.config)
+    section("versions", version_lines())
+    start_devices(values, {"checkpoint": fingerprint(folder)})
+    devices = jax.devices()
+    section("devices", device_lines(devices))
+    section("meshes for this checkpoint", mesh_lines(config, devices, config.dtype))
+    mesh = probe_mesh(values.mesh, devices)
+    section("collectives", collective_lines(mesh, values.megabytes))
+    section("checkpoint", checkpoint_lines(folder))
+    section("compile cache", cache_lines(values.compile_cache))
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    run_launcher(main, define_flags, __doc__ or "", argv)
+
+
+if __name__ == "__main__":
+    run()

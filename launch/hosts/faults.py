@@ -1,0 +1,116 @@
+"""What can become of a host, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+from launch.hosts.messages import Message
+from sharding.errors import InputError
+
+EXIT_USER_ERROR = 2
+EXIT_RESTART = 42
+EXIT_INTERRUPTED = 130
+
+# What happened. The last three may be no more than what another host's end does to this one: it stops too, its
+# collectives fail, and JAX aborts the process.
+FaultKind = Literal[
+    "input",  # the user's to fix
+    "differ",  # found by all hosts alike
+    "exception",
+    "killed",
+    "ended",
+    "frozen",
+    "gone",
+    "missing",
+    "stalled",
+    "stopped",
+    "followed",
+    "device",
+    "aborted",
+]
+CONSEQUENCES = ("followed", "device", "aborted")
+
+
+class HostsDifferError(InputError):
+    """Hosts that should do the same were told or given different things; the message names them."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds: until a host counts as missing, as dead, as not ending, and a run as stalled."""
+
+    initialization: float
+    heartbeat: float
+    shutdown: float
+    stall: float
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a run ends before it is done.
+
+    Attributes:
+      kind: what happened.
+      text: the sentence or traceback that says it.
+      code: exit code of all hosts.
+      host: number of the host at fault, None where it is not one.
+      who: its number and name, or several.
+    """
+
+    kind: FaultKind
+    text: str
+    code: int = EXIT_RESTART
+    host: int | None = None
+    who: str = ""
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another host's end may be behind it."""
+        return self.kind in CONSEQUENCES
+
+    def fields(self) -> Message:
+        """For a message."""
+        return {"fault": self.kind, "text": self.text, "code": self.code, "host": self.host, "who": self.who}
+
+    @classmethod
+    def parse(cls, message: Message) -> Fault:
+        """From a message; what it does not say right is taken for an exception without text."""
+        code, host = message.get("code"), message.get("host")
+        return cls(
+            kind=message.get("fault", "exception"),
+            text=str(message.get("text", "")),
+            code=code if isinstance(code, int) and 0 < code < 256 else EXIT_RESTART,
+            host=host if isinstance(host, int) else None,
+            who=str(message.get("who", "")),
+        )
+
+    def describe(self) -> str:
+        """Who, and what, in a line."""
+        lines = self.text.strip().splitlines() or ["no more is known"]
+        if self.kind == "differ":
+            return lines[0].removeprefix("error: ").rstrip(":")
+        return f"{self.who}: {lines[0 if self.kind == 'input' else -1]}"
+
+
+def host_name(number: int, name: str | None) -> str:
+    """``host 2 (worker-2)``."""
+    return f"host {number} ({name})" if name else f"host {number}"
+
+
+def fault_of_status(status: int) -> Fault:
+    """What the exit status of a worker that said nothing means.
+
+    Args:
+      status: as :func:`os.waitpid` gives it, not 0.
+    """
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGABRT:
+        return Fault("aborted", "its process aborted (SIGABRT)")
+    if code < 0:
+        hint = "; the system does that when memory runs out" if code == -signal.SIGKILL else ""
+        return Fault("killed", f"its process was killed by {signal.Signals(-code).name}{hint}")
+    restart = code not in (EXIT_USER_ERROR, EXIT_INTERRUPTED)
+    return Fault("ended", f"its process ended with exit code {code}", EXIT_RESTART if restart else code)

@@ -1,0 +1,238 @@
+"""This host, as a launcher sees it: its number, what all hosts say, whether to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import math
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn, Self
+
+from checkpoints.errors import OtherProcessError
+from launch.hosts.faults import EXIT_RESTART, EXIT_USER_ERROR, HostsDifferError, Timeouts
+from launch.hosts.messages import decode, encode, shorten
+from launch.hosts.place import Place
+from launch.hosts.supervisor import Shared, supervise
+from sharding.errors import InputError
+
+_TICK = 0.25
+_PR_SET_PDEATHSIG = 1
+_KILLED_WITHIN = 30.0  # by the supervisor, after a fault
+
+# JAX's own heartbeat is what remains when supervisors fail: it must never come before them.
+_LEAST_JAX_HEARTBEAT = 100
+
+
+class Host:
+    """A host that is alone: all hosts are this one. A context manager, within which it hears SIGTERM and stalls."""
+
+    number = 0
+    count = 1
+
+    def __init__(self, stall_timeout: float = math.inf) -> None:
+        """Take the seconds without progress after which the run is given up."""
+        self._terminated = False
+        self._stall_timeout = stall_timeout
+        self._moved = math.inf  # until the first progress
+        self._wakeup: tuple[int, int] | None = None
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            # A handler in Python waits for the main thread, which may wait for devices: a thread reads the signals.
+            self._wakeup = os.pipe()
+            os.set_blocking(self._wakeup[1], False)
+            signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
+            self._before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+            threading.Thread(target=self._watch, args=(self._wakeup[0],), name="watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._wakeup is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            signal.set_wakeup_fd(-1)
+            os.close(self._wakeup[1])
+            self._wakeup = None
+
+    def _watch(self, pipe: int) -> None:
+        while True:
+            ready, _, _ = select.select([pipe], [], [], min(1.0, self._stall_timeout))
+            received = os.read(pipe, 64) if ready else None
+            if received == b"":
+                os.close(pipe)
+                return
+            for _ in range((received or b"").count(signal.SIGTERM)):
+                if self._terminated or self._moved == math.inf:
+                    text = "a second SIGTERM" if self._terminated else "SIGTERM before anything was in flight"
+                    print(f"stopped at once by {text}", file=sys.stderr, flush=True)
+                    os._exit(EXIT_RESTART)
+                self._terminated = True
+                print("SIGTERM: finishing what is in flight; a second one stops at once", file=sys.stderr, flush=True)
+            if time.monotonic() - self._moved > self._stall_timeout:
+                faulthandler.dump_traceback(all_threads=True)
+                print(f"no progress for {self._stall_timeout:.0f} s; a restart may help", file=sys.stderr, flush=True)
+                os._exit(EXIT_RESTART)
+
+    def mark(self) -> None:
+        """Note progress. All hosts of a run do so at the same points, so that one that is behind shows."""
+        self._moved = time.monotonic()
+
+    def gather(self, topic: str, value: Any) -> list[Any]:
+        """What each host says, by number: a call that all hosts make, and that waits for all. Values are JSON."""
+        return [json.loads(json.dumps(value))]
+
+    def draining(self) -> bool:
+        """Whether to finish what is in flight and end: some host got SIGTERM. All hosts ask, and hear the same."""
+        return any(self.gather("drain", self._terminated))
+
+    def before_end(self, tell: Callable[[], None]) -> None:
+        """What to do, in a few seconds and in another thread, before a fault of any host ends this process."""
+
+    def finish(self) -> None:
+        """The launcher is done here."""
+
+    def fail(self, error: BaseException) -> None:
+        """The launcher has failed with an error that nobody caught."""
+
+
+class Member(Host):
+    """A host among several, in its worker process."""
+
+    def __init__(self, place: Place, timeouts: Timeouts, link: socket.socket, shared: Shared) -> None:
+        """Start living: the supervisor sees from now on whether this process runs."""
+        super().__init__()
+        self.number, self.count = place.host, place.hosts
+        self._place = place
+        self._timeouts = timeouts
+        self._link = link
+        self._shared = shared
+        self._asked = 0
+        self._tell: Callable[[], None] = lambda: None
+        self._answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+        # The supervisor hears signals and ends this process; it must not outlive the supervisor either.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _keep_stdout_for_results()
+        faulthandler.register(signal.SIGUSR1, file=shared.stacks.fileno(), all_threads=True)
+        threading.Thread(target=self._listen, name="supervisor-link", daemon=True).start()
+        threading.Thread(target=self._live, name="life", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        """Wait until all hosts are there, and let JAX know them."""
+        import jax
+
+        place, timeouts = self._place, self._timeouts
+        self.gather("join", None)
+        if hasattr(jax.config, "jax_enable_preemption_service"):
+            jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is the supervisor's
+        jax.distributed.initialize(
+            coordinator_address=place.coordinator,
+            num_processes=place.hosts,
+            process_id=place.host,
+            local_device_ids=place.local_devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(timeouts.initialization),
+            heartbeat_timeout_seconds=max(_LEAST_JAX_HEARTBEAT, 2 * int(timeouts.heartbeat)),
+            shutdown_timeout_seconds=int(timeouts.shutdown),
+            coordinator_bind_address=f"{place.bind}:{place.coordinator.rpartition(':')[2]}",
+        )
+        return self
+
+    def mark(self) -> None:
+        """Note progress."""
+        self._shared.advance(1)
+
+    def gather(self, topic: str, value: Any) -> list[Any]:
+        """What each host says, by number."""
+        self._asked += 1
+        self.mark()
+        self._send(encode("gather", topic=f"{topic} {self._asked}", value=value))
+        return self._answers.get()
+
+    def before_end(self, tell: Callable[[], None]) -> None:
+        """The supervisor waits for it."""
+        self._tell = tell
+        self._send(encode("last words"))
+
+    def finish(self) -> None:
+        """Say that this host is done, and leave JAX's service together with the others."""
+        import jax
+
+        self._send(encode("done"))
+        jax.distributed.shutdown()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Tell the supervisor what happened, and wait for the end that it brings."""
+        if isinstance(error, InputError):
+            fault, text, code = "input", f"error: {error}", EXIT_USER_ERROR
+            if isinstance(error, HostsDifferError):
+                fault = "differ"
+            elif isinstance(error, OtherProcessError):
+                fault = "followed"
+        else:
+            text, code = "".join(traceback.format_exception(error)), EXIT_RESTART
+            fault = "device" if _is_of_devices(error) else "exception"
+        sys.stdout.flush()
+        self._send(encode("fault", fault=fault, text=shorten(text), code=code))
+        time.sleep(_KILLED_WITHIN)
+        os._exit(code)
+
+    def _send(self, line: bytes) -> None:
+        with self._sending:
+            self._link.sendall(line)
+
+    def _live(self) -> None:
+        while True:
+            self._shared.advance(0)
+            time.sleep(_TICK)
+
+    def _listen(self) -> None:
+        for line in self._link.makefile("rb"):
+            message = decode(line)
+            if message["kind"] == "gathered":
+                self._answers.put(message["values"])
+            elif message["kind"] == "drain":
+                self._terminated = True
+            elif message["kind"] == "verdict":
+                with contextlib.suppress(Exception):  # the process ends either way
+                    self._tell()
+                self._send(encode("told"))
+        os._exit(EXIT_RESTART)  # the supervisor is gone
+
+
+def _keep_stdout_for_results() -> None:
+    """Libraries in C++ (gloo, NCCL) write notes to standard output; a pipe that reads results must not see them."""
+    results = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(results, "w", 1, "utf-8")
+
+
+def _is_of_devices(error: BaseException | None) -> bool:
+    """Whether an error came from the devices, which fail too when another host is gone."""
+    import jax
+
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def join(place: Place, timeouts: Timeouts) -> Host:
+    """Become one of several hosts. Returns in the worker process; the supervisor's program ends in here."""
+    link, shared = supervise(place, timeouts)
+    return Member(place, timeouts, link, shared)

@@ -1,0 +1,265 @@
+"""Host 0's end of all connections: who is here, what all hosts say to one question, and whose fault it is.
+
+Every supervisor, host 0's own too, is connected to the hub. A connection that closes is a host that is gone; one that
+is silent is a host that is frozen or cut off. What reaches the hub first need not be the cause: when a host dies, the
+collectives of the others fail, often before anything is known of the first one. Such faults wait a little for a better
+reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from launch.hosts.faults import EXIT_RESTART, EXIT_USER_ERROR, Fault, Timeouts, host_name
+from launch.hosts.messages import MAX_BYTES, Message, encode, receive, shorten
+from sharding.errors import InputError
+
+_TICK = 0.25
+_SAY_EVERY = 5.0
+_GRACE = 3.0  # that a fault which may be a consequence waits for its cause
+_STILL = 5.0  # a worker that has not moved for so long, when others fail, is the reason
+_STACKS_WAIT = 5.0
+_CLOSE_WAIT = 2.0
+
+# What hosts gather before the run begins, and is worth a line when it takes long.
+_SAID = ("join", "preflight", "devices")
+
+
+@dataclass
+class _Member:
+    name: str
+    writer: asyncio.StreamWriter
+    heard: float
+    marks: int = 0
+    still: float = 0.0
+    done: bool = False
+    stacks: str | None = None
+
+
+@dataclass
+class _Gather:
+    since: float
+    said: float
+    values: dict[int, Any] = field(default_factory=dict)
+
+
+class Hub:
+    """Where the supervisors of all hosts meet."""
+
+    def __init__(self, hosts: int, timeouts: Timeouts, say: Callable[[str], None]) -> None:
+        """Take the number of hosts, the patience with them, and where to print."""
+        self._hosts = hosts
+        self._timeouts = timeouts
+        self._say = say
+        self._members: dict[int, _Member] = {}
+        self._gathers: dict[str, _Gather] = {}
+        self._faults: list[tuple[float, Fault]] = []
+        self._started = self._moved = time.monotonic()
+        self._said = self._started
+        self._marks = 0
+        self._over = False
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, address: str, port: int) -> None:
+        """Open the port.
+
+        Raises:
+          InputError: it is taken, or there is no such address here.
+        """
+        # Given "::", asyncio would leave IPv4 out.
+        host = None if address in ("[::]", "::") else address.strip("[]")
+        try:
+            self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_BYTES)
+        except OSError as error:
+            raise InputError(
+                f"host 0 cannot listen on {address}:{port} ({error.strerror or error}); --control_port and "
+                "--coordinator_bind_address name another port and address"
+            ) from error
+
+    async def watch(self) -> Fault | None:
+        """Wait until all hosts are done (None), or the run has failed. All hosts have been told then."""
+        while True:
+            await asyncio.sleep(_TICK)
+            now = time.monotonic()
+            self._look_around(now)
+            fault = self._cause(now)
+            if fault is None and self._stalled(now):
+                fault = await self._stall()
+            if fault is not None:
+                self._tell_all("verdict", **fault.fields())
+                break
+            if len(self._members) == self._hosts and all(member.done for member in self._members.values()):
+                self._tell_all("bye")
+                break
+            self._tell_all("beat")
+        self._over = True
+        await self._close()
+        return fault
+
+    # ---- connections ------------------------------------------------------------------------------------------
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host: int | None = None
+        try:
+            hello = await asyncio.wait_for(receive(reader), self._timeouts.heartbeat)
+            host = self._admit(hello, writer)
+            while host is not None and (message := await receive(reader)) is not None:
+                self._take(host, message)
+        except TimeoutError:
+            pass  # somebody who says nothing
+        finally:
+            if host is not None and not self._over:
+                self._report(Fault("gone", "its connection closed: the machine or its processes are gone"), host)
+            writer.close()
+
+    def _admit(self, hello: Message | None, writer: asyncio.StreamWriter) -> int | None:
+        """The number of a host that may take part."""
+        if hello is None or hello["kind"] != "hello":
+            return None
+        host, hosts, name = hello.get("host"), hello.get("hosts"), str(hello.get("name", ""))[:100]
+        problem = None
+        if hosts != self._hosts:
+            problem = f"it counts {hosts} hosts, and host 0 {self._hosts}"
+        elif not isinstance(host, int) or not 0 <= host < self._hosts:
+            problem = f"there is no host {host} among {self._hosts}"
+        elif host in self._members:
+            problem = f"{self._name(host)} is here already"
+        if problem is not None:
+            # Refused, and no reason to stop those who are here: it may be a stray of another run.
+            self._say(f"refused a connection of {name!r} as host {host}: {problem}")
+            fault = Fault("input", f"refused by host 0: {problem}", EXIT_USER_ERROR, who=f"host {host} ({name})")
+            writer.write(encode("verdict", **fault.fields()))
+            return None
+        assert isinstance(host, int)
+        self._members[host] = _Member(name, writer, time.monotonic())
+        return host
+
+    def _take(self, host: int, message: Message) -> None:
+        member = self._members[host]
+        member.heard = time.monotonic()
+        match message["kind"]:
+            case "beat":
+                member.marks, member.still = int(message.get("marks", 0)), float(message.get("still", 0.0))
+            case "gather":
+                self._collect(host, str(message.get("topic", "")), message.get("value"))
+            case "fault":
+                self._report(Fault.parse(message), host)
+            case "stacks":
+                member.stacks = str(message.get("text", ""))
+            case "done":
+                member.done = True
+
+    def _collect(self, host: int, topic: str, value: Any) -> None:
+        now = time.monotonic()
+        gather = self._gathers.setdefault(topic, _Gather(now, now))
+        gather.values[host] = value
+        if len(gather.values) == self._hosts:
+            del self._gathers[topic]
+            self._tell_all("gathered", topic=topic, values=[gather.values[each] for each in range(self._hosts)])
+
+    def _tell_all(self, kind: str, **fields: Any) -> None:
+        line = encode(kind, **fields)
+        for member in self._members.values():
+            if not member.writer.is_closing():
+                member.writer.write(line)
+
+    async def _close(self) -> None:
+        """Let every host read what it was told, then close."""
+        deadline = time.monotonic() + _CLOSE_WAIT
+        while time.monotonic() < deadline and not all(m.writer.is_closing() for m in self._members.values()):
+            await asyncio.sleep(0.05)
+        if self._server is not None:
+            self._server.close()
+
+    # ---- judgement --------------------------------------------------------------------------------------------
+
+    def _name(self, host: int) -> str:
+        member = self._members.get(host)
+        return host_name(host, member.name if member else None)
+
+    def _names(self, hosts: Iterable[int]) -> str:
+        return ", ".join(self._name(host) for host in hosts)
+
+    def _report(self, fault: Fault, host: int) -> None:
+        who = "all hosts" if fault.kind == "differ" else self._name(host)
+        named = Fault(fault.kind, shorten(fault.text), fault.code, host, who)
+        self._faults.append((time.monotonic(), named))
+
+    def _look_around(self, now: float) -> None:
+        """Notice who is missing, who is silent, and who keeps the others waiting."""
+        missing = [host for host in range(self._hosts) if host not in self._members]
+        waited = now - self._started
+        if missing and waited > self._timeouts.initialization:
+            text = f"has not come within {waited:.0f} s; {len(self._members)} of {self._hosts} hosts are here"
+            fault = Fault("missing", text, EXIT_RESTART, missing[0], self._names(missing))
+            self._faults.append((now, fault))
+        if missing and now - self._said > _SAY_EVERY:
+            self._said = now
+            self._say(f"waiting for {self._names(missing)} of {self._hosts} for {waited:.0f} s")
+        for host, member in self._members.items():
+            if now - member.heard > self._timeouts.heartbeat:
+                self._report(Fault("gone", f"no sign of life for {now - member.heard:.0f} s"), host)
+        if missing:
+            return
+        for topic, gather in self._gathers.items():
+            late = [host for host in range(self._hosts) if host not in gather.values]
+            if topic.split()[0] in _SAID and now - gather.said > _SAY_EVERY:
+                gather.said = now
+                self._say(f"waiting for {self._names(late)} ({topic.split()[0]}) for {now - gather.since:.0f} s")
+
+    def _cause(self, now: float) -> Fault | None:
+        """The fault to stop for, when it is time to."""
+        for _, fault in self._faults:
+            if not fault.is_consequence:
+                return fault
+        if not self._faults or now - self._faults[0][0] < _GRACE:
+            return None
+        # JAX aborts all hosts when it gives up; one that aborts alone has crashed, and the others feel it.
+        aborted = [fault for _, fault in self._faults if fault.kind == "aborted"]
+        first = aborted[0] if 0 < len(aborted) < self._hosts else self._faults[0][1]
+        still = [host for host, member in self._members.items() if member.still > _STILL and not member.done]
+        if still:
+            text = f"has not moved for {self._members[still[0]].still:.0f} s, and the collectives of others failed"
+            return Fault("frozen", text, EXIT_RESTART, still[0], self._names(still))
+        behind = self._behind()
+        if behind and first.host not in behind and not aborted:
+            text = f"{first.text}\n(that was {first.who}, while {self._names(behind)} did not take part)"
+            return Fault(first.kind, text, first.code, behind[0], self._names(behind))
+        return first
+
+    def _behind(self) -> list[int]:
+        """Hosts that have come less far than others."""
+        marks = {host: member.marks for host, member in self._members.items()}
+        least = min(marks.values(), default=0)
+        return (
+            [host for host, count in marks.items() if count == least] if least < max(marks.values(), default=0) else []
+        )
+
+    def _stalled(self, now: float) -> bool:
+        total = sum(member.marks for member in self._members.values())
+        if total != self._marks or len(self._members) < self._hosts:
+            self._marks, self._moved = total, now
+        return now - self._moved > self._timeouts.stall
+
+    async def _stall(self) -> Fault:
+        """Collect and print the stacks of all hosts; whoever has come least far is to blame."""
+        stood = time.monotonic() - self._moved
+        self._tell_all("dump")
+        deadline = time.monotonic() + _STACKS_WAIT
+        while time.monotonic() < deadline and any(member.stacks is None for member in self._members.values()):
+            await asyncio.sleep(0.05)
+        for host, member in sorted(self._members.items()):
+            self._say(
+                f"---- {self._name(host)}, {member.marks} marks of progress, stacks:\n{member.stacks or '(none came)'}"
+            )
+        behind = self._behind()
+        text = f"no progress for {stood:.0f} s"
+        if not behind:
+            return Fault("stalled", f"{text}; all have come equally far, their stacks are above", who="all hosts")
+        return Fault(
+            "stalled", f"{text}; the others have come further and wait", EXIT_RESTART, behind[0], self._names(behind)
+        )

@@ -1,0 +1,220 @@
+"""Where a process stands among the hosts of a run: from flags, or from what a cluster manager has put around it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from absl import flags
+
+from sharding.errors import InputError
+
+MAX_HOSTS = 1 << 14
+DEFAULT_PORT = 8476
+_LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])")
+
+# One process of several on a machine: its number there, and how many there are, where the manager says so.
+_LOCAL_RANKS = (
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
+    ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One host among those of a run.
+
+    Attributes:
+      host: number of this host, from 0.
+      hosts: how many there are.
+      coordinator: ``name:port`` of host 0, where JAX's coordination service listens.
+      control_port: port of host 0 where its supervisor listens.
+      bind: address that host 0 listens on.
+      local_devices: numbers of the devices that this process uses, None for all of the machine's.
+      found_in: what said so.
+    """
+
+    host: int
+    hosts: int
+    coordinator: str = ""
+    control_port: int = 0
+    bind: str = ""
+    local_devices: tuple[int, ...] | None = None
+    found_in: str = "alone"
+
+    @property
+    def coordinator_host(self) -> str:
+        """Name or address of host 0."""
+        return self.coordinator.rpartition(":")[0]
+
+
+def define_place_flags(values: flags.FlagValues) -> None:
+    """Flags of where a process stands, and of how long hosts wait for one another."""
+
+    def integer(name: str, text: str, low: int, high: int) -> None:
+        flags.DEFINE_integer(name, None, text, low, high, flag_values=values)
+
+    flags.DEFINE_string(
+        "coordinator_address", None, "Several hosts: name:port of host 0. Default: as detected.", flag_values=values
+    )
+    integer("num_processes", "Several hosts: how many. 1 keeps to this one, whatever is detected.", 1, MAX_HOSTS)
+    integer("process_id", "Several hosts: the number of this one, from 0.", 0, MAX_HOSTS - 1)
+    integer(
+        "coordinator_port", f"Port of JAX's coordination service. Default: as detected, or {DEFAULT_PORT}.", 1, 65535
+    )
+    integer("control_port", "Port where host 0 hears of faults. Default: the one after the coordinator's.", 1, 65535)
+    flags.DEFINE_string(
+        "coordinator_bind_address",
+        None,
+        "Address that host 0 listens on. Default: all, or loopback.",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "local_device_ids", None, "Numbers of the devices that this process uses. Default: all.", flag_values=values
+    )
+
+    def seconds(name: str, default: int, text: str) -> None:
+        flags.DEFINE_integer(name, default, f"Seconds {text}", 1, 1 << 20, flag_values=values)
+
+    seconds("initialization_timeout", 300, "until a host that has not come counts as missing.")
+    seconds("heartbeat_timeout", 60, "until a host that gives no sign of life counts as dead.")
+    seconds("shutdown_timeout", 300, "that hosts wait for one another at the end.")
+    seconds("stall_timeout", 1800, "without any progress until all hosts print their stacks and stop.")
+
+
+def find_place(values: flags.FlagValues, environment: Mapping[str, str] | None = None) -> Place:
+    """Where this process stands.
+
+    In this order: flags; ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``; on a Cloud TPU what
+    JAX detects; torchrun; SkyPilot; LeaderWorkerSet; what JAX detects elsewhere (Open MPI, Slurm, Kubernetes).
+
+    Args:
+      values: parsed :func:`define_place_flags`.
+      environment: default ``os.environ``. JAX's own detection always looks at the real one.
+
+    Raises:
+      InputError: flags or variables that make no sense, or are incomplete.
+      RuntimeError: what JAX asks (a metadata server, Kubernetes, a name of the network) does not answer.
+    """
+    around = os.environ if environment is None else environment
+    if values.num_processes == 1:
+        return Place(0, 1, found_in="--num_processes=1")
+    given = {name: values[name].value for name in ("coordinator_address", "num_processes", "process_id")}
+    absent = [name for name, value in given.items() if value is None]
+    if not absent:
+        found = given["process_id"], given["num_processes"], given["coordinator_address"], "flags"
+    elif len(absent) < len(given):
+        raise InputError(f"--{', --'.join(absent)} missing: several hosts need all of --{', --'.join(given)}, or none")
+    else:
+        detected = _from_variables(around) or _from_jax(values)
+        if detected is None:
+            return Place(0, 1)
+        found = detected
+    host, hosts, address, where = found
+    if not 1 <= hosts <= MAX_HOSTS or not 0 <= host < hosts:
+        raise InputError(
+            f"{where}: host {host} of {hosts}; hosts are numbered from 0, and there are {MAX_HOSTS} at most"
+        )
+    if hosts == 1:
+        return Place(0, 1, found_in=where)
+    name, port = _split_address(address, values.coordinator_port, where)
+    return Place(
+        host=host,
+        hosts=hosts,
+        coordinator=f"{name}:{port}",
+        control_port=values.control_port or (port + 1 if port < 65535 else port - 1),
+        bind=values.coordinator_bind_address or ("127.0.0.1" if _LOOPBACK.fullmatch(name) else "[::]"),
+        local_devices=_local_devices(values.local_device_ids, around),
+        found_in=where,
+    )
+
+
+_Found = tuple[int, int, str, str]
+
+
+def _from_variables(around: Mapping[str, str]) -> _Found | None:
+    """Host, hosts, address and where that stands, from variables that JAX itself does not read."""
+    if found := _variables(around, "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS", "JAX_* variables"):
+        return found
+    if _on_tpu_vm():
+        return None
+    if found := _variables(around, "RANK", "WORLD_SIZE", "MASTER_ADDR", "torchrun"):
+        # MASTER_PORT is taken: torchrun itself listens there.
+        port = _number(around, "MASTER_PORT", 65534) + 1 if "MASTER_PORT" in around else DEFAULT_PORT
+        return *found[:2], f"{found[2]}:{port}", found[3]
+    if found := _variables(around, "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS", "SkyPilot"):
+        return *found[:2], found[2].split()[0], found[3]
+    return _variables(around, "LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS", "LeaderWorkerSet")
+
+
+def _variables(around: Mapping[str, str], host: str, hosts: str, address: str, where: str) -> _Found | None:
+    if not {host, hosts, address} <= around.keys() or not around[address].strip():
+        return None
+    return _number(around, host), _number(around, hosts), around[address].strip(), where
+
+
+def _number(around: Mapping[str, str], name: str, largest: int = MAX_HOSTS) -> int:
+    text = around[name].strip()
+    if not re.fullmatch(r"\d{1,9}", text) or int(text) > largest:
+        raise InputError(f"{name}={text[:40]!r} in the environment: expected a number of {largest} at most")
+    return int(text)
+
+
+def _on_tpu_vm() -> bool:
+    from jax._src import cloud_tpu_init
+
+    return cloud_tpu_init.running_in_cloud_tpu_vm
+
+
+def _from_jax(values: flags.FlagValues) -> _Found | None:
+    """What JAX detects. There is no public call for that without joining."""
+    from jax._src import clusters
+
+    simulated = ("devices" in values and values.devices is not None) or os.environ.get("JAX_PLATFORMS") == "cpu"
+    if simulated and _on_tpu_vm():
+        return None  # a pod's other hosts were not asked to simulate
+    managed = _on_tpu_vm() or {"OMPI_MCA_orte_hnp_uri", "SLURM_JOB_ID", "JOB_COMPLETION_INDEX"} & os.environ.keys()
+    if "KUBERNETES_SERVICE_HOST" in os.environ and not managed:
+        return None  # a pod of no indexed job has no number; JAX would ask Kubernetes for one, and fail
+    try:
+        address, hosts, host, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, values.initialization_timeout
+        )
+    except (KeyError, ValueError) as error:
+        raise InputError(f"the cluster's variables around this process make no sense to JAX: {error!r}") from error
+    if address is None or hosts is None or host is None:
+        return None
+    return host, hosts, address, "what JAX detects"
+
+
+def _split_address(address: str, port: int | None, where: str) -> tuple[str, int]:
+    name, colon, text = address.rpartition(":")
+    if not colon or (":" in name and not name.startswith("[")):  # no port, or an IPv6 address
+        name, text = address, ""
+    if port is None and text and not (re.fullmatch(r"\d{1,5}", text) and 1 <= int(text) <= 65535):
+        raise InputError(
+            f"{where}: coordinator {address!r} has no such port; expected for example 10.0.0.1:{DEFAULT_PORT}"
+        )
+    if not re.fullmatch(r"[\w.-]{1,253}|\[[0-9a-fA-F:.%\w]{2,60}\]", name):
+        raise InputError(
+            f"{where}: coordinator {address!r}: expected a name or an address, such as 10.0.0.1:{DEFAULT_PORT}"
+        )
+    return name, port or (int(text) if text else DEFAULT_PORT)
+
+
+def _local_devices(given: Sequence[str] | None, around: Mapping[str, str]) -> tuple[int, ...] | None:
+    if given:
+        if not all(re.fullmatch(r"\d{1,4}", text) for text in given) or len(set(given)) < len(given):
+            raise InputError(f"--local_device_ids={','.join(given)}: expected different numbers, such as 0,1,2,3")
+        return tuple(int(text) for text in given)
+    if around.get("JAX_LOCAL_DEVICE_IDS") or _on_tpu_vm():
+        return None  # JAX reads the one itself, and on a TPU nothing is to be divided
+    for rank, count in _LOCAL_RANKS:
+        # A process that is alone on its machine has all devices of it. Slurm writes "8(x2)".
+        several = re.match(r"\d{1,6}", around.get(count, ""))
+        if rank in around and several and int(several[0]) > 1:
+            return (_number(around, rank),)
+    return None

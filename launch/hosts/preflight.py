@@ -1,0 +1,199 @@
+"""Before any device works: every host says what it is and what it was asked to do, and all must say the same."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from launch.hosts.faults import HostsDifferError, host_name
+from launch.hosts.host import Host
+from launch.hosts.place import define_place_flags
+from launch.hosts.supervisor import BEGUN
+
+Facts = dict[str, str]
+
+_PACKAGES = ("diffumesh", "jax", "jaxlib", "libtpu", "flax", "numpy")
+_SOURCES = ("launch", "runtime", "checkpoints", "sharding")
+_MAX_FLAG_TEXT = 200
+
+# Where hosts may differ: what they print and where they keep their files; and the place flags.
+_OWN_FLAGS = ("compile_cache", "watch", "history_html", "json")
+
+
+def code_digest() -> str:
+    """A digest of the source code that runs here, so that a forgotten deployment shows."""
+    root = Path(__file__).parent.parent.parent
+    state = hashlib.sha256()
+    for folder in _SOURCES:
+        for path in sorted((root / folder).rglob("*.py")):
+            state.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return state.hexdigest()[:12]
+
+
+def version_facts() -> Facts:
+    """Versions of what runs here."""
+    facts = {"python": platform.python_version(), "code": code_digest()}
+    for package in _PACKAGES:
+        try:
+            facts[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return facts
+
+
+def flag_facts(values: flags.FlagValues) -> Facts:
+    """The flags that are not at their defaults, those aside in which hosts may differ."""
+    own = flags.FlagValues()
+    define_place_flags(own)
+    return {
+        f"--{name}": text if len(text) <= _MAX_FLAG_TEXT else f"{text[:_MAX_FLAG_TEXT]}... {digest(text)}"
+        for name in sorted(values)
+        if name not in own and name not in _OWN_FLAGS and values[name].value != values[name].default
+        for text in [str(values[name].value)]
+    }
+
+
+def memory_facts() -> dict[str, float]:
+    """Gigabytes of free memory and disk of this host; hosts may differ in them."""
+    pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
+    free = shutil.disk_usage(Path.home() if Path.home().exists() else Path("/")).free
+    return {
+        "free memory, GB": round(pages * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),
+        "free disk, GB": round(free / 1e9, 1),
+    }
+
+
+def device_facts() -> tuple[Facts, dict[str, float]]:
+    """This host's devices: what must be the same everywhere, and what may differ."""
+    devices = jax.local_devices()
+    same = {"devices": f"{len(devices)} x {devices[0].device_kind}", "all devices": str(jax.device_count())}
+    stats = [stats for device in devices if (stats := device.memory_stats())]
+    free = [one["bytes_limit"] - one.get("bytes_in_use", 0) for one in stats if "bytes_limit" in one]
+    return same, {"free device memory, GB": round(min(free) / 1e9, 2)} if free else {}
+
+
+def digest(text: str | bytes) -> str:
+    """A short digest, for comparing and for people."""
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:16]
+
+
+def differences(facts: Sequence[Facts], names: Sequence[str]) -> list[str]:
+    """Sentences that name the hosts which differ from most others (from host 0 where there is no most).
+
+    Args:
+      facts: of each host, by number.
+      names: how to call each host.
+    """
+    found = []
+    for key in dict.fromkeys(key for one in facts for key in one):
+        said = [one.get(key, "(not given)") for one in facts]
+        counts = Counter(said).most_common(2)
+        if len(counts) < 2:
+            continue
+        common = counts[0][0] if counts[0][1] > counts[1][1] else said[0]
+        for value in dict.fromkeys(value for value in said if value != common):
+            who = ", ".join(name for name, own in zip(names, said, strict=True) if own == value)
+            found.append(f"{key} is {value} on {who}, and {common} on the others")
+    return found
+
+
+def table(facts: Sequence[Facts], free: Sequence[Mapping[str, float]], names: Sequence[str]) -> Table:
+    """A column for all hosts that say the same; of what they have free the least and the most."""
+    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for host, one in enumerate(facts):
+        groups.setdefault(tuple(sorted(one.items())), []).append(host)
+    made = Table(box=box.SIMPLE_HEAD, title=f"{len(facts)} hosts")
+    made.add_column("")
+    for hosts in groups.values():
+        made.add_column(names[hosts[0]] if len(hosts) == 1 else _ranges(hosts), overflow="fold")
+    for key in dict.fromkeys(key for one in facts for key in one):
+        made.add_row(key, *(facts[hosts[0]].get(key, "") for hosts in groups.values()))
+    for key in dict.fromkeys(key for one in free for key in one):
+        made.add_row(
+            key, *(_span([free[host][key] for host in hosts if key in free[host]]) for hosts in groups.values())
+        )
+    return made
+
+
+def _span(values: Sequence[float]) -> str:
+    if not values or min(values) == max(values):
+        return f"{values[0]:g}" if values else ""
+    return f"{min(values):g} to {max(values):g}"
+
+
+def _ranges(hosts: Sequence[int]) -> str:
+    """``hosts 0-3, 5``."""
+    parts: list[list[int]] = []
+    for host in hosts:
+        if parts and host == parts[-1][-1] + 1:
+            parts[-1].append(host)
+        else:
+            parts.append([host])
+    return "hosts " + ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def check(host: Host, values: flags.FlagValues, inputs: Mapping[str, str], show: Callable[[Table], None]) -> None:
+    """All hosts meet before devices are touched, and again when each knows its devices.
+
+    Args:
+      host: this one.
+      values: its flags.
+      inputs: digests of what it read, by name, such as the checkpoint's.
+      show: prints the table, on host 0 only.
+
+    Raises:
+      HostsDifferError: names each host that differs, and in what.
+    """
+    if host.count == 1:
+        return
+    same = version_facts() | flag_facts(values) | dict(inputs)
+    said = host.gather("preflight", [platform.node(), same, memory_facts()])
+    names = [host_name(number, name) for number, (name, _, _) in enumerate(said)]
+    facts = [same for _, same, _ in said]
+    free = [free for _, _, free in said]
+    if problems := differences(facts, names):
+        show(table(facts, free, names))
+        raise HostsDifferError("the hosts do not agree:\n  " + "\n  ".join(problems))
+    found = host.gather(BEGUN, device_facts())
+    facts = [before | after for before, (after, _) in zip(facts, found, strict=True)]
+    show(table(facts, [before | after for before, (_, after) in zip(free, found, strict=True)], names))
+    if problems := differences(facts, names):
+        raise HostsDifferError("the hosts do not agree:\n  " + "\n  ".join(problems))
+
+
+def agree_on_programs(host: Host) -> Callable[[Any], None]:
+    """What to call before each run of a program: hosts agree on a new one before it is compiled.
+
+    Returns:
+      A function of the lowered program where it is new, else of None.
+    """
+
+    def before_run(lowered: jax.stages.Lowered | None) -> None:
+        host.mark()
+        if lowered is None or host.count == 1:
+            return
+        prints = host.gather("program", digest(lowered.as_text()))
+        if problems := differences([{"the program": one} for one in prints], [f"host {n}" for n in range(host.count)]):
+            raise HostsDifferError(f"the hosts are about to run different programs: {'; '.join(problems)}")
+
+    return before_run
+
+
+def print_table(made: Table) -> None:
+    """Print the table on standard error."""
+    console = Console(stderr=True)
+    Console(stderr=True, width=console.width if sys.stderr.isatty() else 160).print(made)

@@ -1,0 +1,345 @@
+"""One host's supervisor: starts the worker, tells the hub what becomes of it, and ends as all hosts end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from typing import IO, Any
+
+from launch.hosts.faults import (
+    EXIT_INTERRUPTED,
+    EXIT_RESTART,
+    EXIT_USER_ERROR,
+    Fault,
+    Timeouts,
+    fault_of_status,
+    host_name,
+)
+from launch.hosts.hub import Hub
+from launch.hosts.messages import MAX_BYTES, Message, encode, receive, shorten
+from launch.hosts.place import Place
+from sharding.errors import InputError
+
+# What hosts gather last before they work.
+BEGUN = "devices"
+
+_BEAT = 0.5
+_RETRY = 0.5
+_SAY_EVERY = 5.0
+_VERDICT_WAIT = 10.0
+_REAP_WAIT = 5.0
+_DUMP_WAIT = 1.0
+_LAST_WORDS_WAIT = 3.0
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a worker and its supervisor share besides their link.
+
+    Attributes:
+      page: two counters, of the worker's life and of its progress.
+      stacks: where the worker writes its stacks on SIGUSR1.
+    """
+
+    page: mmap.mmap
+    stacks: IO[bytes]
+
+    @classmethod
+    def create(cls) -> Shared:
+        """Make it, before the fork."""
+        return cls(mmap.mmap(-1, 16), tempfile.TemporaryFile())
+
+    def read(self, counter: int) -> int:
+        """Counter 0 (life) or 1 (progress)."""
+        return int(struct.unpack_from("<Q", self.page, 8 * counter)[0])
+
+    def advance(self, counter: int) -> None:
+        """Add one; only the worker does."""
+        struct.pack_into("<Q", self.page, 8 * counter, self.read(counter) + 1)
+
+
+def supervise(place: Place, timeouts: Timeouts) -> tuple[socket.socket, Shared]:
+    """Split into supervisor and worker. Returns in the worker; the supervisor ends this process's program.
+
+    Returns:
+      The worker's end of the link, and what it shares with its supervisor.
+    """
+    own, workers = socket.socketpair()
+    shared = Shared.create()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        own.close()
+        return workers, shared
+    workers.close()
+    sys.exit(asyncio.run(Supervisor(place, timeouts, pid, own, shared).run()))
+
+
+class Supervisor:
+    """What one host does around its worker."""
+
+    def __init__(self, place: Place, timeouts: Timeouts, pid: int, link: socket.socket, shared: Shared) -> None:
+        """Take a worker that has just been started."""
+        self._place = place
+        self._timeouts = timeouts
+        self._pid = pid
+        self._socket = link
+        self._shared = shared
+        self._name = host_name(place.host, socket.gethostname())
+        self._link: asyncio.StreamWriter | None = None
+        self._hub: asyncio.StreamWriter | None = None
+        self._waiting: list[bytes] = []  # for the hub, until it is connected
+        self._fault: Fault | None = None
+        self._done = False
+        self._ended = False
+        self._begun = False
+        self._terminated = False
+        self._beat = (0, time.monotonic())
+        self._last_words = False
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    async def run(self) -> int:
+        """Run until all hosts are done or have failed. Returns the exit code."""
+        loop = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[Fault | None] = loop.create_future()
+        self._worker_ended: asyncio.Future[int] = loop.create_future()
+        self._worker_told: asyncio.Future[None] = loop.create_future()
+        loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
+        loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
+        hub = Hub(self._place.hosts, self._timeouts, self._say) if self._place.host == 0 else None
+        tasks = [
+            loop.create_task(self._guard(part)) for part in (self._watch_worker(), self._hear_worker(), self._tick())
+        ]
+        watching = None
+        try:
+            if hub is not None:
+                await hub.listen(self._place.bind, self._place.control_port)
+                watching = loop.create_task(self._guard(hub.watch()))
+            tasks.append(loop.create_task(self._guard(self._hear_hub())))
+            fault = await self._outcome
+        except InputError as error:
+            fault = Fault("input", f"error: {error}", EXIT_USER_ERROR, who=self._name)
+        if self._hub is not None:
+            self._hub.close()
+        if watching is not None:
+            # The others are told before JAX's service goes down with this host's worker.
+            await asyncio.wait([watching], timeout=_VERDICT_WAIT)
+        if fault is not None and self._last_words and self._link is not None and not self._ended:
+            self._link.write(encode("verdict"))
+            told: set[asyncio.Future[Any]] = {self._worker_told, self._worker_ended}
+            await asyncio.wait(told, timeout=_LAST_WORDS_WAIT, return_when=asyncio.FIRST_COMPLETED)
+        self._kill()
+        await asyncio.wait([self._worker_ended], timeout=_REAP_WAIT)
+        for task in tasks:
+            task.cancel()
+        return self._conclude(fault)
+
+    async def _guard(self, part: Any) -> None:
+        """A mistake in the supervisor itself must end the run too."""
+        try:
+            await part
+        except Exception as error:
+            self._finish(Fault("exception", f"the supervisor failed: {error!r}", who=self._name))
+
+    def _finish(self, fault: Fault | None) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result(fault)
+
+    def _conclude(self, fault: Fault | None) -> int:
+        if fault is None:
+            return 0
+        own = self._fault
+        if own is not None and own.is_consequence and own.text:
+            if fault.host == self._place.host:
+                self._say(f"{self._name}: {own.text.rstrip()}")
+            else:
+                self._say(f"{self._name} failed in consequence: {own.text.rstrip().splitlines()[-1]}")
+        shown = own is not None and own.text == fault.text
+        if self._place.host == 0 and fault.host != 0 and not shown and "\n" in fault.text.strip():
+            self._say(f"{fault.who}:\n{fault.text.rstrip()}")
+        advice = "; a restart may help" if fault.code == EXIT_RESTART else ""
+        self._say(f"{self._name} stops with exit code {fault.code}{advice}: {fault.describe()}")
+        return fault.code
+
+    # ---- the worker -------------------------------------------------------------------------------------------
+
+    async def _watch_worker(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def wait() -> None:
+            _, status = os.waitpid(self._pid, 0)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: a worker that hung in the kernel
+                loop.call_soon_threadsafe(self._worker_ended.set_result, status)
+
+        # Not in the loop's own threads: those are waited for in the end.
+        threading.Thread(target=wait, daemon=True).start()
+        status = await asyncio.shield(self._worker_ended)
+        self._ended = True
+        await asyncio.sleep(0.05)  # what it said last is still to be read
+        if status == 0:
+            self._send("done")
+        elif self._fault is None:
+            self._report(fault_of_status(status))
+
+    async def _hear_worker(self) -> None:
+        reader, self._link = await asyncio.open_connection(sock=self._socket, limit=MAX_BYTES)
+        while (message := await receive(reader)) is not None:
+            match message["kind"]:
+                case "fault":
+                    self._report(Fault.parse(message))
+                case "done":
+                    self._done = True
+                    self._beat = (0, time.monotonic())
+                case "gather":
+                    self._send("gather", topic=message["topic"], value=message["value"])
+                case "last words":
+                    self._last_words = True
+                case "told":
+                    if not self._worker_told.done():
+                        self._worker_told.set_result(None)
+
+    def _kill(self) -> None:
+        if not self._ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+
+    async def _tick(self) -> None:
+        """Look whether the worker lives, and tell the hub that this host does."""
+        while True:
+            await asyncio.sleep(_BEAT)
+            now, life = time.monotonic(), self._shared.read(0)
+            if life != self._beat[0] and not self._done:
+                self._beat = (life, now)
+            still = now - self._beat[1]
+            if not self._ended and self._fault is None:
+                if self._done and still > self._timeouts.shutdown:
+                    self._report(Fault("frozen", f"its process is done and has not ended for {still:.0f} s"))
+                elif not self._done and still > self._timeouts.heartbeat:
+                    self._report(Fault("frozen", f"its process is frozen: it has not run for {still:.0f} s"))
+            self._send("beat", marks=self._shared.read(1), still=0.0 if self._done or self._fault else still)
+
+    async def _dump(self) -> None:
+        """The worker's stacks, for the hub."""
+        file = self._shared.stacks
+        file.seek(0)
+        file.truncate()
+        if not self._ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _DUMP_WAIT
+        size = -1
+        while time.monotonic() < deadline and (size <= 0 or size != os.fstat(file.fileno()).st_size):
+            size = os.fstat(file.fileno()).st_size
+            await asyncio.sleep(0.1)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+        self._send("stacks", text=shorten(text) or "(its process does not answer)")
+
+    def _report(self, fault: Fault) -> None:
+        """Say what happened here, and tell the hub."""
+        if self._fault is not None:
+            return
+        self._fault = fault
+        if not fault.is_consequence:
+            prefix = "" if fault.code == EXIT_USER_ERROR else f"{self._name}: "
+            self._say(prefix + fault.text.rstrip())
+        self._send("fault", **fault.fields())
+        own = Fault(fault.kind, fault.text, fault.code, self._place.host, self._name)
+        asyncio.get_running_loop().call_later(_VERDICT_WAIT if self._hub else 0.5, self._finish, own)
+
+    # ---- the hub ----------------------------------------------------------------------------------------------
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        line = encode(kind, **fields)
+        if self._hub is not None:
+            if not self._hub.is_closing():
+                self._hub.write(line)
+        elif kind != "beat":
+            self._waiting.append(line)
+
+    async def _connect(self) -> asyncio.StreamReader | None:
+        """Connect to the hub, trying until it is there; None when the patience ends."""
+        place = self._place
+        if place.host == 0:
+            address = "localhost" if place.bind in ("[::]", "::", "0.0.0.0") else place.bind
+        else:
+            address = place.coordinator_host
+        started = said = time.monotonic()
+        while True:
+            try:
+                reader, self._hub = await asyncio.wait_for(
+                    asyncio.open_connection(address.strip("[]"), place.control_port, limit=MAX_BYTES), 5.0
+                )
+                return reader
+            except (OSError, TimeoutError) as error:
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+            now = time.monotonic()
+            where = f"{address}:{place.control_port}"
+            if now - started > self._timeouts.initialization:
+                text = f"is missing: nobody answers at {where} ({reason}) within {now - started:.0f} s"
+                self._finish(Fault("missing", text, host=0, who="host 0"))
+                return None
+            if now - said > _SAY_EVERY:
+                said = now
+                self._say(f"{self._name}: waiting for host 0 at {where} for {now - started:.0f} s ({reason})")
+            await asyncio.sleep(_RETRY)
+
+    async def _hear_hub(self) -> None:
+        reader = await self._connect()
+        if reader is None or self._hub is None:
+            return
+        self._hub.write(
+            encode("hello", host=self._place.host, hosts=self._place.hosts, name=socket.gethostname(), pid=self._pid)
+        )
+        for line in self._waiting:
+            self._hub.write(line)
+        text = "is gone: its connection closed"
+        while True:
+            try:
+                message: Message | None = await asyncio.wait_for(receive(reader), self._timeouts.heartbeat)
+            except TimeoutError:
+                text, message = f"is gone: no sign of life for {self._timeouts.heartbeat:.0f} s", None
+            if message is None:
+                self._finish(Fault("gone", text, host=0, who=f"host 0 ({self._place.coordinator_host})"))
+                return
+            match message["kind"]:
+                case "gathered":
+                    self._begun = self._begun or message["topic"].startswith(BEGUN)
+                    if self._link is not None:
+                        self._link.write(encode("gathered", topic=message["topic"], values=message["values"]))
+                case "dump":
+                    await self._dump()
+                case "verdict":
+                    self._finish(Fault.parse(message))
+                    return
+                case "bye":
+                    self._finish(None)
+                    return
+
+    # ---- signals ----------------------------------------------------------------------------------------------
+
+    def _on_terminate(self) -> None:
+        if self._terminated or not self._begun:
+            text = "a second SIGTERM" if self._terminated else "SIGTERM before anything was in flight"
+            self._report(Fault("stopped", f"stopped at once by {text}"))
+            return
+        self._terminated = True
+        self._say(f"{self._name}: SIGTERM: finishing what is in flight; a second one stops at once")
+        if self._link is not None:
+            self._link.write(encode("drain"))
+
+    def _on_interrupt(self) -> None:
+        self._report(Fault("stopped", "interrupted", EXIT_INTERRUPTED))

@@ -1,0 +1,174 @@
+"""Models of diffumesh in lm-evaluation-harness (`pip install -e '.[eval]'`).
+
+  python -m launch.lm_eval_adapter run --model diffumesh --tasks gsm8k \
+      --model_args checkpoint=apple/DiffuCoder-7B-Instruct,mesh=tensor=8,max_new_tokens=256,cache=dual
+
+All after the module's name is the harness's own command line. Of --model_args, ``checkpoint``, ``mesh`` (axes apart by
+semicolons), ``dtype``, ``quantize``, ``kv_cache``, ``slots``, ``seed``, ``mc_samples`` are read here; the others are
+decoding parameters, which come before what a task asks for. Likelihoods are exact for autoregressive models; for
+diffusion models they are the Monte Carlo estimate of Dream's authors, which says nothing about greedy decoding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from checkpoints import DEMO
+from runtime.batching import row_seed
+from runtime.completions import cut_completion
+from runtime.decoding.config import DiffusionConfig, SamplingConfig
+from runtime.engine import Engine
+from runtime.likelihood import estimate_log_likelihoods, log_likelihoods
+from runtime.runs.slots import RowRequest
+from sharding.errors import InputError
+
+# Names of the harness, and ours.
+_SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+_DEFAULT_NEW_TOKENS = 256
+
+
+class HarnessModel(LM):
+    """A checkpoint on a mesh, as the harness calls it."""
+
+    def __init__(
+        self,
+        checkpoint: str = str(DEMO),
+        mesh: str | None = None,
+        dtype: str | None = None,
+        quantize: str = "none",
+        kv_cache: str = "model",
+        slots: int | None = None,
+        seed: int = 0,
+        mc_samples: int = 128,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+        device: Any = None,
+        **decoding: Any,
+    ) -> None:
+        """Load it. The harness's ``batch_size`` and ``device`` are slots and the mesh here, and not read.
+
+        Raises:
+          InputError: a parameter that is wrong, or that this model's decoder does not have.
+        """
+        super().__init__()
+        spec = mesh.replace(";", ",") if mesh else None
+        self.engine = Engine.load(checkpoint, spec, dtype, quantize=quantize, kv_cache=kv_cache, max_batch=slots)
+        self._name, self._slots, self._seed, self._samples = Path(checkpoint).name, slots, seed, mc_samples
+        self._decoding = decoding
+        self._config(self._decoding)
+
+    def _config(self, fields: dict[str, Any]) -> DiffusionConfig | SamplingConfig:
+        fields = {"max_new_tokens": _DEFAULT_NEW_TOKENS, "temperature": 0.0} | fields
+        try:
+            if self.engine.config.is_autoregressive:
+                return self.engine.with_end_tokens(SamplingConfig(**fields))
+            return DiffusionConfig.published(**fields)
+        except TypeError as error:
+            raise InputError(f"model_args: {error}") from error
+
+    # ---- likelihoods ------------------------------------------------------------------------------------------
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokens of a context and its continuation, which gets the spaces at the context's end."""
+        end = self.engine.end_token_ids[0]
+        bare = context.rstrip()
+        whole, before = (self.engine.tokenizer.encode(text) for text in (context + continuation, bare))
+        new = whole[len(before) :]
+        if not self.engine.config.is_autoregressive:
+            new = [*new, end]
+        room = self.engine.config.max_positions - len(new)
+        return (before or [end])[-max(1, room) :], new
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Log-likelihood of each (context, continuation), and whether greedy decoding gives it."""
+        pairs = [self._pair(*request.args) for request in requests]
+        if self.engine.config.is_autoregressive:
+            return log_likelihoods(self.engine, pairs)
+        found = estimate_log_likelihoods(self.engine, pairs, samples=self._samples, seed=self._seed)
+        return [(value, False) for value in found]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Log-likelihood of whole texts, window by window.
+
+        Raises:
+          InputError: a diffusion model, for which the estimate's authors define none.
+        """
+        if not self.engine.config.is_autoregressive:
+            raise InputError("rolling log-likelihoods (perplexity) are of autoregressive models")
+        found = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                token_list=self.engine.tokenizer.encode(request.args[0]),
+                prefix_token=self.engine.end_token_ids[0],
+                max_seq_len=self.engine.config.max_positions - 1,
+                context_len=1,
+            )
+            pairs = [make_disjoint_window(window) for window in windows]
+            found.append(sum(value for value, _ in log_likelihoods(self.engine, pairs)))
+        return found
+
+    # ---- generation -------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Text of each (context, parameters), cut at the first of its stop strings."""
+        seen: Counter[str] = Counter()
+        rows, stops = [], []
+        for context, asked in (request.args for request in requests):
+            config = self._config(self._asked(asked) | self._decoding)
+            # The same context again is another sample.
+            seed = row_seed(self._seed, context, seen[context])
+            seen[context] += 1
+            room = self.engine.config.max_positions - config.max_new_tokens
+            tokens = self.engine.tokenizer.encode(context) or [self.engine.end_token_ids[0]]
+            rows.append(RowRequest(tokens[-max(1, room) :], config, seed))
+            until = asked.get("until") or []
+            stops.append([until] if isinstance(until, str) else list(until))
+        texts = [""] * len(rows)
+        for results in self.engine.filling(rows, self._slots).run():
+            for result in results:
+                number = result.number
+                new = result.sequence[len(rows[number].tokens) :].tolist()
+                texts[number] = cut_completion(self.engine.tokenizer, new, self.engine.end_token_ids, stops[number])[0]
+        return texts
+
+    @staticmethod
+    def _asked(parameters: dict[str, Any]) -> dict[str, Any]:
+        """A task's parameters by our names; those of sampling count where it samples."""
+        names = {"max_gen_toks": "max_new_tokens"} | (_SAMPLING if parameters.get("do_sample") else {})
+        fields = {own: parameters[name] for name, own in names.items() if parameters.get(name) is not None}
+        if "max_new_tokens" in fields:
+            fields["max_new_tokens"] = int(fields["max_new_tokens"])
+        return fields
+
+    # ---- chat -------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The checkpoint's name, for the harness's caches."""
+        return self._name.replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The checkpoint's own template, for the harness's records."""
+        return self.engine.tokenizer.chat_template if chat_template else ""
+
+    def apply_chat_template(self, chat_history: Iterable[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as text."""
+        return self.engine.tokenizer.render_messages(list(chat_history), add_generation_prompt)
+
+
+def run() -> None:
+    """Entry point: the harness's own, which knows the model ``diffumesh``."""
+    register_model("diffumesh")(HarnessModel)
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    run()

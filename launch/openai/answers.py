@@ -1,0 +1,63 @@
+"""Completions in OpenAI's form: whole answers, their choices and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from runtime.tokenizer import TextTokenizer
+
+# Decimals of log-probabilities: what is beyond depends on the order of additions.
+DECIMALS = 5
+
+
+def answer(
+    identity: str, created: int, model_name: str, choices: Sequence[dict[str, Any]], chat: bool
+) -> dict[str, Any]:
+    """A whole answer without its usage.
+
+    Args:
+      identity: of the answer.
+      created: seconds since 1970.
+      model_name: as the caller knows it.
+      choices: as :func:`choice` makes them.
+      chat: the answer to a conversation, else to a prompt.
+    """
+    return {
+        "id": identity,
+        "object": "chat.completion" if chat else "text_completion",
+        "created": created,
+        "model": model_name,
+        "choices": list(choices),
+    }
+
+
+def choice(
+    index: int, text: str, finish_reason: str, log_probabilities: dict[str, Any] | None, chat: bool
+) -> dict[str, Any]:
+    """One completion."""
+    said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    return {"index": index, **said, "finish_reason": finish_reason, "logprobs": log_probabilities}
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """What an answer cost."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def logprobs(tokenizer: TextTokenizer, tokens: Sequence[int], values: Sequence[float], chat: bool) -> dict[str, Any]:
+    """Log-probabilities of the tokens of a completion, rounded."""
+    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    rounded = [round(float(value), DECIMALS) for value in values]
+    if chat:
+        content = [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in zip(texts, rounded, strict=True)
+        ]
+        return {"content": content}
+    offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
+    return {"tokens": texts, "token_logprobs": rounded, "top_logprobs": None, "text_offset": offsets}

@@ -1,0 +1,51 @@
+"""The picture behind ``--plot``: time of a pass and memory of a device over chips, a point for every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from runtime.planner.workload import Workload
+from sharding.errors import InputError
+
+if TYPE_CHECKING:
+    from launch.plan import TopologyPlan
+
+
+def plot_plans(path: str, name: str, workload: Workload, plans: Sequence[TopologyPlan]) -> None:
+    """Draw every mesh of every plan.
+
+    Raises:
+      InputError: matplotlib is not installed, or the file's ending is no format of its.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError("--plot needs matplotlib: pip install 'diffumesh[bench]'") from error
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    time_axes, memory_axes = figure.subplots(1, 2)
+    for plan in plans:
+        shown = [*plan.fitting, *plan.others]
+        chips = [found.spec.size for found in shown]
+        chosen = plan.fitting[0].main_phase.phase.name if plan.fitting else ""
+        label = f"{plan.topology} ({chosen})" if chosen else str(plan.topology)
+        time_axes.scatter(chips, [1e3 * found.main_phase.seconds for found in shown], label=label, s=18)
+        points = memory_axes.scatter(chips, [found.memory.total / 1e9 for found in shown], label=label, s=18)
+        color = points.get_facecolor()[0]
+        memory_axes.axhline(plan.topology.chip.usable_bytes / 1e9, color=color, linewidth=0.8, linestyle=":")
+        if len(plans) == 1:
+            for found in shown:
+                text = str(found.spec).replace("sequence", "seq").replace("tensor", "ten")
+                time_axes.annotate(text, (found.spec.size, 1e3 * found.main_phase.seconds), fontsize=7)
+                memory_axes.annotate(text, (found.spec.size, found.memory.total / 1e9), fontsize=7)
+    for axes, title in ((time_axes, "ms a pass"), (memory_axes, "GB a device; dotted: usable")):
+        axes.set_xlabel("chips")
+        axes.set_ylabel(title)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+    time_axes.legend(fontsize=7)
+    figure.suptitle(f"{name}, batch {workload.batch}, {workload.prompt} + {workload.new_tokens} tokens; estimated")
+    try:
+        figure.savefig(path, dpi=150)
+    except (ValueError, OSError) as error:
+        raise InputError(f"--plot={path}: {error}") from error

@@ -1,0 +1,97 @@
+"""``--profile_dir`` and ``--dump_hlo``: what the devices did, and the programs they did it with."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from launch.startup import is_main_process
+from sharding.errors import InputError
+
+
+def define_profiling_flags(values: flags.FlagValues) -> None:
+    """Define the flags."""
+    flags.DEFINE_string(
+        "profile_dir",
+        None,
+        "Write a trace for XProf or TensorBoard into this folder: operations by the model's named scopes.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "dump_hlo",
+        None,
+        "Write the optimized HLO of every program that was compiled into this folder.",
+        flag_values=values,
+    )
+
+
+def check_profiling(values: flags.FlagValues) -> None:
+    """Check the folders before a device is touched.
+
+    Raises:
+      InputError: one that cannot be made where it is to be.
+    """
+    for name in ("profile_dir", "dump_hlo"):
+        path = values[name].value
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise InputError(f"--{name}={path}: there is no such folder")
+
+
+@contextlib.contextmanager
+def traced(values: flags.FlagValues, label: str = "") -> Iterator[None]:
+    """Trace what the devices do meanwhile, where ``--profile_dir`` asks for it; every host writes its own part.
+
+    Args:
+      values: the flags.
+      label: of one of several things that are traced: the name of a folder within.
+    """
+    if values.profile_dir is None:
+        yield
+        return
+    import jax
+
+    with jax.profiler.trace(str(Path(values.profile_dir) / _file_name(label))):
+        yield
+
+
+def write_programs(values: flags.FlagValues, texts: Mapping[str, str], label: str = "") -> None:
+    """Write optimized HLO by the program's name, where ``--dump_hlo`` asks for it, from host 0.
+
+    Args:
+      values: the flags.
+      texts: HLO by name.
+      label: of one of several things that are dumped: the name of a folder within.
+    """
+    if values.dump_hlo is None or not is_main_process():
+        return
+    folder = Path(values.dump_hlo) / _file_name(label)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / f"{_file_name(name)}.hlo.txt").write_text(text, encoding="utf-8")
+
+
+def profile_again(
+    values: flags.FlagValues, label: str, call: Callable[[], Any], texts: Callable[[], Mapping[str, str]]
+) -> None:
+    """Do once more what a benchmark has timed, traced, and write its programs; nothing where no flag asks for it.
+
+    Args:
+      values: the flags.
+      label: the name of a folder within those of the flags, for this one of several.
+      call: what was timed; returns when its work is done.
+      texts: optimized HLO by name.
+    """
+    if values.profile_dir is not None:
+        with traced(values, label):
+            call()
+    if values.dump_hlo is not None:
+        write_programs(values, texts(), label)
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.,=-]+", "_", text)

@@ -1,0 +1,266 @@
+"""Serve a model over HTTP, to the clients of OpenAI's API.
+
+  python -m launch.serve                                              the demo checkpoint, on 127.0.0.1:8000
+  python -m launch.serve --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --canvas=512 --canvas=2048 --slots=16
+  python -m launch.serve --mode=cache=dual,parallel=threshold ...     a second way of decoding, for requests that ask
+  python -m launch.serve --host=0.0.0.0 --api_key_file=keys.txt ...   to others, who have a key
+
+/v1/completions, /v1/chat/completions, /v1/score, /v1/models, /health, /metrics, /version, /openapi.json. Requests share
+a fixed number of slots on the mesh, which they enter and leave one by one; programs are compiled before /health says
+ready, and never after. The tokens of a request depend on it and its seed alone. Decoding flags say what a request
+starts from. SIGTERM finishes what is there, within --grace; a second one stops at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from checkpoints import CheckpointFolder
+from checkpoints.fingerprint import fingerprint
+from launch.decoding_flags import decoding_config, define_decoding_flags, describe, steps_follow_tokens
+from launch.hosts.faults import EXIT_RESTART
+from launch.model_flags import define_model_flags, load_engine, open_checkpoint, read_tokenizer
+from launch.openai.bodies import Defaults, read_config
+from launch.startup import (
+    define_device_flags,
+    is_main_process,
+    run_launcher,
+    say,
+    start_devices,
+    this_host,
+    version,
+)
+from runtime.decoding.config import MAX_STEPS, DiffusionConfig, SamplingConfig
+from runtime.engine import end_tokens
+from runtime.models.config import ModelConfig
+from sharding.errors import InputError
+
+try:
+    from launch.serving.http import listen
+    from launch.serving.keys import Keys
+    from launch.serving.limits import Limits
+    from launch.serving.mesh import Mesh, Shape
+    from launch.serving.reading import Mode
+    from launch.serving.scheduler import follow
+    from launch.serving.server import Server
+
+    _MISSING = None
+except ModuleNotFoundError as error:
+    _MISSING = error.name
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+_DEFAULT_CANVAS = 512
+_DEFAULT_SLOTS = 8
+_MODE_FIELDS = (
+    *("algorithm", "cache", "block_length", "parallel", "threshold", "factor"),
+    *("refresh_interval", "refresh_blocks"),
+    *("early_stop", "suppress_mask", "confidence_dtype"),
+)
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Define this launcher's flags."""
+
+    def string(name: str, default: str | None, text: str) -> None:
+        flags.DEFINE_string(name, default, text, flag_values=values)
+
+    def integer(name: str, default: int | None, text: str, low: int, high: int) -> None:
+        flags.DEFINE_integer(name, default, text, low, high, flag_values=values)
+
+    def seconds(name: str, default: float, text: str) -> None:
+        flags.DEFINE_float(name, default, text, 0.01, 1e6, flag_values=values)
+
+    string("host", "127.0.0.1", "Address to listen on. One that is not this machine's own asks for --api_key_file.")
+    integer("port", 8000, "Port to listen on; 0 for any that is free.", 0, 65535)
+    string("api_key_file", None, "File of API keys, one a line, that nobody else can read; every route asks for one.")
+    flags.DEFINE_list(
+        "allowed_hosts",
+        None,
+        "Names by which clients may call. Default: this machine's own, or any.",
+        flag_values=values,
+    )
+    string("served_model_name", None, "How clients call the model. Default: the checkpoint's name.")
+    flags.DEFINE_multi_integer(
+        "canvas",
+        [],
+        f"Positions of a slot, prompt and new tokens; repeatable. Default: {_DEFAULT_CANVAS}.",
+        2,
+        1 << 20,
+        flag_values=values,
+    )
+    integer("slots", _DEFAULT_SLOTS, "Rows on the devices at a time, of each canvas and mode.", 1, 1 << 16)
+    flags.DEFINE_multi_string(
+        "mode",
+        [],
+        "Another way of decoding that requests may ask for, as cache=dual,parallel=threshold; repeatable.",
+        flag_values=values,
+    )
+    integer("max_steps", None, "Denoise steps of a block at most. Default: as many as positions.", 1, MAX_STEPS)
+    integer("max_queue", 64, "Rows that may wait; what is more is refused with 429.", 1, 1 << 20)
+    integer("max_rows", 32, "Completions, or scored rows, of one request.", 1, 1024)
+    integer("max_body_bytes", 1 << 20, "Bytes of a request.", 1 << 10, 1 << 30)
+    integer("max_header_bytes", 16 << 10, "Bytes of a request's head.", 1 << 10, 1 << 20)
+    integer("max_connections", 1024, "Connections at a time.", 1, 1 << 16)
+    seconds("request_timeout", 600.0, "Seconds from a request's arrival to its end.")
+    seconds("read_timeout", 10.0, "Seconds in which a request's head, and then its body, must be there.")
+    seconds("write_timeout", 30.0, "Seconds that a client may leave an answer unread.")
+    seconds("unhealthy_after", 60.0, "Seconds of one turn of the engine until /health says that it has stalled.")
+    seconds("grace", 30.0, "Seconds to finish what is there after SIGTERM.")
+    define_model_flags(values)
+    define_decoding_flags(values)
+    define_device_flags(values)
+
+
+def read_limits(values: flags.FlagValues) -> Limits:
+    """The bounds that flags say.
+
+    Raises:
+      InputError: a request could never be queued.
+    """
+    if values.max_rows > values.max_queue:
+        raise InputError(f"--max_rows={values.max_rows} of a request cannot wait in --max_queue={values.max_queue}")
+    return Limits(
+        body=values.max_body_bytes,
+        headers=values.max_header_bytes,
+        rows=values.max_rows,
+        queue=values.max_queue,
+        connections=values.max_connections,
+        request_seconds=values.request_timeout,
+        read_seconds=values.read_timeout,
+        write_seconds=values.write_timeout,
+        stall_seconds=values.unhealthy_after,
+        grace=values.grace,
+    )
+
+
+def read_keys(values: flags.FlagValues) -> Keys:
+    """The keys that flags say.
+
+    Raises:
+      InputError: an address of others without any.
+    """
+    if values.api_key_file is not None:
+        return Keys.read(Path(values.api_key_file))
+    if values.host not in LOOPBACK:
+        raise InputError(f"--host={values.host} is open to others: give --api_key_file, or --host=127.0.0.1")
+    return Keys()
+
+
+def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> Defaults:
+    """What requests start from.
+
+    Raises:
+      InputError: no tokenizer, or a decoding flag that is wrong.
+    """
+    tokenizer = read_tokenizer(folder)
+    end_token_ids = end_tokens(model, folder, tokenizer)
+    config = decoding_config(values, folder, model, end_token_ids)
+    return Defaults(
+        model_name=values.served_model_name or Path(folder.name).name,
+        model=model,
+        tokenizer=tokenizer,
+        config=config.replace(log_probabilities=False),
+        steps_follow_tokens=steps_follow_tokens(values, folder),
+        end_token_ids=end_token_ids,
+        seed=0,
+        chat=False,
+        samples=1,
+        stop=(),
+    )
+
+
+def read_modes(texts: Sequence[str], defaults: Defaults) -> list[DiffusionConfig | SamplingConfig]:
+    """The ways of decoding: that of the flags, and those of --mode.
+
+    Raises:
+      InputError: one that cannot be read, or that this model does not have.
+    """
+    found = [defaults.config]
+    for text in texts:
+        fields: dict[str, Any] = {}
+        for part in text.split(","):
+            name, sign, value = part.partition("=")
+            if not sign or name not in _MODE_FIELDS:
+                raise InputError(
+                    f"--mode={text}: expected name=value, separated by commas, of {', '.join(_MODE_FIELDS)}"
+                )
+            fields[name] = _literal(value)
+        try:
+            found.append(read_config(fields, defaults))
+        except InputError as error:
+            raise InputError(f"--mode={text}: {error}") from error
+    return found
+
+
+def _literal(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def shapes(
+    values: flags.FlagValues, model: ModelConfig, configs: Sequence[DiffusionConfig | SamplingConfig]
+) -> tuple[list[Shape], list[Mode]]:
+    """The slots that there are to be, and which of them are for which way of decoding.
+
+    Raises:
+      InputError: a canvas that the model does not allow.
+    """
+    widths = sorted(set(values.canvas)) or [min(_DEFAULT_CANVAS, model.max_positions)]
+    if widths[-1] > model.max_positions:
+        raise InputError(f"--canvas={widths[-1]}: the model allows {model.max_positions} positions")
+    made = [Shape(config, width, values.slots, values.max_steps or width) for config in configs for width in widths]
+    modes = [
+        Mode(config, range(number * len(widths), (number + 1) * len(widths))) for number, config in enumerate(configs)
+    ]
+    return made, modes
+
+
+def main(values: flags.FlagValues) -> None:
+    """Run the launcher."""
+    if _MISSING is not None:
+        raise InputError(f"the server needs {_MISSING}: pip install 'diffumesh[serve]'")
+    limits, keys = read_limits(values), read_keys(values)
+    folder, model = open_checkpoint(values)
+    defaults = read_defaults(values, folder, model)
+    made, modes = shapes(values, model, read_modes(values.mode, defaults))
+    own = listen(values.host, values.port) if is_main_process() else None
+
+    start_devices(values, {"checkpoint": fingerprint(folder)})
+    server = None
+    if own is not None:
+        names = values.allowed_hosts or (LOOPBACK if values.host in LOOPBACK else ())
+        server = Server(own, defaults, modes, limits, keys, names, this_host(), version())
+    engine = load_engine(values, folder, values.slots)
+    say(describe(defaults.config))
+    mesh = Mesh(engine, made)
+    if server is None or own is None:
+        follow(mesh, this_host())
+        return
+    name, port = own.getsockname()[:2]
+    address = f"http://{f'[{name}]' if ':' in name else name}:{port}"
+    slots = ", ".join(f"{pool.count} slots of {pool.width}" for pool in mesh.pools)
+    server.run(mesh, lambda: say(f"serving {defaults.model_name} on {address} ({slots})"))
+    if late := server.scheduler.cut_short:
+        say(f"{late} requests were not finished within --grace={limits.grace:g} s")
+        this_host().finish()
+        sys.exit(EXIT_RESTART)
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    run_launcher(main, define_flags, __doc__ or "", argv)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,159 @@
+"""From what the mesh has made to what a client gets: whole answers, and pieces of a stream."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+
+from launch.openai.answers import answer, choice, logprobs, usage
+from launch.openai.bodies import Defaults
+from launch.serving.errors import ApiError
+from launch.serving.jobs import Mail
+from launch.serving.metrics import Metrics
+from launch.serving.reading import Reading
+from runtime.completions import TextStream, cut_completion
+from runtime.runs.slots import RowResult
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class Answering:
+    """The answer to one request, as it comes."""
+
+    def __init__(self, reading: Reading, mail: Mail, defaults: Defaults, metrics: Metrics, chat: bool) -> None:
+        """Take what was asked and the letter box."""
+        self._reading, self._mail, self._chat = reading, mail, chat
+        self._defaults, self._metrics = defaults, metrics
+        self._identity = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._made = 0
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole answer, when it is there.
+
+        Raises:
+          ApiError: there will be none.
+        """
+        rows = self._reading.rows
+        while len(self._mail.results) < len(rows):
+            await self._mail.wait()
+        choices = [self._choice(row, self._mail.results[row]) for row in range(len(rows))]
+        return self._answer(choices) | {"usage": self._usage()}
+
+    async def stream(self, include_usage: bool, canvas: bool) -> AsyncIterator[bytes]:
+        """The answer in events; after an error it ends with one that says so.
+
+        Args:
+          include_usage: say in the end what it cost.
+          canvas: show all new positions in each piece.
+        """
+        reading, mail = self._reading, self._mail
+        texts = [self._text_stream(row) for row in range(len(reading.rows))]
+        nothing: dict[str, Any] = {"usage": None} if include_usage else {}
+        if self._chat:
+            first = [self._piece(row, {"role": "assistant", "content": ""}) for row in range(len(texts))]
+            yield event(self._chunk(first) | nothing)
+        left = set(range(len(texts)))
+        try:
+            while left:
+                await mail.wait()
+                canvases, mail.canvases = mail.canvases, {}
+                for row in sorted(left & canvases.keys() - mail.results.keys()):
+                    text = texts[row].push(certain(canvases[row]))
+                    if text or canvas:
+                        more = {"canvas": self._shown(canvases[row])} if canvas else {}
+                        yield event(self._chunk([self._piece(row, self._said(text)) | more]) | nothing)
+                for row in sorted(left & mail.results.keys()):
+                    left.remove(row)
+                    for piece in self._last(row, texts[row], canvas):
+                        yield event(self._chunk([piece]) | nothing)
+        except ApiError as error:
+            yield event(error.body())
+            return
+        if include_usage:
+            yield event(self._chunk([]) | {"usage": self._usage()})
+        yield DONE
+
+    # ---- parts ------------------------------------------------------------------------------------------------
+
+    def _text_stream(self, row: int) -> TextStream:
+        stop = self._reading.of(row).stop
+        return TextStream(self._defaults.tokenizer, self._defaults.end_token_ids, stop)
+
+    def _new_tokens(self, row: int, result: RowResult) -> list[int]:
+        return result.sequence[len(self._reading.rows[row].tokens) :].tolist()
+
+    def _last(self, row: int, text: TextStream, canvas: bool) -> list[dict[str, Any]]:
+        """The rest of a row's text, then how it ended."""
+        result = self._mail.results[row]
+        whole = self._choice(row, result)
+        rest = text.push(self._new_tokens(row, result), whole=True)
+        pieces = []
+        if rest or canvas:
+            shown = {"canvas": self._shown(np.array(self._new_tokens(row, result)))} if canvas else {}
+            pieces.append(self._piece(row, self._said(rest)) | shown)
+        more = {name: value for name, value in whole.items() if name not in ("message", "text", "index")}
+        return [*pieces, self._piece(row, self._said("", empty=True)) | more]
+
+    def _said(self, text: str, empty: bool = False) -> dict[str, Any]:
+        if not self._chat:
+            return {"text": text}
+        return {} if empty else {"content": text}
+
+    def _piece(self, row: int, said: dict[str, Any]) -> dict[str, Any]:
+        place = {"delta": said} if self._chat else said
+        return {"index": row, **place, "finish_reason": None, "logprobs": None}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = self._answer(choices)
+        if self._chat:
+            chunk["object"] = "chat.completion.chunk"
+        return chunk
+
+    def _answer(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return answer(self._identity, self._created, self._defaults.model_name, choices, self._chat)
+
+    def _usage(self) -> dict[str, int]:
+        return usage(sum(len(one.tokens) for one in self._reading.asked), self._made)
+
+    def _choice(self, row: int, result: RowResult) -> dict[str, Any]:
+        asked, request, defaults = self._reading.of(row), self._reading.rows[row], self._defaults
+        start = len(asked.tokens)
+        new = self._new_tokens(row, result)
+        text, tokens, reason = cut_completion(defaults.tokenizer, new, defaults.end_token_ids, asked.stop)
+        self._made += len(tokens)
+        self._metrics.completed(reason, len(tokens))
+        kept = None
+        if asked.config.log_probabilities and result.log_probabilities is not None:
+            values = result.log_probabilities[start : start + len(tokens)]
+            kept = logprobs(defaults.tokenizer, tokens, values.tolist(), self._chat)
+        found = choice(row, text, reason, kept, self._chat) | {"seed": request.seed}
+        masked = defaults.model.mask_token_id
+        if not defaults.model.is_autoregressive:
+            found["masks_left"] = int((result.sequence == masked).sum())
+            if masked in asked.tokens:
+                found["filled_prompt"] = defaults.tokenizer.decode(result.sequence[:start].tolist())
+        return found
+
+    def _shown(self, canvas: np.ndarray) -> list[str | None]:
+        """The text of every position, None where nothing stands yet."""
+        decode, masked = self._defaults.tokenizer.decode, self._defaults.model.mask_token_id
+        return [
+            None if token in (-1, masked) else decode([token], skip_special_tokens=False) for token in canvas.tolist()
+        ]
+
+
+def certain(canvas: np.ndarray) -> list[int]:
+    """The tokens before the first position where nothing stands yet."""
+    tokens: list[int] = canvas.tolist()
+    return tokens[: tokens.index(-1)] if -1 in tokens else tokens

@@ -1,0 +1,226 @@
+"""Bodies of requests as they come over the wire: which fields there are, of which type, within which bounds.
+
+What they mean is said once for files and for the server, in :mod:`launch.openai.bodies`. Whatever is not here is
+refused: nothing is ignored that would change an answer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from launch.openai.bodies import MAX_STOP, MAX_STOPS
+from launch.serving.errors import ApiError, invalid
+from runtime.decoding.config import (
+    CACHES,
+    CONFIDENCE_DTYPES,
+    MAX_NEW_TOKENS,
+    MAX_SEED,
+    MAX_STEPS,
+    MIN_TEMPERATURE,
+    PARALLEL_RULES,
+)
+from runtime.sampling import ALGORITHMS
+
+# Absolute bounds; the server's own, from its flags, are tighter.
+MAX_N = 1024
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_SECONDS = 86400.0
+
+Text = Annotated[str, Field(max_length=1 << 24)]
+Name = Annotated[str, Field(max_length=512)]
+Token = Annotated[int, Field(ge=0, le=1 << 30)]
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=1 << 20)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
+Count = Annotated[int, Field(ge=0, le=MAX_NEW_TOKENS)]
+
+if TYPE_CHECKING:
+    Algorithm = str
+    Cache = str
+    Parallel = str
+    Dtype = str
+else:
+    Algorithm, Cache, Parallel = Literal[ALGORITHMS], Literal[CACHES], Literal[PARALLEL_RULES]
+    Dtype = Literal[CONFIDENCE_DTYPES]
+
+
+class Body(BaseModel):
+    """Strict: no field is taken for another type, none is unknown, no number is infinite."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """How a stream is sent.
+
+    Attributes:
+      include_usage: a last piece says what the answer cost.
+    """
+
+    include_usage: bool | None = None
+
+
+class Generate(Body):
+    """What completions and chats have in common. ``None`` is as good as nothing.
+
+    Attributes:
+      timeout: seconds from the arrival of the request in which it must be finished.
+      canvas: each piece of a stream shows all new positions, ``null`` where nothing stands yet.
+    """
+
+    model: Name | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=1e4)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=1 << 30)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Said by clients of habit; only the values that ask for nothing.
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    # Changes no token.
+    user: Name | None = None
+    # Diffusion.
+    steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] | None = None
+    algorithm: Algorithm | None = None
+    alg_temp: Annotated[float, Field(ge=0, le=1e4)] | None = None
+    eps: Annotated[float, Field(gt=0, lt=1)] | None = None
+    confidence_dtype: Dtype | None = None
+    suppress_mask: bool | None = None
+    block_length: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
+    cache: Cache | None = None
+    refresh_interval: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
+    refresh_blocks: Annotated[int, Field(ge=0, le=MAX_NEW_TOKENS)] | None = None
+    parallel: Parallel | None = None
+    threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    factor: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    early_stop: bool | None = None
+    # The server's own.
+    timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
+    canvas: bool | None = None
+
+    @model_validator(mode="after")
+    def _of_streams(self) -> Generate:
+        if not self.stream and (self.stream_options is not None or self.canvas):
+            raise ValueError("stream_options and canvas are of streams; say stream: true")
+        return self
+
+    def decoding(self) -> dict[str, Any]:
+        """The fields that say how to decode and what."""
+        return self.model_dump(exclude_unset=True, exclude=_NOT_OF_DECODING)
+
+
+_NOT_OF_DECODING = {
+    *("model", "stream", "stream_options", "user", "timeout", "canvas", "metadata", "store", "service_tier"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "echo", "best_of", "suffix", "tools", "tool_choice"),
+    *("response_format", "top_logprobs", "modalities", "parallel_tool_calls"),
+}
+
+
+class CompletionBody(Generate):
+    """``POST /v1/completions``: one prompt or several, texts or token ids."""
+
+    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    echo: Literal[False] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _no_best(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of: not supported; every completion is handed out")
+        return self
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
+    name: Name | None = None
+
+
+class ResponseFormat(Body):
+    """Text is what there is."""
+
+    type: Literal["text"]
+
+
+class ChatBody(Generate):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    metadata: Annotated[dict[Name, Name], Field(max_length=16)] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class ScoreBody(Body):
+    """``POST /v1/score``: log-probabilities of given tokens, in one forward pass.
+
+    Attributes:
+      input: rows that the model reads, texts or token ids; for a diffusion model noised as the estimator wants them.
+      targets: as many rows of as many tokens, whose probabilities are wanted; default the input itself.
+      temperature: divides the logits; default 1.
+    """
+
+    model: Name | None = None
+    input: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+    targets: Tokens | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=1e4)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
+
+
+Kind = TypeVar("Kind", bound=Body)
+
+
+def validate(kind: type[Kind], fields: dict[str, Any]) -> Kind:
+    """A body of a kind.
+
+    Raises:
+      ApiError: 400, naming the field.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _first(error) from None
+
+
+def _first(error: ValidationError) -> ApiError:
+    """The first thing that is wrong. Nothing of what the client sent is repeated but names of fields."""
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    found = details[0]
+    where = [str(part) for part in found["loc"]]
+    name = where[0] if where else None
+    if found["type"] == "extra_forbidden":
+        return invalid(f"{'.'.join(where):.100}: not supported", (name or "")[:100])
+    if found["type"] == "missing":
+        return invalid(f"{'.'.join(where):.100}: missing", (name or "")[:100])
+    message = str(found["msg"]).removeprefix("Value error, ")
+    if not where:
+        return invalid(message)
+    # Of alternatives each is at fault in its own way.
+    several = len({tuple(detail["loc"][1:2]) for detail in details if detail["loc"][:1] == found["loc"][:1]}) > 1
+    said = f"{name:.100}: {message}" + ("; or another of the forms it may have" if several else "")
+    return invalid(said, (name or "")[:100])

@@ -1,0 +1,73 @@
+"""What a client is told when its request is not answered, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sharding.errors import InputError
+
+
+class ApiError(Exception):
+    """An answer that is no completion.
+
+    Attributes:
+      status: of HTTP.
+      message: a sentence for people; never what a library said.
+      code: for programs.
+      param: the field that is wrong, where it is one.
+      headers: to send along.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON that says so."""
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
+        kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def invalid(message: str, param: str | None = None) -> ApiError:
+    """A request that is wrong in itself."""
+    return ApiError(400, message, "invalid_request", param)
+
+
+def from_input_error(error: InputError) -> ApiError:
+    """Our own sentence about an input; what a library said, in brackets behind it, is left out."""
+    cause = error.__cause__
+    text = str(error)
+    if cause is not None and not isinstance(cause, InputError):
+        text = text.partition(" (")[0]
+    name = text.partition(" is ")[0].partition(":")[0]
+    return invalid(text, name if name.isidentifier() else None)
+
+
+def busy(seconds: int) -> ApiError:
+    """The queue is full."""
+    return ApiError(
+        429, "too many requests are waiting; try again later", "queue_full", headers={"Retry-After": str(seconds)}
+    )
+
+
+def unavailable(message: str, seconds: int = 1) -> ApiError:
+    """Not now: warming up, draining, or the engine is gone."""
+    return ApiError(503, message, "unavailable", headers={"Retry-After": str(seconds)})
+
+
+def too_late(seconds: float) -> ApiError:
+    """The request's deadline has passed."""
+    return ApiError(408, f"not finished within {seconds:g} s", "deadline_exceeded")
+
+
+ENGINE_FAILED = ApiError(503, "the engine has failed; the server is going down", "engine_failed")

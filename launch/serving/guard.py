@@ -1,0 +1,120 @@
+"""Before any route: whose request it is, and that it is neither too large nor too slow.
+
+It looks at the request as the socket gave it, never at an address put together from headers, and knows no routes:
+there is no path on which a key is not asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Collection, MutableMapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from launch.serving.errors import ApiError
+from launch.serving.keys import Keys
+from launch.serving.limits import Limits
+
+_HOST = re.compile(rb"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
+
+
+async def send_error(error: ApiError, send: Send) -> None:
+    """An error as a whole response, after which the connection closes."""
+    body = json.dumps(error.body()).encode()
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
+    lines = [(name.lower().encode(), value.encode()) for name, value in (headers | error.headers).items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": lines})
+    await send({"type": "http.response.body", "body": body})
+
+
+class Guard:
+    """An application behind checks."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, limits: Limits, hosts: Collection[str]) -> None:
+        """Guard ``app``; ``hosts`` are the names by which it may be called, none for any."""
+        self._app, self._keys, self._limits = app, keys, limits
+        self._hosts = {host.lower().encode() for host in hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check, then let through. Requests bear ``owner``: whose they are."""
+        if scope["type"] != "http":
+            return
+        state: dict[str, bool] = {"read": False}
+        headers = scope["headers"]
+
+        async def closing_send(message: Message) -> None:
+            # Whoever is answered before all was read must not go on sending on this connection.
+            if message["type"] == "http.response.start" and not state["read"] and _has_body(headers):
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        try:
+            owner = self._check(scope, headers)
+        except ApiError as error:
+            await send_error(error, send)
+            return
+        scope["state"] = {**scope.get("state", {}), "owner": owner}
+        await self._app(scope, self._limited(receive, state), closing_send)
+
+    def _check(self, scope: MutableMapping[str, Any], headers: list[tuple[bytes, bytes]]) -> object:
+        # h11 bounds a head that is incomplete; one that comes in a single packet is measured here.
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) + len(": \r\n") for name, value in headers)
+        if size > self._limits.headers:
+            raise ApiError(431, f"the head is larger than {self._limits.headers} bytes", "head_too_large")
+        hosts = [value for name, value in headers if name == b"host"]
+        if len(hosts) > 1 or (hosts and not _HOST.fullmatch(hosts[0])):
+            raise ApiError(400, "Host: not a name", "invalid_request")
+        if self._hosts and hosts and _name(hosts[0]) not in self._hosts:
+            raise ApiError(403, "this server is not called by that name; see --allowed_hosts", "wrong_host")
+        owner: object = (scope.get("client") or ("",))[0]
+        if self._keys.wanted:
+            given = [value for name, value in headers if name == b"authorization"]
+            owner = self._keys.whose(given[0] if len(given) == 1 else None)
+            if owner is None:
+                raise ApiError(
+                    401,
+                    "no valid API key was given; say Authorization: Bearer KEY",
+                    "invalid_api_key",
+                    headers={"WWW-Authenticate": 'Basic realm="diffumesh"'},
+                )
+        lengths = [value for name, value in headers if name == b"content-length"]
+        if any(not value.isdigit() or len(value) > 18 or int(value) > self._limits.body for value in lengths):
+            raise self._too_large()
+        return owner
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._limits.body} bytes", "body_too_large")
+
+    def _limited(self, receive: Receive, state: dict[str, bool]) -> Receive:
+        read, by = 0, asyncio.get_running_loop().time() + self._limits.read_seconds
+
+        async def limited() -> Message:
+            nonlocal read
+            if state["read"]:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(by):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(408, "the body did not come in time", "body_too_slow") from None
+            if message["type"] == "http.request":
+                read += len(message.get("body", b""))
+                if read > self._limits.body:
+                    raise self._too_large()
+                state["read"] = not message.get("more_body", False)
+            return message
+
+        return limited
+
+
+def _has_body(headers: list[tuple[bytes, bytes]]) -> bool:
+    return any(name in (b"content-length", b"transfer-encoding") and value != b"0" for name, value in headers)
+
+
+def _name(host: bytes) -> bytes:
+    name = host.lower()
+    return name[: name.index(b"]") + 1] if name.startswith(b"[") else name.partition(b":")[0]

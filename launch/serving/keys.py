@@ -1,0 +1,72 @@
+"""API keys: read from a file, compared in constant time."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Sequence
+from pathlib import Path
+
+from sharding.errors import InputError
+
+_MAX_BYTES = 64 << 10
+_LEAST = 16
+
+
+class Keys:
+    """The keys that may use the server; none means that everybody may."""
+
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        """Keep digests of them."""
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    @classmethod
+    def read(cls, path: Path) -> Keys:
+        """A key a line; blank lines and those that begin with # are passed over.
+
+        Raises:
+          InputError: the file cannot be read, others may read it, or a line is no key.
+        """
+        flag = f"--api_key_file={path}"
+        try:
+            if path.stat().st_mode & 0o007:
+                raise InputError(f"{flag}: others can read it; chmod 600 it")
+            with path.open("rb") as file:
+                text = file.read(_MAX_BYTES + 1).decode("ascii")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{flag}: cannot be read as text ({error})") from error
+        lines = [line.strip() for line in text.splitlines()]
+        found = [line for line in lines if line and not line.startswith("#")]
+        wrong = [number for number, line in enumerate(found, 1) if len(line) < _LEAST or not line.isprintable()]
+        if len(text) > _MAX_BYTES or not found or wrong or any(" " in line for line in found):
+            raise InputError(f"{flag}: expected a key a line, each of at least {_LEAST} characters without spaces")
+        return cls(found)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a key is needed."""
+        return bool(self._digests)
+
+    def whose(self, authorization: bytes | None) -> int | None:
+        """Number of the key in an ``Authorization`` header, None where it has none that is right.
+
+        ``Bearer KEY``; or, for browsers, ``Basic`` with any name and the key as the password. All keys are compared,
+        each in constant time.
+        """
+        kind, _, said = (authorization or b"").partition(b" ")
+        given = said.strip()
+        if kind.lower() == b"basic":
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except (binascii.Error, ValueError):
+                given = b""
+        elif kind.lower() != b"bearer":
+            given = b""
+        digest = hashlib.sha256(given).digest()
+        found = None
+        for number, own in enumerate(self._digests):
+            if hmac.compare_digest(own, digest):
+                found = number
+        return found

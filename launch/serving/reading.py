@@ -1,0 +1,217 @@
+"""From a body to a job: what is asked for, in which slots it can be done, and for how many rows."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.openai.bodies import Asked, Defaults, by_our_names, read_asked
+from launch.serving.bodies import ChatBody, CompletionBody, ScoreBody
+from launch.serving.errors import ApiError, from_input_error, invalid
+from launch.serving.limits import Limits
+from launch.serving.mesh import Mesh, Scoring
+from runtime.batching import row_seeds
+from runtime.decoding.config import DiffusionConfig, SamplingConfig
+from runtime.runs.block_diffusion import block_schedule
+from runtime.runs.slots import RowRequest
+from sharding.errors import InputError
+
+# Seeds that are made here are exact in JavaScript too.
+_SEED_BITS = 53
+# No token has more characters than this: what is longer than so many for each position does not fit.
+_LONGEST_TOKEN = 256
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a request comes to.
+
+    Attributes:
+      asked: of each prompt.
+      rows: prompt by prompt, sample by sample.
+      pool: whose slots they enter.
+    """
+
+    asked: Sequence[Asked]
+    rows: Sequence[RowRequest]
+    pool: int
+
+    def of(self, index: int) -> Asked:
+        """What was asked of a row."""
+        return self.asked[index // self.asked[0].samples]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way of decoding that is compiled in.
+
+    Attributes:
+      config: what a request has in common with all of its slots.
+      pools: numbers of its pools, narrow ones first.
+    """
+
+    config: DiffusionConfig | SamplingConfig
+    pools: Sequence[int]
+
+
+class Reader:
+    """Reads bodies for the slots that there are. Reading takes time where prompts are long: not for the loop."""
+
+    def __init__(self, defaults: Defaults, modes: Sequence[Mode], limits: Limits) -> None:
+        """Take what requests start from, the ways of decoding, and bounds."""
+        self._defaults, self._modes, self._limits = defaults, modes, limits
+        self.widest = 0
+        self._mesh: Mesh | None = None
+
+    def serve(self, mesh: Mesh) -> None:
+        """Read for these slots from now on."""
+        self._mesh = mesh
+        self.widest = max(pool.width for pool in mesh.pools)
+
+    def generation(self, body: CompletionBody | ChatBody) -> Reading:
+        """What is to be generated.
+
+        Raises:
+          ApiError: a request that is wrong, too large, or for which no program is compiled.
+        """
+        self._check_model(body.model)
+        fields = body.decoding()
+        try:
+            changes = by_our_names(fields)
+            prompts = _several(changes["prompt"]) if "prompt" in changes else [None]
+            samples = changes.get("num_return_sequences", self._defaults.samples)
+            if len(prompts) * samples > self._limits.rows:
+                raise invalid(f"{len(prompts) * samples} completions; at most {self._limits.rows} a request", "n")
+            asked = []
+            for prompt in prompts:
+                own = changes if prompt is None else changes | {"prompt": prompt}
+                self._check_size(own)
+                asked.append(read_asked(own, self._defaults))
+        except InputError as error:
+            raise from_input_error(error) from None
+        seed = changes.get("seed", secrets.randbits(_SEED_BITS))
+        seeds = row_seeds(seed, len(asked), samples)
+        pools = [self._pool(one) for one in asked]
+        # All rows of a request enter the same slots, so that it is clear what waits for what.
+        pool = max(pools)
+        rows = [
+            RowRequest(one.tokens, one.config, seeds[number * samples + sample])
+            for number, one in enumerate(asked)
+            for sample in range(samples)
+        ]
+        return Reading(asked, rows, pool)
+
+    def scoring(self, body: ScoreBody) -> tuple[list[list[int]], list[Scoring]]:
+        """Rows that are to be scored, and in which passes.
+
+        Raises:
+          ApiError: a request that is wrong or too large.
+        """
+        assert self._mesh is not None
+        self._check_model(body.model)
+        try:
+            rows = [self._tokens(row, "input") for row in _several(body.input)]
+            targets = rows if body.targets is None else [self._tokens(row, "targets") for row in _several(body.targets)]
+        except InputError as error:
+            raise from_input_error(error) from None
+        if len(rows) > self._limits.rows:
+            raise invalid(f"{len(rows)} rows; at most {self._limits.rows} a request", "input")
+        if [len(row) for row in rows] != [len(row) for row in targets]:
+            raise invalid("targets: as many rows as input, of as many tokens each", "targets")
+        longest = max(map(len, rows))
+        fitting = [pool.width for pool in self._mesh.pools if pool.width >= longest]
+        if not fitting:
+            raise self._too_long(longest, "input")
+        width = min(fitting)
+        batch = self._mesh.score_batch(width)
+        temperature = 1.0 if body.temperature is None else body.temperature
+        parts = [
+            Scoring(rows[start : start + batch], targets[start : start + batch], temperature, width, batch)
+            for start in range(0, len(rows), batch)
+        ]
+        return rows, parts
+
+    def _tokens(self, row: Any, name: str) -> list[int]:
+        self._check_size({"prompt": row})
+        if isinstance(row, str):
+            row = self._defaults.tokenizer.encode(row)
+        wrong = [token for token in row if token >= self._defaults.model.vocab_size]
+        if wrong or not row:
+            why = f"{wrong[0]} is no token" if wrong else "a row has at least one token"
+            raise invalid(f"{name}: {why}", name)
+        return row
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._defaults.model_name:
+            raise ApiError(404, "there is no such model here; see /v1/models", "model_not_found", "model")
+
+    def _check_size(self, changes: dict[str, Any]) -> None:
+        """Refuse what cannot fit before it is tokenized."""
+        texts = [changes.get("prompt")]
+        for message in changes.get("messages", []):
+            content = message["content"]
+            texts += [content] if isinstance(content, str) else [part["text"] for part in content]
+        least = sum(len(text) // _LONGEST_TOKEN if isinstance(text, str) else len(text) for text in texts if text)
+        if least > self.widest:
+            raise invalid(
+                f"the prompt is too long; there is room for {self.widest} tokens, new ones included", "prompt"
+            )
+
+    def _too_long(self, length: int, name: str) -> ApiError:
+        return invalid(f"{length} tokens, new ones included; this server has room for {self.widest}", name)
+
+    def _pool(self, asked: Asked) -> int:
+        """The narrowest slots in which a row can be done.
+
+        Raises:
+          ApiError: there are none.
+        """
+        assert self._mesh is not None
+        length = len(asked.tokens) + asked.config.max_new_tokens
+        if length > self.widest:
+            raise self._too_long(length, "max_tokens")
+        mode = next((mode for mode in self._modes if _same(mode.config, asked.config)), None)
+        if mode is None:
+            there = "; ".join(describe(mode.config) for mode in self._modes)
+            raise invalid(f"{describe(asked.config)}: no such programs are compiled here, but {there} (--mode)")
+        number = next(number for number in mode.pools if self._mesh.pools[number].width >= length)
+        pool = self._mesh.pools[number]
+        if isinstance(asked.config, DiffusionConfig):
+            _, steps = block_schedule(asked.config, pool.width)
+            if steps > pool.steps:
+                raise invalid(f"{steps} steps a block; at most {pool.steps}", "steps")
+        return number
+
+
+# What of a configuration is compiled in; see runtime.runs.slots.general.
+_COMPILED = ("algorithm", "cache", "parallel", "confidence_dtype", "suppress_mask")
+
+
+def _compiled(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
+    if isinstance(config, SamplingConfig):
+        return {"cache": "kept" if config.use_cache else "none"}
+    found = {name: getattr(config, name) for name in _COMPILED}
+    if config.cache != "none":
+        found["block_length"] = block_schedule(config, 1 << 30)[0]
+    return found
+
+
+def _same(one: DiffusionConfig | SamplingConfig, other: DiffusionConfig | SamplingConfig) -> bool:
+    return _compiled(one) == _compiled(other)
+
+
+def describe(config: DiffusionConfig | SamplingConfig) -> str:
+    """What of a configuration is compiled in, for people."""
+    usual = _compiled(DiffusionConfig()) | {"algorithm": None}
+    return ", ".join(
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in _compiled(config).items()
+        if name in ("algorithm", "cache", "parallel") or usual.get(name) != value
+    )
+
+
+def _several(prompt: Any) -> list[Any]:
+    """One prompt or several, as several: texts, or lists of token ids."""
+    return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]

@@ -1,0 +1,184 @@
+"""Autoregressive decoding on the devices: one program that reads the prompts, one that loops over new tokens.
+
+Dimension letters: B batch, T cache length, P prompt width, D embed, E stop tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from runtime.models.cached import fill_rows, run_window
+from runtime.models.families import Weights
+from runtime.models.forward import Forward
+from runtime.models.transformer import hidden_states, pick_positions, project_logits
+from runtime.sampling import TOKEN_STREAM, SamplingRule, choose_tokens, log_probabilities, position_keys
+
+Array = jax.Array
+# In the structs below: an array, or in its place a sharding or an abstract shape, in trees that describe one.
+Leaf = Any
+
+
+@dataclass(frozen=True)
+class DecodeProgram:
+    """The parts of a generation that are compiled in.
+
+    Attributes:
+      sampling: how tokens are chosen.
+      log_probabilities: keep the log-probability of every token that is generated.
+      samples: rows next to one another that have the same prompt; it is read once for all of them.
+    """
+
+    sampling: SamplingRule
+    log_probabilities: bool
+    samples: int = 1
+
+
+@flax.struct.dataclass
+class DecodeRequest:
+    """Run-time arguments of a generation.
+
+    Attributes:
+      seeds: uint32 ``[B, 2]``, key data of each row.
+      prompts: int32 ``[B]``, length of each prompt.
+      ends: int32 ``[B]``, the length at which each row ends.
+      stop_tokens: int32 ``[B, E]``, tokens that end a row; -1 for none.
+      limit: int32, run until this many tokens are generated.
+      temperature, top_p, top_k: ``[B]``, read where the program uses them.
+    """
+
+    seeds: Leaf
+    prompts: Leaf
+    ends: Leaf
+    stop_tokens: Leaf
+    limit: Leaf
+    temperature: Leaf
+    top_p: Leaf
+    top_k: Leaf
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """What a generation carries from token to token.
+
+    Attributes:
+      tokens: int32 ``[B, T]``, start-aligned; filler where nothing is generated yet.
+      lengths: int32 ``[B]``, tokens of each row so far, prompt included.
+      done: bool ``[B]``.
+      step: int32, tokens generated so far in a row that is not done; each is one forward pass.
+      log_probabilities: float32 ``[B, T]``, or None.
+      cache: a :class:`runtime.kv_cache.KVCache`, or None to run without one.
+    """
+
+    tokens: Leaf
+    lengths: Leaf
+    done: Leaf
+    step: Leaf
+    log_probabilities: Leaf = None
+    cache: Leaf = None
+
+
+def _append(
+    forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState, last: Array
+) -> DecodeState:
+    """Choose a token of each row from the activations ``[B, 1, D]`` of its last one."""
+    logits = project_logits(forward.window, weights, last)
+    keys = position_keys(
+        request.seeds, state.lengths - request.prompts, TOKEN_STREAM, state.lengths[:, None].astype(jnp.int32)
+    )
+    chosen, _ = choose_tokens(
+        forward.config, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
+    )
+
+    def write(values: Array, new: Array, lengths: Array, done: Array) -> Array:
+        places = jnp.where(done, values.shape[1], lengths)
+        return values.at[jnp.arange(len(values)), places].set(new[:, 0], mode="drop")
+
+    tokens = forward.on_rows(write, state.tokens, chosen, state.lengths, state.done)
+    kept = None
+    if program.log_probabilities:
+        new = log_probabilities(logits, chosen)
+        kept = forward.on_rows(write, state.log_probabilities, new, state.lengths, state.done)
+    lengths = jnp.where(state.done, state.lengths, state.lengths + 1)
+    done = state.done | (chosen == request.stop_tokens).any(axis=1) | (lengths >= request.ends)
+    return replace(state, tokens=tokens, lengths=lengths, done=done, step=state.step + 1, log_probabilities=kept)
+
+
+def prefill(
+    forward: Forward,
+    program: DecodeProgram,
+    width: int,
+    weights: Weights,
+    request: DecodeRequest,
+    state: DecodeState,
+) -> DecodeState:
+    """Read the first ``width`` positions, P, into the cache and generate the first token of every row."""
+    first = jnp.zeros((forward.layout.spec.data,), jnp.int32)
+    samples = program.samples
+    tokens, lengths = forward.on_rows(lambda tokens: tokens[:, :width], state.tokens), state.lengths
+    tokens, lengths = tokens[::samples], lengths[::samples]
+    hidden, cache = fill_rows(forward, weights, state.cache, tokens, lengths, first, samples)
+    last = pick_positions(forward, hidden, lengths[:, None] - 1, whole=True)
+    last = jnp.repeat(last, samples, axis=0) if samples > 1 else last
+    return _append(forward, program, weights, request, replace(state, cache=cache), last)
+
+
+def prefill_entering(
+    forward: Forward,
+    program: DecodeProgram,
+    width: int,
+    weights: Weights,
+    request: DecodeRequest,
+    state: DecodeState,
+    entering: Array,
+) -> DecodeState:
+    """:func:`prefill` of the rows ``entering`` bool ``[B]`` alone, one of each ``data`` shard at a time."""
+
+    def one_each(carry: tuple[DecodeState, Array, Array]) -> tuple[DecodeState, Array, Array]:
+        state, last, waiting = carry
+
+        def take(waiting: Array, tokens: Array, lengths: Array) -> tuple[Array, ...]:
+            row = jnp.argmax(waiting)
+            number = jnp.where(waiting.any(), row, -1)[None].astype(jnp.int32)
+            mine = (jnp.arange(len(waiting)) == row) & waiting
+            return number, mine, *(jax.lax.dynamic_slice_in_dim(values, row, 1) for values in (tokens, lengths))
+
+        number, mine, tokens, lengths = forward.on_rows(take, waiting, state.tokens, state.lengths)
+        hidden, cache = fill_rows(forward, weights, state.cache, tokens[:, :width], lengths, number)
+        own = pick_positions(forward, hidden, lengths[:, None] - 1, whole=True)
+        last = forward.on_rows(lambda mine, new, old: jnp.where(mine[:, None, None], new, old), mine, own, last)
+        return replace(state, cache=cache), last, waiting & ~mine
+
+    model = forward.config
+    nothing = jnp.zeros((len(entering), 1, model.hidden_size), weights.final_norm.dtype)
+    nothing = forward.constrain(nothing, "batch", None, "embed")
+    state, last, _ = jax.lax.while_loop(lambda carry: carry[2].any(), one_each, (state, nothing, entering))
+    new = _append(forward, program, weights, request, replace(state, done=state.done | ~entering), last)
+    return replace(new, done=jnp.where(entering, new.done, state.done), step=state.step)
+
+
+def decode(
+    forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState
+) -> DecodeState:
+    """Generate until ``request.limit`` tokens or until every row is done."""
+
+    def step(state: DecodeState) -> DecodeState:
+        with jax.named_scope("decode_step"):
+            place = state.lengths[:, None] - 1
+            if state.cache is None:
+                hidden = hidden_states(forward, weights, state.tokens, state.lengths)
+                last = pick_positions(forward, hidden, place, whole=True)
+            else:
+                newest = forward.on_rows(lambda tokens, at: jnp.take_along_axis(tokens, at, 1), state.tokens, place)
+                last, cache = run_window(forward, weights, state.cache, newest, place[:, 0], state.lengths)
+                state = replace(state, cache=cache)
+            return _append(forward, program, weights, request, state, last)
+
+    def unfinished(state: DecodeState) -> Array:
+        return (state.step < request.limit) & ~state.done.all()
+
+    return jax.lax.while_loop(unfinished, step, state)

@@ -1,0 +1,237 @@
+"""The sharded cache of keys and values, of autoregressive models and of diffusion alike.
+
+Declared like the weights, by logical axes: rows over ``data``, KV heads over ``tensor`` (its ``kv`` part), positions
+over ``sequence``. A loop carries it and its writes are in place: nothing here makes a copy of it.
+
+Dimension letters: L layers, B batch, R rows that are written whole, W window, T cache length, K kv heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec
+
+from runtime.attention import cached_attention
+from runtime.models.declarations import ModelLayout
+from sharding.errors import InputError
+
+Array = jax.Array
+# An array, or in its place a sharding or an abstract shape, in trees that describe one.
+Leaf = Any
+
+CACHE_DTYPES = ("model", "bfloat16", "float32", "int8")
+_INT8_MAX = 127.0
+
+
+def _cached(*axes: str) -> Any:
+    return flax.struct.field(metadata={"axes": axes}, default=None)
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Keys and values of every layer.
+
+    Attributes:
+      keys, values: ``[L, B, K, T, H]``.
+      key_scales, value_scales: float32 ``[L, B, K, T]`` where the cache is int8, else None.
+    """
+
+    keys: Leaf = _cached("layers", "batch", "kv_heads", "length", "head_dim")
+    values: Leaf = _cached("layers", "batch", "kv_heads", "length", "head_dim")
+    key_scales: Leaf = _cached("layers", "batch", "kv_heads", "length")
+    value_scales: Leaf = _cached("layers", "batch", "kv_heads", "length")
+
+
+def cache_dtype(name: str, model_dtype: Any) -> Any:
+    """The dtype that a cache of this name has beside weights of ``model_dtype``.
+
+    Raises:
+      InputError: it is none of :data:`CACHE_DTYPES`.
+    """
+    if name not in CACHE_DTYPES:
+        raise InputError(f"cache dtype {name!r} is not one of {', '.join(CACHE_DTYPES)}")
+    return jnp.dtype(model_dtype if name == "model" else name)
+
+
+def abstract_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> KVCache:
+    """A cache as ``ShapeDtypeStruct``, with shardings where the layout has a mesh.
+
+    Args:
+      layout: the model on its mesh.
+      batch: B, a multiple of the data axis.
+      length: T, a multiple of the sequence axis.
+      dtype: of keys and values; int8 brings scales.
+    """
+    sizes = layout.config.dimensions | {"batch": batch, "length": length}
+    quantized = jnp.dtype(dtype) == jnp.int8
+
+    def struct(axes: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        sharding = layout.sharding(*axes) if layout.mesh is not None else None
+        return jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in axes), dtype, sharding=sharding)
+
+    made = {}
+    for field in dataclasses.fields(KVCache):
+        is_scale = field.name.endswith("scales")
+        if quantized or not is_scale:
+            made[field.name] = struct(field.metadata["axes"], jnp.float32 if is_scale else dtype)
+    return KVCache(**made)
+
+
+def cache_bytes_per_device(layout: ModelLayout, batch: int, length: int, dtype: Any) -> int:
+    """Bytes of a cache on each device, replication over ``group`` included."""
+    sizes = {
+        "data": layout.spec.data,
+        "sequence": layout.spec.sequence,
+        "kv": layout.heads.kv,
+        "group": layout.heads.group,
+    }
+    shards = math.prod(layout.rules.shards(axis, sizes) for axis in ("batch", "kv_heads", "length"))
+    leaves = jax.tree.leaves(abstract_cache(layout, batch, length, dtype))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) // shards
+
+
+def _quantized(values: Array) -> tuple[Array, Array]:
+    """``[..., H]`` -> int8 of the same shape and float32 scales ``[...]``: one for each head of each position."""
+    wide = values.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(wide), axis=-1) / _INT8_MAX
+    steps = jnp.where(scales == 0.0, 1.0, scales)
+    return jnp.round(wide / steps[..., None]).astype(jnp.int8), scales
+
+
+def _on_shards(layout: ModelLayout, write: Callable[..., Array], where: Array, *new: Array) -> Callable[[Array], Array]:
+    """``write(shard of sequence, stack, where, *new)`` on every device's part of a stack ``[L, B, K, T, ...]``.
+
+    ``where`` is ``[B, ...]`` or has an entry for each shard of ``data``; ``new``: ``[B or R, S, K, ...]`` or scalars.
+    """
+
+    def run(stack: Array) -> Array:
+        if layout.mesh is None or layout.mesh.size == 1:
+            return write(0, stack, where, *new)
+        rules = layout.rules
+        axes = ("layers", "batch", "kv_heads", "length", "head_dim")[: stack.ndim]
+        place = rules.spec(*axes)
+        heads = rules.spec("batch", None, "kv_heads", "head_dim")
+        specs = (place, rules.spec("batch"), *(PartitionSpec(*heads[: array.ndim]) for array in new))
+        sequence = rules.mesh_axes("length")
+
+        def local(stack: Array, *arrays: Array) -> Array:
+            return write(jax.lax.axis_index(sequence), stack, *arrays)
+
+        call = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=place, check_vma=False)
+        return call(stack, where, *new)
+
+    return run
+
+
+def _as_it_lies(array: Array) -> Array:
+    # Else the compiler may lay all of the cache out anew to suit what is written, and back for its readers.
+    return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))
+
+
+def _write_rows(shard: Any, stack: Array, first: Array, new: Array, layer: Array) -> Array:
+    """Whole rows from position 0: ``new`` ``[R, S, K, ...]`` to rows ``first[0] ..`` of this shard."""
+    new, length = jnp.moveaxis(new, 1, 2), stack.shape[3]
+    if new.shape[2] > length or not isinstance(shard, int):
+        places = shard * length + jnp.arange(length)
+        inside = (places < new.shape[2]).reshape(-1, *(1,) * (new.ndim - 3))
+        new = jnp.where(inside, jnp.take(new, jnp.minimum(places, new.shape[2] - 1), axis=2), 0)
+    place: list[Any] = [layer, jnp.maximum(first[0], 0), *[0] * (stack.ndim - 2)]
+    old = jax.lax.dynamic_slice(stack, place, (1, *new.shape))
+    piece = jnp.where(first[0] >= 0, new[None], old)
+    return jax.lax.dynamic_update_slice(stack, _as_it_lies(piece), place)
+
+
+def _write_window(shard: Any, stack: Array, spans: Array, new: Array, layer: Array) -> Array:
+    """A window of every row: ``new`` ``[B, W, K, ...]`` to positions from ``spans[:, 0]`` to before ``spans[:, 1]``."""
+    length = stack.shape[3]
+    places = spans[:, :1] + jnp.arange(new.shape[1])
+    inside = places < spans[:, 1:]
+    places = places - shard * length
+    places = jnp.where(inside & (places >= 0) & (places < length), places, length)
+    # Indexed by head too: a scatter of [K, H] would have the compiler lay the cache out anew, position by position.
+    rows, heads = jnp.arange(new.shape[0])[:, None, None], jnp.arange(new.shape[2])
+    return _as_it_lies(stack.at[layer, rows, heads, places[..., None]].set(new, mode="drop"))
+
+
+def _write(layout: ModelLayout, cache: KVCache, how: Any, k: Array, v: Array, where: Array, layer: Array) -> KVCache:
+    written = {}
+    for name, new in (("key", k), ("value", v)):
+        stack = getattr(cache, f"{name}s")
+        parts = {f"{name}s": new.astype(stack.dtype)}
+        if stack.dtype == jnp.int8:
+            parts = dict(zip((f"{name}s", f"{name}_scales"), _quantized(new), strict=True))
+        for field, part in parts.items():
+            written[field] = _on_shards(layout, how, where, part, layer)(getattr(cache, field))
+    return dataclasses.replace(cache, **written)
+
+
+def write_rows(layout: ModelLayout, cache: KVCache, layer: Array, k: Array, v: Array, first: Array) -> KVCache:
+    """Replace whole rows of one layer, from position 0.
+
+    Args:
+      layout: the model on its mesh.
+      cache: what to write into.
+      layer: int32, which layer.
+      k: ``[R, S, K, H]``, as many rows for each shard of ``data``, whole on every shard of ``sequence``.
+      v: like ``k``.
+      first: int32 ``[data]``, the row of each data shard's own rows that its first new row replaces; -1 for none.
+    """
+    with jax.named_scope("cache_rows"):
+        return _write(layout, cache, _write_rows, k, v, first, layer)
+
+
+def _copy_row(shard: Any, stack: Array, rows: Array) -> Array:
+    """Row ``rows[0, 0]`` of this shard over row ``rows[0, 1]``."""
+    del shard
+    source, target = jnp.maximum(rows[0, 0], 0), jnp.maximum(rows[0, 1], 0)
+    piece = jax.lax.dynamic_slice_in_dim(stack, jnp.where(rows[0].min() < 0, target, source), 1, axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(stack, _as_it_lies(piece), target, axis=1)
+
+
+def copy_row(layout: ModelLayout, cache: KVCache, source: Array, target: Array) -> KVCache:
+    """Copy a row of every layer over another one.
+
+    Args:
+      layout: the model on its mesh.
+      cache: where both are.
+      source: int32 ``[data]``, the row among each data shard's own; -1 for none.
+      target: like ``source``.
+    """
+    with jax.named_scope("cache_copy"):
+        copied: KVCache = jax.tree.map(
+            lambda stack: _on_shards(layout, _copy_row, jnp.stack([source, target], axis=1))(stack), cache
+        )
+        return copied
+
+
+def write_window(
+    layout: ModelLayout, cache: KVCache, layer: Array, k: Array, v: Array, starts: Array, stops: Array
+) -> KVCache:
+    """Replace a window of every row of one layer.
+
+    Args:
+      layout: the model on its mesh.
+      cache: what to write into.
+      layer: int32, which layer.
+      k: ``[B, W, K, H]``, whole on every shard of ``sequence``.
+      v: like ``k``.
+      starts: int32 ``[B]``, position of each row's window; what lies outside the cache is not written.
+      stops: int32 ``[B]``, positions at or after them are not written.
+    """
+    with jax.named_scope("cache_window"):
+        return _write(layout, cache, _write_window, k, v, jnp.stack([starts, stops], axis=1), layer)
+
+
+def attend(cache: KVCache, layer: Array, q: Array, visible: Array) -> Array:
+    """Attention of ``q`` ``[B, S, K, G, H]`` to one layer of a cache; ``visible`` bool ``[B, S or 1, T]``."""
+
+    own: KVCache = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False), cache)
+    return cached_attention(q, own.keys, own.values, visible, own.key_scales, own.value_scales)

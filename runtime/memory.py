@@ -1,0 +1,187 @@
+"""Memory of one device, by the tensors that are alive when most of it is in use.
+
+What is resident (weights, cache, tokens) follows from the declarations. What a pass adds was learnt from the live
+ranges of compiled programs: either a layer's feed-forward part or one chunk of the head is the peak, and the compilers
+for TPU and GPU hold the same arrays there. ``tests/runtime/planner`` holds the sum to 5 % of what they report.
+
+Dimension letters: B rows of a device, S positions of a device, T keys, D embed, F mlp of a device, V vocabulary of a
+device, P positions of one head chunk on a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from runtime.kv_cache import cache_bytes_per_device
+from runtime.models.declarations import ModelLayout, shard_shape
+
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Something that takes memory: its name, the bytes of it on one device, and what would make it smaller."""
+
+    name: str
+    bytes: int
+    smaller_by: str
+
+
+# Arrays alike: name, how many, bytes of one, what would make them smaller.
+_Arrays = tuple[str, int, int, str]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of one device.
+
+    Attributes:
+      resident: what is there all the time.
+      peak: what a pass adds when it needs most.
+    """
+
+    resident: tuple[Tensor, ...]
+    peak: tuple[Tensor, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of it."""
+        return sum(tensor.bytes for tensor in (*self.resident, *self.peak))
+
+    @property
+    def largest(self) -> list[Tensor]:
+        """All of it, the largest first."""
+        return sorted((*self.resident, *self.peak), key=lambda tensor: -tensor.bytes)
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """What one forward pass computes on one device.
+
+    Attributes:
+      rows: B.
+      positions: S.
+      keys: T, that each position attends to.
+      head: P, of each row.
+      attention: implementation; ``xla`` keeps scores whole.
+    """
+
+    rows: int
+    positions: int
+    keys: int
+    head: int
+    attention: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device's memory depends on.
+
+    Attributes:
+      platform: compilers differ.
+      fast_memory_bytes: on-chip memory that a TPU's compiler keeps arrays in; 0 for none.
+    """
+
+    platform: str
+    fast_memory_bytes: int = 0
+
+
+def memory_of_passes(
+    layout: ModelLayout,
+    dtype: Any,
+    device: Device,
+    rows: int,
+    canvas: int,
+    passes: Iterable[PassShape],
+    cache_dtype: Any = None,
+) -> Memory:
+    """Memory that a generation needs on one device; ``layout`` needs no mesh.
+
+    Args:
+      layout: the model on its mesh.
+      dtype: of weights and activations.
+      device: what runs it.
+      rows: on the device.
+      canvas: whole length of a row.
+      passes: the kinds of forward passes that the generation is made of.
+      cache_dtype: of keys and values that are kept; None where none are.
+    """
+    wider = "bfloat16" if jnp.dtype(dtype).itemsize > 2 else "int8"
+    resident = [Tensor("weights", layout.bytes_per_device(dtype), f"a larger tensor axis, or {wider}")]
+    if cache_dtype is not None:
+        kept = cache_bytes_per_device(layout, rows * layout.spec.data, canvas, cache_dtype)
+        resident.append(Tensor("cache of keys and values", kept, "fewer rows, a larger sequence axis, int8"))
+    # Canvas and the step that set each position, going in and coming out.
+    resident.append(Tensor("tokens", 4 * rows * canvas * 4, "fewer rows"))
+    item = jnp.dtype(dtype).itemsize
+    stages = [stage(layout, item, device, one) for one in passes for stage in (_layer, _head)]
+    return Memory(tuple(resident), max(stages, key=lambda stage: sum(tensor.bytes for tensor in stage)))
+
+
+def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> tuple[Tensor, ...]:
+    """What is alive in the feed-forward part of a layer, or in attention where scores are kept whole."""
+    config, spec = layout.config, layout.spec
+    computed = shape.rows * shape.positions
+    residual = computed * config.hidden_size * item
+    hidden = computed * config.intermediate_size // spec.tensor * item
+    fewer, sharded = "fewer rows, a larger data or sequence axis", "a larger tensor axis, or fewer rows"
+    reduced, kv_heads = spec.tensor > 1, config.num_kv_heads // layout.heads.kv
+    arrays: list[_Arrays]
+    if device.platform == "tpu":
+        if reduced and residual > device.fast_memory_bytes:
+            # Too large to be reduced on the chip: another residual, beside the operands that are not on the chip.
+            arrays = [("residual and norms", 3, residual, fewer)]
+            if hidden > device.fast_memory_bytes:
+                arrays.append(("gate and up", 2, hidden, sharded))
+            if not device.fast_memory_bytes:
+                attended = computed * (layout.query_heads_per_device + 2 * kv_heads) * config.head_dim * item
+                arrays.append(("queries, keys and values", 1, attended, fewer))
+        elif 2 * hidden >= residual:
+            # The compiler holds either the operands of the feed-forward part or, after it, residuals alone.
+            arrays = [("residual and norms", 2, residual, fewer), ("gate and up", 2, hidden, sharded)]
+        else:
+            arrays = [("residual and norms", 3, residual, fewer)]
+    else:
+        # Each layer's weights are cut out of the stack: one of the three matrices, two around an all-reduce.
+        matrix = max(math.prod(shard_shape(leaf, layout)[1:]) for leaf in layout.leaves if leaf.is_stacked) * item
+        arrays = [
+            ("residual and norms", 3 if reduced else 2, residual, fewer),
+            ("gate and up", 2, hidden, sharded),
+            ("weights of the layer", 2 if reduced else 1, matrix, "a larger tensor axis"),
+        ]
+    if shape.attention == "xla":
+        scores = computed * layout.query_heads_per_device * shape.keys * (_FLOAT + item)
+        if scores > sum(count * size for _, count, size, _ in arrays):
+            arrays = [("residual and norms", 2, residual, fewer), ("attention scores", 1, scores, fewer)]
+    return _outside_fast_memory(arrays, device)
+
+
+def _head(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> tuple[Tensor, ...]:
+    """What is alive while tokens are chosen from one chunk of logits."""
+    config, spec = layout.config, layout.spec
+    logits = shape.rows * shape.head * layout.padded_vocab // spec.tensor * _FLOAT
+    residual = shape.rows * shape.positions * config.hidden_size * item
+    # Logits, and for the thresholds order and masses as integers; a TPU without room on the chip copies one.
+    arrays = 4 if device.platform == "tpu" and not device.fast_memory_bytes else 3
+    return _outside_fast_memory(
+        [
+            ("logits of one head chunk", arrays, logits, "a larger tensor axis, or fewer rows"),
+            ("residual and norms", 1, residual, "fewer rows, a larger data or sequence axis"),
+        ],
+        device,
+    )
+
+
+def _outside_fast_memory(arrays: list[_Arrays], device: Device) -> tuple[Tensor, ...]:
+    """What a TPU's compiler leaves in HBM: the arrays that together exceed on-chip memory, largest first."""
+    room, left = device.fast_memory_bytes, []
+    for name, count, size, smaller_by in sorted(arrays, key=lambda array: array[2]):
+        inside = min(count, room // max(1, size))
+        room -= inside * size
+        left.append(Tensor(name, (count - inside) * size, smaller_by))
+    return tuple(left)

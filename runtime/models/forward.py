@@ -1,0 +1,92 @@
+"""How a forward pass runs: on which layout, with which attention, and what its parts share.
+
+Dimension letters: B batch, S sequence, D embed, K kv heads, G query heads per KV head, H head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from runtime.models.config import ModelConfig
+from runtime.models.declarations import ModelLayout
+from runtime.models.quantization import Matrix, Quantized, einsum, merge_leading
+
+Array = jax.Array
+
+QUERY_HEADS = ("kv_heads", "queries_per_kv", "head_dim")
+KV_HEADS = ("kv_heads", "head_dim")
+
+# Positions up to which a product is bound by its weights.
+_FEW_POSITIONS = 64
+
+
+@dataclass(frozen=True)
+class Forward:
+    """How a forward pass runs: on which layout, with which attention. Static to the compiled program."""
+
+    layout: ModelLayout
+    attention: str = "xla"
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model."""
+        return self.layout.config
+
+    @property
+    def window(self) -> Forward:
+        """The same for a few positions of each row, which every shard of ``sequence`` computes whole."""
+        rules = replace(self.layout.rules, canvas=())
+        return replace(self, layout=replace(self.layout, rules=rules), attention="xla")
+
+    def constrain(self, array: Array, *dimensions: str | tuple[str, ...] | None) -> Array:
+        """Pin the sharding of an activation by its logical dimensions."""
+        layout = self.layout
+        if layout.mesh is None or layout.mesh.size == 1:
+            return array
+        return jax.lax.with_sharding_constraint(array, NamedSharding(layout.mesh, layout.rules.spec(*dimensions)))
+
+    def einsum(self, expression: str, left: Array, right: Matrix) -> Array:
+        """A product of activations and a weight; see :func:`runtime.models.quantization.einsum`."""
+        mesh = self.layout.mesh
+        # XLA fuses the conversion into the product on TPU and GPU; on CPU it does not, which for a few positions
+        # costs more than the product. A block would have to lie within a shard.
+        alone = mesh is not None and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+        few = math.prod(left.shape[:-1]) <= _FEW_POSITIONS
+        return einsum(expression, left, right, in_blocks=alone and few)
+
+    def on_rows(self, function: Callable[..., Any], *arrays: Array, whole: Sequence[Array] = ()) -> Any:
+        """Call ``function`` on whole rows: each device has the rows of its part of ``data``, and nothing moves.
+
+        For what is kept per position, small and needed everywhere: the compiler would spread it over ``sequence`` and
+        then sort and scatter across devices.
+
+        Args:
+          function: of arrays ``[B, ...]`` and scalars, to a tree of arrays ``[B, ...]``.
+          arrays: its arguments, ``[B, ...]`` and scalars.
+          whole: its last arguments, tables that have no rows.
+        """
+        layout = self.layout
+        if layout.mesh is None or layout.mesh.size == 1:
+            return function(*arrays, *whole)
+        rows = layout.rules.spec("batch")
+        specs = (*(rows if array.ndim else PartitionSpec() for array in arrays), *[PartitionSpec()] * len(whole))
+        call = jax.shard_map(function, mesh=layout.mesh, in_specs=specs, out_specs=rows, check_vma=False)
+        return call(*arrays, *whole)
+
+
+def output_projection(forward: Forward, kernel: Matrix, attended: Array) -> Array:
+    """Attention output ``[B, S, K, G, H]`` times ``[K, G, H, D]`` -> residual update ``[B, S, D]``."""
+    with jax.named_scope("o_proj"):
+        B, S = attended.shape[:2]
+        # One merged contraction makes one all-reduce on every backend; two sharded ones make two on some.
+        merged = forward.constrain(attended.reshape(B, S, -1), "batch", "canvas", QUERY_HEADS)
+        kernel = merge_leading(kernel, len(QUERY_HEADS))
+        if not isinstance(kernel, Quantized):
+            kernel = forward.constrain(kernel, QUERY_HEADS, "embed")
+        return forward.constrain(forward.einsum("bsx,xd->bsd", merged, kernel), "batch", "canvas", "embed")

@@ -1,0 +1,136 @@
+"""Weights in int8 with a scale for each output channel (weight-only, symmetric, round to nearest).
+
+A matrix ``[out, in]`` becomes integers of the same shape and float32 scales ``[out]``: activations stay as they are,
+the product is made in their dtype and scaled afterwards, so that a shard of the product needs only its own scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+
+QUANTIZATIONS = ("none", "int8")
+# One over the largest integer. Multiplied by, not divided through: compilers make the one of the other, and round.
+INVERSE_INT8_MAX = np.float32(1.0 / 127.0)
+# Weights of a block at most: 512 KB of float32, well within a core's cache.
+_BLOCK_WEIGHTS = 1 << 17
+
+
+@flax.struct.dataclass
+class Quantized:
+    """A quantized matrix.
+
+    Attributes:
+      values: int8, the shape of the matrix.
+      scales: float32, the shape without the axes that a product sums over.
+    """
+
+    values: Any
+    scales: Any
+
+
+# A matrix as it is, or quantized.
+Matrix = Array | Quantized
+
+
+def quantize(matrix: Array, contracted: tuple[int, ...]) -> Quantized:
+    """Quantize a matrix whose dimensions ``contracted`` a product sums over."""
+    wide = matrix.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(wide), axis=contracted, keepdims=True) * INVERSE_INT8_MAX
+    values = jnp.round(wide * (1.0 / jnp.where(scales == 0.0, 1.0, scales))).astype(jnp.int8)
+    return Quantized(values, jnp.squeeze(scales, contracted))
+
+
+def einsum(expression: str, left: Array, right: Matrix, *, in_blocks: bool = False) -> Array:
+    """A product of activations and a weight, in the activations' dtype.
+
+    The output's last dimensions are the weight's own, those that are not summed over, in the weight's order.
+
+    Args:
+      expression: as of :func:`jax.numpy.einsum`.
+      left: activations; their last dimension is summed over.
+      right: the weight; what is summed over is its first or its last dimension.
+      in_blocks: convert a quantized weight a block at a time, for compilers that would otherwise write all of it out
+        in the activations' dtype and read it again.
+    """
+    if not isinstance(right, Quantized):
+        return jnp.einsum(expression, left, right, precision=_precision(left))
+    product = _in_blocks if in_blocks else _at_once
+    return (product(expression, left, right.values) * right.scales).astype(left.dtype)
+
+
+def _precision(left: Array) -> jax.lax.Precision | None:
+    # float32 means float32: accelerators would otherwise multiply in bfloat16 or TF32.
+    return jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+
+
+def _at_once(expression: str, left: Array, values: Array) -> Array:
+    return jnp.einsum(
+        expression, left, values.astype(left.dtype), precision=_precision(left), preferred_element_type=jnp.float32
+    )
+
+
+def _in_blocks(expression: str, left: Array, values: Array) -> Array:
+    inputs, out = expression.split("->")
+    if inputs.split(",")[1][0] in out:
+        return _blocks_of_channels(left, values)
+    return _blocks_of_sum(left, values)
+
+
+def _blocks_of_channels(left: Array, values: Array) -> Array:
+    """``[..., D]`` times int8 ``[*channels, D]`` -> float32 ``[..., *channels]``."""
+    matrix = values.reshape(-1, values.shape[-1])
+    rows = _block_rows(matrix)
+    count = len(matrix) // rows
+
+    def block(number: Array) -> Array:
+        return _at_once("...d,md->...m", left, jax.lax.dynamic_slice_in_dim(matrix, number * rows, rows))
+
+    product = jnp.moveaxis(jax.lax.map(block, jnp.arange(count)), 0, -2).reshape(*left.shape[:-1], count * rows)
+    if count * rows < len(matrix):
+        rest = _at_once("...d,md->...m", left, matrix[count * rows :])
+        product = jnp.concatenate([product, rest], axis=-1)
+    return product.reshape(*left.shape[:-1], *values.shape[:-1])
+
+
+def _blocks_of_sum(left: Array, values: Array) -> Array:
+    """``[..., F]`` times int8 ``[F, D]`` -> float32 ``[..., D]``."""
+    rows = _block_rows(values)
+    count = len(values) // rows
+
+    def add(number: Array, total: Array) -> Array:
+        own = jax.lax.dynamic_slice_in_dim(left, number * rows, rows, axis=-1)
+        return total + _at_once("...f,fd->...d", own, jax.lax.dynamic_slice_in_dim(values, number * rows, rows))
+
+    if count * rows < len(values):
+        total = _at_once("...f,fd->...d", left[..., count * rows :], values[count * rows :])
+    else:
+        total = jnp.zeros((*left.shape[:-1], values.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, count, add, total)
+
+
+def _block_rows(matrix: Array) -> int:
+    # A power of two, which most matrices are a multiple of.
+    rows = 1 << max(1, _BLOCK_WEIGHTS // matrix.shape[1]).bit_length() - 1
+    return min(len(matrix), rows)
+
+
+def take_rows(table: Matrix, index: Array, dtype: Any) -> Array:
+    """Rows of an embedding ``[V, D]``: int32 ``[...]`` -> ``[..., D]`` in ``dtype``."""
+    if isinstance(table, Quantized):
+        rows = table.values.at[index].get(mode="clip").astype(jnp.float32)
+        return (rows * table.scales.at[index].get(mode="clip")[..., None]).astype(dtype)
+    return table.at[index].get(mode="clip")
+
+
+def merge_leading(matrix: Matrix, count: int) -> Matrix:
+    """A matrix ``[..., D]`` whose first ``count`` dimensions, which are summed over, become one."""
+    if isinstance(matrix, Quantized):
+        return Quantized(matrix.values.reshape(-1, *matrix.values.shape[count:]), matrix.scales)
+    return matrix.reshape(-1, *matrix.shape[count:])

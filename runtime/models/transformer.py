@@ -1,0 +1,112 @@
+"""The transformer that every architecture here is: blocks over a whole canvas, and the head on chosen positions.
+
+Dimension letters: B batch, S sequence, P positions of one head chunk, D embed, V vocab.
+
+Rows are start-aligned: a row's tokens stand at positions ``0 .. length - 1`` and filler follows, so that positions
+are ``arange`` and padding is one ``lengths`` vector.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from runtime.attention import dot_product_attention
+from runtime.models.families import Weights
+from runtime.models.forward import KV_HEADS, Forward
+
+Array = jax.Array
+
+
+def block(forward: Forward, layer: Any, x: Array, lengths: Array, tables: Any) -> tuple[Array, Array, Array]:
+    """One residual block over whole rows, all to all or causal as the model is.
+
+    Args:
+      forward: layout and attention implementation.
+      layer: weights of one layer.
+      x: ``[B, S, D]``.
+      lengths: int32 ``[B]``; keys at or after them are masked.
+      tables: what the layer knows of positions.
+
+    Returns:
+      The block's output ``[B, S, D]``, keys and values ``[B, S, K, H]``.
+    """
+    with jax.named_scope("attention"):
+        q, k, v = layer.project_qkv(forward, x, tables)
+        # Every position attends to all keys: on a sequence axis this is the all-gather of K and V, the only one.
+        k = forward.constrain(k, "batch", None, *KV_HEADS)
+        v = forward.constrain(v, "batch", None, *KV_HEADS)
+        causal = forward.config.is_autoregressive
+        attended = dot_product_attention(forward.attention, forward.layout, q, k, v, lengths, causal=causal)
+    return layer.finish(forward, x, attended), k, v
+
+
+def hidden_states(forward: Forward, weights: Weights, tokens: Array, lengths: Array) -> Array:
+    """The transformer without its head.
+
+    Args:
+      forward: layout and attention implementation.
+      weights: the model.
+      tokens: int32 ``[B, S]``, start-aligned rows, anything after ``lengths``.
+      lengths: int32 ``[B]``, tokens of each row, at least 1.
+
+    Returns:
+      Final-norm activations ``[B, S, D]`` in the weights' dtype; those after ``lengths`` mean nothing.
+    """
+    positions = jnp.arange(tokens.shape[1])
+    with jax.named_scope("embed"):
+        x = weights.embed(forward, tokens, positions)
+    tables = weights.position_tables(forward, positions, x.dtype)
+
+    def step(x: Array, layer: Any) -> tuple[Array, None]:
+        with jax.named_scope("layer"):
+            return block(forward, layer, x, lengths, tables)[0], None
+
+    x, _ = jax.lax.scan(step, x, weights.layers)
+    with jax.named_scope("final_norm"):
+        return weights.normalize(forward, x)
+
+
+def pick_positions(forward: Forward, hidden: Array, positions: Array, *, whole: bool = False) -> Array:
+    """Activations of chosen positions: ``[B, S, D]``, int32 ``[B, P]`` -> ``[B, P, D]``, positions sharded like S.
+
+    On a sequence axis every shard gives the rows it has, and one reduce-scatter of ``[B, P, D]`` brings them together;
+    or, for a few positions, an all-reduce that leaves the ``whole`` of them on every shard.
+    """
+    layout = forward.layout
+    axes = layout.rules.mesh_axes("canvas")
+    if layout.spec.sequence == 1 or not axes:
+        return jnp.take_along_axis(hidden, positions[..., None], axis=1, mode="clip")
+
+    def local(hidden: Array, positions: Array) -> Array:
+        places = positions - jax.lax.axis_index(axes) * hidden.shape[1]
+        here = (places >= 0) & (places < hidden.shape[1])
+        picked = jnp.take_along_axis(hidden, places[..., None], axis=1, mode="clip")
+        picked = jnp.where(here[..., None], picked, 0)
+        if whole:
+            return jax.lax.psum(picked, axes)
+        return jax.lax.psum_scatter(picked, axes, scatter_dimension=1, tiled=True)
+
+    canvas, rows = layout.rules.spec("batch", "canvas", "embed"), layout.rules.spec("batch")
+    specs, out = (canvas, rows), rows if whole else canvas
+    assert layout.mesh is not None
+    with jax.named_scope("pick_positions"):
+        return jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=out, check_vma=False)(hidden, positions)
+
+
+def project_logits(forward: Forward, weights: Weights, hidden: Array) -> Array:
+    """Head on chosen positions: ``[B, P, D]`` -> float32 logits ``[B, P, V]``, padding of the vocabulary at -inf.
+
+    Positions are sharded over ``sequence``, the vocabulary over ``tensor``.
+    """
+    with jax.named_scope("lm_head"):
+        hidden = forward.constrain(hidden, "batch", "canvas", "embed")
+        # Logits are rounded to the weights' dtype first, as the original's are, then widened.
+        logits = weights.head(forward, hidden).astype(jnp.float32)
+        logits = forward.constrain(logits, "batch", "canvas", "vocab")
+        if logits.shape[-1] > forward.config.vocab_size:
+            valid = jnp.arange(logits.shape[-1]) < forward.config.vocab_size
+            logits = jnp.where(valid, logits, -jnp.inf)
+        return logits

@@ -1,0 +1,185 @@
+"""The truth behind an estimate: the very program that generates, compiled for devices that are not there."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from runtime.attention import choose_attention
+from runtime.decoding.blocks import BlockProgram
+from runtime.models.declarations import ModelLayout
+from runtime.models.forward import Forward
+from runtime.planner.estimate import PhaseEstimate
+from runtime.planner.hlo import HloCollective, bytes_by_axis, read_collectives
+from runtime.planner.workload import Phase, Workload
+from runtime.programs import (
+    abstract_block,
+    abstract_decode,
+    abstract_request,
+    lower_blocks,
+    lower_decode,
+    lower_denoise,
+    lower_prefill,
+)
+from runtime.runs.autoregressive import decode_program
+from runtime.runs.block_diffusion import window_widths
+from runtime.runs.canvas import denoise_program
+from sharding.errors import MeshError
+from sharding.mesh import MeshSpec
+
+# A cuDNN that has attention, as in the target that GPU programs are compiled for.
+_CUDNN_VERSION = 91000
+
+
+@dataclass(frozen=True)
+class CompiledPhase:
+    """What the compiler says of one program.
+
+    Attributes:
+      name: of the phase; ``blocks`` for a refresh and the steps of its block, which are one program.
+      attention: implementation that is in it.
+      argument_bytes, temporary_bytes, output_bytes, aliased_bytes: of one device.
+      collectives: read from the optimized HLO.
+      seconds: time of the compilation.
+      text: the optimized HLO.
+    """
+
+    name: str
+    attention: str
+    argument_bytes: int
+    temporary_bytes: int
+    output_bytes: int
+    aliased_bytes: int
+    collectives: tuple[HloCollective, ...]
+    seconds: float
+    text: str
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of one device: arguments, temporaries, and outputs that do not take an argument's place."""
+        return self.argument_bytes + self.temporary_bytes + self.output_bytes - self.aliased_bytes
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The kinds of pass that are in it."""
+        return ("refresh", "block step") if self.name == "blocks" else (self.name,)
+
+    def bytes_by_axis(self, layout: ModelLayout, phase: Phase) -> dict[tuple[str, tuple[str, ...]], float]:
+        """Bytes of each kind of collective over each tuple of axes in one pass.
+
+        Args:
+          layout: the mesh.
+          phase: one of its passes.
+        """
+        sizes = {
+            "data": layout.spec.data,
+            "sequence": layout.spec.sequence,
+            "kv": layout.heads.kv,
+            "group": layout.heads.group,
+        }
+        found = self.collectives
+        # Outside any open loop a program prepares; the first open loop is over passes, one inside it over chunks.
+        lengths = [1.0] if phase.name == "prefill" else [0.0, 1.0, phase.chunks]
+        if self.name == "blocks":
+            # Rows are refreshed in a loop within the loop over steps; a window is a branch of it.
+            refresh = phase.name == "refresh"
+            found = tuple(one for one in found if (one.within[:2] == ("loop", "loop")) == refresh)
+            lengths = [0.0, 0.0, 1.0, phase.chunks] if refresh else lengths
+        return bytes_by_axis(found, sizes, lengths)
+
+
+def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any]) -> list[CompiledPhase]:
+    """Compile the programs of a workload's phases for these devices.
+
+    Args:
+      workload: what is run.
+      spec: on which mesh.
+      devices: described or real, at least as many as the mesh has.
+
+    Raises:
+      MeshError: the compiler refuses, for want of memory above all; its own words are in the message.
+    """
+    config, platform = workload.config, devices[0].platform
+    layout = workload.layout(spec, devices)
+    rows, canvas = workload.rows(spec.data), workload.canvas(layout, platform)
+    attention = choose_attention("auto", platform, layout, canvas, jnp.dtype(workload.dtype))
+    forward, weights = Forward(layout, attention), layout.abstract_weights(jnp.dtype(workload.dtype))
+    dtype, vocab = jnp.dtype(workload.dtype), config.vocab_size
+    if config.is_autoregressive:
+        decoding = decode_program(workload.sampling(), vocab)
+        arguments = abstract_decode(layout, rows, canvas, dtype)
+        width = workload.phases(layout, platform)[0].positions
+        lowerings = {
+            "prefill": lambda: lower_prefill(forward, decoding, width, weights, *arguments),
+            "decode": lambda: lower_decode(forward, decoding, weights, *arguments),
+        }
+    elif workload.cache == "none":
+        program = denoise_program(workload.decoding(), vocab, workload.dtype, workload.chunk(layout, platform))
+        request = abstract_request(layout, rows, canvas, workload.steps)
+        lowerings = {"denoise step": lambda: lower_denoise(forward, program, weights, *request)}
+    else:
+        request_config = workload.decoding().replace(cache=workload.cache, block_length=workload.block_length)
+        program = denoise_program(request_config, vocab, workload.dtype, workload.chunk(layout, platform))
+        widths = window_widths(workload.cache, workload.block_length, min(canvas, workload.new_tokens))
+        blocks = BlockProgram(program, request_config.parallel, widths, workload.cache == "dual")
+        block_arguments = abstract_block(layout, rows, canvas, workload.block_length, dtype)
+        lowerings = {"blocks": lambda: lower_blocks(forward, blocks, weights, *block_arguments)}
+    return [_compile(name, attention, lower) for name, lower in lowerings.items()]
+
+
+def _compile(name: str, attention: str, lower: Any) -> CompiledPhase:
+    start = time.perf_counter()
+    try:
+        with _cudnn_is_there() if attention == "cudnn" else contextlib.nullcontext():
+            compiled: jax.stages.Compiled = lower().compile()
+    except Exception as error:  # the compilers raise their own kinds
+        raise MeshError(f"the compiler refuses the {name} program: {str(error)[:2000]}") from error
+    text, memory = compiled.as_text() or "", compiled.memory_analysis()
+    assert memory is not None
+    return CompiledPhase(
+        name=name,
+        attention=attention,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        aliased_bytes=memory.alias_size_in_bytes,
+        collectives=tuple(read_collectives(text)),
+        seconds=time.perf_counter() - start,
+        text=text,
+    )
+
+
+@contextlib.contextmanager
+def _cudnn_is_there() -> Iterator[None]:
+    """Lower cuDNN attention on a machine without cuDNN: JAX asks the library for its version, and for nothing else.
+
+    JAX has no public way to say which version a program is compiled for.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    before = attention.check_cudnn_version
+    attention.check_cudnn_version = lambda: _CUDNN_VERSION
+    try:
+        yield
+    finally:
+        attention.check_cudnn_version = before
+
+
+def collectives_agree(found: PhaseEstimate, compiled: CompiledPhase, layout: ModelLayout) -> bool:
+    """Whether the estimate's collective bytes are those of the compiled program, axis by axis and kind by kind."""
+    sizes = {"data": layout.spec.data, "sequence": layout.spec.sequence, "kv": layout.heads.kv}
+    sizes["group"] = layout.heads.group
+    estimated: dict[tuple[str, tuple[str, ...]], float] = {}
+    for one in found.collectives:
+        key = one.kind, tuple(axis for axis in one.axes if sizes[axis] > 1)
+        estimated[key] = estimated.get(key, 0.0) + one.payload * one.times
+    read = compiled.bytes_by_axis(layout, found.phase)
+    return estimated.keys() == read.keys() and all(
+        abs(estimated[key] - read[key]) <= 1e-9 * max(1.0, read[key]) for key in read
+    )

@@ -1,0 +1,63 @@
+"""The mesh to use where none is named: the fastest that fits, by the analytical model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from runtime.models.config import ModelConfig
+from runtime.planner.estimate import rank
+from runtime.planner.workload import Workload
+from runtime.runner import device_memory
+from sharding.mesh import MeshSpec
+from sharding.topology import CHIPS, Chip, Topology
+
+# What a default mesh is chosen for, where prompts are not known yet: tokens of a prompt, and new ones.
+_PROMPT, _NEW_TOKENS = 256, 256
+
+# A chip that is not in the list: rates only matter relative to one another.
+_UNKNOWN = Chip("unknown", "gpu", "unknown", 0, 0, 0, 1e12, 2e14, 4e14, 5e10, 1e10, 1 << 20, 0)
+
+
+def topology_of(devices: Sequence[Any]) -> Topology:
+    """The topology that attached devices make, with the memory that they say they have.
+
+    Chips that are not in :data:`sharding.topology.CHIPS`, CPUs among them, are taken for GPUs of one host.
+    """
+    first = devices[0]
+    known = [chip for chip in CHIPS.values() if chip.device_kind == first.device_kind]
+    memory = device_memory(first)
+    hosts = {device.process_index for device in devices}
+    slices = {getattr(device, "slice_index", 0) for device in devices}
+    if known and first.platform == "tpu":
+        chip = known[0] if memory is None else replace(known[0], usable_bytes=memory)
+        per_slice = len(devices) // len(slices)
+        inside = [device for device in devices if getattr(device, "slice_index", 0) == min(slices)]
+        spans = [len({device.coords[axis] for device in inside}) for axis in range(chip.torus_dimensions)]
+        box = 1
+        for span in spans:
+            box *= span
+        if box == per_slice and per_slice * len(slices) == len(devices):
+            return Topology(chip, tuple(spans), len(slices))
+    base = known[0] if known and first.platform == "gpu" else _UNKNOWN
+    chip = replace(base, usable_bytes=memory or 1 << 60)
+    count = len(hosts) if len(devices) % len(hosts) == 0 else 1
+    return Topology(chip, (len(devices) // count,), count)
+
+
+def default_mesh(
+    config: ModelConfig, devices: Sequence[Any], dtype: Any, rows: int, quantization: str = "none"
+) -> MeshSpec:
+    """The mesh for ``rows`` rows of unknown length on all these devices.
+
+    Where nothing is said to fit, the mesh that needs least memory: the check of the weights says the rest.
+    """
+    tokens = min(_PROMPT + _NEW_TOKENS, config.max_positions)
+    workload = Workload(
+        config, str(dtype), rows, tokens - tokens // 2, tokens // 2, tokens // 2, quantization=quantization
+    )
+    fitting, others = rank(workload, topology_of(devices))
+    if fitting:
+        return fitting[0].spec
+    return others[0].spec if others else MeshSpec()

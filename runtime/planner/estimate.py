@@ -1,0 +1,276 @@
+"""The analytical model: what a generation needs and takes on a mesh of a topology, and which mesh is best.
+
+Nothing here needs a device, a compiler or a weight. Times are a roofline: a pass takes as long as the slower of its
+arithmetic and its memory traffic at achievable rates, and its collectives after that, none of them hidden.
+
+Dimension letters: B rows of a device, W positions computed a row, T keys attended to, V vocabulary of a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax.numpy as jnp
+
+from runtime.kv_cache import cache_bytes_per_device
+from runtime.memory import Memory
+from runtime.models.declarations import ModelLayout, shard_shape, tensor_sizes
+from runtime.models.families import weights_class
+from runtime.planner.memory import estimate_memory
+from runtime.planner.traffic import Collective, bytes_by_axis, phase_collectives
+from runtime.planner.workload import Phase, Workload
+from sharding.errors import MeshError
+from sharding.links import Wiring
+from sharding.mesh import MeshSpec
+from sharding.topology import Topology
+
+# Shares of the peaks that large products and copies reach: as measured on one H200 (790 of 990 TF/s, 4.3 of 4.8 TB/s).
+ACHIEVABLE_FLOPS, ACHIEVABLE_BANDWIDTH = 0.8, 0.9
+
+# Passes over float32 logits while a token is chosen: the thresholds are searched by halving, 32 times over two arrays.
+_LOGIT_PASSES, _THRESHOLD_PASSES = 12, 64
+
+
+@dataclass(frozen=True)
+class PhaseEstimate:
+    """One kind of forward pass on one device; everything is estimated.
+
+    Attributes:
+      phase: which.
+      flops: floating-point operations of one device.
+      hbm_bytes: bytes read and written in its memory.
+      collectives: what it moves to and from others.
+      compute_seconds, memory_seconds, network_seconds: time of each alone.
+    """
+
+    phase: Phase
+    flops: float
+    hbm_bytes: float
+    collectives: tuple[Collective, ...]
+    compute_seconds: float
+    memory_seconds: float
+    network_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Time of one pass."""
+        return max(self.compute_seconds, self.memory_seconds) + self.network_seconds
+
+    @property
+    def bound(self) -> str:
+        """What takes most of it: ``compute``, ``memory`` or ``network``."""
+        times = {
+            "compute": self.compute_seconds,
+            "memory": self.memory_seconds,
+            "network": self.network_seconds,
+        }
+        return max(times, key=lambda name: times[name])
+
+    @property
+    def collective_bytes(self) -> float:
+        """Bytes of its collectives' arrays, all axes."""
+        return sum(one.payload * one.times for one in self.collectives)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A workload on a mesh of a topology."""
+
+    workload: Workload
+    topology: Topology
+    layout: ModelLayout
+
+    @property
+    def spec(self) -> MeshSpec:
+        """The mesh."""
+        return self.layout.spec
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Memory of one device."""
+        return estimate_memory(self.workload, self.layout, self.topology.chip)
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is there."""
+        return self.memory.total <= self.topology.chip.usable_bytes
+
+    @cached_property
+    def phases(self) -> tuple[PhaseEstimate, ...]:
+        """Every kind of pass."""
+        return tuple(self._phase(phase) for phase in self.workload.phases(self.layout, self.topology.chip.platform))
+
+    @property
+    def seconds(self) -> float:
+        """Time of one generation of the whole batch."""
+        return sum(one.seconds * one.phase.forwards for one in self.phases)
+
+    @property
+    def main_phase(self) -> PhaseEstimate:
+        """The kind of pass that takes most of the time."""
+        return max(self.phases, key=lambda one: one.seconds * one.phase.forwards)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows."""
+        return self.workload.batch * self.workload.new_tokens / self.seconds
+
+    @property
+    def tokens_per_second_per_chip(self) -> float:
+        """The same for each chip of the mesh."""
+        return self.tokens_per_second / self.spec.size
+
+    def cost_per_million_tokens(self, price_per_chip_hour: float) -> float:
+        """In the currency of the price."""
+        return price_per_chip_hour / 3600 / self.tokens_per_second_per_chip * 1e6
+
+    def _phase(self, phase: Phase) -> PhaseEstimate:
+        workload, layout, chip = self.workload, self.layout, self.topology.chip
+        spec, config, item = self.spec, workload.config, workload.item
+        positions = phase.rows * math.ceil(phase.positions / (spec.sequence if phase.whole else 1))
+        keys = phase.keys if phase.whole else math.ceil(phase.keys / spec.sequence)
+        vocab, width = layout.padded_vocab // spec.tensor, config.hidden_size
+        chunk = phase.rows * phase.chunk // phase.head_shards(layout)
+        head = chunk * phase.chunks
+        layers = sum(math.prod(shard_shape(leaf, layout)) for leaf in layout.leaves if leaf.is_stacked)
+        heads = layout.query_heads_per_device
+        causal = 0.5 if config.is_autoregressive and phase.whole else 1.0
+        attention = 4.0 * positions * keys * heads * config.head_dim * config.num_layers * causal
+        flops = 2.0 * positions * layers + attention + 2.0 * head * width * vocab
+        traffic = self._traffic(phase, positions, chunk)
+        collectives = phase_collectives(workload, layout, chip.platform, phase, self.topology.num_slices)
+        peak = chip.flops if item == 2 else chip.flops / 8
+        return PhaseEstimate(
+            phase=phase,
+            flops=flops,
+            hbm_bytes=traffic,
+            collectives=tuple(collectives),
+            compute_seconds=flops / (peak * ACHIEVABLE_FLOPS),
+            memory_seconds=traffic / (chip.memory_bandwidth * ACHIEVABLE_BANDWIDTH),
+            network_seconds=sum(self._seconds(one) for one in collectives),
+        )
+
+    def _traffic(self, phase: Phase, positions: int, chunk: int) -> float:
+        """Bytes that one device reads and writes: weights once, activations of each layer, the cache, logits."""
+        workload, layout, config = self.workload, self.layout, self.workload.config
+        spec, item, width = self.spec, workload.item, self.workload.config.hidden_size
+        vocab = layout.padded_vocab // spec.tensor
+        # All weights but the embedding, of which a few rows are read.
+        weights = layout.bytes_per_device(jnp.dtype(workload.dtype))
+        if not config.tied_embeddings:
+            weights -= vocab * width * (1 if workload.quantization == "int8" else item)
+        # Residual in and out of both halves and around their norms; gate and up out, their product in and out.
+        each = 12 * width + 5 * config.intermediate_size // spec.tensor
+        each += 4 * config.num_heads * config.head_dim // spec.tensor
+        activations = float(positions) * each * item * config.num_layers
+        cache = 0.0
+        if workload.has_cache:
+            canvas = workload.canvas(layout, self.topology.chip.platform)
+            cache = cache_bytes_per_device(layout, phase.rows * spec.data, canvas, jnp.dtype(workload.dtype))
+        logits = chunk * vocab * 4
+        diffusion = not config.is_autoregressive
+        in_fast_memory = diffusion and 2 * logits <= self.topology.chip.fast_memory_bytes
+        passes = _LOGIT_PASSES + (_THRESHOLD_PASSES if diffusion and not in_fast_memory else 0)
+        return weights + activations + cache + logits * phase.chunks * passes
+
+    def _seconds(self, one: Collective) -> float:
+        members = self._wiring.members(one.axes)
+        if members == 1 or not one.times:
+            return 0.0
+        return one.times * self._wiring.link(one.axes).seconds(one.kind, one.payload, members)
+
+    @cached_property
+    def _wiring(self) -> Wiring:
+        return Wiring(self.topology, self.spec, self.layout.heads)
+
+    def explain_against(self, other: Estimate) -> str:
+        """Why this mesh is preferred to another, in a sentence."""
+        mine, theirs = self.main_phase, other.main_phase
+        ours, others = (_in_words(bytes_by_axis(one.collectives)) for one in (mine, theirs))
+        return (
+            f"{self.spec} takes {1e3 * mine.seconds:.2f} ms a {mine.phase.name} (estimated), {other.spec} "
+            f"{1e3 * theirs.seconds:.2f}: it moves {ours} against {others}, "
+            f"{1e3 * mine.network_seconds:.2f} ms of collectives against {1e3 * theirs.network_seconds:.2f}; "
+            f"{self.memory.total / 1e9:.2f} GB a device against {other.memory.total / 1e9:.2f}"
+        )
+
+
+def _in_words(moved: dict[tuple[str, tuple[str, ...]], float]) -> str:
+    names = {"kv": "tensor", "group": "tensor"}
+    parts = [
+        f"{amount / 1e6:.1f} MB {kind} over {'*'.join(dict.fromkeys(names.get(axis, axis) for axis in axes))}"
+        for (kind, axes), amount in sorted(moved.items(), key=lambda entry: -entry[1])
+        if amount >= 1e5
+    ]
+    return " and ".join(parts) or "nothing"
+
+
+def estimate(workload: Workload, topology: Topology, spec: MeshSpec) -> Estimate:
+    """A workload on one mesh.
+
+    Raises:
+      MeshError: the mesh has more devices than the topology, does not divide the model, or would cross slices with
+        another axis than ``data``.
+    """
+    spec = spec.resolve(topology.num_devices)
+    found = Estimate(workload, topology, workload.layout(spec))
+    if topology.num_slices > 1 and spec.size == topology.num_devices:
+        found._wiring.link(("data",))  # a mesh that cannot be laid over the slices is refused here
+    return found
+
+
+def candidate_meshes(workload: Workload, topology: Topology) -> list[MeshSpec]:
+    """Every mesh of all the topology's devices on which the model divides and no row or position is idle."""
+    devices, slices = topology.num_devices, topology.num_slices
+    platform, found = topology.chip.platform, []
+    sizes = tensor_sizes(workload.config, weights_class(workload.config), devices // slices)
+    for tensor in sizes:
+        if devices % tensor:
+            continue
+        rest = devices // tensor
+        for data in (count for count in range(1, rest + 1) if rest % count == 0):
+            if data % slices or data > max(workload.batch, slices):
+                continue
+            spec = MeshSpec(data=data, sequence=rest // data, tensor=tensor)
+            layout = workload.layout(spec)
+            tokens = workload.prompt + workload.new_tokens
+            if spec.sequence > 1 and workload.canvas(layout, platform) > max(512, 2 * tokens):
+                continue
+            found.append(spec)
+    return found
+
+
+def rank(workload: Workload, topology: Topology) -> tuple[list[Estimate], list[Estimate]]:
+    """Meshes of all the topology's devices that fit, the fastest first, and those that do not fit."""
+    found = [estimate(workload, topology, spec) for spec in candidate_meshes(workload, topology)]
+    fitting = sorted(
+        (one for one in found if one.fits), key=lambda one: (one.seconds, one.spec.tensor, one.spec.sequence)
+    )
+    return fitting, sorted((one for one in found if not one.fits), key=lambda one: one.memory.total)
+
+
+def out_of_memory(estimates: Sequence[Estimate], topology: Topology) -> str:
+    """Why nothing fits: the largest tensors of the mesh that comes closest, and what would help."""
+    if not estimates:
+        return f"no mesh of all {topology.num_devices} devices of {topology} divides the model and the batch"
+    best = min(estimates, key=lambda one: one.memory.total)
+    largest = [f"{one.name} {one.bytes / 1e9:.2f} GB" for one in best.memory.largest[:3] if one.bytes]
+    help_ = dict.fromkeys(one.smaller_by for one in best.memory.largest[:2] if one.bytes)
+    return (
+        f"nothing fits {topology}: the mesh that comes closest, {best.spec}, needs {best.memory.total / 1e9:.2f} GB on "
+        f"each device (estimated) of {topology.chip.usable_bytes / 1e9:.2f} usable; largest: {', '.join(largest)}. "
+        f"What would help: {'; '.join(help_)}; or more or larger chips"
+    )
+
+
+def check_fits(found: Estimate) -> None:
+    """Check one mesh.
+
+    Raises:
+      MeshError: it needs more memory than there is; says what is largest and what would help.
+    """
+    if not found.fits:
+        raise MeshError(out_of_memory([found], found.topology))

@@ -1,0 +1,234 @@
+"""Reading collectives out of optimized HLO text: their kind, bytes, devices, and how often loops repeat them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+# How a TPU program sends from slice to slice.
+_BETWEEN_SLICES = "xla_megascale_runtime"
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+_ITEM = {
+    "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8,
+    "u64": 8, "f64": 8,
+}  # fmt: skip
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_CALLED = re.compile(r"(body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+
+
+@dataclass(frozen=True)
+class HloCollective:
+    """One collective of a program.
+
+    Attributes:
+      kind: HLO's name of it; ``send`` for a transfer between TPU slices.
+      payload: bytes of what one device ends with, or, for a reduce-scatter, begins with; several arrays that were
+        combined into one collective are added up.
+      group: partitions of the first group, as positions in the mesh's devices.
+      repeats: how often the loops of known length around it run it.
+      within: what is around it that only running tells, from the outermost: a ``loop`` of some length, or a ``branch``
+        that may be taken.
+      scope: the named scopes it was written in.
+    """
+
+    kind: str
+    payload: int
+    group: tuple[int, ...]
+    repeats: int
+    within: tuple[str, ...]
+    scope: str
+
+    @property
+    def open_loops(self) -> int:
+        """Loops of a length that only running tells around it."""
+        return self.within.count("loop")
+
+    def axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """Mesh axes, of these sizes in this order, along which the group's members differ.
+
+        Only ``data`` crosses slices. A group that is written in a way not known here is ``unread``, never left out.
+        """
+        if self.kind == "send":
+            return ("data",)
+        if not self.group:
+            return ("unread",)
+        places = np.array(np.unravel_index(self.group, tuple(sizes.values())))
+        return tuple(axis for axis, row in zip(sizes, places, strict=True) if len(set(row.tolist())) > 1)
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    name: str
+    shape: str
+    operation: str
+    rest: str
+
+
+def read_collectives(text: str) -> list[HloCollective]:
+    """Every collective of a module's optimized HLO, loops multiplied out.
+
+    A collective that the compiler has spread over several fusions has one channel in all of them, and counts once.
+    """
+    computations, entry = _parse(text)
+    found: list[HloCollective] = []
+    seen: set[tuple[str, str]] = set()
+
+    def walk(name: str, repeats: int, within: tuple[str, ...], fused: bool = False) -> None:
+        for instruction in computations.get(name, ()):
+            kind = instruction.operation.removesuffix("-start")
+            if kind in KINDS or (kind == "send" and _BETWEEN_SLICES in instruction.rest):
+                channel = re.search(r"channel_id=(\d+)", instruction.rest)
+                key = (kind, channel[1] if channel else instruction.name)
+                if not fused or key not in seen:
+                    found.append(_collective(kind, instruction, repeats, within))
+                if fused:
+                    seen.add(key)
+                continue
+            called = dict(_CALLED.findall(instruction.rest))
+            if instruction.operation == "while":
+                trips = _trips(instruction, computations.get(called["condition"], []))
+                inner = (repeats * trips, within) if trips is not None else (repeats, (*within, "loop"))
+                walk(called["condition"], *inner)
+                walk(called["body"], *inner)
+                continue
+            branches = _BRANCHES.search(instruction.rest)
+            names = [one.strip().lstrip("%") for one in branches[1].split(",")] if branches else list(called.values())
+            inside = (*within, "branch") if instruction.operation == "conditional" else within
+            for one in names:
+                walk(one, repeats, inside, fused or instruction.operation == "fusion")
+
+    walk(entry, 1, ())
+    return found
+
+
+def bytes_by_axis(
+    collectives: Sequence[HloCollective], sizes: Mapping[str, int], open_lengths: Sequence[float]
+) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Bytes of each kind over each tuple of mesh axes.
+
+    Args:
+      collectives: of one program.
+      sizes: the mesh's axes.
+      open_lengths: for 0, 1, 2 ... open loops around a collective, how often it is run; 0 leaves it out.
+    """
+    total: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+    for one in collectives:
+        times = one.repeats * open_lengths[min(one.open_loops, len(open_lengths) - 1)]
+        if times and len(one.group) != 1:
+            total[one.kind, one.axes(sizes)] += one.payload * times
+    return dict(total)
+
+
+def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+    computations: dict[str, list[_Instruction]] = {}
+    current, entry = "", ""
+    for line in text.splitlines():
+        opened = _COMPUTATION.match(line)
+        if opened and not line.startswith(" "):
+            current = opened[2]
+            computations[current] = []
+            entry = current if opened[1] else entry
+            continue
+        found = _INSTRUCTION.match(line)
+        if found and current:
+            computations[current].append(_Instruction(found[1], found[2], found[3], found[4]))
+    return computations, entry
+
+
+def _trips(loop: _Instruction, condition: Sequence[_Instruction]) -> int | None:
+    """How often a loop runs where the text says so: the compiler's own count, or a counter against a constant."""
+    known = re.search(r'known_trip_count[^}]*?"n":"(\d+)"', loop.rest)
+    if known:
+        return int(known[1])
+    constants = {
+        one.name: int(one.rest.split(")")[0])
+        for one in condition
+        if one.operation == "constant" and one.shape.startswith("s32[]") and one.rest.split(")")[0].isdigit()
+    }
+    for one in condition:
+        if one.operation == "compare" and "direction=LT" in one.rest:
+            operands = re.findall(r"%([\w.\-]+)", one.rest.split(")")[0])
+            if len(operands) == 2 and operands[1] in constants:
+                return constants[operands[1]]
+    return None
+
+
+def _collective(kind: str, instruction: _Instruction, repeats: int, within: tuple[str, ...]) -> HloCollective:
+    shape = instruction.shape
+    starts = instruction.operation.endswith("-start")
+    group = _first_group(instruction.rest)
+    if kind == "send":
+        payload = _bytes(_top_level(shape[1:-1])[0])
+    elif starts and shape.startswith("(") and kind != "all-reduce":
+        # An asynchronous one hands on its operands beside its results.
+        parts = _top_level(shape[1:-1])
+        payload = _bytes(parts[1])
+    else:
+        payload = _bytes(shape)
+    if kind == "reduce-scatter":
+        payload *= max(1, len(group))
+    scope = re.search(r'op_name="([^"]*)"', instruction.rest)
+    return HloCollective(kind, payload, group, repeats, within, scope[1] if scope else "")
+
+
+def _top_level(text: str) -> list[str]:
+    """Split at the commas that no bracket encloses."""
+    parts, depth, start = [], 0, 0
+    for place, letter in enumerate(text):
+        depth += letter in "([{"
+        depth -= letter in ")]}"
+        if letter == "," and depth == 0:
+            parts.append(text[start:place])
+            start = place + 1
+    return [*parts, text[start:]]
+
+
+def _bytes(shape: str) -> int:
+    return sum(
+        _ITEM[kind] * math.prod(int(size) for size in sizes.split(",") if size)
+        for kind, sizes in _ARRAY.findall(re.sub(r"\{[^}]*\}", "", shape))
+        if kind in _ITEM
+    )
+
+
+def _first_group(rest: str) -> tuple[int, ...]:
+    """Partitions of the first replica group, in any of the ways in which HLO writes them."""
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", rest)
+    if listed:
+        return tuple(map(int, listed[1].split(",")))
+    pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", rest)
+    if pairs:
+        return (int(pairs[1]), int(pairs[2]))
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
+    if iota:
+        return tuple(_iota(iota[2], iota[3]).reshape(_sizes(iota[1]))[0].tolist())
+    mesh = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}", rest
+    )
+    if mesh:
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        flat = _iota(mesh[2], mesh[3]) if mesh[2] else np.arange(math.prod(sizes.values()))
+        array = flat.reshape(tuple(sizes.values()))
+        chosen = set(re.findall(r"'(\w+)'", mesh[4]))
+        index: tuple[Any, ...] = tuple(slice(None) if name in chosen else 0 for name in sizes)
+        return tuple(array[index].reshape(-1).tolist())
+    return ()
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def _iota(sizes: str, order: str | None) -> np.ndarray:
+    array = np.arange(math.prod(_sizes(sizes))).reshape(_sizes(sizes))
+    return array.transpose(_sizes(order)) if order else array

@@ -1,0 +1,38 @@
+"""Memory of one device for a workload: what :mod:`runtime.memory` says of its passes."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+from runtime.attention import choose_attention
+from runtime.memory import Device, Memory, PassShape, memory_of_passes
+from runtime.models.declarations import ModelLayout
+from runtime.planner.workload import Phase, Workload
+from sharding.topology import Chip
+
+
+def estimate_memory(workload: Workload, layout: ModelLayout, chip: Chip) -> Memory:
+    """Memory that a generation needs on one device; ``layout`` needs no mesh."""
+    dtype = jnp.dtype(workload.dtype)
+    return memory_of_passes(
+        layout,
+        dtype,
+        Device(chip.platform, chip.fast_memory_bytes),
+        workload.rows(layout.spec.data) // layout.spec.data,
+        workload.canvas(layout, chip.platform),
+        [_shape(phase, workload, layout, chip) for phase in workload.phases(layout, chip.platform)],
+        dtype if workload.has_cache else None,
+    )
+
+
+def _shape(phase: Phase, workload: Workload, layout: ModelLayout, chip: Chip) -> PassShape:
+    sequence = layout.spec.sequence
+    if phase.whole:
+        attention = choose_attention("auto", chip.platform, layout, phase.positions, jnp.dtype(workload.dtype))
+        positions, keys = math.ceil(phase.positions / sequence), phase.keys
+    else:
+        # A window is computed whole on every shard, against the shard's own part of the cache.
+        attention, positions, keys = "xla", phase.positions, math.ceil(phase.keys / sequence)
+    return PassShape(phase.rows, positions, keys, phase.chunk // phase.head_shards(layout), attention)

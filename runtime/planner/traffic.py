@@ -1,0 +1,184 @@
+"""What a pass moves between devices: every collective, by the mesh axes it runs over.
+
+The same collectives are in the compiled programs: ``tests/runtime/planner`` holds the bytes of each kind over each axis
+equal to those in the optimized HLO.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from runtime.models.declarations import ModelLayout
+from runtime.planner.workload import Phase, Workload
+from runtime.runs.autoregressive import decode_program
+from runtime.runs.canvas import denoise_program
+from runtime.sampling import SamplingRule
+
+_INTEGER = _FLOAT = 4
+# Halvings of the search for the threshold of top-p and top-k, and the integer sums of each.
+_HALVINGS, _SUMS = 32, 2
+_SLICE_LINE = 512
+# Integer digits that a sum over the vocabulary is made of.
+_DIGITS = 3
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind and size.
+
+    Attributes:
+      kind: HLO's name, ``all-reduce``, ``all-gather`` or ``reduce-scatter``; ``send`` from slice to slice.
+      axes: mesh axes that it runs over.
+      payload: bytes of the whole array that one device ends with or, for a reduce-scatter, begins with.
+      times: how often in one pass; a mean where the program decides as it runs.
+      what: what is moved.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    payload: int
+    times: float
+    what: str
+
+
+def choose_tokens_reductions(rule: SamplingRule, ranked: bool = True) -> int:
+    """Numbers of 4 bytes that are reduced over the vocabulary's shards for one position; see `runtime.sampling`.
+
+    Args:
+      rule: how tokens are chosen.
+      ranked: whether their confidences are asked for too.
+    """
+    softmax = 1 + _DIGITS
+    count = softmax + 2  # the token: a maximum, and the lowest index that has it
+    if rule.filtered:
+        count += softmax + 1 + _HALVINGS * _SUMS
+    if not ranked:
+        return count
+    if rule.confidence == "entropy":
+        count += _DIGITS
+    elif rule.confidence == "topk_margin":
+        count += 3
+    else:
+        count += 1
+    return count
+
+
+def phase_collectives(
+    workload: Workload, layout: ModelLayout, platform: str, phase: Phase, slices: int = 1
+) -> list[Collective]:
+    """Collectives of one pass.
+
+    Args:
+      workload: what is run.
+      layout: on which mesh.
+      platform: compilers differ in how they bring picked positions together.
+      phase: which pass.
+      slices: TPU slices; what crosses them is reduced inside each, padded to 512 bytes and sent.
+    """
+    found = _whole_rows(workload, layout, phase) if phase.whole else _window(workload, layout, phase)
+    if workload.config.is_autoregressive:
+        found += _last_positions(workload, layout, phase)
+    elif phase.whole:
+        found += _picked_positions(workload, layout, platform, phase)
+    if layout.spec.tensor > 1:
+        if workload.config.is_autoregressive:
+            numbers = choose_tokens_reductions(autoregressive_rule(workload), ranked=False)
+        else:
+            rule = denoise_program(workload.decoding(), workload.config.vocab_size, workload.dtype, 1).sampling
+            numbers = choose_tokens_reductions(rule)
+        size = phase.rows * phase.chunk // phase.head_shards(layout) * _FLOAT * numbers
+        found.append(Collective("all-reduce", ("kv", "group"), size, phase.chunks, "vocabulary sums"))
+    return found + _whether_to_go_on(layout, platform, phase, slices)
+
+
+def autoregressive_rule(workload: Workload) -> SamplingRule:
+    """How an autoregressive workload chooses tokens."""
+    return decode_program(workload.sampling(), workload.config.vocab_size).sampling
+
+
+def _whole_rows(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
+    """Of the transformer over whole rows: two all-reduces a layer over tensor, K and V gathered over sequence."""
+    config, spec, item = workload.config, layout.spec, workload.item
+    residual = phase.rows * phase.positions // spec.sequence * config.hidden_size * item
+    found = []
+    if spec.tensor > 1:
+        found += [
+            Collective("all-reduce", ("kv", "group"), residual, 2 * config.num_layers, "residual, twice a layer"),
+            Collective("all-reduce", ("kv", "group"), residual, 1, "embedding"),
+        ]
+    if spec.sequence > 1:
+        heads = phase.rows * phase.positions * config.num_kv_heads // layout.heads.kv * config.head_dim * item
+        found.append(Collective("all-gather", ("sequence",), heads, 2 * config.num_layers, "keys and values"))
+    return found
+
+
+def _window(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
+    """Of the transformer over a few positions of each row against the cache: decoding, or a step of a block."""
+    config, spec, item = workload.config, layout.spec, workload.item
+    positions = phase.rows * phase.positions
+    residual = positions * config.hidden_size * item
+    found = []
+    if spec.tensor > 1:
+        found += [
+            Collective("all-reduce", ("kv", "group"), residual, 2 * config.num_layers, "residual, twice a layer"),
+            Collective("all-reduce", ("kv", "group"), residual, 1, "embedding"),
+        ]
+    if spec.sequence > 1:
+        # The cache lies over sequence: each shard attends to its own keys, then sums and maxima are reduced.
+        partial = positions * layout.query_heads_per_device * (config.head_dim * item + 2 * _FLOAT)
+        found.append(Collective("all-reduce", ("sequence",), partial, config.num_layers, "partial attention"))
+    return found
+
+
+def _last_positions(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
+    """Of a prefill: the last position of each row, which one shard of sequence has."""
+    if layout.spec.sequence == 1 or not phase.whole:
+        return []
+    size = phase.rows * workload.config.hidden_size * workload.item
+    return [Collective("all-reduce", ("sequence",), size, 1, "last positions")]
+
+
+def _picked_positions(workload: Workload, layout: ModelLayout, platform: str, phase: Phase) -> list[Collective]:
+    """Of the head on chunks of a canvas that lies over sequence."""
+    if layout.spec.sequence == 1:
+        return []
+    positions = phase.rows * phase.chunk
+    # The TPU compiler reduces the whole and cuts it where a device has one row.
+    scatter = "all-reduce" if platform == "tpu" and phase.rows == 1 else "reduce-scatter"
+    size = positions * workload.config.hidden_size * workload.item
+    found = [
+        Collective(scatter, ("sequence",), size, phase.chunks, "picked positions"),
+        Collective("all-gather", ("sequence",), positions * (_INTEGER + _FLOAT), phase.chunks, "tokens, confidences"),
+    ]
+    if phase.name == "denoise step":
+        size = phase.rows * phase.positions * _INTEGER
+        found.append(Collective("all-gather", ("sequence",), size, 1, "canvas"))
+    return found
+
+
+# What all rows agree on in a pass, numbers and yes-or-no: whether any has work left, how many chunks it needs.
+_AGREED = {"denoise step": (2, 0), "refresh": (1, 1), "block step": (1, 3), "prefill": (0, 0), "decode": (0, 1)}
+
+
+def _whether_to_go_on(layout: ModelLayout, platform: str, phase: Phase, slices: int) -> list[Collective]:
+    numbers, booleans = _AGREED[phase.name]
+    if layout.spec.data == 1 or not numbers + booleans:
+        return []
+    what, boolean = "whether any row has work left", _INTEGER if platform == "tpu" else 1
+    found = []
+    if layout.spec.data > slices:
+        inside = [(_INTEGER, numbers), (boolean, booleans)] if slices == 1 else [(_SLICE_LINE, numbers + booleans)]
+        found += [Collective("all-reduce", ("data",), size, times, what) for size, times in inside if times]
+    if slices > 1:
+        found.append(Collective("send", ("data",), _SLICE_LINE, numbers + booleans, what))
+    return found
+
+
+def bytes_by_axis(collectives: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Bytes of each kind over each tuple of mesh axes, all times counted."""
+    total: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+    for one in collectives:
+        total[one.kind, one.axes] += one.payload * one.times
+    return dict(total)

@@ -1,0 +1,178 @@
+"""What is to be run: a model, rows, prompts, new tokens, and the phases that a generation is made of.
+
+Dimension letters: B batch, S canvas, W positions computed a row, T keys attended to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.batching import bucket_length
+from runtime.decoding.config import CACHES, DiffusionConfig, SamplingConfig
+from runtime.decoding.schedule import transfer_ratios
+from runtime.models.config import STORED_DTYPES, ModelConfig
+from runtime.models.declarations import ModelLayout
+from runtime.models.families import model_layout
+from runtime.models.quantization import QUANTIZATIONS
+from runtime.runner import canvas_bucket, head_chunk
+from runtime.runs.block_diffusion import window_widths
+from sharding.errors import InputError
+from sharding.mesh import MeshSpec
+
+MAX_BATCH = 1 << 20
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One kind of forward pass of a generation.
+
+    Attributes:
+      name: ``denoise step``, ``refresh``, ``block step``, ``prefill`` or ``decode``.
+      positions: W, computed for each row; sharded over ``sequence`` when ``whole``.
+      keys: T, that each position attends to.
+      rows: of each shard of data, computed together.
+      whole: whole rows are computed, else a window of each against the cache.
+      chunk: positions of each row that the head is run on at a time.
+      chunks: how often it is run in a pass; a mean.
+      forwards: passes of this kind in one generation; a mean.
+    """
+
+    name: str
+    rows: int
+    positions: int
+    keys: int
+    whole: bool
+    chunk: int
+    chunks: float
+    forwards: float
+
+    def head_shards(self, layout: ModelLayout) -> int:
+        """Shards of ``sequence`` that share a chunk's positions; a window's and a lone position are whole on each."""
+        return layout.spec.sequence if self.whole and self.chunk > 1 else 1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A batch to generate.
+
+    Attributes:
+      config: the model.
+      dtype: of weights and activations.
+      batch: B, rows that are generated together.
+      prompt: tokens of each prompt.
+      new_tokens: tokens to generate for each row.
+      steps: denoise steps; read by masked diffusion without a cache.
+      cache: ``none``, ``prefix`` or ``dual`` for masked diffusion; an autoregressive model always has one.
+      block_length: positions of a block, with a cache.
+      quantization: ``none``, or ``int8`` for weights.
+    """
+
+    config: ModelConfig
+    dtype: str = "bfloat16"
+    batch: int = 1
+    prompt: int = 256
+    new_tokens: int = 256
+    steps: int = 256
+    cache: str = "none"
+    block_length: int = 32
+    quantization: str = "none"
+
+    def __post_init__(self) -> None:
+        limits = {"batch": (1, MAX_BATCH), "prompt": (1, 1 << 24), "new_tokens": (1, 1 << 20), "steps": (1, 1 << 16)}
+        for name, (low, high) in limits.items():
+            if not low <= getattr(self, name) <= high:
+                raise InputError(f"{name} is {getattr(self, name)}; expected a number from {low} to {high}")
+        if not 1 <= self.block_length <= self.new_tokens and self.cache != "none":
+            raise InputError(f"block_length is {self.block_length}; expected 1 to new_tokens ({self.new_tokens})")
+        if self.cache not in CACHES:
+            raise InputError(f'cache "{self.cache}" is not one of {", ".join(CACHES)}')
+        if self.quantization not in QUANTIZATIONS:
+            raise InputError(f'quantization "{self.quantization}" is not one of {", ".join(QUANTIZATIONS)}')
+        if self.dtype not in STORED_DTYPES:
+            raise InputError(f'dtype "{self.dtype}" is not one of {", ".join(STORED_DTYPES)}')
+        if self.prompt + self.new_tokens > self.config.max_positions:
+            raise InputError(
+                f"{self.prompt} prompt tokens and {self.new_tokens} new ones make {self.prompt + self.new_tokens}; "
+                f"the model allows {self.config.max_positions} in all"
+            )
+
+    @property
+    def item(self) -> int:
+        """Bytes of one number."""
+        return 4 if self.dtype == "float32" else 2
+
+    def layout(self, spec: MeshSpec, devices: Any = None) -> ModelLayout:
+        """The model on a mesh.
+
+        Raises:
+          MeshError: it does not divide.
+        """
+        return model_layout(self.config, spec, devices, self.quantization)
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether keys and values are kept from pass to pass."""
+        return self.config.is_autoregressive or self.cache != "none"
+
+    def rows(self, data: int) -> int:
+        """Rows on the devices: the batch, padded to a multiple of the data axis."""
+        return math.ceil(self.batch / data) * data
+
+    def canvas(self, layout: ModelLayout, platform: str) -> int:
+        """S, the length that prompt and new tokens are run at."""
+        return canvas_bucket(self.prompt + self.new_tokens, layout, platform)
+
+    def chunk(self, layout: ModelLayout, platform: str) -> int:
+        """Positions of each row that the head of masked diffusion is run on at a time."""
+        return head_chunk(self.rows(layout.spec.data), self.canvas(layout, platform), layout, platform)
+
+    def decoding(self) -> DiffusionConfig:
+        """How masked diffusion decodes: the published settings."""
+        return DiffusionConfig.published(self.new_tokens, steps=self.steps)
+
+    def sampling(self) -> SamplingConfig:
+        """How an autoregressive model decodes: with a nucleus, as is usual."""
+        return SamplingConfig(self.new_tokens, temperature=0.7, top_p=0.9)
+
+    def masked_positions(self) -> list[int]:
+        """Masks of a row before each forward pass of exact decoding; a step that transfers nothing runs none."""
+        left, found = self.new_tokens, []
+        for ratio in transfer_ratios(self.steps, 1e-3):
+            count = int(left * ratio)
+            if count:
+                found.append(left)
+                left -= count
+        return found
+
+    def phases(self, layout: ModelLayout, platform: str) -> list[Phase]:
+        """The forward passes of one generation."""
+        canvas, rows = self.canvas(layout, platform), self.rows(layout.spec.data) // layout.spec.data
+        if self.config.is_autoregressive:
+            width = min(canvas, bucket_length(self.prompt))
+            return [
+                Phase("prefill", rows, width, width, True, 1, 1.0, 1),
+                Phase("decode", rows, 1, canvas, False, 1, 1.0, max(0, self.new_tokens - 1)),
+            ]
+        chunk = self.chunk(layout, platform)
+
+        def chunks(masks: Sequence[int], chunk: int) -> float:
+            # The head runs whole chunks, as many as the row with most masks needs.
+            return sum(math.ceil(count / chunk) for count in masks) / max(1, len(masks))
+
+        if self.cache == "none":
+            masked = self.masked_positions()
+            return [Phase("denoise step", rows, canvas, canvas, True, chunk, chunks(masked, chunk), len(masked))]
+        blocks, masks = math.ceil(self.new_tokens / self.block_length), range(1, self.block_length)
+        # A refresh computes the whole canvas, one row at a time; the other steps of a block a window of every row: the
+        # block, or it and all that follows.
+        widths = window_widths(self.cache, self.block_length, self.new_tokens)
+        width = widths[0] if self.cache == "dual" else (self.new_tokens + self.block_length) // 2 + 1
+        window, forwards = min(chunk, width), max(0, self.new_tokens - blocks)
+        first = chunks([self.block_length], chunk)
+        return [
+            Phase("refresh", 1, canvas, canvas, True, chunk, first, blocks * rows),
+            Phase("block step", rows, width, canvas, False, window, chunks(masks, window), forwards),
+        ]

@@ -1,0 +1,109 @@
+"""Devices to compile for without the hardware: TPU slices through libtpu, GPU hosts through JAX's CUDA plugin.
+
+Nothing can run on them. A process that describes devices must not look for real ones: set ``ENVIRONMENT`` before JAX
+touches its first device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+from sharding.errors import MeshError
+from sharding.topology import Topology
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    # libtpu: describe a slice instead of looking for one, and open no chip that another process may use.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    # The CUDA plugin: there need be no driver.
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+}
+
+# What the TPU compiler wants to know of a generation with three dimensions.
+_CUBIC: dict[str, Any] = {"chip_config_name": "megacore", "chips_per_host_bounds": (2, 2, 1)}
+
+# What the GPU compiler wants to know of a chip: cores, float32 units a core, shared memory of a core and of a block,
+# L2 cache, clock, compute capability.
+_GPU_CORES: dict[str, tuple[int, int, int, int, int, float, int]] = {
+    "a100": (108, 64, 167936, 166912, 41943040, 1.41, 8),
+    "h100": (132, 128, 233472, 232448, 52428800, 1.98, 9),
+    "h200": (132, 128, 233472, 232448, 52428800, 1.98, 9),
+}
+_TARGET = """
+gpu_device_info {{
+  core_count: {cores} fpus_per_core: {units} threads_per_warp: 32 threads_per_block_limit: 1024
+  threads_per_core_limit: 2048 shared_memory_per_block: 49152 shared_memory_per_core: {shared}
+  shared_memory_per_block_optin: {block} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} l2_cache_size: {cache} clock_rate_ghz: {clock} device_memory_size: {memory}
+  cuda_compute_capability {{ major: {capability} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{kind}"
+"""
+
+
+def missing_compiler(platform: str) -> str | None:
+    """What to install so that programs for ``tpu`` or ``gpu`` can be compiled here; None where it is installed."""
+    if platform == "tpu":
+        return None if importlib.util.find_spec("libtpu") else "pip install 'diffumesh[tpu]' (libtpu)"
+    try:
+        found = any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (13, 12))
+    except ModuleNotFoundError:  # no JAX plugin at all
+        found = False
+    return None if found else "pip install 'diffumesh[cuda]' (JAX's CUDA plugin; no GPU is needed)"
+
+
+def described_devices(topology: Topology) -> list[Any]:
+    """Devices of a topology, to lower and compile for.
+
+    Raises:
+      MeshError: the compiler for this platform is not installed, or refuses the topology.
+    """
+    from jax.experimental import topologies
+
+    chip = topology.chip
+    install = missing_compiler(chip.platform)
+    if install is not None:
+        raise MeshError(f"compiling for {topology} needs a compiler that is not installed: {install}")
+    try:
+        if chip.platform == "gpu":
+            found = topologies.get_topology_desc(
+                str(topology),
+                platform="cuda",
+                target_config=_gpu_target(topology),
+                topology=f"1x{topology.count}x{topology.shape[0]}",
+            )
+        else:
+            options: dict[str, Any] = dict(_CUBIC) if chip.torus_dimensions == 3 else {}
+            if math.prod(topology.shape) == 1:
+                options["chips_per_host_bounds"] = (1, 1, 1)
+            if topology.num_slices > 1:
+                options["num_slices"] = topology.num_slices
+            found = topologies.get_topology_desc(platform="tpu", topology_name=topology.shape_name, **options)
+    except Exception as error:  # the plugins raise their own kinds
+        raise MeshError(f"topology {topology}: {error}") from error
+    return list(found.devices)
+
+
+def _gpu_target(topology: Topology) -> str:
+    chip = topology.chip
+    cores, units, shared, block, cache, clock, capability = _GPU_CORES[chip.name]
+    return _TARGET.format(
+        cores=cores,
+        units=units,
+        shared=shared,
+        block=block,
+        cache=cache,
+        clock=clock,
+        capability=capability,
+        bandwidth=int(chip.memory_bandwidth),
+        memory=chip.memory_bytes,
+        kind=chip.device_kind,
+    )

@@ -1,0 +1,94 @@
+"""What a mesh axis runs over: the links between the chips of a topology, and how fast they carry a collective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from sharding.heads import HeadLayout
+from sharding.mesh import MESH_AXES, MeshSpec, arrange_devices
+from sharding.topology import Topology, places
+
+# Time for a message to get to a neighbour, in seconds: an assumption, of the order that vendors give.
+_HOP_SECONDS = {"interconnect": 1e-6, "NVLink": 3e-6, "network": 10e-6}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins the members of a group of chips.
+
+    Attributes:
+      kind: ``interconnect`` (ICI), ``NVLink``, or ``network`` (between hosts or slices; its speed is an assumption).
+      bandwidth: bytes per second that each member sends, and receives at the same time, in a collective.
+      latency: seconds that a collective takes however little it carries.
+    """
+
+    kind: str
+    bandwidth: float
+    latency: float
+
+    def seconds(self, kind: str, payload: int, members: int) -> float:
+        """Time of one collective by the ring algorithms.
+
+        Args:
+          kind: HLO's name of it.
+          payload: bytes of the whole array: what an all-gather makes, what a reduce-scatter takes.
+          members: chips that take part.
+        """
+        share = payload * (members - 1) / members
+        return (2 if kind == "all-reduce" else 1) * (share / self.bandwidth + self.latency)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """A mesh laid over a topology."""
+
+    topology: Topology
+    spec: MeshSpec
+    heads: HeadLayout
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        """``[data, sequence, kv, group, (x, y, z, slice, host)]``."""
+        array = arrange_devices(self.spec, self.heads, places(self.topology))
+        rows = [(*place.coords, place.slice_index, place.process_index) for place in array.flat]
+        return np.array(rows).reshape(*array.shape, 5)
+
+    def link(self, axes: Sequence[str]) -> Link:
+        """What joins the chips that differ along these mesh axes and no others.
+
+        On a TPU, every torus dimension that the group spans carries its share at once, in both directions where the
+        group closes a ring. Between GPUs, NVLink within a host; a group that spans hosts is as fast as the network.
+        """
+        chip = self.topology.chip
+        index = tuple(slice(None) if axis in axes else 0 for axis in MESH_AXES)
+        group = self._places[index].reshape(-1, 5)
+        spans = [len(set(group[:, column])) for column in range(5)]
+        crosses = spans[3] > 1 if chip.platform == "tpu" else spans[4] > 1
+        if crosses:
+            hops = max(spans[3], spans[4]) - 1
+            return Link("network", chip.network_bandwidth, hops * _HOP_SECONDS["network"])
+        if chip.platform == "gpu":
+            return Link("NVLink", chip.link_bandwidth, _HOP_SECONDS["NVLink"])
+        sides = (*self.topology.shape, 1)[:3]
+        wraps = (*self.topology.wraps, False)[:3]
+        directions = sum(
+            2 if wrap and span == side else 1
+            for span, side, wrap in zip(spans[:3], sides, wraps, strict=True)
+            if span > 1
+        )
+        hops = sum(span - 1 for span in spans[:3])
+        return Link("interconnect", max(1, directions) * chip.link_bandwidth, hops * _HOP_SECONDS["interconnect"])
+
+    def members(self, axes: Sequence[str]) -> int:
+        """How many chips such a group has."""
+        return math.prod(size for axis, size in self.sizes.items() if axis in axes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the mesh axes that programs see."""
+        return dict(zip(MESH_AXES, (self.spec.data, self.spec.sequence, self.heads.kv, self.heads.group), strict=True))

@@ -1,0 +1,235 @@
+"""The suite on a model of next to nothing, its tables, and the README's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+from benchmarks.suite import __main__ as suite
+from benchmarks.suite import subject
+from benchmarks.suite.generation import GENERATIONS
+from benchmarks.suite.parity import source_tensor
+from benchmarks.suite.sheet import NotRunError, Sheet
+from benchmarks.suite.tables import suite_tables
+from checkpoints import DEMO, open_folder
+from checkpoints.opening import open_tensors
+from launch.startup import run_launcher
+from runtime import Engine
+
+ROOT = Path(__file__).parents[2]
+# Of one layer, on one of the simulated devices.
+TINY = [
+    "--random=mid-size", "--layers=2", "--hidden_size=64", "--intermediate_size=128", "--heads=4", "--kv_heads=2",
+    "--head_dim=16", "--vocab_size=512",
+]  # fmt: skip
+SMALL = [
+    "--mesh=data=1", "--lengths=128", "--batches=1,2", "--steps=1x64", "--trials=2", "--matmul_size=128",
+    "--copy_bytes=65536",
+]  # fmt: skip
+
+
+def run(*arguments: str) -> None:
+    run_launcher(suite.main, suite.define_flags, "", ["suite", *arguments])
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("suite")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.suite.generation.DECODE_BATCHES", (1,))
+        patch.setattr("benchmarks.suite.generation.GENERATIONS", GENERATIONS[::2])
+        patch.setattr(suite, "measure_compilation", lambda sheet, values: None)  # processes of their own: slow
+        run(
+            *TINY, *SMALL, f"--output_dir={folder}", f"--dump_hlo={folder / 'hlo'}", f"--profile_dir={folder / 'trace'}"
+        )
+    (path,) = folder.glob("suite_*.json")
+    assert list((folder / "hlo").rglob("*.hlo.txt"))
+    assert list((folder / "trace").rglob("*.xplane.pb"))
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def rows(record: dict[str, Any], section: str) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in record["results"]["rows"] if row["section"] == section}
+
+
+def test_every_row_is_filled_or_says_why_not(record: dict[str, Any]) -> None:
+    sections = {row["section"] for row in record["results"]["rows"]}
+    assert sections == {
+        "start", "memory", "ceilings", "forward", "forward over lengths and batches", "sequence lengths",
+        "denoise step", "generation", "batches", "autoregressive", "CPU", "tokenizer",
+    }  # fmt: skip
+    for row in record["results"]["rows"]:
+        if row["not_run"] is None:
+            assert row["minimum"] <= row["mean"] <= row["maximum"], row
+            assert row["deviation"] >= 0
+        else:
+            assert row["not_run"]
+            assert row["mean"] is None
+    assert "no tokenizer" in rows(record, "tokenizer")["first call"]["not_run"]
+    assert "CPU itself" in next(iter(rows(record, "CPU").values()))["not_run"]
+
+
+def test_nothing_is_compiled_while_it_is_timed(record: dict[str, Any]) -> None:
+    timed = [row for row in record["results"]["rows"] if "compiled_when_timed" in row["facts"]]
+    assert len(timed) == 2 + 2 + 2
+    assert all(row["facts"]["compiled_when_timed"] == 0 for row in timed)
+    lengths = rows(record, "sequence lengths")
+    assert lengths["another length of a known bucket"]["facts"]["programs_compiled"] == 0
+    assert lengths["a length of a new bucket"]["facts"]["programs_compiled"] == 1
+
+
+def test_what_a_generation_is_made_of(record: dict[str, Any]) -> None:
+    found = rows(record, "generation")
+    assert found["50 tokens, 25 steps"]["facts"]["forwards"] == 25
+    assert found["50 tokens, 25 steps"]["facts"]["tokens_per_forward"] == 2.0
+    assert found["256 tokens, 256 steps"]["facts"]["forwards"] <= 256
+    assert rows(record, "batches")["best batch"]["facts"]["batch"] in (1, 2)
+
+
+def test_the_acceptance_list(record: dict[str, Any]) -> None:
+    ticked = {item["what"]: item["ticked"] for item in record["results"]["acceptance"]}
+    assert len(ticked) == 6
+    assert ticked["loads without error"]
+    assert ticked["at least 10 times the CPU"] is None
+    assert ticked["text is coherent"] is None
+    parity = record["results"]["acceptance"][4]
+    assert parity["ticked"], parity
+    assert len(parity["details"]["shares"]) == 2
+
+
+def test_tables(record: dict[str, Any]) -> None:
+    text = suite_tables(record)
+    assert "| generation | 50 tokens, 25 steps |" in text
+    assert "- [x] loads without error" in text
+    assert "| 128 |" in text
+
+
+def test_parity_notices_a_wrong_layer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from benchmarks.suite import parity
+
+    def wrong(leaf: Any, array: Any) -> Any:
+        found = source_tensor(leaf, array)
+        return found * 1.01 if leaf.name.endswith("o_proj") else found
+
+    engine = Engine.load(DEMO, mesh="data=1")
+    found = type("Subject", (), {"engine": engine, "values": type("Values", (), {"attention": "auto"})})
+    assert parity.layer_parity(found)["smallest_share"] > 0.999  # type: ignore[arg-type]
+    monkeypatch.setattr(parity, "source_tensor", wrong)
+    assert parity.layer_parity(found)["smallest_share"] < 0.9  # type: ignore[arg-type]
+
+
+def test_weights_go_back_to_what_the_checkpoint_has() -> None:
+    engine = Engine.load(DEMO, mesh="tensor=4")  # heads are padded there
+    stored = open_tensors(open_folder(DEMO))
+    named = engine.layout.named(engine.weights)
+    for leaf in engine.layout.leaves:
+        if leaf.is_stacked:
+            import numpy as np
+
+            found = source_tensor(leaf, np.asarray(named[leaf.name][1]))
+            np.testing.assert_array_equal(found, stored[leaf.sources[1]].whole().astype(np.float32))
+
+
+def test_a_sheet_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    sheet = Sheet(trials=5, row_seconds=10.0, budget=None)
+    sheet.measure("a", "slow", lambda: lambda: None, seconds=6.0)
+    sheet.measure("a", "fewer", lambda: lambda: None, seconds=3.0)
+
+    def out_of_memory() -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED: 5 GB")
+
+    def refused() -> Any:
+        raise NotRunError("no")
+
+    def broken() -> Any:
+        raise RuntimeError("a bug")
+
+    sheet.measure("a", "large", out_of_memory)
+    sheet.measure("a", "refused", refused)
+    sheet.measure("a", "broken", broken)
+    whys = {row.name: row.not_run for row in sheet.rows}
+    assert "--row_seconds" in str(whys["slow"])
+    assert whys["fewer"] is None
+    assert sheet.rows[1].trials == 2
+    assert "out of memory" in str(whys["large"])
+    assert whys["refused"] == "no"
+    assert whys["broken"] == "failed: RuntimeError: a bug"
+    assert sheet.failures == 1  # which ends the run with an error
+    spent = Sheet(trials=2, row_seconds=1.0, budget=1e-9)
+    spent.measure("a", "late", lambda: lambda: None)
+    assert "budget" in str(spent.rows[0].not_run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--random=mid-size", "--checkpoint=x"], "exclude one another"),
+        (["--layers=2"], "--layers goes with --random"),
+        (["--lengths=a"], "expected positive integers"),
+        (["--steps=8"], "such as 8x1024"),
+        (["--random=none"], "--random"),
+        (["--profile_dir=/nowhere/at/all"], "no such folder"),
+    ],
+)
+def test_what_is_wrong_is_said_with_exit_code_2(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments)
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_command_of_the_same_subject() -> None:
+    from absl import flags
+
+    values = flags.FlagValues()
+    subject.define_subject_flags(values)
+    values(["suite", "--random=mid-size", "--layers=3", "--mesh=tensor=2"])
+    assert subject.command("a.module", values, "--more=1")[1:] == [
+        "-m", "a.module", "--device=auto", "--random=mid-size", "--mesh=tensor=2", "--attention=auto", "--layers=3",
+        "--more=1",
+    ]  # fmt: skip
+
+
+def test_the_tables_of_the_readme_are_those_of_its_records() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "<!-- table: " in text
+    assert report.fill_tables(text, ROOT) == text
+
+
+def test_the_scaling_tables_are_those_of_their_records() -> None:
+    folder = ROOT / "benchmarks" / "results" / "scaling"
+    made = "\n".join(report.table(*one) for one in report.read_groups(folder).items())
+    assert (folder / "tables.md").read_text(encoding="utf-8") == made + "\n"
+
+
+def test_a_table_is_replaced_and_the_rest_stays(tmp_path: Path, record: dict[str, Any]) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(record), encoding="utf-8")
+    text = "before\n<!-- table: a.json -->\nold\n<!-- end of table -->\nafter\n"
+    filled = report.fill_tables(text, tmp_path)
+    assert filled.startswith("before\n<!-- table: a.json -->\n`mid-size`")
+    assert filled.endswith("<!-- end of table -->\nafter\n")
+    assert report.fill_tables(filled, tmp_path) == filled
+
+
+@pytest.mark.slow
+def test_a_second_start_finds_the_compiled_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    from absl import flags
+
+    from benchmarks.suite.start import measure_compilation
+
+    values = flags.FlagValues()
+    subject.define_subject_flags(values)
+    values(["suite", *TINY, "--device=cpu"])
+    sheet = Sheet(trials=2, row_seconds=60.0, budget=None)
+    measure_compilation(sheet, values)
+    found = {row.name: row for row in sheet.rows}
+    assert [row.not_run for row in sheet.rows] == [None] * 4, sheet.rows
+    assert found["compilation, cold"].facts["programs"] == found["compilation, warm cache"].facts["programs"] == 1
+    assert found["first token after the weights, cold"].mean

@@ -1,0 +1,117 @@
+"""Every family there and back: Hugging Face folders that transformers wrote, converted, restored, exported, and loaded
+by transformers again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from checkpoints import load_weights, open_folder
+from checkpoints.verification import verify
+from runtime.models.config import ModelConfig
+from runtime.models.families import model_layout
+from sharding.mesh import MeshSpec
+from tests.checkpoints.small import to_canonical, to_huggingface
+
+QWEN2 = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"vocab_size": 131, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
+GPT2 |= {"bos_token_id": 130, "eos_token_id": 130}
+MESHES = ("tensor=1", "tensor=2", "data=16", "sequence=8", "data=2,sequence=2,tensor=4")
+KINDS = ("qwen2", "qwen2 tied", "gpt2", "gpt2 without prefix")
+
+
+def random_model(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if kind.startswith("gpt2"):
+        return GPT2LMHeadModel(GPT2Config(**GPT2)).eval()
+    return Qwen2ForCausalLM(Qwen2Config(**QWEN2, tie_word_embeddings=kind.endswith("tied"))).eval()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind = request.param
+    dtype = "float32" if kind == "gpt2 without prefix" else "bfloat16"
+    folder = tmp_path_factory.mktemp("source")
+    random_model(kind).to(getattr(torch, dtype)).save_pretrained(folder)
+    if kind == "gpt2 without prefix":
+        # As OpenAI's weights were first published: bare names, and the causal masks among the tensors.
+        tensors = {name.removeprefix("transformer."): value for name, value in named(folder).items()}
+        tensors["h.0.attn.bias"] = np.tril(np.ones((1, 1, 32, 32), np.float32))
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return to_canonical(source, tmp_path_factory.mktemp("canonical") / "checkpoint")
+
+
+def named(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "model.safetensors")
+
+
+def logits(folder: Path) -> np.ndarray:
+    """What transformers computes from a folder, in float32."""
+    kind: Any = (
+        GPT2LMHeadModel if ModelConfig.from_huggingface(open_folder(folder).config).architecture == "gpt2" else None
+    )
+    model, info = (kind or Qwen2ForCausalLM).from_pretrained(folder, dtype="float32", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    ids = torch.arange(24).reshape(2, 12) * 5 % 131
+    with torch.no_grad():
+        return np.asarray(model.eval()(ids).logits)
+
+
+def test_there_and_back_to_the_bit(source: Path, checkpoint: Path, tmp_path: Path) -> None:
+    back = to_huggingface(checkpoint, tmp_path / "back")
+    expected, found = named(source), named(back)
+    if "wte.weight" in expected:
+        expected = {f"transformer.{name}": value for name, value in expected.items() if not name.endswith(".attn.bias")}
+    assert found.keys() == expected.keys()
+    assert not any(name.startswith("lm_head") for name in found) or "qwen2" in json.dumps(open_folder(back).config)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert found[name].shape == value.shape
+        assert found[name].tobytes() == value.tobytes(), name
+    assert (back / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert verify(open_folder(checkpoint)) == sum(value.nbytes for value in expected.values())
+
+
+def test_transformers_computes_the_same(source: Path, checkpoint: Path, tmp_path: Path) -> None:
+    back = to_huggingface(checkpoint, tmp_path / "back")
+    np.testing.assert_array_equal(logits(back), logits(source))
+
+
+@pytest.mark.parametrize("mesh", ["tensor=4", *(pytest.param(one, marks=pytest.mark.slow) for one in MESHES)])
+def test_restored_on_any_mesh_as_from_the_source(mesh: str, source: Path, checkpoint: Path) -> None:
+    config, spec = ModelConfig.from_huggingface(open_folder(source).config), MeshSpec.parse(mesh)
+    layout = model_layout(config, spec, jax.devices()[: spec.size])
+    (expected, _), (found, _) = (load_weights(open_folder(path), layout, config.dtype) for path in (source, checkpoint))
+    tensors = named(source)
+    embedding = tensors.get(
+        "model.embed_tokens.weight", tensors.get("transformer.wte.weight", tensors.get("wte.weight"))
+    )
+    assert embedding is not None
+    assert np.asarray(found.embedding)[: config.vocab_size].tobytes() == embedding.tobytes()
+    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        assert one.sharding == other.sharding
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()

@@ -1,0 +1,255 @@
+"""Conversion onto an object store, where nothing can be renamed, and restoring straight from it.
+
+The same tests run over a Google Cloud Storage (a server of the tests' own) and over a folder on disk that is treated as
+such a store, by its ``file://`` URL.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from checkpoints import CheckpointError, open_folder
+from checkpoints.conversion import convert
+from checkpoints.errors import CorruptCheckpointError, IncompleteCheckpointError
+from checkpoints.manifest import MANIFEST_FILE
+from checkpoints.output import MARK_FILE, ObjectOutput, output_at
+from checkpoints.storage import Storage, storage_context
+from checkpoints.verification import verify
+from launch import convert as convert_launcher
+from runtime import Engine
+from tests.checkpoints.object_store import ObjectStore
+from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, to_huggingface, write_source
+from tests.checkpoints.test_processes import convert_together
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("micro"), MICRO)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectStore]:
+    # TensorStore reads the address once in a process.
+    found = ObjectStore()
+    threading.Thread(target=found.serve_forever, daemon=True).start()
+    os.environ["TENSORSTORE_GCS_HTTP_URL"] = found.url
+    os.environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"] = "token"
+    storage_context.cache_clear()
+    yield found
+    del os.environ["TENSORSTORE_GCS_HTTP_URL"], os.environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"]
+    found.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(params=["gs", "file"])
+def url(request: pytest.FixtureRequest, server: ObjectStore, tmp_path: Path) -> str:
+    """Where a checkpoint may be written; nothing is there."""
+    server.objects.clear()
+    server.log.clear()
+    server.writes_left = 1 << 60
+    return "gs://bucket/models/checkpoint" if request.param == "gs" else f"file://{tmp_path}/models/checkpoint"
+
+
+def to_store(source: Path, url: str, overwrite: bool = False) -> list[str]:
+    output = output_at(url)
+    assert isinstance(output, ObjectOutput)
+    said = output.prepare(overwrite)
+    convert(open_folder(source), layout_of(source), output)
+    return said
+
+
+def test_as_on_disk_to_the_bit(url: str, micro: Path, tmp_path: Path) -> None:
+    assert to_store(micro, url) == []
+    alone = to_canonical(micro, tmp_path / "alone")
+    assert contents(url) == contents(alone)
+    assert Storage.at(url).read(MANIFEST_FILE) == (alone / MANIFEST_FILE).read_bytes()
+    assert Storage.at(url).read("config.json") == (alone / "config.json").read_bytes()
+    assert MARK_FILE not in Storage.at(url).names()
+    assert verify(open_folder(url)) == sum(map(len, contents(alone).values()))
+    to_huggingface(url, tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(micro)
+
+
+def test_several_processes_write_it(url: str, micro: Path, server: ObjectStore) -> None:
+    for code, output in convert_together(micro, url, 2):
+        assert code == 0, output
+    assert contents(url) == contents(micro)
+
+
+def test_restored_straight_from_it(url: str, micro: Path, server: ObjectStore, tmp_path: Path) -> None:
+    """Onto a mesh as from the source; the weights are not brought to this machine's disk."""
+    to_store(micro, url)
+    expected, found = Engine.load(micro, mesh="tensor=4"), Engine.load(url, mesh="tensor=4")
+    for one, other in zip(jax.tree.leaves(expected.weights), jax.tree.leaves(found.weights), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    fetched = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert {path.name for path in fetched} == {"config.json", MANIFEST_FILE}
+
+
+def test_the_manifest_is_written_last(micro: Path, server: ObjectStore) -> None:
+    server.objects.clear()
+    server.log.clear()
+    to_store(micro, "gs://bucket/models/checkpoint")
+    changes = [(method, name.removeprefix("models/checkpoint/")) for method, name in server.log if method != "GET"]
+    assert changes[0] == ("POST", MARK_FILE)
+    assert changes[-2:] == [("POST", MANIFEST_FILE), ("DELETE", MARK_FILE)]
+
+
+def test_overwriting_removes_the_old_manifest_first_and_says_so(micro: Path, server: ObjectStore, url: str) -> None:
+    to_store(micro, url)
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        to_store(micro, url)
+    assert contents(url) == contents(micro)
+    server.log.clear()
+    (said,) = to_store(micro, url, overwrite=True)
+    assert "manifest is removed first" in said
+    assert contents(url) == contents(micro)
+    if url.startswith("gs://"):
+        changes = [(method, name.rpartition("/")[2]) for method, name in server.log if method != "GET"]
+        assert changes[:2] == [("POST", MARK_FILE), ("DELETE", MANIFEST_FILE)]
+
+
+def test_what_is_no_checkpoint_of_ours_is_not_removed(url: str, micro: Path) -> None:
+    storage = Storage.at(url)
+    storage.write("somebody's/data", b"dear to them")
+    with pytest.raises(CheckpointError, match="exists"):
+        to_store(micro, url)
+    assert storage.names() == ["somebody's/data"]
+
+
+def test_refused_at_any_write(micro: Path, server: ObjectStore) -> None:
+    """The store refuses after any number of writes: a typed error, no checkpoint, and the next run cleans up."""
+    url = "gs://bucket/models/checkpoint"
+    server.objects.clear()
+    server.log.clear()
+    server.writes_left = 1 << 60
+    to_store(micro, url)
+    writes = sum(method != "GET" for method, _ in server.log)
+    assert writes > 10
+    refused = 0
+    for allowed in [0, 1, *random.Random(3).sample(range(2, writes - 1), min(8, writes - 3))]:
+        server.objects.clear()
+        server.writes_left = allowed
+        message = said_by(to_store, micro, url)
+        server.settle()
+        server.writes_left = 1 << 60
+        if f"models/checkpoint/{MANIFEST_FILE}" in server.objects:
+            # How many writes it takes depends on how many were under way at a time: these were enough.
+            assert contents(url) == contents(micro)
+            continue
+        refused += 1
+        assert "cannot be" in message
+        if server.objects:
+            with pytest.raises(CheckpointError):
+                Engine.load(url)
+        assert bool(ObjectOutput(Storage.at(url)).prepare(overwrite=False)) == (allowed > 0)
+        assert not server.objects
+    assert refused >= 3
+
+
+def said_by(attempt: Callable[..., object], *arguments: object) -> str:
+    """The message of the CheckpointError that a call ends in, nothing where it ends well."""
+    try:
+        attempt(*arguments)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.slow)])
+def test_killed_at_any_point(kills: int, url: str, micro: Path, server: ObjectStore) -> None:
+    """A checkpoint is there whole, or none; a leftover is said and removed."""
+    program = (
+        "import sys; print('ready', flush=True)\n"
+        "from launch import convert\n"
+        "convert.run(['convert', f'--source={sys.argv[1]}', f'--output={sys.argv[2]}', '--overwrite'])"
+    )
+    generator = random.Random(5)
+    expected = contents(micro)
+    duration = None
+    for _ in range(kills + 1):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(micro), url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        began = time.monotonic()
+        if duration is None:
+            assert process.wait() == 0, process.communicate()[1]
+            duration = time.monotonic() - began
+            continue
+        time.sleep(generator.uniform(duration / 3, duration))  # not while it imports
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        names = Storage.at(url).names()
+        if MANIFEST_FILE in names:
+            assert contents(url) == expected
+        elif names:
+            with pytest.raises(CheckpointError):
+                Engine.load(url)
+            assert any("interrupted" in line for line in ObjectOutput(Storage.at(url)).prepare(overwrite=False))
+            assert Storage.at(url).names() == []
+    to_store(micro, url, overwrite=True)
+    assert contents(url) == expected
+
+
+def test_a_leftover_is_no_checkpoint(url: str, micro: Path) -> None:
+    to_store(micro, url)
+    Storage.at(url).delete([MANIFEST_FILE])
+    with pytest.raises(IncompleteCheckpointError, match="not finished"):
+        Engine.load(url)
+
+
+def test_damage_is_named(url: str, micro: Path) -> None:
+    to_store(micro, url)
+    storage = Storage.at(url)
+    largest = max((name for name in storage.names() if "/d/" in name), key=lambda name: len(storage.read(name) or b""))
+    data = bytearray(storage.read(largest) or b"")
+    data[len(data) // 2] ^= 16
+    storage.write(largest, bytes(data))
+    with pytest.raises(CorruptCheckpointError, match="tensor"):
+        verify(open_folder(url))
+
+
+def test_the_launcher(url: str, micro: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["convert", f"--source={micro}", f"--output={url}", "--compile_cache="]
+    convert_launcher.run(arguments)
+    assert capsys.readouterr().out == f"{url}\n"
+    with pytest.raises(SystemExit) as ended:
+        convert_launcher.run(arguments)
+    assert ended.value.code == 2
+    assert "--overwrite" in capsys.readouterr().err
+    convert_launcher.run([*arguments, "--overwrite"])
+    assert "its manifest is removed first" in capsys.readouterr().err
+    assert contents(url) == contents(micro)
+
+
+@pytest.mark.parametrize(
+    "place", ["gs://", "gs://bucket", "gs://bucket/", "ftp://host/folder", "memory://x", "file:///", "gs://a b/c"]
+)
+def test_places_that_cannot_be_written(place: str) -> None:
+    with pytest.raises(CheckpointError):
+        output_at(place).prepare(overwrite=False)

@@ -1,0 +1,76 @@
+"""Checkpoints that are stored as int8: the same integers and scales as quantizing while loading, on every mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from checkpoints import open_folder
+from checkpoints.conversion import convert
+from checkpoints.errors import CheckpointError, CorruptCheckpointError
+from checkpoints.export import export
+from checkpoints.output import output_at
+from launch.convert import open_model
+from runtime import Engine, SamplingConfig
+from tests import golden_cases
+
+
+def gpt2(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=517, n_embd=96, n_layer=2, n_head=12, n_positions=64, initializer_range=0.2, eos_token_id=None
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def quantized(source: Path, output: Path) -> Path:
+    folder, layout = open_model(str(source), "source")
+    place = output_at(str(output))
+    place.prepare(False)
+    convert(folder, layout, place, quantize="int8")
+    return output
+
+
+@pytest.mark.parametrize("family", ["dream", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_stored_is_as_quantized_while_loading(tmp_path: Path, family: str) -> None:
+    source = golden_cases.FOLDER if family == "dream" else gpt2(tmp_path / "source")
+    stored = quantized(source, tmp_path / "stored")
+    for mesh in ("tensor=1", "tensor=8", "data=2,sequence=2,tensor=2"):
+        expected = Engine.load(source, mesh, quantize="int8")
+        found = Engine.load(stored, mesh)
+        assert found.layout.quantization == "int8"
+        jax.tree.map(np.testing.assert_array_equal, found.weights, expected.weights)
+    assert found.loaded is not None
+    assert found.loaded.bytes_stored < 0.4 * sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    if family == "gpt2":
+        made = found.generate_tokens([[1, 2, 3]], None, SamplingConfig(max_new_tokens=4))
+        assert made.stats.tokens == 4
+
+
+def test_what_is_quantized_cannot_go_back(tmp_path: Path) -> None:
+    stored = quantized(golden_cases.FOLDER, tmp_path / "stored")
+    folder, layout = open_model(str(stored), "source")
+    with pytest.raises(CheckpointError, match="stored as int8"):
+        convert(folder, layout, output_at(str(tmp_path / "again")), dtype="bfloat16")
+    with pytest.raises(CheckpointError, match="stored as int8"):
+        export(folder, output_at(str(tmp_path / "exported")))  # type: ignore[arg-type]
+    assert not (tmp_path / "again").exists()
+    source, own = open_model(str(golden_cases.FOLDER), "source")
+    with pytest.raises(CheckpointError, match="two conversions"):
+        convert(source, own, output_at(str(tmp_path / "both")), dtype="bfloat16", quantize="int8")
+
+
+def test_a_damaged_integer_is_found(tmp_path: Path) -> None:
+    stored = quantized(golden_cases.FOLDER, tmp_path / "stored")
+    largest = max(stored.rglob("d/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError):
+        Engine.load(open_folder(stored), "tensor=1")

@@ -1,0 +1,107 @@
+"""A server in this process, for tests: the launcher's parts without flags and signals."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import jax
+import openai
+
+from checkpoints import DEMO
+from launch.hosts.host import Host
+from launch.openai.bodies import Defaults
+from launch.serving.http import listen
+from launch.serving.keys import Keys
+from launch.serving.limits import Limits
+from launch.serving.mesh import Mesh, Shape
+from launch.serving.reading import Mode
+from launch.serving.server import Server
+from runtime import DiffusionConfig, Engine, SamplingConfig
+
+PATIENCE = 60.0
+
+
+class OneHost(Host):
+    """A host that is told to end by the test."""
+
+    def end(self) -> None:
+        self._terminated = True
+
+
+@dataclasses.dataclass
+class Served:
+    """A server that answers."""
+
+    url: str
+    engine: Engine
+    server: Server
+    host: OneHost
+    defaults: Defaults
+    thread: threading.Thread
+
+    def client(self, **arguments: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **arguments)
+
+    def get(self, path: str, **arguments: Any) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", **arguments)
+
+    def post(self, path: str, body: Any, **arguments: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=PATIENCE, **arguments)
+
+    def metric(self, name: str) -> float:
+        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(f"diffumesh:{name}")]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def demo(mesh: str = "tensor=1", devices: int = 1) -> Engine:
+    return Engine.load(DEMO, mesh, devices=jax.devices()[:devices])
+
+
+@contextmanager
+def served(
+    engine: Engine,
+    config: DiffusionConfig | SamplingConfig,
+    more: Sequence[DiffusionConfig | SamplingConfig] = (),
+    *,
+    canvas: Sequence[int] = (128,),
+    slots: int = 2,
+    steps: int = 64,
+    keys: Keys | None = None,
+    names: Sequence[str] = (),
+    limits: Limits | None = None,
+    template: str | None = None,
+) -> Iterator[Served]:
+    """Serve an engine with these ways of decoding until the block ends."""
+    tokenizer = engine.tokenizer
+    if template is not None:
+        tokenizer._tokenizer.chat_template = template
+    defaults = Defaults("demo", engine.config, tokenizer, config, True, engine.end_token_ids, 0, False, 1, ())
+    configs = [config, *more]
+    shapes = [Shape(one, width, slots, steps) for one in configs for width in canvas]
+    modes = [Mode(one, range(n * len(canvas), (n + 1) * len(canvas))) for n, one in enumerate(configs)]
+    host, own = OneHost(), listen("127.0.0.1", 0)
+    server = Server(own, defaults, modes, limits or Limits(), keys or Keys(), names, host, "1.2.3")
+    url = f"http://127.0.0.1:{own.getsockname()[1]}"
+    mesh, ready = Mesh(engine, shapes), threading.Event()
+    thread = threading.Thread(target=lambda: server.run(mesh, ready.set), daemon=True)
+    thread.start()
+    try:
+        assert ready.wait(300)
+        yield Served(url, engine, server, host, defaults, thread)
+    finally:
+        host.end()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()

@@ -1,0 +1,230 @@
+"""Batches: every line exactly once, the same in any order; mistakes, torn lines and full disks by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import DEMO
+from launch import batch
+from launch.batches import folder as batch_folder
+from launch.batches.folder import BatchFolder
+from launch.batches.records import evalplus_records
+from runtime import DiffusionConfig, Engine
+from runtime.batching import row_seed
+from sharding.errors import InputError
+from tests.launch.mistakes import refusal
+from tests.launch.small_batches import launch, write
+
+LINES: list[dict[str, Any]] = [
+    {"id": "a", "prompt": "def add(a, b):\n"},
+    {"id": "b", "prompt": "def f(x):\n", "max_new_tokens": 3, "n": 2},
+    {"id": "c", "prompt": [5, 6, 7], "temperature": 1.0, "seed": 9, "cache": "dual", "block_length": 2},
+    {"custom_id": "d", "url": "/v1/completions", "body": {"prompt": "import os\n", "n": 2, "logprobs": 0, "seed": 4}},
+    {"task_id": "HumanEval/0", "prompt": "def g(", "entry_point": "g", "stop": "\n"},
+]
+
+
+def fails(capsys: pytest.CaptureFixture[str], source: Path, output: Path | str, *more: str) -> str:
+    return refusal(capsys, lambda: launch(source, output, "", *more))
+
+
+def test_a_batch_its_order_and_its_resumption(
+    tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "_SECONDS_BETWEEN_REPORTS", 0.0)
+    bad = ["{", {"id": "a", "prompt": "again"}]
+    source, output = write(tmp_path / "in.jsonl", [*LINES, *bad]), tmp_path / "made" / "out"
+    launch(source, output, compiled, "--skip_bad", "--slots=2", "--format=evalplus")
+    err = capsys.readouterr().err
+    assert "entry_point" in err
+    assert re.search(
+        r"^[1-6]/7 rows, [\d.]+ rows/s, [\d.]+ tokens/s, slots \d+% busy, about 0:\d\d:\d\d left$", err, re.M
+    )
+    assert re.search(r"^7/7 rows, .* busy$", err, re.M)
+    found = [json.loads(line) for line in (output / "sorted.jsonl").read_text().splitlines()]
+    assert [line.get("custom_id", (line["id"], line.get("index"))) for line in found] == [
+        *(("a", 0), ("b", 0), ("b", 1), ("c", 0)),
+        *("d", ("HumanEval/0", 0)),
+    ]
+    # As the engine makes it of the same prompt and seed, alone.
+    engine = Engine.load(DEMO)
+    config = DiffusionConfig.published(4, 1.0, seed=[row_seed(9, "c")], cache="dual", block_length=2)
+    alone = engine.generate_tokens([[5, 6, 7]], None, config).sequences[0, 3:].tolist()
+    assert found[3]["tokens"] == alone[: len(found[3]["tokens"])]
+    assert found[3]["seed"] == row_seed(9, "c")
+    body = found[4]["response"]["body"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    for choice in body["choices"]:
+        assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"])
+        assert all(value <= 0 for value in choice["logprobs"]["token_logprobs"])
+    assert body["usage"]["prompt_tokens"] + body["usage"]["completion_tokens"] == body["usage"]["total_tokens"]
+    assert "\n" not in found[5]["text"]
+    errors = [json.loads(line) for line in (output / "errors.jsonl").read_text().splitlines()]
+    assert [(error["id"], error["line"]) for error in errors] == [(None, 6), (None, 7)]
+    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    assert [sample["task_id"] for sample in samples] == ["a", "b", "b", "c", "d", "d", "HumanEval/0"]
+    assert samples[-1]["completion"] == found[5]["text"]
+
+    # Whatever order and however many slots: the same.
+    backwards, other = write(tmp_path / "back.jsonl", LINES[::-1]), tmp_path / "back"
+    launch(backwards, other, compiled, "--slots=1")
+    lines = (other / "sorted.jsonl").read_text().splitlines()
+    assert {json.dumps(json.loads(line)) for line in lines} == {json.dumps(record) for record in found}
+
+    # Torn anywhere, the same command makes the same file; what is there is not made again.
+    whole = (output / "sorted.jsonl").read_bytes()
+    results = (output / "results.jsonl").read_bytes()
+    (output / "results.jsonl").write_bytes(results[: results.index(b"\n") + 30])
+    (output / "sorted.jsonl").unlink()
+    capsys.readouterr()
+    launch(source, output, compiled, "--skip_bad")
+    err = capsys.readouterr().err
+    assert "written in part" in err
+    assert "1 of 6 results are there already" in err
+    assert (output / "sorted.jsonl").read_bytes() == whole
+    assert (output / "results.jsonl").read_bytes().startswith(results[: results.index(b"\n") + 1])
+    assert len((output / "errors.jsonl").read_text().splitlines()) == 2
+    # With all there, no model is loaded.
+    launch(source, output, compiled, "--skip_bad")
+    assert "mesh" not in capsys.readouterr().err
+
+    # Another run is refused, and says in what it differs.
+    err = fails(capsys, source, output, "--skip_bad", "--seed=5")
+    assert "seed was 0 and is 5" in err
+    with monkeypatch.context() as other_code:
+        other_code.setattr(batch, "code_digest", lambda: "another")
+        assert "code was" in fails(capsys, source, output, "--skip_bad")
+    assert "input was" in fails(capsys, backwards, output)
+
+
+def test_an_autoregressive_checkpoint(
+    gpt2: Path, tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(gpt2, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    said = {"messages": [{"role": "user", "content": "Add."}], "temperature": 0}
+    lines = [
+        {"id": "a", "prompt": "def f(", "max_tokens": 3, "logprobs": True},
+        {"id": "b", "prompt": "import", "n": 2},
+        {"id": "c", "prompt": "Add.", "temperature": 0},
+        {"id": "d", **said},
+        {"custom_id": "e", "body": {**said, "logprobs": True}},
+    ]
+    source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out"
+    more = (f"--checkpoint={folder}", "--mesh=data=-1,tensor=1")
+    launch(source, output, compiled, *more, "--chat", "--format=evalplus")
+    found = [json.loads(line) for line in (output / "sorted.jsonl").read_text().splitlines()]
+    names = [("a", 0), ("b", 0), ("b", 1), ("c", 0), ("d", 0)]
+    assert [(line["id"], line["index"]) for line in found[:-1]] == names
+    assert len(found[0]["tokens"]) == len(found[0]["log_probabilities"]) <= 3
+    assert "masks_left" not in found[0]
+    # With --chat a prompt is a user's message.
+    (choice,) = found[-1]["response"]["body"]["choices"]
+    assert found[3]["tokens"] == found[4]["tokens"]
+    assert choice["message"] == {"role": "assistant", "content": found[3]["text"]}
+    assert [one["logprob"] <= 0 for one in choice["logprobs"]["content"]] == [True] * len(found[3]["tokens"])
+    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    assert samples[-1] == {"task_id": "e", "solution": found[3]["text"]}
+    bad = write(tmp_path / "bad.jsonl", [{"id": "a", "prompt": "x", "steps": 3}])
+    capsys.readouterr()
+    assert "steps: for diffusion models" in fails(capsys, bad, tmp_path / "other", *more)
+
+
+BAD: list[tuple[dict[str, Any] | str, str]] = [
+    ("{", "not JSON"),
+    ("[]", "expected an object"),
+    ({"prompt": "x"}, "id: expected a text"),
+    ({"id": "", "prompt": "x"}, "id: expected a text"),
+    ({"id": "1", "prompt": ""}, "the prompt is empty"),
+    ({"id": "2"}, "either a prompt or messages"),
+    ({"id": "3", "prompt": "x " * 5000}, "the model allows"),
+    ({"id": "4", "prompt": "x", "max_tokens": 10**6}, "the model allows"),
+    ({"id": "5", "prompt": "x", "temperature": "hot"}, "temperature is 'hot'"),
+    ({"id": "6", "prompt": "x", "n": 0}, "n is 0"),
+    ({"id": "7", "prompt": "x", "seed": -1}, "seed is -1"),
+    ({"id": "8", "prompt": [1, 10**9]}, "is no token"),
+    ({"id": "9", "prompt": "x", "algorithm": "best"}, "algorithm 'best'"),
+    ({"id": "10", "prompt": "x", "stop": [""]}, "stop: expected"),
+    ({"id": "11", "prompt": "x", "max_tokens": 3, "max_new_tokens": 4}, "twice"),
+    ({"id": "12", "prompt": "x", "suppress_mask": "no"}, "expected true or false"),
+    ({"id": "13", "messages": [{"role": "user", "content": "hi"}]}, "no chat template"),
+    ({"id": "14", "messages": "hi"}, "messages: expected"),
+    ({"custom_id": "15", "body": {"prompt": "x", "tools": [1]}}, "tools: not supported"),
+    ({"custom_id": "16", "prompt": "x"}, "body: expected an object"),
+    ({"id": "good", "prompt": "x"}, "stands in line"),
+    ('{"id": "17", "prompt": "x", "top_p": NaN}', "top_p is nan"),
+    ('{"id": "18", "prompt": "\\ud800"}', "not UTF-8"),
+]
+
+
+def test_bad_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for start in (0, 12):
+        part = BAD[start : start + 12]
+        source = write(tmp_path / "in.jsonl", [{"id": "good", "prompt": "x"}, *(line for line, _ in part)])
+        err = fails(capsys, source, tmp_path / "out")
+        assert f"{len(part)} of the lines cannot be run" in err
+        said = [line for line in err.splitlines() if line.startswith(f"{source}:")]
+        for number, ((_, message), line) in enumerate(zip(part, said, strict=True), 2):
+            assert line.startswith(f"{source}:{number}: ")
+            assert message in line
+    assert not (tmp_path / "out").exists(), "nothing is written for an input that is refused"
+    assert "cannot be read" in fails(capsys, tmp_path / "none.jsonl", tmp_path / "out")
+    assert "a folder on a disk" in fails(capsys, tmp_path / "in.jsonl", "gs://bucket/out")
+    (tmp_path / "in.jsonl").write_text("\n")
+    assert "no line in it" in fails(capsys, tmp_path / "in.jsonl", tmp_path / "out")
+
+
+def test_two_writers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, source = tmp_path / "out", write(tmp_path / "in.jsonl", LINES[:1])
+    held = BatchFolder(output)
+    assert "another process is writing there" in fails(capsys, source, output)
+    held.close()
+    BatchFolder(output).close()
+
+
+def test_what_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", Path("/proc/nowhere")):
+        with pytest.raises(InputError, match="cannot be written to"):
+            BatchFolder(place)
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "results.jsonl").symlink_to("/dev/full")
+    with pytest.raises(InputError, match="No space left on device"):
+        BatchFolder(full).append([{"id": "a", "index": 0}])
+
+    # A disk that takes half a line: what is there stays whole.
+    output = BatchFolder(tmp_path / "out")
+    output.append([{"id": "a", "index": 0}])
+    real = os.write
+    monkeypatch.setattr(batch_folder.os, "write", lambda handle, data: real(handle, data[: len(data) // 2]))
+    with pytest.raises(InputError, match="What it holds is whole"):
+        output.append([{"id": "b", "index": 0}])
+    monkeypatch.undo()
+    assert output.done({("a", 0), ("b", 0)}) == {("a", 0)}
+    output.append([{"id": "b", "index": 0}, {"id": "b", "index": 0}])
+    with pytest.raises(InputError, match=r"results.jsonl:3: a result that is there twice"):
+        output.done({("a", 0), ("b", 0)})
+    with pytest.raises(InputError, match=r"results.jsonl:2: a result that is there of no line"):
+        output.done({("a", 0)})
+    (tmp_path / "out" / "results.jsonl").write_text("?\n")
+    with pytest.raises(InputError, match="not written by this run"):
+        output.done(set())
+
+
+def test_evalplus_samples_of_a_chat() -> None:
+    answer = "Here it is:\n```python\ndef f():\n    return 1\n```\nThat is all."
+    assert evalplus_records({"id": "t", "text": answer}, chat=True) == [
+        {"task_id": "t", "solution": "def f():\n    return 1\n"}
+    ]
+    assert evalplus_records({"id": "t", "text": "pass"}, chat=True) == [{"task_id": "t", "solution": "pass"}]

@@ -1,0 +1,123 @@
+"""convert, verify, inspect and export as people call them: what they print and refuse, and with which exit code."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from checkpoints.manifest import MANIFEST_FILE
+from launch import convert, export, inspect, verify
+from tests.checkpoints.small import MICRO, contents, to_canonical, write_source
+from tests.checkpoints.test_legacy_conversion import legacy_tree
+
+NO_CACHE = "--compile_cache="
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_source(tmp_path_factory.mktemp("source"), MICRO)
+    (folder / "LICENSE").write_text("\n  A Licence of Its Own, Version 3\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return to_canonical(source, tmp_path_factory.mktemp("canonical") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def legacy(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("legacy") / "params.pkl"
+    path.write_bytes(pickle.dumps(legacy_tree(load_file(source / "model.safetensors")), protocol=4))
+    return path
+
+
+def refused(run: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """One line on standard error, none on standard output, exit code 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        run(["launcher", *arguments])
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert not said.out
+    assert said.err.startswith("error: ")
+    return said.err
+
+
+def test_there_and_back(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert.run(["convert", f"--source={source}", f"--output={tmp_path / 'checkpoint'}", NO_CACHE])
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path / 'checkpoint'}\n"
+    assert "the weights' licence, LICENSE: A Licence of Its Own, Version 3" in said.err
+    assert (tmp_path / "checkpoint" / "LICENSE").read_text() == (source / "LICENSE").read_text()
+    verify.run(["verify", f"--checkpoint={tmp_path / 'checkpoint'}"])
+    assert "bytes of weights intact" in capsys.readouterr().out
+    export.run(["export", f"--checkpoint={tmp_path / 'checkpoint'}", f"--output={tmp_path / 'back'}"])
+    assert capsys.readouterr().out == f"{tmp_path / 'back'}\n"
+    assert contents(tmp_path / "back") == contents(source)
+
+
+def test_outputs_that_are_refused(source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--overwrite" in refused(convert.run, capsys, f"--source={source}", f"--output={checkpoint}", NO_CACHE)
+    assert "--output is missing" in refused(convert.run, capsys, f"--source={source}", NO_CACHE)
+    assert "--overwrite" in refused(export.run, capsys, f"--checkpoint={checkpoint}", f"--output={source}")
+    assert "to a disk" in refused(export.run, capsys, f"--checkpoint={checkpoint}", "--output=gs://bucket/folder")
+    assert contents(checkpoint) == contents(source)
+
+
+def test_damage_is_named(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    largest = max(copy.rglob("d/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    assert "tensor" in refused(verify.run, capsys, f"--checkpoint={copy}")
+    (copy / MANIFEST_FILE).unlink()
+    assert "not finished" in refused(verify.run, capsys, f"--checkpoint={copy}")
+
+
+def test_the_manifest_of_a_huggingface_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_source(tmp_path / "model", MICRO)
+    assert "--write_manifest makes it" in refused(verify.run, capsys, f"--checkpoint={folder}")
+    verify.run(["verify", f"--checkpoint={folder}", "--write_manifest"])
+    assert "intact" in capsys.readouterr().out
+    inspect.run(["inspect", f"--checkpoint={folder}"])
+    assert "digests       of every chunk" in capsys.readouterr().out
+    said = refused(verify.run, capsys, f"--checkpoint=file://{folder}", "--write_manifest")
+    assert "on this machine" in said
+
+
+@pytest.mark.parametrize("kind", ["canonical", "huggingface"])
+def test_what_is_inside(kind: str, source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint if kind == "canonical" else source
+    count = sum(len(value) for value in contents(source).values()) // 2
+    inspect.run(["inspect", f"--checkpoint={folder}", "--tensors", "--device_memory=0.001"])
+    said = capsys.readouterr().out
+    assert ("canonical (Orbax)" if kind == "canonical" else "Hugging Face safetensors") in said
+    assert "architecture  dream: 2 layers, 56 wide" in said
+    assert f"parameters    {count:,} in {len(contents(source))} tensors" in said
+    assert f"weights       {2 * count:,} bytes, bfloat16" in said
+    assert ("digests       of every chunk" if kind == "canonical" else "digests       none") in said
+    assert "tensor=1 " in said
+    assert "fits in 0.001 GB" in said
+    assert "model.layers.1.mlp.down_proj.weight  bfloat16 [56, 64]" in said
+
+
+def test_what_is_inside_a_pickle(source: Path, legacy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inspect.run(["inspect", f"--checkpoint={legacy}", "--tensors"])
+    said = capsys.readouterr().out
+    assert "legacy pickle, indexed without being unpickled" in said
+    assert "params/Dense_0/kernel  bfloat16 [56, 96]" in said
+    assert "biases        none" in said
+    assert "--config" in said
+    inspect.run(["inspect", f"--checkpoint={legacy}", f"--config={source / 'config.json'}"])
+    said = capsys.readouterr().out
+    assert "architecture  dream: 2 layers" in said
+    assert "tensor=2 " in said
+    assert "no such file" in refused(inspect.run, capsys, "--checkpoint=/nowhere/params.pkl")
+    assert "goes with a params.pkl" in refused(inspect.run, capsys, f"--checkpoint={source}", "--config=config.json")

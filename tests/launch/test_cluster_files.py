@@ -1,0 +1,306 @@
+"""The ready files for clusters: valid as far as can be seen without one, and run where they can be."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CLUSTER = Path(__file__).parent.parent.parent / "launch" / "cluster"
+REPOSITORY = CLUSTER.parent.parent
+SCRIPTS = sorted(CLUSTER.glob("*.sh"))
+SLICES = {"v5e-8": (1, 8), "v5e-16": (4, 4), "v4-32": (4, 4), "v5p-32": (4, 4)}
+
+
+def check_with(linter: str, path: Path) -> None:
+    """Run a linter that the extra [test] installs."""
+    program = shutil.which(linter, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert program is not None, f"{linter} comes with the extra [test]"
+    done = subprocess.run([program, path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_clean(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", script], check=True)
+    check_with("shellcheck", script)
+
+
+def test_container_file_is_clean() -> None:
+    check_with("hadolint", CLUSTER / "Containerfile")
+
+
+def apply_patch(document: Any, patches: list[dict[str, Any]]) -> None:
+    """The part of JSON Patch that the overlays use."""
+    for patch in patches:
+        assert patch["op"] == "replace"
+        *path, last = [int(key) if key.isdigit() else key for key in patch["path"].split("/")[1:]]
+        place = document
+        for key in path:
+            place = place[key]
+        place[last]  # raises where there is nothing to replace
+        place[last] = patch["value"]
+
+
+def jobset(name: str) -> dict[str, Any]:
+    import yaml
+
+    document = yaml.safe_load((CLUSTER / "gke" / "base" / "jobset.yaml").read_text())
+    overlay = yaml.safe_load((CLUSTER / "gke" / name / "kustomization.yaml").read_text())
+    assert overlay["resources"] == ["../base"]
+    for patch in overlay["patches"]:
+        apply_patch(document, yaml.safe_load(patch["patch"]))
+    return document
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_jobset(name: str) -> None:
+    import kubernetes_validate
+
+    from launch import generate
+    from sharding.mesh import MeshSpec
+
+    document = jobset(name)
+    assert (document["apiVersion"], document["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert set(document["spec"]) == {"failurePolicy", "replicatedJobs"}
+    (replicated,) = document["spec"]["replicatedJobs"]
+    assert set(replicated) == {"name", "replicas", "template"}
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "one"}, "spec": replicated["template"]["spec"]}
+    kubernetes_validate.validate(job, "1.30", strict=True)
+
+    spec = job["spec"]
+    hosts, chips = SLICES[name]
+    assert spec["parallelism"] == spec["completions"] == hosts
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"google.com/tpu": chips}
+    topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+    product = 1
+    for side in topology:
+        product *= int(side)
+    assert product == hosts * chips
+    # The names that our own exit codes and flags go by.
+    assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"] == {
+        "containerName": container["name"],
+        "operator": "In",
+        "values": [2],
+    }
+    from absl import flags
+
+    values = flags.FlagValues()
+    generate.define_flags(values)
+    assert values(container["args"]) == ["generate"]
+    assert MeshSpec.parse(values.mesh).size == hosts * chips
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the overlays")
+@pytest.mark.parametrize("name", SLICES)
+def test_kustomize_renders_the_same(name: str) -> None:
+    import yaml
+
+    done = subprocess.run(
+        ["kubectl", "kustomize", CLUSTER / "gke" / name], capture_output=True, text=True, check=True, timeout=60
+    )
+    rendered, ours = yaml.safe_load(done.stdout), jobset(name)
+    ours["metadata"]["name"] += f"-{name}"
+    pod = ours["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod["containers"][0]["image"] = "REGION-docker.pkg.dev/PROJECT/diffumesh/diffumesh:tpu"
+    assert rendered == ours
+
+
+def test_container_file_copies_what_the_package_needs() -> None:
+    import tomllib
+
+    text = (CLUSTER / "Containerfile").read_text()
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    roots = {package.split(".")[0] for package in settings["tool"]["setuptools"]["packages"]}
+    copied = set(re.findall(r"^COPY (\w+) \1$", text, re.MULTILINE))
+    assert copied == roots
+    extras = set(re.findall(r"EXTRA=(\w+)", text))
+    assert extras <= set(settings["project"]["optional-dependencies"])
+    for name in ("README.md", "LICENSE", "pyproject.toml"):
+        assert name in text
+    assert re.search(r"^USER 1000$", text, re.MULTILINE), "not as root"
+
+
+FAKE_GCLOUD = """#!/usr/bin/env bash
+# gcloud ... ssh NAME --worker=all --command=...: the command on HOSTS hosts that are all this machine.
+echo "$@" >> "$FAKE/calls"
+for argument in "$@"; do
+  [[ $argument == --command=* ]] && command=${argument#--command=}
+done
+for ((host = 0; host < HOSTS; host++)); do
+  FAKE_HOST=worker-$host JAX_PROCESS_ID=$host JAX_NUM_PROCESSES=$HOSTS bash -c "$command" &
+done
+wait
+"""
+
+
+@pytest.fixture
+def slice_of_two(tmp_path: Path) -> dict[str, str]:
+    """An environment in which gcloud is a script that plays a slice of two hosts."""
+    from launch.local import free_port
+
+    programs = {
+        "bin/gcloud": FAKE_GCLOUD,
+        "bin/hostname": '#!/bin/sh\necho "${FAKE_HOST:-here}"\n',
+        "home/diffumesh/bin/diffumesh": f'#!/bin/sh\nexec {sys.executable} -m launch.main "$@"\n',
+    }
+    for name, text in programs.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    return os.environ | {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "HOME": str(tmp_path / "home"),
+        "FAKE": str(tmp_path),
+        "HOSTS": "2",
+        "TPU_NAME": "slice",
+        "ZONE": "zone",
+        "LOG": str(tmp_path / "log"),
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+
+
+def tpu_vm(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [CLUSTER / "tpu-vm.sh", *arguments]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=REPOSITORY
+    )
+
+
+def test_tpu_vm_wrapper_on_a_slice_that_is_played(slice_of_two: dict[str, str], tmp_path: Path) -> None:
+    flags = ['--prompt=it\'s "odd"; $HOME', "--mesh=data=2", "--max_new_tokens=4", "--json", "--compile_cache="]
+    done = tpu_vm(slice_of_two, "run", "generate", *flags)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["prompt"] == 'it\'s "odd"; $HOME'
+    assert "[worker-0]" in done.stderr
+    log = (tmp_path / "log").read_text()
+    assert "exit [worker-0] 0" in log
+    assert "exit [worker-1] 0" in log
+
+
+def test_tpu_vm_wrapper_hands_on_the_worst_code_and_restarts(slice_of_two: dict[str, str], tmp_path: Path) -> None:
+    program = Path(slice_of_two["HOME"]) / "diffumesh" / "bin" / "diffumesh"
+    program.write_text('#!/bin/sh\n[ "$FAKE_HOST" = worker-1 ] && exit 2\nexit 42\n')
+    assert tpu_vm(slice_of_two, "run", "doctor").returncode == 2
+    program.write_text('#!/bin/sh\n[ -e "$FAKE/tried" ] && exit 0\nsleep 0.3; touch "$FAKE/tried"; exit 42\n')
+    (tmp_path / "calls").unlink()
+    done = tpu_vm(slice_of_two, "run", "doctor")
+    assert done.returncode == 0
+    assert "restart 1 of 5" in done.stderr
+    assert len((tmp_path / "calls").read_text().splitlines()) >= 2
+    program.write_text("#!/bin/sh\nexit 42\n")
+    assert tpu_vm(slice_of_two | {"MAX_RESTARTS": "2"}, "run", "doctor").returncode == 42
+
+
+def test_tpu_vm_wrapper_mistakes_and_dry_run(slice_of_two: dict[str, str], tmp_path: Path) -> None:
+    for arguments in ((), ("dance",), ("setup",), ("setup", "no-such.whl"), ("run",)):
+        assert tpu_vm(slice_of_two, *arguments).returncode == 2
+    without = {key: value for key, value in slice_of_two.items() if key != "TPU_NAME"}
+    assert "TPU_NAME" in tpu_vm(without, "run", "doctor").stderr
+    wheel = tmp_path / "diffumesh-1.whl"
+    wheel.touch()
+    for arguments in (("setup", str(wheel)), ("run", "doctor"), ("stop",)):
+        done = tpu_vm(slice_of_two | {"DRY_RUN": "1"}, *arguments)
+        assert done.returncode == 0
+        assert "gcloud compute tpus tpu-vm" in done.stdout + done.stderr
+    assert not (tmp_path / "calls").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"), [(0, 0, False), (2, 0, False), (42, 0, True), (42, 5, False)]
+)
+def test_slurm_script(tmp_path: Path, code: int, restarts: int, requeued: bool) -> None:
+    programs = {
+        "srun": f'#!/bin/bash\necho "0: $JAX_COORDINATOR_PORT $*"; echo "1: noise" >&2; exit {code}\n',
+        "scontrol": f'#!/bin/bash\necho "$@" > {tmp_path}/requeued\n',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_RESTART_COUNT": str(restarts),
+        "PYTHON": "python3.12",
+    }
+    command = [CLUSTER / "slurm.sh", "generate", "--prompt=a b"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == code
+    assert done.stdout == "29422 --kill-on-bad-exit=0 --label python3.12 -m launch.main generate --prompt=a b\n"
+    assert (tmp_path / "requeued").exists() == requeued
+    assert subprocess.run([CLUSTER / "slurm.sh"], env=environment, check=False, capture_output=True).returncode == 2
+
+
+def test_slurm_directives() -> None:
+    text = (CLUSTER / "slurm.sh").read_text()
+    head = text[: text.index("set -uo")]
+    directives = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", head, re.MULTILINE))
+    assert directives["ntasks-per-node"] == "1"
+    assert directives["signal"].startswith("TERM@")  # to the steps, not to the batch shell
+    assert "requeue" in directives
+
+
+@pytest.mark.slow
+def test_notebook_runs_from_top_to_bottom(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(CLUSTER / "notebook.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "kept without outputs"
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": REPOSITORY}}
+    )
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
+    client.execute()
+    printed = "".join(
+        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output
+    )
+    assert "sums right" in printed
+    assert "def is_even" in printed
+    assert "0 programs compiled" in printed
+
+
+PAGES = [REPOSITORY / "README.md", *sorted(CLUSTER.glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_commands_of_the_pages_have_flags_that_exist(page: Path) -> None:
+    """Every ``diffumesh COMMAND --flag`` that a page shows is one that the launcher knows."""
+    import importlib
+    import shlex
+
+    from absl import flags
+
+    from launch.main import LAUNCHERS
+
+    blocks = "\n".join(re.findall(r"^```(?:bash|console)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+    lines = blocks.replace("\\\n", " ").splitlines()
+    found = 0
+    for line in lines:
+        match = re.search(
+            r"(?:diffumesh|slurm\.sh|tpu-vm\.sh run|-m launch\.main|diffumesh:\w+) ([a-z]+)(?= |$)(.*)", line
+        )
+        if not match or match[1] not in LAUNCHERS:
+            continue
+        values = flags.FlagValues()
+        importlib.import_module(f"launch.{match[1]}").define_flags(values)
+        words = [word for word in shlex.split(match[2], comments=True) if word.startswith("--")]
+        for word in words[: words.index("--")] if "--" in words else words:
+            name = word.lstrip("-").partition("=")[0]
+            assert name in values or name.removeprefix("no") in values, f"{page.name}: {line.strip()}"
+        found += 1
+    assert found or page.name not in ("README.md",)

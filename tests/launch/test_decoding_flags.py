@@ -1,0 +1,104 @@
+"""Decoding from the command line: autoregressive models, blocks and caches; text that is streamed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from checkpoints import DEMO
+from launch import generate
+from runtime import DiffusionConfig, Engine, SamplingConfig
+from tests.launch.mistakes import refusal
+
+PROMPT = "def add(a, b):\n"
+QUICK = ["--mesh=data=1", "--max_new_tokens=12", "--compile_cache="]
+
+
+def launch(*arguments: str) -> None:
+    generate.run(["generate", *QUICK, *arguments])
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    return refusal(capsys, lambda: launch(*arguments))
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_an_autoregressive_checkpoint(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"--checkpoint={gpt2}", "--json", f"--prompt={PROMPT}", "--prompt=x", "--log_probabilities"]
+    launch(*arguments)
+    cached = lines_of(capsys)
+    launch(*arguments, "--cache=none")
+    for one, other in zip(cached, lines_of(capsys), strict=True):
+        assert one["tokens"] == other["tokens"]
+    assert len(cached[0]["log_probabilities"]) == len(cached[0]["tokens"])  # type: ignore[arg-type]
+    engine = Engine.load(gpt2, "data=1")
+    made = engine.generate([PROMPT, "x"], SamplingConfig(max_new_tokens=12))
+    assert [line["text"] for line in cached] == [completion.text for completion in made]
+
+
+def test_what_the_authors_sample_with_counts(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(gpt2, tmp_path / "model")
+    said = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(said))
+    launch(f"--checkpoint={tmp_path / 'model'}", f"--prompt={PROMPT}", "--top_k=5")
+    assert "temperature=0.7, top_p=0.8, top_k=5" in capsys.readouterr().err
+    launch(f"--checkpoint={tmp_path / 'model'}", f"--prompt={PROMPT}", "--preset=class")
+    assert "temperature=0.0, top_p=None, top_k=None" in capsys.readouterr().err
+
+
+def test_flags_of_the_other_kind(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--steps=4", "--cache=dual", "--early_stop", "--block_length=8", "--algorithm=origin"):
+        error = fails(capsys, f"--checkpoint={gpt2}", f"--prompt={PROMPT}", flag)
+        assert flag.split("=")[0] in error
+        assert "autoregressive" in error
+    assert "autoregressive" in fails(
+        capsys, f"--checkpoint={gpt2}", f"--prompt={PROMPT}", f"--history_html={gpt2 / 'page.html'}"
+    )
+
+
+def test_blocks_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--cache=dual", "--block_length=4", "--parallel=threshold", "--threshold=0.5", "--early_stop", "--json"]
+    launch(f"--prompt={PROMPT}", *flags)
+    found = lines_of(capsys)[0]
+    engine = Engine.load(DEMO, "data=1")
+    config = DiffusionConfig.published(
+        12,
+        0.2,
+        cache="dual",
+        block_length=4,
+        parallel="threshold",
+        threshold=0.5,
+        stop_token_ids=engine.end_token_ids,
+    )
+    assert found["text"] == engine.generate([PROMPT], config)[0].text
+    assert found["stats"]["positions"] > 0  # type: ignore[index]
+    error = fails(capsys, f"--prompt={PROMPT}", "--refresh_interval=4")
+    assert "cache" in error
+
+
+def test_quantized_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    launch(f"--prompt={PROMPT}", "--quantize=int8", "--kv_cache=int8", "--cache=dual", "--block_length=4", "--json")
+    assert len(lines_of(capsys)) == 1
+    assert "--quantize" in fails(capsys, f"--prompt={PROMPT}", "--quantize=int3")
+
+
+def test_streamed_pieces_are_the_text(gpt2: Path) -> None:
+    autoregressive, diffusion = Engine.load(gpt2, "data=1"), Engine.load(DEMO, "data=1")
+    sampled = SamplingConfig(max_new_tokens=24, temperature=1.2, seed=4)
+    blocks = DiffusionConfig(max_new_tokens=24, steps=24, block_length=4, algorithm="entropy")
+    for engine, config in ((autoregressive, sampled), (diffusion, blocks)):
+        seeded = config.replace(seed=[11])
+        whole = engine.generate([PROMPT], seeded)[0]
+        pieces = list(engine.stream(PROMPT, seeded, every=2))
+        assert "".join(pieces) == whole.text
+        assert len(pieces) > 2
+        stop = whole.text[len(whole.text) // 2 :][:3]
+        cut = engine.generate([PROMPT], seeded, stop=[stop])[0]
+        assert "".join(engine.stream(PROMPT, seeded, stop=[stop])) == cut.text
+        assert cut.finish_reason == "stop"

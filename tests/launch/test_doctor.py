@@ -1,0 +1,64 @@
+"""The page that is pasted into a bug report."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from checkpoints import DEMO
+from launch import doctor, verify
+
+
+def page(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    doctor.run(["doctor", "--megabytes=0.1", *arguments])
+    return capsys.readouterr().out
+
+
+def test_everything_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_SECRET_TOKEN", "hunter2")
+    monkeypatch.setenv("HF_TOKEN", "hunter3")
+    monkeypatch.setenv("XLA_SETTING", "shown")
+    cache = tmp_path / "cache"
+    text = page(capsys, "--mesh=data=2,sequence=2,tensor=4", f"--compile_cache={cache}")
+    for part in (
+        "## versions",
+        "## devices",
+        "16 x cpu",
+        "## meshes",
+        "tensor=4 ",
+        "## checkpoint",
+        "XLA_SETTING=shown",
+    ):
+        assert part in text
+    for axis in ("data=2", "sequence=2", "tensor=4"):
+        assert any(line.startswith(axis) and "sums right" in line and "GB/s" in line for line in text.splitlines())
+    assert f"{cache}: mode 700, " in text
+    assert "hunter" not in text
+
+
+def test_a_damaged_checkpoint_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "*.jsonl", "__pycache__"))
+    verify.run(["verify", f"--checkpoint={folder}", "--write_manifest"])
+    capsys.readouterr()
+    assert "bytes intact" in page(capsys, "--mesh=tensor=2", f"--checkpoint={folder}", "--compile_cache=")
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-5] ^= 4
+    (folder / "model.safetensors").write_bytes(weights)
+    with pytest.raises(SystemExit) as stop:
+        page(capsys, "--mesh=tensor=2", f"--checkpoint={folder}", "--compile_cache=")
+    assert stop.value.code == 2
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_a_wrong_sum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+
+    monkeypatch.setattr(jax.lax, "psum", lambda own, axis: 2 * own)
+    mesh = doctor.probe_mesh("tensor=4", jax.devices())
+    with pytest.raises(RuntimeError, match="tensor=4 gave a wrong sum"):
+        list(doctor.collective_lines(mesh, 0.01))

@@ -1,0 +1,199 @@
+"""The server's page in a real browser: the canvas unmasks as it is served, and ends as the engine's own answer."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from launch.pages import page_template
+from launch.serving.keys import Keys
+from runtime import DiffusionConfig, Engine
+from tests.launch.served import PATIENCE, Served, served, wait_for
+from tests.launch.tiny import write_tiny_checkpoint
+
+playwright = pytest.importorskip("playwright.sync_api")
+
+CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "chrome"])), None)
+CONFIG = DiffusionConfig.published(24, 0.8)
+PROMPT = "def is_even(number):\n"
+HOSTILE = "</textarea><img src=x onerror=\"document.documentElement.dataset.executed='yes'\"><script>alert(1)</script>"
+KEY = "key-of-somebody-1"
+
+# Counts what stands and what is masked whenever the page changes.
+WATCH = """() => {
+  window.seen = [];
+  new MutationObserver(() => {
+    const row = document.querySelector("#rows pre");
+    if (row) window.seen.push([row.querySelectorAll(".set").length, row.querySelectorAll(".masked").length]);
+  }).observe(document.querySelector("#rows"), {childList: true, subtree: true, attributes: true});
+}"""
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return Engine.load(folder, "tensor=1", devices=jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def there(engine: Engine) -> Iterator[Served]:
+    with served(engine, CONFIG, canvas=(128,)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no chromium on PATH")
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser: Any, there: Served) -> Iterator[Any]:
+    """The page, which must ask nobody else and have nothing to complain of."""
+    found = browser.new_page()
+    found.set_default_timeout(1000 * PATIENCE)
+    complaints: list[str] = []
+    asked: list[str] = []
+    found.on("console", lambda message: complaints.append(message.text))
+    found.on("pageerror", lambda error: complaints.append(str(error)))
+    found.on("request", lambda request: asked.append(request.url))
+    found.goto(there.url)
+    yield found
+    assert not [one for one in complaints if "status of 400" not in one]
+    assert not [url for url in asked if not url.startswith(there.url)]
+    found.close()
+
+
+def fill(page: Any, **fields: str) -> None:
+    for name, value in fields.items():
+        page.fill(f"[name={name}]", value)
+
+
+def generate(page: Any, ends: str = "done") -> None:
+    page.click("#run")
+    page.wait_for_selector(f"html[data-state={ends}]")
+
+
+def visible(found: Served, completion: Any) -> str:
+    """A completion as the page shows it: token by token, control characters as signs."""
+    text = "".join(found.engine.tokenizer.decode([token]) for token in completion.tokens)
+    text = re.sub(r"[\0-\x08\x0b-\x1f]", lambda sign: chr(0x2400 + ord(sign[0])), text)
+    return re.sub(r"[\x7f-\x9f]", lambda sign: f"\u27e8U+{ord(sign[0]):04X}\u27e9", text)
+
+
+def tokens(page: Any, row: int = 0) -> str:
+    """The text of what was generated."""
+    shown = page.locator("#rows pre").nth(row).locator(".set:not(.after)").all_text_contents()
+    return "".join(shown)
+
+
+def test_nothing_in_it_is_from_elsewhere() -> None:
+    source = page_template("launch.serving", "page.html")
+    assert "{{" not in source
+    assert not re.search(r"https?:|@import|url\(|innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b", source)
+    assert not re.search(r"<[^>]* (src|href|style|on\w+)=", source)
+
+
+def test_the_canvas_unmasks_and_is_the_answer(page: Any, there: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = there.server.scheduler.mesh
+    assert mesh is not None
+    turn = mesh.turn
+    # As slow as a larger model, or it is done between two looks.
+    monkeypatch.setattr(mesh, "turn", lambda decided: (time.sleep(0.05), turn(decided))[1])
+    page.evaluate(WATCH)
+    page.fill("#prompt", PROMPT)
+    fill(page, max_tokens="96", steps="64", temperature="0.6", seed="9223372036854775807", n="2")
+    fill(page, more='{"alg_temp": 0.1}')
+    generate(page)
+    config = CONFIG.replace(max_new_tokens=96, steps=64, temperature=0.6, alg_temp=0.1, seed=2**63 - 1)
+    expected = there.engine.generate([PROMPT], config, num_return_sequences=2)
+    for number, one in enumerate(expected):
+        assert tokens(page, number) == visible(there, one)
+        assert str(one.seed) in page.locator(".count").nth(number).inner_text()
+    seen = [counts for counts in page.evaluate("window.seen") if sum(counts)]
+    assert len({masked for _, masked in seen if masked}) > 1, "it is seen on its way"
+    assert {standing + masked for standing, masked in seen} == {96}
+    assert seen[-1] == [96, 0]
+    masks = [masked for _, masked in seen]
+    assert masks == sorted(masks, reverse=True), "what stands stays"
+    assert "192 tokens set" in page.inner_text("#status")
+    assert there.defaults.model_name in page.inner_text("header")
+
+
+def test_a_chat(page: Any, there: Served) -> None:
+    page.fill("#prompt", "add two")
+    fill(page, max_tokens="9", seed="3")
+    page.check("[name=chat]")
+    page.press("#prompt", "Control+Enter")
+    page.wait_for_selector("html[data-state=done]")
+    expected = there.engine.generate(["user: add two\ndef answer("], CONFIG.replace(max_new_tokens=9, steps=9, seed=3))
+    assert tokens(page) == visible(there, expected[0])
+
+
+def test_what_is_refused_is_said_and_hostile_text_stays_text(page: Any) -> None:
+    fill(page, max_tokens="5000")
+    generate(page, "failed")
+    assert "11 prompt tokens and 5000 new ones" in page.inner_text("#error")
+    fill(page, max_tokens="4", more="[1]")
+    generate(page, "failed")
+    assert "expected a JSON object" in page.inner_text("#error")
+    page.fill("#prompt", HOSTILE)
+    fill(page, more="")
+    generate(page)
+    assert page.locator("#error").is_hidden()
+    assert page.locator("#rows .token").first.text_content() == HOSTILE
+    assert page.locator("img").count() == 0
+    assert page.evaluate("document.documentElement.dataset.executed") is None
+
+
+def test_stopping_frees_the_slot(page: Any, there: Served) -> None:
+    page.fill("#prompt", PROMPT)
+    fill(page, max_tokens="64", steps="64", n="32")
+    page.click("#run")
+    page.wait_for_selector("#rows .masked")
+    page.click("#stop")
+    page.wait_for_selector("html[data-state=stopped]")
+    wait_for(lambda: there.metric("num_requests_running") + there.metric("num_requests_waiting") == 0)
+    fill(page, max_tokens="4", steps="4", n="1")
+    generate(page)
+
+
+def test_with_a_key(browser: Any, engine: Engine) -> None:
+    with served(engine, CONFIG, keys=Keys([KEY]), names=("127.0.0.1",)) as found:
+        refused = found.get("/")
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"].startswith("Basic"), "so that a browser asks"
+        with browser.new_context(http_credentials={"username": "me", "password": KEY}) as context:
+            page = context.new_page()
+            page.set_default_timeout(1000 * PATIENCE)
+            page.goto(found.url)
+            page.fill("#prompt", PROMPT)
+            fill(page, max_tokens="6", seed="1")
+            generate(page)
+            expected = engine.generate([PROMPT], CONFIG.replace(max_new_tokens=6, steps=6, seed=1))[0]
+            assert tokens(page) == visible(found, expected)
+            # As it is when the password is a part of the address.
+            page.goto(found.url.replace("//", f"//me:{KEY}@"))
+            generate(page)
+
+
+@pytest.mark.slow
+def test_a_picture_of_it(page: Any, tmp_path: Path) -> None:
+    """Nothing overflows, narrow or wide."""
+    page.fill("#prompt", PROMPT)
+    generate(page)
+    for width in (360, 1280):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.screenshot(path=tmp_path / "page.png")

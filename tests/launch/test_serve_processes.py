@@ -1,0 +1,199 @@
+"""The server as it is started: the README's commands, signals, and two hosts of which one dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.faults import HEARTBEAT, HostProcesses, names_host
+from launch import serve
+from runtime import DiffusionConfig
+from tests.launch.served import PATIENCE, demo, wait_for
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "def is_even(number):\n"
+ARGUMENTS = ["--port=0", "--canvas=64", "--slots=2", "--max_new_tokens=24"]
+_ADDRESS = re.compile(r"serving demo on (http://[\d.:]+)")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("compiled")
+    folder.chmod(0o700)
+    return f"--compile_cache={folder}"
+
+
+def address(log: Callable[[], str], process: Callable[[], int | None] = lambda: None) -> str:
+    end = time.monotonic() + 180
+    while (found := _ADDRESS.search(log())) is None:
+        assert time.monotonic() < end, log()
+        assert process() is None, log()
+        time.sleep(0.1)
+    return found[1]
+
+
+@contextmanager
+def started(folder: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
+    command = [sys.executable, "-m", "launch.serve", *ARGUMENTS, *arguments]
+    log = folder / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=file)
+    try:
+        yield address(log.read_text, process.poll), process, log
+    finally:
+        process.kill()
+        process.wait()
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def streams(url: str, count: int, tokens: int) -> tuple[list[threading.Thread], list[str]]:
+    """Streams that have begun."""
+    texts: list[str] = [""] * count
+
+    def read(number: int) -> None:
+        body = {"prompt": PROMPT, "max_tokens": tokens, "block_length": 4, "stream": True, "seed": number}
+        with (
+            contextlib.suppress(httpx.TransportError),  # the server has gone: what came is what counts
+            httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as answer,
+        ):
+            for part in answer.iter_text():
+                texts[number] += part
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads, texts
+
+
+def test_the_readmes_commands_and_a_signal(tmp_path: Path, compiled: str) -> None:
+    readme = (ROOT / "README.md").read_text()
+    block = readme[readme.index("## Serving") :].split("```bash\n")[2].partition("```")[0]
+    commands = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines() if line]
+    assert len(commands) == 3
+    with started(tmp_path, "--mesh=tensor=1", compiled) as (url, process, log):
+        answers = []
+        for command in commands:
+            assert command[0] == "curl"
+            own = [word.replace("http://127.0.0.1:8000", url) for word in command]
+            answers.append(subprocess.run([*own, "-s"], capture_output=True, text=True, timeout=60, check=True).stdout)
+        config = DiffusionConfig.published(32, 0.2, steps=16, seed=1)
+        expected = demo().generate([PROMPT], config)[0].text
+        assert json.loads(answers[0])["choices"][0]["text"] == expected
+        assert answers[1].rstrip().endswith("data: [DONE]")
+        assert "".join(event["choices"][0]["text"] for event in events(answers[1])).strip()
+        assert len(json.loads(answers[2])["data"][0]["token_logprobs"]) > 3
+        threads, texts = streams(url, 8, 32)
+        wait_for(lambda: any(texts))
+        process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert process.wait(PATIENCE) == 0, log.read_text()
+    assert all(text.rstrip().endswith("data: [DONE]") for text in texts), "none is cut short"
+    assert "SIGTERM: finishing what is in flight" in log.read_text()
+
+
+@pytest.mark.slow
+def test_a_grace_that_is_too_short_and_a_second_signal(tmp_path: Path, compiled: str) -> None:
+    for more, signals in (["--grace=0.01"], 1), ([], 2):
+        with started(tmp_path, "--mesh=tensor=1", compiled, *more) as (url, process, log):
+            threads, texts = streams(url, 8, 32)
+            wait_for(lambda texts=texts: any(texts))  # type: ignore[misc]
+            for _ in range(signals):
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.05)
+            assert process.wait(PATIENCE) == 42
+            for thread in threads:
+                thread.join(PATIENCE)
+            if signals == 1:
+                assert any("shutting down" in text for text in texts)
+                assert "were not finished within --grace=0.01 s" in log.read_text()
+            else:
+                assert "a second SIGTERM" in log.read_text()
+
+
+def test_two_hosts_and_the_death_of_one(tmp_path: Path, compiled: str) -> None:
+    command = [sys.executable, "-m", "launch.serve", *ARGUMENTS, "--mesh=data=2", compiled]
+    command += [f"--heartbeat_timeout={HEARTBEAT}"]
+    with HostProcesses([command] * 2, tmp_path) as processes:
+        url = address(lambda: processes.text("err")[0])
+        found = httpx.post(
+            f"{url}/v1/completions", json={"prompt": [PROMPT, "import"], "seed": 3, "n": 2}, timeout=PATIENCE
+        ).json()
+        expected = demo().generate(
+            [PROMPT, "import"], DiffusionConfig.published(24, 0.2, seed=3), num_return_sequences=2
+        )
+        assert [choice["text"] for choice in found["choices"]] == [one.text for one in expected]
+        scores = httpx.post(f"{url}/v1/score", json={"input": PROMPT}, timeout=PATIENCE)
+        assert scores.status_code == 200
+        threads, texts = streams(url, 4, 36)
+        wait_for(lambda: any(texts))
+        processes.send(1, signal.SIGKILL)
+        assert processes.wait(30) == [42, 137]
+        for thread in threads:
+            thread.join(PATIENCE)
+        logs = processes.text("err")
+    assert names_host(logs[0], 1), logs[0]
+    assert any('"code":"engine_failed"' in text.replace(" ", "") for text in texts), texts
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_host_drains_all(tmp_path: Path, compiled: str) -> None:
+    command = [sys.executable, "-m", "launch.serve", *ARGUMENTS, "--mesh=tensor=2", compiled]
+    with HostProcesses([command] * 2, tmp_path) as processes:
+        url = address(lambda: processes.text("err")[0])
+        time.sleep(1.0)  # idle hosts agree on nothing, again and again
+        threads, texts = streams(url, 6, 32)
+        wait_for(lambda: any(texts))
+        processes.send(1, signal.SIGTERM)
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert processes.wait(60) == [0, 0], processes.text("err")
+    assert all(text.rstrip().endswith("data: [DONE]") for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--host=0.0.0.0"], "give --api_key_file"),
+        (["--host=256.1.1.1", "--api_key_file=/nowhere"], "--api_key_file=/nowhere: cannot be read"),
+        (["--canvas=4096"], "the model allows 2048"),
+        (["--mode=cache"], "expected name=value"),
+        (["--mode=cache=dual,refresh_interval=0"], "--mode=cache=dual,refresh_interval=0: refresh_interval is 0"),
+        (["--max_rows=100"], "cannot wait in --max_queue=64"),
+        (["--temperature=-1"], "temperature is -1"),
+    ],
+)
+def test_wrong_flags(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        serve.run(["serve", *arguments])
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    own = serve.listen("127.0.0.1", 0)
+    own.listen()
+    with pytest.raises(SystemExit) as stop:
+        serve.run(["serve", f"--port={own.getsockname()[1]}"])
+    assert stop.value.code == 2
+    assert "cannot listen there" in capsys.readouterr().err
+    own.close()

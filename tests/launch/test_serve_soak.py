@@ -1,0 +1,272 @@
+"""A server for long, for too many, and to the end: nothing leaks, nobody waits in vain, no stream is cut."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jax
+import numpy as np
+import pytest
+from absl import flags
+
+from benchmarks import serve
+from benchmarks.load import Ask, Client, closed_loop, open_loop
+from runtime import DiffusionConfig, Engine
+from tests.launch.served import PATIENCE, Served, served, wait_for
+from tests.launch.test_serve_processes import started, streams
+from tests.launch.tiny import write_tiny_checkpoint
+
+CONFIG = DiffusionConfig.published(16, 0.8)
+DUAL = {"cache": "dual", "block_length": 8, "parallel": "threshold"}
+PROMPT = "def is_even(number):\n"
+PLAIN = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return Engine.load(folder, "tensor=1", devices=jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def there(engine: Engine) -> Iterator[Served]:
+    with served(engine, CONFIG, [CONFIG.replace(**DUAL)], canvas=(128,), slots=4) as found:
+        yield found
+
+
+class Asked:
+    """Requests of many kinds, the plain ones first, and what the engine makes of them offline."""
+
+    def __init__(self, engine: Engine, kinds: int) -> None:
+        self._engine = engine
+        self._made = [self._make(number) for number in range(kinds)]
+
+    def draw(self, chance: random.Random) -> tuple[dict[str, Any], list[str]]:
+        return chance.choice(self._made)
+
+    def _make(self, number: int) -> tuple[dict[str, Any], list[str]]:
+        chance, plain = random.Random(number), number < PLAIN
+        tokens, temperature = chance.randint(1, 40), 0.5 if plain else chance.choice([0.0, 0.5, 1.0])
+        prompt, samples = chance.choice([PROMPT, "import os\n", "x"]), 1 if plain else chance.choice([1, 1, 3])
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": temperature, "seed": number, "n": samples}
+        body |= {"stream": True} if number % 2 else {}
+        more = {"steps": chance.randint(1, 20)} if plain or number % 3 else DUAL
+        config = {"steps": tokens, "max_new_tokens": tokens} | more
+        offline = CONFIG.replace(**config, temperature=temperature, seed=number)
+        texts = self._engine.generate([prompt], offline, num_return_sequences=samples)
+        return body | more, [one.text for one in texts]
+
+
+async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
+    """The texts of an answer, streamed or not."""
+    texts = [""] * body["n"]
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            data = line.removeprefix("data: ")
+            if data and data != "[DONE]":
+                for choice in json.loads(data)["choices"]:
+                    texts[choice["index"]] += choice["text"]
+    return texts
+
+
+async def soak(found: Served, asked: Asked, count: int, seed: int) -> tuple[int, int]:
+    """Requests by several users, of whom many go away at some time: how many were answered, how many cancelled."""
+    chance, outcomes = random.Random(seed), [0, 0]
+    left = iter(range(count))
+    async with httpx.AsyncClient(base_url=found.url, timeout=PATIENCE) as client:
+
+        async def user() -> None:
+            for _ in left:
+                body, expected = asked.draw(chance)
+                patience = chance.uniform(0, 0.3) if chance.random() < 0.4 else PATIENCE
+                try:
+                    async with asyncio.timeout(patience):
+                        assert await ask(client, body) == expected
+                    outcomes[0] += 1
+                except TimeoutError:
+                    outcomes[1] += 1
+
+        await asyncio.gather(*[user() for _ in range(12)])
+    return outcomes[0], outcomes[1]
+
+
+def settled(found: Served) -> None:
+    """Wait until nobody is there, and see that nothing is left of those who were."""
+    wait_for(lambda: found.metric("num_requests_running") + found.metric("num_requests_waiting") == 0)
+    scheduler = found.server.scheduler
+    assert not scheduler._jobs
+    assert not scheduler._flying
+    assert scheduler.mesh is not None
+    assert not any(pool.held for pool in scheduler.mesh.pools)
+
+
+def resident() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_requests_that_are_cancelled_leave_nothing(there: Served) -> None:
+    asked = Asked(there.engine, PLAIN)
+    done, cancelled = asyncio.run(soak(there, asked, 100, seed=1))
+    assert done + cancelled == 100
+    assert done > 20
+    assert cancelled > 5
+    settled(there)
+
+
+def test_the_benchmark_of_a_server(there: Served, tmp_path: Path) -> None:
+    values = flags.FlagValues()
+    serve.define_flags(values)
+    arguments = [f"--address={there.url}", f"--output_dir={tmp_path}", "--requests=12", "--users=3", "--loads=0.7,100"]
+    values(["serve", *arguments, "--max_new_tokens=12", "--slots=2"])
+    serve.main(values)
+    results = json.loads((tmp_path / "serve.json").read_text())["results"]
+    assert (tmp_path / "serve.png").stat().st_size > 0
+    for found in (results["closed_loop"]["3"], *results["open_loop"].values()):
+        assert (found["completed"], found["failed"]) == (12, 0)
+        assert found["output_tokens_per_second"] > 0
+        assert 0 < found["ttft_ms"]["p50"] <= found["e2e_ms"]["p50"] <= found["e2e_ms"]["p99"]
+    asks = serve.make_asks([PROMPT] * 6, 12, seed=0)
+    ways = asyncio.run(serve.compare(dict.fromkeys(serve.WAYS, there.url), asks, slots=2, repeats=1))
+    assert [ways[name]["texts_that_differ"] for name in serve.WAYS[1:]] == [0, 0]
+    expected = [
+        there.engine.generate([PROMPT], CONFIG.replace(max_new_tokens=n, steps=n, seed=ask.seed))[0].text
+        for ask in asks
+        for n in [ask.max_tokens]
+    ]
+
+    async def texts() -> list[str]:
+        async with Client(there.url, None, PATIENCE) as client:
+            return [answer.text for answer in await open_loop(client, asks, 50.0, seed=0)]
+
+    assert asyncio.run(texts()) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory from /proc")
+def test_ten_thousand_requests(there: Served) -> None:
+    asked = Asked(there.engine, 40)
+    done = cancelled = 0
+    seen = []
+    for part in range(10):
+        counts = asyncio.run(soak(there, asked, 1000, seed=part))
+        done, cancelled = done + counts[0], cancelled + counts[1]
+        settled(there)
+        seen.append((resident(), len(os.listdir("/proc/self/fd")), threading.active_count()))
+        print(done, cancelled, seen[-1])
+    assert done + cancelled == 10_000
+    assert cancelled > 500
+    # The first fifth warms up.
+    (memory, files, threads), last = seen[1], seen[-1]
+    assert last[0] <= 1.02 * memory, seen
+    assert last[1] <= files + 2, seen
+    assert last[2] <= threads, seen
+
+
+# How long /health and /metrics take while others are served, and how many wait: a process of its own, since clients
+# under load are late themselves.
+WATCHER = """
+import http.client, json, sys, time
+host, seconds = sys.argv[1], float(sys.argv[2])
+connection, end, times, waiting = http.client.HTTPConnection(host), time.monotonic() + seconds, [], 0
+while time.monotonic() < end:
+    for path in ("/health", "/metrics"):
+        start = time.perf_counter()
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        times.append(time.perf_counter() - start)
+        assert answer.status == 200, text
+    [line] = [line for line in text.splitlines() if line.startswith("diffumesh:num_requests_waiting{")]
+    waiting = max(waiting, float(line.split()[-1]))
+    time.sleep(0.02)
+print(json.dumps([times, waiting]))
+"""
+
+
+@pytest.mark.slow
+def test_ten_times_too_much(folder: Path, tmp_path: Path) -> None:
+    seconds, queue = 8.0, 16
+    flags = [f"--checkpoint={folder}", "--served_model_name=demo", "--mesh=tensor=1"]
+    flags += [f"--max_queue={queue}", "--max_rows=1", "--slots=4", "--canvas=128"]
+    with started(tmp_path, *flags) as (url, _, _):
+
+        async def overload() -> tuple[list[Any], float, Any]:
+            async with Client(url, None, PATIENCE) as client:
+                asks = [Ask("x", 100, number) for number in range(10_000)]
+                start = time.perf_counter()
+                await closed_loop(client, asks[:60], 8)
+                rate = 10 * 60 / (time.perf_counter() - start)
+                print("offered", rate)
+                watcher = subprocess.Popen(
+                    [sys.executable, "-c", WATCHER, url.removeprefix("http://"), str(seconds)], stdout=subprocess.PIPE
+                )
+                load = asyncio.create_task(open_loop(client, asks[: int(rate * seconds)], rate, seed=0))
+                await asyncio.sleep(seconds)
+                start = time.perf_counter()
+                while (await client.send(Ask("x", 4, 0), start)).status != 200:
+                    await asyncio.sleep(0.05)
+                recovered = time.perf_counter() - start
+                return await load, recovered, json.loads(watcher.communicate(timeout=PATIENCE)[0])
+
+        answers, recovered, (times, waiting) = asyncio.run(overload())
+    refusals = [answer.end for answer in answers if answer.status == 429]
+    served_well = [answer for answer in answers if answer.status == 200]
+    found = {
+        "refused": len(refusals),
+        "answered": len(served_well),
+        "refusal p99": np.percentile(refusals, 99),
+        "refusal max": max(refusals),
+        "watch p99": np.percentile(times, 99),
+        "recovered": recovered,
+        "waiting": waiting,
+    }
+    print(found)
+    assert len(refusals) + len(served_well) == len(answers)
+    assert len(refusals) > 3 * len(served_well)
+    assert waiting <= queue
+    assert found["refusal p99"] <= 0.1
+    assert recovered <= 5
+    assert found["watch p99"] <= 0.2
+
+
+@pytest.mark.slow
+def test_a_hundred_streams_at_the_end(folder: Path, engine: Engine, tmp_path: Path) -> None:
+    flags = [f"--checkpoint={folder}", "--served_model_name=demo", "--mesh=tensor=1", "--max_queue=128"]
+    with started(tmp_path, *flags) as (url, process, log):
+
+        def accepted() -> float:
+            text = httpx.get(f"{url}/metrics").text
+            names = ("diffumesh:num_requests_waiting{", "diffumesh:request_queue_time_seconds_count{")
+            return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(names))
+
+        threads, texts = streams(url, 100, 48)
+        wait_for(lambda: accepted() == 100)
+        process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert process.wait(PATIENCE) == 0, log.read_text()
+    for seed, text in enumerate(texts):
+        assert text.rstrip().endswith("data: [DONE]")
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        whole = "".join(choice["text"] for event in events for choice in event["choices"])
+        config = DiffusionConfig.published(48, 0.2, seed=seed, block_length=4)
+        assert whole == engine.generate([PROMPT], config)[0].text

@@ -1,0 +1,133 @@
+"""The analytical model against the compilers: memory within 5 %, bytes of every collective equal."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.planner.compiled import collectives_agree, compile_workload
+from runtime.planner.estimate import estimate
+from runtime.planner.presets import preset
+from runtime.planner.workload import Workload
+from sharding.described import described_devices, missing_compiler
+from sharding.mesh import MeshSpec
+from sharding.topology import parse_topology
+
+needs_cuda = pytest.mark.skipif(missing_compiler("gpu") is not None, reason="JAX's CUDA plugin is not installed")
+
+# topology, mesh, rows, canvas
+TPU = [
+    ("v5e:2x4", "data=2,sequence=2,tensor=2", 4, 512),
+]
+TPU_GRID = [
+    ("v5p:2x2x2", "sequence=8", 1, 2048),
+    ("v5e:4x4", "tensor=16", 16, 512),
+    ("v5e:2x4", "tensor=8", 16, 2048),
+    ("v5e:2x4", "tensor=8", 1, 512),
+    ("v5e:2x4", "data=2,tensor=4", 16, 2048),
+    ("v5e:2x4", "sequence=2,tensor=4", 16, 2048),
+    ("v5e:2x4", "sequence=2,tensor=4", 1, 2048),
+    ("v4:2x2x1", "tensor=4", 16, 512),
+    ("v4:2x2x1", "data=4", 16, 512),
+    ("v4:2x2x1", "data=2,tensor=2", 16, 2048),
+    ("v4:2x2x1", "sequence=4", 1, 2048),
+    ("v5e:4x4", "data=2,sequence=2,tensor=4", 16, 2048),
+    ("v5p:2x2x2", "tensor=8", 1, 2048),
+    ("v5p:2x2x2", "sequence=2,tensor=4", 1, 2048),
+    ("v5p:2x2x2", "data=8", 16, 512),
+    ("v6e:2x4", "tensor=8", 16, 512),
+    ("v6e:2x4", "data=4,tensor=2", 16, 2048),
+    ("2xv5e:16x16", "data=64,tensor=8", 128, 512),
+    ("2xv5e:2x4", "data=2,tensor=8", 16, 512),
+    # Residuals that are larger than the chip's own memory, with much and with little else beside them.
+    ("v5e:2x4", "tensor=8", 128, 512),
+    ("v5e:4x4", "tensor=16", 64, 512),
+    ("v5p:4x4x4", "tensor=64", 128, 512),
+    ("2xv5e:16x16", "data=2,tensor=256", 256, 512),
+]
+GPU = [
+    ("8xh200", "tensor=8", 16, 512),
+    ("8xh200", "tensor=8", 16, 2048),
+    ("8xh200", "sequence=8", 1, 2048),
+    ("8xh200", "data=8", 64, 1024),
+    ("8xh200", "data=2,sequence=2,tensor=2", 16, 1024),
+    ("8xh100", "sequence=2,tensor=4", 16, 2048),
+    ("2x8xh200", "data=2,tensor=8", 16, 512),
+    ("2x8xh200", "tensor=16", 16, 512),
+    ("1xa100", "data=1", 4, 512),
+]
+
+# model, cache, topology, mesh, rows
+CACHED_TPU = [
+    ("qwen2.5-7b", "none", "v5e:2x4", "tensor=8", 8),
+    ("qwen2.5-7b", "none", "v5e:2x4", "data=2,sequence=2,tensor=2", 8),
+    ("qwen2.5-7b", "none", "v4:2x2x1", "sequence=4", 16),
+    ("qwen2.5-7b", "none", "2xv5e:2x4", "data=4,tensor=4", 16),
+    ("diffucoder-7b", "dual", "v5e:2x4", "tensor=8", 8),
+    ("diffucoder-7b", "dual", "v5e:2x4", "data=2,sequence=2,tensor=2", 8),
+    ("diffucoder-7b", "dual", "v5e:2x4", "data=2,tensor=4", 32),
+]
+CACHED_GPU = [
+    ("qwen2.5-7b", "none", "8xh100", "tensor=8", 8),
+    ("qwen2.5-7b", "none", "8xh100", "data=2,sequence=2,tensor=2", 8),
+    ("diffucoder-7b", "dual", "8xh100", "data=2,sequence=2,tensor=2", 8),
+    ("diffucoder-7b", "dual", "8xh100", "data=2,tensor=4", 32),
+]
+
+
+def check(text: str, mesh: str, rows: int, canvas: int) -> None:
+    topology = parse_topology(text)
+    workload = Workload(
+        preset("diffucoder-7b"), batch=rows, prompt=canvas // 2, new_tokens=canvas // 2, steps=canvas // 2
+    )
+    found = estimate(workload, topology, MeshSpec.parse(mesh))
+    (compiled,) = compile_workload(found.workload, found.spec, described_devices(topology))
+    assert compiled.collectives or found.spec.size == 1
+    assert found.memory.total == pytest.approx(compiled.memory_bytes, rel=0.05)
+    (phase,) = found.phases
+    assert collectives_agree(phase, compiled, found.layout), compiled.bytes_by_axis(found.layout, phase.phase)
+
+
+@pytest.mark.parametrize("case", TPU)
+def test_estimates_are_what_the_tpu_compiler_says(case: tuple[str, str, int, int]) -> None:
+    check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TPU_GRID)
+def test_estimates_are_what_the_tpu_compiler_says_on_a_grid(case: tuple[str, str, int, int]) -> None:
+    check(*case)
+
+
+@needs_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GPU)
+def test_estimates_are_what_the_gpu_compiler_says(case: tuple[str, str, int, int]) -> None:
+    check(*case)
+
+
+def check_cached(model: str, cache: str, text: str, mesh: str, rows: int) -> None:
+    topology = parse_topology(text)
+    workload = Workload(preset(model), batch=rows, cache=cache)
+    found = estimate(workload, topology, MeshSpec.parse(mesh))
+    compiled = compile_workload(found.workload, found.spec, described_devices(topology))
+    most = max(one.memory_bytes for one in compiled)
+    assert found.memory.total == pytest.approx(most, rel=0.05)
+    passes = {one.phase.name: one for one in found.phases}
+    assert [name for one in compiled for name in one.passes] == list(passes)
+    for one in compiled:
+        for name in one.passes:
+            moved = one.bytes_by_axis(found.layout, passes[name].phase)
+            assert collectives_agree(passes[name], one, found.layout), (name, moved, passes[name].collectives)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CACHED_TPU)
+def test_cached_passes_are_what_the_tpu_compiler_says(case: tuple[str, str, str, str, int]) -> None:
+    check_cached(*case)
+
+
+@needs_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CACHED_GPU)
+def test_cached_passes_are_what_the_gpu_compiler_says(case: tuple[str, str, str, str, int]) -> None:
+    check_cached(*case)

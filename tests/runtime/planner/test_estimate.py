@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from runtime.planner.default import default_mesh, topology_of
+from runtime.planner.estimate import candidate_meshes, estimate, out_of_memory, rank
+from runtime.planner.presets import PRESETS, preset
+from runtime.planner.workload import Workload
+from sharding.errors import InputError, MeshError
+from sharding.mesh import MeshSpec
+from sharding.topology import CHIPS, parse_topology, places
+
+MODEL = preset("diffucoder-7b")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("diffucoder-7b", 7_615_616_512), ("qwen2.5-7b", 7_615_616_512), ("gpt2", 124_439_808)]
+)
+def test_presets_have_the_published_parameters(name: str, parameters: int) -> None:
+    found = estimate(Workload(preset(name)), parse_topology("8xh100"), MeshSpec())
+    assert found.layout.parameter_count == parameters
+
+
+def test_one_long_row_on_eight_v5p_prefers_sequence() -> None:
+    fitting, _ = rank(Workload(MODEL, prompt=1024, new_tokens=1024, steps=1024), parse_topology("v5p:2x2x2"))
+    assert fitting[0].spec == MeshSpec(sequence=8)
+    tensor = next(one for one in fitting if one.spec.tensor == 8)
+    assert tensor.main_phase.network_seconds > 5 * fitting[0].main_phase.network_seconds
+    why = fitting[0].explain_against(tensor)
+    assert "all-gather over sequence" in why
+    assert "all-reduce over tensor" in why
+
+
+def test_memory_decides_how_much_is_sharded() -> None:
+    topology = parse_topology("8xh100")
+    small = replace(topology, chip=replace(topology.chip, usable_bytes=6 << 30))
+    fitting, others = rank(Workload(MODEL, batch=8), small)
+    assert fitting
+    assert all(one.spec.tensor >= 4 for one in fitting)
+    assert all(one.spec.tensor <= 2 for one in others)
+
+
+def test_out_of_memory_names_tensors_and_help() -> None:
+    topology = parse_topology("8xh100")
+    tiny = replace(topology, chip=replace(topology.chip, usable_bytes=1 << 30))
+    fitting, others = rank(Workload(MODEL, batch=8), tiny)
+    assert not fitting
+    text = out_of_memory(others, tiny)
+    assert "weights" in text
+    assert "What would help: a larger tensor axis" in text
+
+
+def test_only_data_crosses_slices() -> None:
+    workload = Workload(MODEL, batch=64)
+    assert all(spec.data % 2 == 0 for spec in candidate_meshes(workload, parse_topology("2xv5e:4x4")))
+    with pytest.raises(MeshError, match="data must be a multiple of 2"):
+        estimate(workload, parse_topology("2xv5e:2x4"), MeshSpec(tensor=16))
+
+
+def test_decoding_is_bound_by_memory_and_the_cache_is_counted() -> None:
+    found = estimate(
+        Workload(preset("qwen2.5-7b"), batch=8, prompt=1024, new_tokens=1024),
+        parse_topology("8xh100"),
+        MeshSpec(data=8),
+    )
+    prefill, decode = found.phases
+    assert (prefill.phase.name, prefill.bound) == ("prefill", "compute")
+    assert (decode.phase.name, decode.bound) == ("decode", "memory")
+    weights = found.layout.bytes_per_device("bfloat16")
+    cache = 2 * 28 * 2048 * 4 * 128 * 2
+    # All but the embedding table is read for each token, and the cache of its row.
+    assert decode.hbm_bytes == pytest.approx(weights - 2 * found.layout.padded_vocab * 3584 + cache, rel=0.01)
+    assert {tensor.name: tensor.bytes for tensor in found.memory.resident}["cache of keys and values"] == cache
+
+
+def test_arithmetic_of_a_denoise_step() -> None:
+    """14.14 GFLOP a token without attention, 30.6 TF for 2048 positions with the head on all of them."""
+    found = estimate(
+        Workload(MODEL, prompt=1024, new_tokens=1024, steps=1), parse_topology("8xh100"), MeshSpec()
+    ).main_phase
+    head = 2 * 1024 * 3584 * 152064  # the other half has no head here
+    assert found.flops + head == pytest.approx(30.6e12, rel=0.01)
+
+
+def test_a_cache_makes_most_passes_small() -> None:
+    topology, spec = parse_topology("8xh100"), MeshSpec(data=8)
+    exact, dual = (estimate(Workload(MODEL, batch=8, cache=cache), topology, spec) for cache in ("none", "dual"))
+    assert {one.phase.name for one in dual.phases} == {"refresh", "block step"}
+    assert dual.seconds < 0.5 * exact.seconds
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch": 0},
+        {"steps": 0},
+        {"cache": "all"},
+        {"dtype": "int3"},
+        {"prompt": 131072},
+        {"cache": "dual", "block_length": 0},
+    ],
+)
+def test_workloads_that_cannot_be(changes: dict[str, object]) -> None:
+    with pytest.raises(InputError):
+        Workload(MODEL, **changes)  # type: ignore[arg-type]
+
+
+def test_presets_are_named() -> None:
+    with pytest.raises(InputError, match=next(iter(PRESETS))):
+        preset("llama")
+
+
+def attached(topology: str, memory: int) -> list[SimpleNamespace]:
+    return [
+        SimpleNamespace(**vars(place), memory_stats=lambda: {"bytes_limit": memory})
+        for place in places(parse_topology(topology))
+    ]
+
+
+@pytest.mark.parametrize("text", ["v5e:2x4", "v5p:2x2x2", "2xv5e:2x4", "8xh100", "2x8xh200"])
+def test_attached_devices_are_recognised(text: str) -> None:
+    found = topology_of(attached(text, 10 << 30))
+    assert str(found) == text
+    assert found.chip == replace(CHIPS[found.chip.name], usable_bytes=10 << 30)
+
+
+@pytest.mark.parametrize(
+    ("text", "memory", "rows", "mesh"),
+    [
+        # One short row waits for weights to be read: some of them are sharded although all would fit.
+        ("v5p:2x2x2", 90 << 30, 1, MeshSpec(sequence=2, tensor=4)),
+        ("v5p:2x2x2", 90 << 30, 8, MeshSpec(data=8)),
+        ("8xh200", 100 << 30, 64, MeshSpec(data=8)),
+        ("v5e:2x4", 2 << 30, 1, MeshSpec(tensor=8)),  # nothing fits: the mesh that needs least
+    ],
+)
+def test_default_mesh_is_the_fastest_that_fits(text: str, memory: int, rows: int, mesh: MeshSpec) -> None:
+    assert default_mesh(MODEL, attached(text, memory), "bfloat16", rows) == mesh
+
+
+def test_default_mesh_on_slices_and_on_strange_devices() -> None:
+    spec = default_mesh(MODEL, attached("2xv5e:2x4", 15 << 30), "bfloat16", 1)
+    assert spec.data % 2 == 0
+    assert spec.size == 16
+    strange = [
+        SimpleNamespace(**vars(one) | {"device_kind": "Abacus", "platform": "abacus"})
+        for one in attached("8xh100", 1 << 40)
+    ]
+    assert default_mesh(MODEL, strange, "bfloat16", 8).size == 8

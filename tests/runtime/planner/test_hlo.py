@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from runtime.planner.hlo import bytes_by_axis, read_collectives
+
+SIZES = {"data": 2, "sequence": 1, "kv": 4, "group": 1}
+
+
+def module(groups: str, operation: str = "all-reduce", shape: str = "f32[4,8]{1,0}") -> str:
+    return (
+        "ENTRY %main (x: f32[4,8]) -> f32[4,8] {\n"
+        "  %x = f32[4,8]{1,0} parameter(0)\n"
+        f"  ROOT %c = {shape} {operation}(%x), channel_id=1, {groups}, to_apply=%add\n"
+        "}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("kv",)),
+        ("replica_groups=[2,4]<=[8]", ("kv",)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", ("data",)),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=1,'axis_2'=4] {'axis_2'}", ("kv",)),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}", ("kv",)),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_1'}", ("data",)),
+        ("replica_groups={{0,1,2,3,4,5,6,7}}", ("data", "kv")),
+    ],
+)
+def test_groups_in_every_spelling(groups: str, axes: tuple[str, ...]) -> None:
+    (found,) = read_collectives(module(groups))
+    assert found.axes(SIZES) == axes
+    assert found.payload == 4 * 8 * 4
+
+
+def test_asynchronous_ones_count_their_results() -> None:
+    groups = "replica_groups=[2,4]<=[8]"
+    (gather,) = read_collectives(module(groups, "all-gather-start", "(f32[1,8]{1,0}, f32[4,8]{1,0})"))
+    assert gather.payload == 128
+    pair = "((f32[1,8]{1,0}, s32[2]{0}), (f32[4,8]{1,0}, s32[8]{0}))"
+    (combined,) = read_collectives(module(groups, "all-gather-start", pair))
+    assert combined.payload == 128 + 32
+    (scatter,) = read_collectives(module(groups, "reduce-scatter", "f32[1,8]{1,0}"))
+    assert scatter.payload == 128  # what it begins with
+
+
+def test_what_is_sent_between_slices() -> None:
+    text = module("is_host_transfer=true", "send", "(s32[1,1,128]{2,1,0}, u32[], token[])")
+    assert not read_collectives(text)
+    handler = 'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}'
+    (found,) = read_collectives(text.replace("is_host_transfer=true", f"is_host_transfer=true, {handler}"))
+    assert (found.kind, found.payload, found.axes(SIZES)) == ("send", 512, ("data",))
+
+
+def test_a_group_that_cannot_be_read_is_not_lost() -> None:
+    moved = bytes_by_axis(read_collectives(module("replica_groups=some_other_way")), SIZES, [1])
+    assert moved == {("all-reduce", ("unread",)): 128}
+
+
+def test_loops_are_multiplied_out() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "kv"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def program(x: jax.Array, count: jax.Array) -> jax.Array:
+        def shard(x: jax.Array, count: jax.Array) -> jax.Array:
+            x = jax.lax.psum(x, "data")
+            x = jax.lax.fori_loop(0, 5, lambda _, x: jnp.sin(jax.lax.psum(x, "kv")), x)
+            return jax.lax.while_loop(
+                lambda state: state[0] < count, lambda s: (s[0] + 1, jnp.sin(jax.lax.psum(s[1], "kv"))), (0, x)
+            )[1]
+
+        spec = jax.P("data", "kv")
+        return jax.shard_map(shard, mesh=mesh, in_specs=(spec, jax.P()), out_specs=spec, check_vma=False)(x, count)
+
+    text = jax.jit(program).lower(jnp.zeros((8, 8)), jnp.int32(3)).compile().as_text()
+    shard = 4 * 2 * 4
+    assert text is not None
+    moved = bytes_by_axis(read_collectives(text), {"data": 2, "kv": 4}, [1, 10])
+    assert moved == {("all-reduce", ("data",)): shard, ("all-reduce", ("kv",)): 5 * shard + 10 * shard}
+
+
+def test_one_collective_spread_over_fusions_counts_once() -> None:
+    inner = module("replica_groups=[2,4]<=[8]").removeprefix("ENTRY ")
+    calls = "".join(
+        f"  %f{number} = f32[4,8]{{1,0}} fusion(%x), kind=kCustom, calls=%part{number}\n" for number in range(3)
+    )
+    entry = "ENTRY %entry (x: f32[4,8]) -> f32[4,8] {\n  %x = f32[4,8]{1,0} parameter(0)\n" + calls + "}\n"
+    parts = "".join(inner.replace("%main", f"%part{number}") for number in range(3))
+    assert len(read_collectives(parts + entry)) == 1
+    # Outside fusions equal channels mean nothing: those of manual collectives are all alike.
+    twice = inner.replace(
+        "  ROOT", "  %d = f32[4,8]{1,0} all-reduce(%x), channel_id=1, replica_groups=[2,4]<=[8]\n  ROOT"
+    )
+    assert len(read_collectives("ENTRY " + twice)) == 2

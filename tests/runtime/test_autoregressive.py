@@ -1,0 +1,318 @@
+"""Qwen2 and GPT-2: tokens of transformers, on every mesh, cached as uncached, ragged rows as alone."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from runtime import DiffusionConfig, Engine, SamplingConfig
+from runtime.models.declarations import WeightLeaf
+from sharding.errors import InputError
+from tests import golden_cases
+
+MODELS = ("qwen2", "qwen2_tied", "gpt2", "gpt2_vocab_517")
+MESHES = ("tensor=2", "tensor=4", "tensor=8", "data=2", "sequence=2", "data=2,sequence=2,tensor=2")
+# Every mesh and every model in the default run, each with each among the slow ones.
+QUICK_GRID = {
+    ("tensor=1", "qwen2"),
+    ("tensor=1", "gpt2"),
+    ("tensor=2", "qwen2_tied"),
+    ("tensor=4", "gpt2_vocab_517"),
+    ("tensor=8", "qwen2"),
+    ("tensor=8", "gpt2"),
+    ("tensor=8", "gpt2_vocab_517"),
+    ("data=2", "qwen2"),
+    ("sequence=2", "gpt2"),
+    ("data=2,sequence=2,tensor=2", "qwen2_tied"),
+}
+GRID = [
+    pytest.param(*pair, marks=() if pair in QUICK_GRID else pytest.mark.slow)
+    for pair in itertools.product(["tensor=1", *MESHES], MODELS)
+]
+ROWS, WIDTH, NEW = 4, 13, 20
+LENGTHS = (13, 5, 1, 9)
+
+
+def torch_model(name: str) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    common = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.2}
+    if name.startswith("gpt2"):
+        vocab = 517 if name.endswith("517") else 50257
+        config = transformers.GPT2Config(vocab_size=vocab, n_embd=96, n_layer=3, n_head=12, n_positions=64, **common)
+        return transformers.GPT2LMHeadModel(config).eval()
+    config = transformers.Qwen2Config(
+        vocab_size=515,
+        hidden_size=112,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=name.endswith("tied"),
+        rope_theta=1e4,
+        **common,
+    )
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():  # a bias that is zero would not be missed
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias"):
+                parameter.normal_(0.0, 0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name in MODELS:
+        made[name] = tmp_path_factory.mktemp(name)
+        torch_model(name).save_pretrained(made[name])
+    return made
+
+
+@functools.cache
+def engine(folder: Path, mesh: str, kv_cache: str = "model") -> Engine:
+    return Engine.load(folder, mesh, kv_cache=kv_cache)
+
+
+def ragged(vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.random.default_rng(1).integers(1, vocab, (ROWS, WIDTH)).astype(np.int32)
+    mask = (np.arange(WIDTH) >= WIDTH - np.array(LENGTHS)[:, None]).astype(np.int32)
+    return ids * mask, mask
+
+
+@functools.cache
+def greedy_of_transformers(name: str) -> np.ndarray:
+    model = torch_model(name)
+    ids, mask = ragged(model.config.vocab_size)
+    with torch.no_grad():
+        made = model.generate(
+            torch.tensor(ids).long(), attention_mask=torch.tensor(mask).long(), max_new_tokens=NEW, do_sample=False
+        )
+    return made.numpy()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(folders: dict[str, Path], name: str) -> None:
+    ids = np.random.default_rng(2).integers(1, 500, (2, 11))
+    with torch.no_grad():
+        expected = torch_model(name)(torch.tensor(ids)).logits.numpy()
+    for mesh in ("tensor=1", "tensor=8"):
+        found = engine(folders[name], mesh).logits(ids)
+        assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("mesh", "name"), GRID)
+def test_greedy_tokens_are_those_of_transformers(folders: dict[str, Path], mesh: str, name: str) -> None:
+    ids, mask = ragged(engine(folders[name], mesh).config.vocab_size)
+    found = engine(folders[name], mesh).generate_tokens(ids, mask, SamplingConfig(max_new_tokens=NEW))
+    np.testing.assert_array_equal(found.sequences, greedy_of_transformers(name))
+    assert found.stats.forwards == NEW
+
+
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("gpt2_vocab_517", marks=pytest.mark.slow)])
+def test_cached_is_uncached(folders: dict[str, Path], name: str) -> None:
+    ids, mask = ragged(500)
+    for mesh in ("tensor=1", "data=2,sequence=2,tensor=2"):
+        for temperature in (0.0, 1.0):
+            config = SamplingConfig(max_new_tokens=NEW, temperature=temperature, log_probabilities=True, seed=3)
+            cached = engine(folders[name], mesh).generate_tokens(ids, mask, config)
+            plain = engine(folders[name], mesh).generate_tokens(ids, mask, config.replace(use_cache=False))
+            np.testing.assert_array_equal(cached.sequences, plain.sequences)
+            np.testing.assert_array_equal(cached.steps_set, plain.steps_set)
+            assert cached.log_probabilities is not None
+            np.testing.assert_allclose(cached.log_probabilities, plain.log_probabilities, atol=1e-4)
+
+
+def test_sampled_runs_do_not_depend_on_mesh_or_batch(folders: dict[str, Path]) -> None:
+    ids, mask = ragged(500)
+    config = SamplingConfig(max_new_tokens=NEW, temperature=0.9, top_p=0.9, top_k=40, seed=7)
+    expected = engine(folders["qwen2"], "tensor=1").generate_tokens(ids, mask, config, num_return_sequences=2)
+    assert (expected.sequences[0] != expected.sequences[1]).any()
+    for mesh in ("tensor=8", "data=2,sequence=2,tensor=2"):
+        found = engine(folders["qwen2"], mesh).generate_tokens(ids, mask, config, num_return_sequences=2)
+        np.testing.assert_array_equal(found.sequences, expected.sequences)
+    alone = engine(folders["qwen2"], "tensor=1").generate_tokens(
+        ids[1:2, -LENGTHS[1] :], None, config.replace(seed=[expected.seeds[3]])
+    )
+    np.testing.assert_array_equal(alone.sequences[0], expected.sequences[3, -LENGTHS[1] - NEW :])
+
+
+@pytest.mark.parametrize("mesh", ["tensor=1", "data=2,sequence=2,tensor=2"])
+def test_a_prompt_is_read_once_for_all_its_samples(folders: dict[str, Path], mesh: str) -> None:
+    own = engine(folders["qwen2"], mesh)
+    ids, mask = ragged(500)
+    config = SamplingConfig(max_new_tokens=NEW, temperature=0.9, log_probabilities=True)
+    seeds = list(range(ROWS * 3))
+    together = own.generate_tokens(ids, mask, config.replace(seed=seeds), num_return_sequences=3)
+    apart = own.generate_tokens(np.repeat(ids, 3, 0), np.repeat(mask, 3, 0), config.replace(seed=seeds))
+    np.testing.assert_array_equal(together.sequences, apart.sequences)
+    np.testing.assert_allclose(together.log_probabilities, apart.log_probabilities, atol=1e-5)
+    assert together.stats.positions < apart.stats.positions
+    # Twelve rows lie six on each shard of data: three samples share a prompt there too, five would not.
+    odd = own.generate_tokens(ids[:2], mask[:2], config.replace(seed=seeds[:10]), num_return_sequences=5)
+    np.testing.assert_array_equal(odd.sequences[0], together.sequences[0])
+
+
+def test_samples_follow_the_distribution(folders: dict[str, Path]) -> None:
+    """First tokens of many seeds against the model's own probabilities, filtered by top-k (chi-squared)."""
+    own = engine(folders["qwen2"], "tensor=1")
+    ids, _ = ragged(500)
+    logits = own.logits(ids[:1])[0, -1].astype(np.float64) / 1.3
+    kept = np.argsort(logits)[-12:]
+    expected = np.exp(logits[kept] - logits[kept].max())
+    expected /= expected.sum()
+    count = 2000
+    config = SamplingConfig(max_new_tokens=1, temperature=1.3, top_k=12, seed=1)
+    drawn = own.generate_tokens(ids[:1], None, config, num_return_sequences=count).sequences[:, -1]
+    found = np.array([(drawn == token).sum() for token in kept])
+    assert found.sum() == count, "a token outside the twelve most probable was drawn"
+    statistic = ((found - count * expected) ** 2 / (count * expected)).sum()
+    assert statistic < 35.0  # eleven degrees of freedom: one seed in four thousand is above
+
+
+def test_log_probabilities_are_those_of_the_logits(folders: dict[str, Path]) -> None:
+    own = engine(folders["gpt2"], "tensor=1")
+    ids, mask = ragged(500)
+    config = SamplingConfig(max_new_tokens=6, temperature=0.8, top_k=30, log_probabilities=True)
+    found = own.generate_tokens(ids, mask, config)
+    full = np.pad(mask, ((0, 0), (0, 6)), constant_values=1)
+    logits = torch.tensor(own.logits(found.sequences, full)).log_softmax(dim=-1).numpy()
+    expected = np.take_along_axis(logits[:, :-1], found.sequences[:, 1:, None], axis=2)[..., 0]
+    assert found.log_probabilities is not None
+    np.testing.assert_allclose(found.log_probabilities[:, WIDTH:], expected[:, WIDTH - 1 :], atol=1e-4)
+    assert not found.log_probabilities[:, :WIDTH].any()
+
+
+def test_rows_end_with_their_own_stop_token(folders: dict[str, Path]) -> None:
+    own = engine(folders["qwen2"], "data=2,sequence=2,tensor=2")
+    ids, mask = ragged(515)
+    whole = greedy_of_transformers("qwen2")[:, WIDTH:]
+    stop = int(whole[0, 3])
+    found = own.generate_tokens(ids, mask, SamplingConfig(max_new_tokens=NEW, stop_token_ids=(stop,)))
+    new = found.sequences[:, WIDTH:]
+    for row in range(ROWS):
+        ends = np.flatnonzero(whole[row] == stop)
+        end = ends[0] + 1 if ends.size else NEW
+        np.testing.assert_array_equal(new[row, :end], whole[row, :end])
+        assert (new[row, end:] == own.config.pad_token_id).all()
+        assert (found.steps_set[row, WIDTH:] == np.where(np.arange(NEW) < end, np.arange(NEW), -1)).all()
+    assert found.stats.tokens == (found.steps_set >= 0).sum()
+
+
+def test_streamed_is_whole_and_programs_are_few(folders: dict[str, Path]) -> None:
+    own = Engine.load(folders["qwen2"], "tensor=1")
+    ids, mask = ragged(515)
+    config = SamplingConfig(max_new_tokens=NEW, temperature=0.7)
+    first = own.generate_tokens(ids, mask, config)
+    assert first.stats.compiled_programs == 2  # one reads prompts, one writes tokens
+    pieces = list(own.stream_tokens(ids, mask, config, every=3))
+    np.testing.assert_array_equal(pieces[-1][1], first.sequences)
+    assert [done for done, _ in pieces] == [0, 3, 6, 9, 12, 15, 18, 20]
+    for new in (1, 5, 20, 40):
+        for width in (1, 4, 13):
+            made = own.generate_tokens(ids[:, -width:], None, config.replace(max_new_tokens=new, seed=new))
+            assert made.stats.compiled_programs == 0
+
+
+@pytest.mark.parametrize("kv_cache", ["bfloat16", "int8"])
+def test_a_smaller_cache_is_near(folders: dict[str, Path], kv_cache: str) -> None:
+    """Rounded keys and values move log-probabilities a little, and not at all where nothing is read from the cache."""
+    ids, mask = ragged(515)
+    config = SamplingConfig(max_new_tokens=NEW, log_probabilities=True)
+    exact = engine(folders["qwen2"], "tensor=1").generate_tokens(ids, mask, config)
+    for mesh in ("tensor=1", "data=2,sequence=2,tensor=2"):
+        found = engine(folders["qwen2"], mesh, kv_cache).generate_tokens(ids, mask, config)
+        np.testing.assert_array_equal(found.sequences[:, WIDTH], exact.sequences[:, WIDTH])
+        together = np.cumprod(found.sequences[:, WIDTH:] == exact.sequences[:, WIDTH:], axis=1).astype(bool)
+        assert found.log_probabilities is not None
+        assert exact.log_probabilities is not None
+        gaps = np.abs(found.log_probabilities - exact.log_probabilities)[:, WIDTH:][together]
+        assert 0 < gaps.max() < 0.3
+        assert together.mean() > 0.3
+
+
+def test_the_wrong_kind_of_request_says_so(folders: dict[str, Path]) -> None:
+    own = engine(folders["gpt2"], "tensor=1")
+    ids, mask = ragged(500)
+    with pytest.raises(InputError, match="autoregressive: give a SamplingConfig"):
+        own.generate_tokens(ids, mask, DiffusionConfig(max_new_tokens=4))
+    with pytest.raises(InputError, match="autoregressive"):
+        own.generate_tokens(ids, mask, SamplingConfig(), history=True)
+    with pytest.raises(InputError, match="the model allows 64 in all"):
+        own.generate_tokens(ids, mask, SamplingConfig(max_new_tokens=60))
+    with pytest.raises(InputError, match="diffusion model: give a DiffusionConfig"):
+        golden_cases.engine("tensor=1").generate_tokens([[1, 2]], None, SamplingConfig())
+
+
+@pytest.mark.parametrize("changes", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"stop_token_ids": ["x"]}])
+def test_requests_that_cannot_be_meant(changes: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=next(iter(changes))):
+        SamplingConfig(**changes)  # type: ignore[arg-type]
+
+
+# ---- int8 weights, and other weights in the same programs --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2_vocab_517", pytest.param("qwen2", marks=pytest.mark.slow)])
+def test_int8_weights_are_near_and_the_same_on_every_mesh(folders: dict[str, Path], name: str) -> None:
+    ids, _ = ragged(500)
+    original = engine(folders[name], "tensor=1")
+    small = Engine.load(folders[name], "tensor=1", quantize="int8")
+    found = small.logits(ids)
+
+    def widened(leaf: WeightLeaf) -> jax.Array:
+        kept, exact = small.layout.named(small.weights)[leaf.name], original.layout.named(original.weights)[leaf.name]
+        if not leaf.quantized:
+            return kept
+        assert leaf.contracted
+        places = tuple(place for place, axis in enumerate(leaf.axes) if axis in leaf.contracted)
+        scales = np.expand_dims(np.asarray(kept.scales), places)
+        largest = np.abs(np.asarray(exact)).max(axis=places, keepdims=True)
+        np.testing.assert_allclose(scales, largest / 127, rtol=1e-6)
+        values = np.asarray(kept.values) * scales
+        assert (np.abs(values - np.asarray(exact)) <= scales * 0.5001).all()
+        return jax.numpy.asarray(values)
+
+    judge = Engine(original.layout, small.layout.build(widened))
+    expected = judge.logits(ids)
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(small.weights))
+    full = sum(leaf.nbytes for leaf in jax.tree.leaves(engine(folders[name], "tensor=1").weights))
+    assert held < 0.35 * full
+    assert held == small.layout.bytes_per_device("float32")
+    for mesh in ("tensor=8", "data=2,sequence=2,tensor=2"):
+        elsewhere = Engine.load(folders[name], mesh, quantize="int8").logits(ids)
+        assert np.abs(elsewhere - found).max() <= 1e-5 * np.abs(found).max()
+
+
+def test_weights_are_replaced_without_compiling(folders: dict[str, Path], tmp_path: Path) -> None:
+    torch.manual_seed(9)
+    other = torch_model("qwen2")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.9)
+    other.save_pretrained(tmp_path)
+    ids, mask = ragged(515)
+    config = SamplingConfig(max_new_tokens=5)
+    own, fresh = Engine.load(folders["qwen2"], "tensor=4"), Engine.load(tmp_path, "tensor=4")
+    before, expected = own.generate_tokens(ids, mask, config), fresh.generate_tokens(ids, mask, config)
+    old = own.weights
+    own.replace_weights(tmp_path)
+    found = own.generate_tokens(ids, mask, config)
+    assert found.stats.compiled_programs == 0
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    own.replace_weights(jax.tree.map(np.asarray, old))
+    np.testing.assert_array_equal(own.generate_tokens(ids, mask, config).sequences, before.sequences)
+    wrong = old.replace(layers=old.layers.replace(q_proj=old.layers.q_proj[:1]))
+    with pytest.raises(InputError, match=r"layers\.q_proj is float32"):
+        own.replace_weights(wrong)
+    with pytest.raises(InputError, match="missing: model"):
+        own.replace_weights(folders["gpt2"])
+    np.testing.assert_array_equal(own.generate_tokens(ids, mask, config).sequences, before.sequences)

@@ -1,0 +1,329 @@
+"""Block diffusion: exact where it must be, and every mode the same on every mesh, in every batch.
+
+The judge is the original algorithm: one block is that, and a cache that is refreshed in every step is none.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from runtime import DiffusionConfig, GenerationResult
+from runtime.kv_cache import KVCache
+from runtime.models.cached import fill_rows, run_window
+from runtime.models.transformer import project_logits
+from runtime.programs import empty_cache
+from runtime.runs.block_diffusion import block_schedule, window_widths
+from runtime.sampling import ALGORITHMS
+from sharding.errors import InputError
+from tests import golden_cases
+
+MESHES = ("tensor=8", "sequence=4", "data=2", "data=2,sequence=2,tensor=2")
+LENGTHS = (11, 4, 1, 7)
+NEW_TOKENS, BLOCK = 22, 6
+BASE = DiffusionConfig(max_new_tokens=NEW_TOKENS, steps=NEW_TOKENS, algorithm="entropy", temperature=0.7, seed=5)
+EVERYTHING = 10**5
+
+
+@functools.cache
+def ragged_rows() -> tuple[np.ndarray, np.ndarray]:
+    config = golden_cases.engine("tensor=1").config
+    generator = np.random.default_rng(11)
+    ids = generator.integers(0, config.vocab_size, (len(LENGTHS), max(LENGTHS))).astype(np.int32)
+    ids[ids == config.mask_token_id] = 0
+    ids[0, -3] = ids[3, -2] = config.mask_token_id  # to be filled too
+    mask = (np.arange(max(LENGTHS)) >= max(LENGTHS) - np.array(LENGTHS)[:, None]).astype(np.int32)
+    return ids * mask, mask
+
+
+def generate(mesh: str, config: DiffusionConfig, rows: slice = slice(None), history: bool = False) -> GenerationResult:
+    ids, mask = ragged_rows()
+    return golden_cases.engine(mesh).generate_tokens(ids[rows], mask[rows], config, history=history)
+
+
+def generate_samples(mesh: str, config: DiffusionConfig, samples: int) -> GenerationResult:
+    ids, mask = ragged_rows()
+    return golden_cases.engine(mesh).generate_tokens(ids, mask, config, num_return_sequences=samples)
+
+
+def same(found: GenerationResult, expected: GenerationResult) -> None:
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    np.testing.assert_array_equal(found.steps_set, expected.steps_set)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(name, marks=() if name == "entropy" else pytest.mark.slow) for name in ALGORITHMS],
+)
+def test_one_block_is_the_original_algorithm(algorithm: str) -> None:
+    for changes in ({}, {"steps": 9, "temperature": 0.0}, {"top_p": 0.8, "top_k": 20, "alg_temp": 0.5}):
+        config = BASE.replace(algorithm=algorithm, **changes)
+        exact = generate("tensor=1", config, history=True)
+        found = generate("tensor=1", config.replace(block_length=EVERYTHING), history=True)
+        same(found, exact)
+        assert found.history is not None
+        np.testing.assert_array_equal(found.history, exact.history)
+
+
+@pytest.mark.parametrize(
+    ("cache", "algorithm", "parallel"),
+    [
+        ("dual", "entropy", "none"),
+        ("prefix", "maskgit_plus", "threshold"),
+        pytest.param("prefix", "entropy", "none", marks=pytest.mark.slow),
+        pytest.param("dual", "maskgit_plus", "threshold", marks=pytest.mark.slow),
+        pytest.param("dual", "origin", "none", marks=pytest.mark.slow),
+        pytest.param("prefix", "origin", "none", marks=pytest.mark.slow),
+        pytest.param("dual", "topk_margin", "factor", marks=pytest.mark.slow),
+        pytest.param("prefix", "topk_margin", "factor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_refresh_in_every_step_is_no_cache(cache: str, algorithm: str, parallel: str) -> None:
+    config = BASE.replace(algorithm=algorithm, parallel=parallel, threshold=0.3, block_length=BLOCK)
+    exact = generate("tensor=1", config)
+    found = generate("tensor=1", config.replace(cache=cache, refresh_interval=1, refresh_blocks=0))
+    same(found, exact)
+    assert found.stats.positions == exact.stats.positions
+    stale = generate("tensor=1", config.replace(cache=cache))
+    if cache == "dual":  # the windows of a prefix are rounded up, and these canvases are short
+        assert stale.stats.positions < exact.stats.positions
+    assert (stale.sequences != exact.sequences).any(), "a stale cache that changes nothing is not used"
+
+
+MODES: list[dict[str, Any]] = [
+    {"cache": "none"},
+    {"cache": "dual", "algorithm": "origin", "refresh_interval": 3},
+    {"cache": "dual", "parallel": "threshold", "threshold": 0.2, "algorithm": "maskgit_plus", "refresh_blocks": 2},
+    {"cache": "prefix", "parallel": "factor", "factor": 1.5, "temperature": 0.0},
+    {"cache": "prefix", "alg_temp": 0.4, "top_p": 0.9, "steps": 40},
+    {"cache": "none", "parallel": "threshold", "threshold": 0.1, "algorithm": "topk_margin", "refresh_interval": None},
+    {"cache": "prefix", "refresh_blocks": 0, "refresh_interval": 9},
+]
+
+
+def mode(number: int) -> DiffusionConfig:
+    return BASE.replace(block_length=BLOCK, log_probabilities=True, **MODES[number])
+
+
+@functools.cache
+def on_one_device(number: int) -> GenerationResult:
+    return generate("tensor=1", mode(number))
+
+
+# Two modes on a mesh in the default run, every mode on every mesh with the slow ones.
+GRID = [
+    pytest.param(number, mesh, marks=() if number == place == 1 or (number, place) == (2, 3) else pytest.mark.slow)
+    for (number, (place, mesh)) in itertools.product(range(len(MODES)), enumerate(MESHES))
+]
+
+
+@pytest.mark.parametrize(("number", "mesh"), GRID)
+def test_every_mode_on_every_mesh(number: int, mesh: str) -> None:
+    found, expected = generate(mesh, mode(number)), on_one_device(number)
+    same(found, expected)
+    assert found.stats.positions == expected.stats.positions
+    np.testing.assert_allclose(found.log_probabilities, expected.log_probabilities, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=() if number in (1, 2) else pytest.mark.slow) for number in range(len(MODES))],
+)
+def test_a_row_is_itself_alone(number: int) -> None:
+    together = on_one_device(number)
+    ids, _ = ragged_rows()
+    for row, length in enumerate(LENGTHS):
+        alone = golden_cases.engine("tensor=1").generate_tokens(
+            ids[row : row + 1, max(LENGTHS) - length :], None, mode(number).replace(seed=[together.seeds[row]])
+        )
+        np.testing.assert_array_equal(alone.sequences[0], together.sequences[row, max(LENGTHS) - length :])
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_streamed_is_whole(number: int) -> None:
+    ids, mask = ragged_rows()
+    canvases = [canvas for _, canvas in golden_cases.engine("tensor=1").stream_tokens(ids, mask, mode(number), every=3)]
+    np.testing.assert_array_equal(canvases[-1], on_one_device(number).sequences)
+    for earlier, later in itertools.pairwise(canvases):  # what is committed stays
+        kept = earlier != golden_cases.engine("tensor=1").config.mask_token_id
+        np.testing.assert_array_equal(earlier[kept], later[kept])
+
+
+def test_blocks_entered_without_a_refresh() -> None:
+    """By hand: one pass over the row, then windows of which a block's first begins with the block before."""
+    engine, runner = golden_cases.engine("tensor=1"), golden_cases.engine("tensor=1")._runner
+    ids, _ = ragged_rows()
+    prompt, mask_token = ids[1, -LENGTHS[1] :], engine.config.mask_token_id
+    length, width = LENGTHS[1] + NEW_TOKENS, runner.bucket(LENGTHS[1] + NEW_TOKENS)
+    forward, lengths = runner.forward(width), jnp.array([length])
+    canvas = np.zeros((1, width), np.int32)
+    canvas[0, :length] = [*prompt, *[mask_token] * NEW_TOKENS]
+    cache = empty_cache(engine.layout, 1, width, jnp.float32)
+    common = (forward, engine.weights)
+
+    @jax.jit
+    def refresh(cache: KVCache, canvas: jax.Array) -> tuple[jax.Array, KVCache]:
+        hidden, cache = fill_rows(*common, cache, canvas, lengths, jnp.zeros(1, jnp.int32))
+        return jax.nn.softmax(project_logits(forward.window, engine.weights, hidden)), cache
+
+    @jax.jit
+    def window(cache: KVCache, tokens: jax.Array, first: jax.Array) -> tuple[jax.Array, KVCache]:
+        hidden, cache = run_window(*common, cache, tokens, first[None], lengths)
+        return jax.nn.softmax(project_logits(forward.window, engine.weights, hidden)), cache
+
+    positions = 0
+    for number, start in enumerate(range(LENGTHS[1], length, BLOCK)):
+        stop, fresh = min(start + BLOCK, length), True
+        while (canvas[0, start:stop] == mask_token).any():
+            first = 0 if number == 0 and fresh else start - 1 - BLOCK * fresh
+            if first == 0:
+                made, cache = refresh(cache, jnp.array(canvas))
+                positions += length
+            else:
+                made, cache = window(cache, jnp.array(canvas[:, first:stop]), jnp.int32(first))
+                positions += 1 + BLOCK * (1 + fresh)  # of the last window, a part is beyond the row
+            probabilities = np.asarray(made[0, start - 1 - first : stop - 1 - first])
+            masked = canvas[0, start:stop] == mask_token
+            certainty = np.where(masked, probabilities.max(axis=-1), -1.0)
+            kept = (certainty > 0.2) | (np.arange(stop - start) == certainty.argmax())
+            canvas[0, start:stop] = np.where(kept & masked, probabilities.argmax(axis=-1), canvas[0, start:stop])
+            fresh = False
+    config = mode(2).replace(temperature=0.0, refresh_blocks=0)
+    found = engine.generate_tokens(prompt[None], None, config)
+    np.testing.assert_array_equal(found.sequences[0], canvas[0, :length])
+    assert found.stats.positions == positions
+    often = engine.generate_tokens(prompt[None], None, config.replace(refresh_blocks=1))
+    assert positions < often.stats.positions
+    assert (often.sequences != found.sequences).any(), "a refresh that changes nothing is not there"
+
+
+def test_samples_of_a_prompt_share_their_first_refresh() -> None:
+    config, samples = mode(2).replace(refresh_blocks=1), 3
+    found = generate_samples("tensor=1", config, samples)
+    positions = 0
+    for row, length in enumerate(LENGTHS):
+        own = slice(row * samples, row * samples + samples)
+        seeds = found.seeds[own]
+        for place, seed in enumerate(seeds):
+            alone = generate("tensor=1", config.replace(seed=[seed]), rows=slice(row, row + 1))
+            np.testing.assert_array_equal(alone.sequences[0], found.sequences[own][place])
+            positions += alone.stats.positions
+        assert (np.ptp(found.sequences[own], axis=0) > 0).any(), "samples that are all the same"
+        positions -= (samples - 1) * (length + NEW_TOKENS)
+    assert found.stats.positions == positions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_shared_refreshes_on_every_mesh(mesh: str) -> None:
+    expected, found = (generate_samples(where, mode(2), 3) for where in ("tensor=1", mesh))
+    same(found, expected)
+    assert found.stats.positions == expected.stats.positions
+
+
+def test_blocks_are_filled_in_order() -> None:
+    config = BASE.replace(block_length=BLOCK, cache="dual")
+    found = generate("tensor=1", config, rows=slice(1, 3))
+    steps = found.steps_set[:, max(LENGTHS) :]
+    for start in range(0, NEW_TOKENS - BLOCK, BLOCK):
+        assert steps[:, start : start + BLOCK].max() < steps[:, start + BLOCK :].min()
+
+
+def test_threshold_bounds() -> None:
+    config = BASE.replace(block_length=BLOCK, parallel="threshold", algorithm="maskgit_plus")
+    one_at_a_time = generate("tensor=1", config.replace(threshold=1.0), rows=slice(1, 2))
+    assert one_at_a_time.stats.forwards == one_at_a_time.stats.tokens == NEW_TOKENS
+    at_once = generate("tensor=1", config.replace(threshold=0.0), rows=slice(1, 2))
+    assert at_once.stats.forwards == -(-NEW_TOKENS // BLOCK)
+
+
+def test_factor_commits_as_many_as_it_says() -> None:
+    """By hand, from the logits of the first step: c_n >= 1 - factor / (n + 1)."""
+    engine = golden_cases.engine("tensor=1")
+    ids, _ = ragged_rows()
+    prompt = ids[1:2, -LENGTHS[1] :]
+    for factor in (0.5, 1.5, 2.0, 4.0):
+        config = BASE.replace(
+            block_length=BLOCK, parallel="factor", factor=factor, algorithm="maskgit_plus", temperature=0.0
+        )
+        steps = engine.generate_tokens(prompt, None, config).steps_set[0, LENGTHS[1] :]
+        start = np.concatenate([prompt, np.full((1, NEW_TOKENS), engine.config.mask_token_id)], axis=1)
+        logits = engine.logits(start)[0, LENGTHS[1] - 1 : LENGTHS[1] - 1 + BLOCK].astype(np.float64)
+        probabilities = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        certainty = np.sort((probabilities / probabilities.sum(axis=-1, keepdims=True)).max(axis=-1))[::-1]
+        numbers = np.arange(1, BLOCK + 1)
+        expected = max(1, int((certainty >= 1 - factor / (numbers + 1)).sum()))
+        assert (steps == 0).sum() == expected
+
+
+def test_a_row_ends_with_its_stop_token() -> None:
+    config = BASE.replace(block_length=BLOCK, cache="dual")
+    whole = generate("tensor=1", config)
+    new = whole.sequences[:, max(LENGTHS) :]
+    stop = int(new[1, 7])
+    found = generate("tensor=1", config.replace(stop_token_ids=[stop]))
+    pad = golden_cases.engine("tensor=1").config.pad_token_id
+    for row in range(len(LENGTHS)):
+        own = found.sequences[row, max(LENGTHS) :]
+        ends = np.flatnonzero(new[row] == stop)
+        if not ends.size:
+            np.testing.assert_array_equal(own, new[row])
+            continue
+        np.testing.assert_array_equal(own[: ends[0] + 1], new[row, : ends[0] + 1])
+        left = found.steps_set[row, max(LENGTHS) :] < 0
+        assert (own[left] == pad).all()
+    assert found.stats.positions < whole.stats.positions
+    assert found.stats.masks_left == 0
+
+
+def test_no_program_is_compiled_twice() -> None:
+    engine = golden_cases.engine("tensor=1")
+    config = BASE.replace(block_length=BLOCK, cache="dual", parallel="threshold")
+    ids, mask = ragged_rows()
+    engine.generate_tokens(ids, mask, config)
+    for width, changes in (
+        (11, {"threshold": 0.4}),
+        (8, {"max_new_tokens": 9, "seed": 8}),
+        (5, {"stop_token_ids": [3]}),
+    ):
+        found = engine.generate_tokens(ids[:, -width:], np.ones_like(ids[:, -width:]), config.replace(**changes))
+        assert found.stats.compiled_programs == 0
+
+
+def test_the_schedule_of_blocks() -> None:
+    assert block_schedule(DiffusionConfig(max_new_tokens=64, steps=64), 128) == (128, 64)
+    assert block_schedule(DiffusionConfig(max_new_tokens=64, steps=64, cache="dual"), 128) == (32, 32)
+    assert block_schedule(DiffusionConfig(max_new_tokens=64, steps=32, block_length=16), 128) == (16, 8)
+    assert block_schedule(DiffusionConfig(max_new_tokens=64, steps=2, block_length=16), 128) == (16, 1)
+    assert block_schedule(DiffusionConfig(max_new_tokens=64, parallel="factor", block_length=16), 128) == (16, 16)
+    assert window_widths("dual", 32, 256) == (33,)
+    assert window_widths("dual", 32, 256, refresh_blocks=0) == (65, 33)
+    assert window_widths("prefix", 32, 256) == (257, 129, 65)
+    assert window_widths("none", 32, 256) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cache": "both"}, "dual"),
+        ({"parallel": "yes"}, "threshold"),
+        ({"block_length": 0}, "block_length"),
+        ({"refresh_interval": 4}, "cache"),
+        ({"refresh_blocks": 2}, "cache"),
+        ({"refresh_blocks": -1, "cache": "dual"}, "refresh_blocks"),
+        ({"threshold": 1.5, "parallel": "threshold"}, "threshold"),
+        ({"factor": -1.0, "parallel": "factor"}, "factor"),
+        ({"parallel": "threshold", "alg_temp": 0.5}, "alg_temp"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ],
+)
+def test_requests_that_cannot_be_meant(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        BASE.replace(**changes)

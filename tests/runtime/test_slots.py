@@ -1,0 +1,125 @@
+"""Slots in which every row has parameters of its own: as alone, and none the worse for rows that come and go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime import DiffusionConfig, Engine, SamplingConfig
+from runtime.runs.block_diffusion import block_schedule
+from runtime.runs.slots import BlockSlots, DecodeSlots, RowRequest, RowResult, Slots, general
+from tests import golden_cases
+from tests.runtime.test_filling import alone, autoregressive, prompts, qwen2
+
+__all__ = ["qwen2"]
+
+WIDTH = 64
+OWN: list[dict[str, Any]] = [
+    {"temperature": 0.0, "top_p": None},
+    {"temperature": 0.9, "top_k": 5, "max_new_tokens": 5},
+    {"temperature": 0.0, "top_p": 0.6, "max_new_tokens": 9},
+    {"temperature": 1.5, "top_p": None},
+    {"stop_token_ids": tuple(range(40))},
+]
+SCHEDULES: list[dict[str, Any]] = [
+    {"steps": 3, "alg_temp": 0.5},
+    {"steps": 40, "block_length": 4},
+    {"steps": 12, "eps": 0.1},
+    {"steps": 1},
+    {"steps": 12, "block_length": 5, "alg_temp": 1.0},
+]
+
+
+def asked(engine: Engine, base: DiffusionConfig | SamplingConfig, own: list[dict[str, Any]]) -> list[RowRequest]:
+    masked = None if engine.config.is_autoregressive else engine.config.mask_token_id
+    rows = prompts(engine.config.vocab_size, masked)
+    return [
+        RowRequest(row, base.replace(**changes), seed=number * 104729)
+        for number, (row, changes) in enumerate(zip(rows, own, strict=False))
+    ]
+
+
+def finish(slots: Slots, taken: dict[int, tuple[int, RowRequest]], every: int = 2) -> list[RowResult]:
+    found = []
+    while taken:
+        done = slots.advance(every)
+        canvas = slots.canvas()
+        over = {slot: taken.pop(slot) for slot in list(taken) if done[slot]}
+        results = slots.leave(over)
+        for (slot, (_, request)), result in zip(over.items(), results, strict=True):
+            # What a look has shown as certain is what the row ends with.
+            own = canvas[slot, : request.length]
+            np.testing.assert_array_equal(own[own >= 0], result.sequence[own >= 0])
+        found += results
+    return found
+
+
+def check(engine: Engine, slots: Slots, requests: list[RowRequest]) -> None:
+    expected = [alone(engine, replace(one, config=one.config.replace(log_probabilities=True))) for one in requests]
+    # Two rows enter, then one is thrown out for another, then the rest comes.
+    slots.enter({0: requests[0], 2: requests[1]})
+    slots.advance(2)
+    compiled = engine.compiled_programs
+    slots.enter({2: None})
+    assert slots.advance(1)[2]
+    slots.enter({1: requests[2], 2: requests[1]})
+    found = finish(slots, {0: (0, requests[0]), 1: (2, requests[2]), 2: (1, requests[1])})
+    slots.enter({0: requests[4], 1: requests[3]})
+    found += finish(slots, {0: (4, requests[4]), 1: (3, requests[3])})
+    assert engine.compiled_programs == compiled
+    assert sorted(result.number for result in found) == list(range(5))
+    for result in found:
+        other = expected[result.number]
+        np.testing.assert_array_equal(result.sequence, other.sequence)
+        np.testing.assert_array_equal(result.steps_set, other.steps_set)
+        np.testing.assert_allclose(result.log_probabilities, other.log_probabilities, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"algorithm": "entropy"},
+        pytest.param(
+            {"algorithm": "maskgit_plus", "cache": "dual", "block_length": 4, "parallel": "threshold"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"algorithm": "origin"}, marks=pytest.mark.slow),
+        pytest.param({"algorithm": "topk_margin", "cache": "prefix", "block_length": 4}, marks=pytest.mark.slow),
+        pytest.param({"algorithm": "maskgit_plus", "parallel": "factor"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda fixed: "-".join(map(str, fixed.values())),
+)
+@pytest.mark.parametrize("mesh", ["tensor=1", pytest.param("data=2,sequence=2,tensor=2", marks=pytest.mark.slow)])
+def test_diffusion_rows_with_parameters_of_their_own(mesh: str, fixed: dict[str, Any]) -> None:
+    engine = golden_cases.engine(mesh)
+    base = DiffusionConfig(max_new_tokens=12, steps=12, temperature=0.7, top_p=0.95, **fixed)
+    own: list[dict[str, Any]] = [dict(changes) for changes in OWN]
+    for changes, schedule in zip(own, SCHEDULES, strict=True):
+        if base.parallel != "none":
+            changes |= {"threshold": 0.1 * schedule["steps"] % 1, "factor": 0.2 * schedule["steps"]}
+        else:
+            changes |= {name: value for name, value in schedule.items() if name != "block_length"}
+        if base.cache == "none":
+            changes |= {name: value for name, value in schedule.items() if name == "block_length"}
+        else:
+            changes["refresh_interval"] = schedule["steps"]
+    requests = asked(engine, base, own)
+    steps = max(block_schedule(one.config, WIDTH)[1] for one in requests if isinstance(one.config, DiffusionConfig))
+    wide = general(base)
+    assert isinstance(wide, DiffusionConfig)
+    count = 3 if mesh == "tensor=1" else 4
+    check(engine, BlockSlots(engine._runner, wide, WIDTH, count, steps), requests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tensor=1", "data=2,sequence=2,tensor=2"])
+def test_autoregressive_rows_with_parameters_of_their_own(qwen2: str, mesh: str) -> None:
+    engine = autoregressive(qwen2, mesh)
+    base = SamplingConfig(max_new_tokens=12, temperature=0.7, top_p=0.95)
+    wide = general(base)
+    assert isinstance(wide, SamplingConfig)
+    count = 3 if mesh == "tensor=1" else 4
+    check(engine, DecodeSlots(engine._runner, wide, WIDTH, count, WIDTH), asked(engine, base, OWN))

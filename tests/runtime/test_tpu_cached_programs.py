@@ -1,0 +1,108 @@
+"""Programs with a cache, compiled for TPUs that are not there: the cache stays in place and nothing is gathered."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from runtime import DiffusionConfig, SamplingConfig
+from runtime.decoding.blocks import BlockProgram
+from runtime.kv_cache import cache_bytes_per_device
+from runtime.models.families import model_layout
+from runtime.models.forward import Forward
+from runtime.programs import abstract_block, abstract_decode, lower_blocks, lower_decode, lower_prefill
+from runtime.runs.autoregressive import decode_program
+from runtime.runs.block_diffusion import window_widths
+from runtime.runs.canvas import denoise_program
+from sharding.described import described_devices
+from sharding.mesh import MeshSpec
+from sharding.topology import parse_topology
+from tests.runtime.test_tpu_programs import DIFFUCODER
+
+QWEN = replace(DIFFUCODER, architecture="qwen2", mask_token_id=-1)
+# Large enough that the compiler does not keep the cache in the vector memory.
+B, T = 64, 1024
+
+CASES = [
+    ("decode", "tensor=8", "bfloat16"),
+    pytest.param("decode", "tensor=8", "int8", marks=pytest.mark.slow),
+    ("decode", "data=2,sequence=2,tensor=2", "int8"),
+    pytest.param("prefill", "tensor=8", "bfloat16", marks=pytest.mark.slow),
+    pytest.param("prefill", "sequence=2,tensor=4", "bfloat16", marks=pytest.mark.slow),
+    pytest.param("dual", "tensor=8", "bfloat16", marks=pytest.mark.slow),
+    pytest.param("dual", "sequence=2,tensor=2", "bfloat16", marks=pytest.mark.slow),
+    pytest.param("prefix", "data=2,tensor=4", "bfloat16", marks=pytest.mark.slow),
+]
+
+
+@functools.cache
+def compiled(kind: str, mesh: str, cache_dtype: str) -> tuple[Any, Any]:
+    diffusion = kind in ("dual", "prefix")
+    spec = MeshSpec.parse(mesh)
+    layout = model_layout(DIFFUCODER if diffusion else QWEN, spec, described_devices(parse_topology("v5e:2x4")))
+    forward = Forward(layout, "xla" if spec.sequence > 1 or kind == "decode" else "splash")
+    weights, vocab = layout.abstract_weights(jnp.bfloat16), layout.config.vocab_size
+    if diffusion:
+        config = DiffusionConfig(algorithm="maskgit_plus", cache=kind, parallel="threshold")
+        denoise = denoise_program(config, vocab, "bfloat16", 256)
+        program = BlockProgram(denoise, config.parallel, window_widths(kind, 32, 256), kind == "dual")
+        lowered = lower_blocks(forward, program, weights, *abstract_block(layout, B, T, 32, cache_dtype))
+    else:
+        decoding = decode_program(SamplingConfig(temperature=0.7, top_p=0.9), vocab)
+        arguments = (weights, *abstract_decode(layout, B, T, cache_dtype))
+        if kind == "prefill":
+            lowered = lower_prefill(forward, decoding, T // 2, *arguments)
+        else:
+            lowered = lower_decode(forward, decoding, *arguments)
+    return layout, lowered.compile()
+
+
+def of_shape(text: str, kinds: str, shape: tuple[int, ...]) -> list[str]:
+    """Instructions of these kinds whose result has, or is a tuple that starts with, an array of this shape."""
+    sizes = re.escape("[" + ",".join(map(str, shape)) + "]")
+    return [line.strip() for line in text.splitlines() if re.search(rf"= \(?\w+{sizes}\S* .*?\b({kinds})\(", line)]
+
+
+# Windows of a prefix that are wider than a block are left out: XLA makes copies of the cache around those.
+@pytest.mark.parametrize(("kind", "mesh", "cache_dtype"), CASES[:-1])
+def test_the_cache_is_updated_in_place(kind: str, mesh: str, cache_dtype: str) -> None:
+    layout, program = compiled(kind, mesh, cache_dtype)
+    config, text = layout.config, program.as_text()
+    shard = (
+        config.num_layers,
+        B // layout.spec.data,
+        config.num_kv_heads // layout.heads.kv,
+        T // layout.spec.sequence,
+        config.head_dim,
+    )
+    assert of_shape(text, "parameter", shard), "the parser does not see the cache"
+    assert not of_shape(text, "copy|copy-start|transpose", shard)
+    memory = program.memory_analysis()
+    size = cache_bytes_per_device(layout, B, T, jnp.dtype(cache_dtype))
+    assert memory.alias_size_in_bytes >= size
+    if kind != "prefill":  # temporaries are far from another cache, or another copy of any weight
+        assert memory.temp_size_in_bytes < 0.5 * size
+
+
+@pytest.mark.parametrize(("kind", "mesh", "cache_dtype"), CASES)
+def test_collectives_of_a_cached_layer(kind: str, mesh: str, cache_dtype: str) -> None:
+    layout, program = compiled(kind, mesh, cache_dtype)
+    text = program.as_text()
+    assert "all-to-all(" not in text
+    assert "collective-permute(" not in text
+    vocab = layout.padded_vocab
+    if layout.spec.tensor > 1:
+        assert not re.search(rf"\[(\d+,)*{vocab}(,\d+)*\]", text), "gathered vocabulary"
+    gathered = [math.prod(map(int, sizes.split(","))) for sizes in re.findall(r"\w+\[([\d,]+)\]\S* all-gather\(", text)]
+    # Only keys and values of the rows that are read whole are gathered, over sequence; never the cache.
+    rows = layout.spec.data if kind in ("dual", "prefix") else B
+    limit = rows // layout.spec.data * T * layout.config.num_kv_heads // layout.heads.kv * layout.config.head_dim
+    assert all(size <= limit for size in gathered)
+    if layout.spec.sequence == 1:
+        assert not gathered

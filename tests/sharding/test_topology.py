@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+
+from sharding.described import described_devices, missing_compiler
+from sharding.errors import MeshError
+from sharding.heads import HeadLayout
+from sharding.links import Wiring
+from sharding.mesh import MeshSpec, arrange_devices
+from sharding.topology import CHIPS, parse_topology, places
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "slices"),
+    [
+        ("v5e:2x4", 8, 1),
+        ("v4:2x2x4", 16, 1),
+        ("v5p:4x4x4", 64, 1),
+        ("2xv5e:16x16", 512, 2),
+        ("8xh100", 8, 1),
+        ("2x8xh200", 16, 1),
+        ("h100", 1, 1),
+    ],
+)
+def test_topologies_are_read(text: str, devices: int, slices: int) -> None:
+    topology = parse_topology(text)
+    assert (topology.num_devices, topology.num_slices) == (devices, slices)
+    assert len(places(topology)) == devices
+    assert parse_topology(str(topology)) == topology
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("v7:2x2", 'no chip "v7"'),
+        ("v5e:3x3", "v5e has no such slice"),
+        ("v5e:2x4x2", "v5e has no such slice"),
+        ("v4:2x4", "v4 has no such slice"),
+        ("v5p:8x4x4", "v5p has no such slice"),
+        ("9xh100", "2x8xh100"),
+        ("0x8xh100", "slices or hosts"),
+        ("v5e", "v5e:2x2"),
+        ("h100:2x4", "8xh100"),
+        ("", "cannot be read"),
+        ("2*v5e:2x4", "cannot be read"),
+        ("99999xv5e:2x4", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_a_topology(text: str, says: str) -> None:
+    with pytest.raises(MeshError, match=r"write for example|has no such|a host has|slices or hosts") as caught:
+        parse_topology(text)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh"),
+    [
+        ("v5e:2x4", "tensor=8"),
+        ("v5e:2x4", "data=2,sequence=2,tensor=2"),
+        ("v5e:4x4", "data=2,tensor=8"),
+        ("v5p:2x2x2", "sequence=2,tensor=4"),
+        ("v4:2x2x4", "sequence=4,tensor=4"),
+        ("2xv5e:2x4", "data=2,tensor=8"),
+    ],
+)
+def test_places_are_arranged_as_the_devices_are(text: str, mesh: str) -> None:
+    topology, spec = parse_topology(text), MeshSpec.parse(mesh)
+    heads = HeadLayout.for_tensor(28, 4, spec.tensor)
+    ours = arrange_devices(spec, heads, places(topology))
+    theirs = arrange_devices(spec, heads, described_devices(topology))
+    for place, device in zip(ours.flat, theirs.flat, strict=True):
+        assert (place.coords, place.slice_index) == (tuple(device.coords), getattr(device, "slice_index", 0))
+        assert place.device_kind == device.device_kind
+
+
+def link(text: str, mesh: str, *axes: str) -> tuple[str, float]:
+    spec = MeshSpec.parse(mesh)
+    found = Wiring(parse_topology(text), spec, HeadLayout.for_tensor(28, 4, spec.tensor)).link(axes)
+    return found.kind, found.bandwidth
+
+
+def test_links_of_an_axis() -> None:
+    v5e, h200 = CHIPS["v5e"], CHIPS["h200"]
+    # All of a 2x4 slice: both dimensions carry, neither closes a ring.
+    assert link("v5e:2x4", "tensor=8", "kv", "group") == ("interconnect", 2 * v5e.link_bandwidth)
+    # 16 in a row close a ring.
+    assert link("v5e:16x16", "data=16,tensor=16", "data") == ("interconnect", 2 * v5e.link_bandwidth)
+    assert link("8xh200", "tensor=8", "kv", "group") == ("NVLink", h200.link_bandwidth)
+    assert link("2x8xh200", "data=2,tensor=8", "kv", "group") == ("NVLink", h200.link_bandwidth)
+    assert link("2x8xh200", "data=2,tensor=8", "data") == ("network", h200.network_bandwidth)
+    assert link("2x8xh200", "tensor=16", "kv", "group") == ("network", h200.network_bandwidth)
+    assert link("2xv5e:2x4", "data=2,tensor=8", "data") == ("network", v5e.network_bandwidth)
+
+
+def test_time_of_a_collective() -> None:
+    spec = MeshSpec(tensor=8)
+    found = Wiring(parse_topology("8xh200"), spec, HeadLayout.for_tensor(28, 4, 8)).link(("kv", "group"))
+    gather = found.seconds("all-gather", 450_000_000, 8)
+    assert gather == pytest.approx(450e6 * 7 / 8 / 450e9 + found.latency)
+    assert found.seconds("all-reduce", 450_000_000, 8) == pytest.approx(2 * gather)
+
+
+def test_a_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "libtpu" in str(missing_compiler("tpu"))
+    assert "CUDA" in str(missing_compiler("gpu"))
+    with pytest.raises(MeshError, match="not installed"):
+        described_devices(parse_topology("v5e:2x4"))
