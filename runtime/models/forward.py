@@ -54,11 +54,12 @@ class Forward:
     def einsum(self, expression: str, left: Array, right: Matrix) -> Array:
         """A product of activations and a weight; see :func:`runtime.models.quantization.einsum`."""
         mesh = self.layout.mesh
-        # XLA fuses the conversion into the product on TPU and GPU; on CPU it does not, which for a few positions
-        # costs more than the product. A block would have to lie within a shard.
+        # On CPU, XLA transposes a weight of several output dimensions before every product, and writes an int8 weight
+        # out in float32, which for a few positions cost more than the product. TPU and GPU do neither. A block, and
+        # the dimensions that are one, would have to lie within a shard.
         alone = mesh is not None and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
         few = math.prod(left.shape[:-1]) <= _FEW_POSITIONS
-        return einsum(expression, left, right, in_blocks=alone and few)
+        return einsum(expression, left, right, as_matrix=alone, in_blocks=alone and few)
 
     def on_rows(self, function: Callable[..., Any], *arrays: Array, whole: Sequence[Array] = ()) -> Any:
         """Call ``function`` on whole rows: each device has the rows of its part of ``data``, and nothing moves.

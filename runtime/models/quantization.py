@@ -47,7 +47,7 @@ def quantize(matrix: Array, contracted: tuple[int, ...]) -> Quantized:
     return Quantized(values, jnp.squeeze(scales, contracted))
 
 
-def einsum(expression: str, left: Array, right: Matrix, *, in_blocks: bool = False) -> Array:
+def einsum(expression: str, left: Array, right: Matrix, *, as_matrix: bool = False, in_blocks: bool = False) -> Array:
     """A product of activations and a weight, in the activations' dtype.
 
     The output's last dimensions are the weight's own, those that are not summed over, in the weight's order.
@@ -55,14 +55,30 @@ def einsum(expression: str, left: Array, right: Matrix, *, in_blocks: bool = Fal
     Args:
       expression: as of :func:`jax.numpy.einsum`.
       left: activations; their last dimension is summed over.
-      right: the weight; what is summed over is its first or its last dimension.
+      right: the weight; what is summed over is its first or its last dimension, of more than two the last.
+      as_matrix: give the compiler a product of matrices, where it would otherwise transpose a weight that has several
+        dimensions of output. Not for shards: several sharded dimensions cannot be one.
       in_blocks: convert a quantized weight a block at a time, for compilers that would otherwise write all of it out
-        in the activations' dtype and read it again.
+        in the activations' dtype and read it again. Such a product is one of matrices.
     """
+    if (as_matrix or in_blocks) and len(channels := _channels(right)) > 1:
+        flat = einsum("...d,md->...m", left, _flatten(right), in_blocks=in_blocks)
+        return flat.reshape(*left.shape[:-1], *channels)
     if not isinstance(right, Quantized):
         return jnp.einsum(expression, left, right, precision=_precision(left))
     product = _in_blocks if in_blocks else _at_once
     return (product(expression, left, right.values) * right.scales).astype(left.dtype)
+
+
+def _channels(matrix: Matrix) -> tuple[int, ...]:
+    return (matrix.values if isinstance(matrix, Quantized) else matrix).shape[:-1]
+
+
+def _flatten(matrix: Matrix) -> Matrix:
+    """``[*channels, D]`` -> ``[C, D]``."""
+    if isinstance(matrix, Quantized):
+        return Quantized(matrix.values.reshape(-1, matrix.values.shape[-1]), matrix.scales.reshape(-1))
+    return matrix.reshape(-1, matrix.shape[-1])
 
 
 def _precision(left: Array) -> jax.lax.Precision | None:
@@ -84,19 +100,18 @@ def _in_blocks(expression: str, left: Array, values: Array) -> Array:
 
 
 def _blocks_of_channels(left: Array, values: Array) -> Array:
-    """``[..., D]`` times int8 ``[*channels, D]`` -> float32 ``[..., *channels]``."""
-    matrix = values.reshape(-1, values.shape[-1])
-    rows = _block_rows(matrix)
-    count = len(matrix) // rows
+    """``[..., D]`` times int8 ``[C, D]`` -> float32 ``[..., C]``."""
+    rows = _block_rows(values)
+    count = len(values) // rows
 
     def block(number: Array) -> Array:
-        return _at_once("...d,md->...m", left, jax.lax.dynamic_slice_in_dim(matrix, number * rows, rows))
+        return _at_once("...d,md->...m", left, jax.lax.dynamic_slice_in_dim(values, number * rows, rows))
 
     product = jnp.moveaxis(jax.lax.map(block, jnp.arange(count)), 0, -2).reshape(*left.shape[:-1], count * rows)
-    if count * rows < len(matrix):
-        rest = _at_once("...d,md->...m", left, matrix[count * rows :])
+    if count * rows < len(values):
+        rest = _at_once("...d,md->...m", left, values[count * rows :])
         product = jnp.concatenate([product, rest], axis=-1)
-    return product.reshape(*left.shape[:-1], *values.shape[:-1])
+    return product
 
 
 def _blocks_of_sum(left: Array, values: Array) -> Array:

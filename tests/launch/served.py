@@ -49,7 +49,7 @@ class Served:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **arguments)
 
     def get(self, path: str, **arguments: Any) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", **arguments)
+        return httpx.get(f"{self.url}{path}", timeout=PATIENCE, **arguments)
 
     def post(self, path: str, body: Any, **arguments: Any) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=PATIENCE, **arguments)

@@ -153,9 +153,9 @@ def test_silence() -> None:
     async def scene(peers: list[Peer]) -> None:
         while True:
             peers[0].send("beat", marks=0, still=0.0)
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
 
-    fault, _, _ = judge(scene, timeouts=Timeouts(30, 1, 30, 30))
+    fault, _, _ = judge(scene, timeouts=Timeouts(30, 2, 30, 30))
     assert fault is not None
     assert (fault.kind, fault.host) == ("gone", 1)
     assert "no sign of life" in fault.text
@@ -179,13 +179,13 @@ def test_a_stall_names_who_is_behind_and_prints_all_stacks() -> None:
 
 def test_progress_is_no_stall() -> None:
     async def scene(peers: list[Peer]) -> None:
-        for marks in range(10):
+        for marks in range(30):
             peers[1].send("beat", marks=marks, still=0.0)
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.1)
         for peer in peers:
             peer.send("done")
 
-    assert judge(scene, timeouts=Timeouts(30, 30, 30, 1))[0] is None
+    assert judge(scene, timeouts=Timeouts(30, 30, 30, 2))[0] is None
 
 
 def test_missing_hosts_are_named_while_waiting_and_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +259,9 @@ def test_what_is_refused_says_why(there: Served) -> None:
         (b'{"prompt": "' + b"x" * (2 << 20) + b'"}', "application/json", 413),
     ]
     for content, kind, status in raw:
-        answer = httpx.post(f"{there.url}/v1/completions", content=content, headers={"content-type": kind})
+        answer = httpx.post(
+            f"{there.url}/v1/completions", content=content, headers={"content-type": kind}, timeout=PATIENCE
+        )
         assert answer.status_code == status, (content[:50], answer.text)
         assert "Exceeds the limit" not in answer.text
         assert "codec" not in answer.text
@@ -280,15 +282,15 @@ def test_about_the_server(there: Served) -> None:
 
 
 @contextmanager
-def slowly(found: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """While the event is not set, a turn takes half a second and makes one step."""
+def slowly(found: Served, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.5) -> Iterator[threading.Event]:
+    """While the event is not set, a turn takes so long and makes one step."""
     mesh, gate = found.server.scheduler.mesh, threading.Event()
     assert mesh is not None
     real = mesh.turn
 
     def turn(one: Turn) -> Outcome:
         if one.pools:
-            gate.wait(0.5)
+            gate.wait(seconds)
         return real(one)
 
     with monkeypatch.context() as changed:
@@ -361,13 +363,54 @@ def test_an_engine_that_fails_says_so(engine: Engine, monkeypatch: pytest.Monkey
     assert [str(one) for one in seen] == ["the device is on fire"]
 
 
+def test_an_engine_that_stands_still_says_so(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        served(engine, CONFIG, limits=Limits(stall_seconds=1.0)) as found,
+        slowly(found, monkeypatch, PATIENCE) as gate,
+    ):
+        assert found.get("/health").status_code == 200
+        body = {"prompt": PROMPT, "stream": True}
+        with httpx.stream("POST", f"{found.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
+            wait_for(lambda: found.get("/health").status_code == 503)
+            assert found.get("/health").json() == {"status": "stalled"}
+            assert found.get("/metrics").status_code == 200
+            gate.set()
+            assert [line for line in answer.iter_lines() if line][-1] == "data: [DONE]"
+        wait_for(lambda: found.get("/health").status_code == 200)
+
+
+def test_clients_that_do_not_read_and_too_many_of_them(engine: Engine) -> None:
+    with served(engine, CONFIG, limits=Limits(connections=3, write_seconds=0.5, read_seconds=PATIENCE)) as found:
+        there = ("127.0.0.1", int(found.url.rpartition(":")[2]))
+        request, most = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n", 64 << 20
+        with socket.create_connection(there, timeout=PATIENCE) as deaf, pytest.raises(ConnectionError):  # noqa: PT012
+            for _ in range(most // len(request)):
+                deaf.sendall(request)  # and never reads: what the sockets hold fills up, then the server hangs up
+        with ExitStack() as several:
+            held = [several.enter_context(socket.create_connection(there, timeout=PATIENCE)) for _ in range(3)]
+            for one in held:
+                one.sendall(request)
+                assert one.recv(12) == b"HTTP/1.1 200"
+            refused = several.enter_context(socket.create_connection(there, timeout=PATIENCE))
+            with suppress(ConnectionError):
+                assert refused.recv(1) == b""
+        wait_for(lambda: _answers(found))
+
+
+def _answers(found: Served) -> bool:
+    try:
+        return found.get("/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 def test_keys_names_and_slow_clients(engine: Engine, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\nkey-of-somebody-1\n\nkey-of-somebody-2\n")
     with pytest.raises(InputError, match="others can read it"):
         Keys.read(file)
     file.chmod(0o600)
-    limits = Limits(read_seconds=0.3)
+    limits = Limits(read_seconds=1.0)
     with served(engine, CONFIG, keys=Keys.read(file), names=("127.0.0.1", "localhost"), limits=limits) as found:
         right = {"authorization": "Bearer key-of-somebody-2"}
         for path in ("/", "/health", "/metrics", "/version", "/v1/models", "/openapi.json", "/nothing", "//v1/models"):

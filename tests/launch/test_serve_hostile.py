@@ -246,7 +246,9 @@ def test_mutated_bytes(there: Served, examples: int) -> None:
     ids=lambda body: repr(body[:30]),
 )
 def test_bodies_that_are_no_request(there: Served, body: bytes) -> None:
-    answer = httpx.post(f"{there.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    answer = httpx.post(
+        f"{there.url}/v1/completions", content=body, headers={"content-type": "application/json"}, timeout=PATIENCE
+    )
     check_refusal(answer.status_code, answer.content)
     assert len(answer.content) < 1000
 
@@ -347,7 +349,9 @@ def test_no_pickle_on_a_socket(there: Served, tmp_path: Path) -> None:
     for content_type in ("application/octet-stream", "application/x-pickle", "application/json", "text/plain"):
         content = pickle.dumps(Bomb(tmp_path / "it_ran"))
         for path in PATHS:
-            answer = httpx.post(f"{there.url}{path}", content=content, headers={"content-type": content_type})
+            answer = httpx.post(
+                f"{there.url}{path}", content=content, headers={"content-type": content_type}, timeout=PATIENCE
+            )
             check_refusal(answer.status_code, answer.content)
     assert not (tmp_path / "it_ran").exists()
     unpickling = {

@@ -254,7 +254,7 @@ def test_a_hundred_streams_at_the_end(folder: Path, engine: Engine, tmp_path: Pa
     with started(tmp_path, *flags) as (url, process, log):
 
         def accepted() -> float:
-            text = httpx.get(f"{url}/metrics").text
+            text = httpx.get(f"{url}/metrics", timeout=PATIENCE).text
             names = ("diffumesh:num_requests_waiting{", "diffumesh:request_queue_time_seconds_count{")
             return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(names))
 

@@ -30,3 +30,7 @@ def test_blocks_give_the_product(
     blocks, whole = (einsum(expression, left, weight, in_blocks=how) for how in (True, False))
     assert blocks.shape == whole.shape
     np.testing.assert_allclose(blocks, whole, rtol=1e-5, atol=1e-5)
+    for one in (weight, weight.values.astype(jnp.float32)):
+        matrices, whole = (einsum(expression, left, one, as_matrix=how) for how in (True, False))
+        assert matrices.shape == whole.shape
+        np.testing.assert_allclose(matrices, whole, rtol=1e-5, atol=1e-4)
