@@ -3,10 +3,10 @@
   python -m benchmarks.autoregressive                         15 and 128 new tokens, float32, bfloat16 and int8
   python -m benchmarks.autoregressive --variants=float32,int8 --new_tokens=15 --trials=3
 
-Every pair is warmed up with the very shapes it is timed at and runs in turn with the others; mean and deviation over
-the trials. The tokens of cached and uncached runs must be the same. int8 is of the weights (``int8_cache`` of the cache
-too), with activations in float32. For orientation: an earlier JAX project reports 24.45 tokens/s for its int8 GPT-2
-124M, cached, on an RTX 4070. Beside transformers: ``python -m benchmarks.compare_torch --parts=gpt2``.
+Each is warmed up with the very shapes it is timed at; mean and deviation over the trials, which follow one another.
+The tokens of cached and uncached runs must be the same. int8 is of the weights (``int8_cache`` of the cache too), with
+activations in float32. For orientation: an earlier JAX project reports 24.45 tokens/s for its int8 GPT-2 124M, cached,
+on an RTX 4070. Beside transformers: ``python -m benchmarks.compare_torch --parts=gpt2``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -208,9 +207,8 @@ def compare_generation(
     }
 
 
-@contextmanager
-def both_sides(part: str, torch: Any, device: str, values: flags.FlagValues) -> Iterator[Sides]:
-    """A part's model on both sides, with the same weights, for as long as it is needed."""
+def both_sides(part: str, torch: Any, device: str, values: flags.FlagValues) -> Sides:
+    """A part's model on both sides, with the same weights."""
     dtype = values.dtype
     with tempfile.TemporaryDirectory() as folder:
         if part == "gpt2":
@@ -221,8 +219,23 @@ def both_sides(part: str, torch: Any, device: str, values: flags.FlagValues) -> 
             model = torch_model(config, dtype, device)
             save_torch_model(model, config, Path(folder))
         engine = Engine.load(folder, mesh="data=1", dtype=dtype, devices=jax.devices()[:1])
-    yield Sides(engine, torch, model, device)
-    del engine, model
+    return Sides(engine, torch, model, device)
+
+
+def compare_part(part: str, torch: Any, device: str, values: flags.FlagValues) -> list[dict[str, Any]]:
+    """Every comparison of a part: a row each. Nothing outlives it that holds either model."""
+    rows = []
+    sides = both_sides(part, torch, device, values)
+    for sizes, compare in cases(part, sides, values):
+        found = fits_or_none(compare)
+        row = sizes | ({"out_of_memory": found} if isinstance(found, str) else found)
+        rows.append(row)
+        print(line(part, sizes, row), flush=True)
+    return rows
+
+
+def free_memory(torch: Any, device: str) -> None:
+    """Free what no name holds any more, on both sides."""
     jax.clear_caches()
     gc.collect()
     if device == "cuda":
@@ -282,13 +295,8 @@ def main(values: flags.FlagValues) -> None:
     device = torch_device(torch, devices[0].platform)
     results: dict[str, list[dict[str, Any]]] = {}
     for part in values.parts:
-        results[part] = []
-        with both_sides(part, torch, device, values) as sides:
-            for sizes, compare in cases(part, sides, values):
-                found = fits_or_none(compare)
-                row = sizes | ({"out_of_memory": found} if isinstance(found, str) else found)
-                results[part].append(row)
-                print(line(part, sizes, row), flush=True)
+        results[part] = compare_part(part, torch, device, values)
+        free_memory(torch, device)
     record = build_record(
         "compare_torch",
         kind=kind_of_devices(devices),

@@ -28,6 +28,7 @@ from launch.profiling import check_profiling, define_profiling_flags, profile_ag
 from launch.startup import run_launcher
 from runtime import Completion, DiffusionConfig, Engine
 from runtime.decoding.config import MAX_NEW_TOKENS, MAX_STEPS
+from sharding.errors import InputError
 
 TRIVIAL_BODIES = ("pass", "return", "return None", "...")
 
@@ -102,11 +103,25 @@ def figures(held_out: Sequence[dict[str, str]], completions: Sequence[Completion
     }
 
 
+def read_held_out(folder: Path) -> list[dict[str, str]]:
+    """Prompts and completions that a checkpoint's training has not seen.
+
+    Raises:
+      InputError: the folder has no ``held_out.jsonl``.
+    """
+    path = folder / "held_out.jsonl"
+    if not path.is_file():
+        raise InputError(
+            f"--checkpoint={folder}: there is no held_out.jsonl in it, with a prompt and completion a line"
+        )
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def main(values: flags.FlagValues) -> None:
     """Completes every held-out prompt and writes the record."""
     check_profiling(values)
     folder = Path(values.checkpoint)
-    held_out = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
+    held_out = read_held_out(folder)
     config = DiffusionConfig(
         max_new_tokens=values.new_tokens,
         steps=values.steps or values.new_tokens,

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
+import importlib.util
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from benchmarks.demo_quality import parses, wilson_interval
+from benchmarks.demo_quality import parses, read_held_out, wilson_interval
 from benchmarks.records import build_record, define_record_flags, load_notes, use_cores, write_record
 from launch.profiling import check_profiling, define_profiling_flags, profile_again
 from launch.startup import run_launcher
@@ -50,6 +50,7 @@ class Mode:
 
     Attributes:
       changes: to the exact configuration; None for the rival.
+      rival_block: positions of the rival's blocks.
       quantize: of the weights.
       dtype: of weights that are not quantized, and of activations.
       kv_cache: dtype of the cache.
@@ -59,6 +60,7 @@ class Mode:
     quantize: str = "none"
     dtype: str = "float32"
     kv_cache: str = "model"
+    rival_block: int = 32
 
 
 _THRESHOLD = {"parallel": "threshold", "algorithm": "maskgit_plus"}
@@ -76,6 +78,7 @@ MODES = {
     "prefix_32": Mode({"cache": "prefix", "block_length": 32}),
     "threshold": Mode({"block_length": 32, **_THRESHOLD}),
     "rival": Mode(None),
+    "rival_8": Mode(None, rival_block=8),
     "dual_threshold": Mode({"cache": "dual", "block_length": 32, **_THRESHOLD}),
     "dual_threshold_16": Mode({"cache": "dual", "block_length": 16, **_THRESHOLD}),
     "dual_threshold_8": Mode({"cache": "dual", "block_length": 8, **_THRESHOLD}),
@@ -111,9 +114,8 @@ class Rival:
     def __init__(self, engine: Engine, new_tokens: int, block: int = 32, threshold: float = 0.9) -> None:
         """Take the model's weights; ``new_tokens`` is a multiple of ``block``."""
         self._engine, self._new, self._block, self._threshold = engine, new_tokens, block, threshold
-        self._programs: dict[int, Callable[..., Any]] = {}
 
-    def _generate(self, weights: Any, canvas: jax.Array, length: jax.Array, cache: Any) -> tuple[jax.Array, jax.Array]:
+    def _generate(self, weights: Any, canvas: jax.Array, length: jax.Array, cache: Any) -> tuple[Any, ...]:
         forward, mask = self._engine._runner.forward(canvas.shape[1]), self._engine.config.mask_token_id
         lengths, places = length[None], jnp.arange(self._block + 1)
 
@@ -148,7 +150,7 @@ class Rival:
             canvas, cache, forwards = jax.lax.while_loop(
                 lambda carry: masked(carry[0]).any(), window, (canvas, cache, forwards)
             )
-        return canvas, forwards
+        return canvas, forwards, cache
 
     def __call__(self, ids: np.ndarray) -> tuple[np.ndarray, int, int]:
         """Complete one row ``[1, S]``: new tokens, forwards, positions computed."""
@@ -160,16 +162,24 @@ class Rival:
         shapes = abstract_cache(self._engine.layout, 1, width, self._engine.dtype)
         cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)
         arguments = (self._engine.weights, jnp.asarray(canvas), jnp.int32(length), cache)
-        if width not in self._programs:
-            self._programs[width] = jax.jit(self._generate)
-        canvas_out, counts = self._programs[width](*arguments)
+        # Compiled as the engine compiles its own programs, and its cache updated in place like theirs.
+        program = self._engine._programs.get(
+            ("rival", self._block, self._new, width),
+            lambda: jax.jit(self._generate, donate_argnums=3).lower(*arguments),
+        )
+        canvas_out, counts, _ = program(*arguments)
         full, windows = np.asarray(counts).tolist()
         new = np.asarray(canvas_out)[0, ids.shape[1] : length]
         return new, full + windows, full * length + windows * (self._block + 1)
 
 
-def likelihood(engine: Engine, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]) -> float:
-    """A Monte Carlo upper bound of the nats per token of completions under the model, the same noise at every call."""
+def likelihood(
+    engine: Engine, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], new_tokens: int
+) -> float:
+    """A Monte Carlo upper bound of the nats per token of completions under the model, the same noise at every call.
+
+    Completions have at most ``new_tokens`` tokens.
+    """
     generator = np.random.default_rng(0)
     mask = engine.config.mask_token_id
     nats = tokens = 0.0
@@ -178,7 +188,7 @@ def likelihood(engine: Engine, prompts: Sequence[np.ndarray], completions: Seque
         for prompt, new in zip(prompts[first : first + 32], completions[first : first + 32], strict=True):
             for copy in range(_COPIES):
                 ratio = (copy + 0.5) / _COPIES
-                noised = generator.random(64)[: len(new)] < ratio
+                noised = generator.random(new_tokens)[: len(new)] < ratio
                 rows.append((prompt, new, noised))
                 weights.append(noised / ratio / _COPIES)
             tokens += len(new)
@@ -201,7 +211,7 @@ def run_mode(
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Complete every prompt: new tokens up to and with the first end token, and the cost."""
     ends = set(engine.end_token_ids)
-    rival = Rival(engine, base.max_new_tokens) if mode.changes is None else None
+    rival = Rival(engine, base.max_new_tokens, mode.rival_block) if mode.changes is None else None
     config = base
     if mode.changes is not None:
         changes = dict(mode.changes)
@@ -249,9 +259,9 @@ def modes_table(record: dict[str, Any]) -> str:
     results, settings, machine = record["results"], record["settings"], record["machine"]
     exact = results.get("exact")
     lines = [
-        "| mode | tokens/s | of exact | forwards/token | positions/token | of exact | parses (95 %) | nats/token "
-        "| weights MB | cache MB |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| mode | tokens/s | of exact | forwards/token | positions/token | of exact | parses (95 %) | as held out "
+        "| as exact | nats/token | weights MB | cache MB |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in results.items():
         faster = "" if exact is None else f"{row['tokens_per_second'] / exact['tokens_per_second']:.1f}x"
@@ -265,6 +275,8 @@ def modes_table(record: dict[str, Any]) -> str:
             f"{row['positions_per_token']:.1f}",
             fewer,
             f"{row['parse_rate']:.2f} ({low:.2f} to {high:.2f})",
+            f"{row['held_out_agreement']:.2f}",
+            "" if row["exact_agreement"] is None else f"{row['exact_agreement']:.2f}",
             f"{row['nats_per_token']:.2f}",
             f"{row['weight_bytes'] / 1e6:.1f}",
             f"{row['cache_bytes'] / 1e6:.1f}" if "cache_bytes" in row else "",
@@ -304,10 +316,12 @@ def main(values: flags.FlagValues) -> None:
         raise InputError(f"--modes: {', '.join(unknown)} is not one of {', '.join(MODES)}")
     if values.new_tokens % 32:
         raise InputError(f"--new_tokens={values.new_tokens}: the rival's blocks want a multiple of 32")
+    folder = Path(values.checkpoint)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("the plot needs matplotlib: pip install 'diffumesh[bench]'")
     cores = use_cores(values.cores)
     notes = load_notes(cores)
-    folder = Path(values.checkpoint)
-    held_out = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()][: values.prompts]
+    held_out = read_held_out(folder)[: values.prompts]
     base = DiffusionConfig(max_new_tokens=values.new_tokens, steps=values.new_tokens, algorithm="entropy")
 
     @functools.cache
@@ -341,7 +355,7 @@ def main(values: flags.FlagValues) -> None:
             else float(
                 np.mean([matcher(a=one.tolist(), b=two.tolist()).ratio() for one, two in zip(exact, made, strict=True)])
             ),
-            "nats_per_token": likelihood(judge, prompts, made),
+            "nats_per_token": likelihood(judge, prompts, made, base.max_new_tokens),
             "weight_bytes": engine.layout.bytes_per_device(mode.dtype),
             "cache_bytes": cache_bytes(engine, mode, max(map(len, prompts)) + base.max_new_tokens),
         }

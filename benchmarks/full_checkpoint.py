@@ -11,6 +11,7 @@ and 2 GiB; verifying as fast as the disk is read or one core digests, whichever 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -30,6 +31,7 @@ from safetensors.numpy import save_file
 from benchmarks.records import build_record, define_record_flags, write_record
 from checkpoints.export import write_index
 from checkpoints.manifest import digest
+from launch.profiling import check_profiling, define_profiling_flags, given_profiling, profile_again
 from launch.startup import run_launcher
 from runtime.models.config import ModelConfig
 from runtime.models.families import model_layout
@@ -67,6 +69,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("vocab", 152064, "Vocabulary of the model.", 128, 152064, flag_values=values)
     flags.DEFINE_enum("phase", None, ("make", "restore"), "Run one phase in this process.", flag_values=values)
     define_record_flags(values)
+    define_profiling_flags(values)
 
 
 def make_source(folder: Path, layers: int, vocab: int) -> None:
@@ -91,20 +94,24 @@ def make_source(folder: Path, layers: int, vocab: int) -> None:
     write_index(folder, claims, 2 * layout.parameter_count)
 
 
-def restore(checkpoint: Path) -> None:
+def restore(values: flags.FlagValues, checkpoint: Path) -> None:
     """Restore onto 8 simulated devices and run one short denoise; prints seconds and memory as JSON."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    from runtime import DiffusionConfig, Engine
+    from runtime import DiffusionConfig, Engine, GenerationResult
 
     start = time.perf_counter()
     engine = Engine.load(checkpoint, mesh="tensor=8", dtype="bfloat16")
     loaded = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert engine.loaded is not None
-    result = engine.generate_tokens(np.arange(1, 9)[None], config=DiffusionConfig(max_new_tokens=8, steps=1))
+
+    def denoise() -> GenerationResult:
+        return engine.generate_tokens(np.arange(1, 9)[None], config=DiffusionConfig(max_new_tokens=8, steps=1))
+
+    result = denoise()
     print(
         json.dumps(
             {
@@ -117,6 +124,7 @@ def restore(checkpoint: Path) -> None:
             }
         )
     )
+    profile_again(values, "denoise", denoise, engine.program_texts)
 
 
 def run_phase(name: str, command: Sequence[str]) -> dict[str, Any]:
@@ -181,13 +189,14 @@ def main(values: flags.FlagValues) -> None:
     """Run the benchmark, or one phase of it."""
     if not values.folder:
         raise InputError("--folder is missing: name a folder to work in, with 50 GB free for the whole model")
+    check_profiling(values)
     folder = Path(values.folder)
     source, copied, checkpoint = folder / "source", folder / "copy", folder / "checkpoint"
     if values.phase == "make":
         make_source(source, values.layers, values.vocab)
         return
     if values.phase == "restore":
-        restore(checkpoint)
+        restore(values, checkpoint)
         return
     if folder.exists():
         raise InputError(f"--folder={folder} exists; name one that does not")
@@ -216,6 +225,10 @@ def main(values: flags.FlagValues) -> None:
         results["verify"] = run_phase("verify", ["-m", "launch.verify", f"--checkpoint={checkpoint}"])
         forget(checkpoint)
         results["restore"] = run_phase("restore", [*again, "--phase=restore"])
+        if more := given_profiling(values):
+            # Once more, so that what is timed is not traced; should it fail, it says why, and the record is still made.
+            with contextlib.suppress(InputError):
+                run_phase("profile", [*again, *more, "--phase=restore"])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for name, phase in results.items():

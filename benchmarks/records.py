@@ -20,6 +20,7 @@ from typing import Any, Literal
 import jax
 from absl import flags
 
+from launch.startup import this_host
 from sharding.errors import InputError
 
 # "measured" on the hardware it names; on "simulated devices", where times say nothing about real ones; or "estimated".
@@ -217,9 +218,49 @@ def _plain(value: Any) -> Any:
 
 
 def define_record_flags(values: flags.FlagValues) -> None:
-    """Flags that every benchmark has."""
+    """Flags that every benchmark has; a record that could not be written is an error before there is anything in it."""
     flags.DEFINE_string("output_dir", "benchmarks/results", "Folder of the JSON record.", flag_values=values)
     flags.DEFINE_string("record", None, "Name of the record. Default: the benchmark's.", flag_values=values)
+
+    def can_be_written(folder: str) -> bool:
+        check_output("output_dir", Path(folder))
+        return True
+
+    flags.register_validator("output_dir", can_be_written, flag_values=values)
+    flags.register_validator("record", lambda name: "/" not in (name or ""), "a name, no path", flag_values=values)
+
+
+def check_output(name: str, path: Path, *, is_file: bool = False) -> None:
+    """Check, before the work, that its results can be written; folders that are missing will be made.
+
+    Args:
+      name: of the flag.
+      path: a folder for files, or with ``is_file`` one file.
+
+    Raises:
+      InputError: they cannot.
+    """
+    if is_file and path.is_dir():
+        raise InputError(f"--{name}={path} is a folder; name a file")
+    folder = path.absolute().parent if is_file else path.absolute()
+    there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    if not there.is_dir():
+        raise InputError(f"--{name}={path}: {there} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"--{name}={path}: this user may not write in {there}")
+
+
+def check_one_host() -> None:
+    """Check that no other host works on this.
+
+    Raises:
+      InputError: several do.
+    """
+    if (count := this_host().count) > 1:
+        raise InputError(
+            f"{count} hosts were started together; this measures one (--num_processes=1), because each would decide by "
+            "its own clock how often a program runs that all must run together"
+        )
 
 
 def integers(name: str, texts: Sequence[str]) -> list[int]:

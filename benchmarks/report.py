@@ -22,6 +22,7 @@ from absl import flags
 from benchmarks.autoregressive import autoregressive_table
 from benchmarks.compare_torch import comparison_table
 from benchmarks.diffusion_modes import modes_table
+from benchmarks.records import check_output
 from benchmarks.suite.tables import suite_tables
 from launch.startup import run_launcher
 from sharding.errors import InputError
@@ -180,6 +181,10 @@ def main(values: flags.FlagValues) -> None:
         except OSError as error:
             raise InputError(f"--readme={path}: {error.strerror or error}") from error
         return
+    if values.plots is not None:
+        check_output("plots", Path(values.plots))
+    if values.output is not None:
+        check_output("output", Path(values.output), is_file=True)
     groups = read_groups(Path(values.folder))
     text = "\n".join(table(group, points) for group, points in groups.items())
     if values.plots is not None:

@@ -5,13 +5,18 @@
   python -m benchmarks.scaling --estimate=h100              the 7.6B model on 1 to 256 chips, by the analytical model
 
 Passes: a denoise step of exact masked diffusion, a step of a cached block, the prefill and the decode step of an
-autoregressive model of the same sizes. On simulated devices, which share the cores of one host, times say nothing
-about speed: what is measured there is that the tokens stay the same, what moves, and what is compiled. Weak scaling
-multiplies rows by devices, and positions on the sequence axis. ``python -m benchmarks.report`` makes tables and plots.
+autoregressive model of the same sizes; requests are the planner's, with the published settings. A time is that of a
+whole generation over its passes; where passes of another kind (the prefill, refreshes) are among them, a generation of
+those alone takes turns with it and is subtracted. On simulated devices, which share the cores of one host, times say
+nothing about speed: what is measured there is that the tokens stay the same, what moves, and what is compiled. Weak
+scaling multiplies rows by devices, and positions on the sequence axis. ``python -m benchmarks.report`` makes tables and
+plots.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +26,7 @@ from absl import flags
 from benchmarks.models import define_model_flags, model_config, model_sizes
 from benchmarks.records import (
     build_record,
+    check_one_host,
     define_record_flags,
     integers,
     kind_of_devices,
@@ -31,6 +37,7 @@ from launch.profiling import check_profiling, define_profiling_flags, profile_ag
 from launch.startup import define_device_flags, run_launcher, start_devices
 from runtime.decoding.config import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
+from runtime.generation import GenerationResult
 from runtime.models.config import STORED_DTYPES
 from runtime.models.families import model_layout
 from runtime.planner.compiled import CompiledPhase, compile_workload
@@ -53,22 +60,27 @@ def define_flags(values: flags.FlagValues) -> None:
     """Define this benchmark's flags."""
     define_record_flags(values)
     define_device_flags(values)
+    values["compile_cache"].value = ""  # what is compiled here shall be compiled
     define_profiling_flags(values)
     values["output_dir"].value = "benchmarks/results/scaling"
     define_model_flags(values)
-    flags.DEFINE_enum("dtype", "float32", STORED_DTYPES, "Of weights and activations.", flag_values=values)
+    text = "Of weights and activations. Default: float32, and bfloat16 in estimates."
+    flags.DEFINE_enum("dtype", None, STORED_DTYPES, text, flag_values=values)
     flags.DEFINE_list("counts", [], "Device counts. Default: powers of two up to all.", flag_values=values)
     flags.DEFINE_list("axes", list(AXES), "Axes to scale over.", flag_values=values)
     flags.DEFINE_list("passes", list(PASSES), f"Of {', '.join(PASSES)}.", flag_values=values)
     flags.DEFINE_integer("batch", 8, "Rows, in all or (weak) on each device.", 1, flag_values=values)
-    flags.DEFINE_integer("canvas", 128, "Positions of a row, half of them generated.", 4, flag_values=values)
-    flags.DEFINE_integer("steps", 8, "Denoise steps of a timed generation.", 2, flag_values=values)
+    text = "Positions of a row, half of them generated, or the last alone where a prefill is timed."
+    flags.DEFINE_integer("canvas", 128, text, 4, flag_values=values)
+    text = "Denoise steps of a timed generation, or of each of its blocks."
+    flags.DEFINE_integer("steps", 8, text, 2, flag_values=values)
     flags.DEFINE_integer("repeats", 5, "Timed calls of each.", 1, flag_values=values)
     flags.DEFINE_enum("estimate", None, tuple(CHIPS), "Estimate the 7.6B model on these chips.", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
     """Measure or estimate every point; print a line and write a record for each."""
+    check_one_host()
     if values.estimate is not None:
         estimate_points(values)
         return
@@ -119,39 +131,26 @@ def measure(
     grown = count if mode == "weak" else 1
     batch = values.batch * (grown if axis != "sequence" else 1)
     canvas = values.canvas * (grown if axis == "sequence" else 1)
-    new, prompt = canvas // 2, canvas - canvas // 2
-    diffusion = what in ("denoise step", "block step")
-    config = model_config(model_sizes(values), values.dtype, "Dream" if diffusion else "qwen2")
-    cache = "dual" if what == "block step" else "none"
-    workload = Workload(config, values.dtype, batch, prompt, new, values.steps, cache, min(32, new))
-    layout = model_layout(config, spec, devices)
+    workload = workload_of(values, what, batch, canvas)
+    layout = model_layout(workload.config, spec, devices)
     # Larger than usual, so that masked positions differ by much more than rounding and tokens can be compared.
-    weights = layout.random_weights(0, values.dtype, scale=2 * config.hidden_size**-0.5)
+    weights = layout.random_weights(0, workload.dtype, scale=2 * workload.config.hidden_size**-0.5)
     engine = Engine(layout, weights)
-    ids = np.random.default_rng(0).integers(0, config.vocab_size - 2, (batch, prompt))
-    found: dict[str, Any] = {}
+    ids = np.random.default_rng(0).integers(0, workload.config.vocab_size - 2, (batch, workload.prompt))
+    found: dict[str, GenerationResult] = {}
 
-    def generate(request: Any, name: str) -> Any:
+    def generate(name: str, request: DiffusionConfig | SamplingConfig) -> Callable[[], None]:
         def call() -> None:
             found[name] = engine.generate_tokens(ids, config=request)
 
         return call
 
-    if diffusion:
-        request = DiffusionConfig(max_new_tokens=new, steps=values.steps, algorithm="entropy")
-        if cache != "none":
-            request = request.replace(cache=cache, block_length=min(32, new))
-        calls = {"whole": generate(request, "whole")}
-    else:
-        whole = new if what == "decode" else 1
-        calls = {"whole": generate(SamplingConfig(max_new_tokens=whole), "whole")}
-        if what == "decode":
-            calls["first"] = generate(SamplingConfig(max_new_tokens=1), "first")
+    calls = {name: generate(name, request) for name, request in timed_requests(workload, what).items()}
     timings = time_alternating(calls, values.repeats)
     profile_again(values, f"{what} {mode} {axis} {count}", calls["whole"], engine.program_texts)
-    timing, passes = timings["whole"], max(1, found["whole"].stats.forwards)
-    less = timings["first"].median if what == "decode" else 0.0
-    passes = passes - 1 if what == "decode" else passes
+    timing, less, passes = timings["whole"], 0.0, found["whole"].stats.forwards
+    if "others" in timings:
+        less, passes = timings["others"].median, passes - found["others"].stats.forwards
     if timing.minimum <= less:
         raise MeshError(f"the machine is too busy to time it: {timing.minimum} ms in all, {less} ms without {what}")
     programs = compile_workload(workload, spec, devices)
@@ -167,6 +166,7 @@ def measure(
         "batch": batch,
         "canvas": canvas,
         "work": grown,
+        "passes": passes,
         "ms": {
             "median": round((timing.median - less) / passes, 4),
             "minimum": round((timing.minimum - less) / passes, 4),
@@ -181,6 +181,35 @@ def measure(
     }
 
 
+def workload_of(values: flags.FlagValues, what: str, batch: int, canvas: int) -> Workload:
+    """The generation of ``batch`` rows of ``canvas`` positions that a pass is timed in."""
+    diffusion = what in ("denoise step", "block step")
+    config = model_config(model_sizes(values), dtype_of(values), "Dream" if diffusion else "qwen2")
+    new = 1 if what == "prefill" else canvas // 2
+    workload = Workload(config, dtype_of(values), batch, canvas - new, new, values.steps)
+    if what != "block step":
+        return workload
+    length = min(32, new)
+    return replace(workload, cache="dual", block_length=length, steps=values.steps * math.ceil(new / length))
+
+
+def timed_requests(workload: Workload, what: str) -> Mapping[str, DiffusionConfig | SamplingConfig]:
+    """The workload's own request, ``whole``, and one that makes its passes of ``others`` kinds alone, if it has any."""
+    if workload.config.is_autoregressive:
+        sampling = workload.sampling()
+        return {"whole": sampling} | ({"others": sampling.replace(max_new_tokens=1)} if what == "decode" else {})
+    decoding = workload.decoding()
+    if what == "denoise step":
+        return {"whole": decoding}
+    # With a step a block, every step enters a block, by a refresh.
+    return {"whole": decoding, "others": decoding.replace(steps=math.ceil(workload.new_tokens / workload.block_length))}
+
+
+def dtype_of(values: flags.FlagValues) -> str:
+    """``--dtype``, or what it is by default."""
+    return values.dtype or ("float32" if values.estimate is None else "bfloat16")
+
+
 def write_point(values: flags.FlagValues, point: dict[str, Any], kind: Any, devices: list[Any]) -> None:
     """Print a point and write its record."""
     point = {key: value for key, value in point.items() if key != "tokens"}
@@ -192,7 +221,7 @@ def write_point(values: flags.FlagValues, point: dict[str, Any], kind: Any, devi
     )
     name = "_".join([values.record or "scaling", point["pass"].replace(" ", "_"), point["mode"]])
     name += f"_{point.get('axis', values.estimate)}_{point['devices']:03d}"
-    settings = {"dtype": values.dtype} | (model_sizes(values) if values.estimate is None else {"model": "7.6B"})
+    settings = {"dtype": dtype_of(values)} | (model_sizes(values) if values.estimate is None else {"model": "7.6B"})
     record = build_record("scaling", kind=kind, settings=settings, results=point, devices=devices)
     write_record(record, values.output_dir, name)
 
@@ -212,7 +241,7 @@ def estimate_points(values: flags.FlagValues) -> None:
                 if topology is None:
                     continue
                 rows = ESTIMATED_ROWS[mode] * (count if mode == "weak" else 1)
-                point = _estimated_point(what, Workload(preset(name), batch=rows, cache=cache), topology)
+                point = _estimated_point(what, Workload(preset(name), dtype_of(values), rows, cache=cache), topology)
                 if point is None:
                     print(f"{what} on {topology}: does not fit", flush=True)
                     continue

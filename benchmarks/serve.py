@@ -31,8 +31,16 @@ from absl import flags
 
 from benchmarks.filling import read_prompts
 from benchmarks.load import Answer, Ask, Client, closed_loop, fixed_batches, open_loop, percentiles, summary
-from benchmarks.records import build_record, define_record_flags, integers, load_notes, write_record
+from benchmarks.records import (
+    build_record,
+    check_output,
+    define_record_flags,
+    integers,
+    load_notes,
+    write_record,
+)
 from checkpoints import DEMO
+from launch.profiling import check_profiling, define_profiling_flags, given_profiling
 from launch.startup import run_launcher
 from sharding.errors import InputError
 
@@ -45,6 +53,7 @@ WAYS = ("continuous", "fixed batches", "one at a time")
 def define_flags(values: flags.FlagValues) -> None:
     """Define this benchmark's flags."""
     define_record_flags(values)
+    define_profiling_flags(values)
     flags.DEFINE_string("address", None, "A server that is there. Default: one is started.", flag_values=values)
     flags.DEFINE_string("api_key_file", None, "File whose first line is the key for --address.", flag_values=values)
     flags.DEFINE_string("checkpoint", str(DEMO), "Model folder.", flag_values=values)
@@ -103,10 +112,27 @@ def server(checkpoint: str, slots: int, queue: int, more: Sequence[str]) -> Iter
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(60)
+                process.wait(_PATIENCE)  # a trace takes a while to write
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def profile(values: flags.FlagValues, asks: Sequence[Ask]) -> None:
+    """Some of the requests once more, for a server of their own that is traced and writes its programs, if flags ask.
+
+    The servers that are timed are not traced.
+    """
+    more = given_profiling(values)
+    if not more:
+        return
+
+    async def ask(address: str) -> None:
+        async with Client(address, None, _PATIENCE) as client:
+            await closed_loop(client, asks[: 2 * values.slots], values.slots)
+
+    with server(values.checkpoint, values.slots, len(asks), [*values.server_flag, *more]) as address:
+        asyncio.run(ask(address))
 
 
 async def compare(addresses: dict[str, str], asks: Sequence[Ask], slots: int, repeats: int) -> dict[str, Any]:
@@ -245,6 +271,11 @@ def main(values: flags.FlagValues) -> None:
     """Load the server, print a line a load, write the record and the plot."""
     integers("users", values.users)
     shares(values.loads)
+    check_profiling(values)
+    if values.address is not None and given_profiling(values):
+        raise InputError("--profile_dir and --dump_hlo are of a server that is started here, not of one at --address")
+    if values.plot is not None:
+        check_output("plot", Path(values.plot), is_file=True)
     key = read_key(values.api_key_file)
     asks = make_asks(read_prompts(values.prompts, values.requests), values.max_new_tokens, values.seed)
     notes = load_notes(1)  # no other framework runs here
@@ -274,6 +305,7 @@ def main(values: flags.FlagValues) -> None:
     plot = Path(values.plot) if values.plot else path.with_suffix(".png")
     draw(results, plot)
     print(plot)
+    profile(values, asks)
 
 
 if __name__ == "__main__":

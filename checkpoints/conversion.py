@@ -6,6 +6,7 @@ import json
 import math
 import secrets
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,7 +98,7 @@ def convert(
             for part in parts:
                 entries |= Manifest.parse(json.loads(part), where).tensors
             finish_weights(output.storage.child(WEIGHTS_FOLDER), entries, everyone.count)
-            changes = {"torch_dtype": dtype} if dtype is not None else {}
+            changes = _dtype_changes(source, dtype)
             if target.quantization != "none":
                 changes[QUANTIZATION_KEY] = target.quantization
             files = copy_side_files(source, output.storage, changes)
@@ -105,9 +106,18 @@ def convert(
             output.finish()
         return ""
 
-    mark = everyone.agree(begin)[0]
-    parts = everyone.agree(write)
-    everyone.agree(finish)
+    with closing(output):
+        mark = everyone.agree(begin)[0]
+        parts = everyone.agree(write)
+        everyone.agree(finish)
+
+
+def _dtype_changes(source: CheckpointFolder, dtype: str | None) -> dict[str, str]:
+    """Changes of the configuration where the dtype was changed: transformers calls it "dtype" since 4.56."""
+    if dtype is None:
+        return {}
+    said = [key for key in ("torch_dtype", "dtype") if key in source.config]
+    return dict.fromkeys(said or ["torch_dtype"], dtype)
 
 
 def _write_tensors(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -41,20 +42,21 @@ def export(source: CheckpointFolder, output: FolderOutput, *, progress: Progress
     shards = _plan_shards(found)
     done, claims = 0, {}
     try:
-        output.begin("")
-        for number, names in enumerate(shards, 1):
-            file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            tensors = {name: np.ascontiguousarray(found[name].whole()) for name in names}
-            save_file(tensors, output.staging / file, {"format": "pt"})
-            _sync(output.staging / file)
-            claims.update(dict.fromkeys(names, file))
-            done += sum(found[name].bytes for name in names)
-            if progress is not None:
-                progress(done, found.bytes)
-        if len(shards) > 1:
-            write_index(output.staging, claims, found.bytes)
-        copy_side_files(source, output.storage, {})
-        output.finish()
+        with closing(output):
+            output.begin("")
+            for number, names in enumerate(shards, 1):
+                file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+                tensors = {name: np.ascontiguousarray(found[name].whole()) for name in names}
+                save_file(tensors, output.staging / file, {"format": "pt"})
+                _sync(output.staging / file)
+                claims.update(dict.fromkeys(names, file))
+                done += sum(found[name].bytes for name in names)
+                if progress is not None:
+                    progress(done, found.bytes)
+            if len(shards) > 1:
+                write_index(output.staging, claims, found.bytes)
+            copy_side_files(source, output.storage, {})
+            output.finish()
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{output.place}: cannot be written ({error})") from error
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
+from checkpoints.errors import CheckpointError
 from checkpoints.folder import SIDE_FILES, CheckpointFolder
 from checkpoints.manifest import MANIFEST_FILE
 
@@ -18,18 +20,43 @@ def fingerprint(folder: CheckpointFolder) -> str:
     small files, and of each file of weights its size and samples spread over it.
 
     Raises:
-      OSError: a file cannot be read.
+      CheckpointError: a file cannot be read.
     """
     state = hashlib.sha256()
     patterns = (MANIFEST_FILE, "config.json") if (folder.path / MANIFEST_FILE).is_file() else SIDE_FILES
-    for path in sorted({path for pattern in patterns for path in folder.path.glob(pattern)}):
-        state.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    if MANIFEST_FILE not in patterns:
-        for path in sorted(folder.path.glob("*.safetensors")):
-            size = path.stat().st_size
-            state.update(f"{path.name} {size}\0".encode())
-            with path.open("rb") as file:
-                for sample in range(_SAMPLES):
-                    file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-                    state.update(file.read(_SAMPLE_BYTES))
+    try:
+        for path in _files(folder.path, patterns):
+            state.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+        if MANIFEST_FILE not in patterns:
+            for path in _files(folder.path, ("*.safetensors",)):
+                _sample(path, state, path.name)
+    except OSError as error:
+        raise CheckpointError(f"{folder.place}: cannot be read ({error})") from error
     return state.hexdigest()[:16]
+
+
+def file_fingerprint(path: Path) -> str:
+    """The same for a file of weights that is in no folder of its own, as a legacy pickle: its size, and samples.
+
+    Raises:
+      CheckpointError: it cannot be read.
+    """
+    state = hashlib.sha256()
+    try:
+        _sample(path, state, "")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    return state.hexdigest()[:16]
+
+
+def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def _sample(path: Path, state: hashlib._Hash, name: str) -> None:
+    size = path.stat().st_size
+    state.update(f"{name} {size}\0".encode())
+    with path.open("rb") as file:
+        for sample in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+            state.update(file.read(_SAMPLE_BYTES))

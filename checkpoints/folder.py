@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ STAGING_SUFFIX = ".converting"
 
 # What belongs to a checkpoint beside its weights: configuration, tokenizer, licence. Never code, never pickles.
 SIDE_FILES = ("*.json", "*.jinja", "merges.txt", "LICENSE*")
-_FETCHED = [*SIDE_FILES, "*.safetensors"]
+_FETCHED = (*SIDE_FILES, "*.safetensors")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -73,7 +74,7 @@ class CheckpointFolder:
         """A JSON object from the folder, None where there is no such file.
 
         Raises:
-          CheckpointError: the file is too large, not UTF-8 JSON, not an object, or has a key twice.
+          CheckpointError: the file cannot be read, is too large, not UTF-8 JSON, not an object, or has a key twice.
         """
         path = self.path / file
         if not path.is_file():
@@ -82,7 +83,7 @@ class CheckpointFolder:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for a {file}")
         try:
             value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_reject_duplicates)
-        except (ValueError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a readable JSON file ({error!s:.300})") from error
         if not isinstance(value, dict):
             raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -119,7 +120,12 @@ class CheckpointFolder:
 
 
 def open_folder(
-    path: str | Path | CheckpointFolder, *, revision: str | None = None, token: str | None = None, offline: bool = False
+    path: str | Path | CheckpointFolder,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
+    weights: bool = True,
 ) -> CheckpointFolder:
     """Find a model folder and bring it to this machine where it is not here already.
 
@@ -131,15 +137,16 @@ def open_folder(
       revision: branch, tag or commit on the Hub.
       token: Hub token; default is the one huggingface_hub finds.
       offline: use only what the Hub's local cache already holds.
+      weights: whether weights are fetched too; without them only the small files beside them are sure to be there.
 
     Raises:
       CheckpointError: there is no such folder, or it cannot be fetched.
     """
     if isinstance(path, CheckpointFolder):
         return path
-    text = str(path)
+    text, wanted = str(path), _FETCHED if weights else SIDE_FILES
     if "://" in text:
-        return _open_canonical(text) or CheckpointFolder(_fetch_url(text), text)
+        return _open_canonical(text) or CheckpointFolder(_fetch_url(text, wanted), text)
     try:
         local = Path(path).expanduser()
         if local.is_dir():
@@ -150,16 +157,16 @@ def open_folder(
         raise CheckpointError(f"{text[:200]}: not a folder ({error})") from error
     if not _HUB_NAME.fullmatch(text):
         raise CheckpointError(f"{text}: no such folder")
-    return CheckpointFolder(_fetch_hub(text, revision, token, offline), text)
+    return CheckpointFolder(_fetch_hub(text, wanted, revision, token, offline), text)
 
 
-def _fetch_hub(name: str, revision: str | None, token: str | None, offline: bool) -> Path:
+def _fetch_hub(name: str, patterns: Sequence[str], revision: str | None, token: str | None, offline: bool) -> Path:
     import huggingface_hub
 
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                name, revision=revision, token=token, local_files_only=offline, allow_patterns=_FETCHED
+                name, revision=revision, token=token, local_files_only=offline, allow_patterns=list(patterns)
             )
         )
     except Exception as error:  # the library raises many kinds; each means that the model is not to be had
@@ -189,7 +196,7 @@ def _open_canonical(url: str) -> CheckpointFolder | None:
     return CheckpointFolder(cache, url, storage)
 
 
-def _fetch_url(url: str) -> Path:
+def _fetch_url(url: str, patterns: Sequence[str]) -> Path:
     import fsspec
     from fsspec.core import url_to_fs
 
@@ -201,7 +208,7 @@ def _fetch_url(url: str) -> Path:
         wanted = {
             name: remote
             for name, remote in sorted(remotes.items())
-            if any(fnmatch.fnmatch(name, pattern) for pattern in _FETCHED)
+            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
         }
         # The cache is of these very files: a change at the source, of the same size too, is another folder here.
         cache = _cache_folder("\n".join([url, *(f"{name} {system.ukey(remote)}" for name, remote in wanted.items())]))
@@ -209,7 +216,7 @@ def _fetch_url(url: str) -> Path:
         for name, remote in wanted.items():
             target = cache / name
             if not target.is_file():
-                partial = target.with_name(target.name + ".partial")
+                partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
                 system.get_file(remote, str(partial))
                 partial.replace(target)
         return cache

@@ -2,15 +2,20 @@
 
 On disk it is made in a folder of another name and renamed when it is whole, so that what it replaces stays whole until
 then. An object store has no renaming: there the manifest, written last, completes the checkpoint, and what it replaces
-loses its own manifest first. Either way a file that only an unfinished conversion has marks what may be cleaned up.
+loses its own manifest first. Either way a file that only an unfinished conversion has marks what may be cleaned up; on
+disk a conversion that runs holds a lock on it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from checkpoints.errors import CheckpointError
 from checkpoints.folder import STAGING_SUFFIX
@@ -21,7 +26,7 @@ from checkpoints.storage import Storage
 MARK_FILE = "diffumesh.converting"
 
 
-@dataclass(frozen=True)
+@dataclass
 class FolderOutput:
     """A folder on disk.
 
@@ -30,6 +35,7 @@ class FolderOutput:
     """
 
     path: Path
+    _mark: IO[bytes] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def place(self) -> str:
@@ -57,13 +63,19 @@ class FolderOutput:
           What was done, a sentence each.
 
         Raises:
-          CheckpointError: the output exists and may not be replaced, or its parent does not exist.
+          CheckpointError: the output exists and may not be replaced, its parent does not exist or cannot be written
+            to, or another conversion to it is running.
         """
-        if not self.path.parent.is_dir():
-            raise CheckpointError(f"{self.path}: there is no folder {self.path.parent} to write into")
-        said = self.clean_up()
-        if self.path.exists() and not overwrite:
-            raise CheckpointError(f"{self.path} exists; name another output, or say --overwrite to replace it")
+        if self.path.name in ("", ".."):
+            raise CheckpointError(f"{self.path}: not the name of a folder that can be written; give it one of its own")
+        with self._writing():
+            if not self.path.parent.is_dir():
+                raise CheckpointError(f"{self.path}: there is no folder {self.path.parent} to write into")
+            if self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
+                raise CheckpointError(f"{self.path} is a file or a link, which is not replaced; name another output")
+            said = self.clean_up()
+            if self.path.exists() and not overwrite:
+                raise CheckpointError(f"{self.path} exists; name another output, or say --overwrite to replace it")
         return said
 
     def clean_up(self) -> list[str]:
@@ -71,34 +83,90 @@ class FolderOutput:
 
         Returns:
           What was done, a sentence each.
+
+        Raises:
+          CheckpointError: it cannot be removed, or the conversion is running.
         """
         said = []
-        if self._set_aside.exists() and not self.path.exists():
-            self._set_aside.rename(self.path)
-            said.append(
-                f"an earlier conversion was interrupted while it replaced {self.path}: the old checkpoint is back"
-            )
-        for path in (self.staging, self._set_aside):
-            if path.exists():
-                shutil.rmtree(path)
-                said.append(f"an earlier conversion was interrupted: removed {path}")
+        with self._writing():
+            mark = self.staging / MARK_FILE
+            if mark.exists():
+                with mark.open("r+b") as file:
+                    self._lock(file)
+            if self._set_aside.exists() and not self.path.exists():
+                self._set_aside.rename(self.path)
+                said.append(
+                    f"an earlier conversion was interrupted while it replaced {self.path}: the old checkpoint is back"
+                )
+            for path in (self.staging, self._set_aside):
+                if path.exists():
+                    shutil.rmtree(path)
+                    said.append(f"an earlier conversion was interrupted: removed {path}")
         return said
 
     def begin(self, mark: str) -> None:
-        """Make the place to write into, marked with a text."""
-        self.staging.mkdir()
-        self.storage.write(MARK_FILE, mark.encode())
+        """Make the place to write into, marked with a text. It is this conversion's until :meth:`close`.
+
+        Raises:
+          CheckpointError: it cannot be made, or another conversion has made it since :meth:`prepare`.
+        """
+        with self._writing():
+            try:
+                self.staging.mkdir()
+            except FileExistsError as error:
+                raise CheckpointError(f"{self.path}: another conversion to it has begun ({self.staging})") from error
+            self._mark = (self.staging / MARK_FILE).open("xb")
+            self._lock(self._mark)
+            self._mark.write(mark.encode())
+            self._mark.flush()
+            os.fsync(self._mark.fileno())  # other machines look for it
 
     def finish(self) -> None:
-        """Give the checkpoint its name, replacing the one that has it. Everything has been written, durably."""
-        (self.staging / MARK_FILE).unlink()
-        _sync(self.staging)
-        if self.path.exists():
-            self.path.rename(self._set_aside)
-        self.staging.rename(self.path)
-        _sync(self.path.parent)
-        if self._set_aside.exists():
-            shutil.rmtree(self._set_aside)
+        """Give the checkpoint its name, replacing the one that has it. Everything has been written, durably.
+
+        Raises:
+          CheckpointError: it cannot be renamed; or what it replaced cannot be removed, and it is there itself.
+        """
+        with self._writing():
+            _sync(self.staging)
+            if self.path.exists():
+                self.path.rename(self._set_aside)
+            self.staging.rename(self.path)
+            # Not before: what has no mark and is still called an unfinished one may be removed by anybody.
+            (self.path / MARK_FILE).unlink()
+            _sync(self.path)
+            _sync(self.path.parent)
+        try:
+            if self._set_aside.exists():
+                shutil.rmtree(self._set_aside)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} is written, but what it replaced cannot be removed ({error})"
+            ) from error
+
+    def close(self) -> None:
+        """Let go of it, finished or not."""
+        if self._mark is not None:
+            self._mark.close()
+            self._mark = None
+
+    def _lock(self, mark: IO[bytes]) -> None:
+        """Hold a mark's file until it is closed; the system lets go of it when the process ends, however it ends."""
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise CheckpointError(
+                f"{self.path}: another conversion to it is running; wait for it, or name another output"
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be written ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -153,6 +221,9 @@ class ObjectOutput:
         """The manifest has been written: take the mark away."""
         self.storage.delete([MARK_FILE])
 
+    def close(self) -> None:
+        """Nothing is held: there are no locks in an object store."""
+
 
 Output = FolderOutput | ObjectOutput
 
@@ -161,11 +232,14 @@ def output_at(place: str | Path) -> Output:
     """The output that a path or a URL (``gs://bucket/folder``) names.
 
     Raises:
-      CheckpointError: a URL that cannot be written to.
+      CheckpointError: a URL that cannot be written to, or the home of a user that there is not.
     """
     if isinstance(place, str) and "://" in place:
         return ObjectOutput(Storage.at(place))
-    return FolderOutput(Path(place).expanduser())
+    try:
+        return FolderOutput(Path(place).expanduser())
+    except RuntimeError as error:
+        raise CheckpointError(f"{place}: cannot be written ({error})") from error
 
 
 def _sync(folder: Path) -> None:

@@ -185,7 +185,8 @@ def main(values: flags.FlagValues) -> None:
         if len(done) < len(order):
             with traced(values):
                 made = complete(engine, batch.lines, done, defaults, output, values.slots)
-            write_programs(values, engine.program_texts())
+            if values.dump_hlo is not None:
+                write_programs(values, engine.program_texts())
             missing = len(order) - len(done) - made
             if missing:
                 say(f"{missing} of {len(order)} results are missing; the same command goes on with them")

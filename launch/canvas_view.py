@@ -86,5 +86,5 @@ def write_history(
       OSError: the file cannot be written.
     """
     settings = {name: str(value) for name, value in dataclasses.asdict(config).items()}
-    rows = view.history_rows(result, titles, config.steps)
+    rows = view.history_rows(result, titles, result.stats.steps)
     write_history_html(path, rows, title="diffumesh: how it was generated", settings=settings)

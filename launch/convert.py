@@ -27,12 +27,11 @@ from absl import flags
 
 from checkpoints import open_folder
 from checkpoints.conversion import convert
-from checkpoints.fingerprint import fingerprint
+from checkpoints.fingerprint import file_fingerprint, fingerprint
 from checkpoints.folder import CheckpointFolder
 from checkpoints.legacy import open_legacy
 from checkpoints.output import Output, output_at
 from checkpoints.processes import Processes
-from checkpoints.source import StoredTensors
 from launch.startup import define_device_flags, progress_bar, run_launcher, say, start_devices, this_host
 from runtime.models.config import STORED_DTYPES, ModelConfig
 from runtime.models.declarations import ModelLayout
@@ -47,7 +46,10 @@ def define_flags(values: flags.FlagValues) -> None:
         "source", None, "Hugging Face folder, URL or Hub name; or a legacy params.pkl.", flag_values=values
     )
     flags.DEFINE_string(
-        "config", None, "For a params.pkl: the config.json of its model; files beside it go along.", flag_values=values
+        "config",
+        None,
+        "For a params.pkl: its model's config.json or folder; files beside it go along.",
+        flag_values=values,
     )
     flags.DEFINE_string(
         "biases_from", None, "For a params.pkl: model folder to take the q, k and v biases from.", flag_values=values
@@ -85,6 +87,40 @@ def open_model(path: str | None, flag: str, **options: object) -> tuple[Checkpoi
     return folder, model_layout(ModelConfig.from_huggingface(folder.config), quantization=folder.quantization)
 
 
+def config_folder(path: str) -> str:
+    """The folder that ``--config`` names, by itself or by the config.json in it.
+
+    Raises:
+      InputError: there is no such folder or file, or the file is called something else.
+    """
+    try:
+        found = Path(path).expanduser()
+        if found.is_dir():
+            return str(found)
+        if found.name == "config.json" and found.is_file():
+            return str(found.parent)
+    except (OSError, RuntimeError) as error:  # a name that no file can have, or a user that there is not
+        raise InputError(f"--config={path}: {error}") from error
+    raise InputError(f"--config={path}: no such folder or config.json; the file must have that name")
+
+
+def pickle_path(path: str) -> Path | None:
+    """The legacy pickle that a flag names, None where it names something else.
+
+    Raises:
+      InputError: there is no such file.
+    """
+    if not path.endswith((".pkl", ".pickle")):
+        return None
+    try:
+        found = Path(path).expanduser()
+        if found.is_file():
+            return found
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"{path}: {error}") from error
+    raise InputError(f"{path}: no such file")
+
+
 def make_way(values: flags.FlagValues, everyone: Processes) -> Output:
     """The output, ready to be written by all processes.
 
@@ -112,45 +148,38 @@ def all_hosts() -> Processes:
 
 def say_licence(folder: CheckpointFolder) -> None:
     """Print the notice of the weights' licence, where the folder carries one."""
-    for path in sorted(folder.path.glob("LICENSE*")):
+    for path in sorted(path for path in folder.path.glob("LICENSE*") if path.is_file()):
         lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
         first = next((line for line in lines if line), "")
         say(f"the weights' licence, {path.name}: {first[:200]}")
 
 
-def open_tensors_of_pickle(
-    path: Path, layout: ModelLayout, values: flags.FlagValues, stack: ExitStack
-) -> StoredTensors:
-    """The tensors of a legacy pickle, with the biases that flags say.
-
-    Raises:
-      InputError: no such file, or not such a pickle, or nothing said about the biases.
-    """
-    if values.biases_from and values.zero_biases:
-        raise InputError("--biases_from and --zero_biases exclude one another")
-    if not path.is_file():
-        raise InputError(f"{path}: no such file")
-    donor = open_folder(values.biases_from) if values.biases_from else None
-    tensors = open_legacy(path, layout, stack, biases_from=donor, zero_biases=values.zero_biases)
-    if values.zero_biases:
-        say("warning: the q, k and v biases are set to zero; the model will not compute what it was trained to")
-    return tensors
-
-
 def main(values: flags.FlagValues) -> None:
     """Run the launcher."""
-    legacy = Path(values.source).expanduser() if (values.source or "").endswith((".pkl", ".pickle")) else None
+    legacy = pickle_path(values.source or "")
+    donor = None
     if legacy is None:
         if values.config or values.biases_from or values.zero_biases:
             raise InputError("--config, --biases_from and --zero_biases go with a params.pkl as --source")
         source, layout = open_model(values.source, "source", revision=values.revision, offline=values.offline)
+        inputs = {"source": fingerprint(source)}
     else:
-        source, layout = open_model(values.config and str(Path(values.config).parent), "config")
-    start_devices(values, {"source": fingerprint(source)})
+        if values.biases_from and values.zero_biases:
+            raise InputError("--biases_from and --zero_biases exclude one another")
+        source, layout = open_model(values.config and config_folder(values.config), "config")
+        inputs = {"config": fingerprint(source), "source": file_fingerprint(legacy)}
+        if values.biases_from:
+            donor = open_folder(values.biases_from)
+            inputs["biases"] = fingerprint(donor)
+    start_devices(values, inputs)
     everyone = all_hosts()
     start = time.perf_counter()
     with ExitStack() as stack:
-        tensors = None if legacy is None else open_tensors_of_pickle(legacy, layout, values, stack)
+        tensors = None
+        if legacy is not None:
+            tensors = open_legacy(legacy, layout, stack, biases_from=donor, zero_biases=values.zero_biases)
+        if values.zero_biases:
+            say("warning: the q, k and v biases are set to zero; the model will not compute what it was trained to")
         output = make_way(values, everyone)
         say_licence(source)
         with progress_bar("converting", of_bytes=True) as progress:

@@ -147,13 +147,16 @@ def decoding_config(
     merged = said | given
     if steps_follow_tokens(values, folder):
         merged["steps"] = min(MAX_STEPS, max(1, merged.get("max_new_tokens", defaults.max_new_tokens)))
-    return defaults.replace(
+    config = defaults.replace(
         **_without_zero_top_k(merged),
         **common,
         confidence_dtype=values.confidence_dtype,
         suppress_mask=values.suppress_mask,
         stop_token_ids=end_token_ids if values.early_stop else (),
     )
+    if "steps" in given:
+        config.check_schedule()
+    return config
 
 
 def _sampling_config(

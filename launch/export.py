@@ -4,6 +4,9 @@
 
 transformers loads the folder (for Dream: the original code does). Tensors are verified against their digests on the
 way and written a gigabyte at a time. Started on several hosts, the first does the work.
+
+No code is copied. Where config.json names code of the model's own ("auto_map", as Dream's does), put the *.py files of
+the original folder beside the export; trust_remote_code finds them there.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from checkpoints.output import FolderOutput
 from checkpoints.processes import Processes
 from launch.convert import define_output_flags, make_way, open_model, say_licence
 from launch.hosts.place import define_place_flags
-from launch.startup import progress_bar, run_launcher
+from launch.startup import progress_bar, run_launcher, say
 from sharding.errors import InputError
 
 
@@ -38,6 +41,11 @@ def main(values: flags.FlagValues) -> None:
     say_licence(source)
     with progress_bar("exporting", of_bytes=True) as progress:
         export(source, output, progress=progress)
+    if "auto_map" in source.config:
+        say(
+            "config.json names code of the model's own (auto_map), which is not copied: for trust_remote_code put the "
+            f"*.py files of the original folder into {output.place}"
+        )
     print(output.place)
 
 

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from absl import flags
 
+from checkpoints import CheckpointFolder
 from checkpoints.fingerprint import fingerprint
 from launch.canvas_view import CanvasView, row_titles, write_history
 from launch.decoding_flags import decoding_config, define_decoding_flags, describe
@@ -122,7 +123,7 @@ def main(values: flags.FlagValues) -> None:
     folder, model = open_checkpoint(values)
     check_profiling(values)
     if values.explain:
-        explain(values, model)
+        explain(values, folder, model)
         return
     tokenizer = read_tokenizer(folder)
     config = decoding_config(values, folder, model, end_tokens(model, folder, tokenizer))
@@ -146,7 +147,8 @@ def main(values: flags.FlagValues) -> None:
         else:
             with progress_bar("compiling and decoding, steps") as progress:
                 result = engine.generate_tokens(ids, mask, config, num_return_sequences=samples, progress=progress)
-    write_programs(values, engine.program_texts())
+    if values.dump_hlo is not None:
+        write_programs(values, engine.program_texts())
     completions = engine.completions(prompts, ids, mask, result, stop=values.stop, stop_token_ids=config.stop_token_ids)
     if is_main_process():
         write_completions(completions, titles, result, values)
@@ -160,17 +162,19 @@ def main(values: flags.FlagValues) -> None:
     )
 
 
-def explain(values: flags.FlagValues, model: ModelConfig) -> None:
-    """Print the layout's table. A mesh that is fully given needs no devices."""
+def explain(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> None:
+    """Print the layout's table, of the mesh that a run would take. A mesh that is fully given needs no devices."""
     spec = MeshSpec.parse(values.mesh) if values.mesh is not None else None
     dtype = values.dtype or model.dtype
+    quantization = values.quantize if folder.quantization == "none" else folder.quantization
     if spec is None or -1 in dataclasses.astuple(spec):
         start_devices(values)
         devices = jax.devices()
-        chosen = spec or default_mesh(model, devices, dtype, 1, values.quantize)
+        rows = max(1, len(values.prompt) + len(values.prompt_file)) * values.num_return_sequences
+        chosen = spec or default_mesh(model, devices, dtype, rows, quantization)
         spec = chosen.resolve(len(devices))
     if is_main_process():
-        print_layout(model_layout(model, spec, quantization=values.quantize), dtype)
+        print_layout(model_layout(model, spec, quantization=quantization), dtype)
 
 
 def generate_watched(
@@ -183,15 +187,17 @@ def generate_watched(
     titles: Sequence[str],
 ) -> GenerationResult:
     """Generate step by step, showing the canvas on an interactive terminal."""
-    steps = config.steps if isinstance(config, DiffusionConfig) else config.max_new_tokens
-    with CanvasWatcher(steps, titles=titles) as watcher:
+    with CanvasWatcher(1, titles=titles) as watcher:
+
+        def expect(done: int, steps: int) -> None:
+            watcher.steps = steps
 
         def show(step: int, canvas: np.ndarray) -> None:
             if watcher.active and is_main_process():
                 watcher.update(step, view.rows(canvas))
 
         # All hosts go step by step; host 0 draws.
-        return engine.generate_tokens(ids, mask, config, num_return_sequences=samples, watch=show)
+        return engine.generate_tokens(ids, mask, config, num_return_sequences=samples, watch=show, progress=expect)
 
 
 def write_completions(

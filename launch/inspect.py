@@ -19,7 +19,7 @@ from checkpoints.legacy import open_legacy
 from checkpoints.legacy_pickle import LegacyPickle
 from checkpoints.loading import check_tensors, stored_leaves
 from checkpoints.opening import open_tensors, read_manifest
-from launch.convert import open_model
+from launch.convert import config_folder, open_model, pickle_path
 from launch.startup import run_launcher
 from runtime.models.declarations import ModelLayout, tensor_sizes
 from runtime.runner import weight_bytes
@@ -32,7 +32,7 @@ _LARGEST_MESH = 64
 def define_flags(values: flags.FlagValues) -> None:
     """Define this launcher's flags."""
     flags.DEFINE_string("checkpoint", None, "Checkpoint to look into.", flag_values=values)
-    flags.DEFINE_string("config", None, "For a params.pkl: the config.json of its model.", flag_values=values)
+    flags.DEFINE_string("config", None, "For a params.pkl: its model's config.json or folder.", flag_values=values)
     flags.DEFINE_bool("tensors", False, "List every tensor with its shape and dtype.", flag_values=values)
     flags.DEFINE_float(
         "device_memory", None, "Gigabytes of one device: say which meshes its weights fit.", 0.001, flag_values=values
@@ -41,8 +41,8 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> None:
     """Run the launcher."""
-    if (values.checkpoint or "").endswith((".pkl", ".pickle")):
-        inspect_pickle(Path(values.checkpoint).expanduser(), values)
+    if (legacy := pickle_path(values.checkpoint or "")) is not None:
+        inspect_pickle(legacy, values)
         return
     if values.config:
         raise InputError("--config goes with a params.pkl as --checkpoint; a folder has its own")
@@ -70,12 +70,13 @@ def inspect_pickle(path: Path, values: flags.FlagValues) -> None:
     """
     with LegacyPickle(path) as pickle:
         arrays = list(pickle.tensors.values())
-    print(f"{path}: legacy pickle, indexed without being unpickled")
     layout = None
     if values.config:
-        folder, layout = open_model(str(Path(values.config).parent), "config")
+        folder, layout = open_model(config_folder(values.config), "config")
         with ExitStack() as stack:
             check_tensors(folder, layout.leaves, open_legacy(path, layout, stack, zero_biases=True))
+    print(f"{path}: legacy pickle, indexed without being unpickled")
+    if layout is not None:
         print_architecture(layout)
     print_tensors([(one.path, one.dtype, one.shape, one.nbytes) for one in arrays], "none; a conversion makes them")
     if not any(one.path.endswith("/bias") for one in arrays):

@@ -6,11 +6,13 @@
 All after the module's name is the harness's own command line. Of --model_args, ``checkpoint``, ``mesh`` (axes apart by
 semicolons), ``dtype``, ``quantize``, ``kv_cache``, ``slots``, ``seed``, ``mc_samples`` are read here; the others are
 decoding parameters, which come before what a task asks for. Likelihoods are exact for autoregressive models; for
-diffusion models they are the Monte Carlo estimate of Dream's authors, which says nothing about greedy decoding.
+diffusion models they are the Monte Carlo estimate of Dream's authors, which says nothing about greedy decoding. This is
+one process with the devices of its machine: several hosts are not joined. Exit code 2 is a parameter to mend.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from checkpoints import DEMO
+from launch.hosts.faults import EXIT_USER_ERROR
 from runtime.batching import row_seed
 from runtime.completions import cut_completion
 from runtime.decoding.config import DiffusionConfig, SamplingConfig
@@ -167,7 +170,11 @@ class HarnessModel(LM):
 def run() -> None:
     """Entry point: the harness's own, which knows the model ``diffumesh``."""
     register_model("diffumesh")(HarnessModel)
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
 
 
 if __name__ == "__main__":

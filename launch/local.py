@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -31,6 +32,9 @@ from sharding.errors import InputError
 _MAX_PROCESSES = 64
 _PR_SET_PDEATHSIG = 1
 
+# Below the range from which systems take ports of their own choice (on Linux from 32768).
+_FIRST_PORT, _LAST_PORT = 20000, 32000
+
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this launcher's flags."""
@@ -41,15 +45,15 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that is free now, and so is the next."""
+    """A port of this machine that is free now, and so is the next.
+
+    It is drawn from those that the system gives to nobody by itself, for it is bound only seconds later.
+    """
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
+        port = 2 * secrets.randbelow((_LAST_PORT - _FIRST_PORT) // 2) + _FIRST_PORT
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
             return port
 
 
@@ -138,10 +142,14 @@ def _pass_on(stream: IO[bytes], number: int | None) -> None:
     out = sys.stdout.buffer if number is None else sys.stderr.buffer
     prefix = b"" if number is None else f"[{number}] ".encode()
     try:
-        for line in stream:
-            out.write(prefix + line)
-            out.flush()
-    except (BrokenPipeError, ValueError):
+        # Closed where the reader of ours went away: the process hears of it, and does not wait for a pipe to be read.
+        with stream:
+            for line in stream:
+                out.write(prefix + line)
+                out.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # what is left in the buffer
+    except ValueError:
         pass
 
 

@@ -23,12 +23,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from launch.plan_plot import check_plot, plot_plans
 from launch.startup import describe_only, run_launcher, say
 from runtime.models.config import STORED_DTYPES, ModelConfig
 from runtime.models.quantization import QUANTIZATIONS
 from runtime.planner.compiled import CompiledPhase, compile_workload
-from runtime.planner.describe import describe_estimate, describe_topology
-from runtime.planner.estimate import Estimate, estimate, out_of_memory, rank
+from runtime.planner.describe import describe_compiled, describe_estimate, describe_topology
+from runtime.planner.estimate import Estimate, estimate, out_of_memory, rank, shortage, what_would_help
 from runtime.planner.presets import PRESETS, preset
 from runtime.planner.workload import CACHES, Workload
 from sharding.described import described_devices, missing_compiler
@@ -60,10 +61,12 @@ def define_flags(values: flags.FlagValues) -> None:
     integer("batch", 1, "Rows that are generated together.")
     integer("prompt", 256, "Tokens of each prompt.")
     integer("new_tokens", 256, "Tokens to generate for each row.")
-    integer("steps", None, "Denoise steps of exact masked diffusion. Default: as many as new tokens.")
+    integer("steps", None, "Denoise steps of masked diffusion, in all blocks together. Default: as many as new tokens.")
     flags.DEFINE_enum("cache", "none", CACHES, "Cache of masked diffusion; none is exact.", flag_values=values)
     integer("block_length", 32, "Positions of a block, with a cache.")
-    flags.DEFINE_enum("quantize", "none", QUANTIZATIONS, "Weights in int8.", flag_values=values)
+    flags.DEFINE_enum(
+        "quantize", "none", QUANTIZATIONS, "Weights in int8; what is stored so is planned so.", flag_values=values
+    )
     flags.DEFINE_integer(
         "compile", None, "Best meshes to compile. Default: 1, and none with --topology=all.", 0, 64, flag_values=values
     )
@@ -82,12 +85,17 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
     if (values.model is None) == (values.checkpoint is None):
         raise InputError(f"give one of --model={'|'.join(PRESETS)} and --checkpoint=DIR")
     if values.model is not None:
-        name, config = values.model, preset(values.model)
+        name, config, stored = values.model, preset(values.model), "none"
     else:
         from checkpoints import open_folder
 
-        folder = open_folder(values.checkpoint)
-        name, config = folder.name, ModelConfig.from_huggingface(folder.config)
+        folder = open_folder(values.checkpoint, weights=False)
+        name, config, stored = folder.name, ModelConfig.from_huggingface(folder.config), folder.quantization
+    given = [f"--{flag}" for flag in ("steps", "cache", "block_length") if values[flag].present]
+    if config.is_autoregressive and given:
+        raise InputError(
+            f"{', '.join(given)}: of masked diffusion; {name} is autoregressive, with a cache and a pass for each token"
+        )
     return name, Workload(
         config,
         values.dtype or config.dtype,
@@ -97,7 +105,7 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
         values.steps or values.new_tokens,
         values.cache,
         values.block_length,
-        values.quantize,
+        values.quantize if stored == "none" else stored,
     )
 
 
@@ -115,8 +123,12 @@ def main(values: flags.FlagValues) -> None:
         if path is not None and not Path(path).resolve().parent.is_dir():
             raise InputError(f"--{flag}={path}: there is no such folder")
     everything = values.topology == "all"
-    topologies = [parse_topology(text) for text in (MACHINES if everything else [values.topology])]
     count = values.compile if values.compile is not None else 0 if everything else 1
+    if values.dump_hlo is not None and count == 0:
+        raise InputError("--dump_hlo is of what is compiled, and nothing is; give --compile=1")
+    if values.plot is not None:
+        check_plot(values.plot)
+    topologies = [parse_topology(text) for text in (MACHINES if everything else [values.topology])]
     plans = [plan_topology(workload, topology, values, count, everything) for topology in topologies]
     if not any(plan.fitting for plan in plans):
         raise MeshError("; ".join(plan.verdict for plan in plans))
@@ -128,25 +140,36 @@ def main(values: flags.FlagValues) -> None:
     else:
         print_plans(name, workload, plans, values.price_per_chip_hour)
     if values.plot is not None:
-        from launch.plan_plot import plot_plans
-
         plot_plans(values.plot, name, workload, plans)
 
 
 class TopologyPlan:
     """Meshes of one machine: those that fit, ranked, what the compiler says of the best, and a verdict in words."""
 
-    def __init__(self, topology: Topology, fitting: list[Estimate], others: list[Estimate]) -> None:
-        """Take a ranking."""
+    def __init__(
+        self, topology: Topology, fitting: list[Estimate], others: list[Estimate], why_none: str | None = None
+    ) -> None:
+        """Take a ranking, and where a mesh was named that cannot be, why."""
         self.topology, self.fitting, self.others = topology, fitting, others
+        self.why_none = why_none
         self.compiled: dict[int, list[CompiledPhase]] = {}
+        self.refused: dict[MeshSpec, str] = {}
         self.notes: list[str] = []
+
+    def refuse(self, number: int, reason: str) -> None:
+        """Move a mesh that was estimated to fit to the others: the compiler says that it does not."""
+        found = self.fitting.pop(number)
+        self.others.insert(0, found)
+        self.refused[found.spec] = f"{found.spec}: {reason}"
+        self.notes.append(f"left out, {self.refused[found.spec]}")
 
     @property
     def verdict(self) -> str:
         """Why the first is first, or why there is none."""
         if not self.fitting:
-            return out_of_memory(self.others, self.topology)
+            if self.refused:
+                return "; ".join(self.refused.values())
+            return self.why_none or out_of_memory(self.others, self.topology)
         best = self.fitting[0]
         tensor = next((one for one in self.fitting if one.spec.tensor == one.spec.size), None)
         other = tensor if tensor is not None and tensor is not best else None
@@ -159,16 +182,19 @@ def plan_topology(
     """Rank the meshes of one machine and compile the best of them.
 
     Raises:
-      MeshError: a mesh that was named and cannot be, or does not fit.
+      MeshError: a mesh that was named and cannot be, or that the compiler refuses.
     """
     if values.mesh is not None:
         try:
             found = estimate(workload, topology, MeshSpec.parse(values.mesh))
-        except MeshError:
+        except MeshError as error:
             if not everything:
                 raise
-            return TopologyPlan(topology, [], [])
-        plan = TopologyPlan(topology, [found] if found.fits else [], [] if found.fits else [found])
+            return TopologyPlan(topology, [], [], f"{topology}: {error}")
+        if found.fits:
+            plan = TopologyPlan(topology, [found], [])
+        else:
+            plan = TopologyPlan(topology, [], [found], f"{topology}: mesh {shortage(found)}")
     else:
         plan = TopologyPlan(topology, *rank(workload, topology))
     install = missing_compiler(topology.chip.platform) if compile_best else None
@@ -176,17 +202,50 @@ def plan_topology(
         plan.notes.append(f"analytical only: compiling for {topology} needs {install}")
         say(plan.notes[-1])
     elif compile_best and plan.fitting:
-        devices = described_devices(topology)
-        for number, found in enumerate(plan.fitting[:compile_best]):
-            say(f"compiling for {topology}, mesh {found.spec}")
-            plan.compiled[number] = compile_workload(workload, found.spec, devices)
-            if values.dump_hlo is not None:
-                folder = Path(values.dump_hlo)
-                folder.mkdir(exist_ok=True)
-                for one in plan.compiled[number]:
-                    file = f"{topology}_{found.spec}_{one.name}.hlo.txt".replace(":", "_").replace(" ", "_")
-                    (folder / file).write_text(one.text, encoding="utf-8")
+        compile_plan(workload, plan, values, compile_best, only=values.mesh is not None and not everything)
     return plan
+
+
+def compile_plan(workload: Workload, plan: TopologyPlan, values: flags.FlagValues, count: int, only: bool) -> None:
+    """Compile the best meshes of a plan; one that the compiler finds too large makes room for the next.
+
+    Args:
+      workload: what is run.
+      plan: of one machine.
+      values: flags.
+      count: meshes to compile.
+      only: there is no next.
+
+    Raises:
+      MeshError: the compiler refuses the only one.
+    """
+    topology = plan.topology
+    devices = described_devices(topology)
+    while len(plan.compiled) < min(count, len(plan.fitting)):
+        number = len(plan.compiled)
+        found = plan.fitting[number]
+        say(f"compiling for {topology}, mesh {found.spec}")
+        try:
+            programs = compile_workload(workload, found.spec, devices)
+            most, usable = max(one.memory_bytes for one in programs), topology.chip.usable_bytes
+            if most > usable:
+                raise MeshError(f"needs {most / 1e9:.2f} GB of memory on each device of {usable / 1e9:.2f} usable")
+        except MeshError as error:
+            reason = str(error).splitlines()[0]
+            if "memory" in reason:
+                reason += f"; {what_would_help(found)}"
+            if only:
+                raise MeshError(f"{found.spec} on {topology}, by the compiler: {reason}") from error
+            plan.refuse(number, f"by the compiler, {reason}")
+            say(plan.notes[-1])
+            continue
+        plan.compiled[number] = programs
+        if values.dump_hlo is not None:
+            folder = Path(values.dump_hlo)
+            folder.mkdir(exist_ok=True)
+            for one in programs:
+                file = f"{topology}_{found.spec}_{one.name}.hlo.txt".replace(":", "_").replace(" ", "_")
+                (folder / file).write_text(one.text, encoding="utf-8")
 
 
 def describe_plans(workload: Workload, plans: Sequence[TopologyPlan], price: float | None) -> dict[str, Any]:
@@ -200,7 +259,7 @@ def describe_plans(workload: Workload, plans: Sequence[TopologyPlan], price: flo
                 "verdict": plan.verdict,
                 "notes": plan.notes,
                 "meshes": [
-                    describe_estimate(found, price, plan.compiled.get(number))
+                    describe_estimate(found, price, plan.compiled.get(number), plan.refused.get(found.spec))
                     for number, found in enumerate([*plan.fitting, *plan.others])
                 ],
             }
@@ -215,7 +274,7 @@ def print_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pr
     title = (
         f"{name}, {workload.dtype}, batch {workload.batch}, {workload.prompt} + {workload.new_tokens} tokens"
         + ("" if workload.config.is_autoregressive else f", cache {workload.cache}")
-        + "; times, rates and costs are estimated"
+        + "; all but the compiler's column is estimated"
     )
     table = Table(box=box.SIMPLE_HEAD, title=title)
     table.add_column("topology" if several else "mesh", no_wrap=True)
@@ -231,7 +290,9 @@ def print_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pr
             compiled = plan.compiled.get(number)
             most = max((one.memory_bytes for one in compiled), default=0) if compiled else 0
             phase = found.main_phase
-            cells = [str(plan.topology), str(found.spec)] if several else [str(found.spec)]
+            idle = plan.topology.num_devices - found.spec.size
+            mesh = f"{found.spec}, {idle} chips idle" if idle else str(found.spec)
+            cells = [str(plan.topology), mesh] if several else [mesh]
             cells += [
                 f"{found.memory.total / 1e9:.2f}",
                 f"{most / 1e9:.2f}" if most else "-",
@@ -246,7 +307,8 @@ def print_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pr
                 cells.append(f"{found.cost_per_million_tokens(price):.2f}")
             table.add_row(*cells)
         if several and not plan.fitting:
-            table.add_row(str(plan.topology), "does not fit", *[""] * (len(table.columns) - 2))
+            why_not = "does not fit" if plan.others else "no such mesh"
+            table.add_row(str(plan.topology), why_not, *[""] * (len(table.columns) - 2))
         if not several:
             for found in plan.others:
                 cells = [str(found.spec), f"{found.memory.total / 1e9:.2f}", "", "does not fit"]
@@ -254,18 +316,27 @@ def print_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pr
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     for plan in plans if not several else ():
-        console.print(f"why: {plan.verdict}", highlight=False)
-        for number, phases in plan.compiled.items():
-            for one in phases:
-                counts = describe_estimate(plan.fitting[number], None, [one])["compiled"][0]
-                text = ", ".join(f"{count} {kind}" for kind, count in counts["collectives_in_the_program"].items())
-                ratio = counts["estimate_over_compiler"]
-                console.print(
-                    f"compiled: {plan.fitting[number].spec}, {one.name}, {one.attention} attention, "
-                    f"{one.memory_bytes / 1e9:.3f} GB a device (estimate {ratio:.3f} times), "
-                    f"{text or 'no collectives'} in the program, {one.seconds:.1f} s to compile",
-                    highlight=False,
-                )
+        for found in plan.others:
+            why = plan.refused.get(found.spec) or shortage(found)
+            console.print(f"does not fit: {why}", highlight=False, soft_wrap=True)
+        console.print(f"why: {plan.verdict}", highlight=False, soft_wrap=True)
+        for number, programs in plan.compiled.items():
+            for one in describe_compiled(plan.fitting[number], programs):
+                console.print(_compiled_in_words(plan.fitting[number], one), highlight=False, soft_wrap=True)
+
+
+def _compiled_in_words(found: Estimate, one: dict[str, Any]) -> str:
+    """What the compiler says of one pass of a mesh, in a line."""
+    counts = ", ".join(f"{count:g} {kind}" for kind, count in one["collectives_of_a_pass"].items())
+    moved = sum(entry["bytes"] for entry in one["collective_bytes_of_a_pass"])
+    widths = one["window_widths_in_the_program"]
+    return (
+        f"compiled: {found.spec}, {one['pass']}, {one['attention']} attention, "
+        f"{one['memory_bytes_per_device'] / 1e9:.3f} GB a device (estimate {one['estimate_over_compiler']:.3f} times), "
+        + (f"{counts} of {moved / 1e6:.3f} MB" if counts else "no collectives")
+        + (f" in the windows of {widths} widths together" if widths > 1 else " a pass")
+        + f", {one['compile_seconds']:.1f} s to compile"
+    )
 
 
 def run(argv: Sequence[str] | None = None) -> None:

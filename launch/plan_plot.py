@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.planner.workload import Workload
@@ -12,16 +13,29 @@ if TYPE_CHECKING:
     from launch.plan import TopologyPlan
 
 
-def plot_plans(path: str, name: str, workload: Workload, plans: Sequence[TopologyPlan]) -> None:
-    """Draw every mesh of every plan.
+def check_plot(path: str) -> None:
+    """Check before anything is computed that a picture can be written to this file.
 
     Raises:
       InputError: matplotlib is not installed, or the file's ending is no format of its.
     """
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise InputError("--plot needs matplotlib: pip install 'diffumesh[bench]'") from error
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix.lower().removeprefix(".") not in formats:
+        raise InputError(f"--plot={path}: the name must end with one of .{', .'.join(formats)}")
+
+
+def plot_plans(path: str, name: str, workload: Workload, plans: Sequence[TopologyPlan]) -> None:
+    """Draw every mesh of every plan, after :func:`check_plot`.
+
+    Raises:
+      InputError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     time_axes, memory_axes = figure.subplots(1, 2)
     for plan in plans:
@@ -47,5 +61,5 @@ def plot_plans(path: str, name: str, workload: Workload, plans: Sequence[Topolog
     figure.suptitle(f"{name}, batch {workload.batch}, {workload.prompt} + {workload.new_tokens} tokens; estimated")
     try:
         figure.savefig(path, dpi=150)
-    except (ValueError, OSError) as error:
+    except OSError as error:
         raise InputError(f"--plot={path}: {error}") from error

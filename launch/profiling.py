@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -34,12 +35,25 @@ def check_profiling(values: flags.FlagValues) -> None:
     """Check the folders before a device is touched.
 
     Raises:
-      InputError: one that cannot be made where it is to be.
+      InputError: one that cannot be made where it is to be, or written.
     """
     for name in ("profile_dir", "dump_hlo"):
         path = values[name].value
-        if path is not None and not Path(path).resolve().parent.is_dir():
+        if path is None:
+            continue
+        folder = Path(path).resolve()
+        if not folder.parent.is_dir():
             raise InputError(f"--{name}={path}: there is no such folder")
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"--{name}={path}: that is a file; name a folder")
+        if not os.access(folder if folder.exists() else folder.parent, os.W_OK | os.X_OK):
+            raise InputError(f"--{name}={path}: this user may not write there")
+
+
+def given_profiling(values: flags.FlagValues) -> list[str]:
+    """The flags that are set, for the process that does the work; none where nobody asks."""
+    names = ("profile_dir", "dump_hlo")
+    return [f"--{name}={values[name].value}" for name in names if values[name].value is not None]
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from launch.decoding_flags import decoding_config, define_decoding_flags, descri
 from launch.hosts.faults import EXIT_RESTART
 from launch.model_flags import define_model_flags, load_engine, open_checkpoint, read_tokenizer
 from launch.openai.bodies import Defaults, read_config
+from launch.profiling import check_profiling, define_profiling_flags, traced, write_programs
 from launch.startup import (
     define_device_flags,
     is_main_process,
@@ -44,7 +45,7 @@ try:
     from launch.serving.http import listen
     from launch.serving.keys import Keys
     from launch.serving.limits import Limits
-    from launch.serving.mesh import Mesh, Shape
+    from launch.serving.mesh import Mesh, Shape, most_steps
     from launch.serving.reading import Mode
     from launch.serving.scheduler import follow
     from launch.serving.server import Server
@@ -56,6 +57,8 @@ except ModuleNotFoundError as error:
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 _DEFAULT_CANVAS = 512
 _DEFAULT_SLOTS = 8
+# Open files beside connections: weights, devices, logs.
+_OTHER_FILES = 128
 _MODE_FIELDS = (
     *("algorithm", "cache", "block_length", "parallel", "threshold", "factor"),
     *("refresh_interval", "refresh_blocks"),
@@ -77,7 +80,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
     string("host", "127.0.0.1", "Address to listen on. One that is not this machine's own asks for --api_key_file.")
     integer("port", 8000, "Port to listen on; 0 for any that is free.", 0, 65535)
-    string("api_key_file", None, "File of API keys, one a line, that nobody else can read; every route asks for one.")
+    string("api_key_file", None, "File of API keys, one a line, readable by its owner alone; every route asks for one.")
     flags.DEFINE_list(
         "allowed_hosts",
         None,
@@ -100,7 +103,13 @@ def define_flags(values: flags.FlagValues) -> None:
         "Another way of decoding that requests may ask for, as cache=dual,parallel=threshold; repeatable.",
         flag_values=values,
     )
-    integer("max_steps", None, "Denoise steps of a block at most. Default: as many as positions.", 1, MAX_STEPS)
+    integer(
+        "max_steps",
+        None,
+        "Denoise steps of a block at most. Default: as many as positions, or as requests have that do not say.",
+        1,
+        MAX_STEPS,
+    )
     integer("max_queue", 64, "Rows that may wait; what is more is refused with 429.", 1, 1 << 20)
     integer("max_rows", 32, "Completions, or scored rows, of one request.", 1, 1024)
     integer("max_body_bytes", 1 << 20, "Bytes of a request.", 1 << 10, 1 << 30)
@@ -114,6 +123,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define_model_flags(values)
     define_decoding_flags(values)
     define_device_flags(values)
+    define_profiling_flags(values)
 
 
 def read_limits(values: flags.FlagValues) -> Limits:
@@ -138,6 +148,30 @@ def read_limits(values: flags.FlagValues) -> Limits:
     )
 
 
+def allow_files(connections: int) -> None:
+    """Let this process have as many files open as it may, and check that they are enough for so many connections.
+
+    Raises:
+      InputError: they are not.
+    """
+    if sys.platform == "win32":  # no such limit
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_FILES
+    # Where there is no hard limit the kernel has one of its own, which it does not say.
+    allowed = wanted if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        soft = allowed
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        raise InputError(
+            f"--max_connections={connections} takes {wanted} open files, and ulimit -n allows {soft}: raise it, or "
+            f"--max_connections={max(1, soft - _OTHER_FILES)}"
+        )
+
+
 def read_keys(values: flags.FlagValues) -> Keys:
     """The keys that flags say.
 
@@ -155,8 +189,12 @@ def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: Mod
     """What requests start from.
 
     Raises:
-      InputError: no tokenizer, or a decoding flag that is wrong.
+      InputError: no tokenizer, or a decoding flag that is wrong or each request's own.
     """
+    if values["seed"].present:
+        raise InputError('--seed: a request says its own, as "seed", or gets one at random')
+    if values["log_probabilities"].present:
+        raise InputError('--log_probabilities: a request asks for its own, as "logprobs"')
     tokenizer = read_tokenizer(folder)
     end_token_ids = end_tokens(model, folder, tokenizer)
     config = decoding_config(values, folder, model, end_token_ids)
@@ -164,7 +202,7 @@ def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: Mod
         model_name=values.served_model_name or Path(folder.name).name,
         model=model,
         tokenizer=tokenizer,
-        config=config.replace(log_probabilities=False),
+        config=config,
         steps_follow_tokens=steps_follow_tokens(values, folder),
         end_token_ids=end_token_ids,
         seed=0,
@@ -214,12 +252,19 @@ def shapes(
     """The slots that there are to be, and which of them are for which way of decoding.
 
     Raises:
-      InputError: a canvas that the model does not allow.
+      InputError: a canvas that the model does not allow, or in which requests that say nothing do not fit.
     """
     widths = sorted(set(values.canvas)) or [min(_DEFAULT_CANVAS, model.max_positions)]
     if widths[-1] > model.max_positions:
         raise InputError(f"--canvas={widths[-1]}: the model allows {model.max_positions} positions")
-    made = [Shape(config, width, values.slots, values.max_steps or width) for config in configs for width in widths]
+    if (tokens := configs[0].max_new_tokens) >= widths[-1]:
+        raise InputError(
+            f"--canvas={widths[-1]} has no room for a prompt beside {tokens} new tokens: give a wider one, or fewer "
+            "--max_new_tokens"
+        )
+    for config in configs:
+        most_steps(config, widths[-1], values.max_steps)
+    made = [Shape(config, width, values.slots, values.max_steps) for config in configs for width in widths]
     modes = [
         Mode(config, range(number * len(widths), (number + 1) * len(widths))) for number, config in enumerate(configs)
     ]
@@ -230,10 +275,13 @@ def main(values: flags.FlagValues) -> None:
     """Run the launcher."""
     if _MISSING is not None:
         raise InputError(f"the server needs {_MISSING}: pip install 'diffumesh[serve]'")
+    check_profiling(values)
     limits, keys = read_limits(values), read_keys(values)
     folder, model = open_checkpoint(values)
     defaults = read_defaults(values, folder, model)
     made, modes = shapes(values, model, read_modes(values.mode, defaults))
+    if is_main_process():
+        allow_files(limits.connections)
     own = listen(values.host, values.port) if is_main_process() else None
 
     start_devices(values, {"checkpoint": fingerprint(folder)})
@@ -245,12 +293,16 @@ def main(values: flags.FlagValues) -> None:
     say(describe(defaults.config))
     mesh = Mesh(engine, made)
     if server is None or own is None:
-        follow(mesh, this_host())
+        with traced(values):
+            follow(mesh, this_host())
         return
     name, port = own.getsockname()[:2]
     address = f"http://{f'[{name}]' if ':' in name else name}:{port}"
     slots = ", ".join(f"{pool.count} slots of {pool.width}" for pool in mesh.pools)
-    server.run(mesh, lambda: say(f"serving {defaults.model_name} on {address} ({slots})"))
+    with traced(values):
+        server.run(mesh, lambda: say(f"serving {defaults.model_name} on {address} ({slots})"))
+    if values.dump_hlo is not None:
+        write_programs(values, engine.program_texts())
     if late := server.scheduler.cut_short:
         say(f"{late} requests were not finished within --grace={limits.grace:g} s")
         this_host().finish()

@@ -6,8 +6,10 @@ import contextlib
 import os
 import stat
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
@@ -31,6 +33,7 @@ from launch.hosts.place import define_place_flags, find_place
 from sharding.errors import InputError
 
 MAX_SIMULATED_DEVICES = 4096
+_SECONDS_BETWEEN_LINES = 10.0
 
 # A function of (done, in all).
 Report = Callable[[int, int], None]
@@ -227,15 +230,22 @@ def say(message: str) -> None:
 
 @contextlib.contextmanager
 def progress_bar(title: str, *, of_bytes: bool = False) -> Iterator[Report]:
-    """A progress bar with rate and remaining time on an interactive terminal, on host 0.
+    """A progress bar with rate and remaining time on an interactive terminal; of bytes, elsewhere a line now and then.
 
     Yields:
-      What to report to; it does nothing where nobody would see it. All hosts report alike, so that the work they
-      do between two reports is the same program everywhere.
+      What to report to; host 0 alone shows it. All hosts report alike, so that the work they do between two reports is
+      the same program everywhere.
     """
     host = _host
-    if not (sys.stderr.isatty() and is_main_process()):
-        yield lambda done, total: host.mark()
+    if not sys.stderr.isatty() or not is_main_process():
+        lines = _ByteLines(title)
+
+        def report_lines(done: int, total: int) -> None:
+            host.mark()
+            if of_bytes:
+                lines.at_times(done, total)
+
+        yield report_lines
         return
     amount = (DownloadColumn(), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimeElapsedColumn(), TimeRemainingColumn())
@@ -247,3 +257,21 @@ def progress_bar(title: str, *, of_bytes: bool = False) -> Iterator[Report]:
             progress.update(task, completed=done, total=total)
 
         yield report
+
+
+class _ByteLines:
+    """Lines about how far bytes are, from host 0, for a log that cannot show a bar."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._start = self._last = time.monotonic()
+
+    def at_times(self, done: int, total: int) -> None:
+        """Say it when the last time is a while ago."""
+        now = time.monotonic()
+        if now - self._last < _SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        rate = done / max(now - self._start, 1e-9)
+        left = f", about {timedelta(seconds=round((total - done) / rate))} left" if done else ""
+        say(f"{self._title}: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s{left}")

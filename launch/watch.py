@@ -189,7 +189,8 @@ class CanvasWatcher:
     """Draws the canvas as it unmasks, newly set tokens highlighted.
 
     A context manager; leaving it, by an exception too, gives the terminal back with its cursor. Where there is no
-    interactive terminal nothing is ever printed, and :attr:`active` is False::
+    interactive terminal nothing is ever printed, and :attr:`active` is False. ``steps``, the denoise steps there will
+    be, may be set when they are known::
 
         with CanvasWatcher(steps=256) as watcher:
             for step, canvas in engine.stream_tokens(...):
@@ -224,7 +225,7 @@ class CanvasWatcher:
         """
         if steps < 1:
             raise ValueError(f"steps is {steps}; it must be at least 1")
-        self._steps = steps
+        self.steps = steps
         self._titles = titles
         self._console = Console(stderr=True) if console is None else console
         # Rich can be told by the environment to treat a pipe as a terminal, for colours; for drawing that is no use.
@@ -286,7 +287,7 @@ class CanvasWatcher:
         if self._live is None:
             raise RuntimeError("CanvasWatcher.update outside of its with block")
         now = self._clock()
-        if self._views and step < self._steps and now - self._drawn < self._pause:
+        if self._views and step < self.steps and now - self._drawn < self._pause:
             self._waiting = (step, rows)
             return
         self._draw(step, rows)
@@ -329,8 +330,8 @@ class CanvasWatcher:
             grid.add_column(no_wrap=True, overflow="crop", ratio=1 if column == 1 else None)
         seconds = self._clock() - self._started
         grid.add_row(
-            Text(f"step {step:>{len(str(self._steps))}}/{self._steps}"),
-            ProgressBar(total=self._steps, completed=step),
+            Text(f"step {step:>{len(str(self.steps))}}/{self.steps}"),
+            ProgressBar(total=self.steps, completed=step),
             Text(f"{masks} masked  {seconds:.1f} s"),
         )
         return grid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -46,17 +47,27 @@ def cut_completion(
     Returns:
       Text, the longest run of tokens whose text lies before the cut, and the finish reason.
     """
-    ends = set(end_token_ids)
-    end = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
-    reason = "stop" if end < len(tokens) else "length"
-    kept = list(tokens[:end])
+    kept = _before_end(tokens, end_token_ids)
+    reason = "stop" if len(kept) < len(tokens) else "length"
     text = tokenizer.decode(kept)
-    cuts = [place for place in (text.find(string) for string in stop if string) if place >= 0]
-    if cuts:
-        text, reason = text[: min(cuts)], "stop"
-        while kept and len(tokenizer.decode(kept)) > len(text):
-            kept.pop()
+    cut = _first_stop(text, stop)
+    if cut is not None:
+        text, reason = text[:cut], "stop"
+        counts = range(1, len(kept) + 1)
+        kept = kept[: bisect.bisect_right(counts, cut, key=lambda count: len(tokenizer.decode(kept[:count])))]
     return text, kept, reason
+
+
+def _before_end(tokens: Sequence[int], end_token_ids: Collection[int]) -> list[int]:
+    """Tokens before the first that ends a completion."""
+    ends = set(end_token_ids)
+    return list(tokens[: next((place for place, token in enumerate(tokens) if token in ends), len(tokens))])
+
+
+def _first_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Where the first stop string begins."""
+    places = [place for place in (text.find(string) for string in stop if string) if place >= 0]
+    return min(places, default=None)
 
 
 def cut_completions(
@@ -147,14 +158,22 @@ class TextStream:
 
     def push(self, tokens: Sequence[int], whole: bool = False) -> str:
         """The next piece, often empty, now that these tokens are certain; ``whole`` says that there will be no more."""
-        if len(tokens) == self._tokens and not whole:
+        if self.ended or (len(tokens) == self._tokens and not whole):
             return ""
         self._tokens = len(tokens)
-        text, _, reason = cut_completion(self._tokenizer, tokens, self._ends, self._stop)
-        self.ended = reason == "stop"
-        safe = len(text) if self.ended or whole else len(text.rstrip("\ufffd")) - self._margin
-        piece = text[self._sent : safe]
-        self._sent = max(self._sent, safe)
+        kept = _before_end(tokens, self._ends)
+        at_end = len(kept) < len(tokens)
+        text = self._tokenizer.decode(kept)
+        sure = len(text)
+        if not (at_end or whole):
+            text = text.rstrip("\ufffd")
+            sure = max(self._sent, len(text) - self._margin)
+        cut = _first_stop(text, self._stop)
+        # Of several stop strings a longer one may still turn out to begin before the one that is there.
+        stopped = cut is not None and cut <= sure
+        self.ended = at_end or stopped
+        piece = text[self._sent : cut if stopped else sure]
+        self._sent += len(piece)
         return piece
 
 

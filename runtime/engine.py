@@ -21,16 +21,16 @@ from checkpoints.opening import VERIFY
 from runtime.attention import IMPLEMENTATIONS
 from runtime.batching import Rows, check_kind, check_request, read_rows, row_seeds
 from runtime.completions import Completion, certain_prefixes, cut_completions, stream_text
-from runtime.decoding.config import DiffusionConfig, SamplingConfig
+from runtime.decoding.config import MAX_TEMPERATURE, MIN_TEMPERATURE, DiffusionConfig, SamplingConfig
 from runtime.filling import Filling
-from runtime.generation import GenerationResult, GenerationStats, committed_tokens, masks_left
+from runtime.generation import GenerationResult, GenerationStats, committed_tokens, join_histories, masks_left
 from runtime.kv_cache import CACHE_DTYPES
 from runtime.models.config import STORED_DTYPES, ModelConfig, token_ids
 from runtime.models.declarations import ModelLayout, named_shapes
 from runtime.models.families import Weights, model_layout, weights_class
 from runtime.models.quantization import QUANTIZATIONS
 from runtime.planner.default import default_mesh
-from runtime.runner import Runner, check_attention, check_memory
+from runtime.runner import Runner, check_attention, check_memory, weight_bytes
 from runtime.runs.autoregressive import AutoregressiveRun
 from runtime.runs.block_diffusion import BlockRun
 from runtime.runs.diffusion import DiffusionRun, LogitsHook, TokensHook
@@ -57,6 +57,10 @@ def end_tokens(config: ModelConfig, folder: CheckpointFolder, tokenizer: TextTok
     """
     ids = [*config.end_token_ids, *token_ids(folder.generation_config, "eos_token_id", config.vocab_size - 1)]
     return tuple(dict.fromkeys([*ids, *tokenizer.end_token_ids]))
+
+
+def _cached(config: GenerationConfig) -> bool:
+    return config.use_cache if isinstance(config, SamplingConfig) else config.cache != "none"
 
 
 class Engine:
@@ -196,12 +200,17 @@ class Engine:
         quantize: str = "none",
         kv_cache: str = "model",
     ) -> Engine:
-        """An engine with random weights, the same on every mesh, for benchmarks and tests."""
+        """An engine with random weights, the same on every mesh, for benchmarks and tests.
+
+        Raises:
+          InputError: more weights than the devices hold.
+        """
         found = list(jax.devices() if devices is None else devices)
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         if spec is None:
             spec = default_mesh(config, found, dtype, 1, quantize)
         layout = model_layout(config, spec.resolve(len(found)), found, quantize)
+        check_memory(layout, dtype, found[0])
         return cls(
             layout, layout.random_weights(seed, dtype), attention=attention, max_batch=max_batch, kv_cache=kv_cache
         )
@@ -233,6 +242,8 @@ class Engine:
             if verify not in VERIFY:
                 raise InputError(f"verify {verify!r} is not one of {', '.join(VERIFY)}")
             folder = open_folder(source, offline=offline)
+            if found := self.config.differences(ModelConfig.from_huggingface(folder.config)):
+                raise InputError(f"{folder.name}: another model than this engine's ({'; '.join(found)})")
             check_weights(folder, self.layout)
             self._runner.weights, self.loaded = load_weights(folder, self.layout, self.dtype, progress, verify)
             return
@@ -310,7 +321,7 @@ class Engine:
           logits_hook: called in every step with full logits, may change them; gathers ``[B, S + N, V]`` float32
             (diffusion).
           watch: called with (steps done, canvas int32 ``[B, S + N]``) before the first step and after each.
-          progress: called with (steps done, steps in all) along the way, all batches counted.
+          progress: called with (steps done, steps in all at most) along the way, all batches counted.
 
         Returns:
           Sequences ``[B * num_return_sequences, S + N]`` and what they cost.
@@ -328,20 +339,25 @@ class Engine:
             raise InputError("hooks are of the original algorithm: leave cache, blocks, parallel and stop tokens off")
         rows, seeds = self._prepare(input_ids, attention_mask, config, num_return_sequences)
         stats = GenerationStats()
-        pieces = []
+        pieces, steps = [], 0
         for run, batches in self._runs(rows, config, seeds, num_return_sequences, whole=hooked or watch is not None):
-            stats.steps = run.steps
+            stats.steps = max(stats.steps, run.steps)
+            before, total = steps, steps + (batches - stats.batches) * run.steps
+            steps += run.steps
             if isinstance(run, DiffusionRun) and hooked:
                 run.run_hooked(tokens_hook, logits_hook, history)
-            elif watch is not None:
-                watch(0, run.canvas())
-                for done in run.advance_by(1):
-                    watch(done, run.canvas())
-            elif progress is None:
+            elif watch is None and progress is None:
                 run.advance(run.steps)
             else:
-                for done in run.advance_by(max(1, run.steps // _PROGRESS_REPORTS)):
-                    progress(stats.batches * run.steps + done, batches * run.steps)
+                if progress is not None:
+                    progress(before, total)
+                if watch is not None:
+                    watch(0, run.canvas())
+                for done in run.advance_by(1 if watch is not None else max(1, run.steps // _PROGRESS_REPORTS)):
+                    if progress is not None:
+                        progress(before + done, total)
+                    if watch is not None:
+                        watch(done, run.canvas())
             piece = run.result(history)
             pieces.append(piece)
             stats.forwards += piece.forwards
@@ -350,7 +366,7 @@ class Engine:
         sequences = np.concatenate([piece.sequences for piece in pieces])
         steps_set = np.concatenate([piece.steps_set for piece in pieces])
         histories = [piece.history for piece in pieces if piece.history is not None]
-        unfolded = np.concatenate(histories, axis=1) if histories else None
+        unfolded = join_histories(histories) if histories else None
         kept = [piece.log_probabilities for piece in pieces if piece.log_probabilities is not None]
         log_probabilities = np.concatenate(kept) if kept else None
         real = np.pad(rows.real, ((0, 0), (0, config.max_new_tokens)), constant_values=True)
@@ -414,10 +430,35 @@ class Engine:
         check_kind(self.config, config)
         if width > self.config.max_positions:
             raise InputError(f"{width} positions; the model allows {self.config.max_positions}")
-        bucket, data = self._runner.bucket(width), self.layout.spec.data
-        cached = config.use_cache if isinstance(config, SamplingConfig) else config.cache != "none"
-        rows = self._runner.batch_size(max(data, count // data * data), bucket, cached)
-        return open_slots(self._runner, config, bucket, rows, steps, bucket)
+        bucket = self._runner.bucket(width)
+        return open_slots(self._runner, config, bucket, self._slot_count(config, width, count), steps, bucket)
+
+    def check_slots(self, wanted: Sequence[tuple[GenerationConfig, int, int]]) -> None:
+        """Check that slots of several kinds fit beside one another, before any are made.
+
+        Args:
+          wanted: configuration, width and count of each kind, as :meth:`slots` takes them.
+
+        Raises:
+          InputError: they do not; says what they need.
+        """
+        room, weights, data = self._runner.room(), weight_bytes(self.layout, self.dtype), self.layout.spec.data
+        found = [
+            self._runner.memory(self._slot_count(one, width, count) // data, self._runner.bucket(width), _cached(one))
+            for one, width, count in wanted
+        ]
+        # Passes take turns; caches stay.
+        kept = sum(sum(tensor.bytes for tensor in memory.resident) - weights for memory in found)
+        needed = weights + kept + max(sum(tensor.bytes for tensor in memory.peak) for memory in found)
+        if len(wanted) > 1 and room is not None and needed > room:
+            raise InputError(
+                f"slots of {len(wanted)} kinds need {needed / 1e9:.1f} GB of each device, {kept / 1e9:.1f} GB of it "
+                f"for what they keep, and {room / 1e9:.1f} GB are to be had: fewer slots, canvases or ways of decoding"
+            )
+
+    def _slot_count(self, config: GenerationConfig, width: int, count: int) -> int:
+        data = self.layout.spec.data
+        return self._runner.batch_size(max(data, count // data * data), self._runner.bucket(width), _cached(config))
 
     def generate(
         self,
@@ -559,8 +600,10 @@ class Engine:
                 f"targets are {list(wanted.original.shape)}, input_ids {list(rows.original.shape)}; "
                 "they must be the same"
             )
-        if not 0 < temperature < math.inf:
-            raise InputError(f"temperature is {temperature}; expected a positive number")
+        if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+            raise InputError(
+                f"temperature is {temperature}; expected a number from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+            )
         return score_rows(self._runner, rows, wanted, temperature, width, batch)
 
     # ---- how rows meet the mesh -------------------------------------------------------------------------------
@@ -584,7 +627,7 @@ class Engine:
         """Batches on the mesh, one after another, and how many there are; ``whole`` refuses to split."""
         canvas = self._runner.bucket(int(rows.lengths.max()) + config.max_new_tokens)
         count = len(rows.lengths)
-        cached = config.use_cache if isinstance(config, SamplingConfig) else config.cache != "none"
+        cached = _cached(config)
         size = self._runner.batch_size(count, canvas, cached)
         if whole and count > size:
             raise InputError(f"{count} rows at a time, and memory allows {size} on this mesh: give fewer rows")

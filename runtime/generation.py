@@ -5,6 +5,7 @@ Dimension letters: B batch, S the caller's prompt width, N new tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +16,8 @@ class GenerationStats:
     """What a generation cost.
 
     Attributes:
-      forwards: forward passes that were executed, all batches together.
+      forwards: forward passes that were executed, all batches together. With a cache a pass may be the refresh of some
+        rows, one after another, and a window of the others.
       positions: positions that they computed, prompts included, for rows that were not done.
       steps: denoise steps that were asked for; with blocks, the most that any row may take.
       tokens: tokens committed.
@@ -57,6 +59,14 @@ class GenerationResult:
     seeds: list[int]
     log_probabilities: np.ndarray | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)
+
+
+def join_histories(histories: Sequence[np.ndarray]) -> np.ndarray:
+    """Histories ``[steps, B, S + N]`` of several batches as one; those with fewer steps stay as they ended."""
+    longest = max(map(len, histories))
+    return np.concatenate(
+        [np.pad(one, ((0, longest - len(one)), (0, 0), (0, 0)), mode="edge") for one in histories], axis=1
+    )
 
 
 def committed_tokens(steps_set: np.ndarray) -> int:

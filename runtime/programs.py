@@ -32,10 +32,13 @@ from runtime.sampling import log_probabilities
 
 Array = jax.Array
 
-# XLA on CPU would widen all the stacked bfloat16 layers to float32 before the scan; layer by layer is also faster.
-_CPU_OPTIONS: dict[str, str | bool] = {
-    "xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
-}
+
+def compiler_options(platform: str) -> dict[str, str | bool] | None:
+    """What programs for this platform are compiled with beside the defaults."""
+    if platform != "cpu":
+        return None
+    # XLA would widen all the stacked bfloat16 layers to float32 before the scan; layer by layer is also faster.
+    return {"xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"}
 
 
 def put(value: Any, sharding: jax.sharding.Sharding) -> Array:
@@ -360,7 +363,7 @@ class ProgramCache:
 
     def __init__(self, platform: str) -> None:
         """Make an empty cache for devices of one platform."""
-        self._options = _CPU_OPTIONS if platform == "cpu" else None
+        self._options = compiler_options(platform)
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
         self.compiled = 0
         self.seconds = 0.0

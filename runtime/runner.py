@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from runtime.attention import choose_attention
 from runtime.batching import bucket_length
 from runtime.kv_cache import cache_dtype
-from runtime.memory import Device, PassShape, memory_of_passes
+from runtime.memory import Device, Memory, PassShape, memory_of_passes
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
@@ -109,21 +109,35 @@ class Runner:
         return self._row_limits[canvas, cached]
 
     def _estimate_max_rows(self, canvas: int, cached: bool) -> int:
-        spec, memory = self.layout.spec, device_memory(self._device)
-        if memory is None:
-            return spec.data * MAX_ROWS_PER_SHARD
-        chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
-        device = Device(self.platform, chips[0].fast_memory_bytes if chips else 0)
-        attention, weights = self.forward(canvas).attention, weight_bytes(self.layout, self.dtype)
+        data, room = self.layout.spec.data, self.room()
+        if room is None:
+            return data * MAX_ROWS_PER_SHARD
 
         def fits(rows: int) -> bool:
-            head = self.chunk(rows * spec.data, canvas) // spec.sequence
-            shape = PassShape(rows, canvas // spec.sequence, canvas, head, attention)
-            kept = self.cache_dtype if cached else None
-            needed = memory_of_passes(self.layout, self.dtype, device, rows, canvas, [shape], kept).total
-            return needed - weights <= _ACTIVATION_SHARE * (memory - weights)
+            return self.memory(rows, canvas, cached).total <= room
 
-        return spec.data * max(1, bisect.bisect_left(range(1, MAX_ROWS_PER_SHARD + 1), True, key=lambda n: not fits(n)))
+        return data * max(1, bisect.bisect_left(range(1, MAX_ROWS_PER_SHARD + 1), True, key=lambda n: not fits(n)))
+
+    def room(self) -> float | None:
+        """Bytes of each device that weights and what runs may plan to use, None where the device does not say."""
+        memory, weights = device_memory(self._device), weight_bytes(self.layout, self.dtype)
+        return None if memory is None else weights + _ACTIVATION_SHARE * (memory - weights)
+
+    def memory(self, rows: int, canvas: int, cached: bool) -> Memory:
+        """What passes over whole rows need on each device, weights included, estimated.
+
+        Args:
+          rows: of one shard of data.
+          canvas: positions of each.
+          cached: with a cache.
+        """
+        spec = self.layout.spec
+        chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
+        device = Device(self.platform, chips[0].fast_memory_bytes if chips else 0)
+        head = self.chunk(rows * spec.data, canvas) // spec.sequence
+        shape = PassShape(rows, canvas // spec.sequence, canvas, head, self.forward(canvas).attention)
+        kept = self.cache_dtype if cached else None
+        return memory_of_passes(self.layout, self.dtype, device, rows, canvas, [shape], kept)
 
 
 def canvas_bucket(length: int, layout: ModelLayout, platform: str) -> int:

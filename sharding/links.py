@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,19 +57,26 @@ class Wiring:
         rows = [(*place.coords, place.slice_index, place.process_index) for place in array.flat]
         return np.array(rows).reshape(*array.shape, 5)
 
-    def link(self, axes: Sequence[str]) -> Link:
+    @property
+    def slices(self) -> int:
+        """TPU slices that the mesh lies over; 1 for GPUs."""
+        return len(set(self._places[..., 3].flat))
+
+    def link(self, axes: Sequence[str], inside_slices: bool = False) -> Link:
         """What joins the chips that differ along these mesh axes and no others.
 
         On a TPU, every torus dimension that the group spans carries its share at once, in both directions where the
         group closes a ring. Between GPUs, NVLink within a host; a group that spans hosts is as fast as the network.
+
+        Args:
+          axes: of the mesh.
+          inside_slices: only the chips of one slice.
         """
-        chip = self.topology.chip
-        index = tuple(slice(None) if axis in axes else 0 for axis in MESH_AXES)
-        group = self._places[index].reshape(-1, 5)
+        chip, group = self.topology.chip, self._group(axes, inside_slices)
         spans = [len(set(group[:, column])) for column in range(5)]
-        crosses = spans[3] > 1 if chip.platform == "tpu" else spans[4] > 1
-        if crosses:
-            hops = max(spans[3], spans[4]) - 1
+        # The network lies between TPU slices, whose hosts the interconnect joins, and between GPU hosts.
+        hops = spans[3 if chip.platform == "tpu" else 4] - 1
+        if hops:
             return Link("network", chip.network_bandwidth, hops * _HOP_SECONDS["network"])
         if chip.platform == "gpu":
             return Link("NVLink", chip.link_bandwidth, _HOP_SECONDS["NVLink"])
@@ -84,11 +90,12 @@ class Wiring:
         hops = sum(span - 1 for span in spans[:3])
         return Link("interconnect", max(1, directions) * chip.link_bandwidth, hops * _HOP_SECONDS["interconnect"])
 
-    def members(self, axes: Sequence[str]) -> int:
+    def members(self, axes: Sequence[str], inside_slices: bool = False) -> int:
         """How many chips such a group has."""
-        return math.prod(size for axis, size in self.sizes.items() if axis in axes)
+        return len(self._group(axes, inside_slices))
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes of the mesh axes that programs see."""
-        return dict(zip(MESH_AXES, (self.spec.data, self.spec.sequence, self.heads.kv, self.heads.group), strict=True))
+    def _group(self, axes: Sequence[str], inside_slices: bool) -> np.ndarray:
+        """Places of the chips that differ along these axes from the first, itself among them."""
+        index = tuple(slice(None) if axis in axes else 0 for axis in MESH_AXES)
+        group = self._places[index].reshape(-1, 5)
+        return group[group[:, 3] == group[0, 3]] if inside_slices else group

@@ -104,25 +104,29 @@ def arrange_devices(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -
       devices: at least ``spec.size`` devices, real or described, or :class:`sharding.topology.Place`.
 
     Raises:
-      MeshError: several slices and a ``data`` axis that they do not divide, or too few devices.
+      MeshError: several slices and a ``data`` axis that they do not divide, too few devices, or fewer than all, and the
+        first of them are no box of the interconnect.
     """
     if spec.size > len(devices):
         raise MeshError(f"mesh {spec} needs {spec.size} devices, and there are {len(devices)}")
     shape = (spec.data, spec.sequence, heads.kv, heads.group)
-    devices = list(devices[: spec.size])
-    slices = {getattr(device, "slice_index", 0) for device in devices}
-    if len(slices) > 1 and devices[0].platform == "tpu":
-        if spec.data % len(slices):
-            raise MeshError(
-                f"mesh {spec} on {len(slices)} slices: only the data axis crosses slices, so data must be a multiple "
-                f"of {len(slices)}; a mesh that fits: data={len(slices)},tensor={spec.size // len(slices)}"
-            )
-        return mesh_utils.create_hybrid_device_mesh(
-            (spec.data // len(slices), *shape[1:]),
-            (len(slices), 1, 1, 1),
-            devices=devices,
-            allow_split_physical_axes=True,
+    used = list(devices[: spec.size])
+    if used[0].platform != "tpu":
+        return np.asarray(used, dtype=object).reshape(shape)
+    slices = {getattr(device, "slice_index", 0) for device in used}
+    if spec.data % len(slices):
+        raise MeshError(
+            f"mesh {spec} on {len(slices)} slices: only the data axis crosses slices, so data must be a multiple "
+            f"of {len(slices)}; a mesh that fits: data={len(slices)},tensor={spec.size // len(slices)}"
         )
-    if devices[0].platform == "tpu":
-        return mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
-    return np.asarray(devices, dtype=object).reshape(shape)
+    try:
+        if len(slices) == 1:
+            return mesh_utils.create_device_mesh(shape, devices=used, allow_split_physical_axes=True)
+        inside, across = (spec.data // len(slices), *shape[1:]), (len(slices), 1, 1, 1)
+        return mesh_utils.create_hybrid_device_mesh(inside, across, devices=used, allow_split_physical_axes=True)
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        why = "are no box of the interconnect" if len(slices) == 1 else "are not the same box in each slice"
+        raise MeshError(
+            f"mesh {spec}: the first {spec.size} of {len(devices)} chips {why}, so that no mesh can be laid over them; "
+            f"a mesh that fits: data={len(devices)}"
+        ) from error

@@ -14,11 +14,21 @@ tables there.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 from absl import flags
 
-from benchmarks.ceilings import COPY_BYTES, MATMUL_SIZE, measure_ceilings
-from benchmarks.records import build_record, define_record_flags, integers, kind_of_devices, load_notes, write_record
+from benchmarks.ceilings import COPY_BYTES, MATMUL_SIZE, Ceilings, fits_or_none, measure_ceilings
+from benchmarks.records import (
+    build_record,
+    check_one_host,
+    define_record_flags,
+    integers,
+    kind_of_devices,
+    load_notes,
+    write_record,
+)
 from benchmarks.suite.acceptance import acceptance
 from benchmarks.suite.generation import measure_autoregressive, measure_batches, measure_cpu, measure_generations
 from benchmarks.suite.passes import measure_grid, measure_lengths, measure_steps, measure_ten_tokens, read_shapes
@@ -27,7 +37,9 @@ from benchmarks.suite.start import load, measure_compilation, measure_files, not
 from benchmarks.suite.subject import Subject, attached_devices, check_subject, define_subject_flags, model_name
 from benchmarks.suite.text import measure_tokenizer
 from launch.profiling import check_profiling, define_profiling_flags
-from launch.startup import is_main_process, run_launcher, start_devices
+from launch.startup import run_launcher, start_devices
+from runtime.engine import Engine
+from sharding.errors import InputError
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -51,6 +63,7 @@ def main(values: flags.FlagValues) -> None:
     """Measure, print a line a row, write the record."""
     lengths, batches = integers("lengths", values.lengths), integers("batches", values.batches)
     shapes = read_shapes(values.steps)
+    check_one_host()
     check_profiling(values)
     check_subject(values)
     notes = load_notes(1)
@@ -59,20 +72,55 @@ def main(values: flags.FlagValues) -> None:
     measure_compilation(sheet, values)
     start_devices(values)
     devices = attached_devices(values)
-    platform = devices[0].platform
     measure_files(sheet, values)
     engine = load(sheet, values, devices)
-    ceilings = measure_ceilings(
-        devices[0],
-        str(engine.dtype),
-        values.trials,
-        values.matmul_size or MATMUL_SIZE[platform],
-        values.copy_bytes or COPY_BYTES[platform],
-    )
-    sheet.value("ceilings", "matrix product, one device", ceilings.flops / 1e12, "TFLOP/s")
-    sheet.value("ceilings", "copy, one device", ceilings.bandwidth / 1e9, "GB/s")
-    subject = Subject(values, sheet, engine, ceilings)
-    # What says most comes first, as long as there is time.
+    mesh = engine.layout.mesh
+    assert mesh is not None, "an engine has a mesh"
+    accepted: list[dict[str, Any]] = []
+    try:
+        subject = Subject(values, sheet, engine, ceilings_of(sheet, values, devices[0], str(engine.dtype)))
+        measure(subject, lengths, batches, shapes)
+        accepted = acceptance(subject)
+    except BaseException as error:
+        # What was measured until then took long, and is worth having.
+        notes.append(f"cut short by {type(error).__name__}: {str(error)[:200]}")
+        raise
+    finally:
+        record = build_record(
+            "suite",
+            kind=kind_of_devices(devices),
+            settings=settings_of(values, engine),
+            results={"rows": sheet.records(), "acceptance": accepted},
+            devices=list(mesh.devices.flat),
+            notes=[*notes, *engine.notes],
+        )
+        path = write_record(record, values.output_dir, values.record or f"suite_{_short(devices[0])}")
+        print(f"written: {path}")
+    if sheet.failures:
+        raise RuntimeError(f"{sheet.failures} rows or items failed; the record says which, and the errors stand above")
+
+
+def ceilings_of(sheet: Sheet, values: flags.FlagValues, device: Any, dtype: str) -> Ceilings:
+    """What a device reaches at best, with a row for each rate.
+
+    Raises:
+      InputError: its memory is too small beside the weights.
+    """
+    matmul_size = values.matmul_size or MATMUL_SIZE[device.platform]
+    copied = values.copy_bytes or COPY_BYTES[device.platform]
+    found = fits_or_none(lambda: measure_ceilings(device, dtype, values.trials, matmul_size, copied))
+    if isinstance(found, str):
+        raise InputError(
+            f"no memory beside the weights for --matmul_size={matmul_size} and --copy_bytes={copied}; give smaller "
+            f"ones: every other row is foreseen and judged by these rates ({found})"
+        )
+    sheet.value("ceilings", "matrix product, one device", found.flops / 1e12, "TFLOP/s")
+    sheet.value("ceilings", "copy, one device", found.bandwidth / 1e9, "GB/s")
+    return found
+
+
+def measure(subject: Subject, lengths: list[int], batches: list[int], shapes: Sequence[tuple[int, int]]) -> None:
+    """Every row that needs the model; what says most comes first, as long as there is time."""
     measure_ten_tokens(subject)
     measure_generations(subject)
     measure_lengths(subject)
@@ -80,33 +128,24 @@ def main(values: flags.FlagValues) -> None:
     measure_batches(subject, batches)
     measure_steps(subject, shapes)
     measure_autoregressive(subject)
+    note_memory(subject.sheet, "during the runs", subject.devices)
     measure_cpu(subject)
     measure_grid(subject, lengths, batches)
-    note_memory(sheet, "after the runs", devices)
-    accepted = acceptance(subject)
-    if not is_main_process():
-        return
+    note_memory(subject.sheet, "after the runs", subject.devices)
+
+
+def settings_of(values: flags.FlagValues, engine: Engine) -> dict[str, Any]:
+    """What a record says of how it was made."""
     places = ("checkpoint", "output_dir", "record", "profile_dir", "dump_hlo", "compile_cache")
     settings = {name: values[name].value for name in values if name not in places}
-    record = build_record(
-        "suite",
-        kind=kind_of_devices(devices),
-        settings={
-            "model": model_name(values),
-            "parameters": engine.layout.parameter_count,
-            "dtype": str(engine.dtype),
-            "mesh": str(engine.layout.spec),
-            "flags": {name: value for name, value in settings.items() if value is not None},
-            "environment": {name: os.environ[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS") if name in os.environ},
-        },
-        results={"rows": sheet.records(), "acceptance": accepted},
-        devices=subject.devices,
-        notes=[*notes, *engine.notes],
-    )
-    path = write_record(record, values.output_dir, values.record or f"suite_{_short(devices[0])}")
-    print(f"written: {path}")
-    if sheet.failures:
-        raise RuntimeError(f"{sheet.failures} rows failed; the record says which, and the errors stand above")
+    return {
+        "model": model_name(values),
+        "parameters": engine.layout.parameter_count,
+        "dtype": str(engine.dtype),
+        "mesh": str(engine.layout.spec),
+        "flags": {name: value for name, value in settings.items() if value is not None},
+        "environment": {name: os.environ[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS") if name in os.environ},
+    }
 
 
 def _short(device: object) -> str:

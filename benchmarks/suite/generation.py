@@ -6,7 +6,7 @@ Dimension letters: B batch, P prompt.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from benchmarks.ceilings import COPY_BYTES, MATMUL_SIZE, measure_ceilings
 from benchmarks.records import Timing, time_alternating
 from benchmarks.suite.sheet import NotRunError, Row
 from benchmarks.suite.subject import Subject, open_engine, rates, request_of
-from launch.profiling import profile_again
+from launch.profiling import given_profiling, profile_again
 from runtime.decoding.config import SamplingConfig
 from runtime.engine import Engine
 from runtime.kv_cache import cache_bytes_per_device
@@ -50,7 +50,16 @@ def measure_generations(subject: Subject) -> None:
 
         subject.sheet.measure(GENERATION, name, prepare, facts, seconds=seconds)
         if number == 0 and found:
-            profile_again(subject.values, name, prepare(), engine.program_texts)
+            _profile(subject, name, prepare)
+
+
+def _profile(subject: Subject, name: str, prepare: Callable[[], Callable[[], None]]) -> None:
+    """A trace and the programs of what was timed, where flags ask for them; a row only where that fails."""
+    if given_profiling(subject.values):
+        texts = subject.engine.program_texts
+        subject.sheet.attempt(
+            GENERATION, f"{name}, profiled", lambda: profile_again(subject.values, name, prepare(), texts)
+        )
 
 
 def measure_batches(subject: Subject, batches: list[int]) -> None:
@@ -95,7 +104,11 @@ def causal_engine(engine: Engine) -> Engine:
 def measure_autoregressive(subject: Subject) -> None:
     """Prefill, one decode step against the cache, and generations with it and without it."""
     sheet = subject.sheet
-    engine = causal_engine(subject.engine)
+    causal = sheet.tried(lambda: causal_engine(subject.engine))
+    if isinstance(causal, str):
+        sheet.leave_out(AUTOREGRESSIVE, "every row", causal)
+        return
+    engine = causal
     same = {} if engine is subject.engine else {"weights": "the diffusion model's"}
 
     def facts_of(found: dict[str, Any], more: Mapping[str, Any]) -> Any:
@@ -118,7 +131,7 @@ def measure_autoregressive(subject: Subject) -> None:
                 str(new): subject.generation(engine, batch, PROMPT, SamplingConfig(max_new_tokens=new), {})()
                 for new in (1, DECODED)
             }
-            timings = time_alternating(calls, 5, 1)
+            timings = time_alternating(calls, sheet.trials(subject.expected_seconds(batch, 1, DECODED + 1)), 1)
             each = [
                 (whole - first) / (DECODED - 1)
                 for first, whole in zip(timings["1"].each, timings[str(DECODED)].each, strict=True)

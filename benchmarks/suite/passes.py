@@ -116,16 +116,25 @@ def read_shapes(texts: Sequence[str]) -> list[tuple[int, int]]:
     return [(int(one[1]), int(one[2])) for one in found if one]
 
 
+def _workload(subject: Subject, batch: int, canvas: int) -> Workload:
+    """Denoise steps of a canvas half of which is masked, decoded as the planner foresees it."""
+    half = canvas // 2
+    return Workload(subject.engine.config, str(subject.engine.dtype), batch, canvas - half, half, _STEPS)
+
+
 def measure_steps(subject: Subject, shapes: Sequence[tuple[int, int]]) -> None:
-    """A denoise step, canvas in and canvas out: a generation divided by its passes. Half of the canvas is masked."""
+    """A denoise step, canvas in and canvas out: a generation divided by its passes, with the published settings."""
     config = subject.engine.config
     for batch, canvas in shapes:
         name = f"batch {batch}, canvas {canvas}"
         if config.is_autoregressive:
             subject.sheet.leave_out(STEP, name, "the model is autoregressive")
             continue
-        new, found = canvas // 2, dict[str, Any]()
-        request = request_of(config, new, _STEPS)
+        found: dict[str, Any] = {}
+
+        def prepare(batch: int = batch, canvas: int = canvas, found: dict[str, Any] = found) -> Callable[[], None]:
+            workload = _workload(subject, batch, canvas)
+            return subject.generation(subject.engine, batch, workload.prompt, workload.decoding(), found)()
 
         def facts(
             timing: Timing, batch: int = batch, canvas: int = canvas, found: dict[str, Any] = found
@@ -140,20 +149,16 @@ def measure_steps(subject: Subject, shapes: Sequence[tuple[int, int]]) -> None:
                 "mfu": subject.mfu(flops, each),
             } | _predicted(subject, batch, canvas)
 
-        prepare = subject.generation(subject.engine, batch, canvas - new, request, found)
         seconds = subject.expected_seconds(batch, canvas, _STEPS)
         subject.sheet.measure(STEP, name, prepare, facts, seconds=seconds)
 
 
 def _predicted(subject: Subject, batch: int, canvas: int) -> dict[str, float]:
     """What the planner says of such a step on this machine, where it knows the chip."""
-    config, layout = subject.engine.config, subject.engine.layout
     topology = topology_of(subject.devices)
     if topology.chip.name not in CHIPS:
         return {}
-    half = canvas // 2
-    workload = Workload(config, str(subject.engine.dtype), batch, canvas - half, half, _STEPS)
-    (phase,) = Estimate(workload, topology, layout).phases
+    (phase,) = Estimate(_workload(subject, batch, canvas), topology, subject.engine.layout).phases
     return {"predicted_ms": round(1e3 * phase.seconds, 3)}
 
 

@@ -6,11 +6,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.ceilings import fits_or_none
 from benchmarks.records import Timing, time_alternating
 from sharding.errors import InputError
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Sheet:
 
     Attributes:
       rows: so far.
-      failures: rows that were not run because of an error that is nobody's wish.
+      failures: rows and items that were not run because of an error that is nobody's wish.
     """
 
     def __init__(self, trials: int, row_seconds: float, budget: float | None) -> None:
@@ -99,13 +101,7 @@ class Sheet:
         """
 
         def work() -> None:
-            trials = self._trials
-            if seconds > 0:
-                trials = min(trials, int(self._row_seconds / seconds) - warmup)
-            if trials < 2:
-                raise NotRunError(
-                    f"some {seconds:.0f} s a call here, by the measured ceilings; --row_seconds allows more"
-                )
+            trials = self.trials(seconds, warmup)
             timing = time_alternating({name: prepare()}, trials, warmup)[name]
             noted = {} if facts is None else facts(timing)
             self.add(
@@ -117,24 +113,40 @@ class Sheet:
 
         self.attempt(section, name, work)
 
+    def trials(self, seconds: float, warmup: int = 1) -> int:
+        """Timed calls that there is time for, where one is expected to take ``seconds``.
+
+        Raises:
+          NotRunError: not even two.
+        """
+        trials = self._trials
+        if seconds > 0:
+            trials = min(trials, int(self._row_seconds / seconds) - warmup)
+        if trials < 2:
+            raise NotRunError(f"some {seconds:.0f} s a call here, by the measured ceilings; --row_seconds allows more")
+        return trials
+
     def attempt(self, section: str, name: str, work: Callable[[], None]) -> None:
-        """Let ``work`` add a row, or say why it was not run: no time, no memory, or what it raises of our own kinds."""
+        """Let ``work`` add a row, or say why it was not run: no time, or what :meth:`tried` finds."""
         spent = time.perf_counter() - self._start
         if self._budget is not None and spent > self._budget:
             self.leave_out(section, name, f"the budget of {self._budget:.0f} s was used up")
             return
+        found = self.tried(work)
+        if isinstance(found, str):
+            self.leave_out(section, name, found)
+
+    def tried(self, work: Callable[[], Result]) -> Result | str:
+        """What ``work`` returns, or why there is nothing: no memory, or what it raises of our own kinds or others."""
         try:
             found = fits_or_none(work)
         except (NotRunError, InputError) as error:
-            self.leave_out(section, name, str(error))
-            return
-        except Exception as error:  # one row of many: the others are worth having, and the run ends with an error
+            return str(error)
+        except Exception as error:  # one of many: the others are worth having, and the run ends with an error
             traceback.print_exc()
             self.failures += 1
-            self.leave_out(section, name, f"failed: {type(error).__name__}: {str(error)[:200]}")
-            return
-        if isinstance(found, str):
-            self.leave_out(section, name, f"out of memory: {found}")
+            return f"failed: {type(error).__name__}: {str(error)[:200]}"
+        return f"out of memory: {found}" if isinstance(found, str) else found
 
     def records(self) -> list[dict[str, Any]]:
         """The rows as plain objects."""

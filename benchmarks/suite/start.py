@@ -23,7 +23,6 @@ from checkpoints import open_folder
 from checkpoints.conversion import convert
 from checkpoints.opening import open_tensors
 from checkpoints.output import FolderOutput
-from launch.startup import this_host
 from runtime.engine import Engine
 from runtime.models.config import ModelConfig
 from runtime.models.families import model_layout
@@ -39,10 +38,6 @@ def measure_compilation(sheet: Sheet, values: flags.FlagValues) -> None:
     """Two processes with one compile cache, empty and then full. No device may be in use yet: they want it alone."""
     names = ("compilation, cold", "compilation, warm cache")
     sections = [(name, "first token after the weights, " + name.split(", ")[1]) for name in names]
-    if this_host().count > 1:
-        for name in (name for pair in sections for name in pair):
-            sheet.leave_out(SECTION, name, "several hosts run together")
-        return
     with tempfile.TemporaryDirectory() as folder:
         for name, first in sections:
 

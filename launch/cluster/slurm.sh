@@ -30,8 +30,8 @@ fi
 export JAX_COORDINATOR_PORT=$((20000 + 2 * (SLURM_JOB_ID % 20000)))
 
 # The hosts end one another, by name; Slurm need not kill anybody for it.
-srun --kill-on-bad-exit=0 --label "$PYTHON" -m launch.main "$@" > >(sed -u 's/^ *0: //')
-code=$?
+srun --kill-on-bad-exit=0 --label "$PYTHON" -m launch.main "$@" | sed -u 's/^ *0: //'
+code=${PIPESTATUS[0]}
 
 if [[ $code -eq 42 && ${SLURM_RESTART_COUNT:-0} -lt $MAX_RESTARTS ]]; then
   echo "exit code 42: requeued (restart $((${SLURM_RESTART_COUNT:-0} + 1)) of $MAX_RESTARTS)" >&2

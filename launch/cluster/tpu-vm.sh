@@ -9,7 +9,8 @@
 #
 # Of host 0, standard output goes to standard output; everything else goes to standard error and to LOG (diffumesh.log)
 # with the name of its host in front. A run that asks for a restart (exit code 42) is started again MAX_RESTARTS times
-# at most. The exit code is the worst of all hosts. DRY_RUN=1 prints the gcloud commands instead.
+# at most; not after `stop`, of which LOG.stop tells it: say it in the same folder, with the same LOG. The exit
+# code is the worst of all hosts. DRY_RUN=1 prints the gcloud commands instead.
 set -uo pipefail
 
 LOG=${LOG:-diffumesh.log}
@@ -82,6 +83,7 @@ worst_code() {
 
 run() {
   local restart code before
+  rm -f "$LOG.stop"
   for ((restart = 0; ; restart++)); do
     touch "$LOG"
     before=$(wc -l <"$LOG")
@@ -89,6 +91,10 @@ run() {
     if [[ ${DRY_RUN:-0} == 1 ]]; then return 0; fi
     code=$(tail -n "+$((before + 1))" "$LOG" | worst_code)
     if [[ $code -ne 42 || $restart -ge $MAX_RESTARTS ]]; then return "$code"; fi
+    if [[ -e $LOG.stop ]]; then
+      echo "stopped: not started again" >&2
+      return "$code"
+    fi
     echo "exit code 42: starting again (restart $((restart + 1)) of $MAX_RESTARTS)" >&2
   done
 }
@@ -100,7 +106,10 @@ shift
 case $task in
   setup) [[ $# -eq 1 && -f $1 ]] || usage && setup "$1" ;;
   run) [[ $# -ge 1 ]] || usage && run "$@" ;;
-  # The oldest Python that runs it is the supervisor; the shells around it are left alone.
-  stop) on_all_hosts "pkill -TERM -o -u \$(id -u) -f 'bin/python[^ ]* [^ ]*/bin/diffumesh '" ;;
+  stop)
+    [[ ${DRY_RUN:-0} == 1 ]] || touch "$LOG.stop"
+    # The oldest Python that runs it is the supervisor; the shells around it are left alone.
+    on_all_hosts "pkill -TERM -o -u \$(id -u) -f 'bin/python[^ ]* [^ ]*/bin/diffumesh '"
+    ;;
   *) usage ;;
 esac

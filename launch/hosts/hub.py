@@ -160,6 +160,24 @@ class Hub:
         if len(gather.values) == self._hosts:
             del self._gathers[topic]
             self._tell_all("gathered", topic=topic, values=[gather.values[each] for each in range(self._hosts)])
+        else:
+            self._compare(topic)
+
+    def _compare(self, topic: str) -> None:
+        """Hosts ask the same questions in the same order; once all have asked, those with another one are a fault."""
+        number = topic.rpartition(" ")[2]
+        asked = [(open_topic.rpartition(" "), gather.values) for open_topic, gather in self._gathers.items()]
+        here = {name: sorted(values) for (name, _, its_number), values in asked if its_number == number}
+        if sum(map(len, here.values())) < self._hosts:
+            return
+        # Of as many, those with host 0 are right.
+        common = max(here, key=lambda name: (len(here[name]), 0 in here[name]))
+        others = [f"{self._names(hosts)} came to {name!r}" for name, hosts in here.items() if name != common]
+        text = (
+            f"the hosts do not do the same: {'; '.join(others)}, the others to {common!r}; start all with the same "
+            "command, flags and prompts included"
+        )
+        self._report(Fault("differ", text, EXIT_USER_ERROR), here[common][0])
 
     def _tell_all(self, kind: str, **fields: Any) -> None:
         line = encode(kind, **fields)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,9 +51,15 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     }
 
 
+@functools.lru_cache(maxsize=1 << 18)
+def token_text(tokenizer: TextTokenizer, token: int) -> str:
+    """The text of one token alone. Kept, because the same ones are asked for again and again."""
+    return tokenizer.decode([token], skip_special_tokens=False)
+
+
 def logprobs(tokenizer: TextTokenizer, tokens: Sequence[int], values: Sequence[float], chat: bool) -> dict[str, Any]:
     """Log-probabilities of the tokens of a completion, rounded."""
-    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    texts = [token_text(tokenizer, token) for token in tokens]
     rounded = [round(float(value), DECIMALS) for value in values]
     if chat:
         content = [
@@ -59,5 +67,5 @@ def logprobs(tokenizer: TextTokenizer, tokens: Sequence[int], values: Sequence[f
             for text, value in zip(texts, rounded, strict=True)
         ]
         return {"content": content}
-    offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
+    offsets = list(itertools.accumulate(map(len, texts), initial=0))[:-1]
     return {"tokens": texts, "token_logprobs": rounded, "top_logprobs": None, "text_offset": offsets}

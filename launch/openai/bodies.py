@@ -26,6 +26,8 @@ _DIFFUSION = (
     *("steps", "algorithm", "alg_temp", "eps", "confidence_dtype", "suppress_mask"),
     *("block_length", "cache", "refresh_interval", "refresh_blocks", "parallel", "threshold", "factor"),
 )
+# What is of one cache or of one rule alone: another one starts without it.
+_OF = {"cache": ("refresh_interval", "refresh_blocks"), "parallel": ("threshold", "factor")}
 _ALIASES = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -197,11 +199,18 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
         if not isinstance(wanted, (bool, int)) or (wanted is not True and wanted != 0):
             raise InputError(f"logprobs is {wanted!r:.80}; expected true, false, or 0: there are no alternatives")
         fields["log_probabilities"] = wanted is not False
+    if isinstance(config, DiffusionConfig):
+        for name, own in _OF.items():
+            if name in fields and fields[name] != getattr(config, name):
+                fields = {one: getattr(DiffusionConfig(), one) for one in own} | fields
     tokens = fields.get("max_new_tokens")
     follows = defaults.steps_follow_tokens and isinstance(config, DiffusionConfig)
     if follows and "steps" not in fields and isinstance(tokens, int):
         fields["steps"] = min(MAX_STEPS, max(1, tokens))
-    return config.replace(**fields)
+    made = config.replace(**fields)
+    if "steps" in changes and isinstance(made, DiffusionConfig):
+        made.check_schedule()
+    return made
 
 
 def _check_integer(name: str, value: Any, low: int, high: int) -> None:
@@ -256,5 +265,8 @@ def _messages(messages: Any) -> list[dict[str, str]]:
             content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(role, str) or not isinstance(content, str):
             raise InputError("messages: each has a role and a content, both texts")
-        found.append({"role": role, "content": content})
+        named = {"name": message["name"]} if message.get("name") is not None else {}
+        if not all(isinstance(name, str) for name in named.values()):
+            raise InputError("messages: a name is a text")
+        found.append({"role": role, "content": content, **named})
     return found

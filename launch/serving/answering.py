@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.openai.answers import answer, choice, logprobs, usage
+from launch.openai.answers import answer, choice, logprobs, token_text, usage
 from launch.openai.bodies import Defaults
 from launch.serving.errors import ApiError
 from launch.serving.jobs import Mail
@@ -147,10 +147,8 @@ class Answering:
 
     def _shown(self, canvas: np.ndarray) -> list[str | None]:
         """The text of every position, None where nothing stands yet."""
-        decode, masked = self._defaults.tokenizer.decode, self._defaults.model.mask_token_id
-        return [
-            None if token in (-1, masked) else decode([token], skip_special_tokens=False) for token in canvas.tolist()
-        ]
+        tokenizer, open_places = self._defaults.tokenizer, (-1, self._defaults.model.mask_token_id)
+        return [None if token in open_places else token_text(tokenizer, token) for token in canvas.tolist()]
 
 
 def certain(canvas: np.ndarray) -> list[int]:

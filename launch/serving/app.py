@@ -196,6 +196,8 @@ class Routes:
             raise ApiError(415, "say Content-Type: application/json", "unsupported_media_type")
 
         def parse() -> tuple[Kind, Read]:
+            # Again: it may have waited here behind large ones.
+            self._scheduler.check_room()
             try:
                 body = validate(kind, parse_object(raw))
             except InputError as error:

@@ -18,6 +18,7 @@ from runtime.decoding.config import (
     MAX_NEW_TOKENS,
     MAX_SEED,
     MAX_STEPS,
+    MAX_TEMPERATURE,
     MIN_TEMPERATURE,
     PARALLEL_RULES,
 )
@@ -72,7 +73,7 @@ class Generate(Body):
 
     model: Name | None = None
     max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=1e4)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=1 << 30)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
@@ -89,7 +90,7 @@ class Generate(Body):
     # Diffusion.
     steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] | None = None
     algorithm: Algorithm | None = None
-    alg_temp: Annotated[float, Field(ge=0, le=1e4)] | None = None
+    alg_temp: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     eps: Annotated[float, Field(gt=0, lt=1)] | None = None
     confidence_dtype: Dtype | None = None
     suppress_mask: bool | None = None
@@ -119,7 +120,7 @@ class Generate(Body):
 _NOT_OF_DECODING = {
     *("model", "stream", "stream_options", "user", "timeout", "canvas", "metadata", "store", "service_tier"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "echo", "best_of", "suffix", "tools", "tool_choice"),
-    *("response_format", "top_logprobs", "modalities", "parallel_tool_calls"),
+    *("response_format", "top_logprobs", "modalities"),
 }
 
 
@@ -188,7 +189,7 @@ class ScoreBody(Body):
     model: Name | None = None
     input: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
     targets: Tokens | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
-    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=1e4)] | None = None
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
 
 

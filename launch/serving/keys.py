@@ -31,7 +31,7 @@ class Keys:
         """
         flag = f"--api_key_file={path}"
         try:
-            if path.stat().st_mode & 0o007:
+            if path.stat().st_mode & 0o077:
                 raise InputError(f"{flag}: others can read it; chmod 600 it")
             with path.open("rb") as file:
                 text = file.read(_MAX_BYTES + 1).decode("ascii")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,10 @@ import numpy as np
 
 from runtime.decoding.config import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
+from runtime.runner import canvas_bucket
+from runtime.runs.block_diffusion import block_schedule
 from runtime.runs.slots import RowRequest, RowResult, general
+from sharding.errors import InputError
 
 Config = DiffusionConfig | SamplingConfig
 
@@ -32,13 +35,32 @@ class Shape:
       config: decides what is compiled.
       width: S.
       slots: how many.
-      steps: of a block, the most that a row may have.
+      steps: of a block, the most that a row may have; None for as many as positions, or as ``config`` has.
     """
 
     config: Config
     width: int
     slots: int
-    steps: int
+    steps: int | None
+
+
+def most_steps(config: Config, width: int, wanted: int | None) -> int:
+    """Steps of a block that rows may have in slots of this width, as :class:`Shape` says.
+
+    Raises:
+      InputError: fewer than a request has that says nothing.
+    """
+    if isinstance(config, SamplingConfig):
+        return 1
+    length, own = block_schedule(config, width)
+    if wanted is None:
+        return max(width, own)
+    if wanted < own:
+        raise InputError(
+            f"--max_steps={wanted}: by default a block of {length} positions has {own} steps (parallel="
+            f"{config.parallel}); give as many, fewer --steps, or a shorter --block_length"
+        )
+    return wanted
 
 
 @dataclass(frozen=True)
@@ -158,12 +180,14 @@ class Pool:
     def __init__(self, engine: Engine, shape: Shape) -> None:
         """Make free slots on the mesh."""
         config = general(shape.config)
-        self._slots = engine.slots(config, shape.width, shape.slots, shape.steps)
+        width = canvas_bucket(shape.width, engine.layout, engine.platform)
+        self.steps = most_steps(config, width, shape.steps)
+        self._slots = engine.slots(config, width, shape.slots, self.steps)
         few: dict[str, Any] = {"max_new_tokens": _WARM_UP_TOKENS}
         if isinstance(config, DiffusionConfig):
             few["steps"] = _WARM_UP_TOKENS
         self.warm_up_config = config.replace(**few)
-        self.width, self.count, self.steps = self._slots.width, self._slots.count, shape.steps
+        self.width, self.count = self._slots.width, self._slots.count
         self.held: dict[int, tuple[int, RowRequest]] = {}
 
     def turn(self, turn: PoolTurn) -> PoolOutcome:
@@ -204,22 +228,35 @@ class Mesh:
         """Make the slots.
 
         Raises:
-          InputError: a shape that the model does not allow.
+          InputError: a shape that the model does not allow, or more of them than memory does.
         """
         self.engine = engine
+        engine.check_slots([(general(shape.config), shape.width, shape.slots) for shape in shapes])
         self.pools = [Pool(engine, shape) for shape in shapes]
 
-    def warm_up(self) -> None:
-        """Run every program once, so that all are compiled."""
+    def warm_up(self, ending: Callable[[], bool]) -> bool:
+        """Run every program once, so that all are compiled.
+
+        Args:
+          ending: asked on all hosts between programs, whether to leave it at that.
+
+        Returns:
+          Whether there is somebody to serve.
+        """
         model = self.engine.config
         quiet = 0 if model.mask_token_id != 0 else 1
         for number, pool in enumerate(self.pools):
-            pool.turn(PoolTurn(number, [], [(0, 0, RowRequest([quiet], pool.warm_up_config, 0))], 1, True))
+            if ending():
+                return False
+            row = RowRequest([quiet], pool.warm_up_config, 0)
+            self.turn(Turn([PoolTurn(number, [], [(0, 0, row)], 1, True)]))
             while pool.held:
-                pool.turn(PoolTurn(number, [], [], 1, True))
+                self.turn(Turn([PoolTurn(number, [], [], 1, True)]))
         for width in sorted({pool.width for pool in self.pools}):
-            row = [quiet, quiet]
-            self.turn(Turn(scoring=Scoring([row], [row], 1.0, width, self.score_batch(width))))
+            if ending():
+                return False
+            self.turn(Turn(scoring=Scoring([[quiet] * 2], [[quiet] * 2], 1.0, width, self.score_batch(width))))
+        return not ending()
 
     def score_batch(self, width: int) -> int:
         """Rows of this width that are scored at a time."""

@@ -15,12 +15,15 @@ _BODIES: dict[str, tuple[type[Body], str]] = {
     "/v1/score": (ScoreBody, "Log-probabilities of given tokens."),
 }
 _READ = {
+    "/": "A page for people.",
     "/health": "200 while the engine can be expected to answer.",
     "/metrics": "Prometheus.",
     "/version": "The installed version.",
     "/openapi.json": "This document.",
     "/v1/models": "The one model.",
+    "/v1/models/{name}": "The one model, by its name.",
 }
+_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -60,7 +63,14 @@ def document(version: str) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     errors = {status: {"description": text, "content": error} for status, text in _SAID.items()}
     paths: dict[str, Any] = {
-        path: {"get": {"summary": text, "responses": {"200": {"description": "That."}}}} for path, text in _READ.items()
+        path: {
+            "get": {
+                "summary": text,
+                "parameters": [_NAME] if "{name}" in path else [],
+                "responses": {"200": {"description": "That."}, **errors},
+            }
+        }
+        for path, text in _READ.items()
     }
     for path, (kind, text) in _BODIES.items():
         schema = {"application/json": {"schema": names[kind, "validation"]}}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from checkpoints import CheckpointError
 from launch.openai.bodies import Asked, Defaults, by_our_names, read_asked
 from launch.serving.bodies import ChatBody, CompletionBody, ScoreBody
 from launch.serving.errors import ApiError, from_input_error, invalid
@@ -14,7 +15,7 @@ from launch.serving.limits import Limits
 from launch.serving.mesh import Mesh, Scoring
 from runtime.batching import row_seeds
 from runtime.decoding.config import DiffusionConfig, SamplingConfig
-from runtime.runs.block_diffusion import block_schedule
+from runtime.runs.block_diffusion import block_schedule, window_widths
 from runtime.runs.slots import RowRequest
 from sharding.errors import InputError
 
@@ -22,6 +23,8 @@ from sharding.errors import InputError
 _SEED_BITS = 53
 # No token has more characters than this: what is longer than so many for each position does not fit.
 _LONGEST_TOKEN = 256
+# A canvas on which no block is cut short.
+_ANY_WIDTH = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,9 @@ class Reader:
                 own = changes if prompt is None else changes | {"prompt": prompt}
                 self._check_size(own)
                 asked.append(read_asked(own, self._defaults))
+        except CheckpointError:
+            # Of what is read here only the chat template is the checkpoint's.
+            raise invalid("messages: this model has no chat template; see /v1/completions", "messages") from None
         except InputError as error:
             raise from_input_error(error) from None
         seed = changes.get("seed", secrets.randbits(_SEED_BITS))
@@ -172,7 +178,7 @@ class Reader:
         length = len(asked.tokens) + asked.config.max_new_tokens
         if length > self.widest:
             raise self._too_long(length, "max_tokens")
-        mode = next((mode for mode in self._modes if _same(mode.config, asked.config)), None)
+        mode = next((mode for mode in self._modes if _can_do(mode.config, asked.config)), None)
         if mode is None:
             there = "; ".join(describe(mode.config) for mode in self._modes)
             raise invalid(f"{describe(asked.config)}: no such programs are compiled here, but {there} (--mode)")
@@ -194,21 +200,34 @@ def _compiled(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
         return {"cache": "kept" if config.use_cache else "none"}
     found = {name: getattr(config, name) for name in _COMPILED}
     if config.cache != "none":
-        found["block_length"] = block_schedule(config, 1 << 30)[0]
+        found["block_length"] = block_schedule(config, _ANY_WIDTH)[0]
     return found
 
 
-def _same(one: DiffusionConfig | SamplingConfig, other: DiffusionConfig | SamplingConfig) -> bool:
-    return _compiled(one) == _compiled(other)
+def _windows(config: DiffusionConfig | SamplingConfig) -> set[int]:
+    if isinstance(config, SamplingConfig):
+        return set()
+    length, _ = block_schedule(config, _ANY_WIDTH)
+    return set(window_widths(config.cache, length, _ANY_WIDTH, config.refresh_blocks))
+
+
+def _can_do(mode: DiffusionConfig | SamplingConfig, asked: DiffusionConfig | SamplingConfig) -> bool:
+    """Whether what is compiled for a mode does what is asked, in windows of which some may not be needed."""
+    return _compiled(mode) == _compiled(asked) and _windows(mode) >= _windows(asked)
 
 
 def describe(config: DiffusionConfig | SamplingConfig) -> str:
     """What of a configuration is compiled in, for people."""
     usual = _compiled(DiffusionConfig()) | {"algorithm": None}
-    return ", ".join(
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+    said = {
+        name: value
         for name, value in _compiled(config).items()
         if name in ("algorithm", "cache", "parallel") or usual.get(name) != value
+    }
+    if isinstance(config, DiffusionConfig) and config.refresh_blocks != 1:
+        said["refresh_blocks"] = config.refresh_blocks
+    return ", ".join(
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in said.items()
     )
 
 

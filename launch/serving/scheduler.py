@@ -63,7 +63,8 @@ def agree(hosts: Hosts, turn: Turn | None) -> Turn:
 
 def follow(mesh: Mesh, hosts: Hosts) -> None:
     """Do what host 0 decides, until it says that this is the end."""
-    mesh.warm_up()
+    if not mesh.warm_up(hosts.draining):
+        return
     while True:
         turn = agree(hosts, None)
         mesh.turn(turn)
@@ -191,7 +192,7 @@ class Scheduler:
     # ---- the mesh's side: the thread that owns the engine -----------------------------------------------------
 
     def run(self, mesh: Mesh, alive: Callable[[], bool], ready: Callable[[], None]) -> None:
-        """Warm up, and serve until the server is told to end and is done.
+        """Warm up, and serve until the server is told to end and is done; told before, it ends without.
 
         Args:
           mesh: the slots.
@@ -199,7 +200,9 @@ class Scheduler:
           ready: called when requests are taken.
         """
         try:
-            mesh.warm_up()
+            if not mesh.warm_up(self._hosts.draining):
+                self.state = "draining"
+                return
             self._rows = [Waiting() for _ in mesh.pools]
             self._seconds = [0.0] * len(mesh.pools)
             self.mesh = mesh

@@ -71,5 +71,7 @@ class Server:
             self._http.stop()
 
     def _fail(self) -> None:
+        # Whoever comes between the answers to all and the end of the socket is told so too.
+        self.scheduler.state = "dead"
         self.scheduler.fail(ENGINE_FAILED)
         self._http.stop()

@@ -14,6 +14,7 @@ from sharding.errors import InputError
 MAX_STEPS = 1 << 16
 MAX_NEW_TOKENS = 1 << 20
 MIN_TEMPERATURE = 1e-4
+MAX_TEMPERATURE = 1e4
 MAX_SEED = (1 << 63) - 1
 MAX_STOP_TOKENS = 64
 CACHES = ("none", "prefix", "dual")
@@ -85,8 +86,8 @@ class DiffusionConfig:
         than ``threshold``; ``factor`` the n most certain as long as the n-th is at least 1 - factor / (n + 1). Both
         commit at least one and do without ``steps``. Certainty is the confidence of ``algorithm``: the chosen token's
         probability (for ``origin`` too), the margin, or for ``entropy`` the exponential of the negative entropy.
-      threshold: from 0 to 1.
-      factor: positive.
+      threshold: from 0 to 1; of that rule.
+      factor: 0 or more; of that rule.
       stop_token_ids: a row is done when one of these and everything before it is committed.
     """
 
@@ -141,8 +142,20 @@ class DiffusionConfig:
             for name, unset in (("refresh_interval", None), ("refresh_blocks", 1)):
                 if getattr(self, name) != unset:
                     raise InputError(f"{name} is of a cache; give cache='dual' or 'prefix' too")
+        for rule, default in (("threshold", 0.9), ("factor", 1.0)):
+            if self.parallel != rule and getattr(self, rule) != default:
+                raise InputError(f"{rule} is of a parallel rule; give parallel={rule!r} too")
         if self.parallel != "none" and self.alg_temp:
             raise InputError(f"alg_temp draws the positions of a schedule; parallel={self.parallel!r} has none")
+
+    def check_schedule(self) -> None:
+        """Check that there is a schedule, for a caller who says how many ``steps`` there are to be.
+
+        Raises:
+          InputError: a parallel rule decides by certainty alone.
+        """
+        if self.parallel != "none":
+            raise InputError(f"steps are of a schedule; parallel={self.parallel!r} takes as many as it needs")
 
     @property
     def in_blocks(self) -> bool:
@@ -213,7 +226,7 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _temperature(name: str, value: Any) -> float:
-    number = _real(name, value, 0.0, 1e4)
+    number = _real(name, value, 0.0, MAX_TEMPERATURE)
     if 0.0 < number < MIN_TEMPERATURE:
         raise InputError(
             f"{name} is {value!r}; 0, or a number from {MIN_TEMPERATURE:g} on: less is 0 to float32 logits"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from sharding.errors import InputError
@@ -96,6 +96,13 @@ class ModelConfig:
             "positions": self.max_positions,
             "qkv": 3,
         }
+
+    def differences(self, other: ModelConfig) -> list[str]:
+        """What makes weights of ``other`` another model, as "field: this and that"."""
+        free = ("max_positions", "dtype", "pad_token_id", "end_token_ids")
+        names = [field.name for field in fields(self) if field.name not in free]
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        return [f"{name}: {mine} and {theirs}" for name, mine, theirs in pairs if mine != theirs]
 
     @classmethod
     def from_huggingface(cls, raw: Mapping[str, Any]) -> ModelConfig:

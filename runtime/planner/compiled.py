@@ -16,19 +16,19 @@ from runtime.decoding.blocks import BlockProgram
 from runtime.models.declarations import ModelLayout
 from runtime.models.forward import Forward
 from runtime.planner.estimate import PhaseEstimate
-from runtime.planner.hlo import HloCollective, bytes_by_axis, read_collectives
+from runtime.planner.hlo import HloCollective, bytes_by_axis, count_by_kind, read_collectives
 from runtime.planner.workload import Phase, Workload
 from runtime.programs import (
     abstract_block,
     abstract_decode,
     abstract_request,
+    compiler_options,
     lower_blocks,
     lower_decode,
     lower_denoise,
     lower_prefill,
 )
 from runtime.runs.autoregressive import decode_program
-from runtime.runs.block_diffusion import window_widths
 from runtime.runs.canvas import denoise_program
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
@@ -83,15 +83,23 @@ class CompiledPhase:
             "kv": layout.heads.kv,
             "group": layout.heads.group,
         }
-        found = self.collectives
+        found, lengths = self._of_pass(phase)
+        return bytes_by_axis(found, sizes, lengths)
+
+    def count_by_kind(self, phase: Phase) -> dict[str, float]:
+        """How often collectives of each kind are run in one pass, the layers' each time."""
+        return count_by_kind(*self._of_pass(phase))
+
+    def _of_pass(self, phase: Phase) -> tuple[list[HloCollective], list[float]]:
+        """Collectives of a pass, and how often it runs one with 0, 1, 2 ... open loops around it."""
         # Outside any open loop a program prepares; the first open loop is over passes, one inside it over chunks.
         lengths = [1.0] if phase.name == "prefill" else [0.0, 1.0, phase.chunks]
-        if self.name == "blocks":
-            # Rows are refreshed in a loop within the loop over steps; a window is a branch of it.
-            refresh = phase.name == "refresh"
-            found = tuple(one for one in found if (one.within[:2] == ("loop", "loop")) == refresh)
-            lengths = [0.0, 0.0, 1.0, phase.chunks] if refresh else lengths
-        return bytes_by_axis(found, sizes, lengths)
+        if self.name != "blocks":
+            return list(self.collectives), lengths
+        # Rows are refreshed in a loop within the loop over steps; a window is a branch of it.
+        refresh = phase.name == "refresh"
+        found = [one for one in self.collectives if (one.within[:2] == ("loop", "loop")) == refresh]
+        return found, [0.0, 0.0, 1.0, phase.chunks] if refresh else lengths
 
 
 def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any]) -> list[CompiledPhase]:
@@ -121,23 +129,22 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
         }
     elif workload.cache == "none":
         program = denoise_program(workload.decoding(), vocab, workload.dtype, workload.chunk(layout, platform))
-        request = abstract_request(layout, rows, canvas, workload.steps)
-        lowerings = {"denoise step": lambda: lower_denoise(forward, program, weights, *request)}
+        denoise_arguments = abstract_request(layout, rows, canvas, workload.steps)
+        lowerings = {"denoise step": lambda: lower_denoise(forward, program, weights, *denoise_arguments)}
     else:
-        request_config = workload.decoding().replace(cache=workload.cache, block_length=workload.block_length)
-        program = denoise_program(request_config, vocab, workload.dtype, workload.chunk(layout, platform))
-        widths = window_widths(workload.cache, workload.block_length, min(canvas, workload.new_tokens))
-        blocks = BlockProgram(program, request_config.parallel, widths, workload.cache == "dual")
+        request = workload.decoding()
+        program = denoise_program(request, vocab, workload.dtype, workload.chunk(layout, platform))
+        blocks = BlockProgram(program, request.parallel, workload.windows(layout, platform), workload.cache == "dual")
         block_arguments = abstract_block(layout, rows, canvas, workload.block_length, dtype)
         lowerings = {"blocks": lambda: lower_blocks(forward, blocks, weights, *block_arguments)}
-    return [_compile(name, attention, lower) for name, lower in lowerings.items()]
+    return [_compile(name, attention, platform, lower) for name, lower in lowerings.items()]
 
 
-def _compile(name: str, attention: str, lower: Any) -> CompiledPhase:
+def _compile(name: str, attention: str, platform: str, lower: Any) -> CompiledPhase:
     start = time.perf_counter()
     try:
         with _cudnn_is_there() if attention == "cudnn" else contextlib.nullcontext():
-            compiled: jax.stages.Compiled = lower().compile()
+            compiled: jax.stages.Compiled = lower().compile(compiler_options=compiler_options(platform))
     except Exception as error:  # the compilers raise their own kinds
         raise MeshError(f"the compiler refuses the {name} program: {str(error)[:2000]}") from error
     text, memory = compiled.as_text() or "", compiled.memory_analysis()

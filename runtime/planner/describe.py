@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runtime.planner.compiled import CompiledPhase, collectives_agree
-from runtime.planner.estimate import Estimate, PhaseEstimate
+from runtime.planner.estimate import Estimate, PhaseEstimate, shortage
 from runtime.planner.traffic import bytes_by_axis
 from sharding.topology import Topology
 
@@ -26,13 +26,24 @@ def describe_topology(topology: Topology) -> dict[str, Any]:
 
 
 def describe_estimate(
-    found: Estimate, price_per_chip_hour: float | None = None, compiled: list[CompiledPhase] | None = None
+    found: Estimate,
+    price_per_chip_hour: float | None = None,
+    compiled: list[CompiledPhase] | None = None,
+    refused: str | None = None,
 ) -> dict[str, Any]:
-    """One mesh: its estimate, and what the compiler says where it was asked."""
+    """One mesh: its estimate, and what the compiler says where it was asked.
+
+    Args:
+      found: the estimate.
+      price_per_chip_hour: for the cost of a million tokens.
+      compiled: its programs.
+      refused: why it does not fit after all, by the compiler.
+    """
     seconds = found.seconds
     described: dict[str, Any] = {
         "mesh": str(found.spec),
-        "fits": found.fits,
+        "fits": found.fits and refused is None,
+        "idle_chips": found.topology.num_devices - found.spec.size,
         "estimated": {
             "memory_bytes_per_device": found.memory.total,
             "memory": {tensor.name: tensor.bytes for tensor in found.memory.largest},
@@ -42,14 +53,23 @@ def describe_estimate(
             "tokens_per_second_per_chip": found.tokens_per_second_per_chip,
         },
     }
+    if not found.fits:
+        described["does_not_fit"] = shortage(found)
+    elif refused is not None:
+        described["does_not_fit"] = refused
     if price_per_chip_hour is not None:
         cost = found.cost_per_million_tokens(price_per_chip_hour)
         described["estimated"]["cost_per_million_tokens"] = cost
     if compiled is not None:
-        described["compiled"] = [
-            _compiled(found, one, phase) for one in compiled for phase in found.phases if phase.phase.name in one.passes
-        ]
+        described["compiled"] = describe_compiled(found, compiled)
     return described
+
+
+def describe_compiled(found: Estimate, compiled: list[CompiledPhase]) -> list[dict[str, Any]]:
+    """What the compiler says of each pass of a mesh."""
+    return [
+        _compiled(found, one, phase) for one in compiled for phase in found.phases if phase.phase.name in one.passes
+    ]
 
 
 def _phase(one: PhaseEstimate) -> dict[str, Any]:
@@ -69,11 +89,10 @@ def _phase(one: PhaseEstimate) -> dict[str, Any]:
 
 
 def _compiled(found: Estimate, one: CompiledPhase, phase: PhaseEstimate) -> dict[str, Any]:
-    counts: dict[str, int] = {}
-    for collective in one.collectives:
-        if len(collective.group) != 1:
-            counts[collective.kind] = counts.get(collective.kind, 0) + 1
-    described: dict[str, Any] = {
+    counts, widths = one.count_by_kind(phase.phase), 1
+    if phase.phase.name == "block step":
+        widths = len(found.workload.windows(found.layout, found.topology.chip.platform))
+    return {
         "program": one.name,
         "pass": phase.phase.name,
         "attention": one.attention,
@@ -82,14 +101,12 @@ def _compiled(found: Estimate, one: CompiledPhase, phase: PhaseEstimate) -> dict
         "argument_bytes": one.argument_bytes,
         "temporary_bytes": one.temporary_bytes,
         "estimate_over_compiler": round(found.memory.total / one.memory_bytes, 4),
-        "collectives_in_the_program": counts,
+        "collectives_of_a_pass": {kind: round(number, 2) for kind, number in counts.items()},
         "collective_bytes_of_a_pass": _moved(one.bytes_by_axis(found.layout, phase.phase)),
-        # A prefix cache's windows are of several widths, all of them in the program.
-        "collective_bytes_equal_the_estimate": None
-        if (found.workload.cache, phase.phase.name) == ("prefix", "block step")
-        else collectives_agree(phase, one, found.layout),
+        # A prefix cache's windows are of several widths: all are in the program, a pass takes one.
+        "window_widths_in_the_program": widths,
+        "collective_bytes_equal_the_estimate": None if widths > 1 else collectives_agree(phase, one, found.layout),
     }
-    return described
 
 
 def _moved(moved: dict[tuple[str, tuple[str, ...]], float]) -> list[dict[str, Any]]:

@@ -22,7 +22,6 @@ from runtime.models.families import weights_class
 from runtime.planner.memory import estimate_memory
 from runtime.planner.traffic import Collective, bytes_by_axis, phase_collectives
 from runtime.planner.workload import Phase, Workload
-from sharding.errors import MeshError
 from sharding.links import Wiring
 from sharding.mesh import MeshSpec
 from sharding.topology import Topology
@@ -120,8 +119,8 @@ class Estimate:
 
     @property
     def tokens_per_second_per_chip(self) -> float:
-        """The same for each chip of the mesh."""
-        return self.tokens_per_second / self.spec.size
+        """The same for each chip of the machine, which is rented whole: those that the mesh leaves idle count too."""
+        return self.tokens_per_second / self.topology.num_devices
 
     def cost_per_million_tokens(self, price_per_chip_hour: float) -> float:
         """In the currency of the price."""
@@ -141,7 +140,7 @@ class Estimate:
         attention = 4.0 * positions * keys * heads * config.head_dim * config.num_layers * causal
         flops = 2.0 * positions * layers + attention + 2.0 * head * width * vocab
         traffic = self._traffic(phase, positions, chunk)
-        collectives = phase_collectives(workload, layout, chip.platform, phase, self.topology.num_slices)
+        collectives = phase_collectives(workload, layout, chip.platform, phase, self._wiring.slices)
         peak = chip.flops if item == 2 else chip.flops / 8
         return PhaseEstimate(
             phase=phase,
@@ -177,10 +176,11 @@ class Estimate:
         return weights + activations + cache + logits * phase.chunks * passes
 
     def _seconds(self, one: Collective) -> float:
-        members = self._wiring.members(one.axes)
+        members = self._wiring.members(one.axes, one.inside_slices)
         if members == 1 or not one.times:
             return 0.0
-        return one.times * self._wiring.link(one.axes).seconds(one.kind, one.payload, members)
+        link = self._wiring.link(one.axes, one.inside_slices)
+        return one.times * link.seconds(one.kind, one.payload, members)
 
     @cached_property
     def _wiring(self) -> Wiring:
@@ -212,13 +212,12 @@ def estimate(workload: Workload, topology: Topology, spec: MeshSpec) -> Estimate
     """A workload on one mesh.
 
     Raises:
-      MeshError: the mesh has more devices than the topology, does not divide the model, or would cross slices with
-        another axis than ``data``.
+      MeshError: the mesh has more devices than the topology, does not divide the model, cannot be laid over the chips,
+        or would cross slices with another axis than ``data``.
     """
     spec = spec.resolve(topology.num_devices)
     found = Estimate(workload, topology, workload.layout(spec))
-    if topology.num_slices > 1 and spec.size == topology.num_devices:
-        found._wiring.link(("data",))  # a mesh that cannot be laid over the slices is refused here
+    found._wiring.link(("data",))  # a mesh that cannot be laid over the chips is refused here
     return found
 
 
@@ -252,25 +251,24 @@ def rank(workload: Workload, topology: Topology) -> tuple[list[Estimate], list[E
     return fitting, sorted((one for one in found if not one.fits), key=lambda one: one.memory.total)
 
 
-def out_of_memory(estimates: Sequence[Estimate], topology: Topology) -> str:
-    """Why nothing fits: the largest tensors of the mesh that comes closest, and what would help."""
-    if not estimates:
-        return f"no mesh of all {topology.num_devices} devices of {topology} divides the model and the batch"
-    best = min(estimates, key=lambda one: one.memory.total)
-    largest = [f"{one.name} {one.bytes / 1e9:.2f} GB" for one in best.memory.largest[:3] if one.bytes]
-    help_ = dict.fromkeys(one.smaller_by for one in best.memory.largest[:2] if one.bytes)
+def what_would_help(found: Estimate) -> str:
+    """The largest tensors of a mesh, and what would make them smaller."""
+    largest = [f"{one.name} {one.bytes / 1e9:.2f} GB" for one in found.memory.largest[:3] if one.bytes]
+    help_ = dict.fromkeys(one.smaller_by for one in found.memory.largest[:2] if one.bytes)
+    return f"largest: {', '.join(largest)}. What would help: {'; '.join(help_)}; or more or larger chips"
+
+
+def shortage(found: Estimate) -> str:
+    """What a mesh that does not fit needs, and what would help."""
     return (
-        f"nothing fits {topology}: the mesh that comes closest, {best.spec}, needs {best.memory.total / 1e9:.2f} GB on "
-        f"each device (estimated) of {topology.chip.usable_bytes / 1e9:.2f} usable; largest: {', '.join(largest)}. "
-        f"What would help: {'; '.join(help_)}; or more or larger chips"
+        f"{found.spec} needs {found.memory.total / 1e9:.2f} GB on each device (estimated) of "
+        f"{found.topology.chip.usable_bytes / 1e9:.2f} usable; {what_would_help(found)}"
     )
 
 
-def check_fits(found: Estimate) -> None:
-    """Check one mesh.
-
-    Raises:
-      MeshError: it needs more memory than there is; says what is largest and what would help.
-    """
-    if not found.fits:
-        raise MeshError(out_of_memory([found], found.topology))
+def out_of_memory(estimates: Sequence[Estimate], topology: Topology) -> str:
+    """Why nothing fits: the mesh that comes closest."""
+    if not estimates:
+        return f"no mesh of all {topology.num_devices} devices of {topology} divides the model and the batch"
+    closest = min(estimates, key=lambda one: one.memory.total)
+    return f"nothing fits {topology}. The mesh that comes closest: {shortage(closest)}"

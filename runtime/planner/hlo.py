@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,11 +122,25 @@ def bytes_by_axis(
       open_lengths: for 0, 1, 2 ... open loops around a collective, how often it is run; 0 leaves it out.
     """
     total: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+    for one, times in _run(collectives, open_lengths):
+        total[one.kind, one.axes(sizes)] += one.payload * times
+    return dict(total)
+
+
+def count_by_kind(collectives: Sequence[HloCollective], open_lengths: Sequence[float]) -> dict[str, float]:
+    """How often collectives of each kind are run; arguments as for :func:`bytes_by_axis`."""
+    total: dict[str, float] = defaultdict(float)
+    for one, times in _run(collectives, open_lengths):
+        total[one.kind] += times
+    return dict(total)
+
+
+def _run(collectives: Sequence[HloCollective], open_lengths: Sequence[float]) -> Iterator[tuple[HloCollective, float]]:
+    """The collectives that are run, between more devices than one, and how often."""
     for one in collectives:
         times = one.repeats * open_lengths[min(one.open_loops, len(open_lengths) - 1)]
         if times and len(one.group) != 1:
-            total[one.kind, one.axes(sizes)] += one.payload * times
-    return dict(total)
+            yield one, times
 
 
 def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:

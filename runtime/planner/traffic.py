@@ -34,6 +34,7 @@ class Collective:
       payload: bytes of the whole array that one device ends with or, for a reduce-scatter, begins with.
       times: how often in one pass; a mean where the program decides as it runs.
       what: what is moved.
+      inside_slices: among the chips of each TPU slice alone, even where the axes cross slices.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Collective:
     payload: int
     times: float
     what: str
+    inside_slices: bool = False
 
 
 def choose_tokens_reductions(rule: SamplingRule, ranked: bool = True) -> int:
@@ -75,7 +77,7 @@ def phase_collectives(
       layout: on which mesh.
       platform: compilers differ in how they bring picked positions together.
       phase: which pass.
-      slices: TPU slices; what crosses them is reduced inside each, padded to 512 bytes and sent.
+      slices: TPU slices that the mesh lies over; what crosses them is reduced in each, padded to 512 bytes, sent.
     """
     found = _whole_rows(workload, layout, phase) if phase.whole else _window(workload, layout, phase)
     if workload.config.is_autoregressive:
@@ -158,8 +160,9 @@ def _picked_positions(workload: Workload, layout: ModelLayout, platform: str, ph
     return found
 
 
-# What all rows agree on in a pass, numbers and yes-or-no: whether any has work left, how many chunks it needs.
-_AGREED = {"denoise step": (2, 0), "refresh": (1, 1), "block step": (1, 3), "prefill": (0, 0), "decode": (0, 1)}
+# What all rows agree on in a pass, numbers and yes-or-no: whether any has work left (to refresh, or to decide by a
+# refresh that it shares), how many chunks it needs.
+_AGREED = {"denoise step": (2, 0), "refresh": (1, 2), "block step": (1, 3), "prefill": (0, 0), "decode": (0, 1)}
 
 
 def _whether_to_go_on(layout: ModelLayout, platform: str, phase: Phase, slices: int) -> list[Collective]:
@@ -170,7 +173,11 @@ def _whether_to_go_on(layout: ModelLayout, platform: str, phase: Phase, slices: 
     found = []
     if layout.spec.data > slices:
         inside = [(_INTEGER, numbers), (boolean, booleans)] if slices == 1 else [(_SLICE_LINE, numbers + booleans)]
-        found += [Collective("all-reduce", ("data",), size, times, what) for size, times in inside if times]
+        found += [
+            Collective("all-reduce", ("data",), size, times, what, inside_slices=True)
+            for size, times in inside
+            if times
+        ]
     if slices > 1:
         found.append(Collective("send", ("data",), _SLICE_LINE, numbers + booleans, what))
     return found

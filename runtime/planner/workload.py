@@ -5,6 +5,7 @@ Dimension letters: B batch, S canvas, W positions computed a row, T keys attende
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from runtime.models.declarations import ModelLayout
 from runtime.models.families import model_layout
 from runtime.models.quantization import QUANTIZATIONS
 from runtime.runner import canvas_bucket, head_chunk
-from runtime.runs.block_diffusion import window_widths
+from runtime.runs.block_diffusion import block_schedule, window_widths
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
 
@@ -31,7 +32,7 @@ class Phase:
 
     Attributes:
       name: ``denoise step``, ``refresh``, ``block step``, ``prefill`` or ``decode``.
-      positions: W, computed for each row; sharded over ``sequence`` when ``whole``.
+      positions: W, computed for each row; over ``sequence`` when ``whole``; a mean for a prefix cache's windows.
       keys: T, that each position attends to.
       rows: of each shard of data, computed together.
       whole: whole rows are computed, else a window of each against the cache.
@@ -64,7 +65,7 @@ class Workload:
       batch: B, rows that are generated together.
       prompt: tokens of each prompt.
       new_tokens: tokens to generate for each row.
-      steps: denoise steps; read by masked diffusion without a cache.
+      steps: denoise steps of masked diffusion; with a cache they are shared among the blocks.
       cache: ``none``, ``prefix`` or ``dual`` for masked diffusion; an autoregressive model always has one.
       block_length: positions of a block, with a cache.
       quantization: ``none``, or ``int8`` for weights.
@@ -131,24 +132,28 @@ class Workload:
 
     def decoding(self) -> DiffusionConfig:
         """How masked diffusion decodes: the published settings."""
-        return DiffusionConfig.published(self.new_tokens, steps=self.steps)
+        blocks: dict[str, Any] = (
+            {} if self.cache == "none" else {"cache": self.cache, "block_length": self.block_length}
+        )
+        return DiffusionConfig.published(self.new_tokens, steps=self.steps, **blocks)
 
     def sampling(self) -> SamplingConfig:
         """How an autoregressive model decodes: with a nucleus, as is usual."""
         return SamplingConfig(self.new_tokens, temperature=0.7, top_p=0.9)
 
-    def masked_positions(self) -> list[int]:
-        """Masks of a row before each forward pass of exact decoding; a step that transfers nothing runs none."""
-        left, found = self.new_tokens, []
-        for ratio in transfer_ratios(self.steps, 1e-3):
-            count = int(left * ratio)
-            if count:
-                found.append(left)
-                left -= count
-        return found
+    def windows(self, layout: ModelLayout, platform: str) -> tuple[int, ...]:
+        """Widths of the windows that steps of a block are compiled for, the widest first."""
+        span = min(self.canvas(layout, platform), canvas_bucket(self.new_tokens, layout, platform))
+        return window_widths(self.cache, self.block_length, span)
 
-    def phases(self, layout: ModelLayout, platform: str) -> list[Phase]:
-        """The forward passes of one generation."""
+    def phases(self, layout: ModelLayout, platform: str, widest: bool = False) -> list[Phase]:
+        """The forward passes of one generation.
+
+        Args:
+          layout: on which mesh.
+          platform: of its devices.
+          widest: windows of several widths at the widest, as memory has to be for, instead of at their mean.
+        """
         canvas, rows = self.canvas(layout, platform), self.rows(layout.spec.data) // layout.spec.data
         if self.config.is_autoregressive:
             width = min(canvas, bucket_length(self.prompt))
@@ -163,16 +168,35 @@ class Workload:
             return sum(math.ceil(count / chunk) for count in masks) / max(1, len(masks))
 
         if self.cache == "none":
-            masked = self.masked_positions()
+            masked = _masks_of_passes(self.new_tokens, self.steps)
             return [Phase("denoise step", rows, canvas, canvas, True, chunk, chunks(masked, chunk), len(masked))]
-        blocks, masks = math.ceil(self.new_tokens / self.block_length), range(1, self.block_length)
-        # A refresh computes the whole canvas, one row at a time; the other steps of a block a window of every row: the
-        # block, or it and all that follows.
-        widths = window_widths(self.cache, self.block_length, self.new_tokens)
-        width = widths[0] if self.cache == "dual" else (self.new_tokens + self.block_length) // 2 + 1
-        window, forwards = min(chunk, width), max(0, self.new_tokens - blocks)
-        first = chunks([self.block_length], chunk)
+        length, block_steps = block_schedule(self.decoding(), canvas)
+        starts = range(0, self.new_tokens, length)
+        # Of each block the first pass is a refresh, of the whole canvas, one row at a time; the others compute a window
+        # of every row: the block, or it and all that follows.
+        passes = [_masks_of_passes(min(length, self.new_tokens - start), block_steps) for start in starts]
+        widths = self.windows(layout, platform)
+        needed = [length + 1 if self.cache == "dual" else self.new_tokens - start + 1 for start in starts]
+        width = widths[0]
+        if not widest:
+            width = round(sum(min(one for one in widths if one >= least) for least in needed) / len(needed))
+        window, masks = min(chunk, width), [count for block in passes for count in block[1:]]
+        first = chunks([block[0] for block in passes], chunk)
         return [
-            Phase("refresh", 1, canvas, canvas, True, chunk, first, blocks * rows),
-            Phase("block step", rows, width, canvas, False, window, chunks(masks, window), forwards),
+            Phase("refresh", 1, canvas, canvas, True, chunk, first, len(passes) * rows),
+            # Where a refresh does all there is no window to run, and still one in the program.
+            Phase("block step", rows, width, canvas, False, window, chunks(masks or [length], window), len(masks)),
         ]
+
+
+@functools.lru_cache(maxsize=256)
+def _masks_of_passes(masked: int, steps: int) -> tuple[int, ...]:
+    """Masks of a row, or of a block of it, before each forward pass; a step that transfers nothing runs none."""
+    left = masked
+    found: list[int] = []
+    for ratio in transfer_ratios(steps, 1e-3):
+        count = int(left * ratio)
+        if count:
+            found.append(left)
+            left -= count
+    return tuple(found)

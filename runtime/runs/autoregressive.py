@@ -152,17 +152,21 @@ class AutoregressiveRun:
         limit = min(limit, self.steps)
         request: DecodeRequest = replace(self._request, limit=put(np.int32(limit), self._limit_sharding))
         arguments: tuple[Any, ...] = (self._runner.weights, request, self._state)
-        key = (self._forward, self._program, shapes_of(arguments))
+        # Samples share the prefill alone.
+        decode = replace(self._program, samples=1)
+        shapes = shapes_of(arguments)
         programs = self._runner.programs
         if self._done == 0 and self._config.use_cache:
             compiled = programs.get(
-                ("prefill", self._width, *key),
+                ("prefill", self._width, self._forward, self._program, shapes),
                 lambda: lower_prefill(self._forward, self._program, self._width, *arguments),
             )
             self._state = compiled(*arguments)
             arguments = (*arguments[:2], self._state)
         if limit > 1 or not self._config.use_cache:
-            compiled = programs.get(("decode", *key), lambda: lower_decode(self._forward, self._program, *arguments))
+            compiled = programs.get(
+                ("decode", self._forward, decode, shapes), lambda: lower_decode(self._forward, decode, *arguments)
+            )
             self._state = compiled(*arguments)
         self._done = limit
 

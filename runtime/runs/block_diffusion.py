@@ -181,7 +181,6 @@ class BlockRun:
         # Spans are rounded up like canvases, so that few windows are ever compiled.
         span = min(width, runner.bucket(int(spans.max())))
         self._program = block_program(runner, config, width, batch, span)
-        self._stops = bool(config.stop_token_ids)
         self._done = 0
 
     @property
@@ -211,19 +210,10 @@ class BlockRun:
 
     def canvas(self) -> np.ndarray:
         """The canvas as it is now, in the caller's rows: int32 ``[B, S + N]``."""
-        return self._rows.to_caller(self._without_tail(fetch(self._state.canvas)))
+        return self._rows.canvas_of(self._state)
 
     def result(self, history: bool) -> RunResult:
         """Sequences, the row's step that set each position, the history when asked for, and what it cost."""
         refreshes, windows = fetch(self._state.refreshes), fetch(self._state.window_positions)
         positions = int((refreshes * self._rows.lengths + windows)[: self._rows.count].sum())
-        result = self._rows.result(self._state, self.steps, history, int(fetch(self._state.step)), positions)
-        return replace(result, sequences=self.canvas())
-
-    def _without_tail(self, canvas: np.ndarray) -> np.ndarray:
-        """Padding in the place of masks that a row which ended early has left."""
-        if not self._stops:
-            return canvas
-        model = self._runner.layout.config
-        done = fetch(self._state.done)
-        return np.where((canvas == model.mask_token_id) & done[:, None], model.pad_token_id, canvas)
+        return self._rows.result(self._state, self.steps, history, int(fetch(self._state.step)), positions)

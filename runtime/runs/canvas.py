@@ -5,6 +5,7 @@ Dimension letters: B batch, S the caller's prompt width, N new tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from runtime.batching import Rows, end_align, make_canvas
 from runtime.decoding.config import DiffusionConfig
 from runtime.decoding.diffusion import DenoiseProgram
+from runtime.models.config import ModelConfig
 from runtime.programs import fetch
 from runtime.runner import Runner
 from runtime.runs.result import RunResult
@@ -42,6 +44,22 @@ def denoise_program(config: DiffusionConfig, vocab_size: int, model_dtype: str, 
     )
 
 
+def pad_after_end(
+    canvas: np.ndarray, committed: np.ndarray, stop_tokens: Sequence[int], model: ModelConfig
+) -> np.ndarray:
+    """Padding in the place of masks that a row which ended early has left.
+
+    Args:
+      canvas: int32 ``[..., S]``.
+      committed: the same shape, -1 where no step has set a position.
+      stop_tokens: a row ends with the first of these that everything before is committed.
+      model: knows masks and padding.
+    """
+    masked = canvas == model.mask_token_id
+    ends = np.isin(canvas, stop_tokens) & (committed >= 0) & (np.cumsum(masked, axis=-1) == 0)
+    return np.where(masked & (np.cumsum(ends, axis=-1) > 0), model.pad_token_id, canvas)
+
+
 class CanvasRows:
     """A batch's canvases on their way to the devices and back.
 
@@ -66,6 +84,7 @@ class CanvasRows:
         model = runner.layout.config
         canvas, lengths = make_canvas(rows, model, config.max_new_tokens, width)
         self._start, self.own_lengths = canvas, lengths
+        self._model, self._stop_tokens = model, config.stop_token_ids
         self.count = len(canvas)
         # Filler rows have one token that is no mask, and so nothing to do.
         quiet = np.int32(0 if model.mask_token_id != 0 else 1)
@@ -78,6 +97,13 @@ class CanvasRows:
         """Values ``[batch, width, ...]`` in the caller's rows ``[B, S + N, ...]``."""
         return end_align(values[: self.count], self.own_lengths, self.onto if onto is None else onto)
 
+    def canvas_of(self, state: Any) -> np.ndarray:
+        """The canvas of a state with ``canvas`` and ``committed``, in the caller's rows: int32 ``[B, S + N]``."""
+        return self.to_caller(self._ended(fetch(state.canvas), fetch(state.committed)))
+
+    def _ended(self, canvas: np.ndarray, committed: np.ndarray) -> np.ndarray:
+        return pad_after_end(canvas, committed, self._stop_tokens, self._model)
+
     def result(self, state: Any, steps: int, history: bool, forwards: int, positions: int) -> RunResult:
         """What a run hands back, from its final state with ``canvas``, ``committed`` and ``log_probabilities``."""
         final, committed = fetch(state.canvas), fetch(state.committed)
@@ -87,10 +113,11 @@ class CanvasRows:
         if history:
             count = np.arange(steps, dtype=np.int32)[:, None, None]
             own, kept = committed[: self.count], final[: self.count]
-            canvases = np.where((own >= 0) & (own <= count), kept, self._start)
+            there = (own >= 0) & (own <= count)
+            canvases = self._ended(np.where(there, kept, self._start), np.where(there, own, -1))
             unfolded = np.stack([self.to_caller(canvas) for canvas in canvases])
         return RunResult(
-            sequences=self.to_caller(final),
+            sequences=self.to_caller(self._ended(final, committed)),
             steps_set=self.to_caller(committed, np.full_like(self.onto, -1)),
             history=unfolded,
             log_probabilities=log_probabilities,

@@ -33,7 +33,8 @@ from runtime.programs import (
 )
 from runtime.runner import Runner
 from runtime.runs.autoregressive import decode_batch, decode_program, put_decode_state
-from runtime.runs.block_diffusion import block_batch, block_program, put_block_state
+from runtime.runs.block_diffusion import block_batch, block_program, block_schedule, put_block_state
+from runtime.runs.canvas import pad_after_end
 
 NOBODY = Rows(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros((0, 1), np.int32))
 
@@ -148,12 +149,15 @@ class Slots(abc.ABC):
 
     def advance(self, iterations: int) -> np.ndarray:
         """Run so many iterations, fewer where every slot is done before. Returns which slots are done, bool ``[B]``."""
-        limit = put(np.int32(self.iterations + iterations), self._limit_sharding)
-        arguments = (self._runner.weights, replace(self._request, limit=limit), self._state)
+        # Counted from nothing each time: slots may live for more iterations than an int32 counts.
+        start, limit = (put(np.int32(count), self._limit_sharding) for count in (0, iterations))
+        state = replace(self._state, step=start)
+        arguments = (self._runner.weights, replace(self._request, limit=limit), state)
         key, lower = self._lowered(arguments)
         self._state = self._runner.programs.get((key, shapes_of(arguments)), lower)(*arguments)
-        before, self.iterations = self.iterations, int(fetch(self._state.step))
-        self.forwards += self.iterations - before
+        made = int(fetch(self._state.step))
+        self.iterations += made
+        self.forwards += made
         return fetch(self._state.done)
 
 
@@ -201,13 +205,15 @@ class BlockSlots(Slots):
           config: decides what is compiled; requests are those whose :func:`compiled_in` is the same.
           width: bucket of their canvases.
           count: B, a multiple of the data axis.
-          steps: of a block, the most that any request has.
+          steps: of a block, the most that any request has; there is room for those of ``config`` anyway.
         """
-        self.width, self._steps = width, steps
+        self.width = width
+        # One table for all rows, whoever enters: an empty slot is one of this configuration.
+        self._steps = max(steps, block_schedule(config, width)[1])
         self._forward = runner.forward(width)
         self._program = block_program(runner, config, width, count, width)
-        _, request, state = block_batch(runner, NOBODY, config, [], width, count, steps)
-        nobody = block_batch(runner, NOBODY, config, [], width, 1, steps)[1:]
+        _, request, state = block_batch(runner, NOBODY, config, [], width, count, self._steps)
+        nobody = block_batch(runner, NOBODY, config, [], width, 1, self._steps)[1:]
         where = block_request_shardings(runner.layout)
         placed, on_mesh = jax.tree.map(put, request, where), put_block_state(runner, state, config.cache != "none")
         super().__init__(runner, placed, on_mesh, nobody, count, where.limit)
@@ -232,12 +238,15 @@ class BlockSlots(Slots):
         kept = self._state.log_probabilities
         log_probabilities = None if kept is None else fetch(kept)
         model = self._runner.layout.config
-        # What is left of a row that ended early is padding.
-        ended = np.where(canvas == model.mask_token_id, model.pad_token_id, canvas)
         return [
             RowResult(
                 number,
-                (ended if request.config.stop_token_ids else canvas)[slot, : request.length].copy(),
+                pad_after_end(
+                    canvas[slot, : request.length],
+                    committed[slot, : request.length],
+                    request.config.stop_token_ids,
+                    model,
+                ),
                 committed[slot, : request.length].copy(),
                 None if log_probabilities is None else log_probabilities[slot, : request.length].copy(),
             )

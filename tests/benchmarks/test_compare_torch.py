@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +26,17 @@ def run(*arguments: str) -> None:
     run_launcher(compare_torch.main, compare_torch.define_flags, "", ["compare_torch", *arguments])
 
 
-def test_both_sides_do_the_same_work(tmp_path: Path) -> None:
+def test_both_sides_do_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Any]] = []
+    both_sides = compare_torch.both_sides
+
+    def watched(*arguments: Any) -> compare_torch.Sides:
+        assert not [model for model in alive if model() is not None], "a part's model is still there in the next one"
+        sides = both_sides(*arguments)
+        alive.extend(map(weakref.ref, (sides.model, sides.engine)))
+        return sides
+
+    monkeypatch.setattr(compare_torch, "both_sides", watched)
     run(*TINY, "--parts=forward,generate", f"--output_dir={tmp_path}")
     record = json.loads((tmp_path / "compare_torch.json").read_text())
     (forward,) = record["results"]["forward"]

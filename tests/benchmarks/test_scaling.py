@@ -3,12 +3,23 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from absl import flags
 
 from benchmarks import report, scaling
 from launch.startup import run_launcher
+from runtime.decoding.config import DiffusionConfig
+from runtime.planner.compiled import CompiledPhase, compile_workload
+from runtime.planner.hlo import read_collectives
+from runtime.runs.block_diffusion import block_schedule
 from sharding.topology import CHIPS, machine_of
+
+SIZES = [
+    "--layers=1", "--hidden_size=64", "--intermediate_size=128", "--heads=4", "--kv_heads=2", "--head_dim=16",
+    "--vocab_size=512",
+]  # fmt: skip
 
 
 def run(module: object, *arguments: str) -> None:
@@ -61,12 +72,63 @@ def test_machines_as_they_are_rented() -> None:
     assert names == ["None", "v5e:2x4", "v5p:4x8x8", "2x8xh200"]
 
 
+@pytest.fixture(scope="module")
+def values() -> flags.FlagValues:
+    found = flags.FlagValues()
+    scaling.define_flags(found)
+    found(["scaling", *SIZES])
+    return found
+
+
+@pytest.mark.parametrize("canvas", [128, 90, 20])
+def test_all_refreshes_are_among_the_others(canvas: int, values: flags.FlagValues) -> None:
+    workload = scaling.workload_of(values, "block step", 2, canvas)
+    requests = scaling.timed_requests(workload, "block step")
+    whole, others = requests["whole"], requests["others"]
+    assert isinstance(whole, DiffusionConfig)
+    assert isinstance(others, DiffusionConfig)
+    length = min(32, canvas // 2)
+    assert block_schedule(whole, canvas) == (length, values.steps)
+    assert block_schedule(others, canvas) == (length, 1)
+    assert others == whole.replace(steps=others.steps)
+
+
+def test_no_program_comes_from_a_cache(values: flags.FlagValues) -> None:
+    assert values.compile_cache == ""
+
+
+def test_estimates_say_their_dtype(estimated: Path) -> None:
+    assert {json.loads(path.read_text())["settings"]["dtype"] for path in estimated.glob("*.json")} == {"bfloat16"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", scaling.PASSES)
+def test_what_is_described_is_what_is_timed(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[CompiledPhase] = []
+
+    def compiled(*arguments: Any) -> list[CompiledPhase]:
+        found = compile_workload(*arguments)
+        described.append(next(one for one in found if what in one.passes))
+        return found
+
+    monkeypatch.setattr(scaling, "start_devices", lambda values: None)  # 16 are simulated already
+    monkeypatch.setattr(scaling, "compile_workload", compiled)
+    monkeypatch.setattr(scaling, "MODES", ("strong",))
+    run(scaling, *SIZES, "--counts=2", "--axes=tensor", f"--passes={what}", "--batch=2", "--canvas=64", "--repeats=1",
+        f"--output_dir={tmp_path}", f"--dump_hlo={tmp_path / 'hlo'}")  # fmt: skip
+    (program,) = described
+    timed = [read_collectives(path.read_text()) for path in (tmp_path / "hlo").rglob("*.hlo.txt")]
+    assert list(program.collectives) in timed
+    (record,) = tmp_path.glob("*.json")
+    passes = {"denoise step": 8, "block step": 7, "prefill": 1, "decode": 31}
+    assert json.loads(record.read_text())["results"]["passes"] == passes[what]
+
+
 @pytest.mark.slow
 def test_simulated_devices_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = ["--layers=1", "--hidden_size=64", "--intermediate_size=128", "--heads=4", "--kv_heads=2", "--head_dim=16"]
     monkeypatch.setattr(scaling, "start_devices", lambda values: None)  # 16 are simulated already
     monkeypatch.setattr(sys, "argv", ["scaling"])
-    run(scaling, *sizes, "--vocab_size=512", "--counts=1,2", "--passes=denoise step", "--batch=2", "--repeats=1",
+    run(scaling, *SIZES, "--counts=1,2", "--passes=denoise step", "--batch=2", "--repeats=1",
         f"--output_dir={tmp_path}")  # fmt: skip
     records = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     assert len(records) == 3 * 2 * 2

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from absl import flags
 
 from benchmarks.load import Answer, summary
-from benchmarks.serve import draw, make_asks, shares
+from benchmarks.serve import define_flags, draw, main, make_asks, profile, shares
 from sharding.errors import InputError
 
 
@@ -51,3 +52,24 @@ def test_it_is_drawn_with_and_without_a_comparison(tmp_path: Path) -> None:
         draw(results | more, tmp_path / "plot.png")
         sizes.append((tmp_path / "plot.png").stat().st_size)
     assert sizes[0] < sizes[1]
+
+
+def flags_of(*arguments: str) -> flags.FlagValues:
+    values = flags.FlagValues()
+    define_flags(values)
+    values(["serve", *arguments])
+    return values
+
+
+def test_a_server_elsewhere_cannot_be_profiled(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="started here"):
+        main(flags_of("--address=http://localhost:1", f"--profile_dir={tmp_path / 'trace'}"))
+
+
+@pytest.mark.slow
+def test_a_profile_is_of_a_server_of_its_own(tmp_path: Path) -> None:
+    trace, programs = tmp_path / "trace", tmp_path / "programs"
+    values = flags_of("--slots=2", f"--profile_dir={trace}", f"--dump_hlo={programs}")
+    profile(values, make_asks(["def f(x):"] * 2, 8, 0))
+    assert list(trace.rglob("*.xplane.pb"))
+    assert any("/layer/" in path.read_text() for path in programs.glob("*.hlo.txt"))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
-from benchmarks import report
+from benchmarks import report, scaling, serve
 from benchmarks.suite import __main__ as suite
-from benchmarks.suite import subject
+from benchmarks.suite import acceptance, subject
 from benchmarks.suite.generation import GENERATIONS
 from benchmarks.suite.parity import source_tensor
 from benchmarks.suite.sheet import NotRunError, Sheet
@@ -19,6 +22,7 @@ from checkpoints import DEMO, open_folder
 from checkpoints.opening import open_tensors
 from launch.startup import run_launcher
 from runtime import Engine
+from sharding.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 # Of one layer, on one of the simulated devices.
@@ -83,6 +87,13 @@ def test_nothing_is_compiled_while_it_is_timed(record: dict[str, Any]) -> None:
     assert lengths["a length of a new bucket"]["facts"]["programs_compiled"] == 1
 
 
+def test_trials_and_memory_are_those_that_were_asked_for(record: dict[str, Any]) -> None:
+    assert rows(record, "autoregressive")["decode step, batch 1"]["trials"] == 2
+    assert list(rows(record, "memory"))[::2] == [
+        f"host, {when}" for when in ("before the weights", "with the weights", "during the runs", "after the runs")
+    ]
+
+
 def test_what_a_generation_is_made_of(record: dict[str, Any]) -> None:
     found = rows(record, "generation")
     assert found["50 tokens, 25 steps"]["facts"]["forwards"] == 25
@@ -129,8 +140,6 @@ def test_weights_go_back_to_what_the_checkpoint_has() -> None:
     named = engine.layout.named(engine.weights)
     for leaf in engine.layout.leaves:
         if leaf.is_stacked:
-            import numpy as np
-
             found = source_tensor(leaf, np.asarray(named[leaf.name][1]))
             np.testing.assert_array_equal(found, stored[leaf.sources[1]].whole().astype(np.float32))
 
@@ -160,9 +169,96 @@ def test_a_sheet_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert whys["refused"] == "no"
     assert whys["broken"] == "failed: RuntimeError: a bug"
     assert sheet.failures == 1  # which ends the run with an error
+    assert sheet.tried(lambda: 3) == 3
+    assert sheet.trials(0.0) == 5
+    assert sheet.trials(2.6) == 2
+    with pytest.raises(NotRunError, match="row_seconds"):
+        sheet.trials(6.0)
     spent = Sheet(trials=2, row_seconds=1.0, budget=1e-9)
     spent.measure("a", "late", lambda: lambda: None)
     assert "budget" in str(spent.rows[0].not_run)
+
+
+def test_an_item_that_cannot_be_checked_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(error: Exception) -> Any:
+        def check(subject: Any) -> Any:
+            raise error
+
+        return check
+
+    sheet = Sheet(trials=2, row_seconds=1.0, budget=None)
+    engine = SimpleNamespace(layout=SimpleNamespace(parameter_count=1))
+    found = SimpleNamespace(sheet=sheet, engine=engine, devices=[None])
+    errors: tuple[tuple[Exception, str, int], ...] = (
+        (InputError("pip install transformers"), "not run: pip install transformers", 0),
+        (RuntimeError("RESOURCE_EXHAUSTED: 5 GB"), "not run: out of memory: RESOURCE_EXHAUSTED: 5 GB", 0),
+        (ValueError("a bug"), "not run: failed: ValueError: a bug", 1),
+    )
+    for error, why, failures in errors:
+        sheet.failures = 0
+        monkeypatch.setattr(acceptance, "layer_parity", raising(error))
+        monkeypatch.setattr(acceptance, "coherence", lambda subject: {"parsed": 4, "prompts": 4})
+        items = acceptance.acceptance(found)  # type: ignore[arg-type]
+        assert (items[4]["ticked"], items[4]["why"], sheet.failures) == (None, why, failures)
+        assert items[5]["ticked"]
+
+
+def test_a_run_that_is_cut_short_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = SimpleNamespace(devices=np.array(jax.devices()[:1]))
+    layout = SimpleNamespace(parameter_count=1, spec="data=1", mesh=mesh)
+    engine = SimpleNamespace(layout=layout, dtype="float32", notes=[])
+
+    def ceilings_of(sheet: Sheet, *rest: Any) -> None:
+        sheet.value("forward", "measured until then", 1.0, "ms")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "measure_compilation", lambda sheet, values: None)
+    monkeypatch.setattr(suite, "load", lambda sheet, values, devices: engine)
+    monkeypatch.setattr(suite, "ceilings_of", ceilings_of)
+    with pytest.raises(SystemExit):
+        run(*TINY, f"--output_dir={tmp_path}")
+    (path,) = tmp_path.glob("suite_*.json")
+    found = json.loads(path.read_text())
+    assert "measured until then" in rows(found, "forward")
+    assert any("cut short by KeyboardInterrupt" in note for note in found["notes"])
+    assert "measured until then" in suite_tables(found)
+
+
+@pytest.mark.parametrize("module", [suite, scaling])
+def test_several_hosts_are_refused(
+    module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.records.this_host", lambda: SimpleNamespace(count=2))
+    with pytest.raises(SystemExit) as caught:
+        run_launcher(module.main, module.define_flags, "", ["benchmark"])
+    assert caught.value.code == 2
+    assert "2 hosts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "flag", "says"),
+    [
+        (suite, "--output_dir={file}", "is not a folder"),
+        (scaling, "--output_dir={file}/below", "is not a folder"),
+        (scaling, "--record=a/b", "a name, no path"),
+        (suite, "--dump_hlo={file}", "that is a file"),
+        (serve, "--plot={folder}", "is a folder"),
+        (report, "--plots={file}", "is not a folder"),
+        (report, "--output={file}/below", "is not a folder"),
+    ],
+)
+def test_what_could_not_be_written_is_said_before_the_work(
+    module: Any, flag: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as caught:
+        run_launcher(
+            module.main, module.define_flags, "", ["benchmark", flag.format(file=tmp_path / "file", folder=tmp_path)]
+        )
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

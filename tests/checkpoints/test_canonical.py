@@ -102,6 +102,14 @@ def test_dtype_changes_only_when_asked(micro: Path, canonical: Path, tmp_path: P
     assert contents(wide) == {name: value.tobytes() for name, value in expected.items()}
 
 
+@pytest.mark.parametrize("keys", [["dtype"], ["torch_dtype", "dtype"], []])
+def test_the_dtype_is_said_where_the_source_says_it(keys: list[str], tmp_path: Path) -> None:
+    config = {key: value for key, value in MICRO.items() if key != "torch_dtype"} | dict.fromkeys(keys, "bfloat16")
+    wide = to_canonical(write_source(tmp_path / "source", config), tmp_path / "wide", dtype="float32")
+    said = open_folder(wide).config
+    assert {key: said[key] for key in said if "dtype" in key} == dict.fromkeys(keys or ["torch_dtype"], "float32")
+
+
 def test_a_host_reads_little_more_than_it_owns(tmp_path: Path) -> None:
     """Digests are of chunks that shards align with: an eighth of a matrix is not read by reading all of it."""
     checkpoint = to_canonical(golden_cases.FOLDER, tmp_path / "checkpoint", dtype="float32")
@@ -167,10 +175,10 @@ def test_damage_is_detected_or_harmless(kind: str, count: int, micro: Path, cano
             assert open_folder(copy).config == config
         except CheckpointError as error:
             detected += 1
-            unnamed = unnamed or str(copy) not in str(error)
+            unnamed = unnamed or not ("tensor " in str(error) or path.name in str(error))
         finally:
             path.write_bytes(whole)
-    assert not unnamed, "every message says where"
+    assert not unnamed, "every message names tensor or file"
     assert detected > count // 4  # the damage does reach data
     assert contents(copy) == expected
 

@@ -78,7 +78,7 @@ def served(
     *,
     canvas: Sequence[int] = (128,),
     slots: int = 2,
-    steps: int = 64,
+    steps: int | None = 64,
     keys: Keys | None = None,
     names: Sequence[str] = (),
     limits: Limits | None = None,

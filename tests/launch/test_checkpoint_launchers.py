@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
+from checkpoints import CheckpointFolder
 from checkpoints.manifest import MANIFEST_FILE
-from launch import convert, export, inspect, verify
+from launch import convert, export, inspect, startup, verify
+from sharding.errors import InputError
 from tests.checkpoints.small import MICRO, contents, to_canonical, write_source
 from tests.checkpoints.test_legacy_conversion import legacy_tree
 
@@ -67,6 +71,11 @@ def test_outputs_that_are_refused(source: Path, checkpoint: Path, capsys: pytest
     assert "--output is missing" in refused(convert.run, capsys, f"--source={source}", NO_CACHE)
     assert "--overwrite" in refused(export.run, capsys, f"--checkpoint={checkpoint}", f"--output={source}")
     assert "to a disk" in refused(export.run, capsys, f"--checkpoint={checkpoint}", "--output=gs://bucket/folder")
+    assert "folder that can be written" in refused(convert.run, capsys, f"--source={source}", "--output=.", NO_CACHE)
+    for where in (source / "config.json", source / ("x" * 250)):
+        assert str(where) in refused(
+            export.run, capsys, f"--checkpoint={checkpoint}", f"--output={where}", "--overwrite"
+        )
     assert contents(checkpoint) == contents(source)
 
 
@@ -119,5 +128,84 @@ def test_what_is_inside_a_pickle(source: Path, legacy: Path, capsys: pytest.Capt
     said = capsys.readouterr().out
     assert "architecture  dream: 2 layers" in said
     assert "tensor=2 " in said
+    inspect.run(["inspect", f"--checkpoint={legacy}", f"--config={source}"])
+    assert capsys.readouterr().out == said
     assert "no such file" in refused(inspect.run, capsys, "--checkpoint=/nowhere/params.pkl")
     assert "goes with a params.pkl" in refused(inspect.run, capsys, f"--checkpoint={source}", "--config=config.json")
+
+
+def test_a_config_that_is_named_and_not_there(
+    source: Path, legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not that of the folder beside it that is taken."""
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "other.json"):
+        shutil.copy(source / "config.json", tmp_path / "model" / name)
+    other = tmp_path / "model" / "other.json"
+    for config in (other, tmp_path / "config.json", tmp_path / "nowhere", "~no-such-user/config.json"):
+        assert f"--config={config}: " in refused(inspect.run, capsys, f"--checkpoint={legacy}", f"--config={config}")
+        arguments = [f"--source={legacy}", f"--config={config}", f"--output={tmp_path / 'out'}", NO_CACHE]
+        assert f"--config={config}: " in refused(convert.run, capsys, *arguments)
+
+
+def test_a_config_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").symlink_to("/proc/self/mem")
+    for launcher in (inspect, verify):
+        assert f"{tmp_path}/config.json" in refused(launcher.run, capsys, f"--checkpoint={tmp_path}")
+
+
+def test_what_hosts_compare_before_they_convert_a_pickle(
+    source: Path, legacy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pickle and the folder that gives the biases too: hosts may each have their own."""
+    seen: list[dict[str, str]] = []
+
+    def compare(values: Any, inputs: dict[str, str]) -> None:
+        seen.append(inputs)
+        raise InputError("enough")
+
+    monkeypatch.setattr(convert, "start_devices", compare)
+    pickles = [legacy, Path(shutil.copy(legacy, tmp_path / "params.pkl")), tmp_path / "other.pkl"]
+    data = bytearray(legacy.read_bytes())
+    data[-100] ^= 1
+    pickles[2].write_bytes(data)
+    donors = [source, Path(shutil.copytree(source, tmp_path / "donor"))]
+    (donors[1] / "LICENSE").write_text("Another")
+    for path, donor in [(pickles[0], donors[0]), (pickles[1], donors[0]), (pickles[2], donors[0]), (legacy, donors[1])]:
+        flags = [f"--source={path}", f"--config={source}", f"--biases_from={donor}", f"--output={tmp_path / 'out'}"]
+        with pytest.raises(SystemExit):
+            convert.run(["convert", *flags])
+    first, same, other_pickle, other_donor = seen
+    assert first == same
+    assert {key for key in first if first[key] != other_pickle[key]} == {"source"}
+    assert {key for key in first if first[key] != other_donor[key]} == {"biases"}
+
+
+def test_a_folder_called_like_a_licence_has_no_notice(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "LICENSES").mkdir()
+    (tmp_path / "LICENSE.txt").symlink_to("nowhere")
+    convert.say_licence(CheckpointFolder(tmp_path, "folder"))
+    assert capsys.readouterr().err == ""
+
+
+def test_an_export_whose_model_has_code_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_source(tmp_path / "source", MICRO)
+    config = json.loads((source / "config.json").read_text())
+    said = []
+    for number, more in enumerate([{}, {"auto_map": {"AutoModel": "modeling_dream.DreamModel"}}]):
+        (source / "config.json").write_text(json.dumps(config | more))
+        export.run(["export", f"--checkpoint={source}", f"--output={tmp_path / str(number)}"])
+        said.append("put the *.py files" in capsys.readouterr().err)
+    assert said == [False, True]
+
+
+def test_progress_where_there_is_no_terminal(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seconds, lines in [(3600.0, False), (0.0, True)]:
+        monkeypatch.setattr(startup, "_SECONDS_BETWEEN_LINES", seconds)
+        convert.run(["convert", f"--source={source}", f"--output={tmp_path / 'out'}", "--overwrite", NO_CACHE])
+        said = capsys.readouterr().err
+        assert ("\nconverting: 0.00 of 0.00 GB, " in said and " MB/s, about 0:00:00 left\n" in said) == lines

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,29 @@ def test_tpu_vm_wrapper_hands_on_the_worst_code_and_restarts(slice_of_two: dict[
     assert tpu_vm(slice_of_two | {"MAX_RESTARTS": "2"}, "run", "doctor").returncode == 42
 
 
+def test_tpu_vm_wrapper_does_not_restart_what_was_stopped(slice_of_two: dict[str, str], tmp_path: Path) -> None:
+    """A batch that drains asks for a restart, as if its host were taken away."""
+    program = Path(slice_of_two["HOME"]) / "diffumesh" / "bin" / "diffumesh"
+    program.write_text(
+        '#!/bin/sh\ntrap "exit 42" TERM\necho $$ > "$FAKE/pid-$FAKE_HOST"\nfor i in $(seq 300); do sleep 0.1; done\n'
+    )
+    pkill = tmp_path / "bin" / "pkill"
+    pkill.write_text('#!/bin/sh\nkill "$(cat "$FAKE/pid-$FAKE_HOST")"\n')
+    pkill.chmod(0o755)
+    command = [CLUSTER / "tpu-vm.sh", "run", "batch"]
+    with subprocess.Popen(command, env=slice_of_two, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as running:
+        while len(list(tmp_path.glob("pid-*"))) < 2 and running.poll() is None:
+            time.sleep(0.05)
+        assert tpu_vm(slice_of_two, "stop").returncode == 0
+        said = running.communicate(timeout=30)[1]
+    assert running.returncode == 42
+    assert "stopped: not started again" in said
+    program.write_text('#!/bin/sh\n[ -e "$FAKE/tried" ] && exit 0\nsleep 0.3; touch "$FAKE/tried"; exit 42\n')
+    done = tpu_vm(slice_of_two, "run", "batch")
+    assert "restart 1 of 5" in done.stderr, "the next run is another one"
+    assert done.returncode == 0
+
+
 def test_tpu_vm_wrapper_mistakes_and_dry_run(slice_of_two: dict[str, str], tmp_path: Path) -> None:
     for arguments in ((), ("dance",), ("setup",), ("setup", "no-such.whl"), ("run",)):
         assert tpu_vm(slice_of_two, *arguments).returncode == 2
@@ -226,7 +250,9 @@ def test_tpu_vm_wrapper_mistakes_and_dry_run(slice_of_two: dict[str, str], tmp_p
 def test_slurm_script(tmp_path: Path, code: int, restarts: int, requeued: bool) -> None:
     programs = {
         "srun": f'#!/bin/bash\necho "0: $JAX_COORDINATOR_PORT $*"; echo "1: noise" >&2; exit {code}\n',
-        "scontrol": f'#!/bin/bash\necho "$@" > {tmp_path}/requeued\n',
+        # All that hosts printed has been passed on before the job may end.
+        "sed": f'#!/bin/bash\n{shutil.which("sed")} "$@"; sleep 0.3; touch {tmp_path}/passed_on\n',
+        "scontrol": f'#!/bin/bash\n[ -e {tmp_path}/passed_on ] && echo "$@" > {tmp_path}/requeued\n',
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(text)

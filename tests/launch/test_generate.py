@@ -120,6 +120,10 @@ def test_history_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     page = tmp_path / "history.html"
     launch(f"--prompt={PROMPT}", f"--history_html={page}")
     assert "add" in page.read_text(encoding="utf-8")
+    # Seven blocks of eight steps, six more than --steps.
+    more = ["--max_new_tokens=50", "--steps=50", "--block_length=8"]
+    launch(f"--prompt={PROMPT}", f"--history_html={page}", *more)
+    assert "add" in page.read_text(encoding="utf-8")
 
 
 def test_explain_needs_no_devices(capsys: pytest.CaptureFixture[str]) -> None:

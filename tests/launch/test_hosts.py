@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -252,7 +253,9 @@ class TestLocal:
     def test_one_fails_and_the_others_are_killed_with_their_children(self, tmp_path: Path) -> None:
         code = (
             "import os, subprocess, sys, time\n"
-            "if os.environ['JAX_PROCESS_ID'] == '1': sys.exit(7)\n"
+            "if os.environ['JAX_PROCESS_ID'] == '1':\n"
+            f"    while len(os.listdir('{tmp_path}')) < 2: time.sleep(0.05)\n"
+            "    sys.exit(7)\n"
             f"child = subprocess.Popen(['sleep', '600']); open(f'{tmp_path}/{{child.pid}}', 'w')\n"
             "time.sleep(600)\n"
         )
@@ -281,12 +284,41 @@ class TestLocal:
             process.terminate()
             assert process.wait(30) == 5
 
+    def test_a_reader_that_goes_away(self, tmp_path: Path) -> None:
+        """As `| head -1` does: the process hears of it, where it would wait for ever on a pipe that is full."""
+        code = "import os\nif os.environ['JAX_PROCESS_ID'] == '0':\n    while True: print('line' * 100)"
+        command = [sys.executable, "-m", "launch.local", "--num_processes=2", "--", sys.executable, "-c", code]
+        with (tmp_path / "errors").open("w") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.stdout.close()
+            assert process.wait(30) == 1
+        finally:
+            process.kill()
+        said = (tmp_path / "errors").read_text()
+        assert "[0] BrokenPipeError" in said
+        assert "exit codes: 1, 0" in said
+
     def test_mistakes(self) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "launch.local"], capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == 2
         assert "no command" in done.stderr
+
+
+def test_free_ports_are_none_that_the_system_gives_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = [free_port() for _ in range(50)]
+    assert max(ports) + 1 < first
+    half_taken, free = list(dict.fromkeys(ports))[:2]
+    draws = iter([(port - 20000) // 2 for port in (half_taken, free)])
+    monkeypatch.setattr("launch.local.secrets.randbelow", lambda count: next(draws))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", half_taken + 1))
+        assert free_port() == free
 
 
 @pytest.mark.parametrize(

@@ -283,3 +283,21 @@ def test_exit_codes_of_workers() -> None:
     for status, kind, code in [(9, "killed", 42), (6, "aborted", 42), (1 << 8, "ended", 42), (2 << 8, "ended", 2)]:
         fault = fault_of_status(status)
         assert (fault.kind, fault.code) == (kind, code)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (["preflight", "standard input"], "host 1 (worker-1) came to 'standard input', the others to 'preflight'"),
+        (["standard input", "preflight", "preflight"], "host 0 (worker-0) came to 'standard input'"),
+    ],
+)
+def test_hosts_that_ask_different_questions_do_not_wait_for_one_another(asked: list[str], named: str) -> None:
+    async def scene(peers: list[Peer]) -> None:
+        for peer, name in zip(peers, asked, strict=True):
+            peer.send("gather", topic=f"{name} 2", value=None)
+
+    fault, _, _ = judge(scene, hosts=len(asked))
+    assert fault is not None
+    assert (fault.kind, fault.code) == ("differ", EXIT_USER_ERROR)
+    assert named in fault.describe()

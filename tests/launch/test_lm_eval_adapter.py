@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("lm_eval.api.model")
 
 from checkpoints import DEMO
+from launch import lm_eval_adapter
 from launch.lm_eval_adapter import HarnessModel
 from sharding.errors import InputError
 
@@ -66,6 +67,14 @@ def test_what_the_harness_asks() -> None:
 def test_wrong_model_args() -> None:
     with pytest.raises(InputError, match="best_of"):
         HarnessModel(best_of=3)
+
+
+def test_wrong_model_args_of_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(lm_eval_adapter, "cli_evaluate", lambda: HarnessModel(checkpoint="/no/such/folder"))
+    with pytest.raises(SystemExit) as ended:
+        lm_eval_adapter.run()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: /no/such/folder")
 
 
 @pytest.mark.slow

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import fnmatch
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from checkpoints import DEMO
+from checkpoints.folder import QUANTIZATION_KEY
 from launch import plan
+from runtime.planner.compiled import CompiledPhase
+from runtime.planner.workload import Workload
+from sharding.errors import MeshError
+from sharding.mesh import MeshSpec
 
 HERE = ["plan", "--model=diffucoder-7b", "--compile=0"]
 
@@ -64,7 +72,14 @@ def test_without_the_compiler_the_analytical_part_works_alone(
         (["--topology=v5e:2x4", "--mesh=tensor=16"], "there are 8"),
         (["--topology=v5e:2x4", "--mesh=kv=2"], 'no axis "kv"'),
         (["--topology=8xh100", "--batch=1000000"], "What would help"),
-        (["--topology=8xh100", "--mesh=data=8", "--batch=100000"], "nothing fits"),
+        (["--topology=8xh100", "--mesh=data=8", "--batch=100000"], "8xh100: mesh data=8,sequence=1,tensor=1 needs"),
+        (["--topology=v5e:2x4", "--mesh=data=3"], "first 3 of 8 chips are no box"),
+        (["--topology=v5e:4x4", "--mesh=data=6"], "first 6 of 16 chips are no box"),
+        (["--topology=2xv5e:2x4", "--mesh=data=6,tensor=2"], "first 12 of 16 chips are not the same box in each slice"),
+        (["--topology=all", "--mesh=tensor=3"], "8xh200: "),
+        (["--topology=v5e:2x4", "--plot=plan.picture"], "must end with one of"),
+        (["--topology=v5e:2x4", "--dump_hlo=programs"], "give --compile=1"),
+        (["--model=qwen2.5-7b", "--topology=v5e:2x4", "--cache=dual", "--steps=8"], "--steps, --cache: of masked"),
         (["--topology=v5e:2x4", "--plot=/nowhere/at/all.png"], "no such folder"),
         (["--topology=v5e:2x4", "--prompt=200000"], "the model allows 131072"),
         ([], "--topology"),
@@ -86,3 +101,152 @@ def test_a_model_is_named_one_way(capsys: pytest.CaptureFixture[str]) -> None:
         plan.run(["plan", "--topology=v5e:2x4"])
     assert caught.value.code == 2
     assert "--checkpoint" in capsys.readouterr().err
+
+
+SMALL_LAYERS = 3
+SMALL = {
+    "model_type": "Dream",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": SMALL_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "mask_token_id": 4,
+    "pad_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    """A model folder with nothing but its config.json."""
+    (folder / "config.json").write_text(json.dumps(SMALL | changes))
+    return folder
+
+
+def test_what_the_compiler_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Collectives are those that are run: the scan over layers and the search for thresholds are multiplied out."""
+    write_config(tmp_path)
+    what = ["--topology=v5e:2x2", "--mesh=tensor=2", "--prompt=64", "--new_tokens=64"]
+    how = ["--compile=1", "--json", f"--dump_hlo={tmp_path / 'programs'}"]
+    plan.run(["plan", f"--checkpoint={tmp_path}", *what, *how])
+    (mesh,) = json.loads(capsys.readouterr().out)["plans"][0]["meshes"]
+    assert mesh["idle_chips"] == 2
+    (compiled,) = mesh["compiled"]
+    assert compiled["pass"] == "denoise step"
+    assert compiled["collective_bytes_equal_the_estimate"]
+    assert compiled["memory_bytes_per_device"] > 0
+    (file,) = (tmp_path / "programs").iterdir()
+    text = file.read_text()
+    assert text.startswith("HloModule")
+    written = text.count(" all-reduce(") + text.count(" all-reduce-start(")
+    # Two of every layer, and one of each of 32 halvings, of which the program has one.
+    assert compiled["collectives_of_a_pass"]["all-reduce"] >= written + 2 * (SMALL_LAYERS - 1) + 31
+
+
+def test_only_the_configuration_of_a_checkpoint_is_fetched(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fetched: list[list[str]] = []
+
+    def download(name: str, *, allow_patterns: list[str], **options: object) -> str:
+        fetched.append(allow_patterns)
+        return str(write_config(tmp_path))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    arguments = ["plan", "--topology=v5e:2x2", "--compile=0", "--prompt=64", "--new_tokens=64", "--json"]
+    plan.run([*arguments, "--checkpoint=somebody/something"])
+    assert json.loads(capsys.readouterr().out)["model"] == "somebody/something"
+    assert fetched
+    assert not any(fnmatch.fnmatch("model-00001-of-00004.safetensors", pattern) for pattern in fetched[0])
+
+
+def test_a_checkpoint_is_planned_as_it_is_stored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def memory() -> int:
+        plan.run(["plan", f"--checkpoint={tmp_path}", "--topology=v5e:2x2", "--compile=0", "--mesh=data=1", "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert found["workload"]["quantization"] == stored
+        size: int = found["plans"][0]["meshes"][0]["estimated"]["memory"]["weights"]
+        return size
+
+    sizes = []
+    for stored in ("none", "int8"):
+        write_config(tmp_path, **({} if stored == "none" else {QUANTIZATION_KEY: stored}))
+        sizes.append(memory())
+    assert sizes[1] < 0.6 * sizes[0]
+
+
+def test_the_demo_is_planned_from_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    plan.run(["plan", f"--checkpoint={DEMO}", "--topology=v5e:2x2", "--compile=0", "--mesh=data=1"])
+    out = capsys.readouterr().out
+    assert "3 chips idle" in out
+    assert "all but the compiler's column is estimated" in out
+
+
+def compiled_with(bytes_: int) -> CompiledPhase:
+    return CompiledPhase("denoise step", "xla", bytes_, 0, 0, 0, (), 1.0, "")
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_what_the_compiler_finds_too_large_makes_room_for_the_next(
+    refused: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[MeshSpec] = []
+
+    def compile_(workload: Workload, spec: MeshSpec, devices: object) -> list[CompiledPhase]:
+        tried.append(spec)
+        if len(tried) == 1 and refused:
+            raise MeshError("the compiler refuses: Ran out of memory in memory space hbm.\nmuch more")
+        return [compiled_with(1 << 40 if len(tried) == 1 else 1 << 30)]
+
+    monkeypatch.setattr(plan, "compile_workload", compile_)
+    monkeypatch.setattr(plan, "described_devices", lambda topology: [])
+    monkeypatch.setattr(plan, "missing_compiler", lambda platform: None)
+    arguments = ["plan", "--model=diffucoder-7b", "--topology=v5e:2x4", "--batch=16"]
+    plan.run([*arguments, "--json"])
+    (found,) = json.loads(capsys.readouterr().out)["plans"]
+    assert len(tried) == 2
+    meshes = {one["mesh"]: one for one in found["meshes"]}
+    assert found["meshes"][0]["mesh"] == str(tried[1])
+    assert "compiled" in found["meshes"][0]
+    left_out = meshes[str(tried[0])]
+    assert not left_out["fits"]
+    assert "by the compiler" in left_out["does_not_fit"]
+    assert "What would help" in left_out["does_not_fit"]
+    assert "much more" not in left_out["does_not_fit"]
+    assert str(tried[0]) in found["notes"][0]
+    # One that was named has no next.
+    tried.clear()
+    with pytest.raises(SystemExit) as caught:
+        plan.run([*arguments, "--mesh=tensor=8"])
+    assert caught.value.code == 2
+    assert "What would help" in capsys.readouterr().err
+
+
+def test_meshes_that_do_not_fit_say_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "--topology=v5e:2x4", "--batch=512")
+    assert "does not fit: data=8,sequence=1,tensor=1 needs" in out
+    (found,) = json.loads(run(capsys, "--topology=v5e:2x4", "--batch=512", "--json"))["plans"]
+    too_large = [one for one in found["meshes"] if not one["fits"]]
+    assert too_large
+    assert all("a larger tensor axis" in one["does_not_fit"] for one in too_large)
+
+
+def test_machines_that_a_mesh_cannot_be_laid_over_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run(capsys, "--topology=all", "--mesh=data=2,tensor=4", "--json"))
+    verdicts = {one["topology"]: one["verdict"] for one in found["plans"]}
+    assert "needs 8 devices, and there are 4" in verdicts["v5e:2x2"]
+    assert "needs 8 devices" not in verdicts["8xh100"]
+
+
+def test_a_plot_needs_matplotlib_before_anything_is_compiled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    with pytest.raises(SystemExit) as caught:
+        plan.run([*HERE[:2], "--topology=v5e:2x4", f"--plot={tmp_path / 'plan.png'}"])
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert "needs matplotlib" in captured.err
+    assert "compiling" not in captured.err

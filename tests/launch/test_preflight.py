@@ -122,3 +122,6 @@ def test_fingerprint_sees_a_change_of_weights_and_of_configuration(tmp_path: Pat
         (tmp_path / name).write_bytes(data)
         seen.add(fingerprint(folder))
     assert len(seen) == 4
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "dangling.safetensors").symlink_to("nowhere")
+    assert fingerprint(folder) in seen, "neither is a file"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from launch import batch, generate
+from launch import batch, generate, serve
 
 
 def assert_scopes(trace: Path) -> None:
@@ -57,10 +57,13 @@ def test_a_trace_and_the_programs(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("flag", ["profile_dir", "dump_hlo"])
-@pytest.mark.parametrize("launcher", [generate, batch])
-def test_a_folder_that_cannot_be(launcher: Any, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--prompt=x"] if launcher is generate else ["--input=x", "--output_dir=y"]
-    with pytest.raises(SystemExit) as caught:
-        launcher.run(["launcher", *arguments, f"--{flag}=/nowhere/at/all"])
-    assert caught.value.code == 2
-    assert "there is no such folder" in capsys.readouterr().err
+@pytest.mark.parametrize("launcher", [generate, batch, serve])
+def test_a_folder_that_cannot_be(launcher: Any, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = {generate: ["--prompt=x"], batch: ["--input=x", "--output_dir=y"], serve: []}[launcher]
+    file = tmp_path / "file"
+    file.touch()
+    for path, says in (("/nowhere/at/all", "there is no such folder"), (file, "that is a file")):
+        with pytest.raises(SystemExit) as caught:
+            launcher.run(["launcher", *arguments, f"--{flag}={path}"])
+        assert caught.value.code == 2
+        assert says in capsys.readouterr().err

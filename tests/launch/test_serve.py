@@ -14,31 +14,46 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
 import openai
 import pytest
 import torch
 import transformers
 
 from checkpoints import DEMO
+from launch.serving.errors import ENGINE_FAILED
 from launch.serving.keys import Keys
 from launch.serving.limits import Limits
-from launch.serving.mesh import Outcome, Turn
+from launch.serving.mesh import Mesh, Outcome, Shape, Turn
+from launch.serving.metrics import Metrics
 from launch.serving.openapi import document
+from launch.serving.scheduler import Scheduler, follow
 from launch.serving.waiting import Waiting
 from runtime import DiffusionConfig, Engine, SamplingConfig
 from runtime.decoding.config import MAX_SEED
 from sharding.errors import InputError
-from tests.launch.served import PATIENCE, Served, demo, served, wait_for
+from tests.launch.served import PATIENCE, OneHost, Served, demo, served, wait_for
+from tests.launch.tiny import write_tiny_checkpoint
 
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}def answer("
+TEMPLATE = (
+    "{% for message in messages %}{{ message.name or message.role }}: {{ message.content }}\n{% endfor %}def answer("
+)
 CONFIG = DiffusionConfig.published(12, 0.8)
 DUAL = CONFIG.replace(cache="dual", block_length=8, parallel="threshold")
+COMPILED = {"cache": "dual", "block_length": 8, "parallel": "threshold"}
 PROMPT = "def is_even(number):\n"
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return demo()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """One that is compiled in no time."""
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return Engine.load(folder, "tensor=1", devices=jax.devices()[:1])
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +139,10 @@ def test_chats(there: Served) -> None:
     assert chunks[-2].choices[0].finish_reason == expected.finish_reason
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == len(expected.tokens)
+    # What a name is for is the template's to say.
+    named = there.post("/v1/chat/completions", {"messages": [messages[0] | {"name": "ann"}], "seed": 5}).json()
+    expected = offline(there, ["ann: add two\ndef answer("], seed=5)[0]
+    assert named["choices"][0]["message"]["content"] == expected.text
 
 
 @pytest.mark.parametrize(
@@ -225,7 +244,12 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": "x", "temperature": 1e-9}, 400, "temperature"),
     ("/v1/completions", {"prompt": "x", "algorithm": "origin"}, 400, "no such programs are compiled here"),
     ("/v1/completions", {"prompt": "x", "cache": "dual"}, 400, "no such programs are compiled here"),
+    ("/v1/completions", {"prompt": "x", **COMPILED, "refresh_blocks": 4}, 400, "refresh_blocks=4: no such programs"),
+    ("/v1/completions", {"prompt": "x", **COMPILED, "refresh_blocks": 0}, 400, "refresh_blocks=0: no such programs"),
     ("/v1/completions", {"prompt": "x", "steps": 65}, 400, "at most 64"),
+    ("/v1/completions", {"prompt": "x", **COMPILED, "steps": 4}, 400, "steps are of a schedule"),
+    ("/v1/completions", {"prompt": "x", "threshold": 0.5}, 400, "threshold is of a parallel rule"),
+    ("/v1/completions", {"prompt": "x", **COMPILED, "factor": 2.0}, 400, "factor is of a parallel rule"),
     ("/v1/completions", {"prompt": "x", "refresh_interval": 3}, 400, "refresh_interval"),
     ("/v1/completions", {"prompt": "x", "canvas": True}, 400, "of streams"),
     ("/v1/completions", {"prompt": "x", "stop": [""]}, 400, "stop"),
@@ -279,6 +303,120 @@ def test_about_the_server(there: Served) -> None:
     text = there.get("/metrics").text
     for name in ("num_requests_running", "time_to_first_token_seconds_bucket", "denoise_steps_total"):
         assert f"diffumesh:{name}" in text
+
+
+@pytest.mark.slow
+def test_blocks_that_are_entered_without_a_refresh(tiny: Engine) -> None:
+    config = CONFIG.replace(cache="dual", block_length=4, refresh_blocks=4)
+    with served(tiny, config) as found:
+        compiled = tiny.compiled_programs
+        for blocks in (4, 0, 2, 1):
+            body = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "refresh_blocks": blocks}
+            text = found.post("/v1/completions", body).json()["choices"][0]["text"]
+            assert tiny.compiled_programs == compiled
+            assert text == offline(found, [PROMPT], max_new_tokens=40, seed=3, refresh_blocks=blocks)[0].text
+            compiled = tiny.compiled_programs
+
+
+def test_blocks_of_any_length_where_a_rule_decides(tiny: Engine) -> None:
+    # A canvas that is rounded up, and tables for as many steps as it has positions then.
+    with served(tiny, CONFIG.replace(parallel="threshold"), canvas=(100,), steps=None) as found:
+        assert found.server.scheduler.mesh is not None
+        assert found.server.scheduler.mesh.pools[0].steps > 100
+        for more in ({}, {"block_length": 8}, {"block_length": 100}, {"block_length": 1000}):
+            answer = found.post("/v1/completions", {"prompt": PROMPT, "seed": 3} | more)
+            assert answer.status_code == 200, answer.text
+
+
+def test_slots_of_several_kinds_fit_beside_one_another(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [Shape(config, width, 8, 64) for config in (CONFIG, DUAL) for width in (64, 128)]
+    alone = [tiny._runner.memory(8, shape.width, shape.config.cache != "none") for shape in shapes]
+    monkeypatch.setattr(tiny._runner, "room", lambda: max(memory.total for memory in alone))
+    for shape in shapes:
+        Mesh(tiny, [shape])
+    with pytest.raises(InputError, match=r"slots of 4 kinds need 0\.0 GB of each device"):
+        Mesh(tiny, shapes)
+    monkeypatch.setattr(tiny._runner, "room", lambda: sum(memory.total for memory in alone))
+    Mesh(tiny, shapes)
+
+
+def test_steps_of_the_defaults_fit(tiny: Engine) -> None:
+    with pytest.raises(InputError, match=r"--max_steps=64: by default a block of 128 positions has 128 steps"):
+        Mesh(tiny, [Shape(CONFIG.replace(parallel="factor"), 128, 2, 64)])
+    with pytest.raises(InputError, match=r"--max_steps=8: by default a block of 128 positions has 12 steps"):
+        Mesh(tiny, [Shape(CONFIG, 128, 2, 8)])
+    assert Mesh(tiny, [Shape(CONFIG.replace(steps=1000), 128, 2, None)]).pools[0].steps == 1000
+
+
+def test_told_to_end_while_it_warms_up(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, host = Mesh(tiny, [Shape(CONFIG, width, 2, 64) for width in (64, 128)]), OneHost()
+    ready: list[bool] = []
+    serving = Scheduler(host, Metrics("demo"), max_queue=4, grace=1.0)
+    for programs in range(5):
+        for run in (
+            lambda: serving.run(mesh, lambda: True, lambda: ready.append(True)),
+            lambda: follow(mesh, host),
+        ):
+            made: list[Turn] = []
+            monkeypatch.setattr(mesh, "turn", made.append)
+            monkeypatch.setattr(host, "draining", iter([False] * programs + [True]).__next__)
+            run()
+            assert len(made) == programs
+    assert not ready
+    assert serving.state == "draining"
+
+
+def test_another_host_has_failed(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tiny, CONFIG) as found, monkeypatch.context() as changed:
+        # The socket closes a moment later.
+        changed.setattr(found.server._http, "stop", lambda: None)
+        found.server._fail()
+        health = found.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "dead"})
+        answer = found.post("/v1/completions", {"prompt": "a"})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == ENGINE_FAILED.code
+
+
+def test_a_chat_with_a_model_that_has_no_template(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tiny, CONFIG) as found, monkeypatch.context() as changed:
+        changed.setattr(tiny.tokenizer._tokenizer, "chat_template", None)
+        answer = found.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "messages: this model has no chat template; see /v1/completions"
+
+
+def test_who_waits_to_be_read_is_refused_unread(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tiny, CONFIG) as found:
+        reader, scheduler, gate = found.server._reader, found.server.scheduler, threading.Event()
+        read, checked, real, check = [], [], reader.generation, scheduler.check_room
+
+        def generation(body: Any) -> Any:
+            read.append(body.prompt)
+            assert gate.wait(PATIENCE)
+            return real(body)
+
+        def check_room() -> None:
+            checked.append(True)
+            check()
+
+        statuses: list[int] = []
+        monkeypatch.setattr(reader, "generation", generation)
+        monkeypatch.setattr(scheduler, "check_room", check_room)
+        threads = [
+            threading.Thread(target=lambda: statuses.append(found.post("/v1/completions", {"prompt": "x"}).status_code))
+            for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        # All when they come, and the two that are read now once more.
+        wait_for(lambda: len(checked) == 8)
+        scheduler.state = "draining"
+        gate.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert statuses == [503] * 6
+        assert len(read) == 2, "the others are not looked at"
 
 
 @contextmanager
@@ -407,8 +545,10 @@ def _answers(found: Served) -> bool:
 def test_keys_names_and_slow_clients(engine: Engine, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\nkey-of-somebody-1\n\nkey-of-somebody-2\n")
-    with pytest.raises(InputError, match="others can read it"):
-        Keys.read(file)
+    for mode in (0o644, 0o640, 0o604):
+        file.chmod(mode)
+        with pytest.raises(InputError, match="others can read it"):
+            Keys.read(file)
     file.chmod(0o600)
     limits = Limits(read_seconds=1.0)
     with served(engine, CONFIG, keys=Keys.read(file), names=("127.0.0.1", "localhost"), limits=limits) as found:

@@ -11,7 +11,7 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = DiffusionConfig.published(8, 0.8)
 GOOD = {"prompt": "def is_even(number):\n", "seed": 7}
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/score")
+READ = [path for path, methods in document("1.2.3")["paths"].items() if "get" in methods]
 KEY = "key-of-somebody-1"
 # Of a server that has a mistake in it, or has lost something.
 REFUSED = (400, 401, 403, 404, 405, 408, 413, 414, 415, 431)
@@ -124,11 +125,14 @@ def post_head(path: str = "/v1/completions", *lines: str) -> bytes:
 # ---- what the document describes, and what it does not ------------------------------------------------------------
 
 
-def requests_of_the_document(found: Served, mode: GenerationMode, examples: int) -> set[int]:
+def requests_of_the_document(
+    found: Served, mode: GenerationMode, examples: int, method: str = "POST", paths: Sequence[str] = PATHS
+) -> set[int]:
+    """The statuses of answers, refusals in their shape."""
     schema = schemathesis.openapi.from_dict(document("1.2.3"))
     seen = set()
     with requests.Session() as session:
-        for path in PATHS:
+        for path in paths:
 
             @hypothesis.settings(
                 max_examples=examples,
@@ -138,7 +142,7 @@ def requests_of_the_document(found: Served, mode: GenerationMode, examples: int)
                 suppress_health_check=list(hypothesis.HealthCheck),
                 phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
             )
-            @hypothesis.given(schema[path]["POST"].as_strategy(generation_mode=mode))
+            @hypothesis.given(schema[path][method].as_strategy(generation_mode=mode))
             def check(case: Any) -> None:
                 answer = case.call(base_url=found.url, session=session, timeout=PATIENCE)
                 seen.add(answer.status_code)
@@ -152,6 +156,7 @@ def requests_of_the_document(found: Served, mode: GenerationMode, examples: int)
 def test_requests_of_the_document(there: Served) -> None:
     assert 200 in requests_of_the_document(there, GenerationMode.POSITIVE, 15)
     assert requests_of_the_document(there, GenerationMode.NEGATIVE, 15) <= set(REFUSED)
+    assert requests_of_the_document(there, GenerationMode.POSITIVE, 5, "GET", READ) == {200, 404}
 
 
 @pytest.mark.slow
@@ -380,7 +385,7 @@ def _says_true(node: ast.expr) -> bool:
 
 
 ADDRESSES = (
-    *("/", "/health", "/metrics", "/version", "/openapi.json", "/v1/models", "/v1/models/demo", *PATHS),
+    *(path.replace("{name}", "demo") for path in (*READ, *PATHS)),
     *(
         "/docs",
         "/redoc",

@@ -18,7 +18,9 @@ from runtime import DiffusionConfig, Engine
 from tests.launch.served import PATIENCE, Served, served, wait_for
 from tests.launch.tiny import write_tiny_checkpoint
 
-playwright = pytest.importorskip("playwright.sync_api")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="the page is tested in a browser, which playwright drives"
+)
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "chrome"])), None)
 CONFIG = DiffusionConfig.published(24, 0.8)
@@ -51,7 +53,7 @@ def there(engine: Engine) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:
-        pytest.skip("no chromium on PATH")
+        pytest.skip("the page is tested in Chromium, and there is none on PATH (Debian: apt install chromium)")
     with playwright.sync_playwright() as driver:
         found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield found

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import pytest
 from benchmarks.faults import HEARTBEAT, HostProcesses, names_host
 from launch import serve
 from runtime import DiffusionConfig
+from sharding.errors import InputError
 from tests.launch.served import PATIENCE, demo, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -47,16 +49,22 @@ def address(log: Callable[[], str], process: Callable[[], int | None] = lambda: 
 
 
 @contextmanager
-def started(folder: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
+def starting(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     command = [sys.executable, "-m", "launch.serve", *ARGUMENTS, *arguments]
     log = folder / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=ROOT, stderr=file)
     try:
-        yield address(log.read_text, process.poll), process, log
+        yield process, log
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def started(folder: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
+    with starting(folder, *arguments) as (process, log):
+        yield address(log.read_text, process.poll), process, log
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -82,6 +90,7 @@ def streams(url: str, count: int, tokens: int) -> tuple[list[threading.Thread], 
     return threads, texts
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the README's commands are curl's, and there is none on PATH")
 def test_the_readmes_commands_and_a_signal(tmp_path: Path, compiled: str) -> None:
     readme = (ROOT / "README.md").read_text()
     block = readme[readme.index("## Serving") :].split("```bash\n")[2].partition("```")[0]
@@ -107,6 +116,19 @@ def test_the_readmes_commands_and_a_signal(tmp_path: Path, compiled: str) -> Non
         assert process.wait(PATIENCE) == 0, log.read_text()
     assert all(text.rstrip().endswith("data: [DONE]") for text in texts), "none is cut short"
     assert "SIGTERM: finishing what is in flight" in log.read_text()
+
+
+@pytest.mark.slow
+def test_a_trace_and_the_programs(tmp_path: Path, compiled: str) -> None:
+    trace, programs = tmp_path / "trace", tmp_path / "programs"
+    flags = ["--mesh=tensor=1", "--slots=1", compiled, f"--profile_dir={trace}", f"--dump_hlo={programs}"]
+    with started(tmp_path, *flags) as (url, process, log):
+        body = {"prompt": PROMPT, "max_tokens": 4}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(2 * PATIENCE) == 0, log.read_text()
+    assert list(trace.rglob("*.xplane.pb"))
+    assert any("block_step" in path.read_text() for path in programs.glob("*.hlo.txt"))
 
 
 @pytest.mark.slow
@@ -168,6 +190,17 @@ def test_a_signal_to_one_host_drains_all(tmp_path: Path, compiled: str) -> None:
     assert all(text.rstrip().endswith("data: [DONE]") for text in texts)
 
 
+@pytest.mark.slow
+def test_a_signal_while_it_is_compiling(tmp_path: Path) -> None:
+    modes = [f"--mode=cache=dual,block_length={length}" for length in range(4, 24)]
+    with starting(tmp_path, "--mesh=tensor=1", "--compile_cache=", *modes) as (process, log):
+        wait_for(lambda: "decoding: " in log.read_text())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0, log.read_text()
+    assert "SIGTERM: finishing what is in flight" in log.read_text()
+    assert "serving" not in log.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -178,6 +211,13 @@ def test_a_signal_to_one_host_drains_all(tmp_path: Path, compiled: str) -> None:
         (["--mode=cache=dual,refresh_interval=0"], "--mode=cache=dual,refresh_interval=0: refresh_interval is 0"),
         (["--max_rows=100"], "cannot wait in --max_queue=64"),
         (["--temperature=-1"], "temperature is -1"),
+        (["--seed=7"], "--seed: a request says its own"),
+        (["--log_probabilities"], "--log_probabilities: a request asks for its own"),
+        (["--max_steps=32"], "--max_steps=32: by default a block of 512 positions has 64 steps"),
+        (["--parallel=threshold", "--max_steps=64"], "--max_steps=64: by default a block of 512 positions has 512"),
+        (["--mode=parallel=factor", "--max_steps=64"], "--max_steps=64: by default a block of 512 positions has 512"),
+        (["--canvas=64"], "--canvas=64 has no room for a prompt beside 64 new tokens"),
+        (["--preset=class", "--canvas=256"], "--canvas=256 has no room for a prompt beside 256 new tokens"),
     ],
 )
 def test_wrong_flags(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
@@ -187,6 +227,26 @@ def test_wrong_flags(capsys: pytest.CaptureFixture[str], arguments: list[str], s
     err = capsys.readouterr().err
     assert said in err
     assert "Traceback" not in err
+
+
+def test_as_many_open_files_as_connections_want(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource", reason="no limits of this kind on this system")
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: found.append(limits))
+    unlimited = resource.RLIM_INFINITY
+    for limits, raised in (
+        ((1024, 4096), [(4096, 4096)]),
+        ((256, unlimited), [(1128, unlimited)]),
+        ((4096, 4096), []),
+        ((unlimited, unlimited), []),
+    ):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limits=limits: limits)
+        serve.allow_files(1000)
+        assert found == raised, limits
+        found.clear()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 1024))
+    with pytest.raises(InputError, match=r"takes 1128 open files, and ulimit -n allows 1024.*--max_connections=896"):
+        serve.allow_files(1000)
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from absl import flags
 
 from benchmarks import serve
 from benchmarks.load import Ask, Client, closed_loop, open_loop
+from launch.serving.limits import Limits
 from runtime import DiffusionConfig, Engine
 from tests.launch.served import PATIENCE, Served, served, wait_for
 from tests.launch.test_serve_processes import started, streams
@@ -33,6 +34,11 @@ CONFIG = DiffusionConfig.published(16, 0.8)
 DUAL = {"cache": "dual", "block_length": 8, "parallel": "threshold"}
 PROMPT = "def is_even(number):\n"
 PLAIN = 8
+QUEUE = 16
+
+
+class GoneError(Exception):
+    """A client that has gone away."""
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +80,8 @@ class Asked:
         return body | more, [one.text for one in texts]
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
-    """The texts of an answer, streamed or not."""
+async def ask(client: httpx.AsyncClient, body: dict[str, Any], leave: bool = False) -> list[str]:
+    """The texts of an answer, streamed or not; or go away as soon as some of it is there."""
     texts = [""] * body["n"]
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200
@@ -84,6 +90,8 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
             if data and data != "[DONE]":
                 for choice in json.loads(data)["choices"]:
                     texts[choice["index"]] += choice["text"]
+                if leave:
+                    raise GoneError
     return texts
 
 
@@ -96,12 +104,12 @@ async def soak(found: Served, asked: Asked, count: int, seed: int) -> tuple[int,
         async def user() -> None:
             for _ in left:
                 body, expected = asked.draw(chance)
-                patience = chance.uniform(0, 0.3) if chance.random() < 0.4 else PATIENCE
+                patience, leave = chance.choice([(chance.uniform(0, 0.3), False), (PATIENCE, True), (PATIENCE, False)])
                 try:
                     async with asyncio.timeout(patience):
-                        assert await ask(client, body) == expected
+                        assert await ask(client, body, leave) == expected
                     outcomes[0] += 1
-                except TimeoutError:
+                except (TimeoutError, GoneError):
                     outcomes[1] += 1
 
         await asyncio.gather(*[user() for _ in range(12)])
@@ -202,49 +210,65 @@ print(json.dumps([times, waiting]))
 """
 
 
-@pytest.mark.slow
-def test_ten_times_too_much(folder: Path, tmp_path: Path) -> None:
-    seconds, queue = 8.0, 16
-    flags = [f"--checkpoint={folder}", "--served_model_name=demo", "--mesh=tensor=1"]
-    flags += [f"--max_queue={queue}", "--max_rows=1", "--slots=4", "--canvas=128"]
-    with started(tmp_path, *flags) as (url, _, _):
+def ten_times_too_much(url: str, seconds: float, asks: Sequence[Ask]) -> dict[str, float]:
+    """Ten times what a server with a queue of :data:`QUEUE` can do: what it makes of it, checked as on any machine."""
 
-        async def overload() -> tuple[list[Any], float, Any]:
-            async with Client(url, None, PATIENCE) as client:
-                asks = [Ask("x", 100, number) for number in range(10_000)]
-                start = time.perf_counter()
-                await closed_loop(client, asks[:60], 8)
-                rate = 10 * 60 / (time.perf_counter() - start)
-                print("offered", rate)
-                watcher = subprocess.Popen(
-                    [sys.executable, "-c", WATCHER, url.removeprefix("http://"), str(seconds)], stdout=subprocess.PIPE
-                )
-                load = asyncio.create_task(open_loop(client, asks[: int(rate * seconds)], rate, seed=0))
-                await asyncio.sleep(seconds)
-                start = time.perf_counter()
+    async def overload() -> tuple[list[Any], float, Any]:
+        async with Client(url, None, PATIENCE) as client:
+            start = time.perf_counter()
+            await closed_loop(client, asks[:60], 8)
+            # At least so many that they cannot all wait.
+            rate = max(10 * 60 / (time.perf_counter() - start), 6 * QUEUE / seconds)
+            print("offered", rate)
+            watcher = subprocess.Popen(
+                [sys.executable, "-c", WATCHER, url.removeprefix("http://"), str(seconds)], stdout=subprocess.PIPE
+            )
+            load = asyncio.create_task(open_loop(client, asks[: int(rate * seconds)], rate, seed=0))
+            await asyncio.sleep(seconds)
+            start = time.perf_counter()
+            async with asyncio.timeout(PATIENCE):
                 while (await client.send(Ask("x", 4, 0), start)).status != 200:
                     await asyncio.sleep(0.05)
-                recovered = time.perf_counter() - start
-                return await load, recovered, json.loads(watcher.communicate(timeout=PATIENCE)[0])
+            recovered = time.perf_counter() - start
+            said, _ = await asyncio.to_thread(watcher.communicate, timeout=PATIENCE)
+            assert watcher.returncode == 0, "/health and /metrics answer throughout"
+            return await load, recovered, json.loads(said)
 
-        answers, recovered, (times, waiting) = asyncio.run(overload())
+    answers, recovered, (times, waiting) = asyncio.run(overload())
     refusals = [answer.end for answer in answers if answer.status == 429]
     served_well = [answer for answer in answers if answer.status == 200]
     found = {
         "refused": len(refusals),
         "answered": len(served_well),
-        "refusal p99": np.percentile(refusals, 99),
-        "refusal max": max(refusals),
-        "watch p99": np.percentile(times, 99),
+        "refusal p99": float(np.percentile(refusals, 99)),
+        "watch p99": float(np.percentile(times, 99)),
         "recovered": recovered,
         "waiting": waiting,
     }
     print(found)
     assert len(refusals) + len(served_well) == len(answers)
-    assert len(refusals) > 3 * len(served_well)
-    assert waiting <= queue
+    assert refusals
+    assert served_well
+    assert waiting <= QUEUE
+    return found
+
+
+def test_ten_times_too_much_for_a_moment(engine: Engine) -> None:
+    # So few that both ends of each may be open in this process.
+    with served(engine, CONFIG, canvas=(128,), slots=4, limits=Limits(queue=QUEUE, rows=1)) as found:
+        ten_times_too_much(found.url, 1.0, [Ask("x", 16, number) for number in range(300)])
+        settled(found)
+
+
+@pytest.mark.slow
+def test_ten_times_too_much(folder: Path, tmp_path: Path) -> None:
+    flags = [f"--checkpoint={folder}", "--served_model_name=demo", "--mesh=tensor=1"]
+    flags += [f"--max_queue={QUEUE}", "--max_rows=1", "--slots=4", "--canvas=128"]
+    with started(tmp_path, *flags) as (url, _, _):
+        found = ten_times_too_much(url, 8.0, [Ask("x", 100, number) for number in range(10_000)])
+    assert found["refused"] > 3 * found["answered"]
     assert found["refusal p99"] <= 0.1
-    assert recovered <= 5
+    assert found["recovered"] <= 5
     assert found["watch p99"] <= 0.2
 
 

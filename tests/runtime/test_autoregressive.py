@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from pathlib import Path
 
 import jax
@@ -219,6 +220,10 @@ def test_streamed_is_whole_and_programs_are_few(folders: dict[str, Path]) -> Non
         for width in (1, 4, 13):
             made = own.generate_tokens(ids[:, -width:], None, config.replace(max_new_tokens=new, seed=new))
             assert made.stats.compiled_programs == 0
+    # Samples of a prompt are read once, which is another prefill; what follows is the same program.
+    pairs = own.generate_tokens(ids[:2], mask[:2], config, num_return_sequences=2)
+    assert len(pairs.sequences) == len(first.sequences)
+    assert pairs.stats.compiled_programs == 1
 
 
 @pytest.mark.parametrize("kv_cache", ["bfloat16", "int8"])
@@ -313,6 +318,10 @@ def test_weights_are_replaced_without_compiling(folders: dict[str, Path], tmp_pa
     wrong = old.replace(layers=old.layers.replace(q_proj=old.layers.q_proj[:1]))
     with pytest.raises(InputError, match=r"layers\.q_proj is float32"):
         own.replace_weights(wrong)
-    with pytest.raises(InputError, match="missing: model"):
+    with pytest.raises(InputError, match=r"another model than this engine's \(architecture: qwen2 and gpt2"):
         own.replace_weights(folders["gpt2"])
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"rope_theta": 77.0, "rope_parameters": None}))
+    with pytest.raises(InputError, match=r"rope_theta: [\d.]+ and 77"):
+        own.replace_weights(tmp_path)
     np.testing.assert_array_equal(own.generate_tokens(ids, mask, config).sequences, before.sequences)

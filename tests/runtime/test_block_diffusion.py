@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from runtime import DiffusionConfig, GenerationResult
+from runtime import DiffusionConfig, Engine, GenerationResult
 from runtime.kv_cache import KVCache
 from runtime.models.cached import fill_rows, run_window
 from runtime.models.transformer import project_logits
 from runtime.programs import empty_cache
 from runtime.runs.block_diffusion import block_schedule, window_widths
+from runtime.runs.canvas import pad_after_end
 from runtime.sampling import ALGORITHMS
 from sharding.errors import InputError
 from tests import golden_cases
@@ -85,7 +86,9 @@ def test_one_block_is_the_original_algorithm(algorithm: str) -> None:
     ],
 )
 def test_a_refresh_in_every_step_is_no_cache(cache: str, algorithm: str, parallel: str) -> None:
-    config = BASE.replace(algorithm=algorithm, parallel=parallel, threshold=0.3, block_length=BLOCK)
+    config = BASE.replace(algorithm=algorithm, parallel=parallel, block_length=BLOCK)
+    if parallel == "threshold":
+        config = config.replace(threshold=0.3)
     exact = generate("tensor=1", config)
     found = generate("tensor=1", config.replace(cache=cache, refresh_interval=1, refresh_blocks=0))
     same(found, exact)
@@ -96,10 +99,14 @@ def test_a_refresh_in_every_step_is_no_cache(cache: str, algorithm: str, paralle
     assert (stale.sequences != exact.sequences).any(), "a stale cache that changes nothing is not used"
 
 
+STOPS = tuple(range(0, 320, 5))  # so many that rows end early
 MODES: list[dict[str, Any]] = [
     {"cache": "none"},
     {"cache": "dual", "algorithm": "origin", "refresh_interval": 3},
-    {"cache": "dual", "parallel": "threshold", "threshold": 0.2, "algorithm": "maskgit_plus", "refresh_blocks": 2},
+    {
+        **{"cache": "dual", "parallel": "threshold", "threshold": 0.2, "algorithm": "maskgit_plus"},
+        **{"refresh_blocks": 2, "stop_token_ids": STOPS},
+    },
     {"cache": "prefix", "parallel": "factor", "factor": 1.5, "temperature": 0.0},
     {"cache": "prefix", "alg_temp": 0.4, "top_p": 0.9, "steps": 40},
     {"cache": "none", "parallel": "threshold", "threshold": 0.1, "algorithm": "topk_margin", "refresh_interval": None},
@@ -194,7 +201,7 @@ def test_blocks_entered_without_a_refresh() -> None:
             kept = (certainty > 0.2) | (np.arange(stop - start) == certainty.argmax())
             canvas[0, start:stop] = np.where(kept & masked, probabilities.argmax(axis=-1), canvas[0, start:stop])
             fresh = False
-    config = mode(2).replace(temperature=0.0, refresh_blocks=0)
+    config = mode(2).replace(temperature=0.0, refresh_blocks=0, stop_token_ids=())
     found = engine.generate_tokens(prompt[None], None, config)
     np.testing.assert_array_equal(found.sequences[0], canvas[0, :length])
     assert found.stats.positions == positions
@@ -280,6 +287,62 @@ def test_a_row_ends_with_its_stop_token() -> None:
         assert (own[left] == pad).all()
     assert found.stats.positions < whole.stats.positions
     assert found.stats.masks_left == 0
+    # The history ends with what the row ends with.
+    with_history = generate("tensor=1", config.replace(stop_token_ids=[stop]), history=True)
+    assert with_history.history is not None
+    np.testing.assert_array_equal(with_history.history[-1], found.sequences)
+
+
+def test_masks_that_the_model_chose_are_left() -> None:
+    """Only what follows a stop token is padding: a mask that was predicted is still one."""
+    model = golden_cases.engine("tensor=1").config
+    mask, pad, stop = model.mask_token_id, model.pad_token_id, 7
+    canvas = np.array([[1, mask, 2, mask], [1, stop, mask, mask], [1, mask, stop, mask], [stop, 2, mask, 3]])
+    committed = np.array([[-1, -1, 3, -1], [-1, 4, -1, -1], [-1, -1, 5, -1], [-1, 0, -1, 1]])
+    found = pad_after_end(canvas, committed, [stop], model)
+    expected = [[1, mask, 2, mask], [1, stop, pad, pad], [1, mask, stop, mask], [stop, 2, mask, 3]]
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(pad_after_end(canvas, committed, [], model), canvas)
+
+
+def test_histories_of_batches_with_more_and_fewer_steps() -> None:
+    """Masks in the prompt of one row give its batch more blocks than the next one has."""
+    loaded = golden_cases.engine("tensor=1")
+    own = Engine(loaded.layout, loaded.weights, max_batch=1)
+    ids, mask = ragged_rows()
+    seen: list[tuple[int, int]] = []
+    found = own.generate_tokens(
+        ids,
+        mask,
+        BASE.replace(block_length=2),
+        history=True,
+        progress=lambda done, steps: seen.append((done, steps)),
+    )
+    alone = [
+        own.generate_tokens(ids[[row]], mask[[row]], BASE.replace(block_length=2, seed=[seed]), history=True)
+        for row, seed in enumerate(found.seeds)
+    ]
+    steps = [one.stats.steps for one in alone]
+    assert len(set(steps)) > 1, "the rows are to differ"
+    assert found.stats.steps == max(steps)
+    assert found.history is not None
+    for row, one in enumerate(alone):
+        assert one.history is not None
+        np.testing.assert_array_equal(found.history[: steps[row], row], one.history[:, 0])
+        assert (found.history[steps[row] :, row] == one.sequences[0]).all()
+    assert seen == sorted(seen, key=lambda pair: pair[0])
+    assert seen[-1] == (sum(steps), sum(steps))
+
+
+@pytest.mark.slow
+def test_a_small_cache_on_a_mesh() -> None:
+    config = BASE.replace(block_length=BLOCK, cache="dual", temperature=0.0)
+    ids, mask = ragged_rows()
+    found = [
+        Engine.load(golden_cases.FOLDER, mesh, "float32", kv_cache="int8").generate_tokens(ids, mask, config)
+        for mesh in ("tensor=1", MESHES[-1])
+    ]
+    same(found[1], found[0])
 
 
 def test_no_program_is_compiled_twice() -> None:
@@ -318,6 +381,8 @@ def test_the_schedule_of_blocks() -> None:
         ({"refresh_blocks": 2}, "cache"),
         ({"refresh_blocks": -1, "cache": "dual"}, "refresh_blocks"),
         ({"threshold": 1.5, "parallel": "threshold"}, "threshold"),
+        ({"threshold": 0.5}, "parallel='threshold'"),
+        ({"factor": 2.0, "parallel": "threshold"}, "parallel='factor'"),
         ({"factor": -1.0, "parallel": "factor"}, "factor"),
         ({"parallel": "threshold", "alg_temp": 0.5}, "alg_temp"),
         ({"stop_token_ids": 5}, "stop_token_ids"),

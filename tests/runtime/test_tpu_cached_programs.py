@@ -37,21 +37,25 @@ CASES = [
     pytest.param("prefill", "sequence=2,tensor=4", "bfloat16", marks=pytest.mark.slow),
     pytest.param("dual", "tensor=8", "bfloat16", marks=pytest.mark.slow),
     pytest.param("dual", "sequence=2,tensor=2", "bfloat16", marks=pytest.mark.slow),
+    pytest.param("dual once", "tensor=8", "bfloat16", marks=pytest.mark.slow),
     pytest.param("prefix", "data=2,tensor=4", "bfloat16", marks=pytest.mark.slow),
 ]
 
 
 @functools.cache
 def compiled(kind: str, mesh: str, cache_dtype: str) -> tuple[Any, Any]:
-    diffusion = kind in ("dual", "prefix")
+    diffusion = kind not in ("decode", "prefill")
     spec = MeshSpec.parse(mesh)
     layout = model_layout(DIFFUCODER if diffusion else QWEN, spec, described_devices(parse_topology("v5e:2x4")))
     forward = Forward(layout, "xla" if spec.sequence > 1 or kind == "decode" else "splash")
     weights, vocab = layout.abstract_weights(jnp.bfloat16), layout.config.vocab_size
     if diffusion:
-        config = DiffusionConfig(algorithm="maskgit_plus", cache=kind, parallel="threshold")
+        cache, refresh_blocks = kind.split()[0], 0 if kind == "dual once" else 1
+        config = DiffusionConfig(
+            algorithm="maskgit_plus", cache=cache, parallel="threshold", refresh_blocks=refresh_blocks
+        )
         denoise = denoise_program(config, vocab, "bfloat16", 256)
-        program = BlockProgram(denoise, config.parallel, window_widths(kind, 32, 256), kind == "dual")
+        program = BlockProgram(denoise, config.parallel, window_widths(cache, 32, 256, refresh_blocks), cache == "dual")
         lowered = lower_blocks(forward, program, weights, *abstract_block(layout, B, T, 32, cache_dtype))
     else:
         decoding = decode_program(SamplingConfig(temperature=0.7, top_p=0.9), vocab)
@@ -101,7 +105,7 @@ def test_collectives_of_a_cached_layer(kind: str, mesh: str, cache_dtype: str) -
         assert not re.search(rf"\[(\d+,)*{vocab}(,\d+)*\]", text), "gathered vocabulary"
     gathered = [math.prod(map(int, sizes.split(","))) for sizes in re.findall(r"\w+\[([\d,]+)\]\S* all-gather\(", text)]
     # Only keys and values of the rows that are read whole are gathered, over sequence; never the cache.
-    rows = layout.spec.data if kind in ("dual", "prefix") else B
+    rows = B if kind in ("decode", "prefill") else layout.spec.data
     limit = rows // layout.spec.data * T * layout.config.num_kv_heads // layout.heads.kv * layout.config.head_dim
     assert all(size <= limit for size in gathered)
     if layout.spec.sequence == 1:

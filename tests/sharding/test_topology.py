@@ -92,6 +92,18 @@ def test_links_of_an_axis() -> None:
     assert link("2xv5e:2x4", "data=2,tensor=8", "data") == ("network", v5e.network_bandwidth)
 
 
+def test_what_crosses_the_network() -> None:
+    """Between slices the network counts slices: their hosts are joined by the interconnect."""
+    gpus = Wiring(parse_topology("4x8xh200"), MeshSpec(data=32), HeadLayout.for_tensor(28, 4, 1))
+    both = Wiring(parse_topology("2xv5e:16x16"), MeshSpec(data=256, tensor=2), HeadLayout.for_tensor(28, 4, 2))
+    one = Wiring(parse_topology("2xv5e:16x16"), MeshSpec(data=256), HeadLayout.for_tensor(28, 4, 1))
+    assert (both.slices, one.slices) == (2, 1)
+    across, inside = both.link(("data",)), both.link(("data",), inside_slices=True)
+    assert (across.kind, inside.kind) == ("network", "interconnect")
+    assert (both.members(("data",)), both.members(("data",), inside_slices=True)) == (256, 128)
+    assert gpus.link(("data",)).latency == pytest.approx(3 * across.latency)  # four hosts against two slices
+
+
 def test_time_of_a_collective() -> None:
     spec = MeshSpec(tensor=8)
     found = Wiring(parse_topology("8xh200"), spec, HeadLayout.for_tensor(28, 4, 8)).link(("kv", "group"))

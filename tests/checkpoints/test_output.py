@@ -1,0 +1,97 @@
+"""Places that cannot be written, and two conversions that want the same one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoints import CheckpointError, open_folder
+from checkpoints.conversion import convert
+from checkpoints.opening import open_tensors
+from checkpoints.output import FolderOutput, output_at
+from checkpoints.source import Index, StoredTensors
+from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, write_source
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("micro"), MICRO)
+
+
+@pytest.mark.parametrize("place", [".", "/", "..", "~no-such-user/checkpoint", "x" * 250, "file", "link", "dangling"])
+def test_places_that_cannot_be_written(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A typed error before anything is converted; what is there stays."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError):
+        output_at(place).prepare(overwrite=True)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_place_that_goes_away(micro: Path, tmp_path: Path) -> None:
+    """Between the preparation and the work, where it cannot be noticed before."""
+    output = FolderOutput(tmp_path / "parent" / "checkpoint")
+    output.path.parent.mkdir()
+    output.prepare(overwrite=False)
+    output.path.parent.rmdir()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        convert(open_folder(micro), layout_of(micro), output)
+
+
+def test_a_conversion_that_runs_is_left_alone(micro: Path, tmp_path: Path) -> None:
+    first, second = (FolderOutput(tmp_path / "checkpoint") for _ in range(2))
+    second.prepare(overwrite=True)
+    first.prepare(overwrite=True)
+    first.begin("first")
+    for attempt in (lambda: second.prepare(overwrite=True), lambda: second.begin("second")):
+        with pytest.raises(CheckpointError, match="another conversion to it"):
+            attempt()
+    assert first.storage.read("diffumesh.converting") == b"first"
+    first.close()
+    (said,) = second.prepare(overwrite=True)
+    assert "interrupted: removed" in said
+
+
+def test_one_that_failed_holds_nothing(micro: Path, tmp_path: Path) -> None:
+    """Not even while its error is kept, as an interactive Python does."""
+    found = open_tensors(open_folder(micro))
+    name, copies = next(iter(found.by_name.items()))
+
+    def read(index: Index) -> np.ndarray:
+        raise OSError("the lamp went out")
+
+    failing = StoredTensors(found.by_name | {name: [replace(copies[0], read=read)]})
+    output = FolderOutput(tmp_path / "checkpoint")
+    output.prepare(overwrite=False)
+    with pytest.raises(OSError, match="lamp") as kept:
+        convert(open_folder(micro), layout_of(micro), output, tensors=failing)
+    assert output.staging.is_dir()
+    to_canonical(micro, output.path)
+    assert kept.value
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_what_was_replaced_and_cannot_be_removed(micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = FolderOutput(to_canonical(micro, tmp_path / "checkpoint"))
+    output.prepare(overwrite=True)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    remove: Callable[..., object] = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(CheckpointError, match=r"is written, but what it replaced .*checkpoint\.replaced"):
+        convert(open_folder(micro), layout_of(micro), output)
+    assert contents(output.path) == contents(micro)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    assert output.prepare(overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
