@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 
-import jax.numpy as jnp
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -20,9 +19,8 @@ def print_layout(layout: ModelLayout, dtype: str) -> None:
 
     Args:
       layout: the model on a mesh; no device is touched.
-      dtype: dtype of the weights on the devices.
+      dtype: dtype of the weights on the devices that are not quantized.
     """
-    item = jnp.dtype(dtype).itemsize
     table = Table(box=box.SIMPLE_HEAD, title=f"{layout.config.architecture} on {layout.spec}, {dtype}")
     for name in ("weight", "logical axes", "partition spec", "global shape"):
         table.add_column(name, overflow="fold")
@@ -37,7 +35,7 @@ def print_layout(layout: ModelLayout, dtype: str) -> None:
             ", ".join(leaf.axes),
             str(tuple(partition_spec(leaf, layout))),
             " x ".join(map(str, leaf.padded_shape)),
-            f"{local * item:,}",
+            f"{layout.leaf_bytes_per_device(leaf, dtype):,}",
             f"{local * layout.spec.size // whole}",
             f"{100 * (whole - used) / used:.2f} %",
         )
@@ -45,9 +43,9 @@ def print_layout(layout: ModelLayout, dtype: str) -> None:
     width = None if sys.stdout.isatty() else 240  # a pipe gets whole lines
     console = Console(width=width)
     console.print(table)
-    heads = layout.heads
+    heads, gigabytes = layout.heads, layout.bytes_per_device(dtype) / 1e9
     console.print(
-        f"{canonical:,} parameters; {total * item / 1e9:.3f} GB per device on {layout.spec.size} devices, "
+        f"{canonical:,} parameters; {gigabytes:.3f} GB per device on {layout.spec.size} devices, "
         f"replication {total * layout.spec.size / stored:.2f}x, padding {100 * (stored - canonical) / canonical:.2f} %"
         f"\ntensor={layout.spec.tensor} is kv={heads.kv} x group={heads.group}; {heads.queries_per_kv} query heads per "
         f"KV head are stored as {heads.padded_queries_per_kv}"

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from benchmarks.ceilings import fits_or_none
 from benchmarks.records import Timing, time_alternating
+from launch.startup import this_host
 from sharding.errors import InputError
 
 Result = TypeVar("Result")
@@ -139,6 +140,7 @@ class Sheet:
     def tried(self, work: Callable[[], Result]) -> Result | str:
         """What ``work`` returns, or why there is nothing: no memory, or what it raises of our own kinds or others."""
         try:
+            this_host().mark()  # a run of many rows does not hang
             found = fits_or_none(work)
         except (NotRunError, InputError) as error:
             return str(error)

@@ -28,7 +28,8 @@ from runtime.models.config import ModelConfig
 from runtime.models.families import model_layout
 
 SECTION, MEMORY = "start", "memory"
-_CHILD_SECONDS = 1800
+# Less than the 1800 s after which a run without progress is given up.
+_CHILD_SECONDS = 1500
 # Weights up to this size are loaded several times.
 _LOADED_OFTEN = 1 << 30
 _LOADS = 3

@@ -323,15 +323,15 @@ class ModelLayout:
 
     def bytes_per_device(self, dtype: Any) -> int:
         """Bytes of weights that each device holds, padding and replication included."""
-        total = 0
-        for leaf in self.leaves:
-            sizes = dict(zip(leaf.axes, shard_shape(leaf, self), strict=True))
-            count = math.prod(sizes.values())
-            if leaf.quantized:
-                total += count + 4 * math.prod(sizes[axis] for axis in leaf.scale_axes)
-            else:
-                total += count * jnp.dtype(dtype).itemsize
-        return total
+        return sum(self.leaf_bytes_per_device(leaf, dtype) for leaf in self.leaves)
+
+    def leaf_bytes_per_device(self, leaf: WeightLeaf, dtype: Any) -> int:
+        """Those of one weight; of a quantized one integers and float32 scales."""
+        sizes = dict(zip(leaf.axes, shard_shape(leaf, self), strict=True))
+        count = math.prod(sizes.values())
+        if leaf.quantized:
+            return count + 4 * math.prod(sizes[axis] for axis in leaf.scale_axes)
+        return count * jnp.dtype(dtype).itemsize
 
     def random_weights(self, seed: int, dtype: Any, scale: float = 0.02) -> Any:
         """Random weights on the mesh, the same on every mesh: normal with this standard deviation, zero in padding.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -124,6 +125,16 @@ def test_history_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     more = ["--max_new_tokens=50", "--steps=50", "--block_length=8"]
     launch(f"--prompt={PROMPT}", f"--history_html={page}", *more)
     assert "add" in page.read_text(encoding="utf-8")
+
+
+def test_explain_counts_what_is_stored(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = []
+    for quantize in ("none", "int8"):
+        launch("--explain", "--mesh=tensor=1", "--dtype=float32", f"--quantize={quantize}")
+        found = re.search(r"([\d.]+) GB per device", capsys.readouterr().out)
+        assert found is not None
+        sizes.append(float(found[1]))
+    assert 0 < sizes[1] < sizes[0] / 3  # of float32
 
 
 def test_explain_needs_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
