@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.plan_plot import check_plot, plot_plans
+from launch.profiling import check_folder, write_programs
 from launch.startup import describe_only, run_launcher, say
 from runtime.models.config import STORED_DTYPES, ModelConfig
 from runtime.models.quantization import QUANTIZATIONS
@@ -118,14 +118,12 @@ def main(values: flags.FlagValues) -> None:
         raise InputError("give --topology=v5e:2x4 or another machine, or --topology=all")
     if values.mesh is not None:
         MeshSpec.parse(values.mesh)
-    for flag in ("plot", "dump_hlo"):
-        path = values[flag].value
-        if path is not None and not Path(path).resolve().parent.is_dir():
-            raise InputError(f"--{flag}={path}: there is no such folder")
     everything = values.topology == "all"
     count = values.compile if values.compile is not None else 0 if everything else 1
     if values.dump_hlo is not None and count == 0:
         raise InputError("--dump_hlo is of what is compiled, and nothing is; give --compile=1")
+    if values.dump_hlo is not None:
+        check_folder("dump_hlo", values.dump_hlo)
     if values.plot is not None:
         check_plot(values.plot)
     topologies = [parse_topology(text) for text in (MACHINES if everything else [values.topology])]
@@ -240,12 +238,7 @@ def compile_plan(workload: Workload, plan: TopologyPlan, values: flags.FlagValue
             say(plan.notes[-1])
             continue
         plan.compiled[number] = programs
-        if values.dump_hlo is not None:
-            folder = Path(values.dump_hlo)
-            folder.mkdir(exist_ok=True)
-            for one in programs:
-                file = f"{topology}_{found.spec}_{one.name}.hlo.txt".replace(":", "_").replace(" ", "_")
-                (folder / file).write_text(one.text, encoding="utf-8")
+        write_programs(values, {f"{topology}_{found.spec}_{one.name}": one.text for one in programs})
 
 
 def describe_plans(workload: Workload, plans: Sequence[TopologyPlan], price: float | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ def check_plot(path: str) -> None:
     """Check before anything is computed that a picture can be written to this file.
 
     Raises:
-      InputError: matplotlib is not installed, or the file's ending is no format of its.
+      InputError: matplotlib is not installed, the file's ending is no format of its, or the file cannot be written.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
@@ -26,6 +27,13 @@ def check_plot(path: str) -> None:
     formats = FigureCanvasBase.get_supported_filetypes()
     if Path(path).suffix.lower().removeprefix(".") not in formats:
         raise InputError(f"--plot={path}: the name must end with one of .{', .'.join(formats)}")
+    file = Path(path).resolve()
+    if file.is_dir():
+        raise InputError(f"--plot={path}: that is a folder; name a file")
+    if not file.parent.is_dir():
+        raise InputError(f"--plot={path}: there is no such folder")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise InputError(f"--plot={path}: this user may not write there")
 
 
 def plot_plans(path: str, name: str, workload: Workload, plans: Sequence[TopologyPlan]) -> None:

@@ -38,16 +38,27 @@ def check_profiling(values: flags.FlagValues) -> None:
       InputError: one that cannot be made where it is to be, or written.
     """
     for name in ("profile_dir", "dump_hlo"):
-        path = values[name].value
-        if path is None:
-            continue
-        folder = Path(path).resolve()
-        if not folder.parent.is_dir():
-            raise InputError(f"--{name}={path}: there is no such folder")
-        if folder.exists() and not folder.is_dir():
-            raise InputError(f"--{name}={path}: that is a file; name a folder")
-        if not os.access(folder if folder.exists() else folder.parent, os.W_OK | os.X_OK):
-            raise InputError(f"--{name}={path}: this user may not write there")
+        if values[name].value is not None:
+            check_folder(name, values[name].value)
+
+
+def check_folder(name: str, path: str) -> None:
+    """Check that a folder is there or can be made, and that files can be written into it.
+
+    Args:
+      name: of the flag.
+      path: the folder.
+
+    Raises:
+      InputError: not so.
+    """
+    folder = Path(path).resolve()
+    if not folder.parent.is_dir():
+        raise InputError(f"--{name}={path}: there is no such folder")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--{name}={path}: that is a file; name a folder")
+    if not os.access(folder if folder.exists() else folder.parent, os.W_OK | os.X_OK):
+        raise InputError(f"--{name}={path}: this user may not write there")
 
 
 def given_profiling(values: flags.FlagValues) -> list[str]:

@@ -250,3 +250,32 @@ def test_a_plot_needs_matplotlib_before_anything_is_compiled(
     captured = capsys.readouterr()
     assert "needs matplotlib" in captured.err
     assert "compiling" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("flag", "path", "says"),
+    [
+        ("dump_hlo", "file", "that is a file; name a folder"),
+        ("dump_hlo", "no/folder", "there is no such folder"),
+        ("dump_hlo", "locked/folder", "this user may not write there"),
+        ("plot", "no/plan.png", "there is no such folder"),
+        ("plot", "folder.png", "that is a folder; name a file"),
+        ("plot", "locked/plan.png", "this user may not write there"),
+        ("plot", "locked.png", "this user may not write there"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_anything_is_compiled(
+    flag: str, path: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("locked", "folder.png"):
+        (tmp_path / folder).mkdir()
+    for file in ("file", "locked.png"):
+        (tmp_path / file).touch()
+    # What the system says to a user who is not root.
+    monkeypatch.setattr("os.access", lambda where, mode: not Path(where).name.startswith("locked"))
+    with pytest.raises(SystemExit) as caught:
+        plan.run([*HERE[:2], "--topology=v5e:2x4", f"--{flag}={tmp_path / path}"])
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert "compiling" not in captured.err
