@@ -6,8 +6,9 @@
 
 Topologies: v5e:2x4, v4:2x2x4, v5p:4x4x4, v6e:4x4; 2xv5e:16x16 for two slices; 8xh100; 2x8xh200 for two hosts. Times,
 rates and costs are estimated by a roofline at rates that large products and copies reach; speeds of networks between
-hosts and slices are assumptions. Memory and collectives of the best meshes are the compiler's own, of the very program
-that generates, where the compiler is installed (libtpu for TPU, JAX's CUDA plugin for GPU).
+hosts and slices are assumptions, and a collective between GPU hosts uses the network cards of all its GPUs. Memory and
+collectives of the best meshes are the compiler's own, of the very program that generates, where the compiler is
+installed (libtpu for TPU, JAX's CUDA plugin for GPU).
 """
 
 from __future__ import annotations

@@ -66,20 +66,25 @@ class Wiring:
         """What joins the chips that differ along these mesh axes and no others.
 
         On a TPU, every torus dimension that the group spans carries its share at once, in both directions where the
-        group closes a ring. Between GPUs, NVLink within a host; a group that spans hosts is as fast as the network.
+        group closes a ring. Between GPUs, NVLink within a host. A group that spans GPU hosts runs as many rings at once
+        as it has members on a host, each through the network card of another: together as fast as those cards, and
+        never faster than NVLink, which all rings share within the host.
 
         Args:
           axes: of the mesh.
           inside_slices: only the chips of one slice.
         """
         chip, group = self.topology.chip, self._group(axes, inside_slices)
-        spans = [len(set(group[:, column])) for column in range(5)]
-        # The network lies between TPU slices, whose hosts the interconnect joins, and between GPU hosts.
-        hops = spans[3 if chip.platform == "tpu" else 4] - 1
-        if hops:
-            return Link("network", chip.network_bandwidth, hops * _HOP_SECONDS["network"])
         if chip.platform == "gpu":
-            return Link("NVLink", chip.link_bandwidth, _HOP_SECONDS["NVLink"])
+            hosts, cards = np.unique(group[:, 4], return_counts=True)
+            if len(hosts) == 1:
+                return Link("NVLink", chip.link_bandwidth, _HOP_SECONDS["NVLink"])
+            bandwidth = min(int(cards.min()) * chip.network_bandwidth, chip.link_bandwidth)
+            return Link("network", bandwidth, (len(hosts) - 1) * _HOP_SECONDS["network"])
+        spans = [len(set(group[:, column])) for column in range(4)]
+        # The network lies between slices; the interconnect joins a slice's hosts.
+        if spans[3] > 1:
+            return Link("network", chip.network_bandwidth, (spans[3] - 1) * _HOP_SECONDS["network"])
         sides = (*self.topology.shape, 1)[:3]
         wraps = (*self.topology.wraps, False)[:3]
         directions = sum(

@@ -34,7 +34,8 @@ class Chip:
       flops: bfloat16 operations per second.
       int8_ops: int8 operations per second.
       link_bandwidth: bytes per second that one link of a TPU, or one GPU into NVLink, sends (and receives as many).
-      network_bandwidth: an assumption: bytes per second that one chip sends between hosts (GPU) or slices (TPU).
+      network_bandwidth: an assumption: bytes per second that one chip sends between hosts (GPU, through a network card
+        of its own) or slices (TPU).
       chips_per_host: chips that share a host; more are another host.
       torus_dimensions: dimensions of a TPU's interconnect, 0 for a switch that joins all chips of a host.
     """

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sharding.described import described_devices, missing_compiler
@@ -88,7 +90,14 @@ def test_links_of_an_axis() -> None:
     assert link("8xh200", "tensor=8", "kv", "group") == ("NVLink", h200.link_bandwidth)
     assert link("2x8xh200", "data=2,tensor=8", "kv", "group") == ("NVLink", h200.link_bandwidth)
     assert link("2x8xh200", "data=2,tensor=8", "data") == ("network", h200.network_bandwidth)
-    assert link("2x8xh200", "tensor=16", "kv", "group") == ("network", h200.network_bandwidth)
+    # Rings between two hosts: one through the card of each member on a host, as fast as NVLink at most.
+    assert link("2x8xh200", "tensor=16", "kv", "group") == ("network", 8 * h200.network_bandwidth)
+    assert link("2x8xh200", "data=4,tensor=4", "data") == ("network", 2 * h200.network_bandwidth)
+    assert link("2x3xh200", "tensor=6", "kv", "group") == ("network", 3 * h200.network_bandwidth)
+    assert link("2x8xh200", "tensor=12", "kv", "group") == ("network", 4 * h200.network_bandwidth)  # 8 and 4 of them
+    fast = replace(parse_topology("2x8xh200"), chip=replace(h200, network_bandwidth=h200.link_bandwidth / 4))
+    wiring = Wiring(fast, MeshSpec(tensor=16), HeadLayout.for_tensor(28, 4, 16))
+    assert wiring.link(("kv", "group")).bandwidth == h200.link_bandwidth
     assert link("2xv5e:2x4", "data=2,tensor=8", "data") == ("network", v5e.network_bandwidth)
 
 
