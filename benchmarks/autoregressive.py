@@ -26,6 +26,7 @@ from benchmarks.records import (
     integers,
     kind_of_devices,
     load_notes,
+    note_lines,
     use_cores,
     write_record,
 )
@@ -80,7 +81,7 @@ def main(values: flags.FlagValues) -> None:
         raise InputError(f"--variants: {', '.join(unknown)} is not one of {', '.join(VARIANTS)}")
     lengths = integers("new_tokens", values.new_tokens)
     cores = use_cores(values.cores)
-    notes = load_notes(cores)
+    notes = load_notes()
     config = preset("gpt2")
     prompt = np.random.default_rng(0).integers(0, config.vocab_size, (values.batch, values.prompt)).astype(np.int32)
     results: list[dict[str, Any]] = []
@@ -156,9 +157,8 @@ def autoregressive_table(record: dict[str, Any]) -> str:
             f"| {variant} | {new} | {rate(pair[True])} | {rate(pair.get(False))} | " + " | ".join(memory) + " |"
         )
     where = f"prompt of {settings['prompt']}, batch {settings['batch']}, {settings['trials']} trials"
-    return "\n".join(
-        [*lines, "", f"{record['kind'].capitalize()}: {where}, {settings['cores']} CPU cores, {machine['processor']}."]
-    )
+    made = f"{record['kind'].capitalize()}: {where}, {settings['cores']} CPU cores, {machine['processor']}."
+    return "\n".join([*lines, "", made, *note_lines(record)])
 
 
 def print_row(row: dict[str, Any]) -> None:

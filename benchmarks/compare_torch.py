@@ -38,6 +38,7 @@ from benchmarks.records import (
     integers,
     kind_of_devices,
     load_notes,
+    note_lines,
     time_alternating,
     use_cores,
     write_record,
@@ -288,7 +289,7 @@ def main(values: flags.FlagValues) -> None:
     if not values.parts or set(values.parts) - set(PARTS):
         raise InputError(f"--parts={','.join(values.parts)}: expected some of {', '.join(PARTS)}")
     cores = use_cores(values.cores)
-    notes = load_notes(cores)
+    notes = load_notes(torch_cores=cores)
     torch = import_torch()
     torch.set_num_threads(cores)
     devices = jax.devices()[:1]
@@ -367,7 +368,7 @@ def comparison_table(record: Mapping[str, Any]) -> str:
                     f"| {part} {name} | {shape} | {found['jax_ms']['median']:.1f} | {found['torch_ms']['median']:.1f} "
                     f"| {fast['median']:.2f} | {fast['minimum']:.2f} to {fast['maximum']:.2f} | {agrees} |"
                 )
-    return "\n".join(lines)
+    return "\n".join([*lines, *note_lines(record)])
 
 
 if __name__ == "__main__":

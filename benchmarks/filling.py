@@ -118,7 +118,7 @@ def main(values: flags.FlagValues) -> None:
     """Measure, print a line a mode, write the record."""
     check_profiling(values)
     use_cores(values.cores)
-    notes = load_notes(1)  # no other framework runs here
+    notes = load_notes()
     engine = Engine.load(values.checkpoint, values.mesh, max_batch=values.slots)
     new = values.max_new_tokens
     modes: dict[str, DiffusionConfig | SamplingConfig]

@@ -27,7 +27,9 @@ from sharding.errors import InputError
 Kind = Literal["measured", "simulated devices", "estimated"]
 
 _REPOSITORY = Path(__file__).parent.parent
-_PACKAGES = ("diffumesh", "jax", "jaxlib", "flax", "numpy", "torch", "transformers")
+# Compilers and what they call last: they decide what a program costs. Those of other machines are absent.
+_COMPILERS = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13")
+_PACKAGES = ("diffumesh", "jax", "jaxlib", *_COMPILERS, "flax", "numpy", "torch", "transformers")
 
 
 @dataclass(frozen=True)
@@ -120,18 +122,27 @@ def use_cores(count: int | None) -> int:
     return count or len(allowed)
 
 
-def load_notes(cores: int) -> list[str]:
-    """What a reader must know when the machine was busy before a comparison began; nothing when it was not."""
+def load_notes(torch_cores: int = 0) -> list[str]:
+    """What a reader must know when the machine was busy before a run began; nothing when it was not.
+
+    Args:
+      torch_cores: cores that PyTorch's threads share; 0 where it does not run.
+    """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load < 0.5:
         return []
     note = f"other processes kept the machine busy before this run (load average {load:.1f})"
-    if cores > 1:
+    if torch_cores > 1:
         note += (
             "; PyTorch's threads wait for one another by spinning and lose far more by that than XLA's, so that "
             "times on several cores flatter JAX: compare with --cores=1"
         )
     return [note]
+
+
+def note_lines(record: Mapping[str, Any]) -> list[str]:
+    """What stands below a record's table: what a reader of its numbers must know, if there is anything."""
+    return ["", f"Note: {'; '.join(record['notes'])}."] if record["notes"] else []
 
 
 def _version(package: str) -> str | None:

@@ -278,7 +278,7 @@ def main(values: flags.FlagValues) -> None:
         check_output("plot", Path(values.plot), is_file=True)
     key = read_key(values.api_key_file)
     asks = make_asks(read_prompts(values.prompts, values.requests), values.max_new_tokens, values.seed)
-    notes = load_notes(1)  # no other framework runs here
+    notes = load_notes()
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         address = values.address

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.records import note_lines
 from benchmarks.suite.passes import GRID, grid_name
 
 # Facts in the order in which a row names them; the others stay in the record.
 _FACTS = {
-    "ms_a_step": "{} ms a step",
     "predicted_ms": "{} ms predicted",
     "tokens_per_second": "{} tokens/s",
     "canvas_tokens_per_second": "{} canvas tokens/s",
@@ -24,6 +24,8 @@ _FACTS = {
     "programs": "{} programs",
     "compile_seconds": "{} s of compilation",
     "parameters": "{:,} parameters",
+    "first": "the first {} s",
+    "one_trial": "one trial: {}",
     "gigabytes_per_device": "{} GB a device",
     "peak": "peak {} GB",
 }
@@ -36,9 +38,12 @@ def suite_tables(record: Mapping[str, Any]) -> str:
     place = f"{machine['device_count']} x {machine['device_kind']}"
     if machine["platform"] == "cpu":
         place = f"{machine['processor']}, {machine['cores']} cores"
+    model = "not loaded"
+    if settings["parameters"] is not None:
+        model = f"{settings['parameters']:,} parameters, {settings['dtype']}, mesh {settings['mesh']}"
     lines = [
-        f"`{settings['model']}`, {settings['parameters']:,} parameters, {settings['dtype']}, mesh {settings['mesh']}, "
-        f"on {place}; {versions}. {record['kind'].capitalize()}: `{record['command']}`.",
+        f"`{settings['model']}`, {model}, on {place}; {versions}. {record['kind'].capitalize()}: "
+        f"`{record['command']}`.",
         "",
         "| | measurement | mean ± deviation | minimum | maximum | |",
         "|---|---|---:|---:|---:|---|",
@@ -57,7 +62,7 @@ def suite_tables(record: Mapping[str, Any]) -> str:
     lines += ["", "What is ticked when a model is brought to a new accelerator:", ""]
     for item in results["acceptance"]:
         lines.append(f"- [{'x' if item['ticked'] else ' '}] {item['what']}: {item['why']}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *note_lines(record)])
 
 
 def _cells(row: Mapping[str, Any]) -> Sequence[str]:
@@ -88,8 +93,9 @@ def _grid(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for length in lengths:
         cells = []
         for batch in batches:
-            row = found[grid_name(length, batch)]
-            if row["not_run"] is not None:
+            # A run that was cut short has begun a length and not come to all its batches.
+            row = found.get(grid_name(length, batch))
+            if row is None or row["not_run"] is not None:
                 cells.append("not run")
                 continue
             efficiency = f", {row['facts']['efficiency']:.2f}" if "efficiency" in row["facts"] else ""

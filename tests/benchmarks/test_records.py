@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.records import time_alternating
+from benchmarks import records
+from benchmarks.records import build_record, load_notes, time_alternating
 from benchmarks.suite.sheet import Sheet
 
 
@@ -27,3 +28,20 @@ def test_a_row_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.suite.sheet.this_host", lambda: host)
     Sheet(trials=2, row_seconds=1.0, budget=None).tried(lambda: told.append("work"))
     assert told == ["mark", "work"]
+
+
+def test_pytorch_is_spoken_of_only_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (2.7, 0.0, 0.0))
+    assert load_notes() == ["other processes kept the machine busy before this run (load average 2.7)"]
+    assert "PyTorch" in load_notes(torch_cores=2)[0]
+    assert "PyTorch" not in load_notes(torch_cores=1)[0]
+    monkeypatch.setattr("os.getloadavg", lambda: (0.4, 0.0, 0.0))
+    assert not load_notes(torch_cores=2)
+
+
+def test_a_record_names_the_compilers_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"jax": "1", "libtpu": "2", "nvidia-cudnn-cu13": "3"}
+    monkeypatch.setattr(records, "_version", there.get)
+    versions = build_record("a", kind="estimated", settings={}, results={})["versions"]
+    assert versions.pop("python")
+    assert versions == there

@@ -7,6 +7,11 @@ from typing import Any
 import pytest
 
 from benchmarks.autoregressive import autoregressive_table
+from benchmarks.compare_torch import comparison_table
+from benchmarks.suite.passes import GRID, grid_name
+from benchmarks.suite.tables import suite_tables
+
+NOTES = ["other processes kept the machine busy", "weights stored as bfloat16"]
 
 
 @pytest.mark.parametrize("uncached", [True, False])
@@ -20,8 +25,49 @@ def test_rows_of_the_autoregressive_table(uncached: bool) -> None:
         "kind": "measured",
         "settings": {"prompt": 16, "batch": 1, "trials": 5, "cores": 2},
         "machine": {"processor": "Some CPU"},
+        "notes": [],
         "results": [row(True, 30.04), *[row(False, 12.0)][: int(uncached)]],
     }
     lines = autoregressive_table(record).splitlines()
     assert lines[2] == f"| int8 | 15 | 30.0 ± 0.2 | {'12.0 ± 0.2' if uncached else ''} | 124.4 | 4.7 |"
     assert lines[-1] == "Measured: prompt of 16, batch 1, 5 trials, 2 CPU cores, Some CPU."
+
+
+@pytest.mark.parametrize("make", [autoregressive_table, comparison_table, suite_tables])
+def test_a_table_says_what_its_record_notes(make: Any) -> None:
+    record: dict[str, Any] = {
+        "kind": "measured",
+        "command": "python -m benchmarks.a",
+        "settings": {
+            "prompt": 16, "batch": 1, "trials": 5, "cores": 2, "dtype": "float32", "model": "a", "parameters": 1,
+            "mesh": "data=1",
+        },
+        "versions": {"jax": "1", "torch": "2", "transformers": "3"},
+        "machine": {"processor": "Some CPU", "platform": "cpu", "device_kind": "cpu", "device_count": 1, "cores": 2},
+        "results": {"rows": [], "acceptance": []} if make is suite_tables else {},
+        "notes": NOTES,
+    }  # fmt: skip
+    line = "Note: other processes kept the machine busy; weights stored as bfloat16."
+    assert line in make(record).splitlines()
+    assert "Note:" not in make(record | {"notes": []})
+
+
+def test_the_grid_of_a_run_that_was_cut_short_in_it() -> None:
+    def row(name: str) -> dict[str, Any]:
+        numbers = {"mean": 2.0, "deviation": 0.1, "minimum": 1.9, "maximum": 2.1, "trials": 2, "not_run": None}
+        facts = {"mfu": 0.5, "efficiency": 1.0}
+        return {"section": GRID, "name": name, "unit": "ms", "facts": facts, **numbers}
+
+    record = {
+        "kind": "measured",
+        "command": "python -m benchmarks.suite",
+        "settings": {"model": "a", "parameters": 1, "dtype": "float32", "mesh": "data=1"},
+        "versions": {},
+        "machine": {"processor": "Some CPU", "platform": "cpu", "device_kind": "cpu", "device_count": 1, "cores": 2},
+        "results": {"rows": [row(grid_name(*one)) for one in ((128, 1), (128, 2), (256, 1))], "acceptance": []},
+        "notes": ["cut short by KeyboardInterrupt"],
+    }
+    lines = suite_tables(record).splitlines()
+    assert "| 128 | 2 ± 0.1, 1.00, 50% | 2 ± 0.1, 1.00, 50% |" in lines
+    assert "| 256 | 2 ± 0.1, 1.00, 50% | not run |" in lines
+    assert lines[-1] == "Note: cut short by KeyboardInterrupt."
