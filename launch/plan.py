@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import flags
@@ -167,7 +167,7 @@ class TopologyPlan:
         """Why the first is first, or why there is none."""
         if not self.fitting:
             if self.refused:
-                return "; ".join(self.refused.values())
+                return f"{self.topology}: {'; '.join(self.refused.values())}"
             return self.why_none or out_of_memory(self.others, self.topology)
         best = self.fitting[0]
         tensor = next((one for one in self.fitting if one.spec.tensor == one.spec.size), None)
@@ -301,22 +301,40 @@ def print_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pr
                 cells.append(f"{found.cost_per_million_tokens(price):.2f}")
             table.add_row(*cells)
         if several and not plan.fitting:
-            why_not = "does not fit" if plan.others else "no such mesh"
-            table.add_row(str(plan.topology), why_not, *[""] * (len(table.columns) - 2))
+            table.add_row(str(plan.topology), _why_not(plan), *[""] * (len(table.columns) - 2))
         if not several:
             for found in plan.others:
                 cells = [str(found.spec), f"{found.memory.total / 1e9:.2f}", "", "does not fit"]
                 table.add_row(*cells, *[""] * (len(table.columns) - len(cells)))
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
-    for plan in plans if not several else ():
-        for found in plan.others:
-            why = plan.refused.get(found.spec) or shortage(found)
-            console.print(f"does not fit: {why}", highlight=False, soft_wrap=True)
-        console.print(f"why: {plan.verdict}", highlight=False, soft_wrap=True)
-        for number, programs in plan.compiled.items():
-            for one in describe_compiled(plan.fitting[number], programs):
-                console.print(_compiled_in_words(plan.fitting[number], one), highlight=False, soft_wrap=True)
+    for plan in plans:
+        for line in _lines_below(plan, several):
+            console.print(line, highlight=False, soft_wrap=True)
+
+
+def _why_not(plan: TopologyPlan) -> str:
+    return "does not fit" if plan.others else "no such mesh"
+
+
+def _lines_below(plan: TopologyPlan, several: bool) -> Iterator[str]:
+    """What does not fit and what would help, why the best is best, and what the compiler says.
+
+    Args:
+      plan: of one machine.
+      several: it is one of several, of which only the best mesh is shown, and is named on each line.
+    """
+    machine = f"{plan.topology}, " if several else ""
+    if several and not plan.fitting:
+        yield f"{_why_not(plan)}: {plan.verdict}"
+    elif several:
+        yield from (f"does not fit: {machine}{why}" for why in plan.refused.values())
+    else:
+        yield from (f"does not fit: {plan.refused.get(found.spec) or shortage(found)}" for found in plan.others)
+        yield f"why: {plan.verdict}"
+    for number, programs in plan.compiled.items():
+        for one in describe_compiled(plan.fitting[number], programs):
+            yield f"compiled: {machine}{_compiled_in_words(plan.fitting[number], one)}"
 
 
 def _compiled_in_words(found: Estimate, one: dict[str, Any]) -> str:
@@ -325,7 +343,7 @@ def _compiled_in_words(found: Estimate, one: dict[str, Any]) -> str:
     moved = sum(entry["bytes"] for entry in one["collective_bytes_of_a_pass"])
     widths = one["window_widths_in_the_program"]
     return (
-        f"compiled: {found.spec}, {one['pass']}, {one['attention']} attention, "
+        f"{found.spec}, {one['pass']}, {one['attention']} attention, "
         f"{one['memory_bytes_per_device'] / 1e9:.3f} GB a device (estimate {one['estimate_over_compiler']:.3f} times), "
         + (f"{counts} of {moved / 1e6:.3f} MB" if counts else "no collectives")
         + (f" in the windows of {widths} widths together" if widths > 1 else " a pass")

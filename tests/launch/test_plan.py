@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib
+import itertools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,10 +50,43 @@ def test_all_machines_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert {one["topology"] for one in found["plans"]} == set(plan.MACHINES)
 
 
+def drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[str]]:
+    """The names in each half of a picture, after a check that none covers another or leaves it."""
+    figure = pytest.importorskip("matplotlib.figure")
+    figures: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **options: figures.append(self))
+    run(capsys, *arguments, "--plot=plan.png")
+    importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figures[0]).draw()
+    extent = importlib.import_module("matplotlib.text").Text.get_window_extent  # of the letters, without the line
+    for axes in figures[0].axes:
+        boxes = [extent(text) for text in axes.texts]
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+        assert all(axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1 and box.x1 <= axes.bbox.x1 for box in boxes)
+    return [[text.get_text() for text in axes.texts] for axes in figures[0].axes]
+
+
 def test_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run(capsys, "--topology=v5e:2x4", f"--plot={tmp_path / 'plan.png'}")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_names_every_mesh_of_a_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for names in drawn(monkeypatch, capsys, "--topology=v5e:4x4", "--batch=16"):
+        assert len(names) == len(set(names)) == 14
+        assert {"tensor=16", "data=8,tensor=2", "data=2,seq=2,tensor=4"} <= set(names)
+
+
+def test_a_plot_of_all_machines_names_the_best_mesh_of_each(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for names in drawn(monkeypatch, capsys, "--topology=all", "--batch=12"):
+        machines = dict(name.split(" ") for name in names)
+        assert machines.keys() == set(plan.MACHINES)
+        assert machines["1xh200"] == "data=1"
+        assert machines["v5e:2x4"] == "data=4,seq=2"
 
 
 def test_without_the_compiler_the_analytical_part_works_alone(
@@ -279,3 +315,26 @@ def test_what_cannot_be_written_is_said_before_anything_is_compiled(
     captured = capsys.readouterr()
     assert says in captured.err
     assert "compiling" not in captured.err
+
+
+def test_machines_that_do_not_fit_say_what_is_short_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "--topology=all", "--batch=1024")
+    (line,) = [line for line in out.splitlines() if line.startswith("does not fit: nothing fits v5e:2x2.")]
+    assert "GB on each device (estimated) of 16.91 usable" in line
+    assert "What would help" in line
+    out = run(capsys, "--topology=all", "--mesh=data=2,tensor=4")
+    (line,) = [line for line in out.splitlines() if line.startswith("no such mesh: v5e:2x2")]
+    assert "needs 8 devices, and there are 4" in line
+
+
+def test_all_machines_show_what_the_compiler_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MACHINES", ("v5e:2x4", "v4:2x2x1"))
+    monkeypatch.setattr(plan, "compile_workload", lambda *arguments: [compiled_with(1 << 30)])
+    monkeypatch.setattr(plan, "described_devices", lambda topology: [])
+    monkeypatch.setattr(plan, "missing_compiler", lambda platform: None)
+    out = run(capsys, "--topology=all", "--batch=16", "--compile=2")
+    lines = [line for line in out.splitlines() if line.startswith("compiled: ")]
+    assert [line.split(",")[0] for line in lines] == ["compiled: v4:2x2x1"] * 2 + ["compiled: v5e:2x4"] * 2
+    assert all("no collectives a pass, 1.0 s to compile" in line for line in lines)
