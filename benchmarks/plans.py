@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import flags
 
-from benchmarks.records import build_record, define_record_flags, write_record
+from benchmarks.records import build_record, define_record_flags, load_notes, write_record
 from launch.startup import describe_only, run_launcher
 from runtime.planner.compiled import compile_workload
 from runtime.planner.describe import describe_estimate, describe_topology
@@ -50,6 +50,7 @@ def main(values: flags.FlagValues) -> None:
     unknown = set(values.only) - set(MACHINES)
     if unknown:
         raise InputError(f"--only={','.join(values.only)}: expected some of {', '.join(MACHINES)}")
+    busy = load_notes(1)  # no other framework runs here
     for text in values.only or MACHINES:
         rows, prompt, new_tokens = MACHINES[text]
         topology = parse_topology(text)
@@ -86,7 +87,7 @@ def main(values: flags.FlagValues) -> None:
                 "why": fitting[0].explain_against(tensor) if tensor is not None and tensor is not fitting[0] else None,
                 "meshes": meshes,
             },
-            notes=[f"analytical only: {install}"] if install else [],
+            notes=[*busy, *([f"analytical only: {install}"] if install else [])],
         )
         print(f"written: {write_record(record, values.output_dir, text.replace(':', '_'))}", flush=True)
 

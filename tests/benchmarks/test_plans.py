@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plans
+from launch.startup import run_launcher
+
+
+def run(*arguments: str) -> None:
+    run_launcher(plans.main, plans.define_flags, plans.__doc__ or "", ["plans", *arguments])
+
+
+def test_only_machines_that_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("--only=nonsense", f"--output_dir={tmp_path}")
+    assert caught.value.code == 2
+    assert "expected some of v4:2x2x1, v5e:2x4" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_the_compiler_a_record_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "missing_compiler", lambda platform: "pip install 'diffumesh[tpu]' (libtpu)")
+    monkeypatch.setattr("os.getloadavg", lambda: (3.2, 3.2, 3.2))
+    run("--only=v5p:2x2x2", f"--output_dir={tmp_path}")
+    record = json.loads((tmp_path / "v5p_2x2x2.json").read_text())
+    assert record["kind"] == "estimated"
+    busy, missing = record["notes"]
+    assert "load average 3.2" in busy
+    assert missing == "analytical only: pip install 'diffumesh[tpu]' (libtpu)"
+    meshes = record["results"]["meshes"]
+    assert meshes[0]["mesh"] == "data=1,sequence=8,tensor=1"
+    assert not any("compiled" in mesh for mesh in meshes)
+    assert "all-reduce over tensor" in record["results"]["why"]
