@@ -37,6 +37,14 @@ _TABLES = {
     "diffusion_modes": modes_table,
     "suite": suite_tables,
 }
+# Below tables of scaling.
+_SIMULATED = (
+    "Simulated devices share the cores of one host: times, speed-up and efficiency say nothing about speed. What is "
+    "measured is the bytes moved, memory and tokens."
+)
+_ABOVE_IDEAL = (
+    "Efficiency is above 1 where devices hold the weights together: each reads its part of them for the rows of all."
+)
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -100,7 +108,8 @@ def read_groups(folder: Path) -> dict[_Group, list[dict[str, Any]]]:
             record = read_record(path)
             if record["benchmark"] != "scaling":
                 continue
-            point = record["results"] | {"command": record["command"], "device": record["machine"]["device_kind"]}
+            made = {"command": record["command"], "device": record["machine"]["device_kind"], "notes": record["notes"]}
+            point = record["results"] | made
             groups[record["kind"], point["pass"], point["mode"], point["axis"]].append(point)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}: not a record of this project ({error!r})") from error
@@ -136,7 +145,15 @@ def table(group: _Group, points: list[dict[str, Any]]) -> str:
             "" if same is None else "yes" if same else "no",
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join([*lines, "", f"`{points[-1]['command']}`", ""])
+    remarks = [f"{note}." for note in dict.fromkeys(note for point in points for note in point["notes"])]
+    if points[0]["devices"] > 1:
+        remarks.append(f"Speed-up and efficiency are relative to {points[0]['devices']} devices, the first row.")
+    if kind == "simulated devices":
+        remarks.append(_SIMULATED)
+    elif any(point["efficiency"] > 1.005 and not point["mesh"].endswith("tensor=1") for point in points):
+        remarks.append(_ABOVE_IDEAL)
+    below = ["", " ".join(one[:1].upper() + one[1:] for one in remarks)] if remarks else []
+    return "\n".join([*lines, "", f"`{points[-1]['command']}`", *below, ""])
 
 
 def plot(group: _Group, points: list[dict[str, Any]], folder: Path) -> Path:

@@ -9,44 +9,45 @@ autoregressive model of the same sizes; requests are the planner's, with the pub
 whole generation over its passes; where passes of another kind (the prefill, refreshes) are among them, a generation of
 those alone takes turns with it and is subtracted. On simulated devices, which share the cores of one host, times say
 nothing about speed: what is measured there is that the tokens stay the same, what moves, and what is compiled. Weak
-scaling multiplies rows by devices, and positions on the sequence axis. ``python -m benchmarks.report`` makes tables and
-plots.
+scaling multiplies rows by devices, and positions on the sequence axis. An estimate is of the mesh on which that pass is
+fastest, among those that the whole generation fits. ``python -m benchmarks.report`` makes tables and plots.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from absl import flags
 
-from benchmarks.models import define_model_flags, model_config, model_sizes
+from benchmarks.models import SIZES, define_model_flags, model_config, model_sizes
 from benchmarks.records import (
+    Kind,
     build_record,
     check_one_host,
     define_record_flags,
     integers,
     kind_of_devices,
-    time_alternating,
+    load_notes,
     write_record,
 )
+from benchmarks.suite.sheet import NotRunError
+from benchmarks.timed_passes import time_pass, timed_requests
 from launch.profiling import check_profiling, define_profiling_flags, profile_again
 from launch.startup import define_device_flags, run_launcher, start_devices
-from runtime.decoding.config import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
-from runtime.generation import GenerationResult
 from runtime.models.config import STORED_DTYPES
 from runtime.models.families import model_layout
 from runtime.planner.compiled import CompiledPhase, compile_workload
-from runtime.planner.estimate import rank
+from runtime.planner.estimate import Estimate, PhaseEstimate, rank
 from runtime.planner.presets import preset
 from runtime.planner.workload import Workload
 from sharding.errors import InputError, MeshError
 from sharding.mesh import MeshSpec
-from sharding.topology import CHIPS, Topology, machine_of
+from sharding.topology import CHIPS, MAX_HOSTS, Topology, machine_of
 
 PASSES = ("denoise step", "block step", "prefill", "decode")
 AXES = ("data", "sequence", "tensor")
@@ -54,6 +55,14 @@ MODES = ("strong", "weak")
 LARGEST_ESTIMATE = 256
 # Rows of the estimated tables: in all, and on each chip.
 ESTIMATED_ROWS = {"strong": 64, "weak": 8}
+# And positions of each row, half of them generated where the pass is none of a prefill.
+ESTIMATED_CANVAS = 512
+# No machine has more; what is asked for beyond is refused before its meshes are looked for.
+_MOST_CHIPS = 8 * MAX_HOSTS
+# Flags that an estimate has no use for: the work is as above, and no device is touched.
+_OF_MEASUREMENTS = (
+    "axes", "batch", "canvas", "steps", "repeats", "random", *SIZES["mid-size"], "devices", "profile_dir", "dump_hlo"
+)  # fmt: skip
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -81,42 +90,51 @@ def define_flags(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     """Measure or estimate every point; print a line and write a record for each."""
     check_one_host()
-    if values.estimate is not None:
-        estimate_points(values)
-        return
     for name, known in (("axes", AXES), ("passes", PASSES)):
         if not values[name].value or set(values[name].value) - set(known):
             raise InputError(f"--{name}={','.join(values[name].value)}: expected some of {', '.join(known)}")
+    counts = sorted(set(integers("counts", values.counts))) if values.counts else []
+    if values.estimate is not None:
+        estimate_points(values, counts)
+        return
     check_profiling(values)
+    notes = load_notes()
     start_devices(values)
     import jax
 
     devices = jax.devices()
-    counts = integers("counts", values.counts) if values.counts else _powers_of_two(len(devices))
+    counts = counts or _powers_of_two(len(devices))
     if max(counts) > len(devices):
         raise InputError(f"--counts={','.join(values.counts)}: there are {len(devices)} devices")
     for what in values.passes:
         for axis in values.axes:
             for mode in MODES:
                 first: dict[str, Any] | None = None
+                left_out: list[str] = []
                 for count in counts:
                     try:
                         point = measure(values, what, axis, mode, count, devices[:count])
-                    except MeshError as error:
-                        print(f"{what} {axis}={count}: left out, {error}", flush=True)
+                    except (MeshError, NotRunError) as error:
+                        left_out.append(f"{axis}={count} is left out: {error}")
+                        print(f"{what} {mode} {left_out[-1]}", flush=True)
                         continue
                     first = first or point
-                    speed = first["ms"]["median"] * point["work"] / (point["ms"]["median"] * first["work"])
-                    point["speedup"] = round(speed, 3)
-                    point["efficiency"] = round(speed * first["devices"] / count, 3)
-                    if mode == "strong":
-                        same = point["tokens"] == first["tokens"]
-                        point["same_tokens_as_on_the_first"] = bool(same)
-                    write_point(values, point, kind_of_devices(devices), devices[:count])
+                    add_rates(point, first)
+                    if point["canvas"] == first["canvas"]:
+                        # Prompts are the same row by row: what a first point of fewer rows has, all others begin with.
+                        point["same_tokens_as_on_the_first"] = bool(point["tokens"].startswith(first["tokens"]))
+                    write_point(values, point, kind_of_devices(devices), devices[:count], [*notes, *left_out])
 
 
 def _powers_of_two(limit: int) -> list[int]:
     return [1 << power for power in range(limit.bit_length()) if 1 << power <= limit]
+
+
+def add_rates(point: dict[str, Any], first: dict[str, Any]) -> None:
+    """Speed-up and efficiency of a point against the first one: work done in a time, and for each device."""
+    speed = first["ms"]["median"] * point["work"] / (point["ms"]["median"] * first["work"])
+    point["speedup"] = round(speed, 3)
+    point["efficiency"] = round(speed * first["devices"] / point["devices"], 3)
 
 
 def measure(
@@ -126,6 +144,7 @@ def measure(
 
     Raises:
       MeshError: the model does not divide over the axis.
+      NotRunError: the machine is too busy.
     """
     spec = replace(MeshSpec(), **{axis: count})
     grown = count if mode == "weak" else 1
@@ -137,22 +156,11 @@ def measure(
     weights = layout.random_weights(0, workload.dtype, scale=2 * workload.config.hidden_size**-0.5)
     engine = Engine(layout, weights)
     ids = np.random.default_rng(0).integers(0, workload.config.vocab_size - 2, (batch, workload.prompt))
-    found: dict[str, GenerationResult] = {}
-
-    def generate(name: str, request: DiffusionConfig | SamplingConfig) -> Callable[[], None]:
-        def call() -> None:
-            found[name] = engine.generate_tokens(ids, config=request)
-
-        return call
-
-    calls = {name: generate(name, request) for name, request in timed_requests(workload, what).items()}
-    timings = time_alternating(calls, values.repeats)
-    profile_again(values, f"{what} {mode} {axis} {count}", calls["whole"], engine.program_texts)
-    timing, less, passes = timings["whole"], 0.0, found["whole"].stats.forwards
-    if "others" in timings:
-        less, passes = timings["others"].median, passes - found["others"].stats.forwards
-    if timing.minimum <= less:
-        raise MeshError(f"the machine is too busy to time it: {timing.minimum} ms in all, {less} ms without {what}")
+    requests = timed_requests(workload, what)
+    timed = time_pass(engine, ids, requests, values.repeats)
+    timing = timed.timing
+    label = f"{what} {mode} {axis} {count}"
+    profile_again(values, label, lambda: engine.generate_tokens(ids, config=requests["whole"]), engine.program_texts)
     programs = compile_workload(workload, spec, devices)
     program: CompiledPhase = next(one for one in programs if what in one.passes)
     phase = next(one for one in workload.phases(engine.layout, engine.platform) if one.name == what)
@@ -166,18 +174,14 @@ def measure(
         "batch": batch,
         "canvas": canvas,
         "work": grown,
-        "passes": passes,
-        "ms": {
-            "median": round((timing.median - less) / passes, 4),
-            "minimum": round((timing.minimum - less) / passes, 4),
-            "maximum": round((timing.maximum - less) / passes, 4),
-        },
+        "passes": timed.passes,
+        "ms": {"median": timing.median, "minimum": timing.minimum, "maximum": timing.maximum},
         "repeats": timing.repeats,
         "collective_bytes_of_a_pass": sum(moved.values()),
         "collectives": [{"kind": kind, "axes": list(axes), "bytes": size} for (kind, axes), size in moved.items()],
         "memory_bytes_per_device": program.memory_bytes,
         "compile_seconds": round(program.seconds, 2),
-        "tokens": np.asarray(found["whole"].sequences).tobytes().hex(),
+        "tokens": np.asarray(timed.result.sequences).tobytes().hex(),
     }
 
 
@@ -193,75 +197,86 @@ def workload_of(values: flags.FlagValues, what: str, batch: int, canvas: int) ->
     return replace(workload, cache="dual", block_length=length, steps=values.steps * math.ceil(new / length))
 
 
-def timed_requests(workload: Workload, what: str) -> Mapping[str, DiffusionConfig | SamplingConfig]:
-    """The workload's own request, ``whole``, and one that makes its passes of ``others`` kinds alone, if it has any."""
-    if workload.config.is_autoregressive:
-        sampling = workload.sampling()
-        return {"whole": sampling} | ({"others": sampling.replace(max_new_tokens=1)} if what == "decode" else {})
-    decoding = workload.decoding()
-    if what == "denoise step":
-        return {"whole": decoding}
-    # With a step a block, every step enters a block, by a refresh.
-    return {"whole": decoding, "others": decoding.replace(steps=math.ceil(workload.new_tokens / workload.block_length))}
-
-
 def dtype_of(values: flags.FlagValues) -> str:
     """``--dtype``, or what it is by default."""
     return values.dtype or ("float32" if values.estimate is None else "bfloat16")
 
 
-def write_point(values: flags.FlagValues, point: dict[str, Any], kind: Any, devices: list[Any]) -> None:
+def write_point(
+    values: flags.FlagValues, point: dict[str, Any], kind: Kind, devices: list[Any], notes: Sequence[str]
+) -> None:
     """Print a point and write its record."""
     point = {key: value for key, value in point.items() if key != "tokens"}
     print(
-        f"{point['pass']:<12} {point['mode']:<6} {point.get('axis', 'best'):<8} {point['devices']:>4} devices "
+        f"{point['pass']:<12} {point['mode']:<6} {point['axis']:<8} {point['devices']:>4} devices "
         f"{point['ms']['median']:10.3f} ms  speedup {point['speedup']:8.2f}  efficiency {point['efficiency']:.2f}  "
         f"{point['collective_bytes_of_a_pass'] / 1e6:10.3f} MB moved",
         flush=True,
     )
     name = "_".join([values.record or "scaling", point["pass"].replace(" ", "_"), point["mode"]])
-    name += f"_{point.get('axis', values.estimate)}_{point['devices']:03d}"
+    name += f"_{point['axis']}_{point['devices']:03d}"
     settings = {"dtype": dtype_of(values)} | (model_sizes(values) if values.estimate is None else {"model": "7.6B"})
-    record = build_record("scaling", kind=kind, settings=settings, results=point, devices=devices)
+    record = build_record("scaling", kind=kind, settings=settings, results=point, devices=devices, notes=notes)
     write_record(record, values.output_dir, name)
 
 
-def estimate_points(values: flags.FlagValues) -> None:
-    """The 7.6B model on 1 to 256 chips: on each machine the fastest mesh that fits."""
-    for what, name, cache in (
-        ("denoise step", "diffucoder-7b", "none"),
-        ("block step", "diffucoder-7b", "dual"),
-        ("prefill", "qwen2.5-7b", "none"),
-        ("decode", "qwen2.5-7b", "none"),
-    ):
+def estimate_points(values: flags.FlagValues, counts: list[int]) -> None:
+    """The 7.6B model on ``counts`` chips, 1 to 256 by default: on each machine the mesh that is fastest and fits.
+
+    Raises:
+      InputError: a flag that only measurements have, or a count that no machine of these chips has.
+    """
+    given = [f"--{name}" for name in _OF_MEASUREMENTS if values[name].present]
+    if given:
+        raise InputError(f"{', '.join(given)} cannot go with --estimate, which honours --passes, --counts and --dtype")
+    chip = CHIPS[values.estimate]
+    machines = {count: machine_of(chip, count) if count <= _MOST_CHIPS else None for count in counts}
+    if missing := [str(count) for count, machine in machines.items() if machine is None]:
+        text = f"there is no {chip.name} machine of size {', '.join(missing)}"
+        raise InputError(f"--counts={','.join(values.counts)}: {text}")
+    machines = machines or {count: machine_of(chip, count) for count in _powers_of_two(LARGEST_ESTIMATE)}
+    for what in values.passes:
         for mode in MODES:
             first: dict[str, Any] | None = None
-            for count in _powers_of_two(LARGEST_ESTIMATE):
-                topology = machine_of(CHIPS[values.estimate], count)
+            left_out: list[str] = []
+            for count, topology in machines.items():
                 if topology is None:
+                    left_out.append(f"there is no {chip.name} machine of size {count}")
                     continue
-                rows = ESTIMATED_ROWS[mode] * (count if mode == "weak" else 1)
-                point = _estimated_point(what, Workload(preset(name), dtype_of(values), rows, cache=cache), topology)
-                if point is None:
-                    print(f"{what} on {topology}: does not fit", flush=True)
+                work = count if mode == "weak" else 1
+                workload = estimated_workload(what, dtype_of(values), ESTIMATED_ROWS[mode] * work)
+                best = fastest(what, workload, topology)
+                if best is None:
+                    left_out.append(f"{topology} is left out: the generation does not fit")
+                    print(f"{what} {mode} {left_out[-1]}", flush=True)
                     continue
-                first = first or point | {"work": rows}
-                speed = first["ms"]["median"] * rows / (point["ms"]["median"] * first["work"])
-                point |= {
-                    "mode": mode,
-                    "work": rows,
-                    "speedup": round(speed, 3),
-                    "efficiency": round(speed * first["devices"] / count, 3),
-                }
-                write_point(values, point, "estimated", [])
+                point = _estimated_point(what, best) | {"mode": mode, "work": work}
+                first = first or point
+                add_rates(point, first)
+                write_point(values, point, "estimated", [], left_out)
 
 
-def _estimated_point(what: str, workload: Workload, topology: Topology) -> dict[str, Any] | None:
+def estimated_workload(what: str, dtype: str, rows: int) -> Workload:
+    """The generation that a pass of the 7.6B model is estimated in; all but one position of a prefill's are prompt."""
+    name = "diffucoder-7b" if what in ("denoise step", "block step") else "qwen2.5-7b"
+    new = 1 if what == "prefill" else ESTIMATED_CANVAS // 2
+    cache = "dual" if what == "block step" else "none"
+    return Workload(preset(name), dtype, rows, ESTIMATED_CANVAS - new, new, cache=cache)
+
+
+def fastest(what: str, workload: Workload, topology: Topology) -> Estimate | None:
+    """The mesh on which this pass takes least, of those that the generation fits; None where it fits none."""
     fitting, _ = rank(workload, topology)
-    if not fitting:
-        return None
-    best = fitting[0]
-    phase = next(one for one in best.phases if one.phase.name == what)
+    return min(fitting, key=lambda one: (phase_of(what, one).seconds, one.spec.tensor, one.spec.sequence), default=None)
+
+
+def phase_of(what: str, found: Estimate) -> PhaseEstimate:
+    """A generation's passes of one kind."""
+    return next(one for one in found.phases if one.phase.name == what)
+
+
+def _estimated_point(what: str, best: Estimate) -> dict[str, Any]:
+    phase, workload, topology = phase_of(what, best), best.workload, best.topology
     milliseconds = round(1e3 * phase.seconds, 4)
     return {
         "pass": what,
@@ -271,11 +286,11 @@ def _estimated_point(what: str, workload: Workload, topology: Topology) -> dict[
         "mesh": str(best.spec),
         "batch": workload.batch,
         "canvas": workload.prompt + workload.new_tokens,
+        "positions": phase.phase.positions,
         "ms": {"median": milliseconds, "minimum": milliseconds, "maximum": milliseconds},
         "bound": phase.bound,
         "collective_bytes_of_a_pass": phase.collective_bytes,
         "memory_bytes_per_device": best.memory.total,
-        "tokens_per_second": round(best.tokens_per_second, 2),
     }
 
 

@@ -12,6 +12,7 @@ from benchmarks import report, scaling
 from launch.startup import run_launcher
 from runtime.decoding.config import DiffusionConfig
 from runtime.planner.compiled import CompiledPhase, compile_workload
+from runtime.planner.estimate import rank
 from runtime.planner.hlo import read_collectives
 from runtime.runs.block_diffusion import block_schedule
 from sharding.topology import CHIPS, machine_of
@@ -43,6 +44,86 @@ def test_the_estimated_table_goes_to_256_chips(estimated: Path) -> None:
     assert len({point["batch"] for point in strong}) == 1
     weak = groups["estimated", "denoise step", "weak", "v5p"]
     assert {point["batch"] // point["devices"] for point in weak} == {scaling.ESTIMATED_ROWS["weak"]}
+
+
+@pytest.mark.parametrize("what", scaling.PASSES)
+def test_an_estimate_is_of_its_own_pass_on_the_mesh_that_is_fastest_for_it(what: str, estimated: Path) -> None:
+    topology = machine_of(CHIPS["v5p"], 16)
+    assert topology is not None
+    workload = scaling.estimated_workload(what, "bfloat16", scaling.ESTIMATED_ROWS["strong"])
+    seconds = {str(one.spec): scaling.phase_of(what, one).seconds for one in rank(workload, topology)[0]}
+    (point,) = (
+        point
+        for point in report.read_groups(estimated)["estimated", what, "strong", "v5p"]
+        if point["devices"] == topology.num_devices
+    )
+    assert point["ms"]["median"] == round(1e3 * min(seconds.values()), 4)
+    assert seconds[point["mesh"]] == min(seconds.values())
+    assert point["canvas"] == scaling.ESTIMATED_CANVAS
+    if what in ("denoise step", "prefill"):
+        assert point["positions"] == point["canvas"]
+
+
+def test_an_estimate_honours_passes_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(scaling, "--estimate=v5p", "--passes=prefill", "--counts=16,8,8", f"--output_dir={tmp_path}")
+    points = [json.loads(path.read_text())["results"] for path in sorted(tmp_path.glob("*.json"))]
+    assert [(point["pass"], point["mode"], point["devices"]) for point in points] == [
+        ("prefill", mode, count) for mode in ("strong", "weak") for count in (8, 16)
+    ]
+    assert [point["speedup"] for point in points][::2] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--axes=tensor", "--batch=2", "--canvas=64"], "--axes, --batch, --canvas cannot go with --estimate"),
+        (["--steps=4", "--repeats=1"], "--steps, --repeats cannot go"),
+        (["--random=mid-size", "--layers=2"], "--random, --layers cannot go"),
+        (["--devices=2", "--profile_dir=/tmp/a", "--dump_hlo=/tmp/a"], "--devices, --profile_dir, --dump_hlo cannot"),
+        (["--counts=4,7"], "there is no v5p machine of size 7"),
+        (["--counts=1000000000"], "there is no v5p machine of size 1000000000"),
+        (["--counts=x"], "positive integers"),
+        (["--passes=forward"], "expected some of denoise step"),
+    ],
+)
+def test_what_an_estimate_cannot_honour_is_refused(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(scaling, "--estimate=v5p", f"--output_dir={tmp_path}", *arguments)
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def point_of(**changes: Any) -> dict[str, Any]:
+    numbers = {"speedup": 1.0, "efficiency": 1.0, "collective_bytes_of_a_pass": 0, "memory_bytes_per_device": 1e9}
+    times = {"median": 1.0, "minimum": 1.0, "maximum": 1.0}
+    shape = {"devices": 4, "mesh": "data=1,sequence=1,tensor=4", "batch": 8, "canvas": 64}
+    return {**shape, **numbers, "ms": times, "command": "python -m a", "notes": []} | changes
+
+
+def test_a_table_says_what_its_numbers_are_relative_to() -> None:
+    estimated = ("estimated", "decode", "weak", "v5p")
+    text = report.table(estimated, [point_of(notes=["b does not fit"]), point_of(notes=["b does not fit", "c too"])])
+    assert "\nB does not fit. C too. Speed-up and efficiency are relative to 4 devices, the first row.\n" in text
+    assert "weights together" not in text
+    assert report.table(estimated, [point_of(devices=1)]).endswith("`python -m a`\n")
+    above = [point_of(devices=1), point_of(efficiency=1.3)]
+    assert "above 1 where devices hold the weights together" in report.table(estimated, above)
+    rows = [point_of(devices=1), point_of(efficiency=1.3, mesh="data=4,sequence=1,tensor=1")]
+    assert "weights together" not in report.table(estimated, rows)
+    text = report.table(("simulated devices", "decode", "weak", "tensor"), above)
+    assert "say nothing about speed" in text
+    assert "weights together" not in text
+    compared = [point_of(same_tokens_as_on_the_first=same) for same in (True, False)]
+    rows_of = report.table(estimated, compared).splitlines()[4:6]
+    assert [line.split("|")[-2] for line in rows_of] == [" yes ", " no "]
+
+
+def test_estimates_say_where_they_begin_and_why(estimated: Path) -> None:
+    notes = json.loads((estimated / "scaling_denoise_step_strong_v5p_004.json").read_text())["notes"]
+    assert notes == ["there is no v5p machine of size 1", "there is no v5p machine of size 2"]
 
 
 def test_tables_and_plots(estimated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +216,12 @@ def test_simulated_devices_give_the_same_tokens(tmp_path: Path, monkeypatch: pyt
     assert {record["kind"] for record in records} == {"simulated devices"}
     points = [record["results"] for record in records if record["results"]["mode"] == "strong"]
     assert all(point["same_tokens_as_on_the_first"] for point in points)
+    weak = [record["results"] for record in records if record["results"]["mode"] == "weak"]
+    compared = {(point["axis"], point["devices"]): point.get("same_tokens_as_on_the_first") for point in weak}
+    # More rows begin with those of the first point; longer ones are others.
+    assert compared == {
+        (axis, count): None if (axis, count) == ("sequence", 2) else True for axis in scaling.AXES for count in (1, 2)
+    }
     moved = {(point["axis"], point["devices"]): point["collective_bytes_of_a_pass"] for point in points}
     assert moved["tensor", 1] == 0
     assert moved["tensor", 2] > moved["sequence", 2] > moved["data", 2] > 0

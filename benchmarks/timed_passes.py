@@ -1,0 +1,83 @@
+"""The time of one forward pass of a kind, from whole generations that take turns with one another.
+
+Dimension letters: B batch, P prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.records import Timing, time_alternating
+from benchmarks.suite.sheet import NotRunError
+from runtime.decoding.config import DiffusionConfig, SamplingConfig
+from runtime.engine import Engine
+from runtime.generation import GenerationResult
+from runtime.planner.workload import Workload
+
+Request = DiffusionConfig | SamplingConfig
+
+
+@dataclass(frozen=True)
+class TimedPass:
+    """A kind of pass that was timed.
+
+    Attributes:
+      timing: of one pass; processor time is not told apart.
+      passes: of this kind in the generation.
+      result: the generation's.
+    """
+
+    timing: Timing
+    passes: int
+    result: GenerationResult
+
+
+def timed_requests(workload: Workload, what: str) -> Mapping[str, Request]:
+    """The workload's own request, ``whole``, and one that makes its passes of ``others`` kinds alone, if it has any."""
+    if workload.config.is_autoregressive:
+        sampling = workload.sampling()
+        return {"whole": sampling} | ({"others": sampling.replace(max_new_tokens=1)} if what == "decode" else {})
+    decoding = workload.decoding()
+    if what == "denoise step":
+        return {"whole": decoding}
+    # With a step a block, every step enters a block, by a refresh.
+    return {"whole": decoding, "others": decoding.replace(steps=math.ceil(workload.new_tokens / workload.block_length))}
+
+
+def time_pass(
+    engine: Engine, ids: np.ndarray, requests: Mapping[str, Request], repeats: int, warmup: int = 2
+) -> TimedPass:
+    """One pass: a whole generation, less the other kinds' of the same turn, over the passes that are left.
+
+    Args:
+      engine: the model.
+      ids: prompts ``[B, P]``.
+      requests: as of :func:`timed_requests`.
+      repeats: timed calls of each request.
+      warmup: calls before them.
+
+    Raises:
+      NotRunError: the other passes took longer than all together.
+    """
+    found: dict[str, GenerationResult] = {}
+
+    def generate(name: str, request: Request) -> Callable[[], None]:
+        def call() -> None:
+            found[name] = engine.generate_tokens(ids, config=request)
+
+        return call
+
+    calls = {name: generate(name, request) for name, request in requests.items()}
+    timings = time_alternating(calls, repeats, warmup)
+    whole = timings["whole"]
+    less, passes = [0.0] * repeats, found["whole"].stats.forwards
+    if "others" in timings:
+        less, passes = list(timings["others"].each), passes - found["others"].stats.forwards
+    each = [(one - other) / passes for one, other in zip(whole.each, less, strict=True)]
+    if min(each) <= 0:
+        raise NotRunError(f"the machine is too busy to time it: {list(whole.each)} ms in all, {less} ms without it")
+    return TimedPass(Timing.of([one / 1e3 for one in each], [0.0]), passes, found["whole"])
