@@ -96,17 +96,20 @@ def layer_config(config: ModelConfig) -> dict[str, Any]:
     return checkpoint_config(sizes, "float32", "qwen2" if config.is_autoregressive else "Dream") | own
 
 
-def forward_flops(config: ModelConfig, batch: int, canvas: int, head_positions: float) -> float:
+def forward_flops(
+    config: ModelConfig, batch: int, canvas: int, head_positions: float, keys: int | None = None
+) -> float:
     """Floating-point operations of one forward pass, a multiply-add counted as two.
 
     Args:
       config: the model.
       batch: B.
-      canvas: S; every position attends to every other.
+      canvas: S, positions that are computed of each row.
       head_positions: positions, of all rows together, that the output head runs on.
+      keys: what each position attends to; by default S, one another.
     """
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
-    attention = 2 * canvas * queries  # scores, and the weighted sum of values
+    attention = 2 * (keys or canvas) * queries  # scores, and the weighted sum of values
     head = config.hidden_size * config.vocab_size
     return 2.0 * (batch * canvas * config.num_layers * (layer + attention) + head_positions * head)

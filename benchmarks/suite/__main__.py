@@ -7,8 +7,8 @@
 Every row is filled or marked not run and why: what would take too long by the measured ceilings, does not fit, or has
 no sense here. Calls are warmed up with the shapes that are timed; compile time stands apart, measured in processes of
 their own, cold and with a warm persistent cache. MFU is against a square product, MBU against a copy, both of the same
-run. Written to benchmarks/results/suite_<device>.json; ``python -m benchmarks.report --readme=README.md`` makes the
-tables there.
+run. Written to benchmarks/results/suite_<device>.json, or beside it to suite_<device>_cut_short.json where the model
+does not load or the run is interrupted; ``python -m benchmarks.report --readme=README.md`` makes the tables there.
 """
 
 from __future__ import annotations
@@ -29,9 +29,16 @@ from benchmarks.records import (
     load_notes,
     write_record,
 )
-from benchmarks.suite.acceptance import acceptance
+from benchmarks.suite.acceptance import acceptance, not_loaded
 from benchmarks.suite.generation import measure_autoregressive, measure_batches, measure_cpu, measure_generations
-from benchmarks.suite.passes import measure_grid, measure_lengths, measure_steps, measure_ten_tokens, read_shapes
+from benchmarks.suite.passes import (
+    measure_block_steps,
+    measure_grid,
+    measure_lengths,
+    measure_steps,
+    measure_ten_tokens,
+    read_shapes,
+)
 from benchmarks.suite.sheet import Sheet
 from benchmarks.suite.start import load, measure_compilation, measure_files, note_memory
 from benchmarks.suite.subject import Subject, attached_devices, check_subject, define_subject_flags, model_name
@@ -66,24 +73,30 @@ def main(values: flags.FlagValues) -> None:
     check_one_host()
     check_profiling(values)
     check_subject(values)
-    notes = load_notes(1)
+    notes = load_notes()
     sheet = Sheet(values.trials, values.row_seconds, values.budget)
     # Devices may be wanted by one process alone, so others come first.
     measure_compilation(sheet, values)
     start_devices(values)
     devices = attached_devices(values)
     measure_files(sheet, values)
-    engine = load(sheet, values, devices)
-    mesh = engine.layout.mesh
-    assert mesh is not None, "an engine has a mesh"
+    name = values.record or f"suite_{_short(devices[0])}"
+    engine: Engine | None = None
     accepted: list[dict[str, Any]] = []
     try:
+        engine = load(sheet, values, devices)
+        notes += engine.notes
         subject = Subject(values, sheet, engine, ceilings_of(sheet, values, devices[0], str(engine.dtype)))
+        devices = subject.devices
         measure(subject, lengths, batches, shapes)
         accepted = acceptance(subject)
     except BaseException as error:
-        # What was measured until then took long, and is worth having.
+        # What was measured until then took long, and is worth having; it takes no whole record's place.
+        if engine is None and isinstance(error, Exception):
+            accepted = not_loaded(error)
         notes.append(f"cut short by {type(error).__name__}: {str(error)[:200]}")
+        print(f"cut short; {name}.json, where there is one, stays as it is")
+        name += "_cut_short"
         raise
     finally:
         record = build_record(
@@ -91,11 +104,10 @@ def main(values: flags.FlagValues) -> None:
             kind=kind_of_devices(devices),
             settings=settings_of(values, engine),
             results={"rows": sheet.records(), "acceptance": accepted},
-            devices=list(mesh.devices.flat),
-            notes=[*notes, *engine.notes],
+            devices=devices,
+            notes=notes,
         )
-        path = write_record(record, values.output_dir, values.record or f"suite_{_short(devices[0])}")
-        print(f"written: {path}")
+        print(f"written: {write_record(record, values.output_dir, name)}")
     if sheet.failures:
         raise RuntimeError(f"{sheet.failures} rows or items failed; the record says which, and the errors stand above")
 
@@ -127,6 +139,7 @@ def measure(subject: Subject, lengths: list[int], batches: list[int], shapes: Se
     measure_tokenizer(subject)
     measure_batches(subject, batches)
     measure_steps(subject, shapes)
+    measure_block_steps(subject)
     measure_autoregressive(subject)
     note_memory(subject.sheet, "during the runs", subject.devices)
     measure_cpu(subject)
@@ -134,15 +147,15 @@ def measure(subject: Subject, lengths: list[int], batches: list[int], shapes: Se
     note_memory(subject.sheet, "after the runs", subject.devices)
 
 
-def settings_of(values: flags.FlagValues, engine: Engine) -> dict[str, Any]:
-    """What a record says of how it was made."""
+def settings_of(values: flags.FlagValues, engine: Engine | None) -> dict[str, Any]:
+    """What a record says of how it was made; of a model that did not load there is no size, dtype or mesh."""
     places = ("checkpoint", "output_dir", "record", "profile_dir", "dump_hlo", "compile_cache")
     settings = {name: values[name].value for name in values if name not in places}
     return {
         "model": model_name(values),
-        "parameters": engine.layout.parameter_count,
-        "dtype": str(engine.dtype),
-        "mesh": str(engine.layout.spec),
+        "parameters": None if engine is None else engine.layout.parameter_count,
+        "dtype": None if engine is None else str(engine.dtype),
+        "mesh": None if engine is None else str(engine.layout.spec),
         "flags": {name: value for name, value in settings.items() if value is not None},
         "environment": {name: os.environ[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS") if name in os.environ},
     }

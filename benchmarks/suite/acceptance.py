@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.suite.generation import BATCHES, CPU, GENERATIONS
@@ -12,6 +12,14 @@ from benchmarks.suite.subject import Subject
 from benchmarks.suite.text import coherence
 
 _SECONDS, _SPEED_UP, _SHARE = 10.0, 10.0, 0.95
+ITEMS = (
+    "loads without error",
+    f"one generation under {_SECONDS:.0f} s once compiled",
+    "batching speeds up",
+    f"at least {_SPEED_UP:.0f} times the CPU",
+    f"layer parity with PyTorch: more than {_SHARE:.0%} within tolerance",
+    "text is coherent",
+)
 
 
 def acceptance(subject: Subject) -> list[dict[str, Any]]:
@@ -57,18 +65,20 @@ def acceptance(subject: Subject) -> list[dict[str, Any]]:
         text = f"{found['parsed']} of {found['prompts']} completions are valid Python"
         return 2 * found["parsed"] >= found["prompts"], text, found
 
-    items: dict[str, Callable[[], tuple[bool, str, dict[str, Any]]]] = {
-        "loads without error": loads,
-        f"one generation under {_SECONDS:.0f} s once compiled": fast,
-        "batching speeds up": batching,
-        f"at least {_SPEED_UP:.0f} times the CPU": beats_the_cpu,
-        f"layer parity with PyTorch: more than {_SHARE:.0%} within tolerance": parity,
-        "text is coherent": coherent,
-    }
+    checks = (loads, fast, batching, beats_the_cpu, parity, coherent)
     found = []
-    for what, check in items.items():
+    for what, check in zip(ITEMS, checks, strict=True):
         answer = sheet.tried(check)
-        ticked, why, details = (None, f"not run: {answer}", {}) if isinstance(answer, str) else answer
-        print(f"[{'x' if ticked else ' '}] {what}: {why}", flush=True)
-        found.append({"what": what, "ticked": ticked, "why": why, "details": details})
+        found.append(_item(what, *((None, f"not run: {answer}") if isinstance(answer, str) else answer)))
     return found
+
+
+def not_loaded(error: Exception) -> list[dict[str, Any]]:
+    """Every item of a model that does not load."""
+    why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return [_item(ITEMS[0], False, why), *(_item(what, None, "not run: it does not load") for what in ITEMS[1:])]
+
+
+def _item(what: str, ticked: bool | None, why: str, details: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    print(f"[{'x' if ticked else ' '}] {what}: {why}", flush=True)
+    return {"what": what, "ticked": ticked, "why": why, "details": dict(details or {})}

@@ -46,6 +46,7 @@ def main(values: flags.FlagValues) -> None:
     found = {
         "devices_seconds": with_devices - start,
         "weights_seconds": with_weights - with_devices,
+        "weight_bytes": engine.layout.bytes_per_device(engine.dtype),
         "compile_seconds": result.stats.compile_seconds,
         "programs": result.stats.compiled_programs,
         "first_token_seconds": first[0] - with_weights,

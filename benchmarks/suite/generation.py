@@ -14,14 +14,15 @@ import jax
 
 from benchmarks.ceilings import COPY_BYTES, MATMUL_SIZE, measure_ceilings
 from benchmarks.records import Timing, time_alternating
-from benchmarks.suite.sheet import NotRunError, Row
+from benchmarks.suite.sheet import NotRunError
 from benchmarks.suite.subject import Subject, open_engine, rates, request_of
+from benchmarks.timed_passes import Request, TimedPass
 from launch.profiling import given_profiling, profile_again
 from runtime.decoding.config import SamplingConfig
 from runtime.engine import Engine
 from runtime.kv_cache import cache_bytes_per_device
 from runtime.models.families import model_layout
-from runtime.runner import canvas_bucket
+from runtime.planner.workload import Workload
 
 GENERATION, BATCHES, AUTOREGRESSIVE, CPU = "generation", "batches", "autoregressive", "CPU"
 PROMPT = 14
@@ -33,7 +34,7 @@ GENERATIONS = (
 )
 BATCH_REQUEST = (50, 25)
 DECODED = 64
-DECODE_BATCHES = (1, 8)
+DECODE_BATCHES = (1, 8, 64)
 
 
 def measure_generations(subject: Subject) -> None:
@@ -102,7 +103,7 @@ def causal_engine(engine: Engine) -> Engine:
 
 
 def measure_autoregressive(subject: Subject) -> None:
-    """Prefill, one decode step against the cache, and generations with it and without it."""
+    """Generations with the cache and without it, and one decode step against it."""
     sheet = subject.sheet
     causal = sheet.tried(lambda: causal_engine(subject.engine))
     if isinstance(causal, str):
@@ -126,32 +127,21 @@ def measure_autoregressive(subject: Subject) -> None:
     for batch in DECODE_BATCHES:
         name = f"decode step, batch {batch}"
 
-        def work(batch: int = batch, name: str = name) -> None:
-            calls = {
-                str(new): subject.generation(engine, batch, PROMPT, SamplingConfig(max_new_tokens=new), {})()
-                for new in (1, DECODED)
-            }
-            timings = time_alternating(calls, sheet.trials(subject.expected_seconds(batch, 1, DECODED + 1)), 1)
-            each = [
-                (whole - first) / (DECODED - 1)
-                for first, whole in zip(timings["1"].each, timings[str(DECODED)].each, strict=True)
-            ]
-            timing = Timing.of([one / 1e3 for one in each], [0.0])
-            length = canvas_bucket(PROMPT + DECODED, engine.layout, engine.platform)
-            read = subject.weight_bytes + cache_bytes_per_device(engine.layout, batch, length, engine.dtype)
-            facts = {
-                "tokens_per_second": round(batch / (timing.mean / 1e3), 2),
-                "mbu": subject.mbu(read, timing.median),
-                "median": timing.median,
-            }
-            sheet.add(
-                Row(
-                    AUTOREGRESSIVE, name, "ms", timing.mean, timing.deviation, timing.minimum, timing.maximum,
-                    timing.repeats, facts | same,
-                )
-            )  # fmt: skip
+        def prepare_step(batch: int = batch) -> tuple[Workload, Mapping[str, Request]]:
+            whole, others = (SamplingConfig(max_new_tokens=new) for new in (DECODED, 1))
+            workload = Workload(engine.config, str(engine.dtype), batch, PROMPT, DECODED)
+            return workload, {"whole": whole, "others": others}
 
-        sheet.attempt(AUTOREGRESSIVE, name, work)
+        def step_facts(workload: Workload, timed: TimedPass) -> Mapping[str, Any]:
+            length = workload.canvas(engine.layout, engine.platform)
+            read = subject.weight_bytes + cache_bytes_per_device(engine.layout, workload.batch, length, engine.dtype)
+            return {
+                "tokens_per_second": round(workload.batch / (timed.timing.mean / 1e3), 2),
+                "mbu": subject.mbu(read, timed.timing.median),
+            } | same
+
+        seconds = subject.expected_seconds(batch, 1, DECODED + 1)
+        subject.measure_pass(AUTOREGRESSIVE, name, engine, prepare_step, step_facts, seconds=seconds)
 
 
 def measure_cpu(subject: Subject) -> None:

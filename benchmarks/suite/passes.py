@@ -16,8 +16,10 @@ from benchmarks.models import forward_flops
 from benchmarks.records import Timing
 from benchmarks.suite.sheet import NotRunError
 from benchmarks.suite.subject import Subject, prompt_ids, request_of
+from benchmarks.timed_passes import Request, TimedPass, timed_requests
 from runtime.attention import choose_attention
 from runtime.generation import GenerationResult, GenerationStats
+from runtime.kv_cache import cache_bytes_per_device
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
 from runtime.models.transformer import hidden_states, project_logits
@@ -29,8 +31,12 @@ from runtime.runner import canvas_bucket
 from sharding.errors import InputError
 from sharding.topology import CHIPS
 
-FORWARD, GRID, STEP, LENGTHS = "forward", "forward over lengths and batches", "denoise step", "sequence lengths"
+FORWARD, GRID, LENGTHS = "forward", "forward over lengths and batches", "sequence lengths"
+STEP, BLOCK_STEP = "denoise step", "block step"
 _STEPS = 8
+# Rows, canvas and block of steps against a dual cache.
+BLOCK_BATCHES = (1, 16)
+_BLOCK_CANVAS, _BLOCK = 256, 32
 
 
 def masked_positions(result: GenerationResult) -> float:
@@ -130,27 +136,70 @@ def measure_steps(subject: Subject, shapes: Sequence[tuple[int, int]]) -> None:
         if config.is_autoregressive:
             subject.sheet.leave_out(STEP, name, "the model is autoregressive")
             continue
-        found: dict[str, Any] = {}
 
-        def prepare(batch: int = batch, canvas: int = canvas, found: dict[str, Any] = found) -> Callable[[], None]:
+        def prepare(batch: int = batch, canvas: int = canvas) -> tuple[Workload, Mapping[str, Request]]:
             workload = _workload(subject, batch, canvas)
-            return subject.generation(subject.engine, batch, workload.prompt, workload.decoding(), found)()
+            return workload, timed_requests(workload, STEP)
 
-        def facts(
-            timing: Timing, batch: int = batch, canvas: int = canvas, found: dict[str, Any] = found
-        ) -> Mapping[str, Any]:
-            result = found["result"]
-            flops = forward_flops(config, batch, canvas, masked_positions(result))
-            each = timing.median / result.stats.forwards
+        def facts(_: Workload, timed: TimedPass, batch: int = batch, canvas: int = canvas) -> Mapping[str, Any]:
+            each = timed.timing.median
+            flops = forward_flops(config, batch, canvas, masked_positions(timed.result))
             return {
-                "ms_a_step": round(each, 3),
-                "steps": result.stats.forwards,
                 "canvas_tokens_per_second": round(batch * canvas / (each / 1e3), 1),
                 "mfu": subject.mfu(flops, each),
             } | _predicted(subject, batch, canvas)
 
         seconds = subject.expected_seconds(batch, canvas, _STEPS)
-        subject.sheet.measure(STEP, name, prepare, facts, seconds=seconds)
+        subject.measure_pass(STEP, name, subject.engine, prepare, facts, seconds=seconds)
+
+
+def masked_in_blocks(result: GenerationResult, prompt: int, length: int) -> float:
+    """Positions of a block, all rows together, that were masked when a step of a block ran: the mean over the steps.
+
+    The first pass of each block, a refresh, is none of them.
+    """
+    counts = []
+    for start in range(prompt, result.steps_set.shape[1], length):
+        block = result.steps_set[:, start : start + length]
+        counts += [(block >= step).sum() for step in np.unique(block)[1:]]
+    return float(np.mean(counts))
+
+
+def measure_block_steps(subject: Subject) -> None:
+    """A step of a dual cache's block: its window alone is computed, against cached keys and values of the rest."""
+    engine = subject.engine
+    config, platform = engine.config, engine.platform
+    for batch in BLOCK_BATCHES:
+        name = f"batch {batch}, canvas {_BLOCK_CANVAS}, blocks of {_BLOCK}"
+        if config.is_autoregressive:
+            subject.sheet.leave_out(BLOCK_STEP, name, "the model is autoregressive")
+            continue
+
+        def prepare(batch: int = batch) -> tuple[Workload, Mapping[str, Request]]:
+            canvas, new, steps = _BLOCK_CANVAS, 2 * _BLOCK, 2 * _STEPS
+            dtype = str(engine.dtype)
+            workload = Workload(config, dtype, batch, canvas - new, new, steps, cache="dual", block_length=_BLOCK)
+            return workload, timed_requests(workload, BLOCK_STEP)
+
+        def facts(workload: Workload, timed: TimedPass) -> Mapping[str, Any]:
+            each = timed.timing.median
+            phase = next(one for one in workload.phases(engine.layout, platform) if one.name == BLOCK_STEP)
+            masked = masked_in_blocks(timed.result, workload.prompt, _BLOCK)
+            flops = forward_flops(config, workload.batch, phase.positions, masked, phase.keys)
+            read = subject.weight_bytes + cache_bytes_per_device(
+                engine.layout, workload.batch, phase.keys, engine.dtype
+            )
+            return {
+                "window": phase.positions,
+                "mfu": subject.mfu(flops, each),
+                "mbu": subject.mbu(read, each),
+            }
+
+        # Two refreshes, alone as well, and the steps.
+        seconds = subject.expected_seconds(batch, _BLOCK_CANVAS, 4) + subject.expected_seconds(
+            batch, _BLOCK, 2 * _STEPS
+        )
+        subject.measure_pass(BLOCK_STEP, name, engine, prepare, facts, seconds=seconds)
 
 
 def _predicted(subject: Subject, batch: int, canvas: int) -> dict[str, float]:

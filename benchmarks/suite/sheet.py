@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -73,8 +74,26 @@ class Sheet:
 
     def value(self, section: str, name: str, number: float, unit: str, facts: Mapping[str, Any] | None = None) -> None:
         """A row that is one number."""
-        number = round(number, 4)
-        self.add(Row(section, name, unit, number, 0.0, number, number, 1, dict(facts or {})))
+        self.values(section, name, [number], unit, facts)
+
+    def values(
+        self, section: str, name: str, numbers: Sequence[float], unit: str, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        """A row of one number a trial, however it was found."""
+        deviation = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
+        mean, deviation, low, high = (
+            round(one, 4) for one in (statistics.mean(numbers), deviation, min(numbers), max(numbers))
+        )
+        self.add(Row(section, name, unit, mean, deviation, low, high, len(numbers), dict(facts or {})))
+
+    def timing(self, section: str, name: str, timing: Timing, facts: Mapping[str, Any]) -> None:
+        """A row of timed calls, or passes."""
+        self.add(
+            Row(
+                section, name, "ms", timing.mean, timing.deviation, timing.minimum, timing.maximum, timing.repeats,
+                {"median": timing.median} | dict(facts),
+            )
+        )  # fmt: skip
 
     def leave_out(self, section: str, name: str, why: str) -> None:
         """A row that is not run."""
@@ -104,13 +123,7 @@ class Sheet:
         def work() -> None:
             trials = self.trials(seconds, warmup)
             timing = time_alternating({name: prepare()}, trials, warmup)[name]
-            noted = {} if facts is None else facts(timing)
-            self.add(
-                Row(
-                    section, name, "ms", timing.mean, timing.deviation, timing.minimum, timing.maximum, trials,
-                    {"median": timing.median} | dict(noted),
-                )
-            )  # fmt: skip
+            self.timing(section, name, timing, {} if facts is None else facts(timing))
 
         self.attempt(section, name, work)
 

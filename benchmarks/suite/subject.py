@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from absl import flags
 from benchmarks.ceilings import Ceilings
 from benchmarks.models import define_model_flags, forward_flops, model_config, model_sizes
 from benchmarks.suite.sheet import NotRunError, Sheet
+from benchmarks.timed_passes import Request, TimedPass, time_pass
 from checkpoints import DEMO
 from launch.startup import define_device_flags
 from runtime.attention import IMPLEMENTATIONS
@@ -21,6 +22,7 @@ from runtime.decoding.config import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
 from runtime.generation import GenerationResult
 from runtime.models.config import STORED_DTYPES, ModelConfig
+from runtime.planner.workload import Workload
 from sharding.errors import InputError
 
 DEVICES = {"auto": None, "cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
@@ -197,6 +199,38 @@ class Subject:
             return call
 
         return prepare
+
+    def measure_pass(
+        self,
+        section: str,
+        name: str,
+        engine: Engine,
+        prepare: Callable[[], tuple[Workload, Mapping[str, Request]]],
+        facts: Callable[[Workload, TimedPass], Mapping[str, Any]],
+        *,
+        seconds: float,
+    ) -> None:
+        """A row of one kind of pass.
+
+        Args:
+          section: see :class:`Row`.
+          name: see :class:`Row`.
+          engine: that generates.
+          prepare: makes the workload and the requests that :func:`benchmarks.timed_passes.time_pass` wants. It may
+            raise :class:`InputError`.
+          facts: what else to note.
+          seconds: that one turn of the requests is expected to take.
+        """
+
+        def work() -> None:
+            trials = self.sheet.trials(seconds)
+            workload, requests = prepare()
+            self.check_shape(workload.batch, workload.prompt + workload.new_tokens, workload.has_cache)
+            ids = prompt_ids(engine.config, workload.batch, workload.prompt)
+            timed = time_pass(engine, ids, requests, trials, warmup=1)
+            self.sheet.timing(section, name, timed.timing, facts(workload, timed))
+
+        self.sheet.attempt(section, name, work)
 
 
 def rates(result: GenerationResult, milliseconds: float) -> dict[str, Any]:

@@ -17,6 +17,7 @@ _FACTS = {
     "tokens_per_forward": "{} tokens a forward",
     "mfu": "MFU {:.1%}",
     "mbu": "MBU {:.1%}",
+    "window": "a window of {}",
     "batch": "batch {}",
     "times_batch_1": "{} times batch 1",
     "times_as_fast": "the accelerator {} times as fast",

@@ -20,7 +20,7 @@ from benchmarks.suite.sheet import NotRunError, Sheet
 from benchmarks.suite.tables import suite_tables
 from checkpoints import DEMO, open_folder
 from checkpoints.opening import open_tensors
-from launch.startup import run_launcher
+from launch.startup import EXIT_RESTART, run_launcher
 from runtime import Engine
 from sharding.errors import InputError
 
@@ -65,7 +65,7 @@ def test_every_row_is_filled_or_says_why_not(record: dict[str, Any]) -> None:
     sections = {row["section"] for row in record["results"]["rows"]}
     assert sections == {
         "start", "memory", "ceilings", "forward", "forward over lengths and batches", "sequence lengths",
-        "denoise step", "generation", "batches", "autoregressive", "CPU", "tokenizer",
+        "denoise step", "block step", "generation", "batches", "autoregressive", "CPU", "tokenizer",
     }  # fmt: skip
     for row in record["results"]["rows"]:
         if row["not_run"] is None:
@@ -85,6 +85,27 @@ def test_nothing_is_compiled_while_it_is_timed(record: dict[str, Any]) -> None:
     lengths = rows(record, "sequence lengths")
     assert lengths["another length of a known bucket"]["facts"]["programs_compiled"] == 0
     assert lengths["a length of a new bucket"]["facts"]["programs_compiled"] == 1
+
+
+def test_a_row_of_a_step_is_of_one_step(record: dict[str, Any]) -> None:
+    row = rows(record, "denoise step")["batch 1, canvas 64"]
+    assert row["minimum"] <= row["facts"]["median"] <= row["maximum"]
+    assert row["facts"]["canvas_tokens_per_second"] == pytest.approx(64 / (row["facts"]["median"] / 1e3), rel=1e-3)
+    assert "predicted_ms" not in row["facts"]  # this processor is no chip of the planner's
+    found = rows(record, "block step")
+    assert list(found) == [f"batch {batch}, canvas 256, blocks of 32" for batch in (1, 16)]
+    for row in found.values():
+        assert row["not_run"] is None
+        assert row["facts"]["mfu"] > 0
+        assert row["facts"]["mbu"] > 0
+
+
+def test_a_start_is_tried_several_times(record: dict[str, Any]) -> None:
+    row = rows(record, "start")["parameters, made on the devices"]
+    assert row["trials"] == 3
+    assert row["minimum"] < row["mean"] < row["maximum"]
+    assert row["minimum"] <= row["facts"]["first"] + 1e-3
+    assert "the first " in suite_tables(record)
 
 
 def test_trials_and_memory_are_those_that_were_asked_for(record: dict[str, Any]) -> None:
@@ -219,11 +240,37 @@ def test_a_run_that_is_cut_short_leaves_its_record(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(suite, "ceilings_of", ceilings_of)
     with pytest.raises(SystemExit):
         run(*TINY, f"--output_dir={tmp_path}")
-    (path,) = tmp_path.glob("suite_*.json")
+    (path,) = tmp_path.glob("suite_*_cut_short.json")
     found = json.loads(path.read_text())
     assert "measured until then" in rows(found, "forward")
     assert any("cut short by KeyboardInterrupt" in note for note in found["notes"])
     assert "measured until then" in suite_tables(found)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(InputError("config.json is no JSON"), 2), (RuntimeError("a bug"), EXIT_RESTART)]
+)
+def test_a_model_that_does_not_load_is_said_in_the_list(
+    error: Exception, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(suite, "measure_compilation", lambda sheet, values: None)
+    monkeypatch.setattr(suite, "load", load)
+    good = tmp_path / "suite_cpu.json"
+    good.write_text("{}", encoding="utf-8")
+    with pytest.raises(SystemExit) as caught:
+        run(*TINY, f"--output_dir={tmp_path}")
+    assert caught.value.code == code
+    assert good.read_text(encoding="utf-8") == "{}"
+    found = json.loads((tmp_path / "suite_cpu_cut_short.json").read_text())
+    items = found["results"]["acceptance"]
+    assert [item["ticked"] for item in items] == [False, None, None, None, None, None]
+    assert str(error) in items[0]["why"]
+    assert "not loaded" in suite_tables(found)
+    assert "- [ ] loads without error: " in suite_tables(found)
+    assert "suite_cpu.json, where there is one, stays as it is" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("module", [suite, scaling])

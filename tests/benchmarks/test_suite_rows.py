@@ -1,0 +1,175 @@
+"""Rows of the suite that need another machine, or many starts, without them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from absl import flags
+
+from benchmarks import timed_passes
+from benchmarks.ceilings import Ceilings
+from benchmarks.records import Timing
+from benchmarks.suite import acceptance, generation, passes, start
+from benchmarks.suite.sheet import NotRunError, Sheet
+from benchmarks.suite.subject import Subject, define_subject_flags, open_engine
+from benchmarks.timed_passes import time_pass
+from checkpoints import DEMO
+from runtime.planner.estimate import estimate
+from runtime.planner.workload import Workload
+from sharding.mesh import MeshSpec
+from sharding.topology import CHIPS, Topology
+
+TINY = [
+    "--random=mid-size", "--layers=2", "--hidden_size=64", "--intermediate_size=128", "--heads=4", "--kv_heads=2",
+    "--head_dim=16", "--vocab_size=512",
+]  # fmt: skip
+
+
+def values_of(*arguments: str) -> flags.FlagValues:
+    values = flags.FlagValues()
+    define_subject_flags(values)
+    values(["suite", *arguments])
+    return values
+
+
+def subject_of(sheet: Sheet) -> Subject:
+    values = values_of(*TINY)
+    return Subject(values, sheet, open_engine(values, jax.devices("cpu")[:1], "data=1"), Ceilings(1e12, 1e11))
+
+
+def sheet_of() -> Sheet:
+    return Sheet(trials=2, row_seconds=60.0, budget=None)
+
+
+def timings_of(**milliseconds: list[float]) -> dict[str, Timing]:
+    return {name: Timing.of([one / 1e3 for one in each], [0.0]) for name, each in milliseconds.items()}
+
+
+def test_a_pass_is_what_is_left_over_the_passes_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {"whole": 10, "others": 2}
+    requests: Any = {name: SimpleNamespace(forwards=count) for name, count in taken.items()}
+    engine: Any = SimpleNamespace(generate_tokens=lambda ids, config: SimpleNamespace(stats=config))
+    milliseconds = {"whole": [80.0, 100.0], "others": [16.0, 20.0]}
+
+    def timed(calls: Any, repeats: int, warmup: int) -> dict[str, Timing]:
+        for call in calls.values():
+            call()
+        return timings_of(**{name: milliseconds[name] for name in calls})
+
+    monkeypatch.setattr(timed_passes, "time_alternating", timed)
+    ids = np.zeros((1, 1), np.int32)
+    found = time_pass(engine, ids, requests, 2)
+    assert (found.passes, found.timing.each) == (8, (8.0, 10.0))
+    alone = time_pass(engine, ids, {"whole": requests["whole"]}, 2)
+    assert (alone.passes, alone.timing.each) == (10, (8.0, 10.0))
+    milliseconds["others"] = [16.0, 100.0]
+    with pytest.raises(NotRunError, match="too busy"):
+        time_pass(engine, ids, requests, 2)
+
+
+def test_masks_of_a_block_while_it_is_stepped_through() -> None:
+    # Two blocks of four after a prompt of two: one's passes commit 2, 1, 1 and the other's 3, 1.
+    steps = np.array([[-1, -1, 0, 1, 0, 2, 3, 3, 4, 3]])
+    # The refreshes saw 4 masks each; then there were 2 and 1, and 1.
+    assert passes.masked_in_blocks(SimpleNamespace(steps_set=steps), 2, 4) == pytest.approx((2 + 1 + 1) / 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("seconds", "times", "ticked"), [(0.4, 20.0, True), (0.1, 5.0, False)])
+def test_an_accelerator_is_compared_with_the_cpu(
+    seconds: float, times: float, ticked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sheet = sheet_of()
+    cpu = subject_of(sheet)
+    accelerator: Any = SimpleNamespace(platform="gpu", config=cpu.engine.config)
+    name = generation.GENERATIONS[0][0]
+    sheet.values("generation", name, [250.0], "ms", {"forwards": 25})  # 10 ms a pass
+
+    def timed(calls: Any, repeats: int, warmup: int) -> dict[str, Timing]:
+        ((title, call),) = calls.items()
+        call()
+        return {title: Timing.of([seconds], [0.0])}
+
+    monkeypatch.setattr(generation, "time_alternating", timed)
+    monkeypatch.setattr(generation, "MATMUL_SIZE", {"cpu": 64})
+    monkeypatch.setattr(generation, "COPY_BYTES", {"cpu": 65536})
+    generation.measure_cpu(replace(cpu, engine=accelerator))
+    row = sheet.find("a pass of " + name)
+    assert row is not None, sheet.rows
+    assert row.mean == 1e3 * seconds / 2  # of two passes
+    assert row.facts["accelerator_ms"] == 10.0
+    assert row.facts["times_as_fast"] == times
+    for what in ("layer_parity", "coherence"):
+        monkeypatch.setattr(acceptance, what, lambda subject: {"smallest_share": 1, "tolerance": 0, "layers": 1})
+    item = acceptance.acceptance(cpu)[3]
+    assert (item["ticked"], item["why"]) == (ticked, f"{times} times as fast")
+
+
+def test_a_step_that_is_predicted_stands_beside_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A known chip, slowed so that a model of next to nothing takes some time on it.
+    topology = Topology(replace(CHIPS["h100"], flops=1e9, memory_bandwidth=1e7), (1,))
+    monkeypatch.setattr(passes, "topology_of", lambda devices: topology)
+    sheet = sheet_of()
+    subject = subject_of(sheet)
+    passes.measure_steps(subject, [(2, 64)])
+    row = sheet.find("batch 2, canvas 64")
+    assert row is not None, sheet.rows
+    workload = Workload(subject.engine.config, "float32", 2, 32, 32, 8)
+    (phase,) = estimate(workload, topology, MeshSpec()).phases
+    assert row.facts["predicted_ms"] == round(1e3 * phase.seconds, 3) > 1
+    assert row.mean
+
+
+@pytest.mark.parametrize(("weight_bytes", "trials"), [(1 << 20, 3), (1 << 34, 1)])
+def test_compilation_is_tried_with_a_new_cache_each_time(
+    weight_bytes: int, trials: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches: list[str] = []
+
+    def started(arguments: list[str]) -> dict[str, Any]:
+        caches.append(arguments[-1].removeprefix("--compile_cache="))
+        assert Path(caches[-1]).is_dir()
+        seconds = float(len(caches))
+        return {
+            "weight_bytes": weight_bytes,
+            "programs": 1,
+            "compile_seconds": seconds,
+            "first_token_seconds": 10 * seconds,
+        }
+
+    monkeypatch.setattr(start, "_start", started)
+    sheet = sheet_of()
+    start.measure_compilation(sheet, values_of(*TINY))
+    assert [caches.count(cache) for cache in dict.fromkeys(caches)] == [2] * trials
+    cold, warm = sheet.find("compilation, cold"), sheet.find("compilation, warm cache")
+    first = sheet.find("first token after the weights, warm cache")
+    assert cold is not None
+    assert warm is not None
+    assert first is not None
+    assert (cold.trials, cold.minimum, cold.maximum) == (trials, 1.0, 2.0 * trials - 1)
+    assert (warm.mean, first.mean) == (trials + 1.0, 10 * (trials + 1.0))
+    assert ("one_trial" in cold.facts) == (trials == 1)
+
+
+def test_a_start_that_fails_is_said_in_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(arguments: list[str]) -> dict[str, Any]:
+        raise NotRunError("a process of its own ended with 1: why")
+
+    monkeypatch.setattr(start, "_start", started)
+    sheet = sheet_of()
+    start.measure_compilation(sheet, values_of(*TINY))
+    assert [row.not_run for row in sheet.rows] == ["a process of its own ended with 1: why"] * 4
+
+
+def test_a_small_checkpoint_is_converted_several_times() -> None:
+    sheet = sheet_of()
+    start.measure_files(sheet, values_of(f"--checkpoint={DEMO}"))
+    row = sheet.find("conversion to a canonical checkpoint")
+    assert row is not None, sheet.rows
+    assert row.trials == 3
+    assert "one_trial" not in row.facts
