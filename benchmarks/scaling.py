@@ -115,7 +115,7 @@ def main(values: flags.FlagValues) -> None:
                     try:
                         point = measure(values, what, axis, mode, count, devices[:count])
                     except (MeshError, NotRunError) as error:
-                        left_out.append(f"{axis}={count} is left out: {error}")
+                        left_out.append(f"left out: {axis}={count}, {error}")
                         print(f"{what} {mode} {left_out[-1]}", flush=True)
                         continue
                     first = first or point
@@ -247,7 +247,7 @@ def estimate_points(values: flags.FlagValues, counts: list[int]) -> None:
                 workload = estimated_workload(what, dtype_of(values), ESTIMATED_ROWS[mode] * work)
                 best = fastest(what, workload, topology)
                 if best is None:
-                    left_out.append(f"{topology} is left out: the generation does not fit")
+                    left_out.append(f"left out: {topology}, which the generation does not fit")
                     print(f"{what} {mode} {left_out[-1]}", flush=True)
                     continue
                 point = _estimated_point(what, best) | {"mode": mode, "work": work}

@@ -121,6 +121,12 @@ def test_a_table_says_what_its_numbers_are_relative_to() -> None:
     assert [line.split("|")[-2] for line in rows_of] == [" yes ", " no "]
 
 
+def test_an_estimate_that_does_not_fit_is_named_in_the_next(tmp_path: Path) -> None:
+    run(scaling, "--estimate=v5e", "--passes=denoise step", "--counts=1,4", f"--output_dir={tmp_path}")
+    (path,) = tmp_path.glob("*_strong_*.json")
+    assert json.loads(path.read_text())["notes"] == ["left out: v5e:1x1, which the generation does not fit"]
+
+
 def test_estimates_say_where_they_begin_and_why(estimated: Path) -> None:
     notes = json.loads((estimated / "scaling_denoise_step_strong_v5p_004.json").read_text())["notes"]
     assert notes == ["there is no v5p machine of size 1", "there is no v5p machine of size 2"]
