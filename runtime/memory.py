@@ -21,6 +21,9 @@ from runtime.kv_cache import cache_bytes_per_device
 from runtime.models.declarations import ModelLayout, shard_shape
 
 _FLOAT = 4
+# Numbers that lie side by side in a register of a TPU.
+_LANES = 128
+_LESS_CACHE = "fewer rows, a larger sequence axis, int8"
 
 
 @dataclass(frozen=True)
@@ -115,12 +118,28 @@ def memory_of_passes(
     resident = [Tensor("weights", layout.bytes_per_device(dtype), f"a larger tensor axis, or {wider}")]
     if cache_dtype is not None:
         kept = cache_bytes_per_device(layout, rows * layout.spec.data, canvas, cache_dtype)
-        resident.append(Tensor("cache of keys and values", kept, "fewer rows, a larger sequence axis, int8"))
+        resident.append(Tensor("cache of keys and values", kept, _LESS_CACHE))
+        resident += _cache_laid_out_anew(kept, layout.config.head_dim, device)
     # Canvas and the step that set each position, going in and coming out.
     resident.append(Tensor("tokens", 4 * rows * canvas * 4, "fewer rows"))
     item = jnp.dtype(dtype).itemsize
     stages = [stage(layout, item, device, one) for one in passes for stage in (_layer, _head)]
     return Memory(tuple(resident), max(stages, key=lambda stage: sum(tensor.bytes for tensor in stage)))
+
+
+def _cache_laid_out_anew(kept: int, head_dim: int, device: Device) -> tuple[Tensor, ...]:
+    """What a TPU's compiler adds to a cache of narrow heads: it keeps positions side by side, and a loop of windows
+    works on copies of keys and values, with heads side by side and padded to the width of a register.
+
+    Args:
+      kept: bytes of the cache.
+      head_dim: numbers of a head.
+      device: what runs it.
+    """
+    if device.platform != "tpu" or head_dim % _LANES == 0:
+        return ()
+    padded = kept // 2 * math.ceil(head_dim / _LANES) * _LANES // head_dim
+    return _outside_fast_memory([("copy of the cache for narrow heads", 2, padded, _LESS_CACHE)], device)
 
 
 def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> tuple[Tensor, ...]:

@@ -100,16 +100,27 @@ def autoregressive_rule(workload: Workload) -> SamplingRule:
     return decode_program(workload.sampling(), workload.config.vocab_size).sampling
 
 
+def _residuals(workload: Workload, layout: ModelLayout, positions: int) -> list[Collective]:
+    """Of the transformer over tensor: two all-reduces a layer, and the embedding.
+
+    Products with int8 weights are summed before their scales are applied, in float32. Rows of an int8 embedding are
+    summed as they are stored, with a scale each.
+    """
+    if layout.spec.tensor == 1:
+        return []
+    numbers, quantized = positions * workload.config.hidden_size, workload.quantization == "int8"
+    partial = numbers * (_FLOAT if quantized else workload.item)
+    embedded = numbers + positions * _FLOAT if quantized else numbers * workload.item
+    return [
+        Collective("all-reduce", ("kv", "group"), partial, 2 * workload.config.num_layers, "residual, twice a layer"),
+        Collective("all-reduce", ("kv", "group"), embedded, 1, "embedding"),
+    ]
+
+
 def _whole_rows(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
-    """Of the transformer over whole rows: two all-reduces a layer over tensor, K and V gathered over sequence."""
+    """Of the transformer over whole rows: residuals over tensor, K and V gathered over sequence."""
     config, spec, item = workload.config, layout.spec, workload.item
-    residual = phase.rows * phase.positions // spec.sequence * config.hidden_size * item
-    found = []
-    if spec.tensor > 1:
-        found += [
-            Collective("all-reduce", ("kv", "group"), residual, 2 * config.num_layers, "residual, twice a layer"),
-            Collective("all-reduce", ("kv", "group"), residual, 1, "embedding"),
-        ]
+    found = _residuals(workload, layout, phase.rows * phase.positions // spec.sequence)
     if spec.sequence > 1:
         heads = phase.rows * phase.positions * config.num_kv_heads // layout.heads.kv * config.head_dim * item
         found.append(Collective("all-gather", ("sequence",), heads, 2 * config.num_layers, "keys and values"))
@@ -120,13 +131,7 @@ def _window(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Colle
     """Of the transformer over a few positions of each row against the cache: decoding, or a step of a block."""
     config, spec, item = workload.config, layout.spec, workload.item
     positions = phase.rows * phase.positions
-    residual = positions * config.hidden_size * item
-    found = []
-    if spec.tensor > 1:
-        found += [
-            Collective("all-reduce", ("kv", "group"), residual, 2 * config.num_layers, "residual, twice a layer"),
-            Collective("all-reduce", ("kv", "group"), residual, 1, "embedding"),
-        ]
+    found = _residuals(workload, layout, positions)
     if spec.sequence > 1:
         # The cache lies over sequence: each shard attends to its own keys, then sums and maxima are reduced.
         partial = positions * layout.query_heads_per_device * (config.head_dim * item + 2 * _FLOAT)
