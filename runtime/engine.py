@@ -28,6 +28,7 @@ from runtime.kv_cache import CACHE_DTYPES
 from runtime.models.config import STORED_DTYPES, ModelConfig, token_ids
 from runtime.models.declarations import ModelLayout, named_shapes
 from runtime.models.families import Weights, model_layout, weights_class
+from runtime.models.placement import place_weights
 from runtime.models.quantization import QUANTIZATIONS
 from runtime.planner.default import default_mesh
 from runtime.runner import Runner, check_attention, check_memory, weight_bytes
@@ -229,8 +230,9 @@ class Engine:
         lie where they are to be are taken as they are.
 
         Args:
-          source: a checkpoint of the same model, as for :meth:`load`; or a tree of arrays as :attr:`weights`, on this
-            mesh or any other, which is copied to where these lie unless it lies there already.
+          source: a checkpoint of the same model, as for :meth:`load`; or a tree of arrays with the shapes of
+            :attr:`weights`, anywhere and of any floating-point dtype, which is cast, quantized and copied to where
+            these lie unless it lies there already. Meshes that pad the model alike have the same shapes.
           verify: see :meth:`load`.
           offline: never ask the network.
           progress: called with (bytes read, bytes to read).
@@ -247,7 +249,7 @@ class Engine:
             check_weights(folder, self.layout)
             self._runner.weights, self.loaded = load_weights(folder, self.layout, self.dtype, progress, verify)
             return
-        self._runner.weights = self.layout.place(source, self.dtype)
+        self._runner.weights = place_weights(self.layout, source, self.dtype)
 
     @property
     def platform(self) -> str:

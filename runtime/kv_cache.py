@@ -158,7 +158,12 @@ def _write_window(shard: Any, stack: Array, spans: Array, new: Array, layer: Arr
     places = jnp.where(inside & (places >= 0) & (places < length), places, length)
     # Indexed by head too: a scatter of [K, H] would have the compiler lay the cache out anew, position by position.
     rows, heads = jnp.arange(new.shape[0])[:, None, None], jnp.arange(new.shape[2])
-    return _as_it_lies(stack.at[layer, rows, heads, places[..., None]].set(new, mode="drop"))
+    if stack.ndim == 5:
+        return _as_it_lies(stack.at[layer, rows, heads, places[..., None]].set(new, mode="drop"))
+    # Scales: for a scatter of single numbers the compiler would copy those of all layers, and these are small.
+    own = jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)
+    own = own.at[rows, heads, places[..., None]].set(new, mode="drop")
+    return jax.lax.dynamic_update_index_in_dim(stack, _as_it_lies(own), layer, 0)
 
 
 def _write(layout: ModelLayout, cache: KVCache, how: Any, k: Array, v: Array, where: Array, layer: Array) -> KVCache:

@@ -22,6 +22,7 @@ from runtime.decoding.config import SamplingConfig
 from runtime.engine import Engine
 from runtime.kv_cache import cache_bytes_per_device
 from runtime.models.families import model_layout
+from runtime.models.placement import place_weights
 from runtime.planner.workload import Workload
 
 GENERATION, BATCHES, AUTOREGRESSIVE, CPU = "generation", "batches", "autoregressive", "CPU"
@@ -99,7 +100,7 @@ def causal_engine(engine: Engine) -> Engine:
     mesh = engine.layout.mesh
     assert mesh is not None, "an engine has a mesh"
     layout = model_layout(config, engine.layout.spec, list(mesh.devices.flat))
-    return Engine(layout, layout.place(engine.weights, engine.dtype))
+    return Engine(layout, place_weights(layout, engine.weights, engine.dtype))
 
 
 def measure_autoregressive(subject: Subject) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from runtime.decoding.blocks import BlockProgram, BlockRequest, BlockState, block_start, plan
+from runtime.decoding.blocks import BlockProgram, BlockRequest, BlockState, block_start, plan, refresh_chunk
 from runtime.decoding.diffusion import Choices, by_schedule, choose_on_canvas, ranks, write_choices
 from runtime.kv_cache import copy_row
 from runtime.models.cached import fill_rows, run_window
@@ -65,14 +65,15 @@ def _commit(
         if program.parallel == "none":
             chosen = by_schedule(program.denoise, canvas, confidences, wanted, counts, seeds, step, alg_temp)
         else:
-            rank = ranks(jnp.where(wanted, confidences, -jnp.inf))
+            ranked = jnp.where(wanted, confidences, -jnp.inf)
             # Probability-like, from 0 to 1: a negative entropy becomes one over the number of likely tokens.
             certainty = jnp.exp(confidences) if program.denoise.algorithm == "entropy" else confidences
             if program.parallel == "threshold":
                 enough = certainty > threshold[:, None]
             else:
-                enough = certainty >= 1.0 - factor[:, None] / (rank + 2).astype(jnp.float32)
-            chosen = wanted & (enough | (rank == 0))
+                enough = certainty >= 1.0 - factor[:, None] / (ranks(ranked) + 2).astype(jnp.float32)
+            best = jnp.arange(canvas.shape[1]) == jnp.argmax(ranked, axis=1)[:, None]
+            chosen = wanted & (enough | best)
         # A model that predicts MASK leaves the position masked, to be counted anew.
         return chosen & (tokens != forward.config.mask_token_id)
 
@@ -109,6 +110,8 @@ def _refresh(
     decides for itself, with its own seed.
     """
     asking = ~state.done & (state.fresh == 0)
+    chunk = refresh_chunk(program.denoise.chunk, program.windows, forward.layout.spec.sequence)
+    denoise = replace(program.denoise, chunk=chunk)
 
     def one_each(carry: tuple[BlockState, Array]) -> tuple[BlockState, Array]:
         state, asking = carry
@@ -136,7 +139,7 @@ def _refresh(
             # The head's arguments are those of the rows that decide.
             own_request = replace(request, **dict(zip(_ROW_SAMPLING, own, strict=True)))
             own_wanted = own_wanted & (target >= 0)[:, None]
-            choices = choose_on_canvas(forward, program.denoise, weights, own_request, own_step, hidden, own_wanted)
+            choices = choose_on_canvas(forward, denoise, weights, own_request, own_step, hidden, own_wanted)
 
             def spread(target: Array, example: Array, *values: Array) -> tuple[Array, ...]:
                 here = (jnp.arange(len(example)) == target)[:, None]
@@ -180,7 +183,7 @@ def _window_step(
     wanted: Array,
     counts: Array,
 ) -> BlockState:
-    """One forward over the windows of the rows that want something, the narrowest windows that cover them."""
+    """One forward over the windows of the rows that want something, the narrowest windows that cover them; or none."""
     active = wanted.any(axis=1)
     start = jnp.maximum(block_start(request.first, state.block - state.behind, request) - 1, 0)
     stop = request.lengths
@@ -189,7 +192,7 @@ def _window_step(
     stop = jnp.where(active, stop, 0)
     needed = jnp.where(active, stop - start, 0).max()
     enough = jnp.array([width >= needed for width in program.windows])
-    which = jnp.where(enough, jnp.arange(len(program.windows)), 0).max()
+    which = jnp.where(active.any(), jnp.where(enough, jnp.arange(len(program.windows)), 0).max(), -1)
 
     def at_width(width: int) -> Any:
         def run(state: BlockState) -> BlockState:
@@ -227,7 +230,10 @@ def _window_step(
 
         return run
 
-    state = jax.lax.switch(which, [at_width(width) for width in program.windows], state)
+    # One choice after another, each between a window and nothing: around one between several windows XLA on TPU copies
+    # the cache that they all write.
+    for number, width in enumerate(program.windows):
+        state = jax.lax.cond(which == number, at_width(width), lambda state: state, state)
     return state
 
 
@@ -270,12 +276,7 @@ def denoise_blocks(
             else:
                 asking = ~state.done & (state.fresh == 0)
                 state = _refresh(*arguments, state, wanted, counts)
-                rest = wanted & ~asking[:, None]
-
-                def window(state: BlockState) -> BlockState:
-                    return _window_step(*arguments, state, rest, counts)
-
-                state = jax.lax.cond(rest.any(), window, lambda state: state, state)
+                state = _window_step(*arguments, state, wanted & ~asking[:, None], counts)
                 state = replace(state, fresh=jnp.maximum(state.fresh - 1, 0))
             # The last iteration only finds that all is done.
             return replace(state, step=state.step + wanted.any())

@@ -113,6 +113,17 @@ _ROW_STATE = ("canvas", "committed", "block", "inner", "fresh", "behind", "done"
 _ROW_REQUEST = ("lengths", "first", "seeds", "ratios", "block_length", "block_steps", "refresh_blocks", "stop_tokens")
 
 
+def refresh_chunk(chunk: int, windows: tuple[int, ...], sequence: int) -> int:
+    """Positions that the head is run on at a time after a refresh, which decides within one block.
+
+    Args:
+      chunk: the same where all of a canvas is to be decided.
+      windows: see :class:`BlockProgram`; the narrowest is at least a block and the position before it.
+      sequence: shards of a canvas, of which the chunk is a multiple.
+    """
+    return min(chunk, -(-(windows[-1] - 1) // sequence) * sequence)
+
+
 def block_start(first: Array, block: Array, request: BlockRequest) -> Array:
     """Position at which each row's block of this number starts: int32 ``[B]``."""
     return first + block * request.block_length

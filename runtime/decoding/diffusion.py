@@ -188,6 +188,15 @@ def choose_on_canvas(
       Choices ``[B, S]``.
     """
     width = wanted.shape[1]
+
+    def choose_at(positions: Array) -> Choices:
+        # The prediction for position i is the output at i - 1; position 0 keeps its own.
+        logits = project_logits(forward, weights, pick_positions(forward, hidden, jnp.maximum(positions - 1, 0)))
+        places = positions if offset is None else positions + offset[:, None]
+        return choose(forward, program, request, step, logits, places)
+
+    if program.chunk >= width:
+        return choose_at(jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), wanted.shape))
     # Per row the wanted positions, ascending, then the others.
     order = forward.on_rows(lambda wanted: jnp.argsort(~wanted, axis=1, stable=True).astype(jnp.int32), wanted)
     chunks = (wanted.sum(axis=1).max() + program.chunk - 1) // program.chunk
@@ -202,10 +211,7 @@ def choose_on_canvas(
         positions = forward.on_rows(
             lambda order, start: jax.lax.dynamic_slice_in_dim(order, start, program.chunk, axis=1), order, start
         )
-        # The prediction for position i is the output at i - 1; position 0 keeps its own.
-        logits = project_logits(forward, weights, pick_positions(forward, hidden, jnp.maximum(positions - 1, 0)))
-        places = positions if offset is None else positions + offset[:, None]
-        chosen = choose(forward, program, request, step, logits, places)
+        chosen = choose_at(positions)
         placed = forward.on_rows(place, positions, *jax.tree.leaves(filled), *jax.tree.leaves(chosen))
         return jax.tree.unflatten(jax.tree.structure(filled), placed)
 

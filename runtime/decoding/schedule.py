@@ -32,3 +32,8 @@ def transfer_ratios(steps: int, eps: float) -> np.ndarray:
     ratios[-1] = 1.0
     ratios.setflags(write=False)
     return ratios
+
+
+def padded_steps(steps: int, width: int) -> int:
+    """R, what a table of ratios is padded to: the same for every number of steps up to a canvas of this width."""
+    return max(width, 1 << (steps - 1).bit_length())

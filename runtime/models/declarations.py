@@ -282,25 +282,6 @@ class ModelLayout:
 
         return self.build(make)
 
-    def place(self, weights: Any, dtype: Any) -> Any:
-        """A tree of arrays, wherever they are, as weights on this layout's mesh.
-
-        Raises:
-          InputError: not such a tree, or an array of another shape or dtype.
-        """
-        wanted = self.abstract_weights(dtype)
-        structures: list[Any] = [jax.tree.structure(tree) for tree in (weights, wanted)]
-        if structures[0] != structures[1]:
-            raise InputError(f"weights: expected a checkpoint or a tree of {self.weights_class.__name__}")
-        have, want = self.named(weights), self.named(wanted)
-        for name in want:
-            for new, old in zip(jax.tree.leaves(have[name]), jax.tree.leaves(want[name]), strict=True):
-                if (new.shape, new.dtype) != (old.shape, old.dtype):
-                    raise InputError(
-                        f"weights: {name} is {new.dtype} {list(new.shape)}; expected {old.dtype} {list(old.shape)}"
-                    )
-        return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), weights, wanted)
-
     def quantizer(self, leaf: WeightLeaf, layered: bool = True) -> Callable[[jax.Array], Any]:
         """What makes of an array on the mesh what the devices keep of a leaf: itself, or integers and scales.
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from runtime.attention import choose_attention
 from runtime.decoding.blocks import BlockProgram
+from runtime.decoding.schedule import padded_steps
 from runtime.models.declarations import ModelLayout
 from runtime.models.forward import Forward
 from runtime.planner.estimate import PhaseEstimate
@@ -129,13 +130,13 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
         }
     elif workload.cache == "none":
         program = denoise_program(workload.decoding(), vocab, workload.dtype, workload.chunk(layout, platform))
-        denoise_arguments = abstract_request(layout, rows, canvas, workload.steps)
+        denoise_arguments = abstract_request(layout, rows, canvas, padded_steps(workload.steps, canvas))
         lowerings = {"denoise step": lambda: lower_denoise(forward, program, weights, *denoise_arguments)}
     else:
         request = workload.decoding()
         program = denoise_program(request, vocab, workload.dtype, workload.chunk(layout, platform))
         blocks = BlockProgram(program, request.parallel, workload.windows(layout, platform), workload.cache == "dual")
-        block_arguments = abstract_block(layout, rows, canvas, workload.block_length, dtype)
+        block_arguments = abstract_block(layout, rows, canvas, padded_steps(workload.steps, canvas), dtype)
         lowerings = {"blocks": lambda: lower_blocks(forward, blocks, weights, *block_arguments)}
     return [_compile(name, attention, platform, lower) for name, lower in lowerings.items()]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.batching import bucket_length
+from runtime.decoding.blocks import refresh_chunk
 from runtime.decoding.config import CACHES, DiffusionConfig, SamplingConfig
 from runtime.decoding.schedule import transfer_ratios
 from runtime.models.config import STORED_DTYPES, ModelConfig
@@ -181,9 +182,10 @@ class Workload:
         if not widest:
             width = round(sum(min(one for one in widths if one >= least) for least in needed) / len(needed))
         window, masks = min(chunk, width), [count for block in passes for count in block[1:]]
-        first = chunks([block[0] for block in passes], chunk)
+        refresh = refresh_chunk(chunk, widths, layout.spec.sequence)
+        first = chunks([block[0] for block in passes], refresh)
         return [
-            Phase("refresh", 1, canvas, canvas, True, chunk, first, len(passes) * rows),
+            Phase("refresh", 1, canvas, canvas, True, refresh, first, len(passes) * rows),
             # Where a refresh does all there is no window to run, and still one in the program.
             Phase("block step", rows, width, canvas, False, window, chunks(masks or [length], window), len(masks)),
         ]

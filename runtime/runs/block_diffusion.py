@@ -16,7 +16,7 @@ import numpy as np
 from runtime.batching import Rows, sampling_rows, seed_words, stop_rows
 from runtime.decoding.blocks import BlockProgram, BlockRequest, BlockState
 from runtime.decoding.config import DEFAULT_BLOCK_LENGTH, DiffusionConfig
-from runtime.decoding.schedule import transfer_ratios
+from runtime.decoding.schedule import padded_steps, transfer_ratios
 from runtime.programs import (
     block_request_shardings,
     block_state_shardings,
@@ -44,11 +44,6 @@ def block_schedule(config: DiffusionConfig, width: int) -> tuple[int, int]:
     if config.parallel != "none":
         return length, length
     return length, max(1, math.ceil(config.steps / max(1, math.ceil(config.max_new_tokens / length))))
-
-
-def _padded_steps(steps: int) -> int:
-    """R, the length that a table of ratios for so many steps is padded to."""
-    return max(16, 1 << (steps - 1).bit_length())
 
 
 def window_widths(cache: str, length: int, span: int, refresh_blocks: int = 1) -> tuple[int, ...]:
@@ -92,7 +87,7 @@ def block_batch(
     masked = canvas == model.mask_token_id
     first = np.where(masked.any(axis=1), masked.argmax(axis=1), lengths).astype(np.int32)
     length, block_steps = block_schedule(config, width)
-    ratios = np.zeros((batch, _padded_steps(max(block_steps, steps))), np.float32)
+    ratios = np.zeros((batch, padded_steps(max(block_steps, steps), width)), np.float32)
     ratios[:, :block_steps] = transfer_ratios(block_steps, float(config.eps))
 
     def each(value: np.generic) -> np.ndarray:

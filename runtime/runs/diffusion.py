@@ -15,7 +15,7 @@ import numpy as np
 from runtime.batching import Rows, end_align, sampling_scalars, seed_words, start_align
 from runtime.decoding.config import DiffusionConfig
 from runtime.decoding.diffusion import DenoiseState, Request
-from runtime.decoding.schedule import transfer_ratios
+from runtime.decoding.schedule import padded_steps, transfer_ratios
 from runtime.programs import (
     fetch,
     lower_denoise,
@@ -66,14 +66,13 @@ class DiffusionRun:
         self._rows = CanvasRows(runner, rows, config, width, batch)
         canvas = self._rows.canvas
         ratios = transfer_ratios(config.steps, float(config.eps))
-        padded_steps = max(16, 1 << (config.steps - 1).bit_length())
         where = request_shardings(layout)
         self._request: Request = jax.tree.map(
             put,
             Request(
                 lengths=self._rows.lengths,
                 seeds=seed_words([*seeds, *[0] * (batch - len(seeds))]),
-                ratios=np.pad(ratios, (0, padded_steps - config.steps)),
+                ratios=np.pad(ratios, (0, padded_steps(config.steps, width) - config.steps)),
                 steps=np.int32(config.steps),
                 limit=np.int32(0),
                 alg_temp=np.float32(config.alg_temp or 1.0),

@@ -359,6 +359,56 @@ def test_no_program_is_compiled_twice() -> None:
         assert found.stats.compiled_programs == 0
 
 
+@pytest.mark.parametrize("cache", ["none", "dual", "prefix"])
+def test_lengths_and_schedules_of_a_bucket_share_a_program(cache: str) -> None:
+    engine = golden_cases.engine("tensor=1")
+    config = BASE.replace(cache=cache, block_length=BLOCK)
+    counts = []
+    for prompt, new in ((40, 20), (36, 17), (33, 31), (45, 18)):  # masks of a prefix have buckets too
+        ids = np.random.default_rng(new).integers(0, 256, (1, prompt), np.int32)
+        found = engine.generate_tokens(ids, None, config.replace(max_new_tokens=new, steps=new))
+        counts.append(found.stats.compiled_programs)
+    assert counts[0] <= 1
+    assert counts[1:] == [0, 0, 0]
+
+
+def test_weights_are_replaced_without_compiling() -> None:
+    own = Engine.load(golden_cases.FOLDER, "data=2,sequence=2,tensor=2")
+    config = BASE.replace(block_length=BLOCK, cache="dual")
+    ids, mask = ragged_rows()
+    before = own.generate_tokens(ids, mask, config)
+    scaled = jax.tree.map(lambda leaf: np.asarray(leaf) * np.float32(1.1), own.weights)
+    fresh = Engine(own.layout, jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), scaled, own.weights))
+    expected, old = fresh.generate_tokens(ids, mask, config), own.weights
+    own.replace_weights(scaled)
+    found = own.generate_tokens(ids, mask, config)
+    assert found.stats.compiled_programs == 0
+    same(found, expected)
+    assert (found.sequences != before.sequences).any()
+    # A trainer's weights may be of another dtype.
+    own.replace_weights(jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float64), old))
+    same(own.generate_tokens(ids, mask, config), before)
+
+
+def test_weights_of_a_quantized_engine_are_replaced_by_plain_ones() -> None:
+    own = Engine.load(golden_cases.FOLDER, "tensor=2", quantize="int8")
+    plain = Engine.load(golden_cases.FOLDER, "tensor=2")
+    config = BASE.replace(block_length=BLOCK, cache="dual")
+    ids, mask = ragged_rows()
+    before = own.generate_tokens(ids, mask, config)
+    other = Engine.random(own.config, "tensor=2", quantize="int8")
+    for weights in (plain.weights, jax.tree.map(np.asarray, own.weights)):
+        own.replace_weights(other.weights)
+        own.replace_weights(weights)
+        found = own.generate_tokens(ids, mask, config)
+        assert found.stats.compiled_programs == 0
+        same(found, before)
+    with pytest.raises(InputError, match="is Quantized; expected float32"):
+        plain.replace_weights(own.weights)
+    with pytest.raises(InputError, match="expected a checkpoint or a tree of"):
+        plain.replace_weights({"layers": 1})
+
+
 def test_the_schedule_of_blocks() -> None:
     assert block_schedule(DiffusionConfig(max_new_tokens=64, steps=64), 128) == (128, 64)
     assert block_schedule(DiffusionConfig(max_new_tokens=64, steps=64, cache="dual"), 128) == (32, 32)

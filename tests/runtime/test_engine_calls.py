@@ -65,7 +65,7 @@ def gather(values: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def test_two_runs_of_the_same_bucket_compile_nothing_new() -> None:
-    """Other numbers, other steps within the padded ones, other lengths within the bucket: the same program."""
+    """Other numbers, other steps and other lengths within the bucket: the same program."""
     golden = golden_cases.engine()
     engine = Engine(golden.layout, golden.weights)
     ids, mask = rows()
@@ -74,7 +74,7 @@ def test_two_runs_of_the_same_bucket_compile_nothing_new() -> None:
     assert first.stats.compile_seconds > 0
     again = [
         (ids, mask, SAMPLED),
-        (ids[:, 5:], mask[:, 5:], SAMPLED.replace(max_new_tokens=30, steps=16)),
+        (ids[:, 5:], mask[:, 5:], SAMPLED.replace(max_new_tokens=30, steps=30)),
         (ids, None, SAMPLED.replace(temperature=0.1, top_p=0.5, top_k=2, alg_temp=2.0, eps=0.1, seed=8, steps=1)),
         (np.tile(ids, (1, 2)), None, SAMPLED.replace(max_new_tokens=24, top_p=None, steps=16)),
     ]

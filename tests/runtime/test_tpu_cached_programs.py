@@ -26,8 +26,8 @@ from sharding.topology import parse_topology
 from tests.runtime.test_tpu_programs import DIFFUCODER
 
 QWEN = replace(DIFFUCODER, architecture="qwen2", mask_token_id=-1)
-# Large enough that the compiler does not keep the cache in the vector memory.
-B, T = 64, 1024
+# Large enough that the compiler does not keep the cache in the vector memory; blocks so short that windows are small.
+B, T, BLOCK, SPAN = 64, 1024, 16, 64
 
 CASES = [
     ("decode", "tensor=8", "bfloat16"),
@@ -35,7 +35,8 @@ CASES = [
     ("decode", "data=2,sequence=2,tensor=2", "int8"),
     pytest.param("prefill", "tensor=8", "bfloat16", marks=pytest.mark.slow),
     pytest.param("prefill", "sequence=2,tensor=4", "bfloat16", marks=pytest.mark.slow),
-    pytest.param("dual", "tensor=8", "bfloat16", marks=pytest.mark.slow),
+    ("dual", "tensor=8", "bfloat16"),
+    pytest.param("dual", "tensor=8", "int8", marks=pytest.mark.slow),
     pytest.param("dual", "sequence=2,tensor=2", "bfloat16", marks=pytest.mark.slow),
     pytest.param("prefix", "data=2,tensor=4", "bfloat16", marks=pytest.mark.slow),
     pytest.param("dual once", "tensor=8", "bfloat16", marks=pytest.mark.slow),
@@ -55,8 +56,10 @@ def compiled(kind: str, mesh: str, cache_dtype: str) -> tuple[Any, Any]:
             algorithm="maskgit_plus", cache=cache, parallel="threshold", refresh_blocks=refresh_blocks
         )
         denoise = denoise_program(config, vocab, "bfloat16", 256)
-        program = BlockProgram(denoise, config.parallel, window_widths(cache, 32, 256, refresh_blocks), cache == "dual")
-        lowered = lower_blocks(forward, program, weights, *abstract_block(layout, B, T, 32, cache_dtype))
+        program = BlockProgram(
+            denoise, config.parallel, window_widths(cache, BLOCK, SPAN, refresh_blocks), cache == "dual"
+        )
+        lowered = lower_blocks(forward, program, weights, *abstract_block(layout, B, T, T, cache_dtype))
     else:
         decoding = decode_program(SamplingConfig(temperature=0.7, top_p=0.9), vocab)
         arguments = (weights, *abstract_decode(layout, B, T, cache_dtype))
@@ -73,12 +76,20 @@ def of_shape(text: str, kinds: str, shape: tuple[int, ...]) -> list[str]:
     return [line.strip() for line in text.splitlines() if re.search(rf"= \(?\w+{sizes}\S* .*?\b({kinds})\(", line)]
 
 
-# Windows of several widths (of a prefix, and of blocks entered without a refresh) are left out: XLA copies the cache
-# around the choice between them.
-@pytest.mark.parametrize(("kind", "mesh", "cache_dtype"), CASES[:-2])
+def without_relabelling(text: str) -> str:
+    """A program without the fusions whose result takes their operand's place.
+
+    Integers of 128 to a row lie in tiles of 8 rows as in tiles of 32: such a fusion goes from one name to the other.
+    """
+    names = set(re.findall(r"output_to_operand_aliasing=\{\{\}: \(0, \{\}\)\}, calls=%([\w.-]+)", text))
+    computations = re.split(r"\n(?=\S)", text)
+    return "\n".join(one for one in computations if not any(one.startswith(f"%{name} ") for name in names))
+
+
+@pytest.mark.parametrize(("kind", "mesh", "cache_dtype"), CASES)
 def test_the_cache_is_updated_in_place(kind: str, mesh: str, cache_dtype: str) -> None:
     layout, program = compiled(kind, mesh, cache_dtype)
-    config, text = layout.config, program.as_text()
+    config, text = layout.config, without_relabelling(program.as_text())
     shard = (
         config.num_layers,
         B // layout.spec.data,
@@ -86,8 +97,10 @@ def test_the_cache_is_updated_in_place(kind: str, mesh: str, cache_dtype: str) -
         T // layout.spec.sequence,
         config.head_dim,
     )
-    assert of_shape(text, "parameter", shard), "the parser does not see the cache"
-    assert not of_shape(text, "copy|copy-start|transpose", shard)
+    # Keys and values, and their scales.
+    for shape in (shard, shard[:-1])[: 2 if cache_dtype == "int8" else 1]:
+        assert of_shape(text, "parameter", shape), "the parser does not see the cache"
+        assert not of_shape(text, "copy|copy-start|transpose", shape)
     memory = program.memory_analysis()
     size = cache_bytes_per_device(layout, B, T, jnp.dtype(cache_dtype))
     assert memory.alias_size_in_bytes >= size
