@@ -3,14 +3,15 @@
   python -m benchmarks.diffusion_modes                       one prompt at a time, as a table and a plot
   python -m benchmarks.diffusion_modes --prompts=20 --modes=exact,rival,dual_threshold
 
-Every mode completes the same prompts, greedily, one at a time, after a warm-up with the very shapes. Beside the cost
-(forwards and computed positions per token, tokens per second) stands what came out: the share that parses with its
+Every mode completes the same prompts, greedily, one at a time. Its speed is that of the first few of them, over and
+over, the modes taking turns, after a warm-up with the very shapes. Beside the cost (forwards and computed positions per
+token, tokens per second) stands what came out: the share that parses with its
 95 % interval, agreement with the held-out originals and with the exact algorithm's completions, and a Monte Carlo bound
 of the nats per token under the exact model (Sahoo et al., 2024), all modes with the same noise.
 
 ``rival`` is the dual cache with the threshold rule as published for Fast-dLLM (Wu et al., 2025), batch 1: a full
 forward at each block's start commits the block's first token, then windows of the block commit what passes the
-threshold.
+threshold. With ``_stop`` it looks for an end token after each block, as our modes of that name do after each step.
 """
 
 from __future__ import annotations
@@ -18,30 +19,39 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.util
-import time
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
 from benchmarks.demo_quality import parses, read_held_out, wilson_interval
-from benchmarks.records import build_record, define_record_flags, load_notes, use_cores, write_record
+from benchmarks.records import (
+    Timing,
+    build_record,
+    check_output,
+    define_record_flags,
+    load_notes,
+    note_lines,
+    time_alternating,
+    use_cores,
+    write_record,
+)
+from benchmarks.rival import Rival
 from launch.profiling import check_profiling, define_profiling_flags, profile_again
-from launch.startup import run_launcher
+from launch.startup import run_launcher, this_host
 from runtime import DiffusionConfig, Engine
 from runtime.batching import bucket_length
-from runtime.kv_cache import abstract_cache, cache_bytes_per_device, cache_dtype
-from runtime.models.cached import fill_rows, run_window
-from runtime.models.transformer import project_logits
+from runtime.kv_cache import cache_bytes_per_device, cache_dtype
 from sharding.errors import InputError
 
 # Noised copies of each completion for the bound of its likelihood.
 _COPIES = 8
+_MARKERS = "osD^v"
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class Mode:
     Attributes:
       changes: to the exact configuration; None for the rival.
       rival_block: positions of the rival's blocks.
+      rival_stops: whether the rival stops after a block with an end token.
       quantize: of the weights.
       dtype: of weights that are not quantized, and of activations.
       kv_cache: dtype of the cache.
@@ -61,6 +72,7 @@ class Mode:
     dtype: str = "float32"
     kv_cache: str = "model"
     rival_block: int = 32
+    rival_stops: bool = False
 
 
 _THRESHOLD = {"parallel": "threshold", "algorithm": "maskgit_plus"}
@@ -79,10 +91,12 @@ MODES = {
     "threshold": Mode({"block_length": 32, **_THRESHOLD}),
     "rival": Mode(None),
     "rival_8": Mode(None, rival_block=8),
+    "rival_8_stop": Mode(None, rival_block=8, rival_stops=True),
     "dual_threshold": Mode({"cache": "dual", "block_length": 32, **_THRESHOLD}),
     "dual_threshold_16": Mode({"cache": "dual", "block_length": 16, **_THRESHOLD}),
     "dual_threshold_8": Mode({"cache": "dual", "block_length": 8, **_THRESHOLD}),
     "dual_threshold_8_stop": Mode(_STOP),
+    "dual_threshold_8_stop_at_0.5": Mode({**_STOP, "threshold": 0.5}),
     "dual_factor_8_stop": Mode({**_STOP, "parallel": "factor"}),
     "dual_threshold_8_stop_2": Mode({**_STOP, "refresh_blocks": 2}),
     "dual_threshold_8_stop_once": Mode(_ONCE),
@@ -91,7 +105,7 @@ MODES = {
     "dual_threshold_8_stop_once_int8_cache": Mode(_ONCE, "int8", kv_cache="int8"),
 }
 # Modes that only make a step between two others; --modes names them where they are wanted.
-_BETWEEN = ("exact_early_stop", "blocks_32", "dual_32_refresh_8", "dual_threshold_16", "threshold")
+_BETWEEN = ("blocks_32", "dual_threshold_16", "dual_threshold_8_stop_2")
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -99,6 +113,8 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("checkpoint", "checkpoints/demo", "Folder with held_out.jsonl in it.", flag_values=values)
     flags.DEFINE_integer("prompts", 200, "Held-out prompts to complete.", 1, 10000, flag_values=values)
     flags.DEFINE_integer("new_tokens", 64, "Masks appended.", 1, 4096, flag_values=values)
+    flags.DEFINE_integer("trials", 5, "Rounds in which every mode is timed.", 1, 1000, flag_values=values)
+    flags.DEFINE_integer("timed_prompts", 20, "Prompts that a round completes.", 1, 10000, flag_values=values)
     flags.DEFINE_list("modes", [name for name in MODES if name not in _BETWEEN], "Which modes.", flag_values=values)
     flags.DEFINE_integer("cores", None, "Processor cores to use. Default: all.", 1, flag_values=values)
     flags.DEFINE_string(
@@ -106,71 +122,6 @@ def define_flags(values: flags.FlagValues) -> None:
     )
     define_record_flags(values)
     define_profiling_flags(values)
-
-
-class Rival:
-    """Fast-dLLM's dual cache with threshold, one row at a time, the whole generation one program."""
-
-    def __init__(self, engine: Engine, new_tokens: int, block: int = 32, threshold: float = 0.9) -> None:
-        """Take the model's weights; ``new_tokens`` is a multiple of ``block``."""
-        self._engine, self._new, self._block, self._threshold = engine, new_tokens, block, threshold
-
-    def _generate(self, weights: Any, canvas: jax.Array, length: jax.Array, cache: Any) -> tuple[Any, ...]:
-        forward, mask = self._engine._runner.forward(canvas.shape[1]), self._engine.config.mask_token_id
-        lengths, places = length[None], jnp.arange(self._block + 1)
-
-        def choose(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-            probabilities = jax.nn.softmax(project_logits(forward, weights, hidden), axis=-1)
-            return probabilities.argmax(axis=-1)[0], probabilities.max(axis=-1)[0]
-
-        forwards = jnp.zeros((2,), jnp.int32)  # over the canvas, over windows
-        for number in range(self._new // self._block):
-            start = length - self._new + number * self._block
-            hidden, cache = fill_rows(forward, weights, cache, canvas, lengths, jnp.zeros((1,), jnp.int32))
-            first, _ = choose(jax.lax.dynamic_slice_in_dim(hidden, start - 1, 1, axis=1))
-            canvas = canvas.at[0, start].set(first[0])
-            forwards = forwards.at[0].add(1)
-
-            def masked(canvas: jax.Array, start: jax.Array = start) -> jax.Array:
-                return jax.lax.dynamic_slice_in_dim(canvas[0], start, self._block) == mask
-
-            def window(carry: Any, start: jax.Array = start) -> Any:
-                canvas, cache, forwards = carry
-                tokens = jnp.take(canvas, start - 1 + places, axis=1)
-                hidden, cache = run_window(forward, weights, cache, tokens, (start - 1)[None], lengths)
-                chosen, certainty = choose(hidden[:, : self._block])
-                certainty = jnp.where(masked(canvas, start), certainty, -1.0)
-                kept = (certainty > self._threshold) | (jnp.arange(self._block) == certainty.argmax())
-                block = jax.lax.dynamic_slice_in_dim(canvas[0], start, self._block)
-                # The original would try a predicted MASK for ever; it is left out here.
-                block = jnp.where(kept & (certainty >= 0), jnp.where(chosen == mask, 0, chosen), block)
-                canvas = jax.lax.dynamic_update_slice(canvas, block[None], (0, start))
-                return canvas, cache, forwards.at[1].add(1)
-
-            canvas, cache, forwards = jax.lax.while_loop(
-                lambda carry: masked(carry[0]).any(), window, (canvas, cache, forwards)
-            )
-        return canvas, forwards, cache
-
-    def __call__(self, ids: np.ndarray) -> tuple[np.ndarray, int, int]:
-        """Complete one row ``[1, S]``: new tokens, forwards, positions computed."""
-        length = ids.shape[1] + self._new
-        width = bucket_length(length)
-        canvas = np.full((1, width), self._engine.config.pad_token_id, np.int32)
-        canvas[0, : ids.shape[1]] = ids[0]
-        canvas[0, ids.shape[1] : length] = self._engine.config.mask_token_id
-        shapes = abstract_cache(self._engine.layout, 1, width, self._engine.dtype)
-        cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)
-        arguments = (self._engine.weights, jnp.asarray(canvas), jnp.int32(length), cache)
-        # Compiled as the engine compiles its own programs, and its cache updated in place like theirs.
-        program = self._engine._programs.get(
-            ("rival", self._block, self._new, width),
-            lambda: jax.jit(self._generate, donate_argnums=3).lower(*arguments),
-        )
-        canvas_out, counts, _ = program(*arguments)
-        full, windows = np.asarray(counts).tolist()
-        new = np.asarray(canvas_out)[0, ids.shape[1] : length]
-        return new, full + windows, full * length + windows * (self._block + 1)
 
 
 def likelihood(
@@ -206,45 +157,65 @@ def likelihood(
     return nats / max(tokens, 1)
 
 
-def run_mode(
-    engine: Engine, mode: Mode, base: DiffusionConfig, prompts: Sequence[np.ndarray]
-) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """Complete every prompt: new tokens up to and with the first end token, and the cost."""
-    ends = set(engine.end_token_ids)
-    rival = Rival(engine, base.max_new_tokens, mode.rival_block) if mode.changes is None else None
-    config = base
-    if mode.changes is not None:
-        changes = dict(mode.changes)
-        if changes.pop("early_stop", False):
-            changes["stop_token_ids"] = engine.end_token_ids
-        config = base.replace(**changes)
+def completer(engine: Engine, mode: Mode, base: DiffusionConfig) -> Callable[[np.ndarray], tuple[np.ndarray, int, int]]:
+    """What completes one prompt ``[S]`` in this mode: new tokens, forwards, positions computed."""
+    if mode.changes is None:
+        rival = Rival(engine, base.max_new_tokens, mode.rival_block, engine.end_token_ids if mode.rival_stops else ())
+        return lambda prompt: rival(prompt[None])
+    changes = dict(mode.changes)
+    if changes.pop("early_stop", False):
+        changes["stop_token_ids"] = engine.end_token_ids
+    config = base.replace(**changes)
 
     def complete(prompt: np.ndarray) -> tuple[np.ndarray, int, int]:
-        if rival is not None:
-            return rival(prompt[None])
         made = engine.generate_tokens(prompt[None], None, config)
         return made.sequences[0, len(prompt) :], made.stats.forwards, made.stats.positions
 
-    widths = {bucket_length(len(prompt) + base.max_new_tokens): prompt for prompt in prompts}
-    for prompt in widths.values():
-        complete(prompt)
-    completions, forwards, positions = [], 0, 0
-    start = time.perf_counter()
-    made = [complete(prompt) for prompt in prompts]
-    seconds = time.perf_counter() - start
-    for new, own_forwards, own_positions in made:
-        end = next((place + 1 for place, token in enumerate(new.tolist()) if token in ends), len(new))
-        completions.append(new[:end])
-        forwards, positions = forwards + own_forwards, positions + own_positions
+    return complete
+
+
+def up_to_end(new: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+    """New tokens up to and with the first end token."""
+    return new[: next((place + 1 for place, token in enumerate(new.tolist()) if token in ends), len(new))]
+
+
+def run_mode(
+    engine: Engine, mode: Mode, base: DiffusionConfig, prompts: Sequence[np.ndarray]
+) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """Complete every prompt: new tokens up to and with the first end token, and forwards and positions per token."""
+    made = [completer(engine, mode, base)(prompt) for prompt in prompts]
+    completions = [up_to_end(new, engine.end_token_ids) for new, _, _ in made]
     tokens = sum(map(len, completions))
     cost = {
         "tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "forwards_per_token": forwards / tokens,
-        "positions_per_token": positions / tokens,
+        "forwards_per_token": sum(forwards for _, forwards, _ in made) / tokens,
+        "positions_per_token": sum(positions for _, _, positions in made) / tokens,
     }
     return completions, cost
+
+
+def speeds(timing: Timing, exact: Timing | None, tokens: int, exact_tokens: int) -> dict[str, Any]:
+    """Tokens per second over rounds that made so many tokens, and beside exact's, round by round.
+
+    Args:
+      timing: milliseconds of each round.
+      exact: those of the exact algorithm in the same rounds, where it ran.
+      tokens: of a round.
+      exact_tokens: of a round of the exact algorithm.
+    """
+    each = [1e3 * tokens / one for one in timing.each]
+    found: dict[str, Any] = {
+        "seconds": timing.mean / 1e3,
+        "tokens_per_second": statistics.mean(each),
+        "tokens_per_second_deviation": statistics.stdev(each) if len(each) > 1 else 0.0,
+        "tokens_per_second_minimum": min(each),
+        "tokens_per_second_maximum": max(each),
+    }
+    if exact is not None:
+        ratios = [one / (1e3 * exact_tokens / other) for one, other in zip(each, exact.each, strict=True)]
+        found["of_exact"] = statistics.median(ratios)
+        found["of_exact_minimum"], found["of_exact_maximum"] = min(ratios), max(ratios)
+    return found
 
 
 def cache_bytes(engine: Engine, mode: Mode, length: int) -> int:
@@ -264,12 +235,14 @@ def modes_table(record: dict[str, Any]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in results.items():
-        faster = "" if exact is None else f"{row['tokens_per_second'] / exact['tokens_per_second']:.1f}x"
+        faster = ""
+        if "of_exact" in row:
+            faster = f"{row['of_exact']:.1f}x ({row['of_exact_minimum']:.1f} to {row['of_exact_maximum']:.1f})"
         fewer = "" if exact is None else f"1/{exact['positions_per_token'] / row['positions_per_token']:.1f}"
         low, high = row["parse_rate_95"]
         cells = [
             f"`{name}`",
-            f"{row['tokens_per_second']:.0f}",
+            f"{row['tokens_per_second']:.0f} ± {row['tokens_per_second_deviation']:.0f}",
             faster,
             f"{row['forwards_per_token']:.2f}",
             f"{row['positions_per_token']:.1f}",
@@ -282,8 +255,13 @@ def modes_table(record: dict[str, Any]) -> str:
             f"{row['cache_bytes'] / 1e6:.1f}" if "cache_bytes" in row else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    where = f"{settings['prompts']} prompts, {settings['new_tokens']} masks each, {settings['cores']} CPU cores"
-    return "\n".join([*lines, "", f"Measured: {where}, jax {record['versions']['jax']}, {machine['processor']}."])
+    where = (
+        f"{settings['prompts']} prompts, {settings['new_tokens']} masks each, one at a time, {settings['cores']} CPU "
+        f"cores; speed over {settings['trials']} rounds of {settings['timed_prompts']} prompts, modes taking turns "
+        "(mean ± deviation; of exact: median, minimum, maximum of the rounds)"
+    )
+    lines += ["", f"Measured: {where}, jax {record['versions']['jax']}, {machine['processor']}."]
+    return "\n".join([*lines, *note_lines(record)])
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
@@ -293,16 +271,26 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5.5))
-    for name, row in results.items():
+    figure, axes = pyplot.subplots(figsize=(11, 5.5))
+    # Points lie close to one another: a number at each, and the names beside the plot.
+    for number, (name, row) in enumerate(results.items(), 1):
         low, high = row["parse_rate_95"]
         rate, speed = row["parse_rate"], row["tokens_per_second"]
-        axes.errorbar(speed, rate, yerr=[[rate - low], [high - rate]], fmt="o", capsize=3)
-        axes.annotate(name, (speed, rate), textcoords="offset points", xytext=(6, 4), fontsize=8)
+        axes.errorbar(
+            speed,
+            rate,
+            xerr=row["tokens_per_second_deviation"],
+            yerr=[[rate - low], [high - rate]],
+            fmt=_MARKERS[number % len(_MARKERS)],
+            capsize=3,
+            label=f"{number} {name}",
+        )
+        axes.annotate(str(number), (speed, rate), textcoords="offset points", xytext=(5, 4), fontsize=8)
     axes.set_xlabel("tokens per second, one prompt at a time")
     axes.set_ylabel("share of completions that parse (95 % interval)")
     axes.set_title("Demo checkpoint, held-out prompts: speed against quality")
     axes.grid(alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
@@ -317,10 +305,12 @@ def main(values: flags.FlagValues) -> None:
     if values.new_tokens % 32:
         raise InputError(f"--new_tokens={values.new_tokens}: the rival's blocks want a multiple of 32")
     folder = Path(values.checkpoint)
+    if values.plot is not None:
+        check_output("plot", Path(values.plot), is_file=True)
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("the plot needs matplotlib: pip install 'diffumesh[bench]'")
     cores = use_cores(values.cores)
-    notes = load_notes(cores)
+    notes = load_notes()
     held_out = read_held_out(folder)[: values.prompts]
     base = DiffusionConfig(max_new_tokens=values.new_tokens, steps=values.new_tokens, algorithm="entropy")
 
@@ -331,13 +321,18 @@ def main(values: flags.FlagValues) -> None:
     judge = engine_of("float32", "none", "model")
     prompts = [np.array(judge.tokenizer.encode(row["prompt"]), np.int32) for row in held_out]
     originals = [judge.tokenizer.encode(row["completion"].strip()) for row in held_out]
+    timed = prompts[: values.timed_prompts]
     results: dict[str, dict[str, Any]] = {}
+    rounds: dict[str, Callable[[], Any]] = {}
+    tokens: dict[str, int] = {}
     exact: list[np.ndarray] | None = None
     matcher = functools.partial(difflib.SequenceMatcher, None, autojunk=False)
     for name in values.modes:
         mode = MODES[name]
         engine = engine_of(mode.dtype, mode.quantize, mode.kv_cache)
         made, cost = run_mode(engine, mode, base, prompts)
+        rounds[name] = functools.partial(run_mode, engine, mode, base, timed)
+        tokens[name] = sum(map(len, made[: len(timed)]))
         again = functools.partial(run_mode, engine, mode, base, prompts[:2])
         profile_again(values, name, again, engine.program_texts)
         exact = made if name == "exact" else exact
@@ -359,17 +354,30 @@ def main(values: flags.FlagValues) -> None:
             "weight_bytes": engine.layout.bytes_per_device(mode.dtype),
             "cache_bytes": cache_bytes(engine, mode, max(map(len, prompts)) + base.max_new_tokens),
         }
-        row = results[name]
+        this_host().mark()
+        print(f"{name}: {len(prompts)} prompts completed, {parsed} parse", flush=True)
+    timings = time_alternating(rounds, values.trials, warmup=1)
+    judged = timings.get("exact")
+    for name, row in results.items():
+        row |= speeds(timings[name], judged, tokens[name], tokens.get("exact", 0))
         print(
-            f"{name:<28} {row['tokens_per_second']:7.1f} tok/s {row['forwards_per_token']:6.3f} fwd/tok "
-            f"{row['positions_per_token']:7.1f} pos/tok  parse {row['parse_rate']:.3f} "
-            f"[{row['parse_rate_95'][0]:.3f}, {row['parse_rate_95'][1]:.3f}]  nats {row['nats_per_token']:.3f}",
+            f"{name:<28} {row['tokens_per_second']:7.1f} ± {row['tokens_per_second_deviation']:4.1f} tok/s "
+            f"{row['forwards_per_token']:6.3f} fwd/tok {row['positions_per_token']:7.1f} pos/tok  "
+            f"parse {row['parse_rate']:.3f} [{row['parse_rate_95'][0]:.3f}, {row['parse_rate_95'][1]:.3f}]  "
+            f"nats {row['nats_per_token']:.3f}",
             flush=True,
         )
     record = build_record(
         "diffusion_modes",
         kind="measured",
-        settings={"prompts": len(prompts), "new_tokens": values.new_tokens, "modes": values.modes, "cores": cores},
+        settings={
+            "prompts": len(prompts),
+            "new_tokens": values.new_tokens,
+            "modes": values.modes,
+            "trials": values.trials,
+            "timed_prompts": len(timed),
+            "cores": cores,
+        },
         results=results,
         devices=jax.devices(),
         notes=notes,

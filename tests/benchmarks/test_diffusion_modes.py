@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jax
@@ -11,7 +12,9 @@ import pytest
 from absl import flags
 
 from benchmarks import diffusion_modes
-from benchmarks.diffusion_modes import Rival, likelihood, modes_table
+from benchmarks.diffusion_modes import likelihood, modes_table, speeds
+from benchmarks.records import Timing
+from benchmarks.rival import Rival
 from checkpoints import DEMO
 from runtime import DiffusionConfig, Engine
 from runtime.kv_cache import abstract_cache
@@ -23,7 +26,7 @@ from tests import golden_cases
 NEW, BLOCK = 16, 8
 
 
-def by_hand(engine: Engine, ids: np.ndarray, threshold: float) -> tuple[list[int], int, int]:
+def by_hand(engine: Engine, ids: np.ndarray, threshold: float, ends: tuple[int, ...]) -> tuple[list[int], int, int]:
     """Fast-dLLM's dual cache, a pass at a time: new tokens, passes over everything, passes over a block."""
     length, mask, weights = ids.shape[1] + NEW, engine.config.mask_token_id, engine.weights
     width = engine._runner.bucket(length)
@@ -38,6 +41,7 @@ def by_hand(engine: Engine, ids: np.ndarray, threshold: float) -> tuple[list[int
         logits = np.asarray(project_logits(forward, weights, hidden), np.float64)[0]
         shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
         shares /= shares.sum(axis=-1, keepdims=True)
+        shares[..., mask] = 0.0
         return shares.argmax(axis=-1), shares.max(axis=-1)
 
     for start in range(length - NEW, length, BLOCK):
@@ -53,20 +57,51 @@ def by_hand(engine: Engine, ids: np.ndarray, threshold: float) -> tuple[list[int
                 if certainty[place] > threshold or place == certainty.argmax():
                     canvas[0, start + place] = chosen[place]
             windows += 1
+        if np.isin(canvas[0, length - NEW : start + BLOCK], ends).any():
+            break
     return canvas[0, length - NEW : length].tolist(), full, windows
 
 
-@pytest.mark.parametrize("threshold", [0.2, 0.9])
-def test_the_rival_is_the_published_rule(threshold: float) -> None:
+@pytest.mark.parametrize(("threshold", "stops"), [(0.2, False), (0.9, False), (0.9, True)])
+def test_the_rival_is_the_published_rule(threshold: float, stops: bool) -> None:
     # A trained model: the certainties of a random one are ties within rounding.
     engine = Engine.load(DEMO, "tensor=1", "float32")
     ids = np.array([engine.tokenizer.encode("def is_even(number):\n")], np.int32)
-    found, passes, positions = Rival(engine, NEW, BLOCK, threshold)(ids)
-    expected, full, windows = by_hand(engine, ids, threshold)
+    rival = Rival(engine, NEW, BLOCK, threshold=threshold)
+    ends: tuple[int, ...] = ()
+    if stops:  # a token of its first block: there is a second one that is not reached
+        ends = (int(rival(ids)[0][BLOCK // 2]),)
+        rival = Rival(engine, NEW, BLOCK, ends, threshold)
+    found, passes, positions = rival(ids)
+    expected, full, windows = by_hand(engine, ids, threshold, ends)
+    assert full == (1 if stops else NEW // BLOCK)
     assert found.tolist() == expected
     assert passes == full + windows
     assert positions == full * (ids.shape[1] + NEW) + windows * (BLOCK + 1)
-    assert (windows < NEW - NEW // BLOCK) == (threshold < 0.9), "several tokens in a window, where that is enough"
+    assert (windows < full * (BLOCK - 1)) == (threshold < 0.9), "several tokens in a window, where that is enough"
+
+
+def test_speeds_of_rounds() -> None:
+    ours, exact = Timing.of([0.5, 0.25, 0.5], [0.1] * 3), Timing.of([1.0, 1.0, 2.0], [0.1] * 3)
+    found = speeds(ours, exact, tokens=10, exact_tokens=20)
+    assert found["tokens_per_second"] == pytest.approx(80 / 3)
+    assert (found["tokens_per_second_minimum"], found["tokens_per_second_maximum"]) == (20.0, 40.0)
+    assert (found["of_exact_minimum"], found["of_exact"], found["of_exact_maximum"]) == (1.0, 2.0, 2.0)
+    assert "of_exact" not in speeds(ours, None, 10, 0)
+
+
+def test_a_small_run(tmp_path: Path) -> None:
+    values = flags.FlagValues()
+    diffusion_modes.define_flags(values)
+    arguments = ["--prompts=2", "--trials=2", "--timed_prompts=1", "--modes=exact,rival_8_stop,dual_threshold_8_stop"]
+    values(["diffusion_modes", *arguments, "--new_tokens=32", f"--output_dir={tmp_path}"])
+    diffusion_modes.main(values)
+    record = json.loads((tmp_path / "diffusion_modes.json").read_text())
+    assert list(record["results"]) == ["exact", "rival_8_stop", "dual_threshold_8_stop"]
+    assert record["results"]["exact"]["of_exact"] == 1.0
+    assert all(row["forwards_per_token"] > 0 and row["tokens_per_second"] > 0 for row in record["results"].values())
+    assert (tmp_path / "diffusion_modes.png").stat().st_size > 10_000
+    assert modes_table(record).count("\n| `") == 3
 
 
 def test_a_likelihood_of_long_completions() -> None:
@@ -78,20 +113,31 @@ def test_a_likelihood_of_long_completions() -> None:
 
 def test_cells_of_the_table() -> None:
     row = {
-        **{"tokens_per_second": 30.0, "forwards_per_token": 2.0, "positions_per_token": 100.0, "parse_rate": 0.7},
+        **{
+            "tokens_per_second": 30.0,
+            "tokens_per_second_deviation": 2.0,
+            "forwards_per_token": 2.0,
+            "positions_per_token": 100.0,
+            "parse_rate": 0.7,
+        },
         **{"parse_rate_95": [0.6, 0.8], "held_out_agreement": 0.41, "exact_agreement": None, "nats_per_token": 1.5},
         **{"weight_bytes": 24_000_000, "cache_bytes": 0},
     }
-    faster = row | {"tokens_per_second": 90.0, "positions_per_token": 20.0, "exact_agreement": 0.52}
+    faster = row | {"of_exact": 3.0, "of_exact_minimum": 2.8, "of_exact_maximum": 3.1}
+    faster |= {"tokens_per_second": 90.0, "positions_per_token": 20.0, "exact_agreement": 0.52}
     record = {
         "results": {"exact": row, "dual": faster},
-        "settings": {"prompts": 3, "new_tokens": 64, "cores": 2},
+        "settings": {"prompts": 3, "new_tokens": 64, "cores": 2, "trials": 5, "timed_prompts": 2},
+        "notes": ["the machine was busy"],
         "machine": {"processor": "Some CPU"},
         "versions": {"jax": "0.0"},
     }
     lines = modes_table(record).splitlines()
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
-    assert lines[3].startswith("| `dual` | 90 | 3.0x | 2.00 | 20.0 | 1/5.0 | 0.70 (0.60 to 0.80) | 0.41 | 0.52 |")
+    assert lines[-1] == "Note: the machine was busy."
+    assert lines[3].startswith(
+        "| `dual` | 90 ± 2 | 3.0x (2.8 to 3.1) | 2.00 | 20.0 | 1/5.0 | 0.70 (0.60 to 0.80) | 0.41 | 0.52 |"
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,6 +146,7 @@ def test_cells_of_the_table() -> None:
         ("--checkpoint=/nowhere", "held_out.jsonl"),
         ("--modes=exact,warp", "warp"),
         ("--new_tokens=40", "multiple of 32"),
+        ("--plot=/dev/null/speed.png", "not a folder"),
     ],
 )
 def test_mistakes(argument: str, said: str, tmp_path: Path) -> None:
