@@ -166,12 +166,14 @@ def _picked_positions(workload: Workload, layout: ModelLayout, platform: str, ph
 
 
 # What all rows agree on in a pass, numbers and yes-or-no: whether any has work left (to refresh, or to decide by a
-# refresh that it shares), how many chunks it needs.
-_AGREED = {"denoise step": (2, 0), "refresh": (1, 2), "block step": (1, 3), "prefill": (0, 0), "decode": (0, 1)}
+# refresh that it shares). How many chunks it needs is another number.
+_AGREED = {"denoise step": (1, 0), "refresh": (0, 2), "block step": (0, 3), "prefill": (0, 0), "decode": (0, 1)}
 
 
 def _whether_to_go_on(layout: ModelLayout, platform: str, phase: Phase, slices: int) -> list[Collective]:
     numbers, booleans = _AGREED[phase.name]
+    if phase.name not in ("prefill", "decode"):
+        numbers += phase.chunk < phase.positions  # a chunk of all positions is not counted
     if layout.spec.data == 1 or not numbers + booleans:
         return []
     what, boolean = "whether any row has work left", _INTEGER if platform == "tpu" else 1
