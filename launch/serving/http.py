@@ -61,6 +61,17 @@ def connections(limits: Limits) -> type[H11Protocol]:
             elif self._head is not None:
                 self._head.cancel()
                 self._head = None
+            self._read_on()
+
+        def _read_on(self) -> None:
+            """Go on reading behind a whole request, or its client could go away unseen while it is worked on.
+
+            uvicorn stops at the first byte that is not of the request, be it a stray one. More than a head is not
+            taken in, so that who sends on and on costs no memory.
+            """
+            open_cycle = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+            if open_cycle and len(self.conn.trailing_data[0]) <= limits.headers:
+                self.flow.resume_reading()
 
         def _expect_head(self) -> None:
             if self._head is None:

@@ -478,6 +478,21 @@ def test_rooms_and_deadlines(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
             found.get("/health")
 
 
+def test_a_client_that_goes_after_stray_bytes_frees_its_slot(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(engine, CONFIG) as found, slowly(found, monkeypatch):
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 60, "steps": 60}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        for stray in (b"", b"\r\n", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", int(found.url.rpartition(":")[2])), timeout=PATIENCE) as client:
+                client.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+                wait_for(lambda: found.metric("num_requests_running") == 1)
+                client.sendall(stray)
+                time.sleep(0.1)  # so that it is read by itself
+            gone = time.monotonic()
+            wait_for(lambda: found.metric("num_requests_running") == 0)
+            assert time.monotonic() - gone < 10, "it would have taken three times as long"
+
+
 def _choices(line: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(line.removeprefix("data: "))["choices"]
     return found
