@@ -208,8 +208,11 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
     if follows and "steps" not in fields and isinstance(tokens, int):
         fields["steps"] = min(MAX_STEPS, max(1, tokens))
     made = config.replace(**fields)
-    if "steps" in changes and isinstance(made, DiffusionConfig):
-        made.check_schedule()
+    if isinstance(made, DiffusionConfig):
+        if "steps" in changes or "eps" in changes:
+            made.check_schedule()
+        if changes.get("alg_temp") and made.algorithm == "origin":
+            raise InputError("alg_temp is of algorithms that rank positions; 'origin' draws them by its schedule")
     return made
 
 

@@ -208,19 +208,45 @@ def validate(kind: type[Kind], fields: dict[str, Any]) -> Kind:
         raise _first(error) from None
 
 
+# What is said of each kind of fault; the library's own words stay here.
+_SENTENCES = {
+    "int_type": "expected an integer",
+    "float_type": "expected a number",
+    "bool_type": "expected true or false",
+    "string_type": "expected a text",
+    "list_type": "expected a list",
+    "dict_type": "expected an object",
+    "model_type": "expected an object",
+    "literal_error": "expected {expected}",
+    "greater_than": "expected more than {gt:g}",
+    "greater_than_equal": "expected at least {ge:g}",
+    "less_than": "expected less than {lt:g}",
+    "less_than_equal": "expected at most {le:g}",
+    "finite_number": "expected a finite number",
+    "string_too_short": "expected at least {min_length} characters",
+    "string_too_long": "expected at most {max_length} characters",
+    "too_short": "expected at least {min_length} entries",
+    "too_long": "expected at most {max_length} entries",
+    "extra_forbidden": "not supported",
+    "missing": "missing",
+}
+
+
 def _first(error: ValidationError) -> ApiError:
     """The first thing that is wrong. Nothing of what the client sent is repeated but names of fields."""
-    details = error.errors(include_url=False, include_context=False, include_input=False)
+    details = error.errors(include_url=False, include_input=False)
     found = details[0]
     where = [str(part) for part in found["loc"]]
-    name = where[0] if where else None
-    if found["type"] == "extra_forbidden":
-        return invalid(f"{'.'.join(where):.100}: not supported", (name or "")[:100])
-    if found["type"] == "missing":
-        return invalid(f"{'.'.join(where):.100}: missing", (name or "")[:100])
-    message = str(found["msg"]).removeprefix("Value error, ")
+    name, kind = where[0] if where else None, found["type"]
+    if kind == "value_error":
+        message = str(found["ctx"]["error"])  # a validator's above
+    else:
+        # Bounds and choices of the context are those that the fields above declare.
+        message = _SENTENCES.get(kind, "not of the form that it must have").format_map(found.get("ctx", {}))
     if not where:
         return invalid(message)
+    if kind in ("extra_forbidden", "missing"):
+        return invalid(f"{'.'.join(where):.100}: {message}", (name or "")[:100])
     # Of alternatives each is at fault in its own way.
     several = len({tuple(detail["loc"][1:2]) for detail in details if detail["loc"][:1] == found["loc"][:1]}) > 1
     said = f"{name:.100}: {message}" + ("; or another of the forms it may have" if several else "")

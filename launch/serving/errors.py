@@ -66,8 +66,8 @@ def unavailable(message: str, seconds: int = 1) -> ApiError:
 
 
 def too_late(seconds: float) -> ApiError:
-    """The request's deadline has passed."""
-    return ApiError(408, f"not finished within {seconds:g} s", "deadline_exceeded")
+    """The request's deadline has passed: OpenAI's client is told not to try again, as it would of itself."""
+    return ApiError(408, f"not finished within {seconds:g} s", "deadline_exceeded", headers={"X-Should-Retry": "false"})
 
 
 ENGINE_FAILED = ApiError(503, "the engine has failed; the server is going down", "engine_failed")

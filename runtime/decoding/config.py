@@ -149,13 +149,15 @@ class DiffusionConfig:
             raise InputError(f"alg_temp draws the positions of a schedule; parallel={self.parallel!r} has none")
 
     def check_schedule(self) -> None:
-        """Check that there is a schedule, for a caller who says how many ``steps`` there are to be.
+        """Check that there is a schedule, for a caller who says how many ``steps`` there are to be or its ``eps``.
 
         Raises:
           InputError: a parallel rule decides by certainty alone.
         """
         if self.parallel != "none":
-            raise InputError(f"steps are of a schedule; parallel={self.parallel!r} takes as many as it needs")
+            raise InputError(
+                f"steps and eps are of a schedule; parallel={self.parallel!r} takes as many steps as it needs"
+            )
 
     @property
     def in_blocks(self) -> bool:

@@ -247,7 +247,13 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": "x", **COMPILED, "refresh_blocks": 4}, 400, "refresh_blocks=4: no such programs"),
     ("/v1/completions", {"prompt": "x", **COMPILED, "refresh_blocks": 0}, 400, "refresh_blocks=0: no such programs"),
     ("/v1/completions", {"prompt": "x", "steps": 65}, 400, "at most 64"),
-    ("/v1/completions", {"prompt": "x", **COMPILED, "steps": 4}, 400, "steps are of a schedule"),
+    ("/v1/completions", {"prompt": "x", **COMPILED, "steps": 4}, 400, "steps and eps are of a schedule"),
+    ("/v1/completions", {"prompt": "x", **COMPILED, "eps": 0.1}, 400, "steps and eps are of a schedule"),
+    ("/v1/completions", {"prompt": "x", "algorithm": "origin", "alg_temp": 0.5}, 400, "alg_temp is of algorithms"),
+    ("/v1/completions", {"prompt": "x", "n": 0}, 400, "n: expected at least 1"),
+    ("/v1/completions", {"prompt": "x", "temperature": "1"}, 400, "temperature: expected a number"),
+    ("/v1/completions", {"prompt": "x", "cache": "both"}, 400, "cache: expected 'none', 'prefix' or 'dual'"),
+    ("/v1/completions", {"prompt": "x", "user": "u" * 513}, 400, "user: expected at most 512 characters"),
     ("/v1/completions", {"prompt": "x", "threshold": 0.5}, 400, "threshold is of a parallel rule"),
     ("/v1/completions", {"prompt": "x", **COMPILED, "factor": 2.0}, 400, "factor is of a parallel rule"),
     ("/v1/completions", {"prompt": "x", "refresh_interval": 3}, 400, "refresh_interval"),
@@ -449,8 +455,10 @@ def test_rooms_and_deadlines(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
                 with pytest.raises(openai.RateLimitError) as refused:
                     client.completions.create(model="demo", prompt=["a", "b", "c"])
                 assert int(refused.value.response.headers["retry-after"]) >= 1
+                # A client that tries again after what it thinks may pass is told that this does not.
+                trying = client.with_options(max_retries=2)
                 with pytest.raises(openai.APIStatusError) as late:
-                    client.completions.create(model="demo", prompt="a", extra_body={"timeout": 0.01})
+                    trying.completions.create(model="demo", prompt="a", extra_body={"timeout": 0.01})
                 assert late.value.status_code == 408
             # The client has gone, and with it its rows.
             wait_for(lambda: found.metric("num_requests_running") + found.metric("num_requests_waiting") == 0)
@@ -508,11 +516,17 @@ def test_an_engine_that_fails_says_so(engine: Engine, monkeypatch: pytest.Monkey
         def fail(turn: Any) -> Any:
             raise RuntimeError("the device is on fire")
 
+        # The socket closes a moment later.
+        stop = found.server._http.stop
+        monkeypatch.setattr(found.server._http, "stop", lambda: None)
         monkeypatch.setattr(mesh, "turn", fail)
         answer = found.post("/v1/completions", {"prompt": "a"})
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_failed"
         assert "fire" not in answer.text
+        health = found.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "dead"})
+        stop()
     assert [str(one) for one in seen] == ["the device is on fire"]
 
 

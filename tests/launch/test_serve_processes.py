@@ -165,6 +165,13 @@ def test_two_hosts_and_the_death_of_one(tmp_path: Path, compiled: str) -> None:
         scores = httpx.post(f"{url}/v1/score", json={"input": PROMPT}, timeout=PATIENCE)
         assert scores.status_code == 200
         threads, texts = streams(url, 4, 36)
+        whole: list[httpx.Response] = []
+        body = {"prompt": PROMPT, "max_tokens": 36, "n": 4}
+        ask = threading.Thread(
+            target=lambda: whole.append(httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE))
+        )
+        ask.start()
+        threads.append(ask)
         wait_for(lambda: any(texts))
         processes.send(1, signal.SIGKILL)
         assert processes.wait(30) == [42, 137]
@@ -172,7 +179,12 @@ def test_two_hosts_and_the_death_of_one(tmp_path: Path, compiled: str) -> None:
             thread.join(PATIENCE)
         logs = processes.text("err")
     assert names_host(logs[0], 1), logs[0]
-    assert any('"code":"engine_failed"' in text.replace(" ", "") for text in texts), texts
+    # Nobody's answer just ends: it is whole, or it says why not.
+    failed = ['"code":"engine_failed"' in text.replace(" ", "") for text in texts]
+    assert any(failed)
+    assert all(said or text.rstrip().endswith("data: [DONE]") for said, text in zip(failed, texts, strict=True)), texts
+    assert whole[0].status_code in (200, 503)
+    assert whole[0].status_code == 200 or whole[0].json()["error"]["code"] == "engine_failed"
 
 
 @pytest.mark.slow

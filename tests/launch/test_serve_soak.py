@@ -240,7 +240,7 @@ def ten_times_too_much(url: str, seconds: float, asks: Sequence[Ask]) -> dict[st
     found = {
         "refused": len(refusals),
         "answered": len(served_well),
-        "refusal p99": float(np.percentile(refusals, 99)),
+        "refusal at most": float(max(refusals)),
         "watch p99": float(np.percentile(times, 99)),
         "recovered": recovered,
         "waiting": waiting,
@@ -266,8 +266,9 @@ def test_ten_times_too_much(folder: Path, tmp_path: Path) -> None:
     flags += [f"--max_queue={QUEUE}", "--max_rows=1", "--slots=4", "--canvas=128"]
     with started(tmp_path, *flags) as (url, _, _):
         found = ten_times_too_much(url, 8.0, [Ask("x", 100, number) for number in range(10_000)])
-    assert found["refused"] > 3 * found["answered"]
-    assert found["refusal p99"] <= 0.1
+    # Those in the queue at the end are answered too; some room for a capacity that was measured before.
+    assert found["refused"] + found["answered"] >= 8 * (found["answered"] - QUEUE)
+    assert found["refusal at most"] <= 0.1
     assert found["recovered"] <= 5
     assert found["watch p99"] <= 0.2
 
