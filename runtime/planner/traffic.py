@@ -20,6 +20,8 @@ _INTEGER = _FLOAT = 4
 # Halvings of the search for the threshold of top-p and top-k, and the integer sums of each.
 _HALVINGS, _SUMS = 32, 2
 _SLICE_LINE = 512
+# Numbers that lie side by side in a register of a TPU.
+_LANES = 128
 # Integer digits that a sum over the vocabulary is made of.
 _DIGITS = 3
 
@@ -154,10 +156,12 @@ def _picked_positions(workload: Workload, layout: ModelLayout, platform: str, ph
     positions = phase.rows * phase.chunk
     # The TPU compiler reduces the whole and cuts it where a device has one row.
     scatter = "all-reduce" if platform == "tpu" and phase.rows == 1 else "reduce-scatter"
+    # It gathers by reducing where a device's part does not fill whole registers.
+    gather = "all-reduce" if platform == "tpu" and phase.chunk // layout.spec.sequence % _LANES else "all-gather"
     size = positions * workload.config.hidden_size * workload.item
     found = [
         Collective(scatter, ("sequence",), size, phase.chunks, "picked positions"),
-        Collective("all-gather", ("sequence",), positions * (_INTEGER + _FLOAT), phase.chunks, "tokens, confidences"),
+        Collective(gather, ("sequence",), positions * (_INTEGER + _FLOAT), phase.chunks, "tokens, confidences"),
     ]
     if phase.name == "denoise step":
         size = phase.rows * phase.positions * _INTEGER
