@@ -134,7 +134,7 @@ class Routes:
         body, reading = await self._read(request, kind, self._reader.generation)
         streamed = bool(body.stream)
         deadline = self._deadline(arrived, body.timeout)
-        mail = Mail(deadline)
+        mail = Mail(arrived, deadline)
         job = Job(
             mail=mail,
             owner=request.state.owner,
@@ -158,7 +158,7 @@ class Routes:
         arrived = time.monotonic()
         body, (rows, parts) = await self._read(request, ScoreBody, self._reader.scoring)
         deadline = self._deadline(arrived, body.timeout)
-        mail = Mail(deadline)
+        mail = Mail(arrived, deadline)
         job = Job(mail=mail, owner=request.state.owner, arrived=arrived, deadline=deadline, scorings=parts)
         self._scheduler.submit(job)
 

@@ -30,11 +30,16 @@ class Mail:
       error: why there will be no more.
     """
 
-    def __init__(self, deadline: float) -> None:
-        """Belong to the loop that is running; nobody waits long after the ``deadline``, on the monotonic clock."""
+    def __init__(self, arrived: float, deadline: float) -> None:
+        """Belong to the loop that is running; nobody waits long after the ``deadline``.
+
+        Args:
+          arrived: when the request did, on the monotonic clock.
+          deadline: on the same.
+        """
         self._loop = asyncio.get_running_loop()
-        self._seconds = deadline - time.monotonic()
-        self._by = self._loop.time() + self._seconds + _MERCY
+        self._seconds = deadline - arrived
+        self._by = self._loop.time() + deadline - time.monotonic() + _MERCY
         self._came = asyncio.Event()
         self.canvases: dict[int, np.ndarray] = {}
         self.results: dict[int, RowResult] = {}

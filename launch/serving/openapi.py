@@ -43,7 +43,9 @@ _ERROR = {
 _SAID = {
     "400": "Wrong in itself.",
     "401": "No valid key.",
+    "403": "Not a name of this server.",
     "404": "No such model.",
+    "405": "Not with this method.",
     "408": "Not finished, or not sent, in time.",
     "413": "Too large.",
     "415": "Not JSON.",
