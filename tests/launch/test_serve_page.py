@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 import shutil
 import time
@@ -18,8 +20,12 @@ from runtime import DiffusionConfig, Engine
 from tests.launch.served import PATIENCE, Served, served, wait_for
 from tests.launch.tiny import write_tiny_checkpoint
 
-playwright = pytest.importorskip(
-    "playwright.sync_api", reason="the page is tested in a browser, which playwright drives"
+# Where it is set nothing here may be skipped.
+REQUIRED = os.environ.get("DIFFUMESH_REQUIRE_BROWSER") == "1"
+playwright = (
+    importlib.import_module("playwright.sync_api")
+    if REQUIRED
+    else pytest.importorskip("playwright.sync_api", reason="the page is tested in a browser, which playwright drives")
 )
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "chrome"])), None)
@@ -53,7 +59,8 @@ def there(engine: Engine) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:
-        pytest.skip("the page is tested in Chromium, and there is none on PATH (Debian: apt install chromium)")
+        missing = "the page is tested in Chromium, and there is none on PATH (Debian: apt install chromium)"
+        (pytest.fail if REQUIRED else pytest.skip)(missing)
     with playwright.sync_playwright() as driver:
         found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield found
