@@ -87,7 +87,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "Names by which clients may call. Default: this machine's own, or any.",
         flag_values=values,
     )
-    string("served_model_name", None, "How clients call the model. Default: the checkpoint's name.")
+    string("served_model_name", None, "How clients call the model. Default: its Hub name, or that of its folder.")
     flags.DEFINE_multi_integer(
         "canvas",
         [],
@@ -185,6 +185,12 @@ def read_keys(values: flags.FlagValues) -> Keys:
     return Keys()
 
 
+def default_name(folder: CheckpointFolder) -> str:
+    """How clients call a checkpoint: a Hub name whole, as they know it; of a folder or a URL its last part."""
+    local = Path(folder.name).expanduser()
+    return local.absolute().name if "://" in folder.name or local.is_dir() else folder.name
+
+
 def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> Defaults:
     """What requests start from.
 
@@ -199,7 +205,7 @@ def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: Mod
     end_token_ids = end_tokens(model, folder, tokenizer)
     config = decoding_config(values, folder, model, end_token_ids)
     return Defaults(
-        model_name=values.served_model_name or Path(folder.name).name,
+        model_name=values.served_model_name or default_name(folder),
         model=model,
         tokenizer=tokenizer,
         config=config,

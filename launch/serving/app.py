@@ -117,6 +117,7 @@ class Routes:
             "created": self._started,
             "owned_by": "diffumesh",
             "max_model_len": self._reader.widest or None,
+            "chat_template": self._reader.can_chat,
         }
 
     # ---- work for the mesh ------------------------------------------------------------------------------------

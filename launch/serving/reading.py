@@ -73,6 +73,14 @@ class Reader:
         self._mesh = mesh
         self.widest = max(pool.width for pool in mesh.pools)
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether the model has a chat template."""
+        try:
+            return bool(self._defaults.tokenizer.chat_template)
+        except CheckpointError:
+            return False
+
     def generation(self, body: CompletionBody | ChatBody) -> Reading:
         """What is to be generated.
 

@@ -83,12 +83,13 @@ def served(
     names: Sequence[str] = (),
     limits: Limits | None = None,
     template: str | None = None,
+    name: str = "demo",
 ) -> Iterator[Served]:
     """Serve an engine with these ways of decoding until the block ends."""
     tokenizer = engine.tokenizer
     if template is not None:
         tokenizer._tokenizer.chat_template = template
-    defaults = Defaults("demo", engine.config, tokenizer, config, True, engine.end_token_ids, 0, False, 1, ())
+    defaults = Defaults(name, engine.config, tokenizer, config, True, engine.end_token_ids, 0, False, 1, ())
     configs = [config, *more]
     shapes = [Shape(one, width, slots, steps) for one in configs for width in canvas]
     modes = [Mode(one, range(n * len(canvas), (n + 1) * len(canvas))) for n, one in enumerate(configs)]

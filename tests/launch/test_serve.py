@@ -20,7 +20,8 @@ import pytest
 import torch
 import transformers
 
-from checkpoints import DEMO
+from checkpoints import DEMO, CheckpointFolder
+from launch.serve import default_name
 from launch.serving.errors import ENGINE_FAILED, ApiError
 from launch.serving.jobs import Mail
 from launch.serving.keys import Keys
@@ -310,6 +311,30 @@ def test_about_the_server(there: Served) -> None:
     text = there.get("/metrics").text
     for name in ("num_requests_running", "time_to_first_token_seconds_bucket", "denoise_steps_total"):
         assert f"diffumesh:{name}" in text
+
+
+def test_a_model_of_the_hub_is_called_by_its_whole_name(
+    tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    whole = "apple/DiffuCoder-7B-cpGRPO"
+    names = {
+        whole: whole,
+        "mine/model": "model",  # a local folder wins over the Hub
+        "mine/model/": "model",
+        str(tmp_path / "mine" / "model"): "model",
+        ".": tmp_path.name,
+        "gs://bucket/folder/model/": "model",
+    }
+    for text, name in names.items():
+        assert default_name(CheckpointFolder(tmp_path, text)) == name
+    with served(tiny, CONFIG, name=whole) as found:
+        client = found.client()
+        assert client.models.retrieve(whole).id == client.models.list().data[0].id == whole
+        assert client.completions.create(model=whole, prompt="a").model == whole
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="DiffuCoder-7B-cpGRPO", prompt="a")
 
 
 @pytest.mark.slow

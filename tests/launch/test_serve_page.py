@@ -150,6 +150,21 @@ def test_a_chat(page: Any, there: Served) -> None:
     assert tokens(page) == visible(there, expected[0])
 
 
+def test_no_chat_without_a_template(
+    browser: Any, engine: Engine, there: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = browser.new_page()
+    page.set_default_timeout(1000 * PATIENCE)
+    page.goto(there.url)
+    page.wait_for_selector("header dd")
+    assert page.is_enabled("[name=chat]")
+    monkeypatch.setattr(engine.tokenizer._tokenizer, "chat_template", None)
+    page.reload()
+    page.wait_for_selector("[name=chat]:disabled")
+    assert "this model has no chat template" in page.inner_text("label:has([name=chat])")
+    page.close()
+
+
 def test_what_is_refused_is_said_and_hostile_text_stays_text(page: Any) -> None:
     fill(page, max_tokens="5000")
     generate(page, "failed")
