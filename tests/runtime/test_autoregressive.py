@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -131,15 +132,16 @@ def test_cached_is_uncached(folders: dict[str, Path], name: str) -> None:
             np.testing.assert_allclose(cached.log_probabilities, plain.log_probabilities, atol=1e-4)
 
 
-def test_sampled_runs_do_not_depend_on_mesh_or_batch(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("name", ["qwen2", "gpt2_vocab_517"])
+def test_sampled_runs_do_not_depend_on_mesh_or_batch(folders: dict[str, Path], name: str) -> None:
     ids, mask = ragged(500)
     config = SamplingConfig(max_new_tokens=NEW, temperature=0.9, top_p=0.9, top_k=40, seed=7)
-    expected = engine(folders["qwen2"], "tensor=1").generate_tokens(ids, mask, config, num_return_sequences=2)
+    expected = engine(folders[name], "tensor=1").generate_tokens(ids, mask, config, num_return_sequences=2)
     assert (expected.sequences[0] != expected.sequences[1]).any()
     for mesh in ("tensor=8", "data=2,sequence=2,tensor=2"):
-        found = engine(folders["qwen2"], mesh).generate_tokens(ids, mask, config, num_return_sequences=2)
+        found = engine(folders[name], mesh).generate_tokens(ids, mask, config, num_return_sequences=2)
         np.testing.assert_array_equal(found.sequences, expected.sequences)
-    alone = engine(folders["qwen2"], "tensor=1").generate_tokens(
+    alone = engine(folders[name], "tensor=1").generate_tokens(
         ids[1:2, -LENGTHS[1] :], None, config.replace(seed=[expected.seeds[3]])
     )
     np.testing.assert_array_equal(alone.sequences[0], expected.sequences[3, -LENGTHS[1] - NEW :])
@@ -161,21 +163,32 @@ def test_a_prompt_is_read_once_for_all_its_samples(folders: dict[str, Path], mes
     np.testing.assert_array_equal(odd.sequences[0], together.sequences[0])
 
 
-def test_samples_follow_the_distribution(folders: dict[str, Path]) -> None:
-    """First tokens of many seeds against the model's own probabilities, filtered by top-k (chi-squared)."""
-    own = engine(folders["qwen2"], "tensor=1")
+@pytest.mark.parametrize(
+    ("mesh", "temperature", "filters"),
+    [("tensor=1", 1.3, {"top_k": 12}), ("data=2,sequence=2,tensor=2", 0.9, {"top_p": 0.7})],
+)
+def test_samples_follow_the_distribution(
+    folders: dict[str, Path], mesh: str, temperature: float, filters: dict[str, Any]
+) -> None:
+    """First tokens of many seeds against the model's own probabilities, filtered (chi-squared)."""
+    own = engine(folders["qwen2"], mesh)
     ids, _ = ragged(500)
-    logits = own.logits(ids[:1])[0, -1].astype(np.float64) / 1.3
-    kept = np.argsort(logits)[-12:]
-    expected = np.exp(logits[kept] - logits[kept].max())
-    expected /= expected.sum()
+    logits = own.logits(ids[:1])[0, -1].astype(np.float64) / temperature
+    order = np.argsort(-logits)
+    shares = np.exp(logits[order] - logits.max())
+    shares /= shares.sum()
+    # The token that crosses top_p stays.
+    count_kept = filters.get("top_k") or int(np.searchsorted(np.cumsum(shares), filters["top_p"])) + 1
+    assert 5 < count_kept < 50
+    expected = shares[:count_kept] / shares[:count_kept].sum()
     count = 2000
-    config = SamplingConfig(max_new_tokens=1, temperature=1.3, top_k=12, seed=1)
+    config = SamplingConfig(max_new_tokens=1, temperature=temperature, seed=1, **filters)
     drawn = own.generate_tokens(ids[:1], None, config, num_return_sequences=count).sequences[:, -1]
-    found = np.array([(drawn == token).sum() for token in kept])
-    assert found.sum() == count, "a token outside the twelve most probable was drawn"
+    found = np.array([(drawn == token).sum() for token in order[:count_kept]])
+    assert found.sum() == count, "a token was drawn that the filter leaves out"
     statistic = ((found - count * expected) ** 2 / (count * expected)).sum()
-    assert statistic < 35.0  # eleven degrees of freedom: one seed in four thousand is above
+    freedom = count_kept - 1
+    assert statistic < freedom + 5.0 * (2 * freedom) ** 0.5  # five deviations of it
 
 
 def test_log_probabilities_are_those_of_the_logits(folders: dict[str, Path]) -> None:

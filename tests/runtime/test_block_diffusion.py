@@ -111,6 +111,8 @@ MODES: list[dict[str, Any]] = [
     {"cache": "prefix", "alg_temp": 0.4, "top_p": 0.9, "steps": 40},
     {"cache": "none", "parallel": "threshold", "threshold": 0.1, "algorithm": "topk_margin", "refresh_interval": None},
     {"cache": "prefix", "refresh_blocks": 0, "refresh_interval": 9},
+    {"cache": "dual", "parallel": "factor", "factor": 1.5, "algorithm": "topk_margin"},
+    {"cache": "prefix", "parallel": "threshold", "threshold": 0.3, "stop_token_ids": STOPS},
 ]
 
 
@@ -332,6 +334,32 @@ def test_histories_of_batches_with_more_and_fewer_steps() -> None:
         assert (found.history[steps[row] :, row] == one.sequences[0]).all()
     assert seen == sorted(seen, key=lambda pair: pair[0])
     assert seen[-1] == (sum(steps), sum(steps))
+
+
+def test_a_prompt_is_filled_in_with_a_cache() -> None:
+    ids, _ = ragged_rows()
+    ids = np.where(np.arange(ids.shape[1]) % 3 == 1, golden_cases.engine("tensor=1").config.mask_token_id, ids)
+    config = BASE.replace(max_new_tokens=0, block_length=4, steps=8)
+    exact = golden_cases.engine("tensor=1").generate_tokens(ids, None, config)
+    for mesh, cache in (("tensor=1", "dual"), ("tensor=4", "prefix")):
+        fresh = config.replace(cache=cache, refresh_interval=1)
+        same(golden_cases.engine(mesh).generate_tokens(ids, None, fresh), exact)
+        stale = golden_cases.engine(mesh).generate_tokens(ids, None, config.replace(cache=cache))
+        assert stale.stats.masks_left == 0
+        known = ids != golden_cases.engine("tensor=1").config.mask_token_id
+        np.testing.assert_array_equal(stale.sequences[known], ids[known])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2])
+def test_small_weights_on_a_mesh(number: int) -> None:
+    ids, mask = ragged_rows()
+    found = [
+        Engine.load(golden_cases.FOLDER, mesh, quantize="int8").generate_tokens(ids, mask, mode(number))
+        for mesh in ("tensor=1", MESHES[0], MESHES[-1])
+    ]
+    same(found[1], found[0])
+    same(found[2], found[0])
 
 
 @pytest.mark.slow
