@@ -122,9 +122,13 @@ class Ticket:
       index: which.
       entered: when it got its slot.
       shown: when the first of its tokens was certain.
+      certain: tokens before its first open position.
+      grown: when they last became more.
     """
 
     job: Job
     index: int
     entered: float = 0.0
     shown: float = 0.0
+    certain: int = 0
+    grown: float = 0.0

@@ -34,9 +34,10 @@ class Metrics:
         self._committed = counter("committed_tokens", "Tokens set on canvases.").labels(**self._labels)
         self._forwards = counter("forwards", "Forward passes over the slots.").labels(**self._labels)
         self._steps = counter("denoise_steps", "Denoise steps of rows that are done.").labels(**self._labels)
-        self.first = histogram("time_to_first_token_seconds", "Until the first tokens of a stream stand.", _SECONDS)
+        self.first = histogram("time_to_first_token_seconds", "Until the first token of a row stands.", _SECONDS)
+        self.pieces = histogram("inter_token_latency_seconds", "Between two pieces of a stream's row.", _SECONDS)
         self.between = histogram(
-            "request_time_per_output_token_seconds", "From the first tokens to the end, a token.", _SECONDS
+            "request_time_per_output_token_seconds", "From the first token to the end, a token.", _SECONDS
         )
         self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
         self.queued = histogram("request_queue_time_seconds", "Until a row got its slot.", _SECONDS)
@@ -70,10 +71,11 @@ class Metrics:
         """The mesh has run so many forward passes."""
         self._forwards.inc(count)
 
-    def left(self, committed: int, steps: int, seconds: float) -> None:
-        """A row is done: tokens that it set in so many steps of its own."""
+    def left(self, committed: int, steps: int, denoised: bool, seconds: float) -> None:
+        """A row is done: tokens that it set in so many steps of its own, which were of denoising or not."""
         self._committed.inc(committed)
-        self._steps.inc(steps)
+        if denoised:
+            self._steps.inc(steps)
         self.inference.observe(seconds)
         if steps:
             self._tokens_per_forward.observe(committed / steps)

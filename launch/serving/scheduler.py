@@ -20,6 +20,7 @@ from launch.serving.jobs import Job, Ticket
 from launch.serving.mesh import Mesh, Outcome, PoolOutcome, PoolTurn, Turn
 from launch.serving.metrics import Metrics
 from launch.serving.waiting import Waiting
+from runtime.decoding.config import DiffusionConfig
 
 State = Literal["warming up", "ready", "draining", "dead"]
 
@@ -284,7 +285,9 @@ class Scheduler:
         if not (staying or enter or empty):
             return None
         taken = {slot for slot, _, _ in enter}
-        look = any(self._flying[row].job.look for row in (*staying, *(row for _, row, _ in enter)))
+        # For those who stream, and until it is known when a row's first token stood.
+        rows = [self._flying[row] for row in (*staying, *(row for _, row, _ in enter))]
+        look = any(ticket.job.look or not ticket.shown for ticket in rows)
         return PoolTurn(number, [slot for slot in empty if slot not in taken], enter, self._iterations(number), look)
 
     def _iterations(self, number: int) -> int:
@@ -312,29 +315,35 @@ class Scheduler:
         posts: dict[Job, dict[int, np.ndarray]] = {}
         for row, canvas in outcome.canvases.items():
             ticket = self._flying[row]
-            if not ticket.job.look:
-                continue
             own = canvas[len(ticket.job.rows[ticket.index].tokens) :]
-            if not ticket.shown and len(own) and own[0] >= 0:
-                self._show(ticket, now)
-            posts.setdefault(ticket.job, {})[ticket.index] = own
+            self._show(ticket, int(np.argmax(np.append(own, -1) < 0)), now)
+            if ticket.job.look:
+                posts.setdefault(ticket.job, {})[ticket.index] = own
         for job, canvases in posts.items():
             job.mail.post(canvases=canvases)
         for result in outcome.results:
             ticket = self._flying.pop(result.number)
             steps = result.steps_set[result.steps_set >= 0]
             self._served.append(now)
-            self.metrics.left(len(steps), len(np.unique(steps)), now - ticket.entered)
-            if ticket.job.look and not ticket.shown:
-                self._show(ticket, now)
+            config = ticket.job.rows[ticket.index].config
+            denoised = isinstance(config, DiffusionConfig)
+            self.metrics.left(len(steps), len(np.unique(steps)), denoised, now - ticket.entered)
+            self._show(ticket, max(1, config.max_new_tokens), now)
             if ticket.shown and len(steps) > 1:
                 self.metrics.between.observe((now - ticket.shown) / (len(steps) - 1))
             results = {ticket.index: result}
             self._finish(ticket, lambda job=ticket.job, results=results: job.mail.post(results=results))  # type: ignore[misc]
 
-    def _show(self, ticket: Ticket, now: float) -> None:
-        ticket.shown = now
-        self.metrics.first.observe(now - ticket.job.arrived)
+    def _show(self, ticket: Ticket, certain: int, now: float) -> None:
+        """Note when there are more tokens before a row's first open position; ``certain`` are there now."""
+        if certain <= ticket.certain:
+            return
+        if not ticket.shown:
+            ticket.shown = now
+            self.metrics.first.observe(now - ticket.job.arrived)
+        elif ticket.job.look:
+            self.metrics.pieces.observe(now - ticket.grown)
+        ticket.certain, ticket.grown = certain, now
 
     def _finish(self, ticket: Ticket, post: Callable[[], None]) -> None:
         job = ticket.job
