@@ -66,8 +66,12 @@ def einsum(expression: str, left: Array, right: Matrix, *, as_matrix: bool = Fal
         return flat.reshape(*left.shape[:-1], *channels)
     if not isinstance(right, Quantized):
         return jnp.einsum(expression, left, right, precision=_precision(left))
-    product = _in_blocks if in_blocks else _at_once
-    return (product(expression, left, right.values) * right.scales).astype(left.dtype)
+    if in_blocks:
+        product = _in_blocks(expression, left, right.values)
+    else:
+        # Sums over shards are reduced before the scales: in the activations' dtype, as those of whole weights are.
+        product = _at_once(expression, left, right.values, left.dtype)
+    return (product * right.scales).astype(left.dtype)
 
 
 def _channels(matrix: Matrix) -> tuple[int, ...]:
@@ -86,9 +90,9 @@ def _precision(left: Array) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
 
 
-def _at_once(expression: str, left: Array, values: Array) -> Array:
+def _at_once(expression: str, left: Array, values: Array, dtype: Any = jnp.float32) -> Array:
     return jnp.einsum(
-        expression, left, values.astype(left.dtype), precision=_precision(left), preferred_element_type=jnp.float32
+        expression, left, values.astype(left.dtype), precision=_precision(left), preferred_element_type=dtype
     )
 
 

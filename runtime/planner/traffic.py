@@ -105,16 +105,20 @@ def autoregressive_rule(workload: Workload) -> SamplingRule:
 def _residuals(workload: Workload, layout: ModelLayout, positions: int) -> list[Collective]:
     """Of the transformer over tensor: two all-reduces a layer, and the embedding.
 
-    Products with int8 weights are summed before their scales are applied, in float32. Rows of an int8 embedding are
-    summed as they are stored, with a scale each.
+    Rows of an int8 embedding are summed as they are stored, with a scale each.
     """
     if layout.spec.tensor == 1:
         return []
     numbers, quantized = positions * workload.config.hidden_size, workload.quantization == "int8"
-    partial = numbers * (_FLOAT if quantized else workload.item)
     embedded = numbers + positions * _FLOAT if quantized else numbers * workload.item
     return [
-        Collective("all-reduce", ("kv", "group"), partial, 2 * workload.config.num_layers, "residual, twice a layer"),
+        Collective(
+            "all-reduce",
+            ("kv", "group"),
+            numbers * workload.item,
+            2 * workload.config.num_layers,
+            "residual, twice a layer",
+        ),
         Collective("all-reduce", ("kv", "group"), embedded, 1, "embedding"),
     ]
 
