@@ -18,7 +18,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from runtime.kv_cache import cache_bytes_per_device
-from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout, shard_shape
 
 _FLOAT = 4
@@ -120,7 +119,7 @@ def memory_of_passes(
     if cache_dtype is not None:
         kept = cache_bytes_per_device(layout, rows * layout.spec.data, canvas, cache_dtype)
         resident.append(Tensor("cache of keys and values", kept, _LESS_CACHE))
-        resident += _cache_laid_out_anew(kept, layout.config, device)
+        resident += _cache_laid_out_anew(kept, layout.config.head_dim, device)
     # Canvas and the step that set each position, going in and coming out.
     resident.append(Tensor("tokens", 4 * rows * canvas * 4, "fewer rows"))
     item = jnp.dtype(dtype).itemsize
@@ -128,21 +127,19 @@ def memory_of_passes(
     return Memory(tuple(resident), max(stages, key=lambda stage: sum(tensor.bytes for tensor in stage)))
 
 
-def _cache_laid_out_anew(kept: int, config: ModelConfig, device: Device) -> tuple[Tensor, ...]:
+def _cache_laid_out_anew(kept: int, head_dim: int, device: Device) -> tuple[Tensor, ...]:
     """What a TPU's compiler adds to a cache of narrow heads: it keeps positions side by side, and a loop of windows
     works on copies of keys and values, with heads side by side and padded to the width of a register.
 
     Args:
       kept: bytes of the cache.
-      config: the model.
+      head_dim: numbers of a head.
       device: what runs it.
     """
-    if device.platform != "tpu" or config.head_dim % _LANES == 0:
+    if device.platform != "tpu" or head_dim % _LANES == 0:
         return ()
-    padded = kept // 2 * math.ceil(config.head_dim / _LANES) * _LANES // config.head_dim
-    # A loop over blocks, with its choices within, has none of them on the chip.
-    room = device if config.is_autoregressive else Device(device.platform)
-    return _outside_fast_memory([("copy of the cache for narrow heads", 2, padded, _LESS_CACHE)], room)
+    padded = kept // 2 * math.ceil(head_dim / _LANES) * _LANES // head_dim
+    return _outside_fast_memory([("copy of the cache for narrow heads", 2, padded, _LESS_CACHE)], device)
 
 
 def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> tuple[Tensor, ...]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.models.config import ModelConfig
 from runtime.planner.compiled import collectives_agree, compile_workload
 from runtime.planner.estimate import estimate
-from runtime.planner.presets import PRESETS, preset
+from runtime.planner.presets import preset
 from runtime.planner.workload import Workload
 from sharding.described import described_devices, missing_compiler
 from sharding.mesh import MeshSpec
@@ -78,10 +77,6 @@ CACHED_GPU = [
 
 # The others: GPT-2 with its narrow heads, weights in int8 and in float32, and windows of a prefix cache of one width.
 ONE_WINDOW = Workload(preset("diffucoder-7b"), batch=8, cache="prefix", block_length=256)
-NARROW_HEADS = ModelConfig.from_huggingface(
-    PRESETS["diffucoder-7b"]
-    | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}
-)
 OTHERS = [
     (Workload(preset("gpt2"), "float32", batch=8), "v5e:2x2", "tensor=4"),
 ]
@@ -90,7 +85,6 @@ OTHERS_GRID = [
     (Workload(preset("diffucoder-7b"), batch=8, quantization="int8"), "v5e:2x4", "data=2,sequence=2,tensor=2"),
     (Workload(preset("qwen2.5-7b"), batch=8, quantization="int8"), "v5e:2x4", "tensor=8"),
     (Workload(preset("diffucoder-7b"), "float32", batch=8), "v5p:2x2x2", "data=2,sequence=2,tensor=2"),
-    (Workload(NARROW_HEADS, batch=96, cache="dual"), "v5e:2x2", "tensor=4"),
     (ONE_WINDOW, "v5e:2x4", "tensor=8"),
     (ONE_WINDOW, "v5e:2x4", "data=2,sequence=2,tensor=2"),
 ]
