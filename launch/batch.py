@@ -35,7 +35,7 @@ from launch.batches.records import Key, error_record, evalplus_records, keys, op
 from launch.decoding_flags import decoding_config, define_decoding_flags, describe, steps_follow_tokens
 from launch.hosts.faults import EXIT_RESTART
 from launch.hosts.preflight import code_digest
-from launch.model_flags import define_model_flags, load_engine, open_checkpoint, read_tokenizer
+from launch.model_flags import default_name, define_model_flags, load_engine, open_checkpoint, read_tokenizer
 from launch.openai.bodies import Defaults
 from launch.profiling import check_profiling, define_profiling_flags, traced, write_programs
 from launch.startup import (
@@ -97,7 +97,7 @@ def read_input(values: flags.FlagValues, folder: CheckpointFolder, model: ModelC
     if not isinstance(config.seed, int):
         raise InputError(f"--seed={values.seed}: a batch has one; a line may have its own, as a field")
     defaults = Defaults(
-        model_name=Path(folder.name).name,
+        model_name=default_name(folder),
         model=model,
         tokenizer=tokenizer,
         config=config,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from absl import flags
 
 from checkpoints import DEMO, CheckpointFolder, open_folder
@@ -17,6 +19,12 @@ from runtime.models.quantization import QUANTIZATIONS
 from runtime.tokenizer import TextTokenizer
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
+
+
+def default_name(folder: CheckpointFolder) -> str:
+    """How clients call a checkpoint: a Hub name whole, as they know it; of a folder or a URL its last part."""
+    local = Path(folder.name).expanduser()
+    return local.absolute().name if "://" in folder.name or local.is_dir() else folder.name
 
 
 def define_model_flags(values: flags.FlagValues) -> None:

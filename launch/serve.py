@@ -24,7 +24,7 @@ from checkpoints import CheckpointFolder
 from checkpoints.fingerprint import fingerprint
 from launch.decoding_flags import decoding_config, define_decoding_flags, describe, steps_follow_tokens
 from launch.hosts.faults import EXIT_RESTART
-from launch.model_flags import define_model_flags, load_engine, open_checkpoint, read_tokenizer
+from launch.model_flags import default_name, define_model_flags, load_engine, open_checkpoint, read_tokenizer
 from launch.openai.bodies import Defaults, read_config
 from launch.profiling import check_profiling, define_profiling_flags, traced, write_programs
 from launch.startup import (
@@ -183,12 +183,6 @@ def read_keys(values: flags.FlagValues) -> Keys:
     if values.host not in LOOPBACK:
         raise InputError(f"--host={values.host} is open to others: give --api_key_file, or --host=127.0.0.1")
     return Keys()
-
-
-def default_name(folder: CheckpointFolder) -> str:
-    """How clients call a checkpoint: a Hub name whole, as they know it; of a folder or a URL its last part."""
-    local = Path(folder.name).expanduser()
-    return local.absolute().name if "://" in folder.name or local.is_dir() else folder.name
 
 
 def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> Defaults:

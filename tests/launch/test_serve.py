@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from checkpoints import DEMO, CheckpointFolder
-from launch.serve import default_name
+from launch.model_flags import default_name
 from launch.serving.errors import ENGINE_FAILED, ApiError
 from launch.serving.jobs import Mail
 from launch.serving.keys import Keys
