@@ -4,9 +4,11 @@ A row is cut into blocks from its first mask on, and fills one after another. Ea
 steps: nobody waits for the slowest. With a cache a row is *refreshed* (one forward pass over all of it, which renews
 every key and value) when it enters a block and every ``refresh_interval`` forwards after that; between refreshes only
 a window is computed: the block (``dual``) or the block and everything after it (``prefix``), with the position before
-the block, whose output predicts the block's first token. A refresh commits tokens like any other step. A block may be
-entered without a refresh too: its first window then begins with the block before, whose last tokens the cache has only
-seen as masks. Rows whose canvases are the same, as all samples of a prompt are at first, share a refresh.
+the block, whose output predicts the block's first token. A refresh commits tokens like any other step. With a parallel
+rule the first forward of a block sets its first position in any case: else what is certain further on comes to stand
+before what leads to it. A block may be entered without a refresh too: its first window then begins with the block
+before, whose last tokens the cache has only seen as masks. Rows whose canvases are the same, as all samples of a prompt
+are at first, share a refresh.
 
 The block schedule, both caches and the threshold rule follow Fast-dLLM (Wu et al., 2025), the factor rule too; that a
 token's keys and values are kept only once it stands, dKV-Cache (Ma et al., 2025); ragged batches, per-row progress,
@@ -61,6 +63,7 @@ def _commit(
         alg_temp: Array,
         threshold: Array,
         factor: Array,
+        entering: Array,
     ) -> Array:
         if program.parallel == "none":
             chosen = by_schedule(program.denoise, canvas, confidences, wanted, counts, seeds, step, alg_temp)
@@ -72,8 +75,9 @@ def _commit(
                 enough = certainty > threshold[:, None]
             else:
                 enough = certainty >= 1.0 - factor[:, None] / (ranks(ranked) + 2).astype(jnp.float32)
-            best = jnp.arange(canvas.shape[1]) == jnp.argmax(ranked, axis=1)[:, None]
-            chosen = wanted & (enough | best)
+            # Whatever is certain, one is set: on entering a block its first open position, later the most certain.
+            surest = jnp.where(entering, jnp.argmax(wanted, axis=1), jnp.argmax(ranked, axis=1))
+            chosen = wanted & (enough | (jnp.arange(canvas.shape[1]) == surest[:, None]))
         # A model that predicts MASK leaves the position masked, to be counted anew.
         return chosen & (tokens != forward.config.mask_token_id)
 
@@ -89,6 +93,7 @@ def _commit(
         request.alg_temp,
         request.threshold,
         request.factor,
+        state.inner == 0,
     )
     acted = wanted.any(axis=1)
     state = write_choices(state, choices, set_now, row_step[:, None])

@@ -84,7 +84,8 @@ class DiffusionConfig:
         first forward of a block that is entered without one computes the block before it again as well.
       parallel: ``none`` commits as many tokens a step as the schedule says; ``threshold`` all that are more certain
         than ``threshold``; ``factor`` the n most certain as long as the n-th is at least 1 - factor / (n + 1). Both
-        commit at least one and do without ``steps``. Certainty is the confidence of ``algorithm``: the chosen token's
+        set one in any case, the first position when a block is entered and the most certain after that, and do
+        without ``steps``. Certainty is the confidence of ``algorithm``: the chosen token's
         probability (for ``origin`` too), the margin, or for ``entropy`` the exponential of the negative entropy.
       threshold: from 0 to 1; of that rule.
       factor: 0 or more; of that rule.

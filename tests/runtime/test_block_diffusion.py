@@ -188,7 +188,7 @@ def test_blocks_entered_without_a_refresh() -> None:
 
     positions = 0
     for number, start in enumerate(range(LENGTHS[1], length, BLOCK)):
-        stop, fresh = min(start + BLOCK, length), True
+        stop, fresh, entering = min(start + BLOCK, length), True, True
         while (canvas[0, start:stop] == mask_token).any():
             first = 0 if number == 0 and fresh else start - 1 - BLOCK * fresh
             if first == 0:
@@ -200,9 +200,10 @@ def test_blocks_entered_without_a_refresh() -> None:
             probabilities = np.asarray(made[0, start - 1 - first : stop - 1 - first])
             masked = canvas[0, start:stop] == mask_token
             certainty = np.where(masked, probabilities.max(axis=-1), -1.0)
-            kept = (certainty > 0.2) | (np.arange(stop - start) == certainty.argmax())
+            surest = masked.argmax() if entering else certainty.argmax()
+            kept = (certainty > 0.2) | (np.arange(stop - start) == surest)
             canvas[0, start:stop] = np.where(kept & masked, probabilities.argmax(axis=-1), canvas[0, start:stop])
-            fresh = False
+            fresh = entering = False
     config = mode(2).replace(temperature=0.0, refresh_blocks=0, stop_token_ids=())
     found = engine.generate_tokens(prompt[None], None, config)
     np.testing.assert_array_equal(found.sequences[0], canvas[0, :length])
@@ -253,7 +254,7 @@ def test_threshold_bounds() -> None:
 
 
 def test_factor_commits_as_many_as_it_says() -> None:
-    """By hand, from the logits of the first step: c_n >= 1 - factor / (n + 1)."""
+    """By hand, from the logits of the first step: c_n >= 1 - factor / (n + 1), and the block's first position."""
     engine = golden_cases.engine("tensor=1")
     ids, _ = ragged_rows()
     prompt = ids[1:2, -LENGTHS[1] :]
@@ -265,10 +266,20 @@ def test_factor_commits_as_many_as_it_says() -> None:
         start = np.concatenate([prompt, np.full((1, NEW_TOKENS), engine.config.mask_token_id)], axis=1)
         logits = engine.logits(start)[0, LENGTHS[1] - 1 : LENGTHS[1] - 1 + BLOCK].astype(np.float64)
         probabilities = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        certainty = np.sort((probabilities / probabilities.sum(axis=-1, keepdims=True)).max(axis=-1))[::-1]
-        numbers = np.arange(1, BLOCK + 1)
-        expected = max(1, int((certainty >= 1 - factor / (numbers + 1)).sum()))
-        assert (steps == 0).sum() == expected
+        certainty = (probabilities / probabilities.sum(axis=-1, keepdims=True)).max(axis=-1)
+        order = np.argsort(-certainty)
+        count = int((certainty[order] >= 1 - factor / (np.arange(1, BLOCK + 1) + 1)).sum())
+        assert set(np.flatnonzero(steps == 0).tolist()) == {0, *order[:count].tolist()}
+
+
+def test_a_block_begins_with_its_first_position() -> None:
+    config = BASE.replace(block_length=BLOCK, parallel="threshold", threshold=1.0, algorithm="maskgit_plus")
+    for cache in ("none", "dual"):
+        steps = generate("tensor=1", config.replace(cache=cache), rows=slice(1, 2)).steps_set[0, -NEW_TOKENS:]
+        for start in range(0, NEW_TOKENS, BLOCK):
+            own = steps[start : start + BLOCK]
+            assert own[0] == own.min()
+            assert (own.argsort() != np.arange(len(own))).any(), "then the most certain, wherever it is"
 
 
 def test_a_row_ends_with_its_stop_token() -> None:
