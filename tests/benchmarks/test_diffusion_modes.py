@@ -62,7 +62,9 @@ def by_hand(engine: Engine, ids: np.ndarray, threshold: float, ends: tuple[int, 
     return canvas[0, length - NEW : length].tolist(), full, windows
 
 
-@pytest.mark.parametrize(("threshold", "stops"), [(0.2, False), (0.9, False), (0.9, True)])
+@pytest.mark.parametrize(
+    ("threshold", "stops"), [(0.2, False), pytest.param(0.9, False, marks=pytest.mark.slow), (0.9, True)]
+)
 def test_the_rival_is_the_published_rule(threshold: float, stops: bool) -> None:
     # A trained model: the certainties of a random one are ties within rounding.
     engine = Engine.load(DEMO, "tensor=1", "float32")

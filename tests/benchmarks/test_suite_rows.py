@@ -80,7 +80,9 @@ def test_masks_of_a_block_while_it_is_stepped_through() -> None:
     assert passes.masked_in_blocks(SimpleNamespace(steps_set=steps), 2, 4) == pytest.approx((2 + 1 + 1) / 3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("seconds", "times", "ticked"), [(0.4, 20.0, True), (0.1, 5.0, False)])
+@pytest.mark.parametrize(
+    ("seconds", "times", "ticked"), [(0.4, 20.0, True), pytest.param(0.1, 5.0, False, marks=pytest.mark.slow)]
+)
 def test_an_accelerator_is_compared_with_the_cpu(
     seconds: float, times: float, ticked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

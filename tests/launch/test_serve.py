@@ -652,6 +652,7 @@ def test_owners_take_turns() -> None:
     assert [waiting.take() for _ in range(6)] == ["a1", "b1", "c1", "a3", "b2", None]
 
 
+@pytest.mark.slow
 def test_an_autoregressive_model(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     vocabulary = json.loads((DEMO / "config.json").read_text())["vocab_size"]

@@ -132,7 +132,7 @@ def test_cached_is_uncached(folders: dict[str, Path], name: str) -> None:
             np.testing.assert_allclose(cached.log_probabilities, plain.log_probabilities, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2_vocab_517"])
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("gpt2_vocab_517", marks=pytest.mark.slow)])
 def test_sampled_runs_do_not_depend_on_mesh_or_batch(folders: dict[str, Path], name: str) -> None:
     ids, mask = ragged(500)
     config = SamplingConfig(max_new_tokens=NEW, temperature=0.9, top_p=0.9, top_k=40, seed=7)
@@ -147,7 +147,7 @@ def test_sampled_runs_do_not_depend_on_mesh_or_batch(folders: dict[str, Path], n
     np.testing.assert_array_equal(alone.sequences[0], expected.sequences[3, -LENGTHS[1] - NEW :])
 
 
-@pytest.mark.parametrize("mesh", ["tensor=1", "data=2,sequence=2,tensor=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("tensor=1", marks=pytest.mark.slow), "data=2,sequence=2,tensor=2"])
 def test_a_prompt_is_read_once_for_all_its_samples(folders: dict[str, Path], mesh: str) -> None:
     own = engine(folders["qwen2"], mesh)
     ids, mask = ragged(500)

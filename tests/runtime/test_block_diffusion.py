@@ -125,9 +125,9 @@ def on_one_device(number: int) -> GenerationResult:
     return generate("tensor=1", mode(number))
 
 
-# Two modes on a mesh in the default run, every mode on every mesh with the slow ones.
+# One mode on a mesh in the default run, every mode on every mesh with the slow ones.
 GRID = [
-    pytest.param(number, mesh, marks=() if number == place == 1 or (number, place) == (2, 3) else pytest.mark.slow)
+    pytest.param(number, mesh, marks=() if (number, place) == (2, 3) else pytest.mark.slow)
     for (number, (place, mesh)) in itertools.product(range(len(MODES)), enumerate(MESHES))
 ]
 
@@ -347,6 +347,7 @@ def test_histories_of_batches_with_more_and_fewer_steps() -> None:
     assert seen[-1] == (sum(steps), sum(steps))
 
 
+@pytest.mark.slow
 def test_a_prompt_is_filled_in_with_a_cache() -> None:
     ids, _ = ragged_rows()
     ids = np.where(np.arange(ids.shape[1]) % 3 == 1, golden_cases.engine("tensor=1").config.mask_token_id, ids)
@@ -398,7 +399,7 @@ def test_no_program_is_compiled_twice() -> None:
         assert found.stats.compiled_programs == 0
 
 
-@pytest.mark.parametrize("cache", ["none", "dual", "prefix"])
+@pytest.mark.parametrize("cache", ["none", "dual", pytest.param("prefix", marks=pytest.mark.slow)])
 def test_lengths_and_schedules_of_a_bucket_share_a_program(cache: str) -> None:
     engine = golden_cases.engine("tensor=1")
     config = BASE.replace(cache=cache, block_length=BLOCK)
@@ -429,6 +430,7 @@ def test_weights_are_replaced_without_compiling() -> None:
     same(own.generate_tokens(ids, mask, config), before)
 
 
+@pytest.mark.slow
 def test_weights_of_a_quantized_engine_are_replaced_by_plain_ones() -> None:
     own = Engine.load(golden_cases.FOLDER, "tensor=2", quantize="int8")
     plain = Engine.load(golden_cases.FOLDER, "tensor=2")
