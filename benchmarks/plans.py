@@ -50,7 +50,7 @@ def main(values: flags.FlagValues) -> None:
     unknown = set(values.only) - set(MACHINES)
     if unknown:
         raise InputError(f"--only={','.join(values.only)}: expected some of {', '.join(MACHINES)}")
-    busy = load_notes(1)  # no other framework runs here
+    busy = load_notes()
     for text in values.only or MACHINES:
         rows, prompt, new_tokens = MACHINES[text]
         topology = parse_topology(text)
