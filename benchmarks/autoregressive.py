@@ -33,7 +33,7 @@ from benchmarks.records import (
 from launch.profiling import check_profiling, define_profiling_flags, profile_again
 from launch.startup import run_launcher
 from runtime import Engine, SamplingConfig
-from runtime.kv_cache import cache_bytes_per_device
+from runtime.models.kv_cache import cache_bytes_per_device
 from runtime.planner.presets import preset
 from sharding.errors import InputError
 
@@ -108,7 +108,7 @@ def main(values: flags.FlagValues) -> None:
                     "programs_compiled_when_timed": call().stats.compiled_programs,
                     "weight_bytes": engine.layout.bytes_per_device(dtype),
                     "cache_bytes": cache_bytes_per_device(
-                        engine.layout, values.batch, engine._runner.bucket(width), engine._runner.cache_dtype
+                        engine.layout, values.batch, engine.runner.bucket(width), engine.runner.cache_dtype
                     )
                     if cached
                     else 0,

@@ -55,13 +55,13 @@ from benchmarks.torch_models import (
 )
 from launch.profiling import check_profiling, define_profiling_flags, profile_again
 from launch.startup import run_launcher
-from runtime.attention import choose_attention
-from runtime.decoding.config import DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
+from runtime.execution.programs import ProgramCache, lower_hidden, put
+from runtime.models.attention import choose_attention
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
 from runtime.models.transformer import hidden_states, project_logits
-from runtime.programs import ProgramCache, lower_hidden, put
 from sharding.errors import InputError
 
 PARTS = ("forward", "generate", "autoregressive", "gpt2")

@@ -27,7 +27,7 @@ from benchmarks.records import build_record, define_record_flags, write_record
 from launch.profiling import check_profiling, define_profiling_flags, profile_again
 from launch.startup import run_launcher
 from runtime import Completion, DiffusionConfig, Engine
-from runtime.decoding.config import MAX_NEW_TOKENS, MAX_STEPS
+from runtime.decoding.parameters import MAX_NEW_TOKENS, MAX_STEPS
 from sharding.errors import InputError
 
 TRIVIAL_BODIES = ("pass", "return", "return None", "...")

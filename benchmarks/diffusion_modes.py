@@ -30,6 +30,7 @@ import numpy as np
 from absl import flags
 
 from benchmarks.demo_quality import parses, read_held_out, wilson_interval
+from benchmarks.fast_dllm_baseline import Rival
 from benchmarks.records import (
     Timing,
     build_record,
@@ -41,12 +42,11 @@ from benchmarks.records import (
     use_cores,
     write_record,
 )
-from benchmarks.rival import Rival
 from launch.profiling import check_profiling, define_profiling_flags, profile_again
 from launch.startup import run_launcher, this_host
 from runtime import DiffusionConfig, Engine
-from runtime.batching import bucket_length
-from runtime.kv_cache import cache_bytes_per_device, cache_dtype
+from runtime.execution.rows import bucket_length
+from runtime.models.kv_cache import cache_bytes_per_device, cache_dtype
 from sharding.errors import InputError
 
 # Noised copies of each completion for the bound of its likelihood.

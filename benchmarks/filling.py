@@ -30,10 +30,10 @@ from benchmarks.records import (
 from checkpoints import DEMO
 from launch.profiling import check_profiling, define_profiling_flags, profile_again
 from launch.startup import run_launcher
-from runtime.batching import row_seed
-from runtime.decoding.config import DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
-from runtime.runs.slots import RowRequest
+from runtime.execution.rows import row_seed
+from runtime.execution.slots import RowRequest
 from sharding.errors import InputError
 
 

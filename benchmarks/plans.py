@@ -20,7 +20,7 @@ from runtime.planner.describe import describe_estimate, describe_topology
 from runtime.planner.estimate import rank
 from runtime.planner.presets import preset
 from runtime.planner.workload import Workload
-from sharding.described import described_devices, missing_compiler
+from sharding.aot import described_devices, missing_compiler
 from sharding.errors import InputError
 from sharding.topology import parse_topology
 

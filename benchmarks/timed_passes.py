@@ -13,9 +13,9 @@ import numpy as np
 
 from benchmarks.records import Timing, time_alternating
 from benchmarks.suite.sheet import NotRunError
-from runtime.decoding.config import DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
-from runtime.generation import GenerationResult
+from runtime.execution.result import GenerationResult
 from runtime.planner.workload import Workload
 
 Request = DiffusionConfig | SamplingConfig

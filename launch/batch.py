@@ -48,11 +48,11 @@ from launch.startup import (
     this_host,
     version,
 )
-from runtime.batching import MAX_SAMPLES
 from runtime.engine import Engine, end_tokens
-from runtime.filling import FillingStats
+from runtime.execution.rows import MAX_SAMPLES
+from runtime.execution.scheduler import FillingStats
+from runtime.execution.slots import RowResult
 from runtime.models.config import ModelConfig
-from runtime.runs.slots import RowResult
 from sharding.errors import InputError
 
 FORMATS = ("results", "evalplus")

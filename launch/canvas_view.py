@@ -14,9 +14,9 @@ import numpy as np
 
 from launch.history_html import HistoryRow, HistoryToken, write_history_html
 from launch.watch import TokenKind
-from runtime.decoding.config import DiffusionConfig
+from runtime.decoding.parameters import DiffusionConfig
 from runtime.engine import Engine
-from runtime.generation import GenerationResult
+from runtime.execution.result import GenerationResult
 
 
 class CanvasView:

@@ -9,7 +9,7 @@ from typing import Any
 from absl import flags
 
 from checkpoints import CheckpointFolder
-from runtime.decoding.config import (
+from runtime.decoding.parameters import (
     CACHES,
     CONFIDENCE_DTYPES,
     MAX_STEPS,
@@ -17,8 +17,8 @@ from runtime.decoding.config import (
     DiffusionConfig,
     SamplingConfig,
 )
+from runtime.decoding.sampling import ALGORITHMS
 from runtime.models.config import ModelConfig
-from runtime.sampling import ALGORITHMS
 from sharding.errors import InputError
 
 # Flags that set the field of the same name, of both kinds of configuration and of diffusion's alone.

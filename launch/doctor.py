@@ -30,11 +30,11 @@ from checkpoints.opening import read_manifest
 from checkpoints.verification import verify
 from launch.hosts.preflight import version_facts
 from launch.startup import define_device_flags, is_main_process, progress_bar, run_launcher, start_devices, this_host
+from runtime.execution.runner import device_memory, weight_bytes
 from runtime.models.config import ModelConfig
 from runtime.models.declarations import tensor_sizes
 from runtime.models.families import model_layout, weights_class
 from runtime.planner.default import default_mesh
-from runtime.runner import device_memory, weight_bytes
 from sharding.heads import HeadLayout
 from sharding.mesh import WEIGHT_MEMORY_SHARE, MeshSpec, build_mesh
 

@@ -41,15 +41,15 @@ from launch.startup import (
     this_host,
 )
 from launch.watch import CanvasWatcher
-from runtime.batching import MAX_SAMPLES, check_request, read_rows, row_seeds
-from runtime.completions import Completion
-from runtime.decoding.config import DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine, end_tokens
-from runtime.generation import GenerationResult
+from runtime.execution.result import GenerationResult
+from runtime.execution.rows import MAX_SAMPLES, check_request, read_rows, row_seeds
 from runtime.models.config import ModelConfig
 from runtime.models.families import model_layout
 from runtime.planner.default import default_mesh
-from runtime.tokenizer import encode_prompts
+from runtime.text.completions import Completion
+from runtime.text.tokenizer import encode_prompts
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
 

@@ -21,8 +21,8 @@ from checkpoints.loading import check_tensors, stored_leaves
 from checkpoints.opening import open_tensors, read_manifest
 from launch.convert import config_folder, open_model, pickle_path
 from launch.startup import run_launcher
+from runtime.execution.runner import weight_bytes
 from runtime.models.declarations import ModelLayout, tensor_sizes
-from runtime.runner import weight_bytes
 from sharding.errors import InputError
 from sharding.mesh import WEIGHT_MEMORY_SHARE, MeshSpec
 

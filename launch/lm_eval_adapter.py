@@ -25,12 +25,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from checkpoints import DEMO
 from launch.hosts.faults import EXIT_USER_ERROR
-from runtime.batching import row_seed
-from runtime.completions import cut_completion
-from runtime.decoding.config import DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
-from runtime.likelihood import estimate_log_likelihoods, log_likelihoods
-from runtime.runs.slots import RowRequest
+from runtime.execution.rows import row_seed
+from runtime.execution.slots import RowRequest
+from runtime.text.completions import cut_completion
 from sharding.errors import InputError
 
 # Names of the harness, and ours.
@@ -94,8 +93,8 @@ class HarnessModel(LM):
         """Log-likelihood of each (context, continuation), and whether greedy decoding gives it."""
         pairs = [self._pair(*request.args) for request in requests]
         if self.engine.config.is_autoregressive:
-            return log_likelihoods(self.engine, pairs)
-        found = estimate_log_likelihoods(self.engine, pairs, samples=self._samples, seed=self._seed)
+            return self.engine.log_likelihoods(pairs)
+        found = self.engine.estimate_log_likelihoods(pairs, samples=self._samples, seed=self._seed)
         return [(value, False) for value in found]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
@@ -115,7 +114,7 @@ class HarnessModel(LM):
                 context_len=1,
             )
             pairs = [make_disjoint_window(window) for window in windows]
-            found.append(sum(value for value, _ in log_likelihoods(self.engine, pairs)))
+            found.append(sum(value for value, _ in self.engine.log_likelihoods(pairs)))
         return found
 
     # ---- generation -------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from checkpoints.loading import LoadedBytes
 from checkpoints.opening import VERIFY
 from launch.hosts.preflight import agree_on_programs
 from launch.startup import progress_bar, say, this_host
-from runtime.attention import IMPLEMENTATIONS
 from runtime.engine import Engine
-from runtime.kv_cache import CACHE_DTYPES
+from runtime.models.attention import IMPLEMENTATIONS
 from runtime.models.config import STORED_DTYPES, ModelConfig
+from runtime.models.kv_cache import CACHE_DTYPES
 from runtime.models.quantization import QUANTIZATIONS
-from runtime.tokenizer import TextTokenizer
+from runtime.text.tokenizer import TextTokenizer
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
 

@@ -33,7 +33,7 @@ from runtime.planner.describe import describe_compiled, describe_estimate, descr
 from runtime.planner.estimate import Estimate, estimate, out_of_memory, rank, shortage, what_would_help
 from runtime.planner.presets import PRESETS, preset
 from runtime.planner.workload import CACHES, Workload
-from sharding.described import described_devices, missing_compiler
+from sharding.aot import described_devices, missing_compiler
 from sharding.errors import InputError, MeshError
 from sharding.mesh import MeshSpec
 from sharding.topology import Topology, parse_topology

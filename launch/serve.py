@@ -36,7 +36,7 @@ from launch.startup import (
     this_host,
     version,
 )
-from runtime.decoding.config import MAX_STEPS, DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import MAX_STEPS, DiffusionConfig, SamplingConfig
 from runtime.engine import end_tokens
 from runtime.models.config import ModelConfig
 from sharding.errors import InputError

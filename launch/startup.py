@@ -196,7 +196,7 @@ def describe_only() -> None:
     """
     import jax
 
-    from sharding.described import ENVIRONMENT
+    from sharding.aot import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT)
     jax.config.update("jax_platforms", "cpu")

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.completions import Completion
-    from runtime.decoding.config import DiffusionConfig, SamplingConfig
+    from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
     from runtime.engine import Engine
-    from runtime.generation import GenerationResult, GenerationStats
+    from runtime.execution.result import GenerationResult, GenerationStats
+    from runtime.text.completions import Completion
 
 __all__ = ["Completion", "DiffusionConfig", "Engine", "GenerationResult", "GenerationStats", "SamplingConfig"]
 
 _HOMES = {
-    "Completion": "runtime.completions",
-    "DiffusionConfig": "runtime.decoding.config",
+    "Completion": "runtime.text.completions",
+    "DiffusionConfig": "runtime.decoding.parameters",
     "Engine": "runtime.engine",
-    "GenerationResult": "runtime.generation",
-    "GenerationStats": "runtime.generation",
-    "SamplingConfig": "runtime.decoding.config",
+    "GenerationResult": "runtime.execution.result",
+    "GenerationStats": "runtime.execution.result",
+    "SamplingConfig": "runtime.decoding.parameters",
 }
 
 

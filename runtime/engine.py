@@ -18,26 +18,27 @@ import numpy as np
 from checkpoints import CheckpointError, CheckpointFolder, load_weights, open_folder
 from checkpoints.loading import LoadedBytes, Progress, check_weights
 from checkpoints.opening import VERIFY
-from runtime.attention import IMPLEMENTATIONS
-from runtime.batching import Rows, check_kind, check_request, read_rows, row_seeds
-from runtime.completions import Completion, certain_prefixes, cut_completions, stream_text
-from runtime.decoding.config import MAX_TEMPERATURE, MIN_TEMPERATURE, DiffusionConfig, SamplingConfig
-from runtime.filling import Filling
-from runtime.generation import GenerationResult, GenerationStats, committed_tokens, join_histories, masks_left
-from runtime.kv_cache import CACHE_DTYPES
+from runtime.decoding.parameters import MAX_TEMPERATURE, MIN_TEMPERATURE, DiffusionConfig, SamplingConfig
+from runtime.execution.autoregressive_run import AutoregressiveRun
+from runtime.execution.block_run import BlockRun
+from runtime.execution.diffusion_run import DiffusionRun, LogitsHook, TokensHook
+from runtime.execution.likelihood import Pair, estimate_log_likelihoods, log_likelihoods
+from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, join_histories, masks_left
+from runtime.execution.rows import Rows, check_kind, check_request, read_rows, row_seeds
+from runtime.execution.runner import Runner, check_attention, check_memory, weight_bytes
+from runtime.execution.scheduler import Filling
+from runtime.execution.scoring import logits_of_rows, score_rows
+from runtime.execution.slots import RowRequest, Slots, open_slots
+from runtime.models.attention import IMPLEMENTATIONS
 from runtime.models.config import STORED_DTYPES, ModelConfig, token_ids
 from runtime.models.declarations import ModelLayout, named_shapes
 from runtime.models.families import Weights, model_layout, weights_class
+from runtime.models.kv_cache import CACHE_DTYPES
 from runtime.models.placement import place_weights
 from runtime.models.quantization import QUANTIZATIONS
 from runtime.planner.default import default_mesh
-from runtime.runner import Runner, check_attention, check_memory, weight_bytes
-from runtime.runs.autoregressive import AutoregressiveRun
-from runtime.runs.block_diffusion import BlockRun
-from runtime.runs.diffusion import DiffusionRun, LogitsHook, TokensHook
-from runtime.runs.slots import RowRequest, Slots, open_slots
-from runtime.scoring import logits_of_rows, score_rows
-from runtime.tokenizer import TextTokenizer, encode_prompts
+from runtime.text.completions import Completion, certain_prefixes, cut_completions, stream_text
+from runtime.text.tokenizer import TextTokenizer, encode_prompts
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
 from sharding.validate import check_mesh
@@ -95,11 +96,10 @@ class Engine:
           max_batch: rows on the devices at a time; default is what memory allows.
           kv_cache: dtype of keys and values that are kept: ``model``, ``bfloat16``, ``float32`` or ``int8``.
         """
-        self._runner = Runner(layout, weights, attention, max_batch, kv_cache)
-        self._programs = self._runner.programs
+        self.runner = Runner(layout, weights, attention, max_batch, kv_cache)
         self.layout = layout
         self.config: ModelConfig = layout.config
-        self.dtype = self._runner.dtype
+        self.dtype = self.runner.dtype
         self.notes: list[str] = []
         self.loaded: LoadedBytes | None = None
         self._folder = folder
@@ -219,7 +219,7 @@ class Engine:
     @property
     def weights(self) -> Weights:
         """The weights on the mesh."""
-        return self._runner.weights
+        return self.runner.weights
 
     def replace_weights(
         self, source: Any, *, verify: str = "full", offline: bool = False, progress: Progress | None = None
@@ -247,31 +247,31 @@ class Engine:
             if found := self.config.differences(ModelConfig.from_huggingface(folder.config)):
                 raise InputError(f"{folder.name}: another model than this engine's ({'; '.join(found)})")
             check_weights(folder, self.layout)
-            self._runner.weights, self.loaded = load_weights(folder, self.layout, self.dtype, progress, verify)
+            self.runner.weights, self.loaded = load_weights(folder, self.layout, self.dtype, progress, verify)
             return
-        self._runner.weights = place_weights(self.layout, source, self.dtype)
+        self.runner.weights = place_weights(self.layout, source, self.dtype)
 
     @property
     def platform(self) -> str:
         """``cpu``, ``gpu`` or ``tpu``."""
-        return self._runner.platform
+        return self.runner.platform
 
     def program_texts(self) -> dict[str, str]:
         """Optimized HLO of every program compiled so far, by name."""
-        return self._programs.texts()
+        return self.runner.programs.texts()
 
     @property
     def compiled_programs(self) -> int:
         """Programs compiled so far."""
-        return self._programs.compiled
+        return self.runner.programs.compiled
 
     def batch_size(self, rows: int, length: int, cached: bool = False) -> int:
         """Of ``rows`` rows of ``length`` positions, how many are on the devices at a time, with a cache or without."""
-        return self._runner.batch_size(rows, self._runner.bucket(length), cached)
+        return self.runner.batch_size(rows, self.runner.bucket(length), cached)
 
     def watch_programs(self, before_run: Callable[[jax.stages.Lowered | None], None]) -> None:
         """Call ``before_run`` before each run of a program, with its lowering where it is about to be compiled."""
-        self._programs.before_run = before_run
+        self.runner.programs.before_run = before_run
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -332,7 +332,7 @@ class Engine:
           InputError: what is wrong with the rows or the request.
         """
         start = time.perf_counter()
-        compiled, compile_seconds = self._programs.compiled, self._programs.seconds
+        compiled, compile_seconds = self.runner.programs.compiled, self.runner.programs.seconds
         config = config or self._default_config()
         hooked = tokens_hook is not None or logits_hook is not None
         if self.config.is_autoregressive and (hooked or history):
@@ -374,8 +374,8 @@ class Engine:
         real = np.pad(rows.real, ((0, 0), (0, config.max_new_tokens)), constant_values=True)
         stats.tokens = committed_tokens(steps_set)
         stats.masks_left = int(masks_left(sequences, real, self.config.mask_token_id).sum())
-        stats.compiled_programs = self._programs.compiled - compiled
-        stats.compile_seconds = self._programs.seconds - compile_seconds
+        stats.compiled_programs = self.runner.programs.compiled - compiled
+        stats.compile_seconds = self.runner.programs.seconds - compile_seconds
         stats.seconds = time.perf_counter() - start
         return GenerationResult(sequences, steps_set, unfolded, seeds, log_probabilities, stats)
 
@@ -410,18 +410,18 @@ class Engine:
 
         Args:
           requests: rows, each with its own configuration and seed.
-          slots: rows on the devices at a time, see :class:`runtime.filling.Filling`.
+          slots: rows on the devices at a time, see :class:`runtime.execution.scheduler.Filling`.
 
         Raises:
           InputError: a row that cannot be generated.
         """
-        return Filling(self._runner, requests, slots)
+        return Filling(self.runner, requests, slots)
 
     def slots(self, config: GenerationConfig, width: int, count: int, steps: int) -> Slots:
         """Fixed slots that rows enter and leave one by one, for whoever does not know all rows before: a server.
 
         Args:
-          config: decides what is compiled; see :func:`runtime.runs.slots.general`.
+          config: decides what is compiled; see :func:`runtime.execution.slots.general`.
           width: positions of a row at most, prompt and new tokens; rounded up to a bucket.
           count: rows at a time; rounded down to a multiple of the data axis, and limited by memory.
           steps: of a block of any row, at most (diffusion).
@@ -432,8 +432,8 @@ class Engine:
         check_kind(self.config, config)
         if width > self.config.max_positions:
             raise InputError(f"{width} positions; the model allows {self.config.max_positions}")
-        bucket = self._runner.bucket(width)
-        return open_slots(self._runner, config, bucket, self._slot_count(config, width, count), steps, bucket)
+        bucket = self.runner.bucket(width)
+        return open_slots(self.runner, config, bucket, self._slot_count(config, width, count), steps, bucket)
 
     def check_slots(self, wanted: Sequence[tuple[GenerationConfig, int, int]]) -> None:
         """Check that slots of several kinds fit beside one another, before any are made.
@@ -444,9 +444,9 @@ class Engine:
         Raises:
           InputError: they do not; says what they need.
         """
-        room, weights, data = self._runner.room(), weight_bytes(self.layout, self.dtype), self.layout.spec.data
+        room, weights, data = self.runner.room(), weight_bytes(self.layout, self.dtype), self.layout.spec.data
         found = [
-            self._runner.memory(self._slot_count(one, width, count) // data, self._runner.bucket(width), _cached(one))
+            self.runner.memory(self._slot_count(one, width, count) // data, self.runner.bucket(width), _cached(one))
             for one, width, count in wanted
         ]
         # Passes take turns; caches stay.
@@ -460,7 +460,7 @@ class Engine:
 
     def _slot_count(self, config: GenerationConfig, width: int, count: int) -> int:
         data = self.layout.spec.data
-        return self._runner.batch_size(max(data, count // data * data), self._runner.bucket(width), _cached(config))
+        return self.runner.batch_size(max(data, count // data * data), self.runner.bucket(width), _cached(config))
 
     def generate(
         self,
@@ -563,7 +563,7 @@ class Engine:
         One forward pass; the logits are gathered to the host a chunk of positions at a time.
         """
         rows = read_rows(input_ids, attention_mask, self.config)
-        return logits_of_rows(self._runner, rows)
+        return logits_of_rows(self.runner, rows)
 
     def score(
         self,
@@ -587,7 +587,7 @@ class Engine:
           attention_mask: ``[B, S]``, left padding; None for none.
           temperature: divides the logits.
           width, batch: positions and rows to run at a time, where one program is to do for every call; see
-            :func:`runtime.scoring.score_rows`.
+            :func:`runtime.execution.scoring.score_rows`.
 
         Returns:
           numpy float32 ``[B, S]``, zero at padding.
@@ -606,7 +606,15 @@ class Engine:
             raise InputError(
                 f"temperature is {temperature}; expected a number from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
             )
-        return score_rows(self._runner, rows, wanted, temperature, width, batch)
+        return score_rows(self.runner, rows, wanted, temperature, width, batch)
+
+    def log_likelihoods(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        """Log-likelihoods under an autoregressive model; see :mod:`runtime.execution.likelihood`."""
+        return log_likelihoods(self.runner, pairs)
+
+    def estimate_log_likelihoods(self, pairs: Sequence[Pair], *, samples: int = 128, seed: int = 0) -> list[float]:
+        """Monte Carlo estimates under a diffusion model; see :mod:`runtime.execution.likelihood`."""
+        return estimate_log_likelihoods(self.runner, pairs, samples=samples, seed=seed)
 
     # ---- how rows meet the mesh -------------------------------------------------------------------------------
 
@@ -627,18 +635,18 @@ class Engine:
         self, rows: Rows, config: GenerationConfig, seeds: list[int], samples: int, whole: bool
     ) -> Iterator[tuple[DiffusionRun | BlockRun | AutoregressiveRun, int]]:
         """Batches on the mesh, one after another, and how many there are; ``whole`` refuses to split."""
-        canvas = self._runner.bucket(int(rows.lengths.max()) + config.max_new_tokens)
+        canvas = self.runner.bucket(int(rows.lengths.max()) + config.max_new_tokens)
         count = len(rows.lengths)
         cached = _cached(config)
-        size = self._runner.batch_size(count, canvas, cached)
+        size = self.runner.batch_size(count, canvas, cached)
         if whole and count > size:
             raise InputError(f"{count} rows at a time, and memory allows {size} on this mesh: give fewer rows")
         batches = math.ceil(count / size)
-        for part in self._runner.batches(count, canvas, cached):
+        for part in self.runner.batches(count, canvas, cached):
             common: dict[str, Any] = {"seeds": seeds[part], "width": canvas, "batch": size}
             if isinstance(config, SamplingConfig):
-                yield AutoregressiveRun(self._runner, rows.take(part), config, **common, samples=samples), batches
+                yield AutoregressiveRun(self.runner, rows.take(part), config, **common, samples=samples), batches
             elif config.in_blocks:
-                yield BlockRun(self._runner, rows.take(part), config, **common), batches
+                yield BlockRun(self.runner, rows.take(part), config, **common), batches
             else:
-                yield DiffusionRun(self._runner, rows.take(part), config, **common), batches
+                yield DiffusionRun(self.runner, rows.take(part), config, **common), batches

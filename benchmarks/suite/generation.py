@@ -18,10 +18,10 @@ from benchmarks.suite.sheet import NotRunError
 from benchmarks.suite.subject import Subject, open_engine, rates, request_of
 from benchmarks.timed_passes import Request, TimedPass
 from launch.profiling import given_profiling, profile_again
-from runtime.decoding.config import SamplingConfig
+from runtime.decoding.parameters import SamplingConfig
 from runtime.engine import Engine
-from runtime.kv_cache import cache_bytes_per_device
 from runtime.models.families import model_layout
+from runtime.models.kv_cache import cache_bytes_per_device
 from runtime.models.placement import place_weights
 from runtime.planner.workload import Workload
 

@@ -16,11 +16,11 @@ from benchmarks.models import layer_config
 from benchmarks.suite.sheet import NotRunError
 from benchmarks.suite.subject import Subject, prompt_ids
 from benchmarks.torch_models import import_torch, torch_model
-from runtime.attention import choose_attention
+from runtime.execution.programs import fetch, put
+from runtime.models.attention import choose_attention
 from runtime.models.declarations import WeightLeaf
 from runtime.models.forward import Forward
 from runtime.models.transformer import block
-from runtime.programs import fetch, put
 
 _POSITIONS = 64
 # Of an element's size and of the root mean square together; a few roundings of the dtype.

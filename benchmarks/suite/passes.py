@@ -17,17 +17,17 @@ from benchmarks.records import Timing
 from benchmarks.suite.sheet import NotRunError
 from benchmarks.suite.subject import Subject, prompt_ids, request_of
 from benchmarks.timed_passes import Request, TimedPass, timed_requests
-from runtime.attention import choose_attention
-from runtime.generation import GenerationResult, GenerationStats
-from runtime.kv_cache import cache_bytes_per_device
+from runtime.execution.programs import ProgramCache, lower_hidden, put
+from runtime.execution.result import GenerationResult, GenerationStats
+from runtime.execution.runner import canvas_bucket
+from runtime.models.attention import choose_attention
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
+from runtime.models.kv_cache import cache_bytes_per_device
 from runtime.models.transformer import hidden_states, project_logits
 from runtime.planner.default import topology_of
 from runtime.planner.estimate import Estimate
 from runtime.planner.workload import Workload
-from runtime.programs import ProgramCache, lower_hidden, put
-from runtime.runner import canvas_bucket
 from sharding.errors import InputError
 from sharding.topology import CHIPS
 

@@ -17,10 +17,10 @@ from benchmarks.suite.sheet import NotRunError, Sheet
 from benchmarks.timed_passes import Request, TimedPass, time_pass
 from checkpoints import DEMO
 from launch.startup import define_device_flags
-from runtime.attention import IMPLEMENTATIONS
-from runtime.decoding.config import DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
-from runtime.generation import GenerationResult
+from runtime.execution.result import GenerationResult
+from runtime.models.attention import IMPLEMENTATIONS
 from runtime.models.config import STORED_DTYPES, ModelConfig
 from runtime.planner.workload import Workload
 from sharding.errors import InputError

@@ -9,7 +9,7 @@ from benchmarks.demo_quality import parses
 from benchmarks.suite.sheet import NotRunError
 from benchmarks.suite.subject import Subject, request_of
 from checkpoints import open_folder
-from runtime.tokenizer import TextTokenizer
+from runtime.text.tokenizer import TextTokenizer
 
 SECTION = "tokenizer"
 NAMES = ("first call", "encoding a prompt", "decoding 1 token", "decoding 100 tokens")

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.batching import MAX_SAMPLES, check_request
-from runtime.decoding.config import MAX_SEED, MAX_STEPS, DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import MAX_SEED, MAX_STEPS, DiffusionConfig, SamplingConfig
+from runtime.execution.rows import MAX_SAMPLES, check_request
+from runtime.execution.slots import RowRequest
 from runtime.models.config import ModelConfig
-from runtime.runs.slots import RowRequest
-from runtime.tokenizer import TextTokenizer
+from runtime.text.tokenizer import TextTokenizer
 from sharding.errors import InputError
 
 MAX_STOPS, MAX_STOP = 16, 1024

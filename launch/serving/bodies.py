@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from launch.openai.bodies import MAX_STOP, MAX_STOPS
 from launch.serving.errors import ApiError, invalid
-from runtime.decoding.config import (
+from runtime.decoding.parameters import (
     CACHES,
     CONFIDENCE_DTYPES,
     MAX_NEW_TOKENS,
@@ -22,7 +22,7 @@ from runtime.decoding.config import (
     MIN_TEMPERATURE,
     PARALLEL_RULES,
 )
-from runtime.sampling import ALGORITHMS
+from runtime.decoding.sampling import ALGORITHMS
 
 # Absolute bounds; the server's own, from its flags, are tighter.
 MAX_N = 1024

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from runtime.decoding.config import DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
-from runtime.runner import canvas_bucket
-from runtime.runs.block_diffusion import block_schedule
-from runtime.runs.slots import RowRequest, RowResult, general
+from runtime.execution.block_run import block_schedule
+from runtime.execution.runner import canvas_bucket
+from runtime.execution.slots import RowRequest, RowResult, general
 from sharding.errors import InputError
 
 Config = DiffusionConfig | SamplingConfig

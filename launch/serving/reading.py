@@ -13,10 +13,10 @@ from launch.serving.bodies import ChatBody, CompletionBody, ScoreBody
 from launch.serving.errors import ApiError, from_input_error, invalid
 from launch.serving.limits import Limits
 from launch.serving.mesh import Mesh, Scoring
-from runtime.batching import row_seeds
-from runtime.decoding.config import DiffusionConfig, SamplingConfig
-from runtime.runs.block_diffusion import block_schedule, window_widths
-from runtime.runs.slots import RowRequest
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
+from runtime.execution.block_run import block_schedule, window_widths
+from runtime.execution.rows import row_seeds
+from runtime.execution.slots import RowRequest
 from sharding.errors import InputError
 
 # Seeds that are made here are exact in JavaScript too.
@@ -199,7 +199,7 @@ class Reader:
         return number
 
 
-# What of a configuration is compiled in; see runtime.runs.slots.general.
+# What of a configuration is compiled in; see runtime.execution.slots.general.
 _COMPILED = ("algorithm", "cache", "parallel", "confidence_dtype", "suppress_mask")
 
 

@@ -20,7 +20,7 @@ from launch.serving.jobs import Job, Ticket
 from launch.serving.mesh import Mesh, Outcome, PoolOutcome, PoolTurn, Turn
 from launch.serving.metrics import Metrics
 from launch.serving.waiting import Waiting
-from runtime.decoding.config import DiffusionConfig
+from runtime.decoding.parameters import DiffusionConfig
 
 State = Literal["warming up", "ready", "draining", "dead"]
 

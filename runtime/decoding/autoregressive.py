@@ -12,11 +12,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from runtime.decoding.sampling import TOKEN_STREAM, SamplingRule, choose_tokens, log_probabilities, position_keys
 from runtime.models.cached import fill_rows, run_window
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
 from runtime.models.transformer import hidden_states, pick_positions, project_logits
-from runtime.sampling import TOKEN_STREAM, SamplingRule, choose_tokens, log_probabilities, position_keys
 
 Array = jax.Array
 # In the structs below: an array, or in its place a sharding or an abstract shape, in trees that describe one.
@@ -71,7 +71,7 @@ class DecodeState:
       done: bool ``[B]``.
       step: int32, tokens generated so far in a row that is not done; each is one forward pass.
       log_probabilities: float32 ``[B, T]``, or None.
-      cache: a :class:`runtime.kv_cache.KVCache`, or None to run without one.
+      cache: a :class:`runtime.models.kv_cache.KVCache`, or None to run without one.
     """
 
     tokens: Leaf

@@ -28,10 +28,10 @@ import jax.numpy as jnp
 
 from runtime.decoding.blocks import BlockProgram, BlockRequest, BlockState, block_start, plan, refresh_chunk
 from runtime.decoding.diffusion import Choices, by_schedule, choose_on_canvas, ranks, write_choices
-from runtime.kv_cache import copy_row
 from runtime.models.cached import fill_rows, run_window
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
+from runtime.models.kv_cache import copy_row
 from runtime.models.transformer import hidden_states
 
 Array = jax.Array

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from runtime.decoding.diffusion import DenoiseProgram
+from runtime.decoding.sampling import draw_per_position
 from runtime.models.forward import Forward
-from runtime.sampling import draw_per_position
 
 Array = jax.Array
 # In the structs below: an array, or in its place a sharding or an abstract shape, in trees that describe one.
@@ -91,7 +91,7 @@ class BlockState:
       done: bool ``[B]``.
       step: int32, iterations so far.
       log_probabilities: float32 ``[B, S]`` of committed tokens, or None.
-      cache: a :class:`runtime.kv_cache.KVCache`, or None.
+      cache: a :class:`runtime.models.kv_cache.KVCache`, or None.
     """
 
     canvas: Leaf

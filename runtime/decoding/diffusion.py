@@ -18,11 +18,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from runtime.models.config import ModelConfig
-from runtime.models.families import Weights
-from runtime.models.forward import Forward
-from runtime.models.transformer import hidden_states, pick_positions, project_logits
-from runtime.sampling import (
+from runtime.decoding.sampling import (
     TOKEN_STREAM,
     SamplingRule,
     choose_tokens,
@@ -30,6 +26,10 @@ from runtime.sampling import (
     log_probabilities,
     position_keys,
 )
+from runtime.models.config import ModelConfig
+from runtime.models.families import Weights
+from runtime.models.forward import Forward
+from runtime.models.transformer import hidden_states, pick_positions, project_logits
 
 Array = jax.Array
 # In the structs below: an array, or in its place a sharding or an abstract shape, in trees that describe one.
@@ -41,7 +41,7 @@ class DenoiseProgram:
     """The parts of a generation that are compiled in.
 
     Attributes:
-      algorithm: one of :data:`runtime.sampling.ALGORITHMS`.
+      algorithm: one of :data:`runtime.decoding.sampling.ALGORITHMS`.
       sampling: how tokens are chosen.
       sample_positions: draw the positions to transfer by confidence (``alg_temp`` above 0), else take the best.
       chunk: positions per row that the head is run on at a time, P.

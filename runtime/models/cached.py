@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from runtime.kv_cache import KVCache, attend, write_rows, write_window
 from runtime.models.families import Weights
 from runtime.models.forward import KV_HEADS, Forward
+from runtime.models.kv_cache import KVCache, attend, write_rows, write_window
 from runtime.models.transformer import block
 
 Array = jax.Array

@@ -3,7 +3,7 @@
 Dimension letters: B batch, S sequence (positions that are computed), P positions of one head chunk, D embed, K heads
 (each its own KV head), H head dim, F mlp, V vocab.
 
-Numerics follow the Hugging Face implementation (parity in ``tests/runtime/test_autoregressive.py``).
+Numerics follow the Hugging Face implementation (parity in ``tests/runtime/decoding/test_autoregressive.py``).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Dimension letters: B batch, S sequence (positions that are computed), P positions of one head chunk, D embed, K kv
 heads, G query heads per KV head, H head dim, F mlp, V vocab.
 
-Numerics follow the Hugging Face implementation (parity in ``tests/runtime/test_parity.py``): RMSNorm and softmax in
-float32, RoPE angles in float32, the rest in the weights' dtype.
+Numerics follow the Hugging Face implementation (parity in ``tests/runtime/models/test_parity.py``): RMSNorm and softmax
+in float32, RoPE angles in float32, the rest in the weights' dtype.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from runtime.attention import dot_product_attention
+from runtime.models.attention import dot_product_attention
 from runtime.models.families import Weights
 from runtime.models.forward import KV_HEADS, Forward
 

@@ -11,15 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from runtime.attention import choose_attention
 from runtime.decoding.blocks import BlockProgram
 from runtime.decoding.schedule import padded_steps
-from runtime.models.declarations import ModelLayout
-from runtime.models.forward import Forward
-from runtime.planner.estimate import PhaseEstimate
-from runtime.planner.hlo import HloCollective, bytes_by_axis, count_by_kind, read_collectives
-from runtime.planner.workload import Phase, Workload
-from runtime.programs import (
+from runtime.execution.autoregressive_run import decode_program
+from runtime.execution.canvas import denoise_program
+from runtime.execution.programs import (
     abstract_block,
     abstract_decode,
     abstract_request,
@@ -29,8 +25,12 @@ from runtime.programs import (
     lower_denoise,
     lower_prefill,
 )
-from runtime.runs.autoregressive import decode_program
-from runtime.runs.canvas import denoise_program
+from runtime.models.attention import choose_attention
+from runtime.models.declarations import ModelLayout
+from runtime.models.forward import Forward
+from runtime.planner.estimate import PhaseEstimate
+from runtime.planner.hlo import HloCollective, bytes_by_axis, count_by_kind, read_collectives
+from runtime.planner.workload import Phase, Workload
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from runtime.execution.runner import device_memory
 from runtime.models.config import ModelConfig
 from runtime.planner.estimate import rank
 from runtime.planner.workload import Workload
-from runtime.runner import device_memory
 from sharding.mesh import MeshSpec
 from sharding.topology import CHIPS, Chip, Topology
 

@@ -15,10 +15,10 @@ from functools import cached_property
 
 import jax.numpy as jnp
 
-from runtime.kv_cache import cache_bytes_per_device
-from runtime.memory import Memory
+from runtime.execution.memory import Memory
 from runtime.models.declarations import ModelLayout, shard_shape, tensor_sizes
 from runtime.models.families import weights_class
+from runtime.models.kv_cache import cache_bytes_per_device
 from runtime.planner.memory import estimate_memory
 from runtime.planner.traffic import Collective, bytes_by_axis, phase_collectives
 from runtime.planner.workload import Phase, Workload

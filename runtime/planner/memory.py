@@ -1,4 +1,4 @@
-"""Memory of one device for a workload: what :mod:`runtime.memory` says of its passes."""
+"""Memory of one device for a workload: what :mod:`runtime.execution.memory` says of its passes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 
 import jax.numpy as jnp
 
-from runtime.attention import choose_attention
-from runtime.memory import Device, Memory, PassShape, memory_of_passes
+from runtime.execution.memory import Device, Memory, PassShape, memory_of_passes
+from runtime.models.attention import choose_attention
 from runtime.models.declarations import ModelLayout
 from runtime.planner.workload import Phase, Workload
 from sharding.topology import Chip

@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from runtime.decoding.sampling import SamplingRule
+from runtime.execution.autoregressive_run import decode_program
+from runtime.execution.canvas import denoise_program
 from runtime.models.declarations import ModelLayout
 from runtime.planner.workload import Phase, Workload
-from runtime.runs.autoregressive import decode_program
-from runtime.runs.canvas import denoise_program
-from runtime.sampling import SamplingRule
 
 _INTEGER = _FLOAT = 4
 # Halvings of the search for the threshold of top-p and top-k, and the integer sums of each.
@@ -48,7 +48,7 @@ class Collective:
 
 
 def choose_tokens_reductions(rule: SamplingRule, ranked: bool = True) -> int:
-    """Numbers of 4 bytes that are reduced over the vocabulary's shards for one position; see `runtime.sampling`.
+    """Numbers of 4 bytes that are reduced over the vocabulary's shards for one position.
 
     Args:
       rule: how tokens are chosen.

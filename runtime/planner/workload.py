@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.batching import bucket_length
 from runtime.decoding.blocks import refresh_chunk
-from runtime.decoding.config import CACHES, DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import CACHES, DiffusionConfig, SamplingConfig
 from runtime.decoding.schedule import transfer_ratios
+from runtime.execution.block_run import block_schedule, window_widths
+from runtime.execution.rows import bucket_length
+from runtime.execution.runner import canvas_bucket, head_chunk
 from runtime.models.config import STORED_DTYPES, ModelConfig
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import model_layout
 from runtime.models.quantization import QUANTIZATIONS
-from runtime.runner import canvas_bucket, head_chunk
-from runtime.runs.block_diffusion import block_schedule, window_widths
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
 

@@ -13,12 +13,12 @@ from absl import flags
 
 from benchmarks import diffusion_modes
 from benchmarks.diffusion_modes import likelihood, modes_table, speeds
+from benchmarks.fast_dllm_baseline import Rival
 from benchmarks.records import Timing
-from benchmarks.rival import Rival
 from checkpoints import DEMO
 from runtime import DiffusionConfig, Engine
-from runtime.kv_cache import abstract_cache
 from runtime.models.cached import fill_rows, run_window
+from runtime.models.kv_cache import abstract_cache
 from runtime.models.transformer import project_logits
 from sharding.errors import InputError
 from tests import golden_cases
@@ -29,8 +29,8 @@ NEW, BLOCK = 16, 8
 def by_hand(engine: Engine, ids: np.ndarray, threshold: float, ends: tuple[int, ...]) -> tuple[list[int], int, int]:
     """Fast-dLLM's dual cache, a pass at a time: new tokens, passes over everything, passes over a block."""
     length, mask, weights = ids.shape[1] + NEW, engine.config.mask_token_id, engine.weights
-    width = engine._runner.bucket(length)
-    forward, lengths = engine._runner.forward(width), jnp.array([length], jnp.int32)
+    width = engine.runner.bucket(length)
+    forward, lengths = engine.runner.forward(width), jnp.array([length], jnp.int32)
     shapes = abstract_cache(engine.layout, 1, width, engine.dtype)
     cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)
     canvas = np.full((1, width), engine.config.pad_token_id, np.int32)

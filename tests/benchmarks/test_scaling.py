@@ -10,11 +10,11 @@ from absl import flags
 
 from benchmarks import report, scaling
 from launch.startup import run_launcher
-from runtime.decoding.config import DiffusionConfig
+from runtime.decoding.parameters import DiffusionConfig
+from runtime.execution.block_run import block_schedule
 from runtime.planner.compiled import CompiledPhase, compile_workload
 from runtime.planner.estimate import rank
 from runtime.planner.hlo import read_collectives
-from runtime.runs.block_diffusion import block_schedule
 from sharding.topology import CHIPS, machine_of
 
 SIZES = [

@@ -14,7 +14,7 @@ from absl import flags
 
 from launch import batch
 from launch.startup import run_launcher
-from runtime.runs.slots import RowRequest, Slots
+from runtime.execution.slots import RowRequest, Slots
 
 
 def define_flags(values: flags.FlagValues) -> None:

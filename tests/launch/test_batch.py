@@ -17,7 +17,7 @@ from launch.batches import folder as batch_folder
 from launch.batches.folder import BatchFolder
 from launch.batches.records import evalplus_records
 from runtime import DiffusionConfig, Engine
-from runtime.batching import row_seed
+from runtime.execution.rows import row_seed
 from sharding.errors import InputError
 from tests.launch.mistakes import refusal
 from tests.launch.small_batches import launch, write

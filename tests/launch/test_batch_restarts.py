@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from benchmarks.faults import HostProcesses, names_host
-from runtime.batching import row_seed
+from runtime.execution.rows import row_seed
 from tests.launch.small_batches import arguments, launch, results, write
 
 SLOTS = 2

@@ -17,7 +17,7 @@ from launch import generate
 from launch.hosts.faults import HostsDifferError
 from launch.hosts.host import Host
 from launch.hosts.preflight import agree_on_programs, differences, flag_facts, table
-from runtime.programs import ProgramCache
+from runtime.execution.programs import ProgramCache
 
 NAMES = [f"host {number}" for number in range(4)]
 

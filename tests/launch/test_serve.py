@@ -32,7 +32,7 @@ from launch.serving.openapi import document
 from launch.serving.scheduler import Scheduler, follow
 from launch.serving.waiting import Waiting
 from runtime import DiffusionConfig, Engine, SamplingConfig
-from runtime.decoding.config import MAX_SEED
+from runtime.decoding.parameters import MAX_SEED
 from sharding.errors import InputError
 from tests.launch.served import PATIENCE, OneHost, Served, demo, served, wait_for
 from tests.launch.tiny import write_tiny_checkpoint
@@ -359,13 +359,13 @@ def test_blocks_of_any_length_where_a_rule_decides(tiny: Engine) -> None:
 
 def test_slots_of_several_kinds_fit_beside_one_another(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [Shape(config, width, 8, 64) for config in (CONFIG, DUAL) for width in (64, 128)]
-    alone = [tiny._runner.memory(8, shape.width, shape.config.cache != "none") for shape in shapes]
-    monkeypatch.setattr(tiny._runner, "room", lambda: max(memory.total for memory in alone))
+    alone = [tiny.runner.memory(8, shape.width, shape.config.cache != "none") for shape in shapes]
+    monkeypatch.setattr(tiny.runner, "room", lambda: max(memory.total for memory in alone))
     for shape in shapes:
         Mesh(tiny, [shape])
     with pytest.raises(InputError, match=r"slots of 4 kinds need 0\.0 GB of each device"):
         Mesh(tiny, shapes)
-    monkeypatch.setattr(tiny._runner, "room", lambda: sum(memory.total for memory in alone))
+    monkeypatch.setattr(tiny.runner, "room", lambda: sum(memory.total for memory in alone))
     Mesh(tiny, shapes)
 
 

@@ -29,7 +29,7 @@ from launch.serving.keys import Keys
 from launch.serving.limits import Limits
 from launch.serving.openapi import document
 from runtime import DiffusionConfig, Engine
-from runtime.decoding.config import MAX_SEED
+from runtime.decoding.parameters import MAX_SEED
 from tests.launch.served import PATIENCE, Served, served
 from tests.launch.tiny import write_tiny_checkpoint
 

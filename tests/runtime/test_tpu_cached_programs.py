@@ -13,14 +13,14 @@ import pytest
 
 from runtime import DiffusionConfig, SamplingConfig
 from runtime.decoding.blocks import BlockProgram
-from runtime.kv_cache import cache_bytes_per_device
+from runtime.execution.autoregressive_run import decode_program
+from runtime.execution.block_run import window_widths
+from runtime.execution.canvas import denoise_program
+from runtime.execution.programs import abstract_block, abstract_decode, lower_blocks, lower_decode, lower_prefill
 from runtime.models.families import model_layout
 from runtime.models.forward import Forward
-from runtime.programs import abstract_block, abstract_decode, lower_blocks, lower_decode, lower_prefill
-from runtime.runs.autoregressive import decode_program
-from runtime.runs.block_diffusion import window_widths
-from runtime.runs.canvas import denoise_program
-from sharding.described import described_devices
+from runtime.models.kv_cache import cache_bytes_per_device
+from sharding.aot import described_devices
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
 from tests.runtime.test_tpu_programs import DIFFUCODER

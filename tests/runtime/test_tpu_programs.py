@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import pytest
 
 from runtime import DiffusionConfig
+from runtime.execution.canvas import denoise_program
+from runtime.execution.programs import abstract_request, lower_denoise
+from runtime.execution.runner import head_chunk
 from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout, shard_shape
 from runtime.models.families import model_layout
 from runtime.models.forward import Forward
-from runtime.programs import abstract_request, lower_denoise
-from runtime.runner import head_chunk
-from runtime.runs.canvas import denoise_program
-from sharding.described import described_devices
+from sharding.aot import described_devices
 from sharding.heads import HeadLayout
 from sharding.mesh import MeshSpec, build_mesh
 from sharding.topology import parse_topology

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from sharding.described import described_devices, missing_compiler
+from sharding.aot import described_devices, missing_compiler
 from sharding.errors import MeshError
 from sharding.heads import HeadLayout
 from sharding.links import Wiring

@@ -8,7 +8,7 @@ from runtime.planner.compiled import collectives_agree, compile_workload
 from runtime.planner.estimate import estimate
 from runtime.planner.presets import preset
 from runtime.planner.workload import Workload
-from sharding.described import described_devices, missing_compiler
+from sharding.aot import described_devices, missing_compiler
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
 

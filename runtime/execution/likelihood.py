@@ -9,9 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from runtime.decoding.config import SamplingConfig
-from runtime.engine import Engine
-from runtime.runs.slots import RowRequest
+from runtime.decoding.parameters import SamplingConfig
+from runtime.execution.rows import read_rows
+from runtime.execution.runner import Runner
+from runtime.execution.scheduler import Filling
+from runtime.execution.scoring import score_rows
+from runtime.execution.slots import RowRequest
 from sharding.errors import InputError
 
 # The share of a continuation that is masked at least, as Dream's authors have it.
@@ -41,11 +44,11 @@ def _padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     return ids, mask
 
 
-def log_likelihoods(engine: Engine, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+def log_likelihoods(runner: Runner, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
     """Of each continuation after its context, under an autoregressive model.
 
     Args:
-      engine: with an autoregressive model.
+      runner: with an autoregressive model.
       pairs: tokens of contexts and continuations.
 
     Returns:
@@ -54,22 +57,23 @@ def log_likelihoods(engine: Engine, pairs: Sequence[Pair]) -> list[tuple[float, 
     Raises:
       InputError: a pair that is empty or too long, or a diffusion model.
     """
-    if not engine.config.is_autoregressive:
+    if not runner.layout.config.is_autoregressive:
         raise InputError(
             "log_likelihoods is exact, of autoregressive models; estimate_log_likelihoods is for diffusion"
         )
-    _check(pairs, engine.config.max_positions)
+    _check(pairs, runner.layout.config.max_positions)
     sums = [0.0] * len(pairs)
     order = sorted(range(len(pairs)), key=lambda number: len(pairs[number][0]) + len(pairs[number][1]))
     for start in range(0, len(order), _ROWS):
         part = order[start : start + _ROWS]
         ids, mask = _padded([[*pairs[number][0], *pairs[number][1]] for number in part])
-        found = engine.score(ids, ids, mask)
+        scored = read_rows(ids, mask, runner.layout.config)
+        found = score_rows(runner, scored, scored, 1.0)
         for row, number in enumerate(part):
             sums[number] = float(found[row, -len(pairs[number][1]) :].astype(np.float64).sum())
     requests = [RowRequest(list(context), SamplingConfig(max_new_tokens=len(new)), 0) for context, new in pairs]
     greedy = [False] * len(pairs)
-    for results in engine.filling(requests).run():
+    for results in Filling(runner, requests).run():
         for result in results:
             context, new = pairs[result.number]
             greedy[result.number] = result.sequence[len(context) :].tolist() == list(new)
@@ -77,7 +81,7 @@ def log_likelihoods(engine: Engine, pairs: Sequence[Pair]) -> list[tuple[float, 
 
 
 def estimate_log_likelihoods(
-    engine: Engine, pairs: Sequence[Pair], *, samples: int = 128, seed: int = 0
+    runner: Runner, pairs: Sequence[Pair], *, samples: int = 128, seed: int = 0
 ) -> list[float]:
     """Monte Carlo estimate of a lower bound of each continuation's log-likelihood, under a diffusion model.
 
@@ -87,7 +91,7 @@ def estimate_log_likelihoods(
     alone.
 
     Args:
-      engine: with a diffusion model.
+      runner: with a diffusion model.
       pairs: tokens of contexts and of continuations with their end token.
       samples: noised copies of each pair.
       seed: of the noise.
@@ -95,9 +99,9 @@ def estimate_log_likelihoods(
     Raises:
       InputError: a pair that is empty or too long, or an autoregressive model.
     """
-    if engine.config.is_autoregressive:
+    if runner.layout.config.is_autoregressive:
         raise InputError("estimates are of diffusion models; log_likelihoods is exact for autoregressive ones")
-    _check(pairs, engine.config.max_positions)
+    _check(pairs, runner.layout.config.max_positions)
     found = []
     for context, continuation in pairs:
         generator = np.random.default_rng([seed, len(context), *context, *continuation])
@@ -106,7 +110,10 @@ def estimate_log_likelihoods(
         share = ((1 - _LEAST_MASKED) * times + _LEAST_MASKED)[:, None]
         masked = generator.random((samples, len(whole))) < share
         masked[:, : len(context)] = masked[:, -1] = False
-        rows = np.where(masked, engine.config.mask_token_id, whole)
-        scores = engine.score(rows, np.broadcast_to(whole, rows.shape)).astype(np.float64)
+        rows = np.where(masked, runner.layout.config.mask_token_id, whole)
+        noised, targets = (
+            read_rows(ids, None, runner.layout.config) for ids in (rows, np.broadcast_to(whole, rows.shape))
+        )
+        scores = score_rows(runner, noised, targets, 1.0).astype(np.float64)
         found.append(float((np.where(masked, scores, 0.0) / share).sum() / samples))
     return found

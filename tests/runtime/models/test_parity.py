@@ -22,13 +22,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
-from runtime.attention import dot_product_attention
 from runtime.engine import Engine
 from runtime.models import qwen2, transformer
+from runtime.models.attention import dot_product_attention
 from runtime.models.forward import Forward
 from runtime.models.forward import output_projection as project_output
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "dream_tiny"
+GOLDEN = Path(__file__).parents[2] / "golden" / "dream_tiny"
 MODELS = ("golden", "heads_28_4")
 ONE_DEVICE = "data=1,sequence=1,tensor=1"
 MESHES = (ONE_DEVICE, "tensor=8", "sequence=2,tensor=2")

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from runtime.batching import Rows, end_align, sampling_scalars, seed_words, start_align
-from runtime.decoding.config import DiffusionConfig
 from runtime.decoding.diffusion import DenoiseState, Request
+from runtime.decoding.parameters import DiffusionConfig
 from runtime.decoding.schedule import padded_steps, transfer_ratios
-from runtime.programs import (
+from runtime.execution.canvas import CanvasRows, denoise_program
+from runtime.execution.programs import (
     fetch,
     lower_denoise,
     lower_denoise_with_logits,
@@ -25,10 +25,10 @@ from runtime.programs import (
     shapes_of,
     state_shardings,
 )
-from runtime.runner import Runner
-from runtime.runs.canvas import CanvasRows, denoise_program
-from runtime.runs.result import RunResult
-from runtime.scoring import shifted_logits
+from runtime.execution.rows import Rows, end_align, sampling_scalars, seed_words, start_align
+from runtime.execution.run_result import RunResult
+from runtime.execution.runner import Runner
+from runtime.execution.scoring import shifted_logits
 from sharding.errors import InputError
 
 # hook(step, canvas int32 [B, S + N], logits float32 [B, S + N, V] or None) -> canvas, or None for no change.

@@ -19,13 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from runtime.batching import row_seeds, seed_words
 from runtime.decoding import diffusion
 from runtime.decoding.diffusion import Choices, DenoiseProgram, DenoiseState, Request
-from runtime.models.config import ModelConfig
-from runtime.models.families import model_layout
-from runtime.models.forward import Forward
-from runtime.sampling import (
+from runtime.decoding.sampling import (
     TOKEN_STREAM,
     SamplingRule,
     choose_tokens,
@@ -36,6 +32,10 @@ from runtime.sampling import (
     vocab_argmax,
     vocab_sum,
 )
+from runtime.execution.rows import row_seeds, seed_words
+from runtime.models.config import ModelConfig
+from runtime.models.families import model_layout
+from runtime.models.forward import Forward
 from sharding.mesh import MeshSpec
 
 VOCAB = 300

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
-from runtime.attention import cached_attention
+from runtime.models.attention import cached_attention
 from runtime.models.declarations import ModelLayout
 from sharding.errors import InputError
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from runtime import DiffusionConfig, Engine, GenerationResult
-from runtime.kv_cache import KVCache
+from runtime.decoding.sampling import ALGORITHMS
+from runtime.execution.block_run import block_schedule, window_widths
+from runtime.execution.canvas import pad_after_end
+from runtime.execution.programs import empty_cache
 from runtime.models.cached import fill_rows, run_window
+from runtime.models.kv_cache import KVCache
 from runtime.models.transformer import project_logits
-from runtime.programs import empty_cache
-from runtime.runs.block_diffusion import block_schedule, window_widths
-from runtime.runs.canvas import pad_after_end
-from runtime.sampling import ALGORITHMS
 from sharding.errors import InputError
 from tests import golden_cases
 
@@ -166,7 +166,7 @@ def test_streamed_is_whole(number: int) -> None:
 
 def test_blocks_entered_without_a_refresh() -> None:
     """By hand: one pass over the row, then windows of which a block's first begins with the block before."""
-    engine, runner = golden_cases.engine("tensor=1"), golden_cases.engine("tensor=1")._runner
+    engine, runner = golden_cases.engine("tensor=1"), golden_cases.engine("tensor=1").runner
     ids, _ = ragged_rows()
     prompt, mask_token = ids[1, -LENGTHS[1] :], engine.config.mask_token_id
     length, width = LENGTHS[1] + NEW_TOKENS, runner.bucket(LENGTHS[1] + NEW_TOKENS)

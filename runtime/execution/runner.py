@@ -14,14 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from runtime.attention import choose_attention
-from runtime.batching import bucket_length
-from runtime.kv_cache import cache_dtype
-from runtime.memory import Device, Memory, PassShape, memory_of_passes
+from runtime.execution.memory import Device, Memory, PassShape, memory_of_passes
+from runtime.execution.programs import ProgramCache
+from runtime.execution.rows import bucket_length
+from runtime.models.attention import choose_attention
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
-from runtime.programs import ProgramCache
+from runtime.models.kv_cache import cache_dtype
 from sharding.errors import MeshError
 from sharding.topology import CHIPS
 
@@ -55,9 +55,9 @@ class Runner:
         Args:
           layout: with a mesh.
           weights: as :meth:`ModelLayout.abstract_weights` describes them.
-          attention: see :func:`runtime.attention.choose_attention`.
+          attention: see :func:`runtime.models.attention.choose_attention`.
           max_batch: rows on the devices at a time; None for what memory allows.
-          kv_cache: dtype of the cache, see :data:`runtime.kv_cache.CACHE_DTYPES`.
+          kv_cache: dtype of the cache, see :data:`runtime.models.kv_cache.CACHE_DTYPES`.
 
         Raises:
           InputError: an attention implementation that cannot run here.
@@ -150,7 +150,7 @@ def check_attention(layout: ModelLayout, attention: str, platform: str, dtype: A
     """Check that an attention implementation can run before any weight is read.
 
     Raises:
-      InputError: see :func:`runtime.attention.choose_attention`.
+      InputError: see :func:`runtime.models.attention.choose_attention`.
     """
     choose_attention(attention, platform, layout, canvas_bucket(1, layout, platform), dtype)
 

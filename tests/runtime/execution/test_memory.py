@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from runtime import runner
 from runtime.engine import Engine
+from runtime.execution import runner
 from runtime.models.config import ModelConfig
 from runtime.models.families import model_layout
 from runtime.planner.memory import estimate_memory

@@ -17,8 +17,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from runtime.kv_cache import cache_bytes_per_device
 from runtime.models.declarations import ModelLayout, shard_shape
+from runtime.models.kv_cache import cache_bytes_per_device
 
 _FLOAT = 4
 # Numbers that lie side by side in a register of a TPU.

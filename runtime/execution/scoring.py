@@ -11,9 +11,9 @@ from functools import partial
 import jax
 import numpy as np
 
-from runtime.batching import Rows, end_align
-from runtime.programs import fetch, lower_hidden, lower_logits, lower_score, put, shapes_of
-from runtime.runner import Runner
+from runtime.execution.programs import fetch, lower_hidden, lower_logits, lower_score, put, shapes_of
+from runtime.execution.rows import Rows, end_align
+from runtime.execution.runner import Runner
 from sharding.errors import InputError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.decoding.config import MAX_STOP_TOKENS, DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import MAX_STOP_TOKENS, DiffusionConfig, SamplingConfig
 from runtime.models.config import ModelConfig
 from sharding.errors import InputError
 

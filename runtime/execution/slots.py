@@ -16,11 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from runtime.batching import Rows
 from runtime.decoding.autoregressive import DecodeRequest
 from runtime.decoding.blocks import BlockRequest, BlockState
-from runtime.decoding.config import DiffusionConfig, SamplingConfig
-from runtime.programs import (
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
+from runtime.execution.autoregressive_run import decode_batch, decode_program, put_decode_state
+from runtime.execution.block_run import block_batch, block_program, block_schedule, put_block_state
+from runtime.execution.canvas import pad_after_end
+from runtime.execution.programs import (
     block_request_shardings,
     decode_request_shardings,
     fetch,
@@ -31,10 +33,8 @@ from runtime.programs import (
     put,
     shapes_of,
 )
-from runtime.runner import Runner
-from runtime.runs.autoregressive import decode_batch, decode_program, put_decode_state
-from runtime.runs.block_diffusion import block_batch, block_program, block_schedule, put_block_state
-from runtime.runs.canvas import pad_after_end
+from runtime.execution.rows import Rows
+from runtime.execution.runner import Runner
 
 NOBODY = Rows(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros((0, 1), np.int32))
 

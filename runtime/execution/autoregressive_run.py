@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from runtime.batching import Rows, end_align, make_canvas, sampling_rows, seed_words, stop_rows
 from runtime.decoding.autoregressive import DecodeProgram, DecodeRequest, DecodeState
-from runtime.decoding.config import SamplingConfig
-from runtime.programs import (
+from runtime.decoding.parameters import SamplingConfig
+from runtime.decoding.sampling import SamplingRule
+from runtime.execution.programs import (
     decode_request_shardings,
     decode_state_shardings,
     empty_cache,
@@ -25,9 +25,9 @@ from runtime.programs import (
     put,
     shapes_of,
 )
-from runtime.runner import Runner
-from runtime.runs.result import RunResult
-from runtime.sampling import SamplingRule
+from runtime.execution.rows import Rows, end_align, make_canvas, sampling_rows, seed_words, stop_rows
+from runtime.execution.run_result import RunResult
+from runtime.execution.runner import Runner
 
 
 def decode_program(config: SamplingConfig, vocab_size: int, samples: int = 1) -> DecodeProgram:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.generation import GenerationResult
-from runtime.tokenizer import TextTokenizer
+from runtime.execution.result import GenerationResult
+from runtime.text.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from runtime.batching import Rows, end_align, make_canvas
-from runtime.decoding.config import DiffusionConfig
 from runtime.decoding.diffusion import DenoiseProgram
+from runtime.decoding.parameters import DiffusionConfig
+from runtime.decoding.sampling import SamplingRule
+from runtime.execution.programs import fetch
+from runtime.execution.rows import Rows, end_align, make_canvas
+from runtime.execution.run_result import RunResult
+from runtime.execution.runner import Runner
 from runtime.models.config import ModelConfig
-from runtime.programs import fetch
-from runtime.runner import Runner
-from runtime.runs.result import RunResult
-from runtime.sampling import SamplingRule
 
 
 def denoise_program(config: DiffusionConfig, vocab_size: int, model_dtype: str, chunk: int) -> DenoiseProgram:

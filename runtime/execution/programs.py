@@ -21,14 +21,14 @@ import numpy as np
 from runtime.decoding.autoregressive import DecodeProgram, DecodeRequest, DecodeState, decode, prefill, prefill_entering
 from runtime.decoding.block_diffusion import denoise_blocks
 from runtime.decoding.blocks import BlockProgram, BlockRequest, BlockState
-from runtime.decoding.config import MAX_STOP_TOKENS
 from runtime.decoding.diffusion import DenoiseProgram, DenoiseState, Request, denoise, denoise_with_logits
-from runtime.kv_cache import KVCache, abstract_cache
+from runtime.decoding.parameters import MAX_STOP_TOKENS
+from runtime.decoding.sampling import log_probabilities
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
+from runtime.models.kv_cache import KVCache, abstract_cache
 from runtime.models.transformer import hidden_states, project_logits
-from runtime.sampling import log_probabilities
 
 Array = jax.Array
 
@@ -57,7 +57,7 @@ def fetch(array: Array) -> np.ndarray:
 
 
 def empty_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> KVCache:
-    """A cache on the mesh with nothing in it; arguments as for :func:`runtime.kv_cache.abstract_cache`."""
+    """A cache on the mesh with nothing in it; arguments as for :func:`runtime.models.kv_cache.abstract_cache`."""
     shapes = abstract_cache(layout, batch, length, dtype)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)
 
@@ -158,7 +158,7 @@ def abstract_decode(
       layout: model and mesh.
       batch: B, a multiple of the data axis.
       length: T, a multiple of the sequence axis.
-      cache_dtype: see :func:`runtime.kv_cache.abstract_cache`.
+      cache_dtype: see :func:`runtime.models.kv_cache.abstract_cache`.
       log_probabilities: whether they are kept.
     """
     integer, real, rows = jnp.int32, jnp.float32, (batch,)
@@ -229,7 +229,7 @@ def abstract_block(
       batch: B, a multiple of the data axis.
       canvas: S, a multiple of the sequence axis.
       steps: R.
-      cache_dtype: see :func:`runtime.kv_cache.abstract_cache`; None for no cache.
+      cache_dtype: see :func:`runtime.models.kv_cache.abstract_cache`; None for no cache.
     """
     integer, real, rows = jnp.int32, jnp.float32, (batch,)
     integers = ("lengths", "first", "block_length", "block_steps", "refresh_interval", "refresh_blocks", "top_k")

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from runtime.batching import Rows, sampling_rows, seed_words, stop_rows
 from runtime.decoding.blocks import BlockProgram, BlockRequest, BlockState
-from runtime.decoding.config import DEFAULT_BLOCK_LENGTH, DiffusionConfig
+from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig
 from runtime.decoding.schedule import padded_steps, transfer_ratios
-from runtime.programs import (
+from runtime.execution.canvas import CanvasRows, denoise_program
+from runtime.execution.programs import (
     block_request_shardings,
     block_state_shardings,
     empty_cache,
@@ -26,9 +26,9 @@ from runtime.programs import (
     put,
     shapes_of,
 )
-from runtime.runner import Runner
-from runtime.runs.canvas import CanvasRows, denoise_program
-from runtime.runs.result import RunResult
+from runtime.execution.rows import Rows, sampling_rows, seed_words, stop_rows
+from runtime.execution.run_result import RunResult
+from runtime.execution.runner import Runner
 
 _NEVER = 1 << 30
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runtime.sampling import ALGORITHMS
+from runtime.decoding.sampling import ALGORITHMS
 from sharding.errors import InputError
 
 MAX_STEPS = 1 << 16
@@ -31,7 +31,7 @@ class SamplingConfig:
       max_new_tokens: tokens generated at most.
       temperature: 0 takes the most probable token.
       top_p, top_k: as in :class:`DiffusionConfig`.
-      seed: one seed for the batch (see :func:`runtime.batching.row_seed`), or one per row.
+      seed: one seed for the batch (see :func:`runtime.execution.rows.row_seed`), or one per row.
       stop_token_ids: a row ends with the first of these.
       log_probabilities: hand back the log-probability of every token that is generated.
       use_cache: keep keys and values; without it every token costs a forward pass over everything before it.
@@ -69,7 +69,7 @@ class DiffusionConfig:
       top_k: keep this many most probable tokens, ties at the last included; None for all.
       alg_temp: temperature of sampling positions by confidence; None or 0 takes the most confident.
       eps: the time at which the schedule ends.
-      seed: one seed for the batch (see :func:`runtime.batching.row_seed`), or one per row.
+      seed: one seed for the batch (see :func:`runtime.execution.rows.row_seed`), or one per row.
       confidence_dtype: dtype in which logits are filtered and ranked: ``float32``, or ``model`` for the model's own
         as in the original, which makes many more ties.
       suppress_mask: never choose the mask token.

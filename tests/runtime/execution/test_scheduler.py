@@ -10,11 +10,11 @@ import pytest
 import transformers
 
 from runtime import DiffusionConfig, Engine, SamplingConfig
-from runtime.filling import Filling
-from runtime.runs.slots import RowRequest, RowResult
+from runtime.execution.scheduler import Filling
+from runtime.execution.slots import RowRequest, RowResult
 from sharding.errors import InputError
 from tests import golden_cases
-from tests.runtime.test_autoregressive import torch_model
+from tests.runtime.decoding.test_autoregressive import torch_model
 
 BASE = DiffusionConfig(max_new_tokens=12, steps=12, algorithm="entropy", temperature=0.7, log_probabilities=True)
 MODES: dict[str, DiffusionConfig] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runtime.completions import TextStream, cut_completion, stream_text
+from runtime.text.completions import TextStream, cut_completion, stream_text
 
 END = 256
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from runtime import Engine
-from runtime.batching import bucket_length
-from runtime.kv_cache import abstract_cache
+from runtime.execution.rows import bucket_length
 from runtime.models.cached import fill_rows, run_window
+from runtime.models.kv_cache import abstract_cache
 from runtime.models.transformer import project_logits
 
 
@@ -35,7 +35,7 @@ class Rival:
         self._ends = tuple(ends)
 
     def _generate(self, weights: Any, canvas: jax.Array, length: jax.Array, cache: Any) -> tuple[Any, ...]:
-        forward, mask = self._engine._runner.forward(canvas.shape[1]), self._engine.config.mask_token_id
+        forward, mask = self._engine.runner.forward(canvas.shape[1]), self._engine.config.mask_token_id
         lengths, places = length[None], jnp.arange(self._block + 1)
 
         def choose(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -94,7 +94,7 @@ class Rival:
         cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)
         arguments = (self._engine.weights, jnp.asarray(canvas), jnp.int32(length), cache)
         # Compiled as the engine compiles its own programs, and its cache updated in place like theirs.
-        program = self._engine._programs.get(
+        program = self._engine.runner.programs.get(
             ("rival", self._block, self._new, self._ends, width),
             lambda: jax.jit(self._generate, donate_argnums=3).lower(*arguments),
         )

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.batching import check_request
-from runtime.decoding.config import DiffusionConfig, SamplingConfig
-from runtime.runner import Runner
-from runtime.runs.block_diffusion import block_schedule
-from runtime.runs.slots import RowRequest, RowResult, Slots, compiled_in, open_slots
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
+from runtime.execution.block_run import block_schedule
+from runtime.execution.rows import check_request
+from runtime.execution.runner import Runner
+from runtime.execution.slots import RowRequest, RowResult, Slots, compiled_in, open_slots
 from sharding.errors import InputError
 
 # Slots for each shard of ``data`` where nobody says how many: enough to fill a device, few enough to empty together.

@@ -24,10 +24,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from runtime import DiffusionConfig, Engine, GenerationResult, sampling
-from runtime.batching import MAX_SAMPLES, bucket_length, row_seed, seed_words
+from runtime import DiffusionConfig, Engine, GenerationResult
+from runtime.decoding import sampling
+from runtime.decoding.sampling import ALGORITHMS
 from runtime.decoding.schedule import transfer_ratios
-from runtime.sampling import ALGORITHMS
+from runtime.execution.rows import MAX_SAMPLES, bucket_length, row_seed, seed_words
 from tests import golden_cases
 from tests.divergence import ROUNDING
 

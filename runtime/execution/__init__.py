@@ -1,0 +1,1 @@
+"""Rows on the devices: buckets, compiled programs, memory, slots and the scheduler."""
