@@ -43,7 +43,7 @@ class CanvasView:
         rows = []
         for number, (sequence, title) in enumerate(zip(result.sequences, titles, strict=True)):
             tokens, kinds = self._row(number, sequence)
-            set_at = result.steps_set[number][len(sequence) - len(tokens) :]
+            set_at = result.commit_steps[number][len(sequence) - len(tokens) :]
             pieces = [
                 HistoryToken(self._text(int(token)), None if kind == "mask" else int(step), end=kind == "end")
                 for token, kind, step in zip(tokens, kinds, set_at, strict=True)

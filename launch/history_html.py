@@ -24,7 +24,7 @@ class HistoryToken:
 
     Attributes:
       text: what the token says; any text, since the page shows it and never interprets it.
-      step: the step that set it, counted from 0 as in ``GenerationResult.steps_set``; -1 where it was given in the
+      step: the step that set it, counted from 0 as in ``GenerationResult.commit_steps``; -1 where it was given in the
         prompt, None where it is still masked.
       end: it belongs to what follows the end of the text (the end token and its repetitions), which the page folds
         into one button.

@@ -366,18 +366,18 @@ class Engine:
             stats.positions += piece.positions
             stats.batches += 1
         sequences = np.concatenate([piece.sequences for piece in pieces])
-        steps_set = np.concatenate([piece.steps_set for piece in pieces])
+        commit_steps = np.concatenate([piece.commit_steps for piece in pieces])
         histories = [piece.history for piece in pieces if piece.history is not None]
         unfolded = join_histories(histories) if histories else None
         kept = [piece.log_probabilities for piece in pieces if piece.log_probabilities is not None]
         log_probabilities = np.concatenate(kept) if kept else None
         real = np.pad(rows.real, ((0, 0), (0, config.max_new_tokens)), constant_values=True)
-        stats.tokens = committed_tokens(steps_set)
+        stats.tokens = committed_tokens(commit_steps)
         stats.masks_left = int(masks_left(sequences, real, self.config.mask_token_id).sum())
         stats.compiled_programs = self.runner.programs.compiled - compiled
         stats.compile_seconds = self.runner.programs.seconds - compile_seconds
         stats.seconds = time.perf_counter() - start
-        return GenerationResult(sequences, steps_set, unfolded, seeds, log_probabilities, stats)
+        return GenerationResult(sequences, commit_steps, unfolded, seeds, log_probabilities, stats)
 
     def stream_tokens(
         self,

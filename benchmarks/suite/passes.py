@@ -41,8 +41,8 @@ _BLOCK_CANVAS, _BLOCK = 256, 32
 
 def masked_positions(result: GenerationResult) -> float:
     """Positions, all rows together, that were masked when a forward pass ran: the mean over the passes."""
-    steps = np.unique(result.steps_set[result.steps_set >= 0])
-    return float(np.mean([(result.steps_set >= step).sum() for step in steps]))
+    steps = np.unique(result.commit_steps[result.commit_steps >= 0])
+    return float(np.mean([(result.commit_steps >= step).sum() for step in steps]))
 
 
 def _arguments(subject: Subject, batch: int, canvas: int) -> tuple[Forward, tuple[Any, ...]]:
@@ -159,8 +159,8 @@ def masked_in_blocks(result: GenerationResult, prompt: int, length: int) -> floa
     The first pass of each block, a refresh, is none of them.
     """
     counts = []
-    for start in range(prompt, result.steps_set.shape[1], length):
-        block = result.steps_set[:, start : start + length]
+    for start in range(prompt, result.commit_steps.shape[1], length):
+        block = result.commit_steps[:, start : start + length]
         counts += [(block >= step).sum() for step in np.unique(block)[1:]]
     return float(np.mean(counts))
 

@@ -200,16 +200,16 @@ class Pool:
             changes[slot] = request
             self.held[slot] = number, request
         if changes:
-            slots.enter(changes)
+            slots.insert(changes)
         results: list[RowResult] = []
         canvases: dict[int, np.ndarray] = {}
         seconds = 0.0
         if self.held and turn.iterations:
             start, iterations = time.perf_counter(), slots.iterations
-            done = slots.advance(turn.iterations)
+            done = slots.run(turn.iterations)
             seconds = (time.perf_counter() - start) / max(1, slots.iterations - iterations)
             leaving = {slot: self.held.pop(slot) for slot in list(self.held) if done[slot]}
-            results = slots.leave(leaving) if leaving else []
+            results = slots.collect(leaving) if leaving else []
             if turn.look and self.held:
                 canvas = slots.canvas()
                 canvases = {number: canvas[slot, : row.length] for slot, (number, row) in self.held.items()}

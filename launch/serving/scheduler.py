@@ -323,7 +323,7 @@ class Scheduler:
             job.mail.post(canvases=canvases)
         for result in outcome.results:
             ticket = self._flying.pop(result.number)
-            steps = result.steps_set[result.steps_set >= 0]
+            steps = result.commit_steps[result.commit_steps >= 0]
             self._served.append(now)
             config = ticket.job.rows[ticket.index].config
             denoised = isinstance(config, DiffusionConfig)

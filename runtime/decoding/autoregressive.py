@@ -127,7 +127,7 @@ def prefill(
     return _append(forward, program, weights, request, replace(state, cache=cache), last)
 
 
-def prefill_entering(
+def prefill_inserted(
     forward: Forward,
     program: DecodeProgram,
     width: int,

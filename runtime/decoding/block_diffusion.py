@@ -50,7 +50,7 @@ def _commit(
     counts: Array,
 ) -> BlockState:
     """Write what a forward pass has made certain enough; rows that want nothing stay as they are."""
-    row_step = state.block * request.block_steps + state.inner
+    row_step = state.block * request.steps_per_block + state.step_in_block
 
     def transfer(
         canvas: Array,
@@ -93,11 +93,11 @@ def _commit(
         request.alg_temp,
         request.threshold,
         request.factor,
-        state.inner == 0,
+        state.step_in_block == 0,
     )
     acted = wanted.any(axis=1)
     state = write_choices(state, choices, set_now, row_step[:, None])
-    return replace(state, inner=jnp.where(acted, state.inner + 1, state.inner))
+    return replace(state, step_in_block=jnp.where(acted, state.step_in_block + 1, state.step_in_block))
 
 
 def _refresh(
@@ -114,7 +114,7 @@ def _refresh(
     One row of each ``data`` shard is computed at a time, and serves all that ask with the same canvas: each of them
     decides for itself, with its own seed.
     """
-    asking = ~state.done & (state.fresh == 0)
+    asking = ~state.done & (state.steps_until_refresh == 0)
     chunk = refresh_chunk(program.denoise.chunk, program.windows, forward.layout.spec.sequence)
     denoise = replace(program.denoise, chunk=chunk)
 
@@ -138,7 +138,7 @@ def _refresh(
                 own = (jax.lax.dynamic_slice_in_dim(values, jnp.argmax(waiting), 1) for values in rows)
                 return *_first(waiting), *own
 
-            row_step = state.block * request.block_steps + state.inner
+            row_step = state.block * request.steps_per_block + state.step_in_block
             sampling = [getattr(request, name) for name in _ROW_SAMPLING]
             target, mine, own_step, own_wanted, *own = forward.on_rows(take, waiting, row_step, wanted, *sampling)
             # The head's arguments are those of the rows that decide.
@@ -153,8 +153,8 @@ def _refresh(
             state = replace(
                 state,
                 cache=copy_row(forward.layout, state.cache, number, target),
-                fresh=jnp.where(mine, request.refresh_interval, state.fresh),
-                behind=jnp.where(mine, 0, state.behind),
+                steps_until_refresh=jnp.where(mine, request.refresh_interval, state.steps_until_refresh),
+                previous_block_stale=jnp.where(mine, 0, state.previous_block_stale),
             )
             choices = _on_canvas(forward, state, choices, spread, target)
             state = _commit(forward, program, request, state, choices, wanted & mine[:, None], counts)
@@ -190,7 +190,7 @@ def _window_step(
 ) -> BlockState:
     """One forward over the windows of the rows that want something, the narrowest windows that cover them; or none."""
     active = wanted.any(axis=1)
-    start = jnp.maximum(block_start(request.first, state.block - state.behind, request) - 1, 0)
+    start = jnp.maximum(block_start(request.first, state.block - state.previous_block_stale, request) - 1, 0)
     stop = request.lengths
     if program.within_block:
         stop = jnp.minimum(stop, block_start(request.first, state.block + 1, request))
@@ -212,7 +212,7 @@ def _window_step(
 
             tokens, own_wanted = forward.on_rows(cut, start, state.canvas, wanted)
             hidden, cache = run_window(forward, weights, state.cache, tokens, start, request.lengths, stop)
-            row_step = state.block * request.block_steps + state.inner
+            row_step = state.block * request.steps_per_block + state.step_in_block
             denoise = replace(program.denoise, chunk=min(program.denoise.chunk, width))
             choices = choose_on_canvas(
                 forward.window, denoise, weights, request, row_step, hidden, own_wanted, offset=start
@@ -228,7 +228,7 @@ def _window_step(
             state = replace(
                 state,
                 cache=cache,
-                behind=jnp.where(active, 0, state.behind),
+                previous_block_stale=jnp.where(active, 0, state.previous_block_stale),
                 window_positions=state.window_positions + jnp.where(active, width, 0),
             )
             return _commit(forward, program, request, state, choices, wanted, counts)
@@ -253,7 +253,7 @@ def _full_step(
 ) -> BlockState:
     """One forward over all rows, without a cache."""
     hidden = hidden_states(forward, weights, state.canvas, request.lengths)
-    row_step = state.block * request.block_steps + state.inner
+    row_step = state.block * request.steps_per_block + state.step_in_block
     choices = choose_on_canvas(forward, program.denoise, weights, request, row_step, hidden, wanted)
     state = replace(state, refreshes=state.refreshes + wanted.any(axis=1))
     return _commit(forward, program, request, state, choices, wanted, counts)
@@ -279,10 +279,10 @@ def denoise_blocks(
 
                 state = jax.lax.cond(wanted.any(), full, lambda state: state, state)
             else:
-                asking = ~state.done & (state.fresh == 0)
+                asking = ~state.done & (state.steps_until_refresh == 0)
                 state = _refresh(*arguments, state, wanted, counts)
                 state = _window_step(*arguments, state, wanted & ~asking[:, None], counts)
-                state = replace(state, fresh=jnp.maximum(state.fresh - 1, 0))
+                state = replace(state, steps_until_refresh=jnp.maximum(state.steps_until_refresh - 1, 0))
             # The last iteration only finds that all is done.
             return replace(state, step=state.step + wanted.any())
 

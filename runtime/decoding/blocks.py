@@ -48,7 +48,7 @@ class BlockRequest:
       seeds: uint32 ``[B, 2]``, key data of each row.
       ratios: float32 ``[B, R]``, share of a block's remaining masks that each of its steps transfers.
       block_length: int32 ``[B]``, positions of a block.
-      block_steps: int32 ``[B]``, steps of a block at most.
+      steps_per_block: int32 ``[B]``, steps of a block at most.
       refresh_interval: int32 ``[B]``, forwards from one refresh to the next at most, the refresh included.
       refresh_blocks: int32 ``[B]``, blocks from one that is entered with a refresh to the next; 0 for the first alone.
       stop_tokens: int32 ``[B, E]``: a row is done when one of these and all before it is committed; -1 for none.
@@ -62,7 +62,7 @@ class BlockRequest:
     seeds: Leaf
     ratios: Leaf
     block_length: Leaf
-    block_steps: Leaf
+    steps_per_block: Leaf
     refresh_interval: Leaf
     refresh_blocks: Leaf
     stop_tokens: Leaf
@@ -81,11 +81,11 @@ class BlockState:
 
     Attributes:
       canvas: int32 ``[B, S]``, start-aligned; the mask token where nothing is committed yet.
-      committed: int32 ``[B, S]``, the row's step that set a position, -1 where none has.
+      commit_steps: int32 ``[B, S]``, the row's step that set a position, -1 where none has.
       block: int32 ``[B]``, the block a row is in.
-      inner: int32 ``[B]``, the step within it.
-      fresh: int32 ``[B]``, forwards that may follow before the next refresh; 0 asks for one.
-      behind: int32 ``[B]``, 1 where the cache has yet to see the block before as it stands, else 0.
+      step_in_block: int32 ``[B]``, the step within it.
+      steps_until_refresh: int32 ``[B]``, forwards that may follow before the next refresh; 0 asks for one.
+      previous_block_stale: int32 ``[B]``, 1 where the cache has yet to see the block before as it stands, else 0.
       refreshes: int32 ``[B]``, forwards over the whole canvas.
       window_positions: int32 ``[B]``, positions computed in windows.
       done: bool ``[B]``.
@@ -95,11 +95,11 @@ class BlockState:
     """
 
     canvas: Leaf
-    committed: Leaf
+    commit_steps: Leaf
     block: Leaf
-    inner: Leaf
-    fresh: Leaf
-    behind: Leaf
+    step_in_block: Leaf
+    steps_until_refresh: Leaf
+    previous_block_stale: Leaf
     refreshes: Leaf
     window_positions: Leaf
     done: Leaf
@@ -109,8 +109,17 @@ class BlockState:
 
 
 # Fields of a state and of a request that are one entry a row, in the order in which row functions take them.
-_ROW_STATE = ("canvas", "committed", "block", "inner", "fresh", "behind", "done")
-_ROW_REQUEST = ("lengths", "first", "seeds", "ratios", "block_length", "block_steps", "refresh_blocks", "stop_tokens")
+_ROW_STATE = ("canvas", "commit_steps", "block", "step_in_block", "steps_until_refresh", "previous_block_stale", "done")
+_ROW_REQUEST = (
+    "lengths",
+    "first",
+    "seeds",
+    "ratios",
+    "block_length",
+    "steps_per_block",
+    "refresh_blocks",
+    "stop_tokens",
+)
 
 
 def refresh_chunk(chunk: int, windows: tuple[int, ...], sequence: int) -> int:
@@ -137,18 +146,23 @@ def _in_block(canvas: Array, lengths: Array, first: Array, block: Array, block_l
 
 
 def _transfer_counts(
-    program: BlockProgram, mask_token: int, request: tuple[Array, ...], canvas: Array, block: Array, inner: Array
+    program: BlockProgram,
+    mask_token: int,
+    request: tuple[Array, ...],
+    canvas: Array,
+    block: Array,
+    step_in_block: Array,
 ) -> tuple[Array, Array, Array]:
     """What a row's step wants: bool ``[B, S]``, how many it commits by schedule ``[B]``, and masks left ``[B]``."""
-    lengths, first, seeds, ratios, block_length, block_steps = request
+    lengths, first, seeds, ratios, block_length, steps_per_block = request
     masked = (canvas == mask_token) & _in_block(canvas, lengths, first, block, block_length)
     left = masked.sum(axis=1, dtype=jnp.int32)
     if program.parallel != "none":
         return masked, left, left
-    last = inner >= block_steps - 1
-    ratio = jnp.take_along_axis(ratios, jnp.minimum(inner, ratios.shape[1] - 1)[:, None], axis=1)[:, 0]
+    last = step_in_block >= steps_per_block - 1
+    ratio = jnp.take_along_axis(ratios, jnp.minimum(step_in_block, ratios.shape[1] - 1)[:, None], axis=1)[:, 0]
     if program.denoise.algorithm == "origin":
-        draws = draw_per_position(jax.random.uniform, seeds, block * block_steps + inner, canvas)
+        draws = draw_per_position(jax.random.uniform, seeds, block * steps_per_block + step_in_block, canvas)
         wanted = masked & ((draws < ratio[:, None]) | last[:, None])
         return wanted, wanted.sum(axis=1, dtype=jnp.int32), left
     counts = jnp.where(last, left, (left.astype(jnp.float32) * ratio).astype(jnp.int32))
@@ -166,53 +180,83 @@ def plan(
 
     def rows(
         canvas: Array,
-        committed: Array,
+        commit_steps: Array,
         block: Array,
-        inner: Array,
-        fresh: Array,
-        behind: Array,
+        step_in_block: Array,
+        steps_until_refresh: Array,
+        previous_block_stale: Array,
         done: Array,
         lengths: Array,
         first: Array,
         seeds: Array,
         ratios: Array,
         block_length: Array,
-        block_steps: Array,
+        steps_per_block: Array,
         refresh_blocks: Array,
         stop_tokens: Array,
     ) -> tuple[Array, ...]:
-        common = (lengths, first, seeds, ratios, block_length, block_steps)
+        common = (lengths, first, seeds, ratios, block_length, steps_per_block)
         mask_token = forward.config.mask_token_id
         places = jnp.arange(canvas.shape[1])
         generated = (places >= first[:, None]) & (places < lengths[:, None])
         # An end token that everything before it is committed ends the row.
         open_before = jnp.cumsum((canvas == mask_token) & generated, axis=1)
-        ends = (canvas[..., None] == stop_tokens[:, None]).any(axis=-1) & (committed >= 0) & (open_before == 0)
+        ends = (canvas[..., None] == stop_tokens[:, None]).any(axis=-1) & (commit_steps >= 0) & (open_before == 0)
         done = done | ends.any(axis=1)
 
         def move(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            block, inner, fresh, behind, done, _ = carry
-            _, counts, left = _transfer_counts(program, mask_token, common, canvas, block, inner)
-            over = (left == 0) | (inner >= block_steps)
+            block, step_in_block, steps_until_refresh, previous_block_stale, done, _ = carry
+            _, counts, left = _transfer_counts(program, mask_token, common, canvas, block, step_in_block)
+            over = (left == 0) | (step_in_block >= steps_per_block)
             idle = ~over & (counts == 0)
             entering = over & ~done
             block = jnp.where(entering, block + 1, block)
             # A block that had no masks was not computed: what lies before it cannot be caught up with in one window.
-            due = (inner == 0) | ((refresh_blocks > 0) & (block % jnp.maximum(refresh_blocks, 1) == 0))
-            inner = jnp.where(done, inner, jnp.where(over, 0, jnp.where(idle, inner + 1, inner)))
-            fresh = jnp.where(entering & due, 0, fresh)
-            behind = jnp.where(entering, 1, behind)
+            due = (step_in_block == 0) | ((refresh_blocks > 0) & (block % jnp.maximum(refresh_blocks, 1) == 0))
+            step_in_block = jnp.where(
+                done, step_in_block, jnp.where(over, 0, jnp.where(idle, step_in_block + 1, step_in_block))
+            )
+            steps_until_refresh = jnp.where(entering & due, 0, steps_until_refresh)
+            previous_block_stale = jnp.where(entering, 1, previous_block_stale)
             done = done | (first + block * block_length >= lengths)
-            return block, inner, fresh, behind, done, (over | idle) & ~done
+            return block, step_in_block, steps_until_refresh, previous_block_stale, done, (over | idle) & ~done
 
-        start: tuple[Array, ...] = (block, inner, fresh, behind, done, jnp.ones_like(done))
-        block, inner, fresh, behind, done, _ = jax.lax.while_loop(lambda carry: carry[-1].any(), move, start)
-        wanted, counts, _ = _transfer_counts(program, mask_token, common, canvas, block, inner)
-        return block, inner, fresh, behind, done, wanted & ~done[:, None], jnp.where(done, 0, counts)
+        start: tuple[Array, ...] = (
+            block,
+            step_in_block,
+            steps_until_refresh,
+            previous_block_stale,
+            done,
+            jnp.ones_like(done),
+        )
+        block, step_in_block, steps_until_refresh, previous_block_stale, done, _ = jax.lax.while_loop(
+            lambda carry: carry[-1].any(), move, start
+        )
+        wanted, counts, _ = _transfer_counts(program, mask_token, common, canvas, block, step_in_block)
+        return (
+            block,
+            step_in_block,
+            steps_until_refresh,
+            previous_block_stale,
+            done,
+            wanted & ~done[:, None],
+            jnp.where(done, 0, counts),
+        )
 
-    block, inner, fresh, behind, done, wanted, counts = forward.on_rows(
+    block, step_in_block, steps_until_refresh, previous_block_stale, done, wanted, counts = forward.on_rows(
         rows,
         *(getattr(state, name) for name in _ROW_STATE),
         *(getattr(request, name) for name in _ROW_REQUEST),
     )
-    return replace(state, block=block, inner=inner, fresh=fresh, behind=behind, done=done), wanted, counts
+    return (
+        replace(
+            state,
+            block=block,
+            step_in_block=step_in_block,
+            steps_until_refresh=steps_until_refresh,
+            previous_block_stale=previous_block_stale,
+            done=done,
+        ),
+        wanted,
+        counts,
+    )

@@ -85,14 +85,14 @@ class DenoiseState:
 
     Attributes:
       canvas: int32 ``[B, S]``, start-aligned; the mask token where nothing is committed yet.
-      committed: int32 ``[B, S]``, the step that set a position, -1 where none has.
+      commit_steps: int32 ``[B, S]``, the step that set a position, -1 where none has.
       step: int32, the next step.
       forwards: int32, forward passes run so far.
       log_probabilities: float32 ``[B, S]`` of committed tokens, or None.
     """
 
     canvas: Leaf
-    committed: Leaf
+    commit_steps: Leaf
     step: Leaf
     forwards: Leaf
     log_probabilities: Leaf = None
@@ -292,7 +292,7 @@ def write_choices(state: Any, choices: Choices, set_now: Array, step: Array) -> 
     return replace(
         state,
         canvas=jnp.where(set_now, choices.tokens, state.canvas),
-        committed=jnp.where(set_now, step, state.committed),
+        commit_steps=jnp.where(set_now, step, state.commit_steps),
         log_probabilities=kept,
     )
 

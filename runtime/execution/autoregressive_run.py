@@ -194,7 +194,7 @@ class AutoregressiveRun:
             log_probabilities = self._to_caller(values, np.zeros(self._onto.shape, np.float32))
         return RunResult(
             sequences=self.canvas(),
-            steps_set=self._to_caller(np.where(made, places, -1).astype(np.int32), np.full_like(self._onto, -1)),
+            commit_steps=self._to_caller(np.where(made, places, -1).astype(np.int32), np.full_like(self._onto, -1)),
             history=None,
             log_probabilities=log_probabilities,
             forwards=int(fetch(self._state.step)),

@@ -86,9 +86,9 @@ def block_batch(
     canvas, lengths = own.canvas, own.lengths
     masked = canvas == model.mask_token_id
     first = np.where(masked.any(axis=1), masked.argmax(axis=1), lengths).astype(np.int32)
-    length, block_steps = block_schedule(config, width)
-    ratios = np.zeros((batch, padded_steps(max(block_steps, steps), width)), np.float32)
-    ratios[:, :block_steps] = transfer_ratios(block_steps, float(config.eps))
+    length, steps_per_block = block_schedule(config, width)
+    ratios = np.zeros((batch, padded_steps(max(steps_per_block, steps), width)), np.float32)
+    ratios[:, :steps_per_block] = transfer_ratios(steps_per_block, float(config.eps))
 
     def each(value: np.generic) -> np.ndarray:
         return np.full(batch, value)
@@ -99,7 +99,7 @@ def block_batch(
         seeds=seed_words([*seeds, *[0] * (batch - len(seeds))]),
         ratios=ratios,
         block_length=each(np.int32(length)),
-        block_steps=each(np.int32(block_steps)),
+        steps_per_block=each(np.int32(steps_per_block)),
         refresh_interval=each(np.int32(config.refresh_interval or _NEVER)),
         refresh_blocks=each(np.int32(config.refresh_blocks)),
         stop_tokens=stop_rows(config.stop_token_ids, batch),
@@ -112,8 +112,11 @@ def block_batch(
     zeros = np.zeros(batch, np.int32)
     state = BlockState(
         canvas=canvas,
-        committed=np.full_like(canvas, -1),
-        **dict.fromkeys(("block", "inner", "fresh", "behind", "refreshes", "window_positions"), zeros),
+        commit_steps=np.full_like(canvas, -1),
+        **dict.fromkeys(
+            ("block", "step_in_block", "steps_until_refresh", "previous_block_stale", "refreshes", "window_positions"),
+            zeros,
+        ),
         done=first >= lengths,
         step=np.int32(0),
         log_probabilities=np.zeros(canvas.shape, np.float32) if config.log_probabilities else None,
@@ -167,8 +170,8 @@ class BlockRun:
         self._forward = runner.forward(width)
         self._rows, request, state = block_batch(runner, rows, config, seeds, width, batch)
         spans = request.lengths - request.first
-        length, block_steps = block_schedule(config, width)
-        self.steps = max(1, int((-(-spans // length)).max()) * block_steps)
+        length, steps_per_block = block_schedule(config, width)
+        self.steps = max(1, int((-(-spans // length)).max()) * steps_per_block)
         where = block_request_shardings(runner.layout)
         self._request: BlockRequest = jax.tree.map(put, request, where)
         self._limit_sharding = where.limit

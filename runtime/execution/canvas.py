@@ -99,14 +99,14 @@ class CanvasRows:
 
     def canvas_of(self, state: Any) -> np.ndarray:
         """The canvas of a state with ``canvas`` and ``committed``, in the caller's rows: int32 ``[B, S + N]``."""
-        return self.to_caller(self._ended(fetch(state.canvas), fetch(state.committed)))
+        return self.to_caller(self._ended(fetch(state.canvas), fetch(state.commit_steps)))
 
     def _ended(self, canvas: np.ndarray, committed: np.ndarray) -> np.ndarray:
         return pad_after_end(canvas, committed, self._stop_tokens, self._model)
 
     def result(self, state: Any, steps: int, history: bool, forwards: int, positions: int) -> RunResult:
         """What a run hands back, from its final state with ``canvas``, ``committed`` and ``log_probabilities``."""
-        final, committed = fetch(state.canvas), fetch(state.committed)
+        final, committed = fetch(state.canvas), fetch(state.commit_steps)
         log_probabilities, unfolded = None, None
         if state.log_probabilities is not None:
             log_probabilities = self.to_caller(fetch(state.log_probabilities), np.zeros(self.onto.shape, np.float32))
@@ -118,7 +118,7 @@ class CanvasRows:
             unfolded = np.stack([self.to_caller(canvas) for canvas in canvases])
         return RunResult(
             sequences=self.to_caller(self._ended(final, committed)),
-            steps_set=self.to_caller(committed, np.full_like(self.onto, -1)),
+            commit_steps=self.to_caller(committed, np.full_like(self.onto, -1)),
             history=unfolded,
             log_probabilities=log_probabilities,
             forwards=forwards,

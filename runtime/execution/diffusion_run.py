@@ -85,7 +85,7 @@ class DiffusionRun:
             put,
             DenoiseState(
                 canvas=canvas,
-                committed=np.full_like(canvas, -1),
+                commit_steps=np.full_like(canvas, -1),
                 step=np.int32(0),
                 forwards=np.int32(0),
                 log_probabilities=np.zeros(canvas.shape, np.float32) if config.log_probabilities else None,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from runtime.decoding.autoregressive import DecodeProgram, DecodeRequest, DecodeState, decode, prefill, prefill_entering
+from runtime.decoding.autoregressive import DecodeProgram, DecodeRequest, DecodeState, decode, prefill, prefill_inserted
 from runtime.decoding.block_diffusion import denoise_blocks
 from runtime.decoding.blocks import BlockProgram, BlockRequest, BlockState
 from runtime.decoding.diffusion import DenoiseProgram, DenoiseState, Request, denoise, denoise_with_logits
@@ -72,7 +72,7 @@ def state_shardings(layout: ModelLayout, log_probabilities: bool) -> DenoiseStat
     rows = layout.sharding("batch", None)
     return DenoiseState(
         canvas=rows,
-        committed=rows,
+        commit_steps=rows,
         step=layout.replicated,
         forwards=layout.replicated,
         log_probabilities=rows if log_probabilities else None,
@@ -111,7 +111,7 @@ def abstract_request(layout: ModelLayout, batch: int, canvas: int, steps: int) -
         alg_temp=((), real),
     )
     rows = ((batch, canvas), integer)
-    state = DenoiseState(canvas=rows, committed=rows, step=((), integer), forwards=((), integer))
+    state = DenoiseState(canvas=rows, commit_steps=rows, step=((), integer), forwards=((), integer))
 
     return _described(request, request_shardings(layout)), _described(state, state_shardings(layout, False))
 
@@ -208,10 +208,18 @@ def block_request_shardings(layout: ModelLayout) -> BlockRequest:
 def block_state_shardings(layout: ModelLayout, state: BlockState) -> BlockState:
     """Shardings of a :class:`BlockState` with the parts that ``state`` has; rows lie over ``data``."""
     canvas = layout.sharding("batch", None)
-    rows = ("block", "inner", "fresh", "behind", "refreshes", "window_positions", "done")
+    rows = (
+        "block",
+        "step_in_block",
+        "steps_until_refresh",
+        "previous_block_stale",
+        "refreshes",
+        "window_positions",
+        "done",
+    )
     return BlockState(
         canvas=canvas,
-        committed=canvas,
+        commit_steps=canvas,
         step=layout.replicated,
         log_probabilities=None if state.log_probabilities is None else canvas,
         cache=jax.tree.map(lambda leaf: leaf.sharding, state.cache),
@@ -232,7 +240,7 @@ def abstract_block(
       cache_dtype: see :func:`runtime.models.kv_cache.abstract_cache`; None for no cache.
     """
     integer, real, rows = jnp.int32, jnp.float32, (batch,)
-    integers = ("lengths", "first", "block_length", "block_steps", "refresh_interval", "refresh_blocks", "top_k")
+    integers = ("lengths", "first", "block_length", "steps_per_block", "refresh_interval", "refresh_blocks", "top_k")
     reals = ("threshold", "factor", "temperature", "top_p", "alg_temp")
     request = BlockRequest(
         seeds=((batch, 2), jnp.uint32),
@@ -244,10 +252,13 @@ def abstract_block(
     )
     state = BlockState(
         canvas=((batch, canvas), integer),
-        committed=((batch, canvas), integer),
+        commit_steps=((batch, canvas), integer),
         step=((), integer),
         done=(rows, jnp.bool_),
-        **dict.fromkeys(("block", "inner", "fresh", "behind", "refreshes", "window_positions"), (rows, integer)),
+        **dict.fromkeys(
+            ("block", "step_in_block", "steps_until_refresh", "previous_block_stale", "refreshes", "window_positions"),
+            (rows, integer),
+        ),
     )
     described = _described(state, block_state_shardings(layout, state))
     cache = None if cache_dtype is None else abstract_cache(layout, batch, canvas, cache_dtype)
@@ -281,7 +292,7 @@ def lower_decode(
     return jitted.lower(weights, request, state)
 
 
-def lower_prefill_entering(
+def lower_prefill_inserted(
     forward: Forward,
     program: DecodeProgram,
     width: int,
@@ -292,11 +303,11 @@ def lower_prefill_entering(
 ) -> jax.stages.Lowered:
     """Lower the same for the rows that have just entered; the state is donated."""
     out = decode_state_shardings(forward.layout, state)
-    jitted = jax.jit(partial(prefill_entering, forward, program, width), out_shardings=out, donate_argnums=2)
+    jitted = jax.jit(partial(prefill_inserted, forward, program, width), out_shardings=out, donate_argnums=2)
     return jitted.lower(weights, request, state, entering)
 
 
-def lower_enter(entering: Array, old: dict[str, Array], new: dict[str, Array]) -> jax.stages.Lowered:
+def lower_insert(entering: Array, old: dict[str, Array], new: dict[str, Array]) -> jax.stages.Lowered:
     """Lower the exchange of rows: arrays ``[B, ...]`` of ``new`` where ``entering`` ``[B]``, else of ``old``."""
 
     def enter(entering: Array, old: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:

@@ -45,7 +45,7 @@ class GenerationResult:
 
     Attributes:
       sequences: int32 ``[B, S + N]``, the caller's rows, padding included, and the new tokens.
-      steps_set: int32 ``[B, S + N]``, the step that set each position, -1 for the prompt.
+      commit_steps: int32 ``[B, S + N]``, the step that set each position, -1 for the prompt.
       history: int32 ``[steps, B, S + N]`` after each step, skipped ones included, when asked for.
       seeds: the seed of each row; given back as the configuration's ``seed`` they repeat it.
       log_probabilities: float32 ``[B, S + N]``, log-probability of each new token under the model itself (temperature
@@ -54,7 +54,7 @@ class GenerationResult:
     """
 
     sequences: np.ndarray
-    steps_set: np.ndarray
+    commit_steps: np.ndarray
     history: np.ndarray | None
     seeds: list[int]
     log_probabilities: np.ndarray | None = None
@@ -69,9 +69,9 @@ def join_histories(histories: Sequence[np.ndarray]) -> np.ndarray:
     )
 
 
-def committed_tokens(steps_set: np.ndarray) -> int:
+def committed_tokens(commit_steps: np.ndarray) -> int:
     """Number of positions that some step has set."""
-    return int((steps_set >= 0).sum())
+    return int((commit_steps >= 0).sum())
 
 
 def masks_left(sequences: np.ndarray, real: np.ndarray, mask_token_id: int) -> np.ndarray:

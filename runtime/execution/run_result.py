@@ -16,7 +16,7 @@ class RunResult:
 
     Attributes:
       sequences: int32 ``[B, S + N]``.
-      steps_set: int32 ``[B, S + N]``, the step that set each position, -1 for the prompt and where none has.
+      commit_steps: int32 ``[B, S + N]``, the step that set each position, -1 for the prompt and where none has.
       history: int32 ``[steps, B, S + N]`` when asked for.
       log_probabilities: float32 ``[B, S + N]`` when asked for.
       forwards: forward passes run.
@@ -24,7 +24,7 @@ class RunResult:
     """
 
     sequences: np.ndarray
-    steps_set: np.ndarray
+    commit_steps: np.ndarray
     history: np.ndarray | None
     log_probabilities: np.ndarray | None
     forwards: int

@@ -149,14 +149,14 @@ class Filling:
                 free = [slot for slot in range(slots.count) if slot not in held] if entering else []
                 new = {slot: waiting.popleft() for slot in free[: len(waiting)]}
                 if new:
-                    slots.enter({slot: self._requests[number] for slot, number in new.items()})
+                    slots.insert({slot: self._requests[number] for slot, number in new.items()})
                     held |= {slot: (number, self._requests[number]) for slot, number in new.items()}
                     since |= dict.fromkeys(new, iterations)
                 if not held:
                     break
-                done = slots.advance(every)
+                done = slots.run(every)
                 leaving = {slot: held.pop(slot) for slot in list(held) if done[slot]}
-                results = slots.leave(leaving) if leaving else []
+                results = slots.collect(leaving) if leaving else []
                 self._count(results, slots, forwards, iterations)
                 self.stats.in_flight_iterations = sum(slots.iterations - since[slot] for slot in held)
                 yield results
@@ -167,6 +167,6 @@ class Filling:
         stats.forwards += slots.forwards - forwards
         stats.slot_iterations += (slots.iterations - iterations) * slots.count
         for result in results:
-            steps = result.steps_set[result.steps_set >= 0]
+            steps = result.commit_steps[result.commit_steps >= 0]
             stats.tokens += len(steps)
             stats.busy_iterations += len(np.unique(steps))

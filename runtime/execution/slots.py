@@ -28,8 +28,8 @@ from runtime.execution.programs import (
     fetch,
     lower_blocks,
     lower_decode,
-    lower_enter,
-    lower_prefill_entering,
+    lower_insert,
+    lower_prefill_inserted,
     put,
     shapes_of,
 )
@@ -72,13 +72,13 @@ class RowResult:
     Attributes:
       number: which of the requests it is.
       sequence: int32 ``[S]``; padding after the end of a row that ended early.
-      steps_set: int32 ``[S]``, the row's step that set each position, -1 where none has.
+      commit_steps: int32 ``[S]``, the row's step that set each position, -1 where none has.
       log_probabilities: float32 ``[S]`` where the request asks for them.
     """
 
     number: int
     sequence: np.ndarray
-    steps_set: np.ndarray
+    commit_steps: np.ndarray
     log_probabilities: np.ndarray | None
 
 
@@ -123,7 +123,7 @@ class Slots(abc.ABC):
         """What stands in the slots now: int32 ``[B, S]``, -1 where nothing is committed or generated yet."""
 
     @abc.abstractmethod
-    def leave(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
+    def collect(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
         """Results of slots that are done: slot to the number of its request, and the request."""
 
     def _row_arrays(self, request: Any, state: Any) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Slots(abc.ABC):
         found = {name: getattr(tree, name) for tree, names in pairs for name in names}
         return {name: value for name, value in found.items() if value is not None}
 
-    def enter(self, requests: Mapping[int, RowRequest | None]) -> None:
+    def insert(self, requests: Mapping[int, RowRequest | None]) -> None:
         """Put requests into slots, by slot; None empties one, whoever is in it."""
         entering = np.zeros(self.count, bool)
         old = self._row_arrays(self._request, self._state)
@@ -142,12 +142,12 @@ class Slots(abc.ABC):
                 new[name][slot] = value[0]
         place = self._runner.layout.sharding("batch")
         arguments = (put(entering, place), old, {name: put(value, old[name].sharding) for name, value in new.items()})
-        compiled = self._runner.programs.get(("enter", *old, shapes_of(arguments)), lambda: lower_enter(*arguments))
+        compiled = self._runner.programs.get(("insert", *old, shapes_of(arguments)), lambda: lower_insert(*arguments))
         rows = compiled(*arguments)
         self._request = replace(self._request, **{name: rows[name] for name in self._request_rows})
         self._state = replace(self._state, **{name: rows[name] for name in self._state_rows if name in rows})
 
-    def advance(self, iterations: int) -> np.ndarray:
+    def run(self, iterations: int) -> np.ndarray:
         """Run so many iterations, fewer where every slot is done before. Returns which slots are done, bool ``[B]``."""
         # Counted from nothing each time: slots may live for more iterations than an int32 counts.
         start, limit = (put(np.int32(count), self._limit_sharding) for count in (0, iterations))
@@ -186,11 +186,11 @@ class BlockSlots(Slots):
     _request_rows = _rows_of(BlockRequest)
     _state_rows = (
         "canvas",
-        "committed",
+        "commit_steps",
         "block",
-        "inner",
-        "fresh",
-        "behind",
+        "step_in_block",
+        "steps_until_refresh",
+        "previous_block_stale",
         "refreshes",
         "window_positions",
         "done",
@@ -232,9 +232,9 @@ class BlockSlots(Slots):
         canvas = fetch(self._state.canvas)
         return np.where(canvas == self._runner.layout.config.mask_token_id, -1, canvas)
 
-    def leave(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
+    def collect(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
         """Results of slots that are done."""
-        canvas, committed = fetch(self._state.canvas), fetch(self._state.committed)
+        canvas, committed = fetch(self._state.canvas), fetch(self._state.commit_steps)
         kept = self._state.log_probabilities
         log_probabilities = None if kept is None else fetch(kept)
         model = self._runner.layout.config
@@ -288,17 +288,17 @@ class DecodeSlots(Slots):
         forward, program = self._forward, self._program
         return ("decode", forward, program), lambda: lower_decode(forward, program, *arguments)
 
-    def enter(self, requests: Mapping[int, RowRequest | None]) -> None:
+    def insert(self, requests: Mapping[int, RowRequest | None]) -> None:
         """Put requests into slots, read their prompts and generate the first token of each; None empties a slot."""
-        super().enter(requests)
+        super().insert(requests)
         new = [slot for slot, request in requests.items() if request is not None]
         if not self._config.use_cache or not new:
             return
         entering = put(np.isin(np.arange(self.count), new), self._runner.layout.sharding("batch"))
         arguments = (self._runner.weights, self._request, self._state, entering)
         compiled = self._runner.programs.get(
-            ("prefill entering", self._prompt, self._forward, self._program, shapes_of(arguments)),
-            lambda: lower_prefill_entering(self._forward, self._program, self._prompt, *arguments),
+            ("prefill inserted", self._prompt, self._forward, self._program, shapes_of(arguments)),
+            lambda: lower_prefill_inserted(self._forward, self._program, self._prompt, *arguments),
         )
         self._state = compiled(*arguments)
         own = self.count // self._runner.layout.spec.data
@@ -309,7 +309,7 @@ class DecodeSlots(Slots):
         tokens, lengths = fetch(self._state.tokens), fetch(self._state.lengths)
         return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, -1)
 
-    def leave(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
+    def collect(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
         """Results of slots that are done."""
         tokens, lengths = fetch(self._state.tokens), fetch(self._state.lengths)
         kept = self._state.log_probabilities

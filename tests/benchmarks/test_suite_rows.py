@@ -77,7 +77,7 @@ def test_masks_of_a_block_while_it_is_stepped_through() -> None:
     # Two blocks of four after a prompt of two: one's passes commit 2, 1, 1 and the other's 3, 1.
     steps = np.array([[-1, -1, 0, 1, 0, 2, 3, 3, 4, 3]])
     # The refreshes saw 4 masks each; then there were 2 and 1, and 1.
-    assert passes.masked_in_blocks(SimpleNamespace(steps_set=steps), 2, 4) == pytest.approx((2 + 1 + 1) / 3)  # type: ignore[arg-type]
+    assert passes.masked_in_blocks(SimpleNamespace(commit_steps=steps), 2, 4) == pytest.approx((2 + 1 + 1) / 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

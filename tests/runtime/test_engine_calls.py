@@ -123,7 +123,7 @@ def test_hooks_that_do_nothing_change_nothing(name: str) -> None:
     assert calls == [None, *range(config.steps)]
     np.testing.assert_array_equal(result.sequences, plain(name).sequences)
     np.testing.assert_array_equal(result.history, plain(name).history)
-    np.testing.assert_array_equal(result.steps_set, plain(name).steps_set)
+    np.testing.assert_array_equal(result.commit_steps, plain(name).commit_steps)
     assert result.stats.forwards == plain(name).stats.forwards
     assert result.stats.tokens == plain(name).stats.tokens
     ids, _ = rows()
@@ -183,7 +183,7 @@ def test_a_tokens_hook_may_change_the_canvas() -> None:
     result = engine.generate_tokens(*rows(), GREEDY, history=True, tokens_hook=force)
     assert (result.history[:, :, place] == token).all()
     assert (result.sequences[:, place] == token).all()
-    assert (result.steps_set[:, place] == -1).all()
+    assert (result.commit_steps[:, place] == -1).all()
     # The same as a prompt that has the token already.
     ids, mask = rows()
     prompt = np.concatenate([ids, np.full((3, 3), MASK), np.full((3, 1), token), np.full((3, 8), MASK)], axis=1)
@@ -211,7 +211,7 @@ def test_a_tokens_hook_may_mask_again() -> None:
     result = golden_cases.engine().generate_tokens(*rows(), GREEDY, history=True, tokens_hook=mask_again)
     assert (result.history[-2, :, place] == MASK).all()
     assert (result.sequences[:, place] != MASK).all()
-    assert (result.steps_set[:, place] == GREEDY.steps - 1).all()
+    assert (result.commit_steps[:, place] == GREEDY.steps - 1).all()
 
 
 def test_masks_that_the_last_hook_leaves_are_counted() -> None:
@@ -511,7 +511,7 @@ def test_numbers_that_float32_cannot_hold(changes: dict[str, Any]) -> None:
         return
     result = golden_cases.engine().generate_tokens(*rows(), config)
     assert 0 <= result.sequences.min() <= result.sequences.max() < VOCAB
-    assert (result.steps_set[:, WIDTH:] >= 0).mean() > 0.9, "positions are left masked"
+    assert (result.commit_steps[:, WIDTH:] >= 0).mean() > 0.9, "positions are left masked"
 
 
 def test_seeds_and_samples_that_do_not_fit() -> None:

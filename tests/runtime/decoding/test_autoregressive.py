@@ -127,7 +127,7 @@ def test_cached_is_uncached(folders: dict[str, Path], name: str) -> None:
             cached = engine(folders[name], mesh).generate_tokens(ids, mask, config)
             plain = engine(folders[name], mesh).generate_tokens(ids, mask, config.replace(use_cache=False))
             np.testing.assert_array_equal(cached.sequences, plain.sequences)
-            np.testing.assert_array_equal(cached.steps_set, plain.steps_set)
+            np.testing.assert_array_equal(cached.commit_steps, plain.commit_steps)
             assert cached.log_probabilities is not None
             np.testing.assert_allclose(cached.log_probabilities, plain.log_probabilities, atol=1e-4)
 
@@ -216,8 +216,8 @@ def test_rows_end_with_their_own_stop_token(folders: dict[str, Path]) -> None:
         end = ends[0] + 1 if ends.size else NEW
         np.testing.assert_array_equal(new[row, :end], whole[row, :end])
         assert (new[row, end:] == own.config.pad_token_id).all()
-        assert (found.steps_set[row, WIDTH:] == np.where(np.arange(NEW) < end, np.arange(NEW), -1)).all()
-    assert found.stats.tokens == (found.steps_set >= 0).sum()
+        assert (found.commit_steps[row, WIDTH:] == np.where(np.arange(NEW) < end, np.arange(NEW), -1)).all()
+    assert found.stats.tokens == (found.commit_steps >= 0).sum()
 
 
 def test_streamed_is_whole_and_programs_are_few(folders: dict[str, Path]) -> None:

@@ -55,7 +55,7 @@ def generate_samples(mesh: str, config: DiffusionConfig, samples: int) -> Genera
 
 def same(found: GenerationResult, expected: GenerationResult) -> None:
     np.testing.assert_array_equal(found.sequences, expected.sequences)
-    np.testing.assert_array_equal(found.steps_set, expected.steps_set)
+    np.testing.assert_array_equal(found.commit_steps, expected.commit_steps)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_shared_refreshes_on_every_mesh(mesh: str) -> None:
 def test_blocks_are_filled_in_order() -> None:
     config = BASE.replace(block_length=BLOCK, cache="dual")
     found = generate("tensor=1", config, rows=slice(1, 3))
-    steps = found.steps_set[:, max(LENGTHS) :]
+    steps = found.commit_steps[:, max(LENGTHS) :]
     for start in range(0, NEW_TOKENS - BLOCK, BLOCK):
         assert steps[:, start : start + BLOCK].max() < steps[:, start + BLOCK :].min()
 
@@ -262,7 +262,7 @@ def test_factor_commits_as_many_as_it_says() -> None:
         config = BASE.replace(
             block_length=BLOCK, parallel="factor", factor=factor, algorithm="maskgit_plus", temperature=0.0
         )
-        steps = engine.generate_tokens(prompt, None, config).steps_set[0, LENGTHS[1] :]
+        steps = engine.generate_tokens(prompt, None, config).commit_steps[0, LENGTHS[1] :]
         start = np.concatenate([prompt, np.full((1, NEW_TOKENS), engine.config.mask_token_id)], axis=1)
         logits = engine.logits(start)[0, LENGTHS[1] - 1 : LENGTHS[1] - 1 + BLOCK].astype(np.float64)
         probabilities = np.exp(logits - logits.max(axis=-1, keepdims=True))
@@ -275,7 +275,7 @@ def test_factor_commits_as_many_as_it_says() -> None:
 def test_a_block_begins_with_its_first_position() -> None:
     config = BASE.replace(block_length=BLOCK, parallel="threshold", threshold=1.0, algorithm="maskgit_plus")
     for cache in ("none", "dual"):
-        steps = generate("tensor=1", config.replace(cache=cache), rows=slice(1, 2)).steps_set[0, -NEW_TOKENS:]
+        steps = generate("tensor=1", config.replace(cache=cache), rows=slice(1, 2)).commit_steps[0, -NEW_TOKENS:]
         for start in range(0, NEW_TOKENS, BLOCK):
             own = steps[start : start + BLOCK]
             assert own[0] == own.min()
@@ -296,7 +296,7 @@ def test_a_row_ends_with_its_stop_token() -> None:
             np.testing.assert_array_equal(own, new[row])
             continue
         np.testing.assert_array_equal(own[: ends[0] + 1], new[row, : ends[0] + 1])
-        left = found.steps_set[row, max(LENGTHS) :] < 0
+        left = found.commit_steps[row, max(LENGTHS) :] < 0
         assert (own[left] == pad).all()
     assert found.stats.positions < whole.stats.positions
     assert found.stats.masks_left == 0

@@ -527,7 +527,9 @@ def commit_once(
     program = DenoiseProgram("entropy", rule("entropy"), sample_positions=True, chunk=width)
     canvas = np.full((rows, width), MASK, np.int32)
     words = seed_words(row_seeds(17, rows) if seeds is None else seeds)
-    state = DenoiseState(canvas=canvas, committed=np.full_like(canvas, -1), step=np.int32(step), forwards=np.int32(0))
+    state = DenoiseState(
+        canvas=canvas, commit_steps=np.full_like(canvas, -1), step=np.int32(step), forwards=np.int32(0)
+    )
     request = Request(
         lengths=np.full(rows, width, np.int32),
         seeds=words,
@@ -548,7 +550,7 @@ def commit_once(
         np.full(rows, count, np.int32),
     )
     committed = np.asarray(after.canvas) != MASK
-    np.testing.assert_array_equal(committed, np.asarray(after.committed) == step)
+    np.testing.assert_array_equal(committed, np.asarray(after.commit_steps) == step)
     assert (committed.sum(axis=1) == count).all()
     return committed
 
@@ -604,7 +606,7 @@ def test_origin_transfers_each_position_with_the_stated_probability(ratio: float
             steps=np.int32(6),
             **dict.fromkeys(("limit", "temperature", "top_p", "top_k", "alg_temp"), np.int32(1)),
         )
-        state = DenoiseState(canvas=canvas, committed=canvas, step=np.int32(step), forwards=np.int32(0))
+        state = DenoiseState(canvas=canvas, commit_steps=canvas, step=np.int32(step), forwards=np.int32(0))
         wanted, counts = jax.jit(functools.partial(diffusion.transfer_plan, forward("data=1"), program))(request, state)
         np.testing.assert_array_equal(np.asarray(counts), np.asarray(wanted).sum(axis=1))
         return np.asarray(wanted)

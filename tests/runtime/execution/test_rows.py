@@ -255,10 +255,10 @@ def test_padding_and_prompts_stay_as_they_were(mode: str) -> None:
     for canvas in result.history:
         np.testing.assert_array_equal(canvas[:, :width][kept], ids[kept])
     filled = np.concatenate([~kept, np.ones((4, NEW_TOKENS), bool)], axis=1)
-    assert (result.steps_set[~filled] == -1).all()
+    assert (result.commit_steps[~filled] == -1).all()
     left = (result.sequences == MASK) & filled
-    assert (result.steps_set[left] == -1).all()
-    assert (result.steps_set[filled & ~left] >= 0).all()
+    assert (result.commit_steps[left] == -1).all()
+    assert (result.commit_steps[filled & ~left] >= 0).all()
     assert result.stats.masks_left == left.sum()
     assert result.stats.tokens == (filled & ~left).sum()
 
@@ -564,7 +564,7 @@ def test_steps_that_transfer_nothing(tokens: int, steps: int) -> None:
     assert (0 in counts) == (steps >= 16)
     np.testing.assert_array_equal(result.history[-1], result.sequences)
     committed = np.concatenate([np.full(count, step) for step, count in enumerate(counts)])
-    np.testing.assert_array_equal(np.sort(result.steps_set[0, LENGTHS[2] :]), committed)
+    np.testing.assert_array_equal(np.sort(result.commit_steps[0, LENGTHS[2] :]), committed)
 
 
 # ---- a model that predicts MASK ---------------------------------------------------------------------------------
@@ -592,8 +592,8 @@ def test_predicted_masks_stay_masked_and_are_counted(fond_of_masks: Engine) -> N
     assert result.stats.masks_left == left
     for row in range(4):
         still = real(result.sequences, row) == MASK
-        assert (real(result.steps_set, row)[still] == -1).all(), "what is masked was set by no step"
-    assert result.stats.tokens == (result.steps_set >= 0).sum()
+        assert (real(result.commit_steps, row)[still] == -1).all(), "what is masked was set by no step"
+    assert result.stats.tokens == (result.commit_steps >= 0).sum()
     for row in range(4):
         check_against_the_algorithm(fond_of_masks, real(result.history, row), start_canvas(row), config, SEEDS[row])
     np.testing.assert_array_equal(result.history[-1], result.sequences)

@@ -47,7 +47,7 @@ def requests(engine: Engine, config: DiffusionConfig | SamplingConfig, **changes
 def alone(engine: Engine, request: RowRequest) -> RowResult:
     found = engine.generate_tokens([request.tokens], None, request.config.replace(seed=[request.seed]))
     assert found.log_probabilities is not None
-    return RowResult(0, found.sequences[0], found.steps_set[0], found.log_probabilities[0])
+    return RowResult(0, found.sequences[0], found.commit_steps[0], found.log_probabilities[0])
 
 
 def gather(filling: Filling, **arguments: Any) -> dict[int, RowResult]:
@@ -58,7 +58,7 @@ def gather(filling: Filling, **arguments: Any) -> dict[int, RowResult]:
 
 def same(found: RowResult, expected: RowResult) -> None:
     np.testing.assert_array_equal(found.sequence, expected.sequence)
-    np.testing.assert_array_equal(found.steps_set, expected.steps_set)
+    np.testing.assert_array_equal(found.commit_steps, expected.commit_steps)
     assert found.log_probabilities is not None
     assert expected.log_probabilities is not None
     np.testing.assert_allclose(found.log_probabilities, expected.log_probabilities, atol=1e-4)
@@ -72,7 +72,7 @@ def check(engine: Engine, asked: list[RowRequest], slots: int) -> None:
     for number, result in found.items():
         same(result, expected[number])
     assert filling.stats.rows == len(asked)
-    assert filling.stats.tokens == sum(int((result.steps_set >= 0).sum()) for result in expected)
+    assert filling.stats.tokens == sum(int((result.commit_steps >= 0).sum()) for result in expected)
     # In another order, and some left out, without another program.
     compiled = engine.compiled_programs
     backwards = gather(engine.filling(asked[::-1], slots), skip={1, 4})
@@ -137,7 +137,7 @@ def test_utilisation_and_an_early_end() -> None:
     stats = filling.stats
     assert stats.slot_iterations == 4 * stats.forwards
     assert 0.5 < stats.utilisation <= 1.0
-    assert stats.busy_iterations == sum(len(set(row.steps_set[row.steps_set >= 0])) for row in found.values())
+    assert stats.busy_iterations == sum(len(set(row.commit_steps[row.commit_steps >= 0])) for row in found.values())
 
 
 def test_a_request_that_cannot_be_generated_is_named() -> None:

@@ -45,10 +45,10 @@ def asked(engine: Engine, base: DiffusionConfig | SamplingConfig, own: list[dict
 def finish(slots: Slots, taken: dict[int, tuple[int, RowRequest]], every: int = 2) -> list[RowResult]:
     found = []
     while taken:
-        done = slots.advance(every)
+        done = slots.run(every)
         canvas = slots.canvas()
         over = {slot: taken.pop(slot) for slot in list(taken) if done[slot]}
-        results = slots.leave(over)
+        results = slots.collect(over)
         for (slot, (_, request)), result in zip(over.items(), results, strict=True):
             # What a look has shown as certain is what the row ends with.
             own = canvas[slot, : request.length]
@@ -62,21 +62,21 @@ def check(engine: Engine, slots: Slots, requests: list[RowRequest]) -> None:
     # As if they had been there for long: no int32 counts what comes now.
     slots.iterations = (1 << 31) - 2
     # Two rows enter, then one is thrown out for another, then the rest comes.
-    slots.enter({0: requests[0], 2: requests[1]})
-    slots.advance(2)
+    slots.insert({0: requests[0], 2: requests[1]})
+    slots.run(2)
     compiled = engine.compiled_programs
-    slots.enter({2: None})
-    assert slots.advance(1)[2]
-    slots.enter({1: requests[2], 2: requests[1]})
+    slots.insert({2: None})
+    assert slots.run(1)[2]
+    slots.insert({1: requests[2], 2: requests[1]})
     found = finish(slots, {0: (0, requests[0]), 1: (2, requests[2]), 2: (1, requests[1])})
-    slots.enter({0: requests[4], 1: requests[3]})
+    slots.insert({0: requests[4], 1: requests[3]})
     found += finish(slots, {0: (4, requests[4]), 1: (3, requests[3])})
     assert engine.compiled_programs == compiled
     assert sorted(result.number for result in found) == list(range(5))
     for result in found:
         other = expected[result.number]
         np.testing.assert_array_equal(result.sequence, other.sequence)
-        np.testing.assert_array_equal(result.steps_set, other.steps_set)
+        np.testing.assert_array_equal(result.commit_steps, other.commit_steps)
         np.testing.assert_allclose(result.log_probabilities, other.log_probabilities, atol=1e-4)
 
 
