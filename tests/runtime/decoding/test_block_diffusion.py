@@ -5,7 +5,6 @@ The judge is the original algorithm: one block is that, and a cache that is refr
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -14,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from runtime import DiffusionConfig, Engine, GenerationResult
+from runtime import Engine
 from runtime.decoding.sampling import ALGORITHMS
-from runtime.execution.block_run import block_schedule, window_widths
 from runtime.execution.canvas import pad_after_end
 from runtime.execution.programs import empty_cache
 from runtime.models.cached import fill_rows, run_window
@@ -24,38 +22,22 @@ from runtime.models.kv_cache import KVCache
 from runtime.models.transformer import project_logits
 from sharding.errors import InputError
 from tests import golden_cases
+from tests.runtime.decoding.block_rows import (
+    BASE,
+    BLOCK,
+    LENGTHS,
+    MESHES,
+    MODES,
+    NEW_TOKENS,
+    generate,
+    generate_samples,
+    mode,
+    on_one_device,
+    ragged_rows,
+    same,
+)
 
-MESHES = ("tensor=8", "sequence=4", "data=2", "data=2,sequence=2,tensor=2")
-LENGTHS = (11, 4, 1, 7)
-NEW_TOKENS, BLOCK = 22, 6
-BASE = DiffusionConfig(max_new_tokens=NEW_TOKENS, steps=NEW_TOKENS, algorithm="entropy", temperature=0.7, seed=5)
 EVERYTHING = 10**5
-
-
-@functools.cache
-def ragged_rows() -> tuple[np.ndarray, np.ndarray]:
-    config = golden_cases.engine("tensor=1").config
-    generator = np.random.default_rng(11)
-    ids = generator.integers(0, config.vocab_size, (len(LENGTHS), max(LENGTHS))).astype(np.int32)
-    ids[ids == config.mask_token_id] = 0
-    ids[0, -3] = ids[3, -2] = config.mask_token_id  # to be filled too
-    mask = (np.arange(max(LENGTHS)) >= max(LENGTHS) - np.array(LENGTHS)[:, None]).astype(np.int32)
-    return ids * mask, mask
-
-
-def generate(mesh: str, config: DiffusionConfig, rows: slice = slice(None), history: bool = False) -> GenerationResult:
-    ids, mask = ragged_rows()
-    return golden_cases.engine(mesh).generate_tokens(ids[rows], mask[rows], config, history=history)
-
-
-def generate_samples(mesh: str, config: DiffusionConfig, samples: int) -> GenerationResult:
-    ids, mask = ragged_rows()
-    return golden_cases.engine(mesh).generate_tokens(ids, mask, config, num_return_sequences=samples)
-
-
-def same(found: GenerationResult, expected: GenerationResult) -> None:
-    np.testing.assert_array_equal(found.sequences, expected.sequences)
-    np.testing.assert_array_equal(found.commit_steps, expected.commit_steps)
 
 
 @pytest.mark.parametrize(
@@ -97,32 +79,6 @@ def test_a_refresh_in_every_step_is_no_cache(cache: str, algorithm: str, paralle
     if cache == "dual":  # the windows of a prefix are rounded up, and these canvases are short
         assert stale.stats.positions < exact.stats.positions
     assert (stale.sequences != exact.sequences).any(), "a stale cache that changes nothing is not used"
-
-
-STOPS = tuple(range(0, 320, 5))  # so many that rows end early
-MODES: list[dict[str, Any]] = [
-    {"cache": "none"},
-    {"cache": "dual", "algorithm": "origin", "refresh_interval": 3},
-    {
-        **{"cache": "dual", "parallel": "threshold", "threshold": 0.2, "algorithm": "maskgit_plus"},
-        **{"refresh_blocks": 2, "stop_token_ids": STOPS},
-    },
-    {"cache": "prefix", "parallel": "factor", "factor": 1.5, "temperature": 0.0},
-    {"cache": "prefix", "alg_temp": 0.4, "top_p": 0.9, "steps": 40},
-    {"cache": "none", "parallel": "threshold", "threshold": 0.1, "algorithm": "topk_margin", "refresh_interval": None},
-    {"cache": "prefix", "refresh_blocks": 0, "refresh_interval": 9},
-    {"cache": "dual", "parallel": "factor", "factor": 1.5, "algorithm": "topk_margin"},
-    {"cache": "prefix", "parallel": "threshold", "threshold": 0.3, "stop_token_ids": STOPS},
-]
-
-
-def mode(number: int) -> DiffusionConfig:
-    return BASE.replace(block_length=BLOCK, log_probabilities=True, **MODES[number])
-
-
-@functools.cache
-def on_one_device(number: int) -> GenerationResult:
-    return generate("tensor=1", mode(number))
 
 
 # One mode on a mesh in the default run, every mode on every mesh with the slow ones.
@@ -360,106 +316,6 @@ def test_a_prompt_is_filled_in_with_a_cache() -> None:
         assert stale.stats.masks_left == 0
         known = ids != golden_cases.engine("tensor=1").config.mask_token_id
         np.testing.assert_array_equal(stale.sequences[known], ids[known])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 2])
-def test_small_weights_on_a_mesh(number: int) -> None:
-    ids, mask = ragged_rows()
-    found = [
-        Engine.load(golden_cases.FOLDER, mesh, quantize="int8").generate_tokens(ids, mask, mode(number))
-        for mesh in ("tensor=1", MESHES[0], MESHES[-1])
-    ]
-    same(found[1], found[0])
-    same(found[2], found[0])
-
-
-@pytest.mark.slow
-def test_a_small_cache_on_a_mesh() -> None:
-    config = BASE.replace(block_length=BLOCK, cache="dual", temperature=0.0)
-    ids, mask = ragged_rows()
-    found = [
-        Engine.load(golden_cases.FOLDER, mesh, "float32", kv_cache="int8").generate_tokens(ids, mask, config)
-        for mesh in ("tensor=1", MESHES[-1])
-    ]
-    same(found[1], found[0])
-
-
-def test_no_program_is_compiled_twice() -> None:
-    engine = golden_cases.engine("tensor=1")
-    config = BASE.replace(block_length=BLOCK, cache="dual", parallel="threshold")
-    ids, mask = ragged_rows()
-    engine.generate_tokens(ids, mask, config)
-    for width, changes in (
-        (11, {"threshold": 0.4}),
-        (8, {"max_new_tokens": 9, "seed": 8}),
-        (5, {"stop_token_ids": [3]}),
-    ):
-        found = engine.generate_tokens(ids[:, -width:], np.ones_like(ids[:, -width:]), config.replace(**changes))
-        assert found.stats.compiled_programs == 0
-
-
-@pytest.mark.parametrize("cache", ["none", "dual", pytest.param("prefix", marks=pytest.mark.slow)])
-def test_lengths_and_schedules_of_a_bucket_share_a_program(cache: str) -> None:
-    engine = golden_cases.engine("tensor=1")
-    config = BASE.replace(cache=cache, block_length=BLOCK)
-    counts = []
-    for prompt, new in ((40, 20), (36, 17), (33, 31), (45, 18)):  # masks of a prefix have buckets too
-        ids = np.random.default_rng(new).integers(0, 256, (1, prompt), np.int32)
-        found = engine.generate_tokens(ids, None, config.replace(max_new_tokens=new, steps=new))
-        counts.append(found.stats.compiled_programs)
-    assert counts[0] <= 1
-    assert counts[1:] == [0, 0, 0]
-
-
-def test_weights_are_replaced_without_compiling() -> None:
-    own = Engine.load(golden_cases.FOLDER, "data=2,sequence=2,tensor=2")
-    config = BASE.replace(block_length=BLOCK, cache="dual")
-    ids, mask = ragged_rows()
-    before = own.generate_tokens(ids, mask, config)
-    scaled = jax.tree.map(lambda leaf: np.asarray(leaf) * np.float32(1.1), own.weights)
-    fresh = Engine(own.layout, jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), scaled, own.weights))
-    expected, old = fresh.generate_tokens(ids, mask, config), own.weights
-    own.replace_weights(scaled)
-    found = own.generate_tokens(ids, mask, config)
-    assert found.stats.compiled_programs == 0
-    same(found, expected)
-    assert (found.sequences != before.sequences).any()
-    # A trainer's weights may be of another dtype.
-    own.replace_weights(jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float64), old))
-    same(own.generate_tokens(ids, mask, config), before)
-
-
-@pytest.mark.slow
-def test_weights_of_a_quantized_engine_are_replaced_by_plain_ones() -> None:
-    own = Engine.load(golden_cases.FOLDER, "tensor=2", quantize="int8")
-    plain = Engine.load(golden_cases.FOLDER, "tensor=2")
-    config = BASE.replace(block_length=BLOCK, cache="dual")
-    ids, mask = ragged_rows()
-    before = own.generate_tokens(ids, mask, config)
-    other = Engine.random(own.config, "tensor=2", quantize="int8")
-    for weights in (plain.weights, jax.tree.map(np.asarray, own.weights)):
-        own.replace_weights(other.weights)
-        own.replace_weights(weights)
-        found = own.generate_tokens(ids, mask, config)
-        assert found.stats.compiled_programs == 0
-        same(found, before)
-    with pytest.raises(InputError, match="is Quantized; expected float32"):
-        plain.replace_weights(own.weights)
-    with pytest.raises(InputError, match="expected a checkpoint or a tree of"):
-        plain.replace_weights({"layers": 1})
-
-
-def test_the_schedule_of_blocks() -> None:
-    assert block_schedule(DiffusionConfig(max_new_tokens=64, steps=64), 128) == (128, 64)
-    assert block_schedule(DiffusionConfig(max_new_tokens=64, steps=64, cache="dual"), 128) == (32, 32)
-    assert block_schedule(DiffusionConfig(max_new_tokens=64, steps=32, block_length=16), 128) == (16, 8)
-    assert block_schedule(DiffusionConfig(max_new_tokens=64, steps=2, block_length=16), 128) == (16, 1)
-    assert block_schedule(DiffusionConfig(max_new_tokens=64, parallel="factor", block_length=16), 128) == (16, 16)
-    assert window_widths("dual", 32, 256) == (33,)
-    assert window_widths("dual", 32, 256, refresh_blocks=0) == (65, 33)
-    assert window_widths("prefix", 32, 256) == (257, 129, 65)
-    assert window_widths("none", 32, 256) == ()
 
 
 @pytest.mark.parametrize(

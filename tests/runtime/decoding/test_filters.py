@@ -1,0 +1,143 @@
+"""Top-p and top-k: the tokens that they keep are those that sorting in float64 keeps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runtime.decoding.sampling import (
+    filter_logits,
+)
+from tests.runtime.decoding.token_choices import (
+    MESHES,
+    PADDED,
+    VOCAB,
+    B,
+    P,
+    forward,
+    padded,
+    softmax,
+    sorted_filter,
+    vocab_sharded,
+)
+
+
+@functools.cache
+def filter_program(mesh: str) -> Callable[..., jax.Array]:
+    def run(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
+        return filter_logits(logits, jax.nn.softmax(logits, axis=-1), top_p, top_k)
+
+    return jax.jit(run, out_shardings=forward(mesh).layout.replicated)
+
+
+def run_filter(mesh: str, logits: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
+    return np.asarray(filter_program(mesh)(vocab_sharded(mesh, logits), np.float32(top_p), np.int32(top_k)))
+
+
+def draw_logits(seed: int, kind: str) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    shape = (B, P, VOCAB)
+    if kind == "normal":
+        values = generator.normal(0, generator.choice([0.1, 1.0, 5.0, 30.0]), shape)
+    elif kind == "tied":
+        values = generator.integers(-3, 4, shape) / generator.choice([1, 2, 8])
+    elif kind == "bfloat16":
+        values = generator.normal(0, 4, shape).astype(ml_dtypes.bfloat16).astype(np.float32)
+    elif kind == "equal":
+        values = np.full(shape, generator.normal())
+    elif kind == "zeros":
+        values = np.where(generator.random(shape) < 0.5, 0.0, -0.0)
+    else:  # saturated: one or few far above
+        values = generator.normal(0, 1, shape)
+        values[..., generator.integers(0, VOCAB, 3)] += generator.choice([20, 100, 1e4])
+    values[..., generator.random(VOCAB) < generator.choice([0.0, 0.5])] = -np.inf
+    values[..., 5] = 0.0  # never nothing
+    return padded(values)
+
+
+KINDS = ("normal", "tied", "bfloat16", "equal", "zeros", "saturated")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 1 << 32),
+    kind=st.sampled_from(KINDS),
+    top_p=st.one_of(st.sampled_from([0.0, 0.5, 0.9, 0.95, 1.0]), st.floats(0, 1, width=32)),
+    top_k=st.one_of(st.sampled_from([1, 2, 50, VOCAB - 1, VOCAB, PADDED, 1 << 30]), st.integers(1, VOCAB)),
+)
+def test_filters_equal_sorting(mesh: str, seed: int, kind: str, top_p: float, top_k: int) -> None:
+    logits = draw_logits(seed, kind)
+    found = run_filter(mesh, logits, top_p, top_k)
+    kept, unsure = sorted_filter(logits, top_p, top_k)
+    expected = np.where(kept, logits, -np.inf)
+    np.testing.assert_array_equal(np.where(unsure, 0, found), np.where(unsure, 0, expected))
+    # A token that may go either way is whole or gone, and the most probable token always stays.
+    assert ((found == logits) | (found == -np.inf)).all()
+    assert (found.max(axis=-1) == logits.max(axis=-1)).all()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_token_that_crosses_top_p_stays(mesh: str) -> None:
+    probabilities = np.array([0.4, 0.3, 0.2, 0.06, 0.04])
+    logits = padded(np.broadcast_to(np.log(probabilities), (B, P, 5)))
+    for top_p, kept in [
+        (0.0, 1),
+        (0.39, 1),
+        (0.41, 2),
+        (0.69, 2),
+        (0.71, 3),
+        (0.89, 3),
+        (0.91, 4),
+        (0.97, 5),
+        (1.0, 5),
+    ]:
+        assert np.isfinite(run_filter(mesh, logits, top_p, PADDED)[0, 0]).sum() == kept, top_p
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_ties_at_the_kth_logit_all_stay(mesh: str) -> None:
+    row = np.full(VOCAB, -1.0)
+    row[[3, 40, 41, 170, 299]] = [5.0, 2.0, 2.0, 2.0, 1.0]
+    logits = padded(np.broadcast_to(row, (B, P, VOCAB)))
+    for top_k, kept in [(1, 1), (2, 4), (3, 4), (4, 4), (5, 5), (6, VOCAB), (VOCAB, VOCAB), (1 << 30, VOCAB)]:
+        assert np.isfinite(run_filter(mesh, logits, 1.0, top_k)[0, 0]).sum() == kept, top_k
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_two_zeros_are_one_logit(mesh: str) -> None:
+    logits = np.full((B, P, VOCAB), -3.0)
+    logits[..., [4, 200]], logits[..., [3, 5, 150]] = 0.0, -0.0
+    for top_p, top_k in [(1.0, 1), (0.1, PADDED)]:
+        assert np.isfinite(run_filter(mesh, padded(logits), top_p, top_k)[0, 0]).sum() == 5
+
+
+def test_top_p_runs_before_top_k() -> None:
+    """Top-p reads the mass of the whole distribution, not of the k that top-k leaves."""
+    logits = padded(np.broadcast_to(np.log([0.4, 0.3, 0.2, 0.1]), (B, P, 4)))
+    # Of the two largest alone the first would have 4/7 of the mass, above .5, and the second would go.
+    assert np.isfinite(run_filter("data=1", logits, 0.5, 2)[0, 0]).sum() == 2
+    assert np.isfinite(run_filter("data=1", logits, 0.75, 2)[0, 0]).sum() == 2
+    assert np.isfinite(run_filter("data=1", logits, 0.3, 2)[0, 0]).sum() == 1
+
+
+def test_a_vocabulary_of_the_real_size() -> None:
+    """152064 tokens: the rounding of so many small masses stays within bounds."""
+    vocab = 152064
+    generator = np.random.default_rng(0)
+    logits = generator.normal(0, 2.5, (1, 2, vocab)).astype(np.float32)
+    for top_p in (0.5, 0.95, 0.999):
+        found = np.isfinite(np.asarray(filter_program("data=1")(logits, np.float32(top_p), np.int32(vocab))))
+        for place in range(2):
+            probabilities = -np.sort(-softmax(logits[0, place]))
+            count = found[0, place].sum()
+            mass = probabilities[: count - 1].sum()  # above the last one kept
+            assert mass <= top_p + 2e-5
+            assert mass + probabilities[count - 1] >= top_p - 2e-5

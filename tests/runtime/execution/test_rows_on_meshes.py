@@ -1,0 +1,80 @@
+"""Ragged rows on a mesh give the tokens that they give on one device."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from runtime.decoding.sampling import ALGORITHMS
+from tests import golden_cases
+from tests.runtime.execution.ragged import MASK, MODES, SEEDS, ragged_rows, real, request, run, start_canvas
+from tests.runtime.execution.reference_loop import assert_same_tokens
+
+RANKED = ("maskgit_plus", "topk_margin", "entropy")
+
+
+MESHES = ("tensor=8", "data=2,tensor=2", "sequence=4")
+IN_CI = {
+    *itertools.product(["tensor=8"], [f"{algorithm}-sampled" for algorithm in ALGORITHMS]),
+    *itertools.product(["data=2,tensor=2"], ["origin-sampled", "entropy-sampled", "entropy-positions"]),
+    *itertools.product(["sequence=4"], ["maskgit_plus-sampled", "topk_margin-sampled", "entropy-positions"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "mode"),
+    [
+        pytest.param(*pair, marks=[] if pair in IN_CI else pytest.mark.slow)
+        for pair in itertools.product([*MESHES, "tensor=16", "data=2,sequence=2,tensor=4"], MODES)
+    ],
+)
+def test_seeded_runs_are_the_same_on_every_mesh(mesh: str, mode: str) -> None:
+    found, expected = run(mesh, mode), run("data=1", mode)
+    assert found.seeds == expected.seeds
+    for row in range(4):
+        assert_same_tokens(
+            real(found.history, row),
+            real(expected.history, row),
+            start_canvas(row),
+            golden_cases.engine(),
+            request(mode),
+            SEEDS[row],
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [*MESHES, "sequence=2,tensor=4"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.endswith("greedy")])
+def test_many_seeds_are_the_same_on_every_mesh(mesh: str, mode: str) -> None:
+    for trial in range(20):
+        config = request(mode, seed=[4 * trial + row for row in range(4)])
+        found = golden_cases.engine(mesh).generate_tokens(*ragged_rows(), config, history=True)
+        expected = golden_cases.engine().generate_tokens(*ragged_rows(), config, history=True)
+        for row in range(4):
+            assert_same_tokens(
+                real(found.history, row),
+                real(expected.history, row),
+                start_canvas(row),
+                golden_cases.engine(),
+                config,
+                4 * trial + row,
+            )
+
+
+@pytest.mark.parametrize("mesh", ["data=1", *MESHES])
+@pytest.mark.parametrize("algorithm", RANKED)
+def test_one_hot_ties_go_to_the_lowest_position(mesh: str, algorithm: str) -> None:
+    """One token kept makes every position equally confident: exactly 1, or an entropy of exactly 0."""
+    if mesh in ("data=2,tensor=2", "sequence=4") and algorithm != "entropy":
+        pytest.skip("one algorithm is enough for this mesh")
+    # The program is that of the sampled runs; one token kept leaves nothing to draw.
+    result = golden_cases.engine(mesh).generate_tokens(
+        *ragged_rows(), request(f"{algorithm}-sampled", top_k=1), history=True
+    )
+    for row in range(4):
+        for before, after in itertools.pairwise([start_canvas(row), *real(result.history, row)]):
+            masked = np.flatnonzero(before == MASK)
+            committed = np.flatnonzero(before != after)
+            np.testing.assert_array_equal(committed, masked[: len(committed)])
