@@ -15,8 +15,7 @@ from pathlib import Path
 
 from absl import flags
 
-from checkpoints.legacy import open_legacy
-from checkpoints.legacy_pickle import LegacyPickle
+from checkpoints.legacy import LegacyPickle, open_legacy
 from checkpoints.loading import check_tensors, stored_leaves
 from checkpoints.opening import open_tensors, read_manifest
 from launch.convert import config_folder, open_model, pickle_path

@@ -23,8 +23,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints import pickle_walker
-from checkpoints.legacy_pickle import LegacyPickle, LegacyPickleError, LegacyTensor, index_pickle
+from checkpoints.legacy import LegacyPickle, LegacyPickleError, LegacyTensor, index_pickle
+from checkpoints.legacy.walker import OPCODES
 from tests.checkpoints.hostile_pickles import HOSTILE
 from tests.checkpoints.pickles import assert_reads, key, operations
 
@@ -135,7 +135,7 @@ def mutate(generator: random.Random, seeds: list[bytes]) -> bytes:
         changed = {
             "flip": [bytes([byte ^ (1 << generator.randrange(8)) for byte in pieces[first]])],
             "replace": [bytes([generator.randrange(256)])],
-            "opcode": [bytes([generator.choice(list(pickle_walker.OPCODES))]) + pieces[first][1:]],
+            "opcode": [bytes([generator.choice(list(OPCODES))]) + pieces[first][1:]],
             "number": [pieces[first][:1] + generator.choice([bytes(4), b"\xff" * 4, b"\xff" * 8, b"\x01"])],
             "delete": [],
             "duplicate": pieces[first:last] * 2,

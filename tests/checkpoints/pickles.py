@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from flax.core import FrozenDict
 
-from checkpoints.legacy_pickle import LegacyPickle, LegacyTensor
+from checkpoints.legacy import LegacyPickle, LegacyTensor
 
 PROTOCOLS = [3, 4, 5]
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from flax.core import FrozenDict
 
-from checkpoints import pickle_walker
-from checkpoints.legacy_pickle import LegacyPickle, LegacyPickleError, index_pickle
+from checkpoints.legacy import LegacyPickle, LegacyPickleError, index_pickle
+from checkpoints.legacy.walker import OPCODES
 from tests.checkpoints.hostile_pickles import HOSTILE, START, dict_of
 from tests.checkpoints.pickles import (
     ARRAY,
@@ -129,7 +129,7 @@ def test_a_message_says_where(tmp_path: Path) -> None:
 
 
 def test_only_the_known_opcodes_are_read(tmp_path: Path) -> None:
-    read = set(pickle_walker.OPCODES)
+    read = set(OPCODES)
     names = {opcode.name for opcode in pickletools.opcodes if ord(opcode.code) in read}
     calling = {"GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD"}
     plain = """PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 SHORT_BINUNICODE BINUNICODE
@@ -143,8 +143,8 @@ def test_only_the_known_opcodes_are_read(tmp_path: Path) -> None:
 
 def test_the_table_of_opcodes_agrees_with_the_standard_library() -> None:
     for opcode in pickletools.opcodes:
-        if ord(opcode.code) in pickle_walker.OPCODES:
-            width = pickle_walker.OPCODES[ord(opcode.code)][0]
+        if ord(opcode.code) in OPCODES:
+            width = OPCODES[ord(opcode.code)][0]
             size = opcode.arg.n if opcode.arg else 0
             # Negative: a length of so many bytes and what it counts, or a line.
             assert width == {-1: 0, -2: 1, -3: 4, -4: 4, -5: 8}.get(size, size), opcode.name

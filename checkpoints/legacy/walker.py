@@ -1,14 +1,13 @@
-"""A symbolic walk over a pickle's opcodes: what the file would build, without building anything.
+"""A walk over a pickle's opcodes that finds the arrays which the file would build, without building anything.
 
-An array is "these bytes, this shape, this dtype", a global is a name on a list. No name is imported or looked up,
-nothing is called, and bytes that belong to arrays are stepped over.
+No name is imported or looked up, nothing is called, and the bytes of arrays are skipped. The values on the stack are
+symbols (:mod:`checkpoints.legacy.symbols`).
 
-A container is complete before anything uses it, as in all that pickle writes: setting items of a dict that is already
-part of something, or using a dtype or an array without its state, is an error. So there are no cycles, and what is
-shared through the memo never changes.
+A container is complete before anything uses it, as in every file that pickle writes: setting items of a dict that is
+already part of something, or using a dtype or an array without its state, is an error. So there are no cycles, and a
+value that is shared through the memo never changes.
 
-Opcodes: ``Lib/pickletools.py`` of CPython. Arrays: ``ndarray.__reduce_ex__`` and ``dtype.__reduce__`` of numpy,
-``jax._src.array._reconstruct_array``, ``flax.core.FrozenDict.__reduce__``.
+Opcodes: ``Lib/pickletools.py`` of CPython.
 """
 
 from __future__ import annotations
@@ -17,13 +16,24 @@ import math
 import mmap
 import pickletools  # for the names of opcodes in messages, nothing else
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NoReturn
 
-import ml_dtypes
-import numpy as np
-
-from checkpoints.errors import CheckpointError
+from checkpoints.legacy.symbols import (
+    DTYPE_CODES,
+    DTYPES,
+    EXTENSION_DTYPES,
+    GLOBALS,
+    REMEDY,
+    Array,
+    Bytes,
+    Dict,
+    DType,
+    Global,
+    LegacyPickleError,
+    LegacyTensor,
+    Tuple,
+    is_dtype_layout,
+)
 
 # The largest models stored so have a few thousand tensors, some 50 operations each. The bounds hold what a hostile
 # file can cost to some hundred MiB and a few seconds.
@@ -38,111 +48,9 @@ MAX_NODES = 50_000
 MAX_DIMENSIONS = 16
 MAX_TENSOR_BYTES = 1 << 48
 
-_DTYPE_CODES = {
-    code: np.dtype(code).name for code in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1")
-}
-_EXTENSION_DTYPES: dict[str, np.dtype] = {
-    scalar.__name__: np.dtype(scalar)
-    for scalar in (
-        *(ml_dtypes.bfloat16, ml_dtypes.float8_e3m4, ml_dtypes.float8_e4m3, ml_dtypes.float8_e4m3b11fnuz),
-        *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2, ml_dtypes.float8_e5m2fnuz),
-        ml_dtypes.float8_e8m0fnu,
-    )
-}
-DTYPES = {name: np.dtype(name) for name in _DTYPE_CODES.values()} | _EXTENSION_DTYPES
-
-# Module and name -> what stands for it here. numpy 2 moved numpy.core to numpy._core.
-_GLOBALS = {
-    ("numpy", "ndarray"): "ndarray",
-    ("numpy", "dtype"): "dtype",
-    ("numpy.core.multiarray", "_reconstruct"): "empty array",
-    ("numpy._core.multiarray", "_reconstruct"): "empty array",
-    ("numpy.core.numeric", "_frombuffer"): "array of buffer",
-    ("numpy._core.numeric", "_frombuffer"): "array of buffer",
-    ("jax._src.array", "_reconstruct_array"): "JAX array",
-    ("flax.core.frozen_dict", "FrozenDict"): "FrozenDict",
-    **{("ml_dtypes", name): name for name in _EXTENSION_DTYPES},
-}
-
-REMEDY = "expected a dict or FrozenDict of JAX or numpy arrays, as written by pickle.dump(params, file, protocol=4)"
-
-
-class LegacyPickleError(CheckpointError):
-    """A pickle that is damaged, or holds anything but nested dicts of arrays."""
-
-
-@dataclass(frozen=True)
-class LegacyTensor:
-    """Where one array lies in the file.
-
-    Attributes:
-      path: keys of the dicts, joined by ``/``.
-      shape: its sizes.
-      dtype: name of its little-endian numpy or ml_dtypes dtype: ``bfloat16``.
-      offset: of its first byte in the file.
-      nbytes: its length.
-      order: of its elements: ``C`` last dimension fastest, ``F`` first dimension fastest, ``K`` as ``axes`` say.
-      axes: for ``K``: dimension ``i`` of the array is dimension ``axes[i]`` of the C-ordered array in the file.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-    nbytes: int
-    order: str
-    axes: tuple[int, ...] | None = None
-
-
-# What stands on the symbolic stack, beside None, bool, int and str. Compared by identity: never by walking content.
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Global:
-    name: str
-    meaning: str
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Bytes:
-    offset: int
-    length: int
-
-
-@dataclass(eq=False, slots=True)
-class _DType:
-    name: str
-    has_state: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class _Array:
-    tensor: LegacyTensor | None = None  # its path not known yet
-
-
-@dataclass(eq=False, slots=True)
-class _Tuple:
-    values: tuple[object, ...]
-    depth: int
-
-
-@dataclass(eq=False, slots=True)
-class _Dict:
-    items: dict[str, tuple[object, int]] = field(default_factory=dict)  # with the offset at which each is set
-    depth: int = 0
-    is_used: bool = False
-
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_dtype_layout(name: str, size: int, alignment: int, flags: int) -> bool:
-    """Whether these stand in the state that numpy writes for a dtype."""
-    if name not in _EXTENSION_DTYPES:
-        return (size, alignment, flags) == (-1, -1, 0)
-    # NEEDS_PYAPI, USE_GETITEM, USE_SETITEM: versions of ml_dtypes differ in them. No flag of an object.
-    return size == alignment == DTYPES[name].itemsize and flags | 0x70 == 0x70
 
 
 class _Walker:
@@ -243,13 +151,13 @@ class _Walker:
 
     def use(self, value: object) -> int:
         """Make ``value`` a part of something: from here on it does not change. Returns its depth."""
-        if isinstance(value, _Dict):
+        if isinstance(value, Dict):
             value.is_used = True
-        elif isinstance(value, _DType) and not value.has_state:
+        elif isinstance(value, DType) and not value.has_state:
             self.fail(f"dtype {value.name} is used without its state")
-        elif isinstance(value, _Array) and value.tensor is None:
+        elif isinstance(value, Array) and value.tensor is None:
             self.fail("an array is used without its state")
-        depth = value.depth if isinstance(value, _Dict | _Tuple) else 0
+        depth = value.depth if isinstance(value, Dict | Tuple) else 0
         if depth >= MAX_DEPTH:
             self.fail(f"nested deeper than {MAX_DEPTH}")
         return depth
@@ -293,11 +201,11 @@ class _Walker:
         self.push(int.from_bytes(self.data[start : self.cursor], "little", signed=True))
 
     def make_tuple(self, values: list[object]) -> None:
-        self.push(_Tuple(tuple(values), 1 + max(map(self.use, values), default=0)))
+        self.push(Tuple(tuple(values), 1 + max(map(self.use, values), default=0)))
 
     def set_items(self, values: list[object]) -> None:
         target = self.top()
-        if not isinstance(target, _Dict) or target.is_used:
+        if not isinstance(target, Dict) or target.is_used:
             self.fail("items are set on what is not a new dict")
         if len(values) % 2:
             self.fail("a key without a value", "the file is damaged")
@@ -328,46 +236,46 @@ class _Walker:
         module, name = names
         if not isinstance(module, str) or not isinstance(name, str):
             self.fail("a global's name is not a string", "the file is damaged")
-        if (module, name) not in _GLOBALS:
+        if (module, name) not in GLOBALS:
             shown = ascii(f"{module}.{name}")[1:-1][:200]
             self.fail(f"the global {shown} is not read, and nothing is ever imported or called")
-        self.push(_Global(f"{module}.{name}", _GLOBALS[module, name]))
+        self.push(Global(f"{module}.{name}", GLOBALS[module, name]))
 
     def reduce(self, function: object, arguments: object) -> None:
-        if not isinstance(function, _Global) or not isinstance(arguments, _Tuple):
+        if not isinstance(function, Global) or not isinstance(arguments, Tuple):
             self.fail("REDUCE of what is not a known function with a tuple of arguments")
         values = arguments.values
         match function.meaning, *values:
             # (align, copy) is (False, True); older numpy writes (0, 1).
-            case "dtype", str() as code, 0, 1 if code in _DTYPE_CODES:
-                self.push(_DType(_DTYPE_CODES[code]))
-            case "dtype", _Global(meaning=name), 0, 1 if name in _EXTENSION_DTYPES:
-                self.push(_DType(name))
-            case "FrozenDict", _Dict() as content:
+            case "dtype", str() as code, 0, 1 if code in DTYPE_CODES:
+                self.push(DType(DTYPE_CODES[code]))
+            case "dtype", Global(meaning=name), 0, 1 if name in EXTENSION_DTYPES:
+                self.push(DType(name))
+            case "FrozenDict", Dict() as content:
                 self.push(content)
             case "empty array", *_ if self.is_empty_array(values):
-                self.push(_Array())
-            case "array of buffer", _Bytes() as data, _DType() as dtype, _Tuple() as shape, "C" | "F" as order:
-                self.push(_Array(self.tensor(data, dtype, shape, str(order))))
-            case "array of buffer", _Bytes() as data, _DType() as dtype, _Tuple() as shape, "K", _Tuple() as axes:
-                self.push(_Array(self.tensor(data, dtype, shape, "K", axes)))
-            case "JAX array", _Global(meaning="empty array"), _Tuple() as empty, _Tuple() as state, _Dict() as aval if (
+                self.push(Array())
+            case "array of buffer", Bytes() as data, DType() as dtype, Tuple() as shape, "C" | "F" as order:
+                self.push(Array(self.tensor(data, dtype, shape, str(order))))
+            case "array of buffer", Bytes() as data, DType() as dtype, Tuple() as shape, "K", Tuple() as axes:
+                self.push(Array(self.tensor(data, dtype, shape, "K", axes)))
+            case "JAX array", Global(meaning="empty array"), Tuple() as empty, Tuple() as state, Dict() as aval if (
                 self.is_empty_array(empty.values) and self.is_aval(aval)
             ):
-                self.push(_Array(self.tensor_of_state(state)))
+                self.push(Array(self.tensor_of_state(state)))
             case _:
                 self.fail(f"REDUCE of {function.name} with arguments that numpy, JAX and Flax do not write")
 
     def build(self, state: object) -> None:
         target = self.top()
         match target, state:
-            case _DType(has_state=False, name=name), _Tuple(
+            case DType(has_state=False, name=name), Tuple(
                 values=(3, str() as byte_order, None, None, None, int() as size, int() as alignment, int() as flags)
-            ) if _is_dtype_layout(name, size, alignment, flags):
+            ) if is_dtype_layout(name, size, alignment, flags):
                 if byte_order != "<" and (byte_order != "|" or DTYPES[name].itemsize > 1):
                     self.fail(f"an array has byte order {ascii(byte_order)[:20]}", "save it little-endian")
                 target.has_state = True
-            case _Array(tensor=None), _Tuple():
+            case Array(tensor=None), Tuple():
                 target.tensor = self.tensor_of_state(state)
             case _:
                 self.fail("BUILD of what is not a new dtype or array with the state that numpy writes")
@@ -377,27 +285,25 @@ class _Walker:
     def is_empty_array(self, values: tuple[object, ...]) -> bool:
         """Whether these are the arguments with which numpy makes an array to be filled: (ndarray, (0,), b"b")."""
         match values:
-            case (_Global(meaning="ndarray"), _Tuple(values=(0,)), _Bytes(length=1) as code):
+            case (Global(meaning="ndarray"), Tuple(values=(0,)), Bytes(length=1) as code):
                 return self.data[code.offset] == ord("b")
         return False
 
-    def is_aval(self, aval: _Dict) -> bool:
+    def is_aval(self, aval: Dict) -> bool:
         """Whether this is what JAX notes beside an array's values; ``named_shape`` by older versions."""
         return all(
             (key == "weak_type" and isinstance(value, bool))
-            or (key == "named_shape" and isinstance(value, _Dict) and not value.items)
+            or (key == "named_shape" and isinstance(value, Dict) and not value.items)
             for key, (value, _) in aval.items.items()
         )
 
-    def tensor_of_state(self, state: _Tuple) -> LegacyTensor:
+    def tensor_of_state(self, state: Tuple) -> LegacyTensor:
         match state.values:
-            case (1, _Tuple() as shape, _DType() as dtype, bool() as is_fortran, _Bytes() as data):
+            case (1, Tuple() as shape, DType() as dtype, bool() as is_fortran, Bytes() as data):
                 return self.tensor(data, dtype, shape, "F" if is_fortran else "C")
         self.fail("an array's state is not what numpy writes")
 
-    def tensor(
-        self, data: _Bytes, dtype: _DType, shape: _Tuple, order: str, axes: _Tuple | None = None
-    ) -> LegacyTensor:
+    def tensor(self, data: Bytes, dtype: DType, shape: Tuple, order: str, axes: Tuple | None = None) -> LegacyTensor:
         sizes = [size for size in shape.values if isinstance(size, int) and _is_int(size) and size >= 0]
         if len(sizes) != len(shape.values) or len(sizes) > MAX_DIMENSIONS:
             self.fail(f"an array's shape is not up to {MAX_DIMENSIONS} sizes", "the file is damaged")
@@ -421,12 +327,12 @@ class _Walker:
 
     def collect(self) -> dict[str, LegacyTensor]:
         root = self.stack[0]
-        if not isinstance(root, _Dict):
+        if not isinstance(root, Dict):
             self.fail("the pickle is not a dict")
         found: dict[str, LegacyTensor] = {}
         nodes = 0
 
-        def visit(content: _Dict, prefix: str) -> None:
+        def visit(content: Dict, prefix: str) -> None:
             nonlocal nodes
             for key, (value, place) in content.items.items():
                 nodes += 1
@@ -434,9 +340,9 @@ class _Walker:
                 # Shared dicts multiply: a few bytes can stand for 2^64 paths.
                 if nodes > MAX_NODES or len(path) > MAX_PATH_LENGTH:
                     self.fail(f"more than {MAX_NODES} names, or one longer than {MAX_PATH_LENGTH}", place=place)
-                if isinstance(value, _Dict):
+                if isinstance(value, Dict):
                     visit(value, path + "/")
-                elif isinstance(value, _Array) and value.tensor is not None:
+                elif isinstance(value, Array) and value.tensor is not None:
                     tensor = value.tensor
                     found[path] = LegacyTensor(
                         path, tensor.shape, tensor.dtype, tensor.offset, tensor.nbytes, tensor.order, tensor.axes
@@ -468,16 +374,16 @@ OPCODES: dict[int, tuple[int, Callable[[_Walker, int], None]]] = {
     0x8C: (1, lambda walker, number: walker.push(walker.decode(number))),
     ord("X"): (4, lambda walker, number: walker.push(walker.decode(number))),
     0x8D: (8, lambda walker, number: walker.push(walker.decode(number))),
-    ord("C"): (1, lambda walker, number: walker.push(_Bytes(walker.take(number), number))),
-    ord("B"): (4, lambda walker, number: walker.push(_Bytes(walker.take(number), number))),
-    0x8E: (8, lambda walker, number: walker.push(_Bytes(walker.take(number), number))),
-    0x96: (8, lambda walker, number: walker.push(_Bytes(walker.take(number), number))),
+    ord("C"): (1, lambda walker, number: walker.push(Bytes(walker.take(number), number))),
+    ord("B"): (4, lambda walker, number: walker.push(Bytes(walker.take(number), number))),
+    0x8E: (8, lambda walker, number: walker.push(Bytes(walker.take(number), number))),
+    0x96: (8, lambda walker, number: walker.push(Bytes(walker.take(number), number))),
     ord(")"): (0, lambda walker, _: walker.make_tuple([])),
     0x85: (0, lambda walker, _: walker.make_tuple(walker.pop_some(1))),
     0x86: (0, lambda walker, _: walker.make_tuple(walker.pop_some(2))),
     0x87: (0, lambda walker, _: walker.make_tuple(walker.pop_some(3))),
     ord("t"): (0, lambda walker, _: walker.make_tuple(walker.pop_marked())),
-    ord("}"): (0, lambda walker, _: walker.push(_Dict())),
+    ord("}"): (0, lambda walker, _: walker.push(Dict())),
     ord("s"): (0, lambda walker, _: walker.set_items(walker.pop_some(2))),
     ord("u"): (0, lambda walker, _: walker.set_items(walker.pop_marked())),
     ord("q"): (1, _Walker.memoize),

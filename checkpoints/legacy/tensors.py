@@ -1,7 +1,7 @@
 """The legacy pickle's tensors under the names and in the layout of Hugging Face.
 
-The file is a Flax tree of an earlier port. Its kernels stand ``[in, out]``, and it has no q, k and v biases: the port
-lost them. They can be grafted from a Hugging Face folder of the same model, or the loss accepted as zeros.
+The file is a Flax tree of an earlier port. Its kernels have the shape ``[in, out]``, and it has no q, k and v biases:
+the port lost them. They can be taken from a Hugging Face folder of the same model, or be zeros.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.folder import CheckpointFolder
-from checkpoints.legacy_pickle import LegacyPickle
+from checkpoints.legacy.pickle_file import LegacyPickle
 from checkpoints.opening import open_tensors
 from checkpoints.source import Index, StoredTensor, StoredTensors
 from runtime.models.declarations import ModelLayout

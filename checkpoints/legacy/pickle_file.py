@@ -1,15 +1,15 @@
 """The legacy weight file, a pickled ``params.pkl``, indexed without being unpickled.
 
-A pickle is a program for a stack machine that may call anything. This module walks its opcodes over a memory map with
-symbols in the place of objects: an array is "these bytes, this shape, this dtype", a global is a name on a list. No
-name is imported or looked up, nothing is called, and bytes that belong to arrays are stepped over. What is read is
-what pickle writes for dicts and Flax ``FrozenDict`` of JAX and numpy arrays, protocols 3, 4 and 5. Anything else is an
-error; there is no fallback to unpickling.
+A pickle is a program for a stack machine that may call anything. Its opcodes are walked over a memory map with symbols
+in the place of objects: an array is "these bytes, this shape, this dtype", a global is a name on a list. No name is
+imported or looked up, nothing is called, and the bytes of arrays are skipped. Files are read that pickle writes for
+dicts and Flax ``FrozenDict`` of JAX and numpy arrays, protocols 3, 4 and 5. Anything else is an error; there is no
+fallback to unpickling.
 
 Protocol 2 and older are refused: they hold an array's bytes as UTF-8 text, so that none of its bytes has a known
 place in the file and every one would have to be decoded.
 
-The walk itself is :mod:`checkpoints.pickle_walker`.
+The walk itself is :mod:`checkpoints.legacy.walker`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.pickle_walker import DTYPES, REMEDY, LegacyPickleError, LegacyTensor, walk
-
-__all__ = ["LegacyPickle", "LegacyPickleError", "LegacyTensor", "index_pickle"]
+from checkpoints.legacy.symbols import DTYPES, REMEDY, LegacyPickleError, LegacyTensor
+from checkpoints.legacy.walker import walk
 
 
 class LegacyPickle:
