@@ -49,9 +49,9 @@ from launch.startup import (
     version,
 )
 from runtime.engine import Engine, end_tokens
+from runtime.execution.requests import RowResult
 from runtime.execution.rows import MAX_SAMPLES
 from runtime.execution.scheduler import FillingStats
-from runtime.execution.slots import RowResult
 from runtime.models.config import ModelConfig
 from sharding.errors import InputError
 

@@ -27,8 +27,8 @@ from checkpoints import DEMO
 from launch.hosts.faults import EXIT_USER_ERROR
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
+from runtime.execution.requests import RowRequest
 from runtime.execution.rows import row_seed
-from runtime.execution.slots import RowRequest
 from runtime.text.completions import cut_completion
 from sharding.errors import InputError
 

@@ -19,16 +19,15 @@ from checkpoints import CheckpointError, CheckpointFolder, load_weights, open_fo
 from checkpoints.loading import LoadedBytes, Progress, check_weights
 from checkpoints.opening import VERIFY
 from runtime.decoding.parameters import MAX_TEMPERATURE, MIN_TEMPERATURE, DiffusionConfig, SamplingConfig
-from runtime.execution.autoregressive_run import AutoregressiveRun
-from runtime.execution.block_run import BlockRun
-from runtime.execution.diffusion_run import DiffusionRun, LogitsHook, TokensHook
+from runtime.execution.generation import GenerationBatch, HookedBatch, LogitsHook, TokensHook
 from runtime.execution.likelihood import Pair, estimate_log_likelihoods, log_likelihoods
+from runtime.execution.requests import RowRequest
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, join_histories, masks_left
 from runtime.execution.rows import Rows, check_kind, check_request, read_rows, row_seeds
 from runtime.execution.runner import Runner, check_attention, check_memory, weight_bytes
 from runtime.execution.scheduler import Filling
 from runtime.execution.scoring import logits_of_rows, score_rows
-from runtime.execution.slots import RowRequest, Slots, open_slots
+from runtime.execution.slots import Slots, open_slots
 from runtime.models.attention import IMPLEMENTATIONS
 from runtime.models.config import STORED_DTYPES, ModelConfig, token_ids
 from runtime.models.declarations import ModelLayout, named_shapes
@@ -342,14 +341,17 @@ class Engine:
         rows, seeds = self._prepare(input_ids, attention_mask, config, num_return_sequences)
         stats = GenerationStats()
         pieces, steps = [], 0
-        for run, batches in self._runs(rows, config, seeds, num_return_sequences, whole=hooked or watch is not None):
+        for run, batches in self._runs(
+            rows, config, seeds, num_return_sequences, whole=hooked or watch is not None, hooked=hooked
+        ):
             stats.steps = max(stats.steps, run.steps)
             before, total = steps, steps + (batches - stats.batches) * run.steps
             steps += run.steps
-            if isinstance(run, DiffusionRun) and hooked:
-                run.run_hooked(tokens_hook, logits_hook, history)
+            hooked_result = None
+            if isinstance(run, HookedBatch):
+                hooked_result = run.run(tokens_hook, logits_hook, history)
             elif watch is None and progress is None:
-                run.advance(run.steps)
+                run.advance()
             else:
                 if progress is not None:
                     progress(before, total)
@@ -360,7 +362,7 @@ class Engine:
                         progress(before + done, total)
                     if watch is not None:
                         watch(done, run.canvas())
-            piece = run.result(history)
+            piece = hooked_result or run.result(history)
             pieces.append(piece)
             stats.forwards += piece.forwards
             stats.positions += piece.positions
@@ -421,7 +423,7 @@ class Engine:
         """Fixed slots that rows enter and leave one by one, for whoever does not know all rows before: a server.
 
         Args:
-          config: decides what is compiled; see :func:`runtime.execution.slots.general`.
+          config: decides what is compiled; see :func:`runtime.execution.specialization.general`.
           width: positions of a row at most, prompt and new tokens; rounded up to a bucket.
           count: rows at a time; rounded down to a multiple of the data axis, and limited by memory.
           steps: of a block of any row, at most (diffusion).
@@ -632,8 +634,8 @@ class Engine:
         return SamplingConfig() if self.config.is_autoregressive else DiffusionConfig()
 
     def _runs(
-        self, rows: Rows, config: GenerationConfig, seeds: list[int], samples: int, whole: bool
-    ) -> Iterator[tuple[DiffusionRun | BlockRun | AutoregressiveRun, int]]:
+        self, rows: Rows, config: GenerationConfig, seeds: list[int], samples: int, whole: bool, hooked: bool = False
+    ) -> Iterator[tuple[GenerationBatch, int]]:
         """Batches on the mesh, one after another, and how many there are; ``whole`` refuses to split."""
         canvas = self.runner.bucket(int(rows.lengths.max()) + config.max_new_tokens)
         count = len(rows.lengths)
@@ -642,11 +644,6 @@ class Engine:
         if whole and count > size:
             raise InputError(f"{count} rows at a time, and memory allows {size} on this mesh: give fewer rows")
         batches = math.ceil(count / size)
+        kind = HookedBatch if hooked else GenerationBatch
         for part in self.runner.batches(count, canvas, cached):
-            common: dict[str, Any] = {"seeds": seeds[part], "width": canvas, "batch": size}
-            if isinstance(config, SamplingConfig):
-                yield AutoregressiveRun(self.runner, rows.take(part), config, **common, samples=samples), batches
-            elif config.in_blocks:
-                yield BlockRun(self.runner, rows.take(part), config, **common), batches
-            else:
-                yield DiffusionRun(self.runner, rows.take(part), config, **common), batches
+            yield kind(self.runner, rows.take(part), config, seeds[part], canvas, size, samples), batches

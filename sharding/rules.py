@@ -31,6 +31,9 @@ class PartitionRules:
     positions: MeshAxes = ()
     mlp: MeshAxes = ("kv", "group")
     vocab: MeshAxes = ("kv", "group")
+    steps: MeshAxes = ()
+    stop_tokens: MeshAxes = ()
+    seed_words: MeshAxes = ()
 
     @classmethod
     def for_heads(cls, heads: HeadLayout) -> PartitionRules:

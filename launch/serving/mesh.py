@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
-from runtime.execution.block_run import block_schedule
+from runtime.execution.requests import RowRequest, RowResult
 from runtime.execution.runner import canvas_bucket
-from runtime.execution.slots import RowRequest, RowResult, general
+from runtime.execution.specialization import general
 from sharding.errors import InputError
 
 Config = DiffusionConfig | SamplingConfig

@@ -13,10 +13,10 @@ from launch.serving.bodies import ChatBody, CompletionBody, ScoreBody
 from launch.serving.errors import ApiError, from_input_error, invalid
 from launch.serving.limits import Limits
 from launch.serving.mesh import Mesh, Scoring
+from runtime.decoding.block_schedule import block_schedule, window_widths
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.execution.block_run import block_schedule, window_widths
+from runtime.execution.requests import RowRequest
 from runtime.execution.rows import row_seeds
-from runtime.execution.slots import RowRequest
 from sharding.errors import InputError
 
 # Seeds that are made here are exact in JavaScript too.
@@ -199,7 +199,7 @@ class Reader:
         return number
 
 
-# What of a configuration is compiled in; see runtime.execution.slots.general.
+# What of a configuration is compiled in; see runtime.execution.specialization.general.
 _COMPILED = ("algorithm", "cache", "parallel", "confidence_dtype", "suppress_mask")
 
 
@@ -216,7 +216,7 @@ def _windows(config: DiffusionConfig | SamplingConfig) -> set[int]:
     if isinstance(config, SamplingConfig):
         return set()
     length, _ = block_schedule(config, _ANY_WIDTH)
-    return set(window_widths(config.cache, length, _ANY_WIDTH, config.refresh_blocks))
+    return set(window_widths(config.cache, length, _ANY_WIDTH, config.refresh_blocks, offset=1))
 
 
 def _can_do(mode: DiffusionConfig | SamplingConfig, asked: DiffusionConfig | SamplingConfig) -> bool:

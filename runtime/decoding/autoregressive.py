@@ -6,21 +6,19 @@ Dimension letters: B batch, T cache length, P prompt width, D embed, E stop toke
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from runtime.decoding.sampling import TOKEN_STREAM, SamplingRule, choose_tokens, log_probabilities, position_keys
+from runtime.models.arrays import Leaf, array
 from runtime.models.cached import fill_rows, run_window
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
 from runtime.models.transformer import hidden_states, pick_positions, project_logits
 
 Array = jax.Array
-# In the structs below: an array, or in its place a sharding or an abstract shape, in trees that describe one.
-Leaf = Any
 
 
 @dataclass(frozen=True)
@@ -47,18 +45,19 @@ class DecodeRequest:
       prompts: int32 ``[B]``, length of each prompt.
       ends: int32 ``[B]``, the length at which each row ends.
       stop_tokens: int32 ``[B, E]``, tokens that end a row; -1 for none.
-      limit: int32, run until this many tokens are generated.
-      temperature, top_p, top_k: ``[B]``, read where the program uses them.
+      temperature, top_p: float32 ``[B]``, read where the program uses them.
+      top_k: int32 ``[B]``, likewise.
+      max_iterations: int32, the loop ends after this many iterations.
     """
 
-    seeds: Leaf
-    prompts: Leaf
-    ends: Leaf
-    stop_tokens: Leaf
-    limit: Leaf
-    temperature: Leaf
-    top_p: Leaf
-    top_k: Leaf
+    seeds: Leaf = array("batch", "seed_words", dtype=jnp.uint32)
+    prompts: Leaf = array("batch", dtype=jnp.int32)
+    ends: Leaf = array("batch", dtype=jnp.int32)
+    stop_tokens: Leaf = array("batch", "stop_tokens", dtype=jnp.int32)
+    temperature: Leaf = array("batch", dtype=jnp.float32)
+    top_p: Leaf = array("batch", dtype=jnp.float32)
+    top_k: Leaf = array("batch", dtype=jnp.int32)
+    max_iterations: Leaf = array(dtype=jnp.int32)
 
 
 @flax.struct.dataclass
@@ -69,16 +68,16 @@ class DecodeState:
       tokens: int32 ``[B, T]``, start-aligned; filler where nothing is generated yet.
       lengths: int32 ``[B]``, tokens of each row so far, prompt included.
       done: bool ``[B]``.
-      step: int32, tokens generated so far in a row that is not done; each is one forward pass.
+      iteration: int32, iterations so far; in each, a row that is not done runs one forward pass and gets one token.
       log_probabilities: float32 ``[B, T]``, or None.
       cache: a :class:`runtime.models.kv_cache.KVCache`, or None to run without one.
     """
 
-    tokens: Leaf
-    lengths: Leaf
-    done: Leaf
-    step: Leaf
-    log_probabilities: Leaf = None
+    tokens: Leaf = array("batch", "positions", dtype=jnp.int32)
+    lengths: Leaf = array("batch", dtype=jnp.int32)
+    done: Leaf = array("batch", dtype=jnp.bool_)
+    iteration: Leaf = array(dtype=jnp.int32)
+    log_probabilities: Leaf = array("batch", "positions", dtype=jnp.float32, optional=True)
     cache: Leaf = None
 
 
@@ -105,7 +104,9 @@ def _append(
         kept = forward.on_rows(write, state.log_probabilities, new, state.lengths, state.done)
     lengths = jnp.where(state.done, state.lengths, state.lengths + 1)
     done = state.done | (chosen == request.stop_tokens).any(axis=1) | (lengths >= request.ends)
-    return replace(state, tokens=tokens, lengths=lengths, done=done, step=state.step + 1, log_probabilities=kept)
+    return replace(
+        state, tokens=tokens, lengths=lengths, done=done, iteration=state.iteration + 1, log_probabilities=kept
+    )
 
 
 def prefill(
@@ -134,9 +135,9 @@ def prefill_inserted(
     weights: Weights,
     request: DecodeRequest,
     state: DecodeState,
-    entering: Array,
+    inserted: Array,
 ) -> DecodeState:
-    """:func:`prefill` of the rows ``entering`` bool ``[B]`` alone, one of each ``data`` shard at a time."""
+    """:func:`prefill` of the rows ``inserted`` bool ``[B]`` alone, one of each ``data`` shard at a time."""
 
     def one_each(carry: tuple[DecodeState, Array, Array]) -> tuple[DecodeState, Array, Array]:
         state, last, waiting = carry
@@ -154,17 +155,17 @@ def prefill_inserted(
         return replace(state, cache=cache), last, waiting & ~mine
 
     model = forward.config
-    nothing = jnp.zeros((len(entering), 1, model.hidden_size), weights.final_norm.dtype)
+    nothing = jnp.zeros((len(inserted), 1, model.hidden_size), weights.final_norm.dtype)
     nothing = forward.constrain(nothing, "batch", None, "embed")
-    state, last, _ = jax.lax.while_loop(lambda carry: carry[2].any(), one_each, (state, nothing, entering))
-    new = _append(forward, program, weights, request, replace(state, done=state.done | ~entering), last)
-    return replace(new, done=jnp.where(entering, new.done, state.done), step=state.step)
+    state, last, _ = jax.lax.while_loop(lambda carry: carry[2].any(), one_each, (state, nothing, inserted))
+    new = _append(forward, program, weights, request, replace(state, done=state.done | ~inserted), last)
+    return replace(new, done=jnp.where(inserted, new.done, state.done), iteration=state.iteration)
 
 
 def decode(
     forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState
 ) -> DecodeState:
-    """Generate until ``request.limit`` tokens or until every row is done."""
+    """Generate until every row is done, for ``request.max_iterations`` iterations at most."""
 
     def step(state: DecodeState) -> DecodeState:
         with jax.named_scope("decode_step"):
@@ -179,6 +180,6 @@ def decode(
             return _append(forward, program, weights, request, state, last)
 
     def unfinished(state: DecodeState) -> Array:
-        return (state.step < request.limit) & ~state.done.all()
+        return (state.iteration < request.max_iterations) & ~state.done.all()
 
     return jax.lax.while_loop(unfinished, step, state)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from runtime.decoding.parameters import SamplingConfig
+from runtime.execution.requests import RowRequest
 from runtime.execution.rows import read_rows
 from runtime.execution.runner import Runner
 from runtime.execution.scheduler import Filling
 from runtime.execution.scoring import score_rows
-from runtime.execution.slots import RowRequest
 from sharding.errors import InputError
 
 # The share of a continuation that is masked at least, as Dream's authors have it.

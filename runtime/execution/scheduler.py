@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.execution.block_run import block_schedule
+from runtime.execution.requests import RowRequest, RowResult
 from runtime.execution.rows import check_request
 from runtime.execution.runner import Runner
-from runtime.execution.slots import RowRequest, RowResult, Slots, compiled_in, open_slots
+from runtime.execution.slots import Slots, open_slots
+from runtime.execution.specialization import compiled_in
 from sharding.errors import InputError
 
 # Slots for each shard of ``data`` where nobody says how many: enough to fill a device, few enough to empty together.

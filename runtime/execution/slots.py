@@ -1,7 +1,7 @@
-"""Rows that come and go: a fixed number of slots on the mesh, which requests enter and leave one by one.
+"""Slots: a fixed number of rows on the mesh, which requests are inserted into and evicted from one by one.
 
-What a slot computes for its row does not depend on the other slots, and shapes not on how many are taken, so one
-program serves a queue of any length, and a row's tokens are those that it has alone.
+The tokens of a row depend neither on the other slots nor on how many are taken, and shapes do not either: one program
+serves a queue of any length.
 
 Dimension letters: B slots, S canvas of a request (its prompt and its new tokens).
 """
@@ -9,81 +9,33 @@ Dimension letters: B slots, S canvas of a request (its prompt and its new tokens
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from runtime.decoding.autoregressive import DecodeRequest
-from runtime.decoding.blocks import BlockRequest, BlockState
+from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.execution.autoregressive_run import decode_batch, decode_program, put_decode_state
-from runtime.execution.block_run import block_batch, block_program, block_schedule, put_block_state
 from runtime.execution.canvas import pad_after_end
 from runtime.execution.programs import (
-    block_request_shardings,
-    decode_request_shardings,
+    empty_cache,
     fetch,
-    lower_blocks,
     lower_decode,
+    lower_denoise,
     lower_insert,
+    lower_prefill,
     lower_prefill_inserted,
     put,
+    put_tree,
     shapes_of,
 )
-from runtime.execution.rows import Rows
+from runtime.execution.requests import RowRequest, RowResult
+from runtime.execution.row_arrays import UNLIMITED, autoregressive_row, diffusion_row, join_rows
 from runtime.execution.runner import Runner
-
-NOBODY = Rows(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros((0, 1), np.int32))
-
-
-@dataclass(frozen=True)
-class RowRequest:
-    """One row to generate.
-
-    Attributes:
-      tokens: the prompt; a diffusion model fills mask tokens in it too.
-      config: what to do; its ``seed`` is not read.
-      seed: this row's.
-    """
-
-    tokens: Sequence[int]
-    config: DiffusionConfig | SamplingConfig
-    seed: int
-
-    @property
-    def length(self) -> int:
-        """S, prompt and new tokens."""
-        return len(self.tokens) + self.config.max_new_tokens
-
-    @property
-    def rows(self) -> Rows:
-        """The prompt as a batch of one."""
-        tokens = np.array([self.tokens], np.int32)
-        return Rows(tokens, np.array([len(self.tokens)], np.int32), tokens)
-
-
-@dataclass(frozen=True)
-class RowResult:
-    """One row that is done.
-
-    Attributes:
-      number: which of the requests it is.
-      sequence: int32 ``[S]``; padding after the end of a row that ended early.
-      commit_steps: int32 ``[S]``, the row's step that set each position, -1 where none has.
-      log_probabilities: float32 ``[S]`` where the request asks for them.
-    """
-
-    number: int
-    sequence: np.ndarray
-    commit_steps: np.ndarray
-    log_probabilities: np.ndarray | None
-
-
-def _rows_of(request: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(request) if field.name != "limit")
+from runtime.execution.specialization import decode_program, denoise_program
+from runtime.models.arrays import row_fields
 
 
 class Slots(abc.ABC):
@@ -93,242 +45,271 @@ class Slots(abc.ABC):
       count: B.
       width: S at most, a bucket.
       forwards: forward passes so far.
-      iterations: those of them that every taken slot took part in, so all but prefills.
+      iterations: those of them that every taken slot took part in: all but the prefills of inserted rows.
+      request: run-time arguments of all slots, on the mesh.
+      state: the loop's state of all slots, on the mesh.
     """
 
-    width: int
-    # Fields of the request and of the state that have an entry for every slot.
-    _request_rows: tuple[str, ...]
-    _state_rows: tuple[str, ...]
-
-    def __init__(
-        self, runner: Runner, request: Any, state: Any, nobody: tuple[Any, Any], count: int, limit_sharding: Any
-    ) -> None:
-        self._runner, self._request, self._state = runner, request, state
-        self._limit_sharding = limit_sharding
-        self._nobody = nobody
-        self.count = count
+    def __init__(self, runner: Runner, width: int, count: int, requests: Sequence[RowRequest], cached: bool) -> None:
+        """Put the first requests into the first slots; the others are free."""
+        self._runner, self.width, self.count = runner, width, count
         self.forwards = self.iterations = 0
+        taken = [self._row(request) for request in requests]
+        rows = [*taken, *[self._row(None)] * (count - len(taken))]
+        layout = runner.layout
+        self.request = put_tree(layout, join_rows([request for request, _ in rows]))
+        state = put_tree(layout, join_rows([state for _, state in rows]))
+        self.state = replace(state, cache=empty_cache(layout, count, width, runner.cache_dtype)) if cached else state
 
     @abc.abstractmethod
-    def _arrays(self, request: RowRequest) -> tuple[Any, Any]:
-        """Request and state of a batch of one, on the host."""
+    def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
+        """Request and state of one row on the host, every array ``[1, ...]``; None for an empty slot."""
 
     @abc.abstractmethod
-    def _lowered(self, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Key and lowering of the program that runs iterations."""
+    def run(self, max_iterations: int | None = None, step_limit: int | None = None) -> np.ndarray:
+        """Run iterations until every slot is done, or a limit is reached.
+
+        Args:
+          max_iterations: None for no limit.
+          step_limit: no row begins this step of its own, or a later one (diffusion); None for no limit.
+
+        Returns:
+          Which slots are done, bool ``[B]``; empty ones are.
+        """
 
     @abc.abstractmethod
     def canvas(self) -> np.ndarray:
-        """What stands in the slots now: int32 ``[B, S]``, -1 where nothing is committed or generated yet."""
+        """The tokens in the slots now: int32 ``[B, S]``, -1 where nothing is committed or generated yet."""
 
     @abc.abstractmethod
     def collect(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
-        """Results of slots that are done: slot to the number of its request, and the request."""
-
-    def _row_arrays(self, request: Any, state: Any) -> dict[str, Any]:
-        pairs = [(request, self._request_rows), (state, self._state_rows)]
-        found = {name: getattr(tree, name) for tree, names in pairs for name in names}
-        return {name: value for name, value in found.items() if value is not None}
+        """Results of slots: slot to the number of its request, and the request. Evicts nothing."""
 
     def insert(self, requests: Mapping[int, RowRequest | None]) -> None:
-        """Put requests into slots, by slot; None empties one, whoever is in it."""
-        entering = np.zeros(self.count, bool)
-        old = self._row_arrays(self._request, self._state)
-        new = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in old.items()}
+        """Insert requests, by slot; None evicts whatever a slot holds."""
+        inserted = np.zeros(self.count, bool)
+        old = [row_fields(tree) for tree in (self.request, self.state)]
+        new = [{name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in part.items()} for part in old]
         for slot, request in requests.items():
-            entering[slot] = True
-            for name, value in self._row_arrays(*(self._nobody if request is None else self._arrays(request))).items():
-                new[name][slot] = value[0]
-        place = self._runner.layout.sharding("batch")
-        arguments = (put(entering, place), old, {name: put(value, old[name].sharding) for name, value in new.items()})
-        compiled = self._runner.programs.get(("insert", *old, shapes_of(arguments)), lambda: lower_insert(*arguments))
-        rows = compiled(*arguments)
-        self._request = replace(self._request, **{name: rows[name] for name in self._request_rows})
-        self._state = replace(self._state, **{name: rows[name] for name in self._state_rows if name in rows})
+            inserted[slot] = True
+            for part, tree in zip(new, self._row(request), strict=True):
+                for name, value in row_fields(tree).items():
+                    part[name][slot] = value[0]
+        placed = jax.tree.map(lambda value, like: put(value, like.sharding), new, old)
+        arguments = (put(inserted, self._runner.layout.sharding("batch")), old, placed)
+        rows = self._compiled(("insert", type(self)), arguments, lambda: lower_insert(*arguments))(*arguments)
+        self.request, self.state = replace(self.request, **rows[0]), replace(self.state, **rows[1])
 
-    def run(self, iterations: int) -> np.ndarray:
-        """Run so many iterations, fewer where every slot is done before. Returns which slots are done, bool ``[B]``."""
-        # Counted from nothing each time: slots may live for more iterations than an int32 counts.
-        start, limit = (put(np.int32(count), self._limit_sharding) for count in (0, iterations))
-        state = replace(self._state, step=start)
-        arguments = (self._runner.weights, replace(self._request, limit=limit), state)
-        key, lower = self._lowered(arguments)
-        self._state = self._runner.programs.get((key, shapes_of(arguments)), lower)(*arguments)
-        made = int(fetch(self._state.step))
-        self.iterations += made
-        self.forwards += made
-        return fetch(self._state.done)
+    def _compiled(
+        self, key: Hashable, arguments: tuple[Any, ...], lower: Callable[[], jax.stages.Lowered]
+    ) -> jax.stages.Compiled:
+        return self._runner.programs.get((key, shapes_of(arguments)), lower)
+
+    def _scalar(self, value: int | None) -> jax.Array:
+        return put(UNLIMITED if value is None else np.int32(value), self._runner.layout.replicated)
+
+    def _log_probabilities(self) -> np.ndarray | None:
+        kept = self.state.log_probabilities
+        return None if kept is None else fetch(kept)
 
 
-def compiled_in(runner: Runner, config: DiffusionConfig | SamplingConfig, width: int) -> Hashable:
-    """What of a request is compiled into the programs of its slots: rows that share slots have it in common.
+class DiffusionSlots(Slots):
+    """Slots of a diffusion model."""
 
-    Everything else is a row's own: seed, lengths, steps, temperature, filters, thresholds, stop tokens, and without a
-    cache the blocks.
-    """
-    if isinstance(config, SamplingConfig):
-        return decode_program(config, runner.layout.config.vocab_size), config.use_cache
-    return block_program(runner, config, width, runner.layout.spec.data, width), config.cache
-
-
-def general(config: DiffusionConfig | SamplingConfig) -> DiffusionConfig | SamplingConfig:
-    """The configuration of slots that take requests like this one whatever they draw, filter and keep."""
-    changes: dict[str, Any] = {"temperature": 1.0, "top_p": 0.5, "log_probabilities": True}
-    if isinstance(config, DiffusionConfig) and config.parallel == "none":
-        changes["alg_temp"] = 1.0
-    return config.replace(**changes)
-
-
-class BlockSlots(Slots):
-    """Slots of a diffusion model. The original algorithm is a single block without a cache."""
-
-    _request_rows = _rows_of(BlockRequest)
-    _state_rows = (
-        "canvas",
-        "commit_steps",
-        "block",
-        "step_in_block",
-        "steps_until_refresh",
-        "previous_block_stale",
-        "refreshes",
-        "window_positions",
-        "done",
-        "log_probabilities",
-    )
-
-    def __init__(self, runner: Runner, config: DiffusionConfig, width: int, count: int, steps: int) -> None:
-        """Make free slots.
+    def __init__(
+        self,
+        runner: Runner,
+        config: DiffusionConfig,
+        width: int,
+        count: int,
+        steps: int = 1,
+        requests: Sequence[RowRequest] = (),
+        span: int | None = None,
+    ) -> None:
+        """Make slots.
 
         Args:
           runner: the model on its mesh.
-          config: decides what is compiled; requests are those whose :func:`compiled_in` is the same.
+          config: decides what is compiled; requests are those with the same
+            :func:`runtime.execution.specialization.compiled_in`.
           width: bucket of their canvases.
           count: B, a multiple of the data axis.
           steps: of a block, the most that any request has; there is room for those of ``config`` anyway.
+          requests: of the first slots.
+          span: positions from the first mask of any row to its end, at most; None for ``width``.
         """
-        self.width = width
-        # One table for all rows, whoever enters: an empty slot is one of this configuration.
-        self._steps = max(steps, block_schedule(config, width)[1])
-        self._forward = runner.forward(width)
-        self._program = block_program(runner, config, width, count, width)
-        _, request, state = block_batch(runner, NOBODY, config, [], width, count, self._steps)
-        nobody = block_batch(runner, NOBODY, config, [], width, 1, self._steps)[1:]
-        where = block_request_shardings(runner.layout)
-        placed, on_mesh = jax.tree.map(put, request, where), put_block_state(runner, state, config.cache != "none")
-        super().__init__(runner, placed, on_mesh, nobody, count, where.limit)
+        # One table of ratios for all rows, whatever is inserted: an empty slot has this configuration.
+        self._config, self._steps = config, max(steps, block_schedule(config, width)[1])
+        self.forward = runner.forward(width)
+        model, chunk = runner.layout.config, runner.chunk(count, width)
+        self.program = denoise_program(
+            config, model, str(runner.dtype), chunk=chunk, width=width, span=width if span is None else span
+        )
+        super().__init__(runner, width, count, requests, config.cache != "none")
 
-    def _arrays(self, request: RowRequest) -> tuple[BlockRequest, BlockState]:
-        assert isinstance(request.config, DiffusionConfig)
-        seeds = [request.seed]
-        return block_batch(self._runner, request.rows, request.config, seeds, self.width, 1, self._steps)[1:]
+    def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
+        return diffusion_row(request, self._config, self._runner.layout.config, self.width, self._steps)
 
-    def _lowered(self, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-        forward, program = self._forward, self._program
-        return ("blocks", forward, program), lambda: lower_blocks(forward, program, *arguments)
+    def run(self, max_iterations: int | None = None, step_limit: int | None = None) -> np.ndarray:
+        """See :meth:`Slots.run`."""
+        limits = {"max_iterations": self._scalar(max_iterations), "step_limit": self._scalar(step_limit)}
+        self.request = replace(self.request, **limits)
+        # Counted from nothing each time: slots may live for more iterations than an int32 counts.
+        arguments = (self._runner.weights, self.request, replace(self.state, iteration=self._scalar(0)))
+        key = ("denoise", self.forward, self.program)
+        run = self._compiled(key, arguments, lambda: lower_denoise(self.forward, self.program, *arguments))
+        self.state = run(*arguments)
+        made = int(fetch(self.state.iteration))
+        self.iterations += made
+        self.forwards += made
+        return fetch(self.state.done)
+
+    def _canvases(self) -> tuple[np.ndarray, np.ndarray]:
+        """Canvases, padded after the end of rows that ended early, and commit steps: int32 ``[B, S]`` each."""
+        canvas, commit_steps = fetch(self.state.canvas), fetch(self.state.commit_steps)
+        stop_tokens = fetch(self.request.stop_tokens)
+        return pad_after_end(canvas, commit_steps, stop_tokens, self._runner.layout.config), commit_steps
 
     def canvas(self) -> np.ndarray:
-        """What stands in the slots now; masks of a prompt are open too."""
-        canvas = fetch(self._state.canvas)
+        """See :meth:`Slots.canvas`; masks of a prompt are -1 too."""
+        canvas, _ = self._canvases()
         return np.where(canvas == self._runner.layout.config.mask_token_id, -1, canvas)
 
     def collect(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
-        """Results of slots that are done."""
-        canvas, committed = fetch(self._state.canvas), fetch(self._state.commit_steps)
-        kept = self._state.log_probabilities
-        log_probabilities = None if kept is None else fetch(kept)
-        model = self._runner.layout.config
+        """See :meth:`Slots.collect`."""
+        canvas, commit_steps = self._canvases()
+        log_probabilities, refreshes = self._log_probabilities(), fetch(self.state.refreshes)
+        windows = fetch(self.state.window_positions)
         return [
             RowResult(
                 number,
-                pad_after_end(
-                    canvas[slot, : request.length],
-                    committed[slot, : request.length],
-                    request.config.stop_token_ids,
-                    model,
-                ),
-                committed[slot, : request.length].copy(),
+                canvas[slot, : request.length].copy(),
+                commit_steps[slot, : request.length].copy(),
                 None if log_probabilities is None else log_probabilities[slot, : request.length].copy(),
+                int(refreshes[slot]) * request.length + int(windows[slot]),
             )
             for slot, (number, request) in taken.items()
         ]
 
 
-class DecodeSlots(Slots):
+class AutoregressiveSlots(Slots):
     """Slots of an autoregressive model."""
 
-    _request_rows = _rows_of(DecodeRequest)
-    _state_rows = ("tokens", "lengths", "done", "log_probabilities")
-
-    def __init__(self, runner: Runner, config: SamplingConfig, width: int, count: int, prompt: int) -> None:
-        """Make free slots.
+    def __init__(
+        self,
+        runner: Runner,
+        config: SamplingConfig,
+        width: int,
+        count: int,
+        prompt: int,
+        requests: Sequence[RowRequest] = (),
+        samples: int = 1,
+    ) -> None:
+        """Make slots.
 
         Args:
           runner: the model on its mesh.
-          config: decides what is compiled; requests are those whose :func:`compiled_in` is the same.
+          config: decides what is compiled; requests are those with the same
+            :func:`runtime.execution.specialization.compiled_in`.
           width: bucket of prompts and their new tokens.
           count: B, a multiple of the data axis.
-          prompt: the longest prompt.
+          prompt: tokens of the longest prompt.
+          requests: of the first slots. Their prompts are read together, by the first :meth:`run`.
+          samples: adjacent ones of these that have the same prompt.
         """
-        self.width, self._config = width, config
-        self._prompt = min(width, runner.bucket(prompt))
+        self._config, self._prompt = config, min(width, runner.bucket(prompt))
         self._forward = runner.forward(self._prompt if config.use_cache else width)
         self._program = decode_program(config, runner.layout.config.vocab_size)
-        request, state = decode_batch(runner, NOBODY, config, [], width, count)
-        nobody = decode_batch(runner, NOBODY, config, [], width, 1)
-        where = decode_request_shardings(runner.layout)
-        placed, on_mesh = jax.tree.map(put, request, where), put_decode_state(runner, state, config.use_cache)
-        super().__init__(runner, placed, on_mesh, nobody, count, where.limit)
+        # Prompts are shared where no group of samples lies on two shards of data.
+        whole_groups = (count // runner.layout.spec.data) % samples == 0 and len(requests) % samples == 0
+        self._shared = samples if whole_groups else 1
+        self._unread = bool(requests) and config.use_cache
+        super().__init__(runner, width, count, requests, config.use_cache)
 
-    def _arrays(self, request: RowRequest) -> tuple[Any, Any]:
-        assert isinstance(request.config, SamplingConfig)
-        return decode_batch(self._runner, request.rows, request.config, [request.seed], self.width, 1)
+    def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
+        return autoregressive_row(request, self._config, self._runner.layout.config, self.width)
 
-    def _lowered(self, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-        forward, program = self._forward, self._program
-        return ("decode", forward, program), lambda: lower_decode(forward, program, *arguments)
+    def run(self, max_iterations: int | None = None, step_limit: int | None = None) -> np.ndarray:
+        """See :meth:`Slots.run`; each iteration generates one token per row, and there are no steps to limit."""
+        del step_limit
+        self.request = replace(self.request, max_iterations=self._scalar(max_iterations))
+        self.state = replace(self.state, iteration=self._scalar(0))
+        if self._unread:
+            self._prefill()
+        if max_iterations is None or max_iterations > int(fetch(self.state.iteration)):
+            arguments = (self._runner.weights, self.request, self.state)
+            key = ("decode", self._forward, self._program)
+            run = self._compiled(key, arguments, lambda: lower_decode(self._forward, self._program, *arguments))
+            self.state = run(*arguments)
+        made = int(fetch(self.state.iteration))
+        self.iterations += made
+        self.forwards += made
+        return fetch(self.state.done)
+
+    def _prefill(self) -> None:
+        """Read the prompts of the first requests together, and generate the first token of each."""
+        program = replace(self._program, samples=self._shared)
+        arguments = (self._runner.weights, self.request, self.state)
+        run = self._compiled(
+            ("prefill", self._prompt, self._forward, program),
+            arguments,
+            lambda: lower_prefill(self._forward, program, self._prompt, *arguments),
+        )
+        self.state, self._unread = run(*arguments), False
 
     def insert(self, requests: Mapping[int, RowRequest | None]) -> None:
-        """Put requests into slots, read their prompts and generate the first token of each; None empties a slot."""
+        """See :meth:`Slots.insert`; reads the prompts of the inserted rows and generates the first token of each."""
         super().insert(requests)
         new = [slot for slot, request in requests.items() if request is not None]
         if not self._config.use_cache or not new:
             return
-        entering = put(np.isin(np.arange(self.count), new), self._runner.layout.sharding("batch"))
-        arguments = (self._runner.weights, self._request, self._state, entering)
-        compiled = self._runner.programs.get(
-            ("prefill inserted", self._prompt, self._forward, self._program, shapes_of(arguments)),
+        inserted = put(np.isin(np.arange(self.count), new), self._runner.layout.sharding("batch"))
+        arguments = (self._runner.weights, self.request, self.state, inserted)
+        run = self._compiled(
+            ("prefill inserted", self._prompt, self._forward, self._program),
+            arguments,
             lambda: lower_prefill_inserted(self._forward, self._program, self._prompt, *arguments),
         )
-        self._state = compiled(*arguments)
+        self.state = run(*arguments)
         own = self.count // self._runner.layout.spec.data
         self.forwards += int(np.bincount([slot // own for slot in new]).max())
 
     def canvas(self) -> np.ndarray:
-        """What stands in the slots now."""
-        tokens, lengths = fetch(self._state.tokens), fetch(self._state.lengths)
+        """See :meth:`Slots.canvas`."""
+        tokens, lengths = fetch(self.state.tokens), fetch(self.state.lengths)
         return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, -1)
 
     def collect(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
-        """Results of slots that are done."""
-        tokens, lengths = fetch(self._state.tokens), fetch(self._state.lengths)
-        kept = self._state.log_probabilities
-        log_probabilities = None if kept is None else fetch(kept)
+        """See :meth:`Slots.collect`; the step of a token is its place among the new ones."""
+        tokens, lengths = fetch(self.state.tokens), fetch(self.state.lengths)
+        log_probabilities = self._log_probabilities()
         found = []
         for slot, (number, request) in taken.items():
-            places = np.arange(request.length)
-            steps = np.where(
-                (places >= len(request.tokens)) & (places < lengths[slot]), places - len(request.tokens), -1
-            )
+            prompt, length = len(request.tokens), int(lengths[slot])
+            steps = np.arange(request.length, dtype=np.int32) - prompt
+            steps[length:] = -1
             own = None if log_probabilities is None else log_probabilities[slot, : request.length].copy()
-            found.append(RowResult(number, tokens[slot, : request.length].copy(), steps.astype(np.int32), own))
+            sequence = tokens[slot, : request.length].copy()
+            positions = self._positions(slot, prompt, length - prompt)
+            found.append(RowResult(number, sequence, np.maximum(steps, -1), own, positions))
         return found
+
+    def _positions(self, slot: int, prompt: int, new: int) -> int:
+        """Positions that forward passes computed for a row with so many new tokens."""
+        if not self._config.use_cache:
+            return new * prompt + new * (new - 1) // 2
+        return (prompt if slot % self._shared == 0 else 0) + max(0, new - 1)
 
 
 def open_slots(
-    runner: Runner, config: DiffusionConfig | SamplingConfig, width: int, count: int, steps: int, prompt: int
+    runner: Runner,
+    config: DiffusionConfig | SamplingConfig,
+    width: int,
+    count: int,
+    steps: int,
+    prompt: int,
 ) -> Slots:
-    """Free slots of the kind that ``config`` is for; arguments as of :class:`BlockSlots` and :class:`DecodeSlots`."""
+    """Free slots of the kind that ``config`` is for; see :class:`DiffusionSlots` and :class:`AutoregressiveSlots`."""
     if isinstance(config, DiffusionConfig):
-        return BlockSlots(runner, config, width, count, steps)
-    return DecodeSlots(runner, config, width, count, prompt)
+        return DiffusionSlots(runner, config, width, count, steps)
+    return AutoregressiveSlots(runner, config, width, count, prompt)

@@ -83,6 +83,11 @@ class ModelConfig:
         return self.architecture != "dream"
 
     @property
+    def prediction_offset(self) -> int:
+        """How many positions before a token the output that predicts it is."""
+        return 1
+
+    @property
     def dimensions(self) -> dict[str, int]:
         """Size of every logical axis, unpadded, as stored in checkpoints."""
         return {

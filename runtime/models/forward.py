@@ -61,22 +61,23 @@ class Forward:
         few = math.prod(left.shape[:-1]) <= _FEW_POSITIONS
         return einsum(expression, left, right, as_matrix=alone, in_blocks=alone and few)
 
-    def on_rows(self, function: Callable[..., Any], *arrays: Array, whole: Sequence[Array] = ()) -> Any:
+    def on_rows(self, function: Callable[..., Any], *arrays: Any, whole: Sequence[Array] = ()) -> Any:
         """Call ``function`` on whole rows: each device has the rows of its part of ``data``, and nothing moves.
 
-        For what is kept per position, small and needed everywhere: the compiler would spread it over ``sequence`` and
-        then sort and scatter across devices.
+        This is for what is kept per position, small and needed everywhere: the compiler would spread it over
+        ``sequence`` and then sort and scatter across devices.
 
         Args:
-          function: of arrays ``[B, ...]`` and scalars, to a tree of arrays ``[B, ...]``.
-          arrays: its arguments, ``[B, ...]`` and scalars.
+          function: of arrays ``[B, ...]`` and scalars, or trees of them, to a tree of arrays ``[B, ...]``.
+          arrays: its arguments.
           whole: its last arguments, tables that have no rows.
         """
         layout = self.layout
         if layout.mesh is None or layout.mesh.size == 1:
             return function(*arrays, *whole)
         rows = layout.rules.spec("batch")
-        specs = (*(rows if array.ndim else PartitionSpec() for array in arrays), *[PartitionSpec()] * len(whole))
+        of_arrays = jax.tree.map(lambda array: rows if array.ndim else PartitionSpec(), arrays)
+        specs = (*of_arrays, *[PartitionSpec()] * len(whole))
         call = jax.shard_map(function, mesh=layout.mesh, in_specs=specs, out_specs=rows, check_vma=False)
         return call(*arrays, *whole)
 

@@ -19,20 +19,14 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
+from runtime.models.arrays import Leaf, abstract, array
 from runtime.models.attention import cached_attention
 from runtime.models.declarations import ModelLayout
 from sharding.errors import InputError
 
 Array = jax.Array
-# An array, or in its place a sharding or an abstract shape, in trees that describe one.
-Leaf = Any
-
 CACHE_DTYPES = ("model", "bfloat16", "float32", "int8")
 _INT8_MAX = 127.0
-
-
-def _cached(*axes: str) -> Any:
-    return flax.struct.field(metadata={"axes": axes}, default=None)
 
 
 @flax.struct.dataclass
@@ -44,10 +38,13 @@ class KVCache:
       key_scales, value_scales: float32 ``[L, B, K, T]`` where the cache is int8, else None.
     """
 
-    keys: Leaf = _cached("layers", "batch", "kv_heads", "length", "head_dim")
-    values: Leaf = _cached("layers", "batch", "kv_heads", "length", "head_dim")
-    key_scales: Leaf = _cached("layers", "batch", "kv_heads", "length")
-    value_scales: Leaf = _cached("layers", "batch", "kv_heads", "length")
+    keys: Leaf = array("layers", "batch", "kv_heads", "length", "head_dim")
+    values: Leaf = array("layers", "batch", "kv_heads", "length", "head_dim")
+    key_scales: Leaf = array("layers", "batch", "kv_heads", "length", dtype=jnp.float32, optional=True)
+    value_scales: Leaf = array("layers", "batch", "kv_heads", "length", dtype=jnp.float32, optional=True)
+
+
+_SCALES = ("key_scales", "value_scales")
 
 
 def cache_dtype(name: str, model_dtype: Any) -> Any:
@@ -71,18 +68,7 @@ def abstract_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> 
       dtype: of keys and values; int8 brings scales.
     """
     sizes = layout.config.dimensions | {"batch": batch, "length": length}
-    quantized = jnp.dtype(dtype) == jnp.int8
-
-    def struct(axes: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        sharding = layout.sharding(*axes) if layout.mesh is not None else None
-        return jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in axes), dtype, sharding=sharding)
-
-    made = {}
-    for field in dataclasses.fields(KVCache):
-        is_scale = field.name.endswith("scales")
-        if quantized or not is_scale:
-            made[field.name] = struct(field.metadata["axes"], jnp.float32 if is_scale else dtype)
-    return KVCache(**made)
+    return abstract(layout, KVCache, sizes, () if jnp.dtype(dtype) == jnp.int8 else _SCALES, dtype)
 
 
 def cache_bytes_per_device(layout: ModelLayout, batch: int, length: int, dtype: Any) -> int:

@@ -11,20 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from runtime.decoding.blocks import BlockProgram
 from runtime.decoding.schedule import padded_steps
-from runtime.execution.autoregressive_run import decode_program
-from runtime.execution.canvas import denoise_program
 from runtime.execution.programs import (
-    abstract_block,
     abstract_decode,
-    abstract_request,
+    abstract_denoise,
     compiler_options,
-    lower_blocks,
     lower_decode,
     lower_denoise,
     lower_prefill,
 )
+from runtime.execution.specialization import decode_program, denoise_program
 from runtime.models.attention import choose_attention
 from runtime.models.declarations import ModelLayout
 from runtime.models.forward import Forward
@@ -128,16 +124,20 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
             "prefill": lambda: lower_prefill(forward, decoding, width, weights, *arguments),
             "decode": lambda: lower_decode(forward, decoding, weights, *arguments),
         }
-    elif workload.cache == "none":
-        program = denoise_program(workload.decoding(), vocab, workload.dtype, workload.chunk(layout, platform))
-        denoise_arguments = abstract_request(layout, rows, canvas, padded_steps(workload.steps, canvas))
-        lowerings = {"denoise step": lambda: lower_denoise(forward, program, weights, *denoise_arguments)}
     else:
-        request = workload.decoding()
-        program = denoise_program(request, vocab, workload.dtype, workload.chunk(layout, platform))
-        blocks = BlockProgram(program, request.parallel, workload.windows(layout, platform), workload.cache == "dual")
-        block_arguments = abstract_block(layout, rows, canvas, padded_steps(workload.steps, canvas), dtype)
-        lowerings = {"blocks": lambda: lower_blocks(forward, blocks, weights, *block_arguments)}
+        cached = workload.cache != "none"
+        program = denoise_program(
+            workload.decoding(),
+            config,
+            workload.dtype,
+            chunk=workload.chunk(layout, platform),
+            width=canvas,
+            span=workload.span(layout, platform),
+        )
+        steps = padded_steps(workload.steps, canvas)
+        denoise_arguments = abstract_denoise(layout, rows, canvas, steps, dtype if cached else None)
+        name = "blocks" if cached else "denoise step"
+        lowerings = {name: lambda: lower_denoise(forward, program, weights, *denoise_arguments)}
     return [_compile(name, attention, platform, lower) for name, lower in lowerings.items()]
 
 

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from runtime.decoding.sampling import SamplingRule
-from runtime.execution.autoregressive_run import decode_program
-from runtime.execution.canvas import denoise_program
+from runtime.execution.specialization import decode_program, sampling_rule
 from runtime.models.declarations import ModelLayout
 from runtime.planner.workload import Phase, Workload
 
@@ -90,7 +89,7 @@ def phase_collectives(
         if workload.config.is_autoregressive:
             numbers = choose_tokens_reductions(autoregressive_rule(workload), ranked=False)
         else:
-            rule = denoise_program(workload.decoding(), workload.config.vocab_size, workload.dtype, 1).sampling
+            rule = sampling_rule(workload.decoding(), workload.config.vocab_size, workload.dtype)
             numbers = choose_tokens_reductions(rule)
         size = phase.rows * phase.chunk // phase.head_shards(layout) * _FLOAT * numbers
         found.append(Collective("all-reduce", ("kv", "group"), size, phase.chunks, "vocabulary sums"))

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.decoding.blocks import refresh_chunk
+from runtime.decoding.block_schedule import block_schedule, window_widths
+from runtime.decoding.cached_steps import refresh_chunk
 from runtime.decoding.parameters import CACHES, DiffusionConfig, SamplingConfig
 from runtime.decoding.schedule import transfer_ratios
-from runtime.execution.block_run import block_schedule, window_widths
 from runtime.execution.rows import bucket_length
 from runtime.execution.runner import canvas_bucket, head_chunk
 from runtime.models.config import STORED_DTYPES, ModelConfig
@@ -144,8 +144,12 @@ class Workload:
 
     def windows(self, layout: ModelLayout, platform: str) -> tuple[int, ...]:
         """Widths of the windows that steps of a block are compiled for, the widest first."""
-        span = min(self.canvas(layout, platform), canvas_bucket(self.new_tokens, layout, platform))
-        return window_widths(self.cache, self.block_length, span)
+        offset = self.config.prediction_offset
+        return window_widths(self.cache, self.block_length, self.span(layout, platform), offset=offset)
+
+    def span(self, layout: ModelLayout, platform: str) -> int:
+        """Positions from the first mask of a row to its end, as programs are compiled for them."""
+        return min(self.canvas(layout, platform), canvas_bucket(self.new_tokens, layout, platform))
 
     def phases(self, layout: ModelLayout, platform: str, widest: bool = False) -> list[Phase]:
         """The forward passes of one generation.
@@ -177,12 +181,13 @@ class Workload:
         # of every row: the block, or it and all that follows.
         passes = [_masks_of_passes(min(length, self.new_tokens - start), block_steps) for start in starts]
         widths = self.windows(layout, platform)
-        needed = [length + 1 if self.cache == "dual" else self.new_tokens - start + 1 for start in starts]
+        offset = self.config.prediction_offset
+        needed = [offset + (length if self.cache == "dual" else self.new_tokens - start) for start in starts]
         width = widths[0]
         if not widest:
             width = round(sum(min(one for one in widths if one >= least) for least in needed) / len(needed))
         window, masks = min(chunk, width), [count for block in passes for count in block[1:]]
-        refresh = refresh_chunk(chunk, widths, layout.spec.sequence)
+        refresh = refresh_chunk(chunk, widths[-1] - offset, layout.spec.sequence)
         first = chunks([block[0] for block in passes], refresh)
         return [
             Phase("refresh", 1, canvas, canvas, True, refresh, first, len(passes) * rows),

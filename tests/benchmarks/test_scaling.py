@@ -10,8 +10,8 @@ from absl import flags
 
 from benchmarks import report, scaling
 from launch.startup import run_launcher
+from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig
-from runtime.execution.block_run import block_schedule
 from runtime.planner.compiled import CompiledPhase, compile_workload
 from runtime.planner.estimate import rank
 from runtime.planner.hlo import read_collectives

@@ -14,7 +14,8 @@ from absl import flags
 
 from launch import batch
 from launch.startup import run_launcher
-from runtime.execution.slots import RowRequest, Slots
+from runtime.execution.requests import RowRequest
+from runtime.execution.slots import Slots
 
 
 def define_flags(values: flags.FlagValues) -> None:

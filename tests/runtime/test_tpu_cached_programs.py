@@ -12,11 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from runtime import DiffusionConfig, SamplingConfig
-from runtime.decoding.blocks import BlockProgram
-from runtime.execution.autoregressive_run import decode_program
-from runtime.execution.block_run import window_widths
-from runtime.execution.canvas import denoise_program
-from runtime.execution.programs import abstract_block, abstract_decode, lower_blocks, lower_decode, lower_prefill
+from runtime.execution.programs import abstract_decode, abstract_denoise, lower_decode, lower_denoise, lower_prefill
+from runtime.execution.specialization import decode_program, denoise_program
 from runtime.models.families import model_layout
 from runtime.models.forward import Forward
 from runtime.models.kv_cache import cache_bytes_per_device
@@ -55,11 +52,9 @@ def compiled(kind: str, mesh: str, cache_dtype: str) -> tuple[Any, Any]:
         config = DiffusionConfig(
             algorithm="maskgit_plus", cache=cache, parallel="threshold", refresh_blocks=refresh_blocks
         )
-        denoise = denoise_program(config, vocab, "bfloat16", 256)
-        program = BlockProgram(
-            denoise, config.parallel, window_widths(cache, BLOCK, SPAN, refresh_blocks), cache == "dual"
-        )
-        lowered = lower_blocks(forward, program, weights, *abstract_block(layout, B, T, T, cache_dtype))
+        config = config.replace(block_length=BLOCK)
+        program = denoise_program(config, DIFFUCODER, "bfloat16", chunk=256, width=T, span=SPAN)
+        lowered = lower_denoise(forward, program, weights, *abstract_denoise(layout, B, T, T, cache_dtype))
     else:
         decoding = decode_program(SamplingConfig(temperature=0.7, top_p=0.9), vocab)
         arguments = (weights, *abstract_decode(layout, B, T, cache_dtype))

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from runtime import DiffusionConfig
-from runtime.execution.canvas import denoise_program
-from runtime.execution.programs import abstract_request, lower_denoise
+from runtime.execution.programs import abstract_denoise, lower_denoise
 from runtime.execution.runner import head_chunk
+from runtime.execution.specialization import denoise_program
 from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout, shard_shape
 from runtime.models.families import model_layout
@@ -78,13 +78,13 @@ class Program:
 def compiled(topology: str, mesh: str, attention: str) -> Program:
     layout = model_layout(DIFFUCODER, MeshSpec.parse(mesh), described_devices(parse_topology(topology)))
     chunk = head_chunk(B, S, layout, "tpu")
-    program = denoise_program(DiffusionConfig.published(STEPS), DIFFUCODER.vocab_size, "bfloat16", chunk)
+    program = denoise_program(DiffusionConfig.published(STEPS), DIFFUCODER, "bfloat16", chunk=chunk, width=S, span=S)
     assert program.sampling.filtered  # top_p is in
     lowered = lower_denoise(
         Forward(layout, attention),
         program,
         layout.abstract_weights(jnp.bfloat16),
-        *abstract_request(layout, B, S, STEPS),
+        *abstract_denoise(layout, B, S, S),
     )
     return Program(layout, lowered.compile(), chunk)
 

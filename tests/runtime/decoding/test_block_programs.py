@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from runtime import DiffusionConfig, Engine
-from runtime.execution.block_run import block_schedule, window_widths
+from runtime.decoding.block_schedule import block_schedule, window_widths
 from sharding.errors import InputError
 from tests import golden_cases
 from tests.runtime.decoding.block_rows import BASE, BLOCK, MESHES, mode, ragged_rows, same
@@ -107,7 +107,10 @@ def test_the_schedule_of_blocks() -> None:
     assert block_schedule(DiffusionConfig(max_new_tokens=64, steps=32, block_length=16), 128) == (16, 8)
     assert block_schedule(DiffusionConfig(max_new_tokens=64, steps=2, block_length=16), 128) == (16, 1)
     assert block_schedule(DiffusionConfig(max_new_tokens=64, parallel="factor", block_length=16), 128) == (16, 16)
-    assert window_widths("dual", 32, 256) == (33,)
-    assert window_widths("dual", 32, 256, refresh_blocks=0) == (65, 33)
-    assert window_widths("prefix", 32, 256) == (257, 129, 65)
-    assert window_widths("none", 32, 256) == ()
+    assert window_widths("dual", 32, 256, offset=1) == (33,)
+    assert window_widths("dual", 32, 256, refresh_blocks=0, offset=1) == (65, 33)
+    assert window_widths("prefix", 32, 256, offset=1) == (257, 129, 65)
+    assert window_widths("none", 32, 256, offset=1) == ()
+    assert window_widths("dual", 32, 256, offset=0) == (32,), (
+        "a model without a shift needs no position before the block"
+    )

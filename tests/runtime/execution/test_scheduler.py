@@ -10,8 +10,8 @@ import pytest
 import transformers
 
 from runtime import DiffusionConfig, Engine, SamplingConfig
+from runtime.execution.requests import RowRequest, RowResult
 from runtime.execution.scheduler import Filling
-from runtime.execution.slots import RowRequest, RowResult
 from sharding.errors import InputError
 from tests import golden_cases
 from tests.runtime.decoding.test_autoregressive import torch_model

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from runtime import DiffusionConfig, Engine, SamplingConfig
-from runtime.execution.block_run import block_schedule
-from runtime.execution.slots import BlockSlots, DecodeSlots, RowRequest, RowResult, Slots, general
+from runtime.decoding.block_schedule import block_schedule
+from runtime.execution.requests import RowRequest, RowResult
+from runtime.execution.slots import AutoregressiveSlots, DiffusionSlots, Slots
+from runtime.execution.specialization import general
 from tests import golden_cases
 from tests.runtime.execution.test_scheduler import alone, autoregressive, prompts, qwen2
 
@@ -115,7 +117,7 @@ def test_diffusion_rows_with_parameters_of_their_own(mesh: str, fixed: dict[str,
     wide = general(base.replace(steps=100))
     assert isinstance(wide, DiffusionConfig)
     count = 3 if mesh == "tensor=1" else 4
-    check(engine, BlockSlots(engine.runner, wide, WIDTH, count, steps), requests)
+    check(engine, DiffusionSlots(engine.runner, wide, WIDTH, count, steps), requests)
 
 
 @pytest.mark.slow
@@ -126,4 +128,4 @@ def test_autoregressive_rows_with_parameters_of_their_own(qwen2: str, mesh: str)
     wide = general(base)
     assert isinstance(wide, SamplingConfig)
     count = 3 if mesh == "tensor=1" else 4
-    check(engine, DecodeSlots(engine.runner, wide, WIDTH, count, WIDTH), asked(engine, base, OWN))
+    check(engine, AutoregressiveSlots(engine.runner, wide, WIDTH, count, WIDTH), asked(engine, base, OWN))

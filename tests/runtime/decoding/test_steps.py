@@ -1,4 +1,4 @@
-"""The functions of one denoise step of ``runtime.decoding.diffusion``, called directly: which positions a step commits.
+"""The parts of one denoise step, called directly: which positions a step asks for, and which it commits.
 
 Dimension letters: B batch, S sequence.
 """
@@ -12,10 +12,52 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from runtime.decoding import diffusion
-from runtime.decoding.diffusion import Choices, DenoiseProgram, DenoiseState, Request
+from runtime.decoding.choices import Choices
+from runtime.decoding.commit import commit
+from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState
+from runtime.decoding.step_plan import plan_step
 from runtime.execution.rows import row_seeds, seed_words
 from tests.runtime.decoding.token_choices import MASK, SIGNIFICANCE, VOCAB, chi_square, forward, rule, softmax
+
+
+def one_block(
+    canvas: np.ndarray, seeds: list[int], ratios: np.ndarray, steps: int, step: int, length: int, alg_temp: float = 0.0
+) -> tuple[DenoiseRequest, DenoiseState]:
+    """Rows of the exact algorithm, a single block without a cache, before this step; no later step is begun."""
+    rows = len(canvas)
+
+    def each(value: float, dtype: type = np.int32) -> np.ndarray:
+        return np.full(rows, value, dtype)
+
+    request = DenoiseRequest(
+        lengths=each(length),
+        first=each(0),
+        seeds=seed_words(seeds),
+        ratios=np.tile(ratios, (rows, 1)),
+        block_length=each(canvas.shape[1]),
+        steps_per_block=each(steps),
+        refresh_interval=each(1),
+        refresh_blocks=each(1),
+        stop_tokens=np.full((rows, 1), -1, np.int32),
+        threshold=each(0, np.float32),
+        factor=each(0, np.float32),
+        temperature=each(1, np.float32),
+        top_p=each(1, np.float32),
+        top_k=each(VOCAB),
+        alg_temp=each(alg_temp, np.float32),
+        max_iterations=np.int32(1),
+        step_limit=np.int32(step + 1),
+    )
+    counters = ("block", "steps_until_refresh", "previous_block_stale", "refreshes", "window_positions")
+    state = DenoiseState(
+        canvas=canvas,
+        commit_steps=np.full_like(canvas, -1),
+        step_in_block=each(step),
+        **dict.fromkeys(counters, each(0)),
+        done=np.zeros(rows, bool),
+        iteration=np.int32(0),
+    )
+    return request, state
 
 
 def commit_once(
@@ -25,23 +67,10 @@ def commit_once(
     width = len(confidences)
     program = DenoiseProgram("entropy", rule("entropy"), sample_positions=True, chunk=width)
     canvas = np.full((rows, width), MASK, np.int32)
-    words = seed_words(row_seeds(17, rows) if seeds is None else seeds)
-    state = DenoiseState(
-        canvas=canvas, commit_steps=np.full_like(canvas, -1), step=np.int32(step), forwards=np.int32(0)
-    )
-    request = Request(
-        lengths=np.full(rows, width, np.int32),
-        seeds=words,
-        ratios=np.zeros(16, np.float32),
-        steps=np.int32(16),
-        limit=np.int32(16),
-        temperature=np.float32(1),
-        top_p=np.float32(1),
-        top_k=np.int32(VOCAB),
-        alg_temp=np.float32(alg_temp),
-    )
+    own = row_seeds(17, rows) if seeds is None else seeds
+    request, state = one_block(canvas, own, np.zeros(16, np.float32), 16, step, width, alg_temp)
     tokens = np.full_like(canvas, MASK + 1)
-    after = jax.jit(functools.partial(diffusion.commit, forward("data=1"), program))(
+    after = jax.jit(functools.partial(commit, forward("data=1"), program))(
         request,
         state,
         Choices(tokens, np.broadcast_to(confidences.astype(np.float32), canvas.shape)),
@@ -88,7 +117,7 @@ def test_positions_are_drawn_anew_in_every_step() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.03, 0.25, 0.5, 0.9])
-def test_origin_transfers_each_position_with_the_stated_probability(ratio: float) -> None:
+def test_origin_commits_each_position_with_the_stated_probability(ratio: float) -> None:
     """Independently: the number of positions of a row is binomial, and each position has the same share."""
     rows, width = 20_000, 6
     program = DenoiseProgram("origin", rule("origin"), sample_positions=False, chunk=width)
@@ -98,15 +127,8 @@ def test_origin_transfers_each_position_with_the_stated_probability(ratio: float
     ratios[4] = ratio
 
     def plan(step: int) -> np.ndarray:
-        request = Request(
-            lengths=np.full(rows, width + 1, np.int32),
-            seeds=seed_words(row_seeds(23, rows)),
-            ratios=ratios,
-            steps=np.int32(6),
-            **dict.fromkeys(("limit", "temperature", "top_p", "top_k", "alg_temp"), np.int32(1)),
-        )
-        state = DenoiseState(canvas=canvas, commit_steps=canvas, step=np.int32(step), forwards=np.int32(0))
-        wanted, counts = jax.jit(functools.partial(diffusion.transfer_plan, forward("data=1"), program))(request, state)
+        request, state = one_block(canvas, row_seeds(23, rows), ratios, 6, step, width + 1)
+        _, wanted, counts = jax.jit(functools.partial(plan_step, forward("data=1"), program))(request, state)
         np.testing.assert_array_equal(np.asarray(counts), np.asarray(wanted).sum(axis=1))
         return np.asarray(wanted)
 
@@ -121,5 +143,5 @@ def test_origin_transfers_each_position_with_the_stated_probability(ratio: float
     assert chi_square(counts, expected) > SIGNIFICANCE
     if ratio == 0.5:
         last = plan(5)
-        assert last[:, [0, *range(2, width + 1)]].all(), "the last step transfers everything"
-        assert not plan(3).any(), "a ratio of 0 transfers nothing"
+        assert last[:, [0, *range(2, width + 1)]].all(), "the last step commits everything"
+        assert not plan(3).any(), "a ratio of 0 commits nothing"

@@ -1,0 +1,49 @@
+"""How a canvas is cut into blocks, and how wide the windows of a cached step are."""
+
+from __future__ import annotations
+
+import math
+
+from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig
+
+
+def block_schedule(config: DiffusionConfig, width: int) -> tuple[int, int]:
+    """Positions per block, and the most steps that a block takes.
+
+    A parallel rule commits at least one token per step, so a block has at most as many steps as positions. Otherwise
+    the steps of the request are shared among the blocks of its new tokens.
+
+    Args:
+      config: the request.
+      width: positions of the canvas.
+    """
+    length = config.block_length or (width if config.cache == "none" else DEFAULT_BLOCK_LENGTH)
+    length = min(length, width)
+    if config.parallel != "none":
+        return length, length
+    return length, max(1, math.ceil(config.steps / max(1, math.ceil(config.max_new_tokens / length))))
+
+
+def window_widths(cache: str, length: int, span: int, refresh_blocks: int = 1, *, offset: int) -> tuple[int, ...]:
+    """Widths of the windows that are compiled, descending.
+
+    A dual cache has windows of one block, and of two where blocks may be entered without a refresh. A prefix cache has
+    windows of all that follows, halved down to a block.
+
+    Args:
+      cache: ``none``, ``prefix`` or ``dual``.
+      length: positions per block.
+      span: positions from the first mask of any row to its end.
+      refresh_blocks: blocks from one that is entered with a refresh to the next; 0 for the first alone.
+      offset: positions before the block that predict its first token, see
+        :attr:`runtime.models.config.ModelConfig.prediction_offset`.
+    """
+    if cache == "none":
+        return ()
+    if cache == "dual":
+        widths = [length] if refresh_blocks == 1 else [2 * length, length]
+    else:
+        widths = [span]
+        while widths[-1] > 2 * length:
+            widths.append(-(-widths[-1] // 2))
+    return tuple(width + offset for width in widths)

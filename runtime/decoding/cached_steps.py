@@ -1,0 +1,233 @@
+"""Steps of masked diffusion against a KV cache: refreshes of whole rows, and windows of a few positions.
+
+A *refresh* is a forward pass over a whole row, which renews its keys and values at every position. A *window* is the
+row's block (dual cache) or the block and everything after it (prefix cache), preceded by the position whose output
+predicts the block's first token. Both commit tokens like any other step.
+
+The caches follow Fast-dLLM (Wu et al., 2025); keeping a token's keys and values only once it is committed follows
+dKV-Cache (Ma et al., 2025).
+
+Dimension letters: B batch, S canvas, W window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from runtime.decoding.choices import Choices, choose_on_canvas
+from runtime.decoding.commit import commit
+from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, block_start, row_steps
+from runtime.models.arrays import rows_alone
+from runtime.models.cached import fill_rows, run_window
+from runtime.models.families import Weights
+from runtime.models.forward import Forward
+from runtime.models.kv_cache import copy_row
+
+Array = jax.Array
+
+
+def refresh_chunk(chunk: int, block_length: int, sequence: int) -> int:
+    """Positions that the head is run on at a time after a refresh, whose step needs one block of them.
+
+    Args:
+      chunk: the same where a step may need all of a canvas.
+      block_length: positions per block.
+      sequence: shards of a canvas, of which the result is a multiple.
+    """
+    return min(chunk, -(-block_length // sequence) * sequence)
+
+
+@dataclass(frozen=True)
+class CachedStep:
+    """One step of every row against the cache.
+
+    Attributes:
+      forward: layout and attention.
+      program: what is compiled in.
+      weights: the model.
+      request: the run-time arguments.
+      wanted: bool ``[B, S]``, positions whose token each row's step needs.
+      counts: int32 ``[B]``, how many of them it commits by its schedule.
+    """
+
+    forward: Forward
+    program: DenoiseProgram
+    weights: Weights
+    request: DenoiseRequest
+    wanted: Array
+    counts: Array
+
+    def run(self, state: DenoiseState) -> DenoiseState:
+        """Refresh the rows that are due, run the windows of the others, and commit what either decides."""
+        active = self.wanted.any(axis=1)
+        due = active & (state.steps_until_refresh == 0)
+        state = self._refresh(state, due)
+        state = self._run_windows(state, self.wanted & ~due[:, None])
+        return replace(state, steps_until_refresh=jnp.maximum(state.steps_until_refresh - active, 0))
+
+    def _commit(self, state: DenoiseState, choices: Choices, wanted: Array) -> DenoiseState:
+        return commit(self.forward, self.program, self.request, state, choices, wanted, self.counts)
+
+    # ---- refreshes --------------------------------------------------------------------------------------------
+
+    def _refresh(self, state: DenoiseState, due: Array) -> DenoiseState:
+        """Refresh the rows that are ``due`` bool ``[B]``, one row of each ``data`` shard at a time.
+
+        Rows with the same canvas, as samples of one prompt have at first, share a forward pass: each decides for
+        itself, with its own seed.
+        """
+
+        def one_each(carry: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:
+            state, waiting = carry
+
+            def take(waiting: Array, canvas: Array, lengths: Array) -> tuple[Array, ...]:
+                number, mine = _first(waiting)
+                own, length = (_row(values, waiting) for values in (canvas, lengths))
+                sharing = waiting & (canvas == own).all(axis=1) & (lengths == length)
+                return number, mine, sharing, own, length
+
+            number, mine, sharing, canvas, lengths = self.forward.on_rows(
+                take, waiting, state.canvas, self.request.lengths
+            )
+            hidden, cache = fill_rows(self.forward, self.weights, state.cache, canvas, lengths, number)
+            state = replace(state, cache=cache, refreshes=state.refreshes + mine)
+            return self._decide(state, hidden, number, sharing), waiting & ~sharing
+
+        return jax.lax.while_loop(lambda carry: carry[1].any(), one_each, (state, due))[0]
+
+    def _decide(self, state: DenoiseState, hidden: Array, source: Array, sharing: Array) -> DenoiseState:
+        """Commit the step of every row that shares a refresh, and give each its copy of the cache.
+
+        Args:
+          state: with the refreshed row ``source`` in its cache.
+          hidden: activations of that row of each ``data`` shard.
+          source: int32 ``[data]``, its number among the shard's rows; -1 for none.
+          sharing: bool ``[B]``.
+        """
+        sequence = self.forward.layout.spec.sequence
+        block_length = self.program.windows[-1] - self.forward.config.prediction_offset
+        program = replace(self.program, chunk=refresh_chunk(self.program.chunk, block_length, sequence))
+
+        def decide(carry: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:
+            state, waiting = carry
+
+            def take(waiting: Array, steps: Array, wanted: Array, request: DenoiseRequest) -> tuple[Any, ...]:
+                return *_first(waiting), *(_row_of_each(part, waiting) for part in (steps, wanted, request))
+
+            target, mine, own_steps, own_wanted, own_request = self.forward.on_rows(
+                take, waiting, row_steps(self.request, state), self.wanted, rows_alone(self.request)
+            )
+            own_wanted = own_wanted & (target >= 0)[:, None]
+            choices = choose_on_canvas(self.forward, program, self.weights, own_request, own_steps, hidden, own_wanted)
+
+            def spread(target: Array, canvas: Array, choices: Choices) -> Choices:
+                here = (jnp.arange(len(canvas)) == target)[:, None]
+                return jax.tree.map(lambda value: jnp.where(here, value, jnp.zeros_like(value)), choices)
+
+            choices = self.forward.on_rows(spread, target, state.canvas, choices)
+            state = replace(
+                state,
+                cache=copy_row(self.forward.layout, state.cache, source, target),
+                steps_until_refresh=jnp.where(mine, self.request.refresh_interval, state.steps_until_refresh),
+                previous_block_stale=jnp.where(mine, 0, state.previous_block_stale),
+            )
+            return self._commit(state, choices, self.wanted & mine[:, None]), waiting & ~mine
+
+        return jax.lax.while_loop(lambda carry: carry[1].any(), decide, (state, sharing))[0]
+
+    # ---- windows ----------------------------------------------------------------------------------------------
+
+    def _run_windows(self, state: DenoiseState, wanted: Array) -> DenoiseState:
+        """One forward pass over the windows of the rows that want something, at the narrowest width that covers them.
+
+        Without such a row there is none.
+        """
+        active = wanted.any(axis=1)
+        request, offset = self.request, self.forward.config.prediction_offset
+        start = jnp.maximum(block_start(request, state.block - state.previous_block_stale) - offset, 0)
+        stop = request.lengths
+        if self.program.within_block:
+            stop = jnp.minimum(stop, block_start(request, state.block + 1))
+        stop = jnp.where(active, stop, 0)
+        widths = self.program.windows
+        needed = jnp.where(active, stop - start, 0).max()
+        enough = jnp.array([width >= needed for width in widths])
+        chosen = jnp.where(active.any(), jnp.where(enough, jnp.arange(len(widths)), 0).max(), -1)
+        # One choice after another, each between a window and nothing: around a choice between several windows XLA on
+        # TPU copies the cache that they all write.
+        for number, width in enumerate(widths):
+            run = self._window(width, start, stop, wanted)
+            state = jax.lax.cond(chosen == number, run, lambda state: state, state)
+        return state
+
+    def _window(self, width: int, start: Array, stop: Array, wanted: Array) -> Callable[[DenoiseState], DenoiseState]:
+        """The forward pass over windows of one width, from ``start`` to before ``stop`` ``[B]``, and its commits."""
+
+        def run(state: DenoiseState) -> DenoiseState:
+            active = wanted.any(axis=1)
+            tokens, own_wanted = self.forward.on_rows(_cut(width), start, state.canvas, wanted)
+            hidden, cache = run_window(
+                self.forward, self.weights, state.cache, tokens, start, self.request.lengths, stop
+            )
+            program = replace(self.program, chunk=min(self.program.chunk, width))
+            steps = row_steps(self.request, state)
+            choices = choose_on_canvas(
+                self.forward.window, program, self.weights, self.request, steps, hidden, own_wanted, offset=start
+            )
+            choices = self.forward.on_rows(_paste(width), start, state.canvas, choices)
+            state = replace(
+                state,
+                cache=cache,
+                previous_block_stale=jnp.where(active, 0, state.previous_block_stale),
+                window_positions=state.window_positions + jnp.where(active, width, 0),
+            )
+            return self._commit(state, choices, wanted)
+
+        return run
+
+
+def _first(rows: Array) -> tuple[Array, Array]:
+    """The first row that is set: its number int32 ``[1]``, -1 for none, and a mask of it bool ``[B]``."""
+    row = jnp.argmax(rows)
+    return jnp.where(rows.any(), row, -1)[None].astype(jnp.int32), (jnp.arange(len(rows)) == row) & rows
+
+
+def _row(values: Array, rows: Array) -> Array:
+    """The first row of ``values`` ``[B, ...]`` that is set in ``rows`` bool ``[B]``: ``[1, ...]``."""
+    return jax.lax.dynamic_slice_in_dim(values, jnp.argmax(rows), 1)
+
+
+def _row_of_each(tree: Any, rows: Array) -> Any:
+    return jax.tree.map(lambda values: _row(values, rows), tree)
+
+
+def _cut(width: int) -> Callable[..., tuple[Array, ...]]:
+    """A function of ``start`` ``[B]`` and arrays ``[B, S]`` to windows ``[B, W]`` of them, zero beyond the canvas."""
+
+    def cut(start: Array, *rows: Array) -> tuple[Array, ...]:
+        places = start[:, None] + jnp.arange(width)
+        inside = places < rows[0].shape[1]
+        clipped = jnp.minimum(places, rows[0].shape[1] - 1)
+        return tuple(
+            jnp.where(inside, jnp.take_along_axis(values, clipped, axis=1), jnp.zeros((), values.dtype))
+            for values in rows
+        )
+
+    return cut
+
+
+def _paste(width: int) -> Callable[..., Choices]:
+    """The inverse of :func:`_cut`: windows ``[B, W]`` onto a canvas ``[B, S]``, zero outside."""
+
+    def paste(start: Array, canvas: Array, windows: Choices) -> Choices:
+        places = jnp.arange(canvas.shape[1]) - start[:, None]
+        inside = (places >= 0) & (places < width)
+        clipped = jnp.clip(places, 0, width - 1)
+        return jax.tree.map(lambda values: jnp.where(inside, jnp.take_along_axis(values, clipped, axis=1), 0), windows)
+
+    return paste

@@ -1,0 +1,111 @@
+"""Committing tokens: which of the chosen ones a step writes into the canvas.
+
+The threshold and factor rules follow Fast-dLLM (Wu et al., 2025). One difference: a parallel rule commits the first
+masked position of a block in the block's first step, else what is certain further on is committed before what leads to
+it.
+
+Dimension letters: B batch, S canvas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from runtime.decoding.choices import Choices
+from runtime.decoding.sampling import draw_per_position
+from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, row_steps
+from runtime.models.arrays import rows_alone
+from runtime.models.forward import Forward
+
+Array = jax.Array
+
+
+def commit(
+    forward: Forward,
+    program: DenoiseProgram,
+    request: DenoiseRequest,
+    state: DenoiseState,
+    choices: Choices,
+    wanted: Array,
+    counts: Array,
+) -> DenoiseState:
+    """Commit the chosen tokens that the schedule or the parallel rule selects; each row that wants some makes a step.
+
+    A position whose chosen token is MASK stays masked and is counted again in the next step.
+
+    Args:
+      forward: the model.
+      program: what is compiled in.
+      request: seeds, thresholds and alg_temp.
+      state: before the step.
+      choices: tokens and confidences ``[B, S]``.
+      wanted: bool ``[B, S]``, positions that may be committed; a row without any stays as it is.
+      counts: int32 ``[B]``, how many of them each row commits by its schedule.
+    """
+
+    def select(request: DenoiseRequest, state: DenoiseState, choices: Choices, wanted: Array, counts: Array) -> Array:
+        confidences = jnp.where(wanted, choices.confidences, -jnp.inf)
+        if program.parallel == "none":
+            chosen = _by_schedule(program, request, state, confidences, wanted, counts)
+        else:
+            chosen = _by_certainty(program, request, state, confidences, wanted)
+        return chosen & (choices.tokens != forward.config.mask_token_id)
+
+    chosen = forward.on_rows(select, request, rows_alone(state), choices, wanted, counts)
+    kept = state.log_probabilities
+    if kept is not None and choices.log_probabilities is not None:
+        kept = jnp.where(chosen, choices.log_probabilities, kept)
+    return replace(
+        state,
+        canvas=jnp.where(chosen, choices.tokens, state.canvas),
+        commit_steps=jnp.where(chosen, row_steps(request, state)[:, None], state.commit_steps),
+        step_in_block=state.step_in_block + wanted.any(axis=1),
+        log_probabilities=kept,
+    )
+
+
+def _ranks(confidences: Array) -> Array:
+    """Rank of every position by confidence, 0 for the highest, ties to the lowest position: ``[B, S]`` -> int32."""
+    ranking = jnp.argsort(confidences, axis=1, stable=True, descending=True)
+    return jnp.argsort(ranking, axis=1, stable=True).astype(jnp.int32)
+
+
+def _by_schedule(
+    program: DenoiseProgram,
+    request: DenoiseRequest,
+    state: DenoiseState,
+    confidences: Array,
+    wanted: Array,
+    counts: Array,
+) -> Array:
+    """The ``counts`` most confident wanted positions of each row, all of them for ``origin``: bool ``[B, S]``."""
+    if program.algorithm == "origin":
+        return wanted
+    if program.sample_positions:
+        # Gumbel-top-k draws k without replacement from softmax(confidence / alg_temp) (Kool et al., 2019).
+        alg_temp = request.alg_temp[:, None]
+        noisy = confidences / jnp.where(alg_temp > 0, alg_temp, 1.0)
+        noisy += draw_per_position(jax.random.gumbel, request.seeds, row_steps(request, state), state.canvas)
+        confidences = jnp.where(alg_temp > 0, noisy, confidences)
+    return wanted & (_ranks(confidences) < counts[:, None])
+
+
+def _by_certainty(
+    program: DenoiseProgram, request: DenoiseRequest, state: DenoiseState, confidences: Array, wanted: Array
+) -> Array:
+    """The wanted positions that the parallel rule is certain enough of, at least one of each row: bool ``[B, S]``.
+
+    ``confidences`` ``[B, S]`` are -inf where no token is wanted.
+    """
+    # From 0 to 1, like a probability: a negative entropy becomes one over the effective number of tokens.
+    certainty = jnp.exp(confidences) if program.algorithm == "entropy" else confidences
+    if program.parallel == "threshold":
+        enough = certainty > request.threshold[:, None]
+    else:
+        enough = certainty >= 1.0 - request.factor[:, None] / (_ranks(confidences) + 2).astype(jnp.float32)
+    first_step = state.step_in_block == 0
+    at_least = jnp.where(first_step, jnp.argmax(wanted, axis=1), jnp.argmax(confidences, axis=1))
+    return wanted & (enough | (jnp.arange(wanted.shape[1]) == at_least[:, None]))

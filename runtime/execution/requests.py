@@ -1,0 +1,59 @@
+"""One row to generate, and what comes of it.
+
+Dimension letters: S canvas of a row, its prompt and its new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
+from runtime.execution.rows import Rows
+
+
+@dataclass(frozen=True)
+class RowRequest:
+    """One row to generate.
+
+    Attributes:
+      tokens: the prompt; a diffusion model fills mask tokens in it too.
+      config: decoding parameters; the ``seed`` in them is not read.
+      seed: of this row.
+    """
+
+    tokens: Sequence[int]
+    config: DiffusionConfig | SamplingConfig
+    seed: int
+
+    @property
+    def length(self) -> int:
+        """S, prompt and new tokens."""
+        return len(self.tokens) + self.config.max_new_tokens
+
+    @property
+    def rows(self) -> Rows:
+        """The prompt as a batch of one."""
+        tokens = np.array([self.tokens], np.int32)
+        return Rows(tokens, np.array([len(self.tokens)], np.int32), tokens)
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """One row that is done.
+
+    Attributes:
+      number: which of the requests it is.
+      sequence: int32 ``[S]``; padding after the end of a row that ended early.
+      commit_steps: int32 ``[S]``, the row's step that committed each position, -1 where none has.
+      log_probabilities: float32 ``[S]`` where the request asks for them.
+      positions: positions that forward passes computed for it, its prompt included.
+    """
+
+    number: int
+    sequence: np.ndarray
+    commit_steps: np.ndarray
+    log_probabilities: np.ndarray | None
+    positions: int = 0

@@ -1,0 +1,132 @@
+"""Rows as the loops take them: a request and the state it starts from, as arrays on the host.
+
+Dimension letters: S canvas, R padded steps of a block, T cache length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from runtime.decoding.autoregressive import DecodeRequest, DecodeState
+from runtime.decoding.block_schedule import block_schedule
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
+from runtime.decoding.schedule import padded_steps, transfer_ratios
+from runtime.decoding.state import DenoiseRequest, DenoiseState
+from runtime.execution.requests import RowRequest
+from runtime.execution.rows import make_canvas, sampling_rows, seed_words, stop_rows
+from runtime.models.arrays import row_fields
+from runtime.models.config import ModelConfig
+
+Tree = TypeVar("Tree")
+
+# Forward passes between refreshes where only entering a block asks for one; and no limit on iterations or steps.
+NEVER = 1 << 30
+UNLIMITED = np.int32(np.iinfo(np.int32).max)
+
+
+def quiet_token(model: ModelConfig) -> int:
+    """A token that is no mask, so that a row of it has nothing to denoise."""
+    return 0 if model.mask_token_id != 0 else 1
+
+
+def empty_row(model: ModelConfig, config: DiffusionConfig | SamplingConfig) -> RowRequest:
+    """The request of a slot that holds none: one token, and nothing to generate."""
+    return RowRequest([quiet_token(model)], config, 0)
+
+
+def diffusion_row(
+    request: RowRequest | None, default: DiffusionConfig, model: ModelConfig, width: int, steps: int
+) -> tuple[DenoiseRequest, DenoiseState]:
+    """One row of masked diffusion, every array ``[1, ...]``; the state has no cache.
+
+    Args:
+      request: the row; None for a slot that holds none.
+      default: the configuration of such a slot.
+      model: for its mask token and vocabulary.
+      width: S.
+      steps: of a block, for which there is room at least.
+    """
+    row = request or empty_row(model, default)
+    config = row.config
+    assert isinstance(config, DiffusionConfig)
+    canvas, lengths = make_canvas(row.rows, model, config.max_new_tokens if request else 0, width)
+    masked = (canvas == model.mask_token_id) & (np.arange(width) < lengths[:, None])
+    first = np.where(masked.any(axis=1), masked.argmax(axis=1), lengths).astype(np.int32)
+    length, steps_per_block = block_schedule(config, width)
+    ratios = np.zeros((1, padded_steps(max(steps_per_block, steps), width)), np.float32)
+    ratios[:, :steps_per_block] = transfer_ratios(steps_per_block, float(config.eps))
+    zero = np.zeros(1, np.int32)
+    return DenoiseRequest(
+        lengths=lengths,
+        first=first,
+        seeds=seed_words([row.seed]),
+        ratios=ratios,
+        block_length=np.array([length], np.int32),
+        steps_per_block=np.array([steps_per_block], np.int32),
+        refresh_interval=np.array([config.refresh_interval or NEVER], np.int32),
+        refresh_blocks=np.array([config.refresh_blocks], np.int32),
+        stop_tokens=stop_rows(config.stop_token_ids, 1),
+        threshold=np.array([config.threshold], np.float32),
+        factor=np.array([config.factor], np.float32),
+        alg_temp=np.array([config.alg_temp or 0.0], np.float32),
+        **sampling_rows(config, model.vocab_size, 1),
+        max_iterations=UNLIMITED,
+        step_limit=UNLIMITED,
+    ), DenoiseState(
+        canvas=canvas,
+        commit_steps=np.full_like(canvas, -1),
+        block=zero,
+        step_in_block=zero,
+        steps_until_refresh=zero,
+        previous_block_stale=zero,
+        refreshes=zero,
+        window_positions=zero,
+        done=first >= lengths,
+        iteration=np.int32(0),
+        log_probabilities=np.zeros(canvas.shape, np.float32) if default.log_probabilities else None,
+    )
+
+
+def autoregressive_row(
+    request: RowRequest | None, default: SamplingConfig, model: ModelConfig, width: int
+) -> tuple[DecodeRequest, DecodeState]:
+    """One row of autoregressive decoding, every array ``[1, ...]``; the state has no cache.
+
+    Args:
+      request: the row; None for a slot that holds none.
+      default: the configuration of such a slot.
+      model: for its vocabulary.
+      width: T.
+    """
+    row = request or empty_row(model, default)
+    config = row.config
+    assert isinstance(config, SamplingConfig)
+    tokens, ends = make_canvas(row.rows, model, config.max_new_tokens if request else 0, width)
+    prompts = row.rows.lengths
+    return DecodeRequest(
+        seeds=seed_words([row.seed]),
+        prompts=prompts,
+        ends=ends,
+        stop_tokens=stop_rows(config.stop_token_ids, 1),
+        # The most probable token passes every filter.
+        **sampling_rows(config if config.temperature > 0 else SamplingConfig(), model.vocab_size, 1),
+        max_iterations=UNLIMITED,
+    ), DecodeState(
+        tokens=tokens,
+        lengths=prompts,
+        done=np.array([request is None]),
+        iteration=np.int32(0),
+        log_probabilities=np.zeros(tokens.shape, np.float32) if default.log_probabilities else None,
+    )
+
+
+def join_rows(rows: Sequence[Tree]) -> Tree:
+    """Rows ``[1, ...]`` as one batch ``[B, ...]``; what has no entry for each row is taken from the first."""
+    parts = [row_fields(row) for row in rows]
+    joined: dict[str, Any] = jax.tree.map(lambda *values: np.concatenate(values), *parts)
+    return replace(rows[0], **joined)  # type: ignore[type-var]

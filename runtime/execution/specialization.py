@@ -1,0 +1,110 @@
+"""What of a request is compiled into its programs, and what is left to run time."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from runtime.decoding.autoregressive import DecodeProgram
+from runtime.decoding.block_schedule import block_schedule, window_widths
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
+from runtime.decoding.sampling import SamplingRule
+from runtime.decoding.state import DenoiseProgram
+from runtime.execution.runner import Runner
+from runtime.models.config import ModelConfig
+
+
+def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) -> SamplingRule:
+    """How a diffusion request chooses tokens.
+
+    Args:
+      config: the request.
+      vocab_size: tokens of the model.
+      model_dtype: dtype of its weights, for ``confidence_dtype="model"``.
+    """
+    # Parallel rules need a confidence, and ``origin`` has none.
+    confidence = config.algorithm
+    if confidence == "origin" and config.parallel != "none":
+        confidence = "maskgit_plus"
+    return SamplingRule(
+        confidence=confidence,
+        sampled=config.temperature > 0,
+        filtered=_is_filtered(config, vocab_size),
+        suppress_mask=config.suppress_mask,
+        confidence_dtype=model_dtype if config.confidence_dtype == "model" else "float32",
+    )
+
+
+def denoise_program(
+    config: DiffusionConfig, model: ModelConfig, model_dtype: str, *, chunk: int, width: int, span: int
+) -> DenoiseProgram:
+    """The compiled parts of a diffusion request.
+
+    Args:
+      config: the request.
+      model: for the vocabulary and the prediction offset.
+      model_dtype: dtype of its weights.
+      chunk: positions per row that the head is run on at a time.
+      width: positions of the canvas.
+      span: positions from the first mask of any row to its end, at most.
+    """
+    length, _ = block_schedule(config, width)
+    offset = model.prediction_offset
+    return DenoiseProgram(
+        algorithm=config.algorithm,
+        sampling=sampling_rule(config, model.vocab_size, model_dtype),
+        sample_positions=bool(config.alg_temp) and config.algorithm != "origin",
+        chunk=chunk,
+        log_probabilities=config.log_probabilities,
+        parallel=config.parallel,
+        windows=window_widths(config.cache, length, span, config.refresh_blocks, offset=offset),
+        within_block=config.cache == "dual",
+    )
+
+
+def decode_program(config: SamplingConfig, vocab_size: int, samples: int = 1) -> DecodeProgram:
+    """The compiled parts of an autoregressive request.
+
+    Args:
+      config: the request.
+      vocab_size: tokens of the model.
+      samples: adjacent rows that have the same prompt, which is read once for all of them.
+    """
+    return DecodeProgram(
+        sampling=SamplingRule(
+            confidence="maskgit_plus",
+            sampled=config.temperature > 0,
+            # The most probable token passes every filter.
+            filtered=_is_filtered(config, vocab_size) and config.temperature > 0,
+            suppress_mask=False,
+            confidence_dtype="float32",
+        ),
+        log_probabilities=config.log_probabilities,
+        samples=samples,
+    )
+
+
+def _is_filtered(config: DiffusionConfig | SamplingConfig, vocab_size: int) -> bool:
+    return (config.top_p is not None and config.top_p < 1.0) or (config.top_k is not None and config.top_k < vocab_size)
+
+
+def compiled_in(runner: Runner, config: DiffusionConfig | SamplingConfig, width: int) -> Hashable:
+    """The compiled parts of a request: rows that share slots have them in common.
+
+    Everything else belongs to each row: seed, lengths, steps, temperature, filters, thresholds, stop tokens, and
+    without a cache the blocks.
+    """
+    model = runner.layout.config
+    if isinstance(config, SamplingConfig):
+        return decode_program(config, model.vocab_size), config.use_cache
+    chunk = runner.chunk(runner.layout.spec.data, width)
+    program = denoise_program(config, model, str(runner.dtype), chunk=chunk, width=width, span=width)
+    return program, config.cache
+
+
+def general(config: DiffusionConfig | SamplingConfig) -> DiffusionConfig | SamplingConfig:
+    """A configuration whose programs serve requests like this one, whatever they sample, filter and keep."""
+    changes: dict[str, Any] = {"temperature": 1.0, "top_p": 0.5, "log_probabilities": True}
+    if isinstance(config, DiffusionConfig) and config.parallel == "none":
+        changes["alg_temp"] = 1.0
+    return config.replace(**changes)
