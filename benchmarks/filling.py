@@ -32,7 +32,7 @@ from launch.profiling import check_profiling, define_profiling_flags, profile_ag
 from launch.startup import run_launcher
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
-from runtime.execution.requests import RowRequest
+from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import row_seed
 from sharding.errors import InputError
 

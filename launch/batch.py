@@ -49,7 +49,7 @@ from launch.startup import (
     version,
 )
 from runtime.engine import Engine, end_tokens
-from runtime.execution.requests import RowResult
+from runtime.execution.row_request import RowResult
 from runtime.execution.rows import MAX_SAMPLES
 from runtime.execution.scheduler import FillingStats
 from runtime.models.config import ModelConfig

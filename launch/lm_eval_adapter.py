@@ -27,7 +27,7 @@ from checkpoints import DEMO
 from launch.hosts.faults import EXIT_USER_ERROR
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
-from runtime.execution.requests import RowRequest
+from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import row_seed
 from runtime.text.completions import cut_completion
 from sharding.errors import InputError

@@ -21,8 +21,8 @@ from checkpoints.opening import VERIFY
 from runtime.decoding.parameters import MAX_TEMPERATURE, MIN_TEMPERATURE, DiffusionConfig, SamplingConfig
 from runtime.execution.generation import GenerationBatch, HookedBatch, LogitsHook, TokensHook
 from runtime.execution.likelihood import Pair, estimate_log_likelihoods, log_likelihoods
-from runtime.execution.requests import RowRequest
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, join_histories, masks_left
+from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import Rows, check_kind, check_request, read_rows, row_seeds
 from runtime.execution.runner import Runner, check_attention, check_memory, weight_bytes
 from runtime.execution.scheduler import Filling

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.openai.bodies import Asked, Defaults, by_our_names, known, nothing_else, parse_object, read_asked
-from runtime.execution.requests import RowRequest
+from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import row_seed
 from sharding.errors import InputError
 

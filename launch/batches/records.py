@@ -11,7 +11,7 @@ import numpy as np
 
 from launch.batches.lines import BadLine, Line
 from launch.openai.answers import DECIMALS, answer, choice, logprobs, usage
-from runtime.execution.requests import RowRequest, RowResult
+from runtime.execution.row_request import RowRequest, RowResult
 from runtime.models.config import ModelConfig
 from runtime.text.completions import cut_completion
 from runtime.text.tokenizer import TextTokenizer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.decoding.parameters import MAX_SEED, MAX_STEPS, DiffusionConfig, SamplingConfig
-from runtime.execution.requests import RowRequest
+from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import MAX_SAMPLES, check_request
 from runtime.models.config import ModelConfig
 from runtime.text.tokenizer import TextTokenizer

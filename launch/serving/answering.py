@@ -16,7 +16,7 @@ from launch.serving.errors import ApiError
 from launch.serving.jobs import Mail
 from launch.serving.metrics import Metrics
 from launch.serving.reading import Reading
-from runtime.execution.requests import RowResult
+from runtime.execution.row_request import RowResult
 from runtime.text.completions import TextStream, cut_completion
 
 DONE = b"data: [DONE]\n\n"

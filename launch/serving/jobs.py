@@ -12,7 +12,7 @@ import numpy as np
 
 from launch.serving.errors import ApiError, too_late
 from launch.serving.mesh import Scoring
-from runtime.execution.requests import RowRequest, RowResult
+from runtime.execution.row_request import RowRequest, RowResult
 
 # Seconds that the engine's thread has to say itself that a deadline has passed.
 _MERCY = 1.0

@@ -18,7 +18,7 @@ import numpy as np
 from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
-from runtime.execution.requests import RowRequest, RowResult
+from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import canvas_bucket
 from runtime.execution.specialization import general
 from sharding.errors import InputError

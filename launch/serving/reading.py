@@ -15,7 +15,7 @@ from launch.serving.limits import Limits
 from launch.serving.mesh import Mesh, Scoring
 from runtime.decoding.block_schedule import block_schedule, window_widths
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.execution.requests import RowRequest
+from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import row_seeds
 from sharding.errors import InputError
 

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from runtime.decoding.cached_steps import CachedStep
 from runtime.decoding.choices import choose, choose_on_canvas
 from runtime.decoding.commit import commit
+from runtime.decoding.progress import next_step
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, row_steps
-from runtime.decoding.step_plan import plan_step
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
 from runtime.models.transformer import hidden_states
@@ -46,13 +46,13 @@ def denoise(
                 state = _whole_step(forward, program, weights, request, state, wanted, counts)
             else:
                 state = CachedStep(forward, program, weights, request, wanted, counts).run(state)
-            return plan_step(forward, program, request, replace(state, iteration=state.iteration + 1))
+            return next_step(forward, program, request, replace(state, iteration=state.iteration + 1))
 
     def unfinished(carry: tuple[DenoiseState, Array, Array]) -> Array:
         state, wanted, _ = carry
         return (state.iteration < request.max_iterations) & wanted.any()
 
-    return jax.lax.while_loop(unfinished, iterate, plan_step(forward, program, request, state))[0]
+    return jax.lax.while_loop(unfinished, iterate, next_step(forward, program, request, state))[0]
 
 
 def _whole_step(
@@ -83,7 +83,7 @@ def denoise_with_logits(
       state: before the step.
       logits: float32 ``[B, S, V]``, shifted: those that predict each position.
     """
-    state, wanted, counts = plan_step(forward, program, request, state)
+    state, wanted, counts = next_step(forward, program, request, state)
     positions = jnp.broadcast_to(jnp.arange(state.canvas.shape[1], dtype=jnp.int32), state.canvas.shape)
     choices = choose(forward, program, request, row_steps(request, state), logits, positions)
     active = wanted.any(axis=1)

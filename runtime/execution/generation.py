@@ -15,7 +15,7 @@ from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.canvas import canvas_after
 from runtime.execution.programs import fetch, lower_denoise_with_logits, put, shapes_of
-from runtime.execution.requests import RowRequest, RowResult
+from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.rows import Rows, end_align, make_canvas, start_align, stop_rows
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import shifted_logits

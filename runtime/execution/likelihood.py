@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from runtime.decoding.parameters import SamplingConfig
-from runtime.execution.requests import RowRequest
+from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import read_rows
 from runtime.execution.runner import Runner
 from runtime.execution.scheduler import Filling

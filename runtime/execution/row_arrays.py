@@ -17,7 +17,7 @@ from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.decoding.schedule import padded_steps, transfer_ratios
 from runtime.decoding.state import DenoiseRequest, DenoiseState
-from runtime.execution.requests import RowRequest
+from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import make_canvas, sampling_rows, seed_words, stop_rows
 from runtime.models.arrays import row_fields
 from runtime.models.config import ModelConfig

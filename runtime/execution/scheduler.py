@@ -16,7 +16,7 @@ import numpy as np
 
 from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.execution.requests import RowRequest, RowResult
+from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.rows import check_request
 from runtime.execution.runner import Runner
 from runtime.execution.slots import Slots, open_slots

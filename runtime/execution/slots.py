@@ -31,8 +31,8 @@ from runtime.execution.programs import (
     put_tree,
     shapes_of,
 )
-from runtime.execution.requests import RowRequest, RowResult
 from runtime.execution.row_arrays import UNLIMITED, autoregressive_row, diffusion_row, join_rows
+from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import Runner
 from runtime.execution.specialization import decode_program, denoise_program
 from runtime.models.arrays import row_fields

@@ -14,7 +14,7 @@ from absl import flags
 
 from launch import batch
 from launch.startup import run_launcher
-from runtime.execution.requests import RowRequest
+from runtime.execution.row_request import RowRequest
 from runtime.execution.slots import Slots
 
 

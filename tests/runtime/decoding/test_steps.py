@@ -14,8 +14,8 @@ from scipy import stats
 
 from runtime.decoding.choices import Choices
 from runtime.decoding.commit import commit
+from runtime.decoding.progress import next_step
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState
-from runtime.decoding.step_plan import plan_step
 from runtime.execution.rows import row_seeds, seed_words
 from tests.runtime.decoding.token_choices import MASK, SIGNIFICANCE, VOCAB, chi_square, forward, rule, softmax
 
@@ -128,7 +128,7 @@ def test_origin_commits_each_position_with_the_stated_probability(ratio: float) 
 
     def plan(step: int) -> np.ndarray:
         request, state = one_block(canvas, row_seeds(23, rows), ratios, 6, step, width + 1)
-        _, wanted, counts = jax.jit(functools.partial(plan_step, forward("data=1"), program))(request, state)
+        _, wanted, counts = jax.jit(functools.partial(next_step, forward("data=1"), program))(request, state)
         np.testing.assert_array_equal(np.asarray(counts), np.asarray(wanted).sum(axis=1))
         return np.asarray(wanted)
 

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from runtime import DiffusionConfig, Engine, SamplingConfig
-from runtime.execution.requests import RowRequest, RowResult
+from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.scheduler import Filling
 from sharding.errors import InputError
 from tests import golden_cases

@@ -10,7 +10,7 @@ import pytest
 
 from runtime import DiffusionConfig, Engine, SamplingConfig
 from runtime.decoding.block_schedule import block_schedule
-from runtime.execution.requests import RowRequest, RowResult
+from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.slots import AutoregressiveSlots, DiffusionSlots, Slots
 from runtime.execution.specialization import general
 from tests import golden_cases

@@ -19,7 +19,7 @@ from runtime.models.forward import Forward
 Array = jax.Array
 
 
-def plan_step(
+def next_step(
     forward: Forward, program: DenoiseProgram, request: DenoiseRequest, state: DenoiseState
 ) -> tuple[DenoiseState, Array, Array]:
     """Bring every row to its next step that commits something, or to its end, without any forward pass.
@@ -37,7 +37,7 @@ def plan_step(
 def _advance(
     program: DenoiseProgram, mask_token: int, request: DenoiseRequest, state: DenoiseState
 ) -> tuple[DenoiseState, Array, Array]:
-    """:func:`plan_step` for the rows of one device."""
+    """:func:`next_step` for the rows of one device."""
     state = replace(state, done=state.done | _has_ended(mask_token, request, state))
 
     def move(carry: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:
