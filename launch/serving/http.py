@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from launch.serving.errors import ApiError
 from launch.serving.limits import Limits
-from sharding.errors import InputError
+from runtime import InputError
 
 _BACKLOG = 1024
 _KEEP_ALIVE_SECONDS = 30

@@ -12,7 +12,7 @@ from runtime import DiffusionConfig, Engine, SamplingConfig
 from runtime.execution.block_run import block_schedule
 from runtime.execution.slots import BlockSlots, DecodeSlots, RowRequest, RowResult, Slots, general
 from tests import golden_cases
-from tests.runtime.execution.test_scheduler import alone, autoregressive, prompts, qwen2
+from tests.runtime.execution.test_offline import alone, autoregressive, prompts, qwen2
 
 __all__ = ["qwen2"]
 
