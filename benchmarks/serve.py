@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from benchmarks.filling import read_prompts
 from benchmarks.load import Answer, Ask, Client, closed_loop, fixed_batches, open_loop, percentiles, summary
+from benchmarks.offline_scheduler import read_prompts
 from benchmarks.records import (
     build_record,
     check_output,

@@ -27,11 +27,10 @@ from typing import Any
 
 from absl import flags
 
-from checkpoints import CheckpointFolder
-from checkpoints.fingerprint import fingerprint
 from launch.batches.folder import RESULTS, SORTED, BatchFolder
 from launch.batches.lines import Batch, Line, read_batch
-from launch.batches.records import Key, error_record, evalplus_records, keys, openai_record, sample_record
+from launch.batches.records import Key, error_record, evalplus_records, keys
+from launch.batches.rows import LineRows
 from launch.decoding_flags import decoding_config, define_decoding_flags, describe, steps_follow_tokens
 from launch.hosts.faults import EXIT_RESTART
 from launch.hosts.preflight import code_digest
@@ -48,12 +47,16 @@ from launch.startup import (
     this_host,
     version,
 )
-from runtime.engine import Engine, end_tokens
-from runtime.execution.row_request import RowResult
-from runtime.execution.rows import MAX_SAMPLES
-from runtime.execution.scheduler import FillingStats
-from runtime.models.config import ModelConfig
-from sharding.errors import InputError
+from runtime import (
+    MAX_SAMPLES,
+    CheckpointFolder,
+    Engine,
+    InputError,
+    ModelConfig,
+    SchedulerStats,
+    end_tokens,
+    fingerprint,
+)
 
 FORMATS = ("results", "evalplus")
 SAMPLES = "samples.jsonl"
@@ -226,64 +229,34 @@ def complete(
       done: records that are there already.
       defaults: what the lines were read with.
       output: where to write; None on hosts that do not.
-      slots: see :meth:`Engine.filling`.
+      slots: see :meth:`Engine.scheduler`.
 
     Returns:
       Records that were finished; all that were missing, unless the run was told to drain.
     """
-    requests = [request for line in lines for request in line.requests()]
-    owners = [(line, sample) for line in lines for sample in range(line.samples)]
-    there = {
-        number
-        for number, (line, sample) in enumerate(owners)
-        if ((line.id, sample) if line.form == "plain" else (line.id, None)) in done
-    }
-    partial: dict[str, dict[int, dict[str, Any]]] = {}
-
-    def records(results: Sequence[RowResult]) -> Iterator[dict[str, Any]]:
-        for result in results:
-            line, sample = owners[result.number]
-            own = sample_record(
-                line,
-                requests[result.number],
-                result,
-                sample,
-                defaults.tokenizer,
-                defaults.model,
-                defaults.end_token_ids,
-            )
-            if line.form == "plain":
-                yield own
-                continue
-            samples = partial.setdefault(line.id, {})
-            samples[sample] = own
-            if len(samples) == line.samples:
-                del partial[line.id]
-                yield openai_record(
-                    line, [samples[number] for number in range(line.samples)], defaults.tokenizer, defaults.model_name
-                )
-
-    filling = engine.filling(requests, slots)
-    report = _Report(filling.stats, len(requests) - len(there))
-    count = 0
+    rows = LineRows(lines, defaults)
+    skip = rows.of_records(done)
+    scheduler = engine.scheduler(rows.requests, slots)
+    total, count = len(rows.requests) - len(skip), 0
+    report = _Report(scheduler.stats, total)
     with progress_bar("rows") as progress:
-        for results in filling.run(there, more=lambda: not this_host().draining()):
-            made = list(records(results))
-            if output is not None and made:
-                output.append(made)
-            count += len(made)
-            progress(filling.stats.rows, len(requests) - len(there))
+        for results in scheduler.run(skip, more=lambda: not this_host().draining()):
+            records = [record for result in results if (record := rows.record(result)) is not None]
+            if output is not None and records:
+                output.append(records)
+            count += len(records)
+            progress(scheduler.stats.rows, total)
             report.at_times()
     report.now()
     compiled = f"{engine.compiled_programs} programs compiled"
-    say(f"{filling.stats.forwards} forward passes, {compiled}")
+    say(f"{scheduler.stats.forwards} forward passes, {compiled}")
     return count
 
 
 class _Report:
     """Lines on standard error about how far the batch is."""
 
-    def __init__(self, stats: FillingStats, rows: int) -> None:
+    def __init__(self, stats: SchedulerStats, rows: int) -> None:
         self._stats, self._rows = stats, rows
         self._start = self._last = time.monotonic()
 

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 
+import jax
+from absl import flags
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from checkpoints import CheckpointFolder
+from launch.startup import is_main_process, start_devices
+from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout, partition_spec, shard_shape
+from runtime.models.families import model_layout
+from runtime.planner.default import default_mesh
+from sharding.mesh import MeshSpec
+
+
+def explain(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> None:
+    """Print the layout's table, of the mesh that a run would take. A mesh that is fully given needs no devices."""
+    spec = MeshSpec.parse(values.mesh) if values.mesh is not None else None
+    dtype = values.dtype or model.dtype
+    quantization = values.quantize if folder.quantization == "none" else folder.quantization
+    if spec is None or -1 in dataclasses.astuple(spec):
+        start_devices(values)
+        devices = jax.devices()
+        rows = max(1, len(values.prompt) + len(values.prompt_file)) * values.num_return_sequences
+        chosen = spec or default_mesh(model, devices, dtype, rows, quantization)
+        spec = chosen.resolve(len(devices))
+    if is_main_process():
+        print_layout(model_layout(model, spec, quantization=quantization), dtype)
 
 
 def print_layout(layout: ModelLayout, dtype: str) -> None:

@@ -19,15 +19,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 from absl import flags
 
-from checkpoints import CheckpointFolder
-from checkpoints.fingerprint import fingerprint
 from launch.canvas_view import CanvasView, row_titles, write_history
 from launch.decoding_flags import decoding_config, define_decoding_flags, describe
-from launch.explain import print_layout
+from launch.explain import explain
 from launch.hosts.preflight import digest
 from launch.model_flags import define_model_flags, load_engine, open_checkpoint, read_tokenizer
 from launch.profiling import check_profiling, define_profiling_flags, traced, write_programs
@@ -41,17 +38,21 @@ from launch.startup import (
     this_host,
 )
 from launch.watch import CanvasWatcher
-from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.engine import Engine, end_tokens
-from runtime.execution.result import GenerationResult
-from runtime.execution.rows import MAX_SAMPLES, check_request, read_rows, row_seeds
-from runtime.models.config import ModelConfig
-from runtime.models.families import model_layout
-from runtime.planner.default import default_mesh
-from runtime.text.completions import Completion
-from runtime.text.tokenizer import encode_prompts
-from sharding.errors import InputError
-from sharding.mesh import MeshSpec
+from runtime import (
+    MAX_SAMPLES,
+    Completion,
+    DiffusionConfig,
+    Engine,
+    GenerationResult,
+    InputError,
+    SamplingConfig,
+    check_request,
+    encode_prompts,
+    end_tokens,
+    fingerprint,
+    read_rows,
+    row_seeds,
+)
 
 MAX_PROMPT_BYTES = 16 << 20
 
@@ -160,21 +161,6 @@ def main(values: flags.FlagValues) -> None:
         f"{stats.forwards} forward passes, {stats.compiled_programs} programs compiled in {stats.compile_seconds:.1f} s"
         + (f", {stats.masks_left} masks left" if stats.masks_left else "")
     )
-
-
-def explain(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> None:
-    """Print the layout's table, of the mesh that a run would take. A mesh that is fully given needs no devices."""
-    spec = MeshSpec.parse(values.mesh) if values.mesh is not None else None
-    dtype = values.dtype or model.dtype
-    quantization = values.quantize if folder.quantization == "none" else folder.quantization
-    if spec is None or -1 in dataclasses.astuple(spec):
-        start_devices(values)
-        devices = jax.devices()
-        rows = max(1, len(values.prompt) + len(values.prompt_file)) * values.num_return_sequences
-        chosen = spec or default_mesh(model, devices, dtype, rows, quantization)
-        spec = chosen.resolve(len(devices))
-    if is_main_process():
-        print_layout(model_layout(model, spec, quantization=quantization), dtype)
 
 
 def generate_watched(

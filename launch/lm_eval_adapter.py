@@ -134,7 +134,7 @@ class HarnessModel(LM):
             until = asked.get("until") or []
             stops.append([until] if isinstance(until, str) else list(until))
         texts = [""] * len(rows)
-        for results in self.engine.filling(rows, self._slots).run():
+        for results in self.engine.scheduler(rows, self._slots).run():
             for result in results:
                 number = result.number
                 new = result.sequence[len(rows[number].tokens) :].tolist()

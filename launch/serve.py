@@ -6,9 +6,9 @@
   python -m launch.serve --host=0.0.0.0 --api_key_file=keys.txt ...   to others, who have a key
 
 /v1/completions, /v1/chat/completions, /v1/score, /v1/models, /health, /metrics, /version, /openapi.json. Requests share
-a fixed number of slots on the mesh, which they enter and leave one by one; programs are compiled before /health says
+a fixed number of slots on the mesh, into which rows are inserted one by one; programs are compiled before /health says
 ready, and never after. The tokens of a request depend on it and its seed alone. Decoding flags say what a request
-starts from. SIGTERM finishes what is there, within --grace; a second one stops at once.
+starts from. SIGTERM finishes what was accepted, within --grace; a second one stops at once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import Any
 
 from absl import flags
 
-from checkpoints import CheckpointFolder
-from checkpoints.fingerprint import fingerprint
 from launch.decoding_flags import decoding_config, define_decoding_flags, describe, steps_follow_tokens
 from launch.hosts.faults import EXIT_RESTART
 from launch.model_flags import default_name, define_model_flags, load_engine, open_checkpoint, read_tokenizer
@@ -36,18 +34,26 @@ from launch.startup import (
     this_host,
     version,
 )
-from runtime.decoding.parameters import MAX_STEPS, DiffusionConfig, SamplingConfig
-from runtime.engine import end_tokens
-from runtime.models.config import ModelConfig
-from sharding.errors import InputError
+from runtime import (
+    MAX_STEPS,
+    CheckpointFolder,
+    DiffusionConfig,
+    Executor,
+    InputError,
+    ModelConfig,
+    PoolShape,
+    SamplingConfig,
+    end_tokens,
+    fingerprint,
+    step_limit,
+)
 
 try:
+    from launch.serving.engine import follow
     from launch.serving.http import listen
     from launch.serving.keys import Keys
     from launch.serving.limits import Limits
-    from launch.serving.mesh import Mesh, Shape, most_steps
     from launch.serving.reading import Mode
-    from launch.serving.scheduler import follow
     from launch.serving.server import Server
 
     _MISSING = None
@@ -118,8 +124,8 @@ def define_flags(values: flags.FlagValues) -> None:
     seconds("request_timeout", 600.0, "Seconds from a request's arrival to its end.")
     seconds("read_timeout", 10.0, "Seconds in which a request's head, and then its body, must be there.")
     seconds("write_timeout", 30.0, "Seconds that a client may leave an answer unread.")
-    seconds("unhealthy_after", 60.0, "Seconds of one turn of the engine until /health says that it has stalled.")
-    seconds("grace", 30.0, "Seconds to finish what is there after SIGTERM.")
+    seconds("unhealthy_after", 60.0, "Seconds of one step of the engine until /health says that it has stalled.")
+    seconds("grace", 30.0, "Seconds to finish what was accepted, after SIGTERM: the grace period.")
     define_model_flags(values)
     define_decoding_flags(values)
     define_device_flags(values)
@@ -144,7 +150,7 @@ def read_limits(values: flags.FlagValues) -> Limits:
         read_seconds=values.read_timeout,
         write_seconds=values.write_timeout,
         stall_seconds=values.unhealthy_after,
-        grace=values.grace,
+        grace_period=values.grace,
     )
 
 
@@ -248,7 +254,7 @@ def _literal(text: str) -> Any:
 
 def shapes(
     values: flags.FlagValues, model: ModelConfig, configs: Sequence[DiffusionConfig | SamplingConfig]
-) -> tuple[list[Shape], list[Mode]]:
+) -> tuple[list[PoolShape], list[Mode]]:
     """The slots that there are to be, and which of them are for which way of decoding.
 
     Raises:
@@ -262,9 +268,12 @@ def shapes(
             f"--canvas={widths[-1]} has no room for a prompt beside {tokens} new tokens: give a wider one, or fewer "
             "--max_new_tokens"
         )
-    for config in configs:
-        most_steps(config, widths[-1], values.max_steps)
-    made = [Shape(config, width, values.slots, values.max_steps) for config in configs for width in widths]
+    try:
+        for config in configs:
+            step_limit(config, widths[-1], values.max_steps)
+    except InputError as error:
+        raise InputError(f"--{error}") from error
+    made = [PoolShape(config, width, values.slots, values.max_steps) for config in configs for width in widths]
     modes = [
         Mode(config, range(number * len(widths), (number + 1) * len(widths))) for number, config in enumerate(configs)
     ]
@@ -291,20 +300,20 @@ def main(values: flags.FlagValues) -> None:
         server = Server(own, defaults, modes, limits, keys, names, this_host(), version())
     engine = load_engine(values, folder, values.slots)
     say(describe(defaults.config))
-    mesh = Mesh(engine, made)
+    executor = Executor(engine.runner, made)
     if server is None or own is None:
         with traced(values):
-            follow(mesh, this_host())
+            follow(executor, this_host())
         return
     name, port = own.getsockname()[:2]
     address = f"http://{f'[{name}]' if ':' in name else name}:{port}"
-    slots = ", ".join(f"{pool.count} slots of {pool.width}" for pool in mesh.pools)
+    slots = ", ".join(f"{pool.count} slots of {pool.width}" for pool in executor.pools)
     with traced(values):
-        server.run(mesh, lambda: say(f"serving {defaults.model_name} on {address} ({slots})"))
+        server.run(executor, lambda: say(f"serving {defaults.model_name} on {address} ({slots})"))
     if values.dump_hlo is not None:
         write_programs(values, engine.program_texts())
-    if late := server.scheduler.cut_short:
-        say(f"{late} requests were not finished within --grace={limits.grace:g} s")
+    if late := server.serving.cut_short:
+        say(f"{late} requests were not finished within --grace={limits.grace_period:g} s")
         this_host().finish()
         sys.exit(EXIT_RESTART)
 

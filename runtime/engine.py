@@ -21,13 +21,12 @@ from checkpoints.opening import VERIFY
 from runtime.decoding.parameters import MAX_TEMPERATURE, MIN_TEMPERATURE, DiffusionConfig, SamplingConfig
 from runtime.execution.generation import GenerationBatch, HookedBatch, LogitsHook, TokensHook
 from runtime.execution.likelihood import Pair, estimate_log_likelihoods, log_likelihoods
+from runtime.execution.offline import OfflineScheduler
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, join_histories, masks_left
 from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import Rows, check_kind, check_request, read_rows, row_seeds
-from runtime.execution.runner import Runner, check_attention, check_memory, weight_bytes
-from runtime.execution.scheduler import Filling
+from runtime.execution.rows import Rows, check_request, read_rows, row_seeds
+from runtime.execution.runner import Runner, check_attention, check_memory
 from runtime.execution.scoring import logits_of_rows, score_rows
-from runtime.execution.slots import Slots, open_slots
 from runtime.models.attention import IMPLEMENTATIONS
 from runtime.models.config import STORED_DTYPES, ModelConfig, token_ids
 from runtime.models.declarations import ModelLayout, named_shapes
@@ -407,62 +406,17 @@ class Engine:
             for done in run.advance_by(every):
                 yield done, run.canvas()
 
-    def filling(self, requests: Sequence[RowRequest], slots: int | None = None) -> Filling:
+    def scheduler(self, requests: Sequence[RowRequest], slots: int | None = None) -> OfflineScheduler:
         """Many rows through a fixed number of slots: each has the tokens that :meth:`generate_tokens` gives it alone.
 
         Args:
           requests: rows, each with its own configuration and seed.
-          slots: rows on the devices at a time, see :class:`runtime.execution.scheduler.Filling`.
+          slots: rows on the devices at a time, see :class:`runtime.execution.offline.OfflineScheduler`.
 
         Raises:
           InputError: a row that cannot be generated.
         """
-        return Filling(self.runner, requests, slots)
-
-    def slots(self, config: GenerationConfig, width: int, count: int, steps: int) -> Slots:
-        """Fixed slots that rows enter and leave one by one, for whoever does not know all rows before: a server.
-
-        Args:
-          config: decides what is compiled; see :func:`runtime.execution.specialization.general`.
-          width: positions of a row at most, prompt and new tokens; rounded up to a bucket.
-          count: rows at a time; rounded down to a multiple of the data axis, and limited by memory.
-          steps: of a block of any row, at most (diffusion).
-
-        Raises:
-          InputError: a configuration for the other way of decoding, or more positions than the model allows.
-        """
-        check_kind(self.config, config)
-        if width > self.config.max_positions:
-            raise InputError(f"{width} positions; the model allows {self.config.max_positions}")
-        bucket = self.runner.bucket(width)
-        return open_slots(self.runner, config, bucket, self._slot_count(config, width, count), steps, bucket)
-
-    def check_slots(self, wanted: Sequence[tuple[GenerationConfig, int, int]]) -> None:
-        """Check that slots of several kinds fit beside one another, before any are made.
-
-        Args:
-          wanted: configuration, width and count of each kind, as :meth:`slots` takes them.
-
-        Raises:
-          InputError: they do not; says what they need.
-        """
-        room, weights, data = self.runner.room(), weight_bytes(self.layout, self.dtype), self.layout.spec.data
-        found = [
-            self.runner.memory(self._slot_count(one, width, count) // data, self.runner.bucket(width), _cached(one))
-            for one, width, count in wanted
-        ]
-        # Passes take turns; caches stay.
-        kept = sum(sum(tensor.bytes for tensor in memory.resident) - weights for memory in found)
-        needed = weights + kept + max(sum(tensor.bytes for tensor in memory.peak) for memory in found)
-        if len(wanted) > 1 and room is not None and needed > room:
-            raise InputError(
-                f"slots of {len(wanted)} kinds need {needed / 1e9:.1f} GB of each device, {kept / 1e9:.1f} GB of it "
-                f"for what they keep, and {room / 1e9:.1f} GB are to be had: fewer slots, canvases or ways of decoding"
-            )
-
-    def _slot_count(self, config: GenerationConfig, width: int, count: int) -> int:
-        data = self.layout.spec.data
-        return self.runner.batch_size(max(data, count // data * data), self.runner.bucket(width), _cached(config))
+        return OfflineScheduler(self.runner, requests, slots)
 
     def generate(
         self,

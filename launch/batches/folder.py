@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.batches.records import Key, as_line, key_of
-from sharding.errors import InputError
+from runtime import InputError
 
 RUN, RESULTS, ERRORS, SORTED, LOCK = "run.json", "results.jsonl", "errors.jsonl", "sorted.jsonl", ".lock"
 _MAX_RUN_BYTES = 1 << 20

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.openai.bodies import Asked, Defaults, by_our_names, known, nothing_else, parse_object, read_asked
-from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import row_seed
-from sharding.errors import InputError
+from runtime import InputError, RowRequest, row_seed
 
 MAX_LINE_BYTES = 16 << 20
 MAX_ID = 512

@@ -11,10 +11,7 @@ import numpy as np
 
 from launch.batches.lines import BadLine, Line
 from launch.openai.answers import DECIMALS, answer, choice, logprobs, usage
-from runtime.execution.row_request import RowRequest, RowResult
-from runtime.models.config import ModelConfig
-from runtime.text.completions import cut_completion
-from runtime.text.tokenizer import TextTokenizer
+from runtime import ModelConfig, RowRequest, RowResult, TextTokenizer, cut_completion
 
 # Which record of results.jsonl: the id of a line, and which of its samples; None for all of them in one.
 Key = tuple[str, int | None]

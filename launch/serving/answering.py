@@ -1,4 +1,4 @@
-"""From what the mesh has made to what a client gets: whole answers, and pieces of a stream."""
+"""From generated rows to what a client gets: whole answers, and pieces of a stream."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import numpy as np
 from launch.openai.answers import answer, choice, logprobs, token_text, usage
 from launch.openai.bodies import Defaults
 from launch.serving.errors import ApiError
-from launch.serving.jobs import Mail
 from launch.serving.metrics import Metrics
 from launch.serving.reading import Reading
-from runtime.execution.row_request import RowResult
-from runtime.text.completions import TextStream, cut_completion
+from launch.serving.response_stream import ResponseStream
+from runtime import DiffusionConfig, RowResult, TextStream, cut_completion
 
 DONE = b"data: [DONE]\n\n"
 
@@ -30,9 +29,11 @@ def event(data: dict[str, Any]) -> bytes:
 class Answering:
     """The answer to one request, as it comes."""
 
-    def __init__(self, reading: Reading, mail: Mail, defaults: Defaults, metrics: Metrics, chat: bool) -> None:
-        """Take what was asked and the letter box."""
-        self._reading, self._mail, self._chat = reading, mail, chat
+    def __init__(
+        self, reading: Reading, responses: ResponseStream, defaults: Defaults, metrics: Metrics, chat: bool
+    ) -> None:
+        """Take what was asked, and where the rows come in."""
+        self._reading, self._responses, self._chat = reading, responses, chat
         self._defaults, self._metrics = defaults, metrics
         self._identity = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
@@ -45,9 +46,9 @@ class Answering:
           ApiError: there will be none.
         """
         rows = self._reading.rows
-        while len(self._mail.results) < len(rows):
-            await self._mail.wait()
-        choices = [self._choice(row, self._mail.results[row]) for row in range(len(rows))]
+        while len(self._responses.results) < len(rows):
+            await self._responses.wait()
+        choices = [self._choice(row, self._responses.results[row]) for row in range(len(rows))]
         return self._answer(choices) | {"usage": self._usage()}
 
     async def stream(self, include_usage: bool, canvas: bool) -> AsyncIterator[bytes]:
@@ -57,7 +58,7 @@ class Answering:
           include_usage: say in the end what it cost.
           canvas: show all new positions in each piece.
         """
-        reading, mail = self._reading, self._mail
+        reading, responses = self._reading, self._responses
         texts = [self._text_stream(row) for row in range(len(reading.rows))]
         nothing: dict[str, Any] = {"usage": None} if include_usage else {}
         if self._chat:
@@ -66,14 +67,14 @@ class Answering:
         left = set(range(len(texts)))
         try:
             while left:
-                await mail.wait()
-                canvases, mail.canvases = mail.canvases, {}
-                for row in sorted(left & canvases.keys() - mail.results.keys()):
+                await responses.wait()
+                canvases, responses.canvases = responses.canvases, {}
+                for row in sorted(left & canvases.keys() - responses.results.keys()):
                     text = texts[row].push(certain(canvases[row]))
                     if text or canvas:
                         more = {"canvas": self._shown(canvases[row])} if canvas else {}
                         yield event(self._chunk([self._piece(row, self._said(text)) | more]) | nothing)
-                for row in sorted(left & mail.results.keys()):
+                for row in sorted(left & responses.results.keys()):
                     left.remove(row)
                     for piece in self._last(row, texts[row], canvas):
                         yield event(self._chunk([piece]) | nothing)
@@ -95,7 +96,7 @@ class Answering:
 
     def _last(self, row: int, text: TextStream, canvas: bool) -> list[dict[str, Any]]:
         """The rest of a row's text, then how it ended."""
-        result = self._mail.results[row]
+        result = self._responses.results[row]
         whole = self._choice(row, result)
         rest = text.push(self._new_tokens(row, result), whole=True)
         pieces = []
@@ -139,7 +140,7 @@ class Answering:
             kept = logprobs(defaults.tokenizer, tokens, values.tolist(), self._chat)
         found = choice(row, text, reason, kept, self._chat) | {"seed": request.seed}
         masked = defaults.model.mask_token_id
-        if not defaults.model.is_autoregressive:
+        if isinstance(asked.config, DiffusionConfig):
             found["masks_left"] = int((result.sequence == masked).sum())
             if masked in asked.tokens:
                 found["filled_prompt"] = defaults.tokenizer.decode(result.sequence[:start].tolist())

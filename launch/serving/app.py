@@ -20,14 +20,14 @@ from launch.openai.bodies import Defaults, parse_object
 from launch.pages import content_security_policy, page_template
 from launch.serving.answering import Answering
 from launch.serving.bodies import Body, ChatBody, CompletionBody, ScoreBody, validate
+from launch.serving.engine import ServingEngine
 from launch.serving.errors import ApiError, from_input_error
-from launch.serving.jobs import Job, Mail
 from launch.serving.limits import Limits
 from launch.serving.metrics import Metrics
 from launch.serving.openapi import document
 from launch.serving.reading import Reader
-from launch.serving.scheduler import Scheduler
-from sharding.errors import InputError
+from launch.serving.response_stream import ResponseStream
+from runtime import InputError, RequestHandle
 
 # Threads that read bodies: tokenizing a long prompt must not hold up the others.
 _READERS = 2
@@ -40,10 +40,16 @@ class Routes:
     """What answers requests."""
 
     def __init__(
-        self, scheduler: Scheduler, reader: Reader, defaults: Defaults, metrics: Metrics, limits: Limits, version: str
+        self,
+        serving: ServingEngine,
+        reader: Reader,
+        defaults: Defaults,
+        metrics: Metrics,
+        limits: Limits,
+        version: str,
     ) -> None:
         """Take the parts of the server."""
-        self._scheduler, self._reader, self._defaults = scheduler, reader, defaults
+        self._serving, self._reader, self._defaults = serving, reader, defaults
         self._metrics, self._limits, self._version = metrics, limits, version
         self._started = int(time.time())
         self._page = _page()
@@ -82,8 +88,8 @@ class Routes:
 
     async def health(self, request: Request) -> Response:
         """200 while the engine can be expected to answer."""
-        state = self._scheduler.state
-        healthy = self._scheduler.healthy(self._limits.stall_seconds)
+        state = self._serving.state
+        healthy = self._serving.healthy(self._limits.stall_seconds)
         if state in ("ready", "draining") and not healthy:
             state = "stalled"  # type: ignore[assignment]
         return JSONResponse({"status": state}, 200 if healthy and state == "ready" else 503)
@@ -120,7 +126,7 @@ class Routes:
             "chat_template": self._reader.can_chat,
         }
 
-    # ---- work for the mesh ------------------------------------------------------------------------------------
+    # ---- work for the engine ----------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
         """Prompts."""
@@ -135,42 +141,41 @@ class Routes:
         body, reading = await self._read(request, kind, self._reader.generation)
         streamed = bool(body.stream)
         deadline = self._deadline(arrived, body.timeout)
-        mail = Mail(arrived, deadline)
-        job = Job(
-            mail=mail,
+        handle = RequestHandle(
             owner=request.state.owner,
             arrived=arrived,
             deadline=deadline,
             pool=reading.pool,
             rows=reading.rows,
-            look=streamed,
+            stream=streamed,
         )
-        answering = Answering(reading, mail, self._defaults, self._metrics, chat)
-        self._scheduler.submit(job)
+        responses = ResponseStream(arrived, deadline)
+        answering = Answering(reading, responses, self._defaults, self._metrics, chat)
+        self._serving.submit(handle, responses)
         if not streamed:
-            return JSONResponse(await self._unless_gone(request, job, answering.whole()))
+            return JSONResponse(await self._unless_gone(request, handle, answering.whole()))
         options = body.stream_options
         events = answering.stream(bool(options and options.include_usage), bool(body.canvas))
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return _Stream(events, lambda: self._scheduler.cancel(job), headers)
+        return _Stream(events, lambda: self._serving.abort(handle), headers)
 
     async def score(self, request: Request) -> Response:
         """Log-probabilities of given tokens."""
         arrived = time.monotonic()
-        body, (rows, parts) = await self._read(request, ScoreBody, self._reader.scoring)
+        body, (rows, passes) = await self._read(request, ScoreBody, self._reader.scoring)
         deadline = self._deadline(arrived, body.timeout)
-        mail = Mail(arrived, deadline)
-        job = Job(mail=mail, owner=request.state.owner, arrived=arrived, deadline=deadline, scorings=parts)
-        self._scheduler.submit(job)
+        responses = ResponseStream(arrived, deadline)
+        handle = RequestHandle(owner=request.state.owner, arrived=arrived, deadline=deadline, score_passes=passes)
+        self._serving.submit(handle, responses)
 
         async def scored() -> dict[str, Any]:
-            while len(mail.scores) < len(rows):
-                await mail.wait()
+            while len(responses.scores) < len(rows):
+                await responses.wait()
             data = [
                 {
                     "object": "score",
                     "index": row,
-                    "token_logprobs": [round(v, DECIMALS) for v in mail.scores[row].tolist()],
+                    "token_logprobs": [round(v, DECIMALS) for v in responses.scores[row].tolist()],
                 }
                 for row in range(len(rows))
             ]
@@ -182,7 +187,7 @@ class Routes:
                 "usage": {"prompt_tokens": count, "total_tokens": count},
             }
 
-        return JSONResponse(await self._unless_gone(request, job, scored()))
+        return JSONResponse(await self._unless_gone(request, handle, scored()))
 
     def _deadline(self, arrived: float, wanted: float | None) -> float:
         longest = self._limits.request_seconds
@@ -191,14 +196,14 @@ class Routes:
     async def _read(self, request: Request, kind: type[Kind], read: Callable[[Kind], Read]) -> tuple[Kind, Read]:
         # Read first, so that the connection of whoever is refused can be used again.
         raw = await request.body()
-        self._scheduler.check_room()
+        self._serving.check_room()
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(415, "say Content-Type: application/json", "unsupported_media_type")
 
         def parse() -> tuple[Kind, Read]:
             # Again: it may have waited here behind large ones.
-            self._scheduler.check_room()
+            self._serving.check_room()
             try:
                 body = validate(kind, parse_object(raw))
             except InputError as error:
@@ -207,8 +212,8 @@ class Routes:
 
         return await asyncio.get_running_loop().run_in_executor(self._readers, parse)
 
-    async def _unless_gone(self, request: Request, job: Job, work: Coroutine[Any, Any, Any]) -> Any:
-        """The outcome of ``work``; when the client goes away before, the job is cancelled."""
+    async def _unless_gone(self, request: Request, handle: RequestHandle, work: Coroutine[Any, Any, Any]) -> Any:
+        """The outcome of ``work``; when the client goes away before, the request is aborted."""
         working = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(_disconnected(request))
         try:
@@ -217,7 +222,7 @@ class Routes:
                 raise ClientDisconnect
             return working.result()
         finally:
-            self._scheduler.cancel(job)
+            self._serving.abort(handle)
             for task in (working, gone):
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Exception):

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from launch.serving.errors import ApiError
 from launch.serving.limits import Limits
-from sharding.errors import InputError
+from runtime import InputError
 
 _BACKLOG = 1024
 _KEEP_ALIVE_SECONDS = 30
@@ -38,72 +38,82 @@ def listen(host: str, port: int) -> socket.socket:
         raise InputError(f"--host={host} --port={port}: cannot listen there ({why})") from error
 
 
-def connections(limits: Limits) -> type[H11Protocol]:
-    """uvicorn's connection with bounds: so many at a time, heads that come in time, clients that read."""
+class BoundedConnection(H11Protocol):
+    """uvicorn's connection with bounds: how many at a time, heads that come in time, clients that read.
 
-    class Connection(H11Protocol):
-        """One connection."""
+    Attributes:
+      limits: the bounds, set by :func:`bounded_connections`.
+    """
 
-        _head: asyncio.TimerHandle | None = None
-        _unread: asyncio.TimerHandle | None = None
+    limits: Limits
+    _head: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > limits.connections:
-                transport.abort()
-                return
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Refuse a client beyond the limit; wait for the head of any other."""
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connections:
+            transport.abort()
+            return
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Stop waiting for the head once it is whole."""
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
             self._expect_head()
+        elif self._head is not None:
+            self._head.cancel()
+            self._head = None
+        self._read_on()
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.cycle is None or self.cycle.response_complete:
-                self._expect_head()
-            elif self._head is not None:
-                self._head.cancel()
-                self._head = None
-            self._read_on()
+    def _read_on(self) -> None:
+        """Go on reading after a whole request, or its client could go away unseen while it is worked on.
 
-        def _read_on(self) -> None:
-            """Go on reading behind a whole request, or its client could go away unseen while it is worked on.
+        uvicorn stops at the first byte that is not of the request, be it a stray one. No more than a head is read, so
+        that a client that sends on and on costs no memory.
+        """
+        open_cycle = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        if open_cycle and len(self.conn.trailing_data[0]) <= self.limits.headers:
+            self.flow.resume_reading()
 
-            uvicorn stops at the first byte that is not of the request, be it a stray one. More than a head is not
-            taken in, so that who sends on and on costs no memory.
-            """
-            open_cycle = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
-            if open_cycle and len(self.conn.trailing_data[0]) <= limits.headers:
-                self.flow.resume_reading()
+    def _expect_head(self) -> None:
+        if self._head is None:
+            self._head = self.loop.call_later(self.limits.read_seconds, self.transport.abort)
 
-        def _expect_head(self) -> None:
-            if self._head is None:
-                self._head = self.loop.call_later(limits.read_seconds, self.transport.abort)
+    def pause_writing(self) -> None:
+        """Close the connection if the client leaves the answer unread for too long."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._unread = self.loop.call_later(limits.write_seconds, self.transport.abort)
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            if self._unread is not None:
-                self._unread.cancel()
-                self._unread = None
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timers."""
+        for timer in (self._head, self._unread):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            for timer in (self._head, self._unread):
-                if timer is not None:
-                    timer.cancel()
-            super().connection_lost(exc)
+    def send_400_response(self, msg: str) -> None:
+        """Answer what cannot be read as HTTP in OpenAI's shape too."""
+        body = json.dumps(ApiError(400, "not an HTTP request", "invalid_http").body()).encode()
+        head = (
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            b"content-length: %d\r\n\r\n" % len(body)
+        )
+        self.transport.write(head + body)
+        self.transport.close()
 
-        def send_400_response(self, msg: str) -> None:
-            """What cannot be read as HTTP is answered in OpenAI's shape too."""
-            body = json.dumps(ApiError(400, "not an HTTP request", "invalid_http").body()).encode()
-            head = (
-                b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-                b"content-length: %d\r\n\r\n" % len(body)
-            )
-            self.transport.write(head + body)
-            self.transport.close()
 
-    return Connection
+def bounded_connections(limits: Limits) -> type[BoundedConnection]:
+    """The class of connections with these bounds: uvicorn makes each one by itself."""
+    return type("Connection", (BoundedConnection,), {"limits": limits})
 
 
 class HttpServer:
@@ -115,7 +125,7 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http=connections(limits),
+            http=bounded_connections(limits),
             ws="none",
             lifespan="off",
             log_config=None,

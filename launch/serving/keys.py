@@ -9,7 +9,7 @@ import hmac
 from collections.abc import Sequence
 from pathlib import Path
 
-from sharding.errors import InputError
+from runtime import InputError
 
 _MAX_BYTES = 64 << 10
 _LEAST = 16

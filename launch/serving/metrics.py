@@ -28,7 +28,7 @@ class Metrics:
 
         self._requests = counter("request_success", "Completions that are done.", "finished_reason")
         self._refused = counter("request_refused", "Requests that were not taken.", "reason")
-        self._given_up = counter("request_given_up", "Requests that were taken and not finished.", "reason")
+        self._aborted = counter("request_given_up", "Requests that were taken and not finished.", "reason")
         self._prompt = counter("prompt_tokens", "Prompt tokens of rows that got a slot.").labels(**self._labels)
         self._generated = counter("generation_tokens", "Tokens of completions.").labels(**self._labels)
         self._committed = counter("committed_tokens", "Tokens set on canvases.").labels(**self._labels)
@@ -57,22 +57,22 @@ class Metrics:
         """A request was not taken."""
         self._refused.labels(**self._labels, reason=reason).inc()
 
-    def given_up(self, reason: str) -> None:
-        """A request was not finished."""
-        self._given_up.labels(**self._labels, reason=reason).inc()
+    def aborted(self, reason: str) -> None:
+        """A request that was accepted is not finished."""
+        self._aborted.labels(**self._labels, reason=reason).inc()
 
-    def entered(self, prompt_tokens: int, waited: float) -> None:
-        """A row got its slot."""
+    def inserted(self, prompt_tokens: int, waited: float) -> None:
+        """A row has got a slot."""
         self._prompt.inc(prompt_tokens)
         self._prompts.observe(prompt_tokens)
         self.queued.observe(waited)
 
     def forwards(self, count: int) -> None:
-        """The mesh has run so many forward passes."""
+        """The devices have run so many forward passes."""
         self._forwards.inc(count)
 
-    def left(self, committed: int, steps: int, denoised: bool, seconds: float) -> None:
-        """A row is done: tokens that it set in so many steps of its own, which were of denoising or not."""
+    def row_finished(self, committed: int, steps: int, denoised: bool, seconds: float) -> None:
+        """A row is done: tokens committed in so many steps of its own, denoise steps or not, in so many seconds."""
         self._committed.inc(committed)
         if denoised:
             self._steps.inc(steps)

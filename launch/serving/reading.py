@@ -1,4 +1,4 @@
-"""From a body to a job: what is asked for, in which slots it can be done, and for how many rows."""
+"""From a body to rows: what is asked for, in which slots it can be done, and for how many rows."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checkpoints import CheckpointError
 from launch.openai.bodies import Asked, Defaults, by_our_names, read_asked
 from launch.serving.bodies import ChatBody, CompletionBody, ScoreBody
 from launch.serving.errors import ApiError, from_input_error, invalid
 from launch.serving.limits import Limits
-from launch.serving.mesh import Mesh, Scoring
+from runtime import (
+    CheckpointError,
+    DiffusionConfig,
+    Executor,
+    InputError,
+    RowRequest,
+    SamplingConfig,
+    ScorePass,
+    row_seeds,
+)
 from runtime.decoding.block_schedule import block_schedule, window_widths
-from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import row_seeds
-from sharding.errors import InputError
 
 # Seeds that are made here are exact in JavaScript too.
 _SEED_BITS = 53
@@ -34,7 +38,7 @@ class Reading:
     Attributes:
       asked: of each prompt.
       rows: prompt by prompt, sample by sample.
-      pool: whose slots they enter.
+      pool: index of the pool whose slots they get.
     """
 
     asked: Sequence[Asked]
@@ -52,7 +56,7 @@ class Mode:
 
     Attributes:
       config: what a request has in common with all of its slots.
-      pools: numbers of its pools, narrow ones first.
+      pools: indices of its pools, narrow ones first.
     """
 
     config: DiffusionConfig | SamplingConfig
@@ -66,12 +70,12 @@ class Reader:
         """Take what requests start from, the ways of decoding, and bounds."""
         self._defaults, self._modes, self._limits = defaults, modes, limits
         self.widest = 0
-        self._mesh: Mesh | None = None
+        self._executor: Executor | None = None
 
-    def serve(self, mesh: Mesh) -> None:
+    def serve(self, executor: Executor) -> None:
         """Read for these slots from now on."""
-        self._mesh = mesh
-        self.widest = max(pool.width for pool in mesh.pools)
+        self._executor = executor
+        self.widest = max(pool.width for pool in executor.pools)
 
     @property
     def can_chat(self) -> bool:
@@ -108,7 +112,7 @@ class Reader:
         seed = changes.get("seed", secrets.randbits(_SEED_BITS))
         seeds = row_seeds(seed, len(asked), samples)
         pools = [self._pool(one) for one in asked]
-        # All rows of a request enter the same slots, so that it is clear what waits for what.
+        # All rows of a request share a pool, so that it is clear what waits for what.
         pool = max(pools)
         rows = [
             RowRequest(one.tokens, one.config, seeds[number * samples + sample])
@@ -117,13 +121,13 @@ class Reader:
         ]
         return Reading(asked, rows, pool)
 
-    def scoring(self, body: ScoreBody) -> tuple[list[list[int]], list[Scoring]]:
+    def scoring(self, body: ScoreBody) -> tuple[list[list[int]], list[ScorePass]]:
         """Rows that are to be scored, and in which passes.
 
         Raises:
           ApiError: a request that is wrong or too large.
         """
-        assert self._mesh is not None
+        assert self._executor is not None
         self._check_model(body.model)
         try:
             rows = [self._tokens(row, "input") for row in _several(body.input)]
@@ -135,17 +139,17 @@ class Reader:
         if [len(row) for row in rows] != [len(row) for row in targets]:
             raise invalid("targets: as many rows as input, of as many tokens each", "targets")
         longest = max(map(len, rows))
-        fitting = [pool.width for pool in self._mesh.pools if pool.width >= longest]
+        fitting = [pool.width for pool in self._executor.pools if pool.width >= longest]
         if not fitting:
             raise self._too_long(longest, "input")
         width = min(fitting)
-        batch = self._mesh.score_batch(width)
+        batch = self._executor.score_batch(width)
         temperature = 1.0 if body.temperature is None else body.temperature
-        parts = [
-            Scoring(rows[start : start + batch], targets[start : start + batch], temperature, width, batch)
+        passes = [
+            ScorePass(rows[start : start + batch], targets[start : start + batch], temperature, width, batch)
             for start in range(0, len(rows), batch)
         ]
-        return rows, parts
+        return rows, passes
 
     def _tokens(self, row: Any, name: str) -> list[int]:
         self._check_size({"prompt": row})
@@ -182,7 +186,7 @@ class Reader:
         Raises:
           ApiError: there are none.
         """
-        assert self._mesh is not None
+        assert self._executor is not None
         length = len(asked.tokens) + asked.config.max_new_tokens
         if length > self.widest:
             raise self._too_long(length, "max_tokens")
@@ -190,12 +194,10 @@ class Reader:
         if mode is None:
             there = "; ".join(describe(mode.config) for mode in self._modes)
             raise invalid(f"{describe(asked.config)}: no such programs are compiled here, but {there} (--mode)")
-        number = next(number for number in mode.pools if self._mesh.pools[number].width >= length)
-        pool = self._mesh.pools[number]
-        if isinstance(asked.config, DiffusionConfig):
-            _, steps = block_schedule(asked.config, pool.width)
-            if steps > pool.steps:
-                raise invalid(f"{steps} steps a block; at most {pool.steps}", "steps")
+        number = next(number for number in mode.pools if self._executor.pools[number].width >= length)
+        pool = self._executor.pools[number]
+        if (steps := pool.steps_per_block(asked.config)) > pool.max_steps:
+            raise invalid(f"{steps} steps a block; at most {pool.max_steps}", "steps")
         return number
 
 
@@ -216,7 +218,7 @@ def _windows(config: DiffusionConfig | SamplingConfig) -> set[int]:
     if isinstance(config, SamplingConfig):
         return set()
     length, _ = block_schedule(config, _ANY_WIDTH)
-    return set(window_widths(config.cache, length, _ANY_WIDTH, config.refresh_blocks, offset=1))
+    return set(window_widths(config.cache, length, _ANY_WIDTH, config.refresh_blocks, offset=0))
 
 
 def _can_do(mode: DiffusionConfig | SamplingConfig, asked: DiffusionConfig | SamplingConfig) -> bool:

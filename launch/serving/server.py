@@ -7,22 +7,24 @@ from collections.abc import Callable, Collection, Sequence
 
 from launch.openai.bodies import Defaults
 from launch.serving.app import Routes
+from launch.serving.engine import Hosts, ServingEngine
 from launch.serving.errors import ENGINE_FAILED
 from launch.serving.guard import Guard
 from launch.serving.http import HttpServer
 from launch.serving.keys import Keys
 from launch.serving.limits import Limits
-from launch.serving.mesh import Mesh
 from launch.serving.metrics import Metrics
 from launch.serving.reading import Mode, Reader
-from launch.serving.scheduler import Hosts, Scheduler
+from runtime import Executor
 
 
 class Server:
-    """A socket that is answered, from the start, and a mesh that does the work, once there is one.
+    """The HTTP server, which answers from the start, and the engine behind it, once there is one.
 
     Attributes:
-      scheduler: who gets which slot when.
+      serving: the engine's thread, as other threads see it.
+      reader: reads bodies.
+      http: the HTTP server.
     """
 
     def __init__(
@@ -36,12 +38,12 @@ class Server:
         hosts: Hosts,
         version: str,
     ) -> None:
-        """Answer on a socket of :func:`launch.serving.http.listen`, that this is warming up.
+        """Start to answer that the server is warming up.
 
         Args:
-          own: the socket.
+          own: a socket of :func:`launch.serving.http.listen`.
           defaults: what requests start from.
-          modes: the ways of decoding, and which of the mesh's pools are for which.
+          modes: the ways of decoding, and which of the executor's pools are for which.
           limits: bounds of everything from outside.
           keys: who may ask.
           names: by which the server may be called; none for any.
@@ -49,29 +51,30 @@ class Server:
           version: what ``/version`` says.
         """
         metrics = Metrics(defaults.model_name)
-        self.scheduler = Scheduler(hosts, metrics, limits.queue, limits.grace)
-        self._reader = Reader(defaults, modes, limits)
-        routes = Routes(self.scheduler, self._reader, defaults, metrics, limits, version)
-        self._http = HttpServer(Guard(routes.application(), keys, limits, names), own, limits)
-        self._http.start()
+        self.serving = ServingEngine(hosts, metrics, limits.queue, limits.grace_period)
+        self.reader = Reader(defaults, modes, limits)
+        routes = Routes(self.serving, self.reader, defaults, metrics, limits, version)
+        self.http = HttpServer(Guard(routes.application(), keys, limits, names), own, limits)
+        self.http.start()
         self._hosts = hosts
 
-    def run(self, mesh: Mesh, ready: Callable[[], None]) -> None:
-        """Serve until told to end; whoever waits then has been answered when this returns or raises.
+    def run(self, executor: Executor, ready: Callable[[], None]) -> None:
+        """Serve until told to end; every request has been answered when this returns or raises.
 
         Args:
-          mesh: the slots.
-          ready: called when requests are taken.
+          executor: the slots.
+          ready: called when requests are accepted.
         """
-        self._reader.serve(mesh)
-        self._hosts.before_end(self._fail)
+        self.reader.serve(executor)
+        self._hosts.before_end(self.fail)
         try:
-            self.scheduler.run(mesh, self._http.alive, ready)
+            self.serving.run(executor, self.http.alive, ready)
         finally:
-            self._http.stop()
+            self.http.stop()
 
-    def _fail(self) -> None:
-        # Whoever comes between the answers to all and the end of the socket is told so too.
-        self.scheduler.state = "dead"
-        self.scheduler.fail(ENGINE_FAILED)
-        self._http.stop()
+    def fail(self) -> None:
+        """Answer every request with an error, and end the HTTP server. From any thread."""
+        # Requests that come before the socket is closed are told so too.
+        self.serving.state = "dead"
+        self.serving.fail(ENGINE_FAILED)
+        self.http.stop()

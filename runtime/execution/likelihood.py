@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from runtime.decoding.parameters import SamplingConfig
+from runtime.execution.offline import OfflineScheduler
 from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import read_rows
 from runtime.execution.runner import Runner
-from runtime.execution.scheduler import Filling
 from runtime.execution.scoring import score_rows
 from sharding.errors import InputError
 
@@ -73,7 +73,7 @@ def log_likelihoods(runner: Runner, pairs: Sequence[Pair]) -> list[tuple[float, 
             sums[number] = float(found[row, -len(pairs[number][1]) :].astype(np.float64).sum())
     requests = [RowRequest(list(context), SamplingConfig(max_new_tokens=len(new)), 0) for context, new in pairs]
     greedy = [False] * len(pairs)
-    for results in Filling(runner, requests).run():
+    for results in OfflineScheduler(runner, requests).run():
         for result in results:
             context, new = pairs[result.number]
             greedy[result.number] = result.sequence[len(context) :].tolist() == list(new)

@@ -1,46 +1,73 @@
-"""Continuous filling: many rows through a fixed number of slots, so that nobody waits for the slowest row.
+"""Continuous batching: which waiting row is inserted into which slot, which rows are evicted, how long a step runs.
 
-Rows that may share programs share slots; a row that is done leaves its slot, and the next one
-waiting takes it. Which row lands where is decided by the requests alone, and changes no row's tokens.
-
-Dimension letters: S canvas of a request.
+The scheduler decides and the devices execute: :meth:`Scheduler.schedule` makes a plan, :meth:`Scheduler.update` takes
+what came of it. It has no threads, no clock and no devices of its own. Whatever it decides, a row's tokens are those
+that it has alone; see :mod:`runtime.execution.slots`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from runtime.decoding.block_schedule import block_schedule
-from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.execution.row_request import RowRequest, RowResult
-from runtime.execution.rows import check_request
-from runtime.execution.runner import Runner
-from runtime.execution.slots import Slots, open_slots
-from runtime.execution.specialization import compiled_in
-from sharding.errors import InputError
+from runtime.execution.fair_queue import FairQueue
+from runtime.execution.requests import (
+    CanvasChanged,
+    Event,
+    FirstToken,
+    PrefixGrown,
+    RequestFinished,
+    RequestHandle,
+    RowFinished,
+    RowInserted,
+    RowsScored,
+    ScheduledRow,
+)
+from runtime.execution.row_request import RowResult
+from runtime.execution.step_plan import Insertion, PoolOutcome, PoolPlan, StepOutcome, StepPlan
 
-# Slots for each shard of ``data`` where nobody says how many: enough to fill a device, few enough to empty together.
-DEFAULT_SLOTS = 32
 
-# Iterations between two looks at who is done: a share of what a row takes, and not so many that slots stand empty.
-_LOOKS_PER_ROW = 16
-_MOST_ITERATIONS = 16
+@dataclass(frozen=True)
+class SchedulerPolicy:
+    """How long a step runs, and what is looked at after it.
+
+    Attributes:
+      max_iterations: of a step.
+      step_seconds: that a step takes, about, by the iterations of the step before; None runs ``max_iterations``.
+      first_tokens: whether the first token of every row is watched for, streamed or not.
+    """
+
+    max_iterations: int = 16
+    step_seconds: float | None = 0.03
+    first_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class PoolLimits:
+    """What the scheduler has to know of a pool.
+
+    Attributes:
+      slots: how many there are.
+      prefill_limit: rows that may be inserted in a step; None for as many as there are free slots.
+    """
+
+    slots: int
+    prefill_limit: int | None = None
 
 
 @dataclass
-class FillingStats:
-    """What filling has cost so far.
+class SchedulerStats:
+    """What rows have cost so far.
 
     Attributes:
       rows: rows that are done.
       tokens: tokens committed in them.
       forwards: forward passes, prefills included.
-      slot_iterations: slots times the iterations they were there for.
-      busy_iterations: those in which a row that is done now set a token.
+      slot_iterations: iterations of each pool times its slots.
+      busy_iterations: those in which a row that is done now committed a token.
       in_flight_iterations: those of rows that are still in their slots.
     """
 
@@ -53,122 +80,238 @@ class FillingStats:
 
     @property
     def utilisation(self) -> float:
-        """Share of what the slots could do that was done; 1 where nothing ran."""
+        """Share of the slots' iterations that were put to use; 1 if there were none."""
         busy = self.busy_iterations + self.in_flight_iterations
         return busy / self.slot_iterations if self.slot_iterations else 1.0
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Requests that share slots.
+@dataclass
+class _PoolState:
+    """Rows of one pool.
 
     Attributes:
-      width: bucket of their canvases.
-      slots: how many slots they have.
-      numbers: the requests, in the order in which they enter.
+      limits: of the pool.
+      queue: rows that wait for a slot.
+      slots: number of the row in each slot that is taken.
+      seconds: that an iteration took last, 0 if there was none.
     """
 
-    width: int
-    slots: int
-    numbers: list[int]
+    limits: PoolLimits
+    queue: FairQueue[ScheduledRow] = field(default_factory=FairQueue)
+    slots: dict[int, int] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
-class Filling:
-    """Rows on their way through the slots of a mesh.
+class Scheduler:
+    """Requests on one side, slots on the other. Not thread-safe; ``waiting`` and ``running`` may be read anywhere.
 
     Attributes:
-      stats: what it has cost so far.
+      policy: may be replaced between steps.
+      stats: what the rows have cost so far.
+      waiting: rows and score passes that wait.
     """
 
-    def __init__(self, runner: Runner, requests: Sequence[RowRequest], slots: int | None = None) -> None:
-        """Sort requests into buckets.
+    def __init__(
+        self, pools: Sequence[PoolLimits], policy: SchedulerPolicy | None = None, stats: SchedulerStats | None = None
+    ) -> None:
+        """Begin with free slots.
 
         Args:
-          runner: the model on its mesh.
-          requests: all rows, those included that will be skipped: the number of slots follows from them.
-          slots: slots at a time, rounded down to a multiple of the data axis and limited by memory; default
-            :data:`DEFAULT_SLOTS` for each shard of it.
-
-        Raises:
-          InputError: a row that cannot be generated.
+          pools: what there is.
+          policy: how long steps run.
+          stats: where to count on, if several schedulers follow one another.
         """
-        self._runner, self._requests = runner, requests
-        self.stats = FillingStats()
-        layout = runner.layout
-        groups: dict[Hashable, list[int]] = {}
-        for number, request in enumerate(requests):
-            try:
-                check_request(request.rows, layout.config, request.config)
-            except InputError as error:
-                raise InputError(f"request {number}: {error}") from error
-            width = runner.bucket(request.length)
-            groups.setdefault((width, compiled_in(runner, request.config, width)), []).append(number)
-        self._groups = []
-        # Wide canvases first: where memory is short, it shows at once.
-        for (width, _), numbers in sorted(groups.items(), key=lambda group: -group[0][0]):  # type: ignore[index, misc]
-            config = requests[numbers[0]].config
-            cached = config.use_cache if isinstance(config, SamplingConfig) else config.cache != "none"
-            wanted = min(len(numbers), slots or DEFAULT_SLOTS * layout.spec.data)
-            if slots is not None:
-                wanted = max(layout.spec.data, wanted // layout.spec.data * layout.spec.data)
-            # Long rows first, so that the last ones to leave are short.
-            numbers.sort(key=lambda number: (-requests[number].config.max_new_tokens, number))
-            self._groups.append(_Group(width, runner.batch_size(wanted, width, cached), numbers))
+        self.policy = policy or SchedulerPolicy()
+        self.stats = stats or SchedulerStats()
+        self.waiting = 0
+        self._pools = [_PoolState(limits) for limits in pools]
+        self._score_queue: FairQueue[ScheduledRow] = FairQueue()
+        self._scoring: ScheduledRow | None = None
+        self._requests: set[RequestHandle] = set()
+        self._rows: dict[int, ScheduledRow] = {}
+        self._row_numbers = itertools.count()
+        self._aborted = False
+        self._events: list[Event] = []
 
-    def _open(self, group: _Group) -> Slots:
-        requests = [self._requests[number] for number in group.numbers]
-        steps = [
-            block_schedule(request.config, group.width)[1]
-            for request in requests
-            if isinstance(request.config, DiffusionConfig)
-        ]
-        longest = max(len(request.tokens) for request in requests)
-        return open_slots(self._runner, requests[0].config, group.width, group.slots, max(steps, default=1), longest)
+    @property
+    def running(self) -> int:
+        """Rows in slots, aborted ones included until their slots are free."""
+        return len(self._rows)
 
-    def run(self, skip: Collection[int] = (), more: Callable[[], bool] = lambda: True) -> Iterator[list[RowResult]]:
-        """Generate every row.
+    @property
+    def usage(self) -> float:
+        """Share of all slots that are taken, from 0 to 1."""
+        return self.running / sum(pool.limits.slots for pool in self._pools)
+
+    @property
+    def unfinished(self) -> list[RequestHandle]:
+        """Requests that are neither finished nor aborted."""
+        return list(self._requests)
+
+    # ---- requests ---------------------------------------------------------------------------------------------
+
+    def add(self, handle: RequestHandle) -> None:
+        """Queue the rows and score passes of a request."""
+        for index in range(len(handle.rows)):
+            self._pools[handle.pool].queue.push(handle.owner, ScheduledRow(handle, index))
+        for index in range(len(handle.score_passes)):
+            self._score_queue.push(handle.owner, ScheduledRow(handle, index))
+        self.waiting += handle.remaining
+        self._requests.add(handle)
+
+    def abort(self, handle: RequestHandle) -> bool:
+        """Give a request up: rows that wait leave the queue, rows in slots are evicted, at the next step.
+
+        Returns:
+          Whether there was anything to give up: False if the request is finished, or was aborted before.
+        """
+        if handle not in self._requests:
+            return False
+        handle.closed = self._aborted = True
+        self._requests.remove(handle)
+        return True
+
+    def expire(self, now: float) -> list[RequestHandle]:
+        """Abort the requests whose deadline has come, and return them."""
+        expired = [handle for handle in self._requests if handle.deadline <= now]
+        for handle in expired:
+            self.abort(handle)
+        return expired
+
+    # ---- a step -----------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float, admit: bool = True) -> StepPlan:
+        """Decide what the next step does. Its outcome goes to :meth:`update` before the next one is scheduled.
 
         Args:
-          skip: numbers of requests that are left out.
-          more: asked before each look whether rows may still enter; once it says no, those in flight are the last.
+          now: the time.
+          admit: whether waiting rows may get slots, and waiting passes may be scored.
 
-        Yields:
-          The rows that are done, after every few iterations: often none.
+        Returns:
+          The plan, empty if there is nothing to do.
         """
-        entering = True
-        for group in self._groups:
-            waiting = deque(number for number in group.numbers if number not in skip)
-            if not waiting or not entering:
-                continue
-            slots = self._open(group)
-            held: dict[int, tuple[int, RowRequest]] = {}
-            since: dict[int, int] = {}
-            longest = self._requests[group.numbers[0]].config.max_new_tokens
-            every = min(_MOST_ITERATIONS, max(1, longest // _LOOKS_PER_ROW))
-            while waiting or held:
-                entering = entering and more()
-                forwards, iterations = slots.forwards, slots.iterations
-                free = [slot for slot in range(slots.count) if slot not in held] if entering else []
-                new = {slot: waiting.popleft() for slot in free[: len(waiting)]}
-                if new:
-                    slots.insert({slot: self._requests[number] for slot, number in new.items()})
-                    held |= {slot: (number, self._requests[number]) for slot, number in new.items()}
-                    since |= dict.fromkeys(new, iterations)
-                if not held:
-                    break
-                done = slots.run(every)
-                leaving = {slot: held.pop(slot) for slot in list(held) if done[slot]}
-                results = slots.collect(leaving) if leaving else []
-                self._count(results, slots, forwards, iterations)
-                self.stats.in_flight_iterations = sum(slots.iterations - since[slot] for slot in held)
-                yield results
+        if self._aborted:
+            self._aborted = False
+            for queue in (*(pool.queue for pool in self._pools), self._score_queue):
+                self.waiting -= len(queue.remove(lambda row: row.handle.closed))
+        plans = [self._plan_pool(number, now, admit) for number in range(len(self._pools))]
+        self._scoring = row = self._score_queue.pop() if admit else None
+        if row is not None:
+            self.waiting -= 1
+        score = None if row is None else row.handle.score_passes[row.index]
+        return StepPlan([plan for plan in plans if plan is not None], score)
 
-    def _count(self, results: list[RowResult], slots: Slots, forwards: int, iterations: int) -> None:
-        stats = self.stats
-        stats.rows += len(results)
-        stats.forwards += slots.forwards - forwards
-        stats.slot_iterations += (slots.iterations - iterations) * slots.count
-        for result in results:
-            steps = result.commit_steps[result.commit_steps >= 0]
-            stats.tokens += len(steps)
-            stats.busy_iterations += len(np.unique(steps))
+    def _plan_pool(self, number: int, now: float, admit: bool) -> PoolPlan | None:
+        pool = self._pools[number]
+        aborted = [slot for slot, row in pool.slots.items() if self._rows[row].handle.closed]
+        for slot in aborted:
+            del self._rows[pool.slots.pop(slot)]
+        insertions = self._insert(pool, now) if admit else []
+        inserted = {one.slot for one in insertions}
+        evict = [slot for slot in aborted if slot not in inserted]
+        if not (pool.slots or evict):
+            return None
+        return PoolPlan(number, evict, insertions, self._iterations(pool), self._canvases_wanted(pool))
+
+    def _insert(self, pool: _PoolState, now: float) -> list[Insertion]:
+        """Give free slots to waiting rows."""
+        free = [slot for slot in range(pool.limits.slots) if slot not in pool.slots]
+        insertions = []
+        for slot in free[: pool.limits.prefill_limit]:
+            row = pool.queue.pop()
+            if row is None:
+                break
+            self.waiting -= 1
+            number = next(self._row_numbers)
+            row.inserted = now
+            self._rows[number], pool.slots[slot] = row, number
+            insertions.append(Insertion(slot, number, row.request))
+            self._events.append(RowInserted(row.handle, row.index, now - row.handle.arrived))
+        return insertions
+
+    def _iterations(self, pool: _PoolState) -> int:
+        policy = self.policy
+        if policy.step_seconds is None:
+            return policy.max_iterations
+        if not pool.seconds:
+            return 1
+        return max(1, min(policy.max_iterations, int(policy.step_seconds / pool.seconds)))
+
+    def _canvases_wanted(self, pool: _PoolState) -> bool:
+        rows = [self._rows[number] for number in pool.slots.values()]
+        return any(row.handle.stream or (self.policy.first_tokens and row.first_token is None) for row in rows)
+
+    # ---- its outcome ------------------------------------------------------------------------------------------
+
+    def update(self, outcome: StepOutcome, now: float) -> list[Event]:
+        """Take what came of the plan.
+
+        Args:
+          outcome: of the plan that :meth:`schedule` made last.
+          now: the time.
+
+        Returns:
+          What has happened to requests since the last call, those that are closed included.
+        """
+        for pool in outcome.pools:
+            self._update_pool(pool, now)
+        self.stats.in_flight_iterations = sum(row.iterations for row in self._rows.values())
+        if outcome.scores is not None and self._scoring is not None:
+            handle, index = self._scoring.handle, self._scoring.index
+            self.stats.forwards += 1
+            first = sum(len(one.rows) for one in handle.score_passes[:index])
+            self._events.append(RowsScored(handle, first, outcome.scores))
+            self._finish(handle, now)
+        events, self._events = self._events, []
+        return events
+
+    def _update_pool(self, outcome: PoolOutcome, now: float) -> None:
+        pool = self._pools[outcome.pool]
+        self.stats.forwards += outcome.forwards
+        self.stats.slot_iterations += outcome.iterations * pool.limits.slots
+        if outcome.seconds:
+            pool.seconds = outcome.seconds / max(1, outcome.iterations)
+        for number in pool.slots.values():
+            self._rows[number].iterations += outcome.iterations
+        for number, canvas in outcome.canvases.items():
+            row = self._rows[number]
+            new = canvas[len(row.request.tokens) :]
+            self._note_prefix(row, int(np.argmax(np.append(new, -1) < 0)), now)
+            if row.handle.stream:
+                self._events.append(CanvasChanged(row.handle, row.index, new))
+        for result in outcome.results:
+            self._finish_row(pool, result, now)
+
+    def _finish_row(self, pool: _PoolState, result: RowResult, now: float) -> None:
+        row = self._rows.pop(result.number)
+        pool.slots = {slot: number for slot, number in pool.slots.items() if number != result.number}
+        committed = result.commit_steps[result.commit_steps >= 0]
+        tokens, steps = len(committed), len(np.unique(committed))
+        self.stats.rows += 1
+        self.stats.tokens += tokens
+        self.stats.busy_iterations += steps
+        self._note_prefix(row, max(1, row.request.config.max_new_tokens), now)
+        per_token = None
+        if row.first_token is not None and tokens > 1:
+            per_token = (now - row.first_token) / (tokens - 1)
+        self._events.append(RowFinished(row.handle, row.index, result, tokens, steps, now - row.inserted, per_token))
+        self._finish(row.handle, now)
+
+    def _note_prefix(self, row: ScheduledRow, prefix: int, now: float) -> None:
+        """Note that so many tokens stand before the row's first open position."""
+        if prefix <= row.prefix:
+            return
+        if row.first_token is None:
+            row.first_token = now
+            self._events.append(FirstToken(row.handle, row.index, now - row.handle.arrived))
+        elif row.handle.stream:
+            self._events.append(PrefixGrown(row.handle, row.index, now - row.last_growth))
+        row.prefix, row.last_growth = prefix, now
+
+    def _finish(self, handle: RequestHandle, now: float) -> None:
+        """Count one row or pass of a request as done."""
+        handle.remaining -= 1
+        if handle.remaining == 0 and not handle.closed:
+            handle.closed = True
+            self._requests.remove(handle)
+            self._events.append(RequestFinished(handle, now - handle.arrived))

@@ -1,21 +1,20 @@
 """``launch.batch`` that notes which rows it begins.
 
 ``python -m tests.launch.batch_worker --begun=FILE ...`` appends the seed of every row to FILE, a line each, before it
-enters a slot. With ``--largest_file`` no file can grow beyond so many bytes, as on a disk that is full.
+is inserted into a slot. With ``--largest_file`` no file can grow beyond so many bytes, as on a disk that is full.
 """
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Mapping
 from pathlib import Path
 
 from absl import flags
 
 from launch import batch
 from launch.startup import run_launcher
-from runtime.execution.row_request import RowRequest
-from runtime.execution.slots import Slots
+from runtime.execution.pool import Pool
+from runtime.execution.step_plan import PoolOutcome, PoolPlan
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -27,14 +26,14 @@ def define_flags(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     if values.largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (values.largest_file, values.largest_file))
-    enter = Slots.enter
+    execute = Pool.execute
 
-    def noting(self: Slots, requests: Mapping[int, RowRequest]) -> None:
+    def noting(self: Pool, plan: PoolPlan) -> PoolOutcome:
         with Path(values.begun).open("a") as file:
-            file.writelines(f"{request.seed}\n" for request in requests.values())
-        enter(self, requests)
+            file.writelines(f"{one.request.seed}\n" for one in plan.insert)
+        return execute(self, plan)
 
-    Slots.enter = noting
+    Pool.execute = noting
     batch.main(values)
 
 

@@ -19,10 +19,9 @@ from launch.openai.bodies import Defaults
 from launch.serving.http import listen
 from launch.serving.keys import Keys
 from launch.serving.limits import Limits
-from launch.serving.mesh import Mesh, Shape
 from launch.serving.reading import Mode
 from launch.serving.server import Server
-from runtime import DiffusionConfig, Engine, SamplingConfig
+from runtime import DiffusionConfig, Engine, Executor, PoolShape, SamplingConfig
 
 PATIENCE = 60.0
 
@@ -91,13 +90,13 @@ def served(
         tokenizer._tokenizer.chat_template = template
     defaults = Defaults(name, engine.config, tokenizer, config, True, engine.end_token_ids, 0, False, 1, ())
     configs = [config, *more]
-    shapes = [Shape(one, width, slots, steps) for one in configs for width in canvas]
+    shapes = [PoolShape(one, width, slots, steps) for one in configs for width in canvas]
     modes = [Mode(one, range(n * len(canvas), (n + 1) * len(canvas))) for n, one in enumerate(configs)]
     host, own = OneHost(), listen("127.0.0.1", 0)
     server = Server(own, defaults, modes, limits or Limits(), keys or Keys(), names, host, "1.2.3")
     url = f"http://127.0.0.1:{own.getsockname()[1]}"
-    mesh, ready = Mesh(engine, shapes), threading.Event()
-    thread = threading.Thread(target=lambda: server.run(mesh, ready.set), daemon=True)
+    executor, ready = Executor(engine.runner, shapes), threading.Event()
+    thread = threading.Thread(target=lambda: server.run(executor, ready.set), daemon=True)
     thread.start()
     try:
         assert ready.wait(300)

@@ -22,16 +22,14 @@ import transformers
 
 from checkpoints import DEMO, CheckpointFolder
 from launch.model_flags import default_name
+from launch.serving.engine import ServingEngine, follow
 from launch.serving.errors import ENGINE_FAILED, ApiError
-from launch.serving.jobs import Mail
 from launch.serving.keys import Keys
 from launch.serving.limits import Limits
-from launch.serving.mesh import Mesh, Outcome, Shape, Turn
 from launch.serving.metrics import Metrics
 from launch.serving.openapi import document
-from launch.serving.scheduler import Scheduler, follow
-from launch.serving.waiting import Waiting
-from runtime import DiffusionConfig, Engine, SamplingConfig
+from launch.serving.response_stream import ResponseStream
+from runtime import DiffusionConfig, Engine, Executor, PoolShape, SamplingConfig, SchedulerPolicy, StepOutcome, StepPlan
 from runtime.decoding.parameters import MAX_SEED
 from sharding.errors import InputError
 from tests.launch.served import PATIENCE, OneHost, Served, demo, served, wait_for
@@ -350,44 +348,44 @@ def test_blocks_that_are_entered_without_a_refresh(tiny: Engine) -> None:
 def test_blocks_of_any_length_where_a_rule_decides(tiny: Engine) -> None:
     # A canvas that is rounded up, and tables for as many steps as it has positions then.
     with served(tiny, CONFIG.replace(parallel="threshold"), canvas=(100,), steps=None) as found:
-        assert found.server.scheduler.mesh is not None
-        assert found.server.scheduler.mesh.pools[0].steps > 100
+        assert found.server.serving.executor is not None
+        assert found.server.serving.executor.pools[0].max_steps > 100
         for more in ({}, {"block_length": 8}, {"block_length": 100}, {"block_length": 1000}):
             answer = found.post("/v1/completions", {"prompt": PROMPT, "seed": 3} | more)
             assert answer.status_code == 200, answer.text
 
 
 def test_slots_of_several_kinds_fit_beside_one_another(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = [Shape(config, width, 8, 64) for config in (CONFIG, DUAL) for width in (64, 128)]
+    shapes = [PoolShape(config, width, 8, 64) for config in (CONFIG, DUAL) for width in (64, 128)]
     alone = [tiny.runner.memory(8, shape.width, shape.config.cache != "none") for shape in shapes]
     monkeypatch.setattr(tiny.runner, "room", lambda: max(memory.total for memory in alone))
     for shape in shapes:
-        Mesh(tiny, [shape])
+        Executor(tiny.runner, [shape])
     with pytest.raises(InputError, match=r"slots of 4 kinds need 0\.0 GB of each device"):
-        Mesh(tiny, shapes)
+        Executor(tiny.runner, shapes)
     monkeypatch.setattr(tiny.runner, "room", lambda: sum(memory.total for memory in alone))
-    Mesh(tiny, shapes)
+    Executor(tiny.runner, shapes)
 
 
 def test_steps_of_the_defaults_fit(tiny: Engine) -> None:
-    with pytest.raises(InputError, match=r"--max_steps=64: by default a block of 128 positions has 128 steps"):
-        Mesh(tiny, [Shape(CONFIG.replace(parallel="factor"), 128, 2, 64)])
-    with pytest.raises(InputError, match=r"--max_steps=8: by default a block of 128 positions has 12 steps"):
-        Mesh(tiny, [Shape(CONFIG, 128, 2, 8)])
-    assert Mesh(tiny, [Shape(CONFIG.replace(steps=1000), 128, 2, None)]).pools[0].steps == 1000
+    with pytest.raises(InputError, match=r"max_steps=64: by default a block of 128 positions has 128 steps"):
+        Executor(tiny.runner, [PoolShape(CONFIG.replace(parallel="factor"), 128, 2, 64)])
+    with pytest.raises(InputError, match=r"max_steps=8: by default a block of 128 positions has 12 steps"):
+        Executor(tiny.runner, [PoolShape(CONFIG, 128, 2, 8)])
+    assert Executor(tiny.runner, [PoolShape(CONFIG.replace(steps=1000), 128, 2, None)]).pools[0].max_steps == 1000
 
 
 def test_told_to_end_while_it_warms_up(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh, host = Mesh(tiny, [Shape(CONFIG, width, 2, 64) for width in (64, 128)]), OneHost()
+    executor, host = Executor(tiny.runner, [PoolShape(CONFIG, width, 2, 64) for width in (64, 128)]), OneHost()
     ready: list[bool] = []
-    serving = Scheduler(host, Metrics("demo"), max_queue=4, grace=1.0)
+    serving = ServingEngine(host, Metrics("demo"), max_queue=4, grace_period=1.0)
     for programs in range(5):
         for run in (
-            lambda: serving.run(mesh, lambda: True, lambda: ready.append(True)),
-            lambda: follow(mesh, host),
+            lambda: serving.run(executor, lambda: True, lambda: ready.append(True)),
+            lambda: follow(executor, host),
         ):
-            made: list[Turn] = []
-            monkeypatch.setattr(mesh, "turn", made.append)
+            made: list[StepPlan] = []
+            monkeypatch.setattr(executor, "execute", made.append)
             monkeypatch.setattr(host, "draining", iter([False] * programs + [True]).__next__)
             run()
             assert len(made) == programs
@@ -398,8 +396,8 @@ def test_told_to_end_while_it_warms_up(tiny: Engine, monkeypatch: pytest.MonkeyP
 def test_another_host_has_failed(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(tiny, CONFIG) as found, monkeypatch.context() as changed:
         # The socket closes a moment later.
-        changed.setattr(found.server._http, "stop", lambda: None)
-        found.server._fail()
+        changed.setattr(found.server.http, "stop", lambda: None)
+        found.server.fail()
         health = found.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": "dead"})
         answer = found.post("/v1/completions", {"prompt": "a"})
@@ -417,8 +415,8 @@ def test_a_chat_with_a_model_that_has_no_template(tiny: Engine, monkeypatch: pyt
 
 def test_who_waits_to_be_read_is_refused_unread(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(tiny, CONFIG) as found:
-        reader, scheduler, gate = found.server._reader, found.server.scheduler, threading.Event()
-        read, checked, real, check = [], [], reader.generation, scheduler.check_room
+        reader, serving, gate = found.server.reader, found.server.serving, threading.Event()
+        read, checked, real, check = [], [], reader.generation, serving.check_room
 
         def generation(body: Any) -> Any:
             read.append(body.prompt)
@@ -431,7 +429,7 @@ def test_who_waits_to_be_read_is_refused_unread(tiny: Engine, monkeypatch: pytes
 
         statuses: list[int] = []
         monkeypatch.setattr(reader, "generation", generation)
-        monkeypatch.setattr(scheduler, "check_room", check_room)
+        monkeypatch.setattr(serving, "check_room", check_room)
         threads = [
             threading.Thread(target=lambda: statuses.append(found.post("/v1/completions", {"prompt": "x"}).status_code))
             for _ in range(6)
@@ -440,7 +438,7 @@ def test_who_waits_to_be_read_is_refused_unread(tiny: Engine, monkeypatch: pytes
             thread.start()
         # All when they come, and the two that are read now once more.
         wait_for(lambda: len(checked) == 8)
-        scheduler.state = "draining"
+        serving.state = "draining"
         gate.set()
         for thread in threads:
             thread.join(PATIENCE)
@@ -450,19 +448,20 @@ def test_who_waits_to_be_read_is_refused_unread(tiny: Engine, monkeypatch: pytes
 
 @contextmanager
 def slowly(found: Served, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.5) -> Iterator[threading.Event]:
-    """While the event is not set, a turn takes so long and makes one step."""
-    mesh, gate = found.server.scheduler.mesh, threading.Event()
-    assert mesh is not None
-    real = mesh.turn
+    """While the event is not set, a step takes so long and makes one iteration."""
+    executor, scheduler, gate = found.server.serving.executor, found.server.serving.scheduler, threading.Event()
+    assert executor is not None
+    assert scheduler is not None
+    real = executor.execute
 
-    def turn(one: Turn) -> Outcome:
-        if one.pools:
+    def execute(plan: StepPlan) -> StepOutcome:
+        if plan.pools:
             gate.wait(seconds)
-        return real(one)
+        return real(plan)
 
     with monkeypatch.context() as changed:
-        changed.setattr(mesh, "turn", turn)
-        changed.setattr(found.server.scheduler, "_iterations", lambda pool: 1)
+        changed.setattr(executor, "execute", execute)
+        changed.setattr(scheduler, "policy", SchedulerPolicy(max_iterations=1))
         yield gate
         gate.set()
 
@@ -495,7 +494,7 @@ def test_rooms_and_deadlines(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
             with httpx.stream("POST", f"{found.url}/v1/completions", json=long | {"n": 3}, timeout=PATIENCE) as stream:
                 wait_for(lambda: found.metric("num_requests_running") == 2)
                 found.host.end()
-                wait_for(lambda: found.server.scheduler.state == "draining")
+                wait_for(lambda: found.server.serving.state == "draining")
                 assert found.post("/v1/completions", {"prompt": "a"}).status_code == 503
                 health = found.get("/health")
                 assert (health.status_code, health.json()) == (503, {"status": "draining"})
@@ -533,16 +532,16 @@ def test_an_engine_that_fails_says_so(engine: Engine, monkeypatch: pytest.Monkey
     seen: list[BaseException] = []
     monkeypatch.setattr("threading.excepthook", lambda arguments: seen.append(arguments.exc_value))
     with served(engine, CONFIG) as found:
-        mesh = found.server.scheduler.mesh
-        assert mesh is not None
+        executor = found.server.serving.executor
+        assert executor is not None
 
-        def fail(turn: Any) -> Any:
+        def fail(plan: Any) -> Any:
             raise RuntimeError("the device is on fire")
 
         # The socket closes a moment later.
-        stop = found.server._http.stop
-        monkeypatch.setattr(found.server._http, "stop", lambda: None)
-        monkeypatch.setattr(mesh, "turn", fail)
+        stop = found.server.http.stop
+        monkeypatch.setattr(found.server.http, "stop", lambda: None)
+        monkeypatch.setattr(executor, "execute", fail)
         answer = found.post("/v1/completions", {"prompt": "a"})
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_failed"
@@ -572,7 +571,7 @@ def test_an_engine_that_stands_still_says_so(engine: Engine, monkeypatch: pytest
 def test_who_waits_for_an_engine_that_says_nothing_is_told_the_timeout() -> None:
     async def waiting() -> None:
         now = time.monotonic()
-        await Mail(now - 5, now - 3).wait()
+        await ResponseStream(now - 5, now - 3).wait()
 
     with pytest.raises(ApiError, match="not finished within 2 s"):
         asyncio.run(waiting())
@@ -641,15 +640,6 @@ def test_keys_names_and_slow_clients(engine: Engine, tmp_path: Path) -> None:
             assert expected in answer
             assert time.monotonic() - start < PATIENCE / 2
         assert found.get("/health", headers=right).status_code == 200
-
-
-def test_owners_take_turns() -> None:
-    waiting: Waiting[str] = Waiting()
-    for owner, item in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2")):
-        waiting.add(owner, item)
-    assert waiting.drop(lambda item: item == "a2") == ["a2"]
-    assert len(waiting) == 5
-    assert [waiting.take() for _ in range(6)] == ["a1", "b1", "c1", "a3", "b2", None]
 
 
 @pytest.mark.slow

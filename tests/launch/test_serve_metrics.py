@@ -11,7 +11,7 @@ import jax
 import pytest
 import transformers
 
-from runtime import DiffusionConfig, Engine, SamplingConfig
+from runtime import DiffusionConfig, Engine, SamplingConfig, SchedulerPolicy
 from tests.launch.served import Served, served, wait_for
 from tests.launch.tiny import write_tiny_checkpoint
 
@@ -48,11 +48,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def there(folder: Path) -> Iterator[Served]:
     """A server of blocks whose every denoise step is looked at."""
     engine = Engine.load(folder, "tensor=1", devices=jax.devices()[:1])
     with served(engine, BLOCKS) as found:
-        monkeypatch.setattr(found.server.scheduler, "_iterations", lambda pool: 1)
+        assert found.server.serving.scheduler is not None
+        found.server.serving.scheduler.policy = SchedulerPolicy(max_iterations=1)
         yield found
 
 

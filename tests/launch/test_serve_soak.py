@@ -119,11 +119,12 @@ async def soak(found: Served, asked: Asked, count: int, seed: int) -> tuple[int,
 def settled(found: Served) -> None:
     """Wait until nobody is there, and see that nothing is left of those who were."""
     wait_for(lambda: found.metric("num_requests_running") + found.metric("num_requests_waiting") == 0)
-    scheduler = found.server.scheduler
-    assert not scheduler._jobs
-    assert not scheduler._flying
-    assert scheduler.mesh is not None
-    assert not any(pool.held for pool in scheduler.mesh.pools)
+    scheduler, executor = found.server.serving.scheduler, found.server.serving.executor
+    assert scheduler is not None
+    assert not scheduler.unfinished
+    assert not scheduler.running
+    assert executor is not None
+    assert not any(pool.held for pool in executor.pools)
 
 
 def resident() -> int:

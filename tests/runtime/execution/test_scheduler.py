@@ -1,147 +1,303 @@
-"""Continuous filling: a row's tokens are those it has alone, whoever shares the slots, in whatever order."""
+"""The scheduler's policy, on slots that are only counted and a clock that is only a number."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+import json
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import transformers
 
-from runtime import DiffusionConfig, Engine, SamplingConfig
-from runtime.execution.row_request import RowRequest, RowResult
-from runtime.execution.scheduler import Filling
-from sharding.errors import InputError
-from tests import golden_cases
-from tests.runtime.decoding.test_autoregressive import torch_model
+from runtime import (
+    CanvasChanged,
+    DiffusionConfig,
+    Event,
+    FirstToken,
+    PoolLimits,
+    PrefixGrown,
+    RequestFinished,
+    RequestHandle,
+    RowFinished,
+    RowInserted,
+    RowRequest,
+    RowResult,
+    RowsScored,
+    SamplingConfig,
+    Scheduler,
+    SchedulerPolicy,
+    ScorePass,
+    StepOutcome,
+    StepPlan,
+)
+from runtime.execution.step_plan import Insertion, PoolOutcome, PoolPlan
 
-BASE = DiffusionConfig(max_new_tokens=12, steps=12, algorithm="entropy", temperature=0.7, log_probabilities=True)
-MODES: dict[str, DiffusionConfig] = {
-    "exact": BASE,
-    "origin": BASE.replace(algorithm="origin", top_p=0.9),
-    "dual": BASE.replace(cache="dual", block_length=4, parallel="threshold", threshold=0.2, algorithm="maskgit_plus"),
-    "prefix": BASE.replace(cache="prefix", block_length=4, refresh_interval=3, stop_token_ids=tuple(range(8))),
-}
-LENGTHS = (9, 1, 5, 14, 3, 7, 11)
-NEW = (12, 5, 9, 12, 3, 12, 7)
-
-
-def prompts(vocab: int, masked: int | None) -> list[list[int]]:
-    generator = np.random.default_rng(3)
-    rows = [[int(token) for token in generator.integers(1, vocab, length)] for length in LENGTHS]
-    rows = [[1 if token == masked else token for token in row] for row in rows]
-    if masked is not None:
-        rows[2][1] = masked  # to be filled too
-    return rows
+PROMPT = [7, 7]
 
 
-def requests(engine: Engine, config: DiffusionConfig | SamplingConfig, **changes: Any) -> list[RowRequest]:
-    masked = None if engine.config.is_autoregressive else engine.config.mask_token_id
-    return [
-        RowRequest(row, config.replace(**(changes | {"max_new_tokens": new})), seed=number * 7919)
-        for number, (row, new) in enumerate(zip(prompts(engine.config.vocab_size, masked), NEW, strict=True))
+class CountedSlots:
+    """Executes plans on no device: a row commits a token in every iteration, from left to right."""
+
+    def __init__(self, seconds: float) -> None:
+        """Take the seconds that an iteration takes."""
+        self.now = 100.0
+        self.order: list[RowRequest] = []
+        self.plans: list[PoolPlan] = []
+        self._seconds = seconds
+        self._held: dict[int, dict[int, tuple[int, RowRequest, int]]] = {}
+
+    def rows(self, pool: int = 0) -> dict[int, int]:
+        """Number of the row in each slot that is taken."""
+        return {slot: row for slot, (row, _, _) in self._held.get(pool, {}).items()}
+
+    def execute(self, plan: StepPlan) -> StepOutcome:
+        """What real slots would make of a plan that has crossed from one host to another."""
+        plan = StepPlan.from_json(json.loads(json.dumps(plan.to_json())))
+        scores = None if plan.score is None else [np.full(len(row), -1.0, np.float32) for row in plan.score.rows]
+        return StepOutcome([self._execute(pool) for pool in plan.pools], scores)
+
+    def _execute(self, plan: PoolPlan) -> PoolOutcome:
+        self.plans.append(plan)
+        held = self._held.setdefault(plan.pool, {})
+        for slot in plan.evict:
+            del held[slot]
+        for one in plan.insert:
+            held[one.slot] = one.row, one.request, 0
+            self.order.append(one.request)
+        left = [request.config.max_new_tokens - made for _, request, made in held.values()]
+        ran = min(plan.iterations, max(left, default=0))
+        self.now += ran * self._seconds
+        results, canvases = [], {}
+        for slot, (row, request, made) in list(held.items()):
+            new = request.config.max_new_tokens
+            held[slot] = row, request, (made := min(new, made + ran))
+            positions = np.arange(request.length) - len(request.tokens)
+            if made == new:
+                del held[slot]
+                steps = np.maximum(positions, -1).astype(np.int32)
+                results.append(RowResult(row, np.full(request.length, request.seed, np.int32), steps, None))
+            elif plan.canvases:
+                canvases[row] = np.where(positions < made, request.seed, -1).astype(np.int32)
+        return PoolOutcome(plan.pool, results, canvases, ran, ran, ran * self._seconds)
+
+
+def rows(*tokens: int, seed: int = 0) -> list[RowRequest]:
+    """Rows of so many new tokens each."""
+    return [RowRequest(PROMPT, SamplingConfig(max_new_tokens=new), seed) for new in tokens]
+
+
+def step(scheduler: Scheduler, slots: CountedSlots) -> list[Event]:
+    plan = scheduler.schedule(slots.now)
+    return scheduler.update(slots.execute(plan), slots.now)
+
+
+def drain(scheduler: Scheduler, slots: CountedSlots, most: int = 1000) -> list[Event]:
+    events: list[Event] = []
+    while scheduler.waiting or scheduler.running:
+        events += step(scheduler, slots)
+        most -= 1
+        assert most, "it does not end"
+    return events
+
+
+def finished(events: Sequence[Event]) -> list[RequestHandle]:
+    return [event.handle for event in events if isinstance(event, RequestFinished)]
+
+
+def single(slots: int, prefill_limit: int | None = None, **policy: object) -> Scheduler:
+    return Scheduler([PoolLimits(slots, prefill_limit)], SchedulerPolicy(**policy))  # type: ignore[arg-type]
+
+
+def test_owners_share_the_slots() -> None:
+    scheduler, slots = single(2, max_iterations=1), CountedSlots(0.01)
+    greedy = [RequestHandle("greedy", rows(2, 2, 2, 2, seed=1)) for _ in range(3)]
+    modest = RequestHandle("modest", rows(2, 2, seed=2))
+    for handle in (*greedy, modest):
+        scheduler.add(handle)
+    assert scheduler.waiting == 14
+    order = finished(drain(scheduler, slots))
+    # Twelve rows came before; each owner has every other slot nevertheless.
+    assert [request.seed for request in slots.order[:6]] == [1, 2, 1, 2, 1, 1]
+    assert order == [modest, *greedy]
+    assert scheduler.stats.rows == 14
+    assert scheduler.stats.tokens == 28
+
+
+def test_a_free_slot_is_given_away_while_others_run() -> None:
+    scheduler, slots = single(2, max_iterations=1), CountedSlots(0.01)
+    scheduler.add(RequestHandle(rows=rows(9, 2, 2, 2)))
+    for _ in range(2):
+        step(scheduler, slots)
+    assert (scheduler.running, scheduler.waiting, scheduler.usage) == (1, 2, 0.5)
+    step(scheduler, slots)
+    assert slots.rows() == {0: 0, 1: 2}
+    assert slots.plans[-1].evict == []
+    drain(scheduler, slots)
+    assert scheduler.stats.slot_iterations == 2 * 9
+    assert scheduler.stats.utilisation == 15 / 18
+
+
+def test_deadlines() -> None:
+    scheduler, slots = single(1, max_iterations=1), CountedSlots(1.0)
+    running, waiting, patient = (
+        RequestHandle(rows=rows(9), arrived=slots.now, deadline=slots.now + seconds) for seconds in (3.0, 2.0, 60.0)
+    )
+    for handle in (running, waiting, patient):
+        scheduler.add(handle)
+    step(scheduler, slots)
+    assert scheduler.expire(slots.now) == []
+    step(scheduler, slots)
+    assert scheduler.expire(slots.now) == [waiting]
+    step(scheduler, slots)
+    assert slots.rows() == {0: 0}, "who runs is left alone"
+    assert scheduler.expire(slots.now) == [running]
+    assert scheduler.expire(slots.now) == [], "once"
+    # Its slot goes to the next one in the same step; the one that waited in between has left the queue.
+    step(scheduler, slots)
+    assert slots.plans[-1] == PoolPlan(0, [], [Insertion(0, 1, patient.rows[0])], 1, True)
+    assert scheduler.unfinished == [patient]
+    assert (scheduler.running, scheduler.waiting) == (1, 0)
+    assert finished(drain(scheduler, slots)) == [patient]
+
+
+def test_aborts() -> None:
+    scheduler, slots = single(2, max_iterations=1), CountedSlots(0.01)
+    first, second, third = (RequestHandle(owner, rows(9, 9)) for owner in "abc")
+    scheduler.add(first)
+    step(scheduler, slots)
+    scheduler.add(second)
+    scheduler.add(third)
+    # One that waits is never inserted.
+    assert scheduler.abort(second)
+    assert scheduler.waiting == 4, "until the next step"
+    step(scheduler, slots)
+    assert scheduler.waiting == 2
+    # One that runs is evicted, and others take its slots.
+    assert scheduler.abort(first)
+    assert not scheduler.abort(first)
+    step(scheduler, slots)
+    assert slots.rows() == {0: 2, 1: 3}
+    # Nobody waits: the slots are emptied.
+    assert scheduler.abort(third)
+    assert step(scheduler, slots) == []
+    assert slots.plans[-1].evict == [0, 1]
+    assert slots.rows() == {}
+    assert (scheduler.running, scheduler.waiting, scheduler.unfinished) == (0, 0, [])
+    assert scheduler.schedule(slots.now) == StepPlan()
+
+
+def test_a_request_that_is_aborted_in_its_last_step_is_not_finished() -> None:
+    scheduler, slots = single(1), CountedSlots(0.01)
+    handle = RequestHandle(rows=rows(1))
+    scheduler.add(handle)
+    outcome = slots.execute(scheduler.schedule(slots.now))
+    scheduler.abort(handle)
+    events = scheduler.update(outcome, slots.now)
+    assert [type(event) for event in events] == [RowInserted, FirstToken, RowFinished]
+    assert scheduler.running == 0
+    assert not scheduler.abort(handle)
+
+
+def test_prompts_of_autoregressive_rows_are_read_a_few_at_a_time() -> None:
+    scheduler, slots = single(8, prefill_limit=2, max_iterations=1), CountedSlots(0.01)
+    scheduler.add(RequestHandle(rows=rows(*[20] * 12)))
+    running = []
+    for _ in range(5):
+        step(scheduler, slots)
+        running.append(scheduler.running)
+    assert running == [2, 4, 6, 8, 8]
+    assert [len(plan.insert) for plan in slots.plans] == [2, 2, 2, 2, 0]
+    whole = single(8)
+    whole.add(RequestHandle(rows=rows(*[20] * 12)))
+    assert len(whole.schedule(0.0).pools[0].insert) == 8
+
+
+@pytest.mark.parametrize(("seconds", "iterations"), [(0.0005, 16), (0.005, 6), (0.02, 1), (10.0, 1)])
+def test_a_step_takes_about_as_long_whatever_an_iteration_takes(seconds: float, iterations: int) -> None:
+    scheduler, slots = single(2), CountedSlots(seconds)
+    scheduler.add(RequestHandle(rows=rows(100, 100)))
+    for _ in range(3):
+        step(scheduler, slots)
+    assert [plan.iterations for plan in slots.plans] == [1, iterations, iterations]
+    scheduler.policy = SchedulerPolicy(max_iterations=3, step_seconds=None)
+    step(scheduler, slots)
+    assert slots.plans[-1].iterations == 3
+
+
+def test_canvases_are_looked_at_for_streams_and_first_tokens_alone() -> None:
+    scheduler, slots = single(2, max_iterations=1), CountedSlots(0.5)
+    streamed = RequestHandle(rows=rows(4, seed=5), arrived=slots.now - 2, stream=True)
+    scheduler.add(streamed)
+    events = drain(scheduler, slots)
+    assert events[0] == RowInserted(streamed, 0, 2.0)
+    assert [event.seconds for event in events if isinstance(event, FirstToken)] == [2.5]
+    assert [event.seconds for event in events if isinstance(event, PrefixGrown)] == [0.5] * 3
+    canvases = [event.canvas.tolist() for event in events if isinstance(event, CanvasChanged)]
+    assert canvases == [[5, -1, -1, -1], [5, 5, -1, -1], [5, 5, 5, -1]]
+    last = next(event for event in events if isinstance(event, RowFinished))
+    assert (last.tokens, last.steps, last.seconds, last.seconds_per_token) == (4, 4, 2.0, 0.5)
+    assert events[-1] == RequestFinished(streamed, 4.0)
+    # One that is not streamed: until its first token is seen, and then no more.
+    scheduler.add(RequestHandle(rows=rows(4)))
+    del slots.plans[:]
+    events = drain(scheduler, slots)
+    assert [plan.canvases for plan in slots.plans] == [True, False, False, False]
+    assert not [event for event in events if isinstance(event, (CanvasChanged, PrefixGrown))]
+    # Nobody wants to know at all.
+    scheduler.policy = SchedulerPolicy(first_tokens=False)
+    scheduler.add(RequestHandle(rows=rows(4)))
+    del slots.plans[:]
+    drain(scheduler, slots)
+    assert not any(plan.canvases for plan in slots.plans)
+
+
+def test_score_passes_take_turns_beside_the_rows() -> None:
+    scheduler, slots = single(1, max_iterations=1), CountedSlots(0.01)
+    passes = [ScorePass([[1, 2, 3], [4]], [[1, 2, 3], [4]], 1.0, 64, 2), ScorePass([[5, 6]], [[5, 6]], 1.0, 64, 2)]
+    long, short = RequestHandle("a", score_passes=passes), RequestHandle("b", score_passes=passes[1:])
+    scheduler.add(RequestHandle("a", rows(5)))
+    scheduler.add(long)
+    scheduler.add(short)
+    assert scheduler.waiting == 4
+    events = drain(scheduler, slots)
+    scored = [
+        (event.handle, event.first, list(map(len, event.scores))) for event in events if isinstance(event, RowsScored)
     ]
+    assert scored == [(long, 0, [3, 1]), (short, 0, [2]), (long, 2, [2])]
+    assert finished(events)[:2] == [short, long]
+    assert scheduler.stats.forwards == 5 + 3
+    scheduler.add(doomed := RequestHandle("a", score_passes=passes))
+    scheduler.abort(doomed)
+    assert scheduler.schedule(slots.now) == StepPlan()
+    assert scheduler.waiting == 0
 
 
-def alone(engine: Engine, request: RowRequest) -> RowResult:
-    found = engine.generate_tokens([request.tokens], None, request.config.replace(seed=[request.seed]))
-    assert found.log_probabilities is not None
-    return RowResult(0, found.sequences[0], found.commit_steps[0], found.log_probabilities[0])
+def test_pools_do_not_wait_for_one_another() -> None:
+    scheduler, slots = Scheduler([PoolLimits(1), PoolLimits(1)]), CountedSlots(0.01)
+    narrow, wide = RequestHandle(rows=rows(3, 3)), RequestHandle(rows=rows(3), pool=1)
+    scheduler.add(narrow)
+    scheduler.add(wide)
+    plan = scheduler.schedule(slots.now)
+    assert [(one.pool, [row.row for row in one.insert]) for one in plan.pools] == [(0, [0]), (1, [1])]
+    scheduler.update(slots.execute(plan), slots.now)
+    assert finished(drain(scheduler, slots)) == [wide, narrow]
 
 
-def gather(filling: Filling, **arguments: Any) -> dict[int, RowResult]:
-    found = [result for results in filling.run(**arguments) for result in results]
-    assert len({result.number for result in found}) == len(found)
-    return {result.number: result for result in found}
+def test_without_admission_rows_in_slots_are_the_last() -> None:
+    scheduler, slots = single(2, max_iterations=1), CountedSlots(0.01)
+    scheduler.add(RequestHandle(rows=rows(2, 3, 3)))
+    step(scheduler, slots)
+    done = []
+    while (plan := scheduler.schedule(slots.now, admit=False)).pools:
+        events = scheduler.update(slots.execute(plan), slots.now)
+        done += [event.index for event in events if isinstance(event, RowFinished)]
+    assert done == [0, 1]
+    assert (scheduler.running, scheduler.waiting) == (0, 1)
 
 
-def same(found: RowResult, expected: RowResult) -> None:
-    np.testing.assert_array_equal(found.sequence, expected.sequence)
-    np.testing.assert_array_equal(found.commit_steps, expected.commit_steps)
-    assert found.log_probabilities is not None
-    assert expected.log_probabilities is not None
-    np.testing.assert_allclose(found.log_probabilities, expected.log_probabilities, atol=1e-4)
-
-
-def check(engine: Engine, asked: list[RowRequest], slots: int) -> None:
-    expected = [alone(engine, request) for request in asked]
-    filling = engine.filling(asked, slots)
-    found = gather(filling)
-    assert sorted(found) == list(range(len(asked)))
-    for number, result in found.items():
-        same(result, expected[number])
-    assert filling.stats.rows == len(asked)
-    assert filling.stats.tokens == sum(int((result.commit_steps >= 0).sum()) for result in expected)
-    # In another order, and some left out, without another program.
-    compiled = engine.compiled_programs
-    backwards = gather(engine.filling(asked[::-1], slots), skip={1, 4})
-    assert sorted(backwards) == [0, 2, 3, 5, 6]
-    for number, result in backwards.items():
-        same(result, expected[len(asked) - 1 - number])
-    assert engine.compiled_programs == compiled
-
-
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=() if mode in ("exact", "dual") else pytest.mark.slow) for mode in MODES]
-)
-def test_diffusion_rows_are_as_alone(mode: str) -> None:
-    engine = golden_cases.engine("tensor=1")
-    check(engine, requests(engine, MODES[mode]), slots=3)
-
-
-@pytest.mark.parametrize("mode", ["dual", pytest.param("exact", marks=pytest.mark.slow)])
-def test_slots_on_a_mesh(mode: str) -> None:
-    mesh = "data=2,sequence=2,tensor=2"
-    engine, single = golden_cases.engine(mesh), golden_cases.engine("tensor=1")
-    asked = requests(engine, MODES[mode])
-    for number, result in gather(engine.filling(asked, 5)).items():
-        same(result, alone(single, asked[number]))
-
-
-@functools.cache
-def autoregressive(folder: str, mesh: str) -> Engine:
-    return Engine.load(folder, mesh)
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("qwen2")
-    model: transformers.PreTrainedModel = torch_model("qwen2")
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "changes"),
-    [
-        ("tensor=1", {}),
-        pytest.param("tensor=1", {"use_cache": False}, marks=pytest.mark.slow),
-        pytest.param("data=2,sequence=2,tensor=2", {"stop_token_ids": tuple(range(60))}, marks=pytest.mark.slow),
-    ],
-)
-def test_autoregressive_rows_are_as_alone(qwen2: str, mesh: str, changes: dict[str, Any]) -> None:
-    engine = autoregressive(qwen2, mesh)
-    config = SamplingConfig(temperature=0.8, top_p=0.95, log_probabilities=True, **changes)
-    check(engine, requests(engine, config), slots=3 if mesh == "tensor=1" else 4)
-
-
-def test_utilisation_and_an_early_end() -> None:
-    engine = golden_cases.engine("tensor=1")
-    asked = requests(engine, BASE)
-    filling = engine.filling(asked, 4)
-    asked_for_more = iter([True] * 3 + [False] * 1000)
-    found = gather(filling, more=lambda: next(asked_for_more))
-    # Whoever is in flight when no more may enter is finished, and nobody else.
-    assert 0 < len(found) < len(asked)
-    stats = filling.stats
-    assert stats.slot_iterations == 4 * stats.forwards
-    assert 0.5 < stats.utilisation <= 1.0
-    assert stats.busy_iterations == sum(len(set(row.commit_steps[row.commit_steps >= 0])) for row in found.values())
-
-
-def test_a_request_that_cannot_be_generated_is_named() -> None:
-    engine = golden_cases.engine("tensor=1")
-    asked = [RowRequest([1], BASE, 0), RowRequest([1] * engine.config.max_positions, BASE, 0)]
-    with pytest.raises(InputError, match=r"request 1: .* the\s+model allows"):
-        engine.filling(asked)
+def test_plans_as_json() -> None:
+    diffusion = DiffusionConfig(max_new_tokens=3, stop_token_ids=(1, 2), cache="dual", parallel="threshold")
+    sampling = SamplingConfig(max_new_tokens=3, temperature=0.5, stop_token_ids=(4,))
+    inserted = [Insertion(n, n, RowRequest([1, n], config, n)) for n, config in enumerate((diffusion, sampling))]
+    plan = StepPlan([PoolPlan(1, [2], inserted, 3, True)], ScorePass([[1]], [[2]], 0.5, 64, 4))
+    assert StepPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert StepPlan.from_json(json.loads(json.dumps(StepPlan().to_json()))) == StepPlan([])

@@ -14,7 +14,7 @@ from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.slots import AutoregressiveSlots, DiffusionSlots, Slots
 from runtime.execution.specialization import general
 from tests import golden_cases
-from tests.runtime.execution.test_scheduler import alone, autoregressive, prompts, qwen2
+from tests.runtime.execution.test_offline import alone, autoregressive, prompts, qwen2
 
 __all__ = ["qwen2"]
 

@@ -1,4 +1,4 @@
-"""Who waits for a slot, and whose turn it is: first come first served for each owner, owners in turn."""
+"""A queue that is fair among owners: first come first served for each owner, owners in turn."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 
-class Waiting(Generic[Item]):
-    """A queue that is fair among owners. Not for several threads at a time."""
+class FairQueue(Generic[Item]):
+    """A round-robin queue over the owners of its items. Not thread-safe."""
 
     def __init__(self) -> None:
         self._queues: OrderedDict[Hashable, deque[Item]] = OrderedDict()
@@ -18,12 +18,12 @@ class Waiting(Generic[Item]):
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    def add(self, owner: Hashable, item: Item) -> None:
-        """To the end of the owner's queue; an owner who had none comes after all others."""
+    def push(self, owner: Hashable, item: Item) -> None:
+        """Append an item to its owner's queue; an owner without one is served after all the others."""
         self._queues.setdefault(owner, deque()).append(item)
 
-    def take(self) -> Item | None:
-        """The next one; its owner comes last then. None where nobody waits."""
+    def pop(self) -> Item | None:
+        """Take the next item, after which its owner is served last. None if the queue is empty."""
         if not self._queues:
             return None
         owner, queue = next(iter(self._queues.items()))
@@ -33,14 +33,14 @@ class Waiting(Generic[Item]):
             del self._queues[owner]
         return item
 
-    def drop(self, unwanted: Callable[[Item], bool]) -> list[Item]:
-        """Take out those that are not wanted any more."""
-        found: list[Item] = []
+    def remove(self, unwanted: Callable[[Item], bool]) -> list[Item]:
+        """Remove every item for which ``unwanted`` is true, and return them. Owners keep their turns."""
+        removed: list[Item] = []
         for owner, queue in list(self._queues.items()):
-            found += filter(unwanted, queue)
+            removed += filter(unwanted, queue)
             kept = deque(item for item in queue if not unwanted(item))
             if kept:
                 self._queues[owner] = kept
             else:
                 del self._queues[owner]
-        return found
+        return removed

@@ -1,11 +1,11 @@
-"""Continuous filling against fixed batches on the same prompts: what it is worth that nobody waits for the slowest.
+"""The offline scheduler against fixed batches on the same prompts: what continuous batching gains.
 
-  python -m benchmarks.filling                   the demo checkpoint's held-out prompts, some minutes on 2 cores
-  python -m benchmarks.filling --mesh=data=8 --slots=64 --checkpoint=... --prompts=...     anywhere else
+  python -m benchmarks.offline_scheduler         the demo checkpoint's held-out prompts, some minutes on 2 cores
+  python -m benchmarks.offline_scheduler --mesh=data=8 --slots=64 --checkpoint=... --prompts=...  anywhere else
 
 Rows end with their end token, so they are of uneven length. Fixed batches take as many rows as there are slots, in the
 order of the input, and begin the next when the last row is done. Both sides must give the same tokens. Forward passes
-do not depend on the machine; times do. Written to benchmarks/results/filling.json.
+do not depend on the machine; times do. Written to benchmarks/results/offline_scheduler.json.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ from benchmarks.records import (
 from checkpoints import DEMO
 from launch.profiling import check_profiling, define_profiling_flags, profile_again
 from launch.startup import run_launcher
-from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.engine import Engine
-from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import row_seed
-from sharding.errors import InputError
+from runtime import DiffusionConfig, Engine, InputError, RowRequest, SamplingConfig, row_seed
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -74,10 +70,10 @@ def measure(
     found: dict[str, Any] = {}
     slots = values.slots
 
-    def filled() -> None:
-        filling = engine.filling(requests, slots)
-        results = {result.number: result for results in filling.run() for result in results}
-        found["filled"] = [results[number].sequence for number in range(len(requests))], filling.stats
+    def scheduled() -> None:
+        scheduler = engine.scheduler(requests, slots)
+        results = {result.number: result for results in scheduler.run() for result in results}
+        found["scheduled"] = [results[number].sequence for number in range(len(requests))], scheduler.stats
 
     def fixed() -> None:
         rows, forwards = [], 0
@@ -92,15 +88,15 @@ def measure(
             forwards += result.stats.forwards
         found["fixed"] = rows, forwards
 
-    times = time_alternating({"filled": filled, "fixed": fixed}, values.repeats, warmup=1)
-    profile_again(values, name, filled, engine.program_texts)
-    (rows, stats), (expected, forwards) = found["filled"], found["fixed"]
+    times = time_alternating({"scheduled": scheduled, "fixed": fixed}, values.repeats, warmup=1)
+    profile_again(values, name, scheduled, engine.program_texts)
+    (rows, stats), (expected, forwards) = found["scheduled"], found["fixed"]
     differing = sum(not np.array_equal(*pair) for pair in zip(rows, expected, strict=True))
     return {
         "tokens": stats.tokens,
         "rows_that_differ": differing,
-        "filled": {
-            "milliseconds": times["filled"],
+        "scheduled": {
+            "milliseconds": times["scheduled"],
             "forwards": stats.forwards,
             "utilisation": round(stats.utilisation, 3),
         },
@@ -109,7 +105,7 @@ def measure(
             "forwards": forwards,
             "utilisation": round(stats.busy_iterations / (forwards * slots), 3),
         },
-        "throughput_ratio": round(times["fixed"].median / times["filled"].median, 3),
+        "throughput_ratio": round(times["fixed"].median / times["scheduled"].median, 3),
         "forwards_ratio": round(forwards / stats.forwards, 3),
     }
 
@@ -134,16 +130,16 @@ def main(values: flags.FlagValues) -> None:
             RowRequest(engine.tokenizer.encode(prompt), config, row_seed(0, row)) for row, prompt in enumerate(prompts)
         ]
         results[name] = found = measure(engine, name, requests, config, values)
-        filled, fixed = found["filled"], found["fixed"]
+        scheduled, fixed = found["scheduled"], found["fixed"]
         print(
             f"{name}: {found['throughput_ratio']:.2f} x the throughput of fixed batches, "
-            f"{found['forwards_ratio']:.2f} x fewer forward passes ({filled['forwards']} and {fixed['forwards']}), "
-            f"slots {filled['utilisation']:.0%} and {fixed['utilisation']:.0%} busy, "
+            f"{found['forwards_ratio']:.2f} x fewer forward passes ({scheduled['forwards']} and {fixed['forwards']}), "
+            f"slots {scheduled['utilisation']:.0%} and {fixed['utilisation']:.0%} busy, "
             f"{found['rows_that_differ']} rows differ"
         )
     devices = jax.devices()
     record = build_record(
-        "filling",
+        "offline_scheduler",
         kind=kind_of_devices(devices),
         settings={name: values[name].value for name in ("rows", "slots", "max_new_tokens", "repeats")}
         | {"mesh": str(engine.layout.spec), "checkpoint": Path(values.checkpoint).name},

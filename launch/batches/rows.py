@@ -1,0 +1,49 @@
+"""The rows that a batch's lines come to, and from generated rows back to the records of lines."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from launch.batches.lines import Line
+from launch.batches.records import Key, openai_record, sample_record
+from launch.openai.bodies import Defaults
+from runtime import RowRequest, RowResult
+
+
+class LineRows:
+    """Rows of all lines, line by line and sample by sample.
+
+    Attributes:
+      requests: the rows to generate.
+    """
+
+    def __init__(self, lines: Sequence[Line], defaults: Defaults) -> None:
+        """Take all lines of the input, and what they were read with."""
+        self._defaults = defaults
+        self.requests: list[RowRequest] = [request for line in lines for request in line.requests()]
+        self._owners = [(line, sample) for line in lines for sample in range(line.samples)]
+        self._samples: dict[str, dict[int, dict[str, Any]]] = {}  # of OpenAI lines that are not complete, by line id
+
+    def of_records(self, records: Collection[Key]) -> set[int]:
+        """Indices of the rows that these records are of."""
+        return {
+            index
+            for index, (line, sample) in enumerate(self._owners)
+            if (line.id, sample if line.form == "plain" else None) in records
+        }
+
+    def record(self, result: RowResult) -> dict[str, Any] | None:
+        """The record that a finished row completes; None if other samples of its OpenAI line are still missing."""
+        (line, sample), defaults = self._owners[result.number], self._defaults
+        request, tokenizer = self.requests[result.number], defaults.tokenizer
+        own = sample_record(line, request, result, sample, tokenizer, defaults.model, defaults.end_token_ids)
+        if line.form == "plain":
+            return own
+        samples = self._samples.setdefault(line.id, {})
+        samples[sample] = own
+        if len(samples) < line.samples:
+            return None
+        del self._samples[line.id]
+        ordered = [samples[number] for number in range(line.samples)]
+        return openai_record(line, ordered, tokenizer, defaults.model_name)

@@ -1,0 +1,332 @@
+"""The thread that owns the engine, and what other threads may ask of it.
+
+Each step: aborted rows are evicted, waiting rows are inserted into free slots, every row in a slot goes on by a few
+iterations, and what has come of it is put into the response streams. All hosts execute the same plans.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from launch.serving.errors import ENGINE_FAILED, ApiError, busy, too_late, unavailable
+from launch.serving.metrics import Metrics
+from launch.serving.response_stream import ResponseStream
+from runtime import (
+    CanvasChanged,
+    DiffusionConfig,
+    Event,
+    Executor,
+    FirstToken,
+    PoolLimits,
+    PrefixGrown,
+    RequestFinished,
+    RequestHandle,
+    RowFinished,
+    RowInserted,
+    RowResult,
+    RowsScored,
+    Scheduler,
+    StepPlan,
+)
+
+State = Literal["warming up", "ready", "draining", "dead"]
+
+_IDLE_SECONDS = 0.25  # between two steps without work
+_DRAIN_CHECK_SECONDS = 0.5  # between two questions whether to end
+_RATE_SAMPLES = 64  # rows over which the rate of service is measured
+_MAX_RETRY_SECONDS = 60
+
+
+class Hosts(Protocol):
+    """What the server needs of :class:`launch.hosts.host.Host`."""
+
+    number: int
+    count: int
+
+    def mark(self) -> None:
+        """Note progress."""
+
+    def gather(self, topic: str, value: object) -> list[object]:
+        """What each host says."""
+
+    def draining(self) -> bool:
+        """Whether to end."""
+
+    def before_end(self, tell: Callable[[], None]) -> None:
+        """What to do before a fault of any host ends this process."""
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """One step of the server, as all hosts make it.
+
+    Attributes:
+      plan: what the devices do.
+      check_drain: whether the hosts ask one another if the server is to end.
+      last: whether no step follows.
+    """
+
+    plan: StepPlan
+    check_drain: bool = False
+    last: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The step as JSON values, for the other hosts."""
+        return {"plan": self.plan.to_json(), "check_drain": self.check_drain, "last": self.last}
+
+    @classmethod
+    def from_json(cls, step: Any) -> HostStep:
+        """The step that :meth:`to_json` wrote."""
+        return cls(StepPlan.from_json(step["plan"]), step["check_drain"], step["last"])
+
+
+def agree(hosts: Hosts, step: HostStep | None) -> HostStep:
+    """The step that host 0 has decided, on all hosts; the others pass None."""
+    hosts.mark()
+    if hosts.count == 1:
+        assert step is not None
+        return step
+    said = hosts.gather("step", None if step is None else step.to_json())[0]
+    return step or HostStep.from_json(said)
+
+
+def follow(executor: Executor, hosts: Hosts) -> None:
+    """Execute what host 0 decides, until it says that a step is the last."""
+    if not executor.warm_up(hosts.draining):
+        return
+    while True:
+        step = agree(hosts, None)
+        executor.execute(step.plan)
+        if step.check_drain:
+            hosts.draining()
+        if step.last:
+            return
+
+
+@dataclass
+class _Update:
+    """What one step brings to one response stream."""
+
+    canvases: dict[int, np.ndarray] = field(default_factory=dict)
+    results: dict[int, RowResult] = field(default_factory=dict)
+    scores: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+class ServingEngine:
+    """Requests from any thread on one side, the devices on the other.
+
+    Attributes:
+      state: what the server is doing.
+      executor: the slots; None while the server is warming up.
+      scheduler: who gets which slot; None while the server is warming up.
+      metrics: what is counted.
+      cut_short: requests that the grace period was too short for.
+    """
+
+    def __init__(self, hosts: Hosts, metrics: Metrics, max_queue: int, grace_period: float) -> None:
+        """Refuse requests until :meth:`run` takes them.
+
+        Args:
+          hosts: this host among all.
+          metrics: where to count.
+          max_queue: rows that may wait.
+          grace_period: seconds to finish what was accepted when the server is told to end.
+        """
+        self.state: State = "warming up"
+        self.executor: Executor | None = None
+        self.scheduler: Scheduler | None = None
+        self.metrics = metrics
+        self.cut_short = 0
+        self._hosts, self._max_queue, self._grace_period = hosts, max_queue, grace_period
+        self._lock = threading.Condition()
+        self._streams: dict[RequestHandle, ResponseStream] = {}
+        self._finish_times: deque[float] = deque(maxlen=_RATE_SAMPLES)
+        self._heartbeat = time.monotonic()
+        self._drain_checked = 0.0
+        self._end_by: float | None = None
+        metrics.watch("num_requests_running", "Rows in slots.", lambda: self.scheduler.running if self.scheduler else 0)
+        metrics.watch("num_requests_waiting", "Rows and scorings that wait.", lambda: self._waiting)
+        metrics.watch(
+            "kv_cache_usage_perc",
+            "Share of the slots that are taken, 1 for all.",
+            lambda: self.scheduler.usage if self.scheduler else 0.0,
+        )
+        metrics.watch(
+            "programs_compiled",
+            "Programs compiled since the start.",
+            lambda: self.executor.compiled_programs if self.executor else 0,
+        )
+
+    # ---- any thread -------------------------------------------------------------------------------------------
+
+    @property
+    def _waiting(self) -> int:
+        return self.scheduler.waiting if self.scheduler else 0
+
+    def check_room(self) -> None:
+        """Check that a request has a chance, before it is read.
+
+        Raises:
+          ApiError: not ready, or the queue is full.
+        """
+        if self.state != "ready":
+            self.metrics.refused(self.state)
+            raise ENGINE_FAILED if self.state == "dead" else unavailable(f"the server is {self.state}")
+        if self._waiting >= self._max_queue:
+            self.metrics.refused("queue full")
+            raise busy(self._retry_after())
+
+    def submit(self, handle: RequestHandle, stream: ResponseStream) -> None:
+        """Queue a request whose answer goes to ``stream``.
+
+        Raises:
+          ApiError: not ready, or it does not fit the queue.
+        """
+        with self._lock:
+            self.check_room()
+            assert self.scheduler is not None
+            if self._waiting + handle.remaining > self._max_queue:
+                self.metrics.refused("queue full")
+                raise busy(self._retry_after())
+            self.scheduler.add(handle)
+            self._streams[handle] = stream
+            self._lock.notify()
+
+    def abort(self, handle: RequestHandle) -> None:
+        """Give a request up whose answer nobody wants any more; one that is finished stays as it is."""
+        with self._lock:
+            if self.scheduler is not None and self.scheduler.abort(handle):
+                self.metrics.aborted("cancelled")
+                del self._streams[handle]
+            self._lock.notify()
+
+    def healthy(self, patience: float) -> bool:
+        """Whether the engine's thread lives and has not been busy with one step for more than ``patience`` seconds."""
+        return self.state in ("ready", "draining") and time.monotonic() - self._heartbeat < patience
+
+    def fail(self, error: ApiError) -> None:
+        """Answer every request that is not finished with an error."""
+        with self._lock:
+            for handle in self.scheduler.unfinished if self.scheduler else ():
+                self._refuse(handle, error)
+
+    def _refuse(self, handle: RequestHandle, error: ApiError) -> None:
+        assert self.scheduler is not None
+        self.scheduler.abort(handle)
+        self._streams.pop(handle).put(error=error)
+
+    def _retry_after(self) -> int:
+        """Seconds in which half the queue will have been served, as things go."""
+        times = list(self._finish_times)
+        if len(times) < 2 or times[-1] <= times[0]:
+            return 1
+        seconds = self._waiting / 2 * (times[-1] - times[0]) / (len(times) - 1)
+        return max(1, min(_MAX_RETRY_SECONDS, round(seconds)))
+
+    # ---- the thread that owns the engine ----------------------------------------------------------------------
+
+    def run(self, executor: Executor, alive: Callable[[], bool], ready: Callable[[], None]) -> None:
+        """Warm up, and serve until the server is told to end and is done; told before, it ends without.
+
+        Args:
+          executor: the slots.
+          alive: whether the HTTP server still runs.
+          ready: called when requests are accepted.
+        """
+        try:
+            if not executor.warm_up(self._hosts.draining):
+                self.state = "draining"
+                return
+            scheduler = Scheduler([PoolLimits(pool.count, pool.prefill_limit) for pool in executor.pools])
+            self.executor, self.scheduler = executor, scheduler
+            self._heartbeat = time.monotonic()
+            self.state = "ready"
+            ready()
+            while True:
+                step = agree(self._hosts, self._decide(scheduler))
+                outcome = executor.execute(step.plan)
+                self.metrics.forwards(sum(pool.forwards for pool in outcome.pools) + (outcome.scores is not None))
+                with self._lock:
+                    now = time.monotonic()
+                    self._deliver(scheduler.update(outcome, now), now)
+                self._heartbeat = time.monotonic()
+                if step.check_drain:
+                    self._check_drain()
+                if step.last:
+                    return
+                if not alive():
+                    raise RuntimeError("the HTTP server has ended by itself")
+        except BaseException:
+            self.state = "dead"
+            self.fail(ENGINE_FAILED)
+            raise
+
+    def _check_drain(self) -> None:
+        self._drain_checked = time.monotonic()
+        if self._hosts.draining() and self._end_by is None:
+            self.state = "draining"
+            self._end_by = time.monotonic() + self._grace_period
+
+    def _decide(self, scheduler: Scheduler) -> HostStep:
+        with self._lock:
+            if not (scheduler.waiting or scheduler.running):
+                self._lock.wait(_IDLE_SECONDS)
+            now = time.monotonic()
+            for handle in scheduler.expire(now):
+                self.metrics.aborted("deadline")
+                self._refuse(handle, too_late(handle.deadline - handle.arrived))
+            check_drain = now - self._drain_checked >= _DRAIN_CHECK_SECONDS
+            if self._end_by is not None:
+                if now > self._end_by and (late := scheduler.unfinished):
+                    self.cut_short = len(late)
+                    self.fail(unavailable("the server is shutting down"))
+                if not scheduler.unfinished:
+                    return HostStep(StepPlan(), check_drain, last=True)
+            return HostStep(scheduler.schedule(now), check_drain)
+
+    def _deliver(self, events: Iterable[Event], now: float) -> None:
+        """Count what has happened, and put it into the response streams, one update for each."""
+        updates: defaultdict[RequestHandle, _Update] = defaultdict(_Update)
+        finished = []
+        for event in events:
+            self._count(event)
+            match event:
+                case CanvasChanged():
+                    updates[event.handle].canvases[event.index] = event.canvas
+                case RowFinished():
+                    self._finish_times.append(now)
+                    updates[event.handle].results[event.index] = event.result
+                case RowsScored():
+                    self._finish_times.append(now)
+                    updates[event.handle].scores |= dict(enumerate(event.scores, event.first))
+                case RequestFinished():
+                    finished.append(event.handle)
+        for handle, update in updates.items():
+            if (stream := self._streams.get(handle)) is not None:  # else it was aborted meanwhile
+                stream.put(update.canvases, update.results, update.scores)
+        for handle in finished:
+            del self._streams[handle]
+
+    def _count(self, event: Event) -> None:
+        """Turn an event into metrics."""
+        match event:
+            case RowInserted():
+                self.metrics.inserted(len(event.handle.rows[event.index].tokens), event.seconds)
+            case FirstToken():
+                self.metrics.first.observe(event.seconds)
+            case PrefixGrown():
+                self.metrics.pieces.observe(event.seconds)
+            case RowFinished():
+                denoised = isinstance(event.handle.rows[event.index].config, DiffusionConfig)
+                self.metrics.row_finished(event.tokens, event.steps, denoised, event.seconds)
+                if event.seconds_per_token is not None:
+                    self.metrics.between.observe(event.seconds_per_token)
+            case RequestFinished():
+                self.metrics.whole.observe(event.seconds)

@@ -1,0 +1,152 @@
+"""Requests in a scheduler, and what happens to them.
+
+Times are of the caller's clock, in seconds. Dimension letters: N new tokens of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from runtime.execution.row_request import RowRequest, RowResult
+from runtime.execution.step_plan import ScorePass
+
+
+@dataclass(eq=False)
+class RequestHandle:
+    """A request: rows to generate, or passes to score, which are finished or aborted together.
+
+    Attributes:
+      owner: whose request it is, for fairness.
+      rows: to generate.
+      pool: index of the pool whose slots the rows get.
+      score_passes: to run, one after another.
+      arrived: when the request came.
+      deadline: when it is aborted.
+      stream: whether canvases are wanted along the way.
+      remaining: rows and passes that are not done.
+      closed: whether the request is finished or aborted.
+    """
+
+    owner: Hashable = None
+    rows: Sequence[RowRequest] = ()
+    pool: int = 0
+    score_passes: Sequence[ScorePass] = ()
+    arrived: float = 0.0
+    deadline: float = math.inf
+    stream: bool = False
+    remaining: int = field(init=False)
+    closed: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.remaining = len(self.rows) + len(self.score_passes)
+
+
+@dataclass(eq=False)
+class ScheduledRow:
+    """One row of a request, or one of its score passes.
+
+    Attributes:
+      handle: the request.
+      index: which of its rows, or passes.
+      inserted: when the row got its slot.
+      iterations: that it has been in its slot for.
+      prefix: tokens before its first open position, as far as canvases were looked at.
+      first_token: when the first of them was seen, None before.
+      last_growth: when they last became more.
+    """
+
+    handle: RequestHandle
+    index: int
+    inserted: float = 0.0
+    iterations: int = 0
+    prefix: int = 0
+    first_token: float | None = None
+    last_growth: float = 0.0
+
+    @property
+    def request(self) -> RowRequest:
+        """The row to generate."""
+        return self.handle.rows[self.index]
+
+
+@dataclass(frozen=True)
+class RowInserted:
+    """A row has got a slot, after so many seconds of waiting."""
+
+    handle: RequestHandle
+    index: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """A row's first token stands, so many seconds after the request came."""
+
+    handle: RequestHandle
+    index: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PrefixGrown:
+    """A streamed row has more tokens before its first open position, so many seconds after the last time."""
+
+    handle: RequestHandle
+    index: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CanvasChanged:
+    """The canvas of a streamed row: new tokens int32 ``[N]``, -1 where nothing is committed or generated yet."""
+
+    handle: RequestHandle
+    index: int
+    canvas: np.ndarray
+
+
+@dataclass(frozen=True)
+class RowFinished:
+    """A row is done.
+
+    Attributes:
+      handle: the request.
+      index: of the row.
+      result: its tokens.
+      tokens: that were committed.
+      steps: of its own that committed any.
+      seconds: from its insertion.
+      seconds_per_token: from the first token to the end, for each token after the first; None if there was none.
+    """
+
+    handle: RequestHandle
+    index: int
+    result: RowResult
+    tokens: int
+    steps: int
+    seconds: float
+    seconds_per_token: float | None
+
+
+@dataclass(frozen=True)
+class RowsScored:
+    """A score pass is done: float32 scores of the request's rows from index ``first`` on."""
+
+    handle: RequestHandle
+    first: int
+    scores: Sequence[np.ndarray]
+
+
+@dataclass(frozen=True)
+class RequestFinished:
+    """All of a request is done, so many seconds after it came."""
+
+    handle: RequestHandle
+    seconds: float
+
+
+Event = RowInserted | FirstToken | PrefixGrown | CanvasChanged | RowFinished | RowsScored | RequestFinished

@@ -1,0 +1,144 @@
+"""The offline scheduler: a row's tokens are those it has alone, whoever shares the slots, in whatever order."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from runtime import DiffusionConfig, Engine, InputError, OfflineScheduler, RowRequest, RowResult, SamplingConfig
+from tests import golden_cases
+from tests.runtime.decoding.test_autoregressive import torch_model
+
+BASE = DiffusionConfig(max_new_tokens=12, steps=12, algorithm="entropy", temperature=0.7, log_probabilities=True)
+MODES: dict[str, DiffusionConfig] = {
+    "exact": BASE,
+    "origin": BASE.replace(algorithm="origin", top_p=0.9),
+    "dual": BASE.replace(cache="dual", block_length=4, parallel="threshold", threshold=0.2, algorithm="maskgit_plus"),
+    "prefix": BASE.replace(cache="prefix", block_length=4, refresh_interval=3, stop_token_ids=tuple(range(8))),
+}
+LENGTHS = (9, 1, 5, 14, 3, 7, 11)
+NEW = (12, 5, 9, 12, 3, 12, 7)
+
+
+def prompts(vocab: int, masked: int | None) -> list[list[int]]:
+    generator = np.random.default_rng(3)
+    rows = [[int(token) for token in generator.integers(1, vocab, length)] for length in LENGTHS]
+    rows = [[1 if token == masked else token for token in row] for row in rows]
+    if masked is not None:
+        rows[2][1] = masked  # to be filled too
+    return rows
+
+
+def requests(engine: Engine, config: DiffusionConfig | SamplingConfig, **changes: Any) -> list[RowRequest]:
+    masked = None if engine.config.is_autoregressive else engine.config.mask_token_id
+    return [
+        RowRequest(row, config.replace(**(changes | {"max_new_tokens": new})), seed=number * 7919)
+        for number, (row, new) in enumerate(zip(prompts(engine.config.vocab_size, masked), NEW, strict=True))
+    ]
+
+
+def alone(engine: Engine, request: RowRequest) -> RowResult:
+    found = engine.generate_tokens([request.tokens], None, request.config.replace(seed=[request.seed]))
+    assert found.log_probabilities is not None
+    return RowResult(0, found.sequences[0], found.commit_steps[0], found.log_probabilities[0])
+
+
+def gather(scheduler: OfflineScheduler, **arguments: Any) -> dict[int, RowResult]:
+    found = [result for results in scheduler.run(**arguments) for result in results]
+    assert len({result.number for result in found}) == len(found)
+    return {result.number: result for result in found}
+
+
+def same(found: RowResult, expected: RowResult) -> None:
+    np.testing.assert_array_equal(found.sequence, expected.sequence)
+    np.testing.assert_array_equal(found.commit_steps, expected.commit_steps)
+    assert found.log_probabilities is not None
+    assert expected.log_probabilities is not None
+    np.testing.assert_allclose(found.log_probabilities, expected.log_probabilities, atol=1e-4)
+
+
+def check(engine: Engine, asked: list[RowRequest], slots: int) -> None:
+    expected = [alone(engine, request) for request in asked]
+    scheduler = engine.scheduler(asked, slots)
+    found = gather(scheduler)
+    assert sorted(found) == list(range(len(asked)))
+    for number, result in found.items():
+        same(result, expected[number])
+    assert scheduler.stats.rows == len(asked)
+    assert scheduler.stats.tokens == sum(int((result.commit_steps >= 0).sum()) for result in expected)
+    # In another order, and some left out, without another program.
+    compiled = engine.compiled_programs
+    backwards = gather(engine.scheduler(asked[::-1], slots), skip={1, 4})
+    assert sorted(backwards) == [0, 2, 3, 5, 6]
+    for number, result in backwards.items():
+        same(result, expected[len(asked) - 1 - number])
+    assert engine.compiled_programs == compiled
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode in ("exact", "dual") else pytest.mark.slow) for mode in MODES]
+)
+def test_diffusion_rows_are_as_alone(mode: str) -> None:
+    engine = golden_cases.engine("tensor=1")
+    check(engine, requests(engine, MODES[mode]), slots=3)
+
+
+@pytest.mark.parametrize("mode", ["dual", pytest.param("exact", marks=pytest.mark.slow)])
+def test_slots_on_a_mesh(mode: str) -> None:
+    mesh = "data=2,sequence=2,tensor=2"
+    engine, single = golden_cases.engine(mesh), golden_cases.engine("tensor=1")
+    asked = requests(engine, MODES[mode])
+    for number, result in gather(engine.scheduler(asked, 5)).items():
+        same(result, alone(single, asked[number]))
+
+
+@functools.cache
+def autoregressive(folder: str, mesh: str) -> Engine:
+    return Engine.load(folder, mesh)
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("qwen2")
+    model: transformers.PreTrainedModel = torch_model("qwen2")
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ("tensor=1", {}),
+        pytest.param("tensor=1", {"use_cache": False}, marks=pytest.mark.slow),
+        pytest.param("data=2,sequence=2,tensor=2", {"stop_token_ids": tuple(range(60))}, marks=pytest.mark.slow),
+    ],
+)
+def test_autoregressive_rows_are_as_alone(qwen2: str, mesh: str, changes: dict[str, Any]) -> None:
+    engine = autoregressive(qwen2, mesh)
+    config = SamplingConfig(temperature=0.8, top_p=0.95, log_probabilities=True, **changes)
+    check(engine, requests(engine, config), slots=3 if mesh == "tensor=1" else 4)
+
+
+def test_utilisation_and_an_early_end() -> None:
+    engine = golden_cases.engine("tensor=1")
+    asked = requests(engine, BASE)
+    scheduler = engine.scheduler(asked, 4)
+    asked_for_more = iter([True] * 3 + [False] * 1000)
+    found = gather(scheduler, more=lambda: next(asked_for_more))
+    # Whoever is in flight when no more may enter is finished, and nobody else.
+    assert 0 < len(found) < len(asked)
+    stats = scheduler.stats
+    assert stats.slot_iterations == 4 * stats.forwards
+    assert 0.5 < stats.utilisation <= 1.0
+    assert stats.busy_iterations == sum(len(set(row.commit_steps[row.commit_steps >= 0])) for row in found.values())
+
+
+def test_a_request_that_cannot_be_generated_is_named() -> None:
+    engine = golden_cases.engine("tensor=1")
+    asked = [RowRequest([1], BASE, 0), RowRequest([1] * engine.config.max_positions, BASE, 0)]
+    with pytest.raises(InputError, match=r"request 1: .* the\s+model allows"):
+        engine.scheduler(asked)
