@@ -72,12 +72,12 @@ def check_case(golden: Golden, mesh: str, name: str) -> None:
         np.testing.assert_array_equal(result.history, history)
 
 
-@pytest.mark.parametrize(("golden", "mesh", "name"), grid())
+@pytest.mark.parametrize(("golden", "mesh", "name"), list(grid()))
 def test_sequences_and_history(golden: Golden, mesh: str, name: str) -> None:
     check_case(golden, mesh, name)
 
 
-@pytest.mark.parametrize(("golden", "mesh"), forward_grid())
+@pytest.mark.parametrize(("golden", "mesh"), list(forward_grid()))
 def test_logits(golden: Golden, mesh: str) -> None:
     forwards = [name.removesuffix(".logits") for name in golden.arrays if name.endswith(".logits")]
     assert "forward" in forwards
