@@ -73,6 +73,48 @@ def rates(call: Callable[[], Any], tokens: int, trials: int) -> dict[str, float]
     }
 
 
+def measure(values: flags.FlagValues, name: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Time one variant, cached and uncached at every length: a row of the record each."""
+    config = preset("gpt2")
+    prompt = np.random.default_rng(0).integers(0, config.vocab_size, (values.batch, values.prompt)).astype(np.int32)
+    dtype, quantize, kv_cache = VARIANTS[name]
+    engine = Engine.random(config, "data=1", dtype, quantize=quantize, kv_cache=kv_cache)
+    rows: list[dict[str, Any]] = []
+    for new in lengths:
+        sequences = {}
+        # Without a cache its dtype makes no difference.
+        for cached in (True, False) if kv_cache == "model" else (True,):
+            request = SamplingConfig(max_new_tokens=new, use_cache=cached)
+
+            def call(engine: Engine = engine, request: SamplingConfig = request) -> Any:
+                return engine.generate_tokens(prompt, None, request)
+
+            warm = call()
+            sequences[cached] = warm.sequences
+            width = values.prompt + new
+            row = {
+                "variant": name,
+                "cached": cached,
+                "new_tokens": new,
+                "tokens_per_second": rates(call, values.batch * new, values.trials),
+                "programs_compiled_when_timed": call().stats.compiled_programs,
+                "weight_bytes": engine.layout.bytes_per_device(dtype),
+                "cache_bytes": cache_bytes_per_device(
+                    engine.layout, values.batch, engine.runner.bucket(width), engine.runner.cache_dtype
+                )
+                if cached
+                else 0,
+            }
+            rows.append(row)
+            print_row(row)
+            label = f"{name} {new} {'cached' if cached else 'uncached'}"
+            profile_again(values, label, call, engine.program_texts)
+        # Rounded keys and values are another model; else the cache changes nothing.
+        if kv_cache == "model" and dtype == "float32":
+            assert (sequences[True] == sequences[False]).all(), "cached and uncached tokens differ"
+    return rows
+
+
 def main(values: flags.FlagValues) -> None:
     """Measure, print a line each, write the record."""
     check_profiling(values)
@@ -82,44 +124,7 @@ def main(values: flags.FlagValues) -> None:
     lengths = integers("new_tokens", values.new_tokens)
     cores = use_cores(values.cores)
     notes = load_notes()
-    config = preset("gpt2")
-    prompt = np.random.default_rng(0).integers(0, config.vocab_size, (values.batch, values.prompt)).astype(np.int32)
-    results: list[dict[str, Any]] = []
-    for name in values.variants:
-        dtype, quantize, kv_cache = VARIANTS[name]
-        engine = Engine.random(config, "data=1", dtype, quantize=quantize, kv_cache=kv_cache)
-        for new in lengths:
-            sequences = {}
-            # Without a cache its dtype makes no difference.
-            for cached in (True, False) if kv_cache == "model" else (True,):
-                request = SamplingConfig(max_new_tokens=new, use_cache=cached)
-
-                def call(engine: Engine = engine, request: SamplingConfig = request) -> Any:
-                    return engine.generate_tokens(prompt, None, request)
-
-                warm = call()
-                sequences[cached] = warm.sequences
-                width = values.prompt + new
-                row = {
-                    "variant": name,
-                    "cached": cached,
-                    "new_tokens": new,
-                    "tokens_per_second": rates(call, values.batch * new, values.trials),
-                    "programs_compiled_when_timed": call().stats.compiled_programs,
-                    "weight_bytes": engine.layout.bytes_per_device(dtype),
-                    "cache_bytes": cache_bytes_per_device(
-                        engine.layout, values.batch, engine.runner.bucket(width), engine.runner.cache_dtype
-                    )
-                    if cached
-                    else 0,
-                }
-                results.append(row)
-                print_row(row)
-                label = f"{name} {new} {'cached' if cached else 'uncached'}"
-                profile_again(values, label, call, engine.program_texts)
-            # Rounded keys and values are another model; else the cache changes nothing.
-            if kv_cache == "model" and dtype == "float32":
-                assert (sequences[True] == sequences[False]).all(), "cached and uncached tokens differ"
+    results = [row for name in values.variants for row in measure(values, name, lengths)]
     record = build_record(
         "autoregressive",
         kind=kind_of_devices(jax.devices()),

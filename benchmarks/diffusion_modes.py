@@ -296,37 +296,89 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main(values: flags.FlagValues) -> None:
-    """Run every mode and write the record, the table and the plot."""
+def check_flags(values: flags.FlagValues) -> None:
+    """Check what can be checked before anything is loaded.
+
+    Raises:
+      InputError: a mode, a number of tokens, or a place for the plot that cannot be; or matplotlib is missing.
+    """
     check_profiling(values)
     unknown = [name for name in values.modes if name not in MODES]
     if unknown:
         raise InputError(f"--modes: {', '.join(unknown)} is not one of {', '.join(MODES)}")
     if values.new_tokens % 32:
         raise InputError(f"--new_tokens={values.new_tokens}: the rival's blocks want a multiple of 32")
-    folder = Path(values.checkpoint)
     if values.plot is not None:
         check_output("plot", Path(values.plot), is_file=True)
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("the plot needs matplotlib: pip install 'diffumesh[bench]'")
-    cores = use_cores(values.cores)
-    notes = load_notes()
-    held_out = read_held_out(folder)[: values.prompts]
+
+
+def agreement(ones: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
+    """Mean similarity of pairs of token sequences, from 0 to 1."""
+    pairs = zip(ones, others, strict=True)
+    return float(np.mean([difflib.SequenceMatcher(None, one, two, autojunk=False).ratio() for one, two in pairs]))
+
+
+def quality(
+    judge: Engine,
+    held_out: Sequence[dict[str, str]],
+    prompts: Sequence[np.ndarray],
+    made: Sequence[np.ndarray],
+    exact: Sequence[np.ndarray] | None,
+    new_tokens: int,
+) -> dict[str, Any]:
+    """How good completions are: whether they parse, agree with the held-out text and with exact's, and are likely.
+
+    Args:
+      judge: the engine under which they are scored.
+      held_out: rows with a ``prompt`` and a ``completion``.
+      prompts: their prompts in tokens.
+      made: the completions of one mode.
+      exact: those of the exact algorithm, where it ran.
+      new_tokens: of a completion at most.
+    """
+    encode, decode = judge.tokenizer.encode, judge.tokenizer.decode
+    texts = [decode(new.tolist()) for new in made]
+    parsed = sum(parses(row["prompt"] + text) for row, text in zip(held_out, texts, strict=True))
+    originals = [encode(row["completion"].strip()) for row in held_out]
+    return {
+        "parse_rate": parsed / len(prompts),
+        "parse_rate_95": [round(bound, 4) for bound in wilson_interval(parsed, len(prompts))],
+        "held_out_agreement": agreement(originals, [encode(text.strip()) for text in texts]),
+        "exact_agreement": None
+        if exact is None
+        else agreement([one.tolist() for one in exact], [two.tolist() for two in made]),
+        "nats_per_token": likelihood(judge, prompts, made, new_tokens),
+    }
+
+
+def print_row(name: str, row: dict[str, Any]) -> None:
+    """One line for people."""
+    print(
+        f"{name:<28} {row['tokens_per_second']:7.1f} ± {row['tokens_per_second_deviation']:4.1f} tok/s "
+        f"{row['forwards_per_token']:6.3f} fwd/tok {row['positions_per_token']:7.1f} pos/tok  "
+        f"parse {row['parse_rate']:.3f} [{row['parse_rate_95'][0]:.3f}, {row['parse_rate_95'][1]:.3f}]  "
+        f"nats {row['nats_per_token']:.3f}",
+        flush=True,
+    )
+
+
+def measure(values: flags.FlagValues, held_out: Sequence[dict[str, str]]) -> dict[str, dict[str, Any]]:
+    """Run every mode over the held-out prompts, then time them in turns: a row a mode."""
     base = DiffusionConfig(max_new_tokens=values.new_tokens, steps=values.new_tokens, algorithm="entropy")
 
     @functools.cache
     def engine_of(dtype: str, quantize: str, kv_cache: str) -> Engine:
-        return Engine.load(folder, "tensor=1", dtype, quantize=quantize, kv_cache=kv_cache)
+        return Engine.load(values.checkpoint, "tensor=1", dtype, quantize=quantize, kv_cache=kv_cache)
 
     judge = engine_of("float32", "none", "model")
     prompts = [np.array(judge.tokenizer.encode(row["prompt"]), np.int32) for row in held_out]
-    originals = [judge.tokenizer.encode(row["completion"].strip()) for row in held_out]
     timed = prompts[: values.timed_prompts]
     results: dict[str, dict[str, Any]] = {}
     rounds: dict[str, Callable[[], Any]] = {}
     tokens: dict[str, int] = {}
     exact: list[np.ndarray] | None = None
-    matcher = functools.partial(difflib.SequenceMatcher, None, autojunk=False)
     for name in values.modes:
         mode = MODES[name]
         engine = engine_of(mode.dtype, mode.quantize, mode.kv_cache)
@@ -336,46 +388,38 @@ def main(values: flags.FlagValues) -> None:
         again = functools.partial(run_mode, engine, mode, base, prompts[:2])
         profile_again(values, name, again, engine.program_texts)
         exact = made if name == "exact" else exact
-        texts = [judge.tokenizer.decode(new.tolist()) for new in made]
-        parsed = sum(parses(row["prompt"] + text) for row, text in zip(held_out, texts, strict=True))
-        bodies = [judge.tokenizer.encode(text.strip()) for text in texts]
-        results[name] = cost | {
-            "parse_rate": parsed / len(prompts),
-            "parse_rate_95": [round(bound, 4) for bound in wilson_interval(parsed, len(prompts))],
-            "held_out_agreement": float(
-                np.mean([matcher(a=one, b=two).ratio() for one, two in zip(originals, bodies, strict=True)])
-            ),
-            "exact_agreement": None
-            if exact is None
-            else float(
-                np.mean([matcher(a=one.tolist(), b=two.tolist()).ratio() for one, two in zip(exact, made, strict=True)])
-            ),
-            "nats_per_token": likelihood(judge, prompts, made, base.max_new_tokens),
+        results[name] = {
+            **cost,
+            **quality(judge, held_out, prompts, made, exact, base.max_new_tokens),
             "weight_bytes": engine.layout.bytes_per_device(mode.dtype),
             "cache_bytes": cache_bytes(engine, mode, max(map(len, prompts)) + base.max_new_tokens),
         }
         this_host().mark()
+        parsed = round(results[name]["parse_rate"] * len(prompts))
         print(f"{name}: {len(prompts)} prompts completed, {parsed} parse", flush=True)
     timings = time_alternating(rounds, values.trials, warmup=1)
-    judged = timings.get("exact")
     for name, row in results.items():
-        row |= speeds(timings[name], judged, tokens[name], tokens.get("exact", 0))
-        print(
-            f"{name:<28} {row['tokens_per_second']:7.1f} ± {row['tokens_per_second_deviation']:4.1f} tok/s "
-            f"{row['forwards_per_token']:6.3f} fwd/tok {row['positions_per_token']:7.1f} pos/tok  "
-            f"parse {row['parse_rate']:.3f} [{row['parse_rate_95'][0]:.3f}, {row['parse_rate_95'][1]:.3f}]  "
-            f"nats {row['nats_per_token']:.3f}",
-            flush=True,
-        )
+        row |= speeds(timings[name], timings.get("exact"), tokens[name], tokens.get("exact", 0))
+        print_row(name, row)
+    return results
+
+
+def main(values: flags.FlagValues) -> None:
+    """Run every mode and write the record, the table and the plot."""
+    check_flags(values)
+    cores = use_cores(values.cores)
+    notes = load_notes()
+    held_out = read_held_out(Path(values.checkpoint))[: values.prompts]
+    results = measure(values, held_out)
     record = build_record(
         "diffusion_modes",
         kind="measured",
         settings={
-            "prompts": len(prompts),
+            "prompts": len(held_out),
             "new_tokens": values.new_tokens,
             "modes": values.modes,
             "trials": values.trials,
-            "timed_prompts": len(timed),
+            "timed_prompts": min(len(held_out), values.timed_prompts),
             "cores": cores,
         },
         results=results,

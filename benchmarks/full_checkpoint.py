@@ -185,21 +185,9 @@ def digest_speed() -> float:
     return count * len(chunk) / (time.perf_counter() - start)
 
 
-def main(values: flags.FlagValues) -> None:
-    """Run the benchmark, or one phase of it."""
-    if not values.folder:
-        raise InputError("--folder is missing: name a folder to work in, with 50 GB free for the whole model")
-    check_profiling(values)
-    folder = Path(values.folder)
+def run_phases(values: flags.FlagValues, folder: Path) -> tuple[dict[str, Any], int]:
+    """Make, copy, convert, read, verify and restore a model: figures by phase, and the model's bytes."""
     source, copied, checkpoint = folder / "source", folder / "copy", folder / "checkpoint"
-    if values.phase == "make":
-        make_source(source, values.layers, values.vocab)
-        return
-    if values.phase == "restore":
-        restore(values, checkpoint)
-        return
-    if folder.exists():
-        raise InputError(f"--folder={folder} exists; name one that does not")
     again = [
         "-m",
         "benchmarks.full_checkpoint",
@@ -207,41 +195,65 @@ def main(values: flags.FlagValues) -> None:
         f"--layers={values.layers}",
         f"--vocab={values.vocab}",
     ]
-    try:
-        results = {"make": run_phase("make", [*again, "--phase=make"])}
-        size = sum(path.stat().st_size for path in source.iterdir())
-        forget(source)
-        print("copy ...", file=sys.stderr, flush=True)
-        results["copy"] = {"seconds": copy_bytes(source, copied)}
-        shutil.rmtree(copied)
-        forget(source)
-        paths = [f"--source={source}", f"--output={checkpoint}"]
-        results["convert"] = run_phase("convert", ["-m", "launch.convert", *paths])
-        shutil.rmtree(source)
-        forget(checkpoint)
-        print("read ...", file=sys.stderr, flush=True)
-        results["read"] = {"seconds": read_bytes(checkpoint)}
-        forget(checkpoint)
-        results["verify"] = run_phase("verify", ["-m", "launch.verify", f"--checkpoint={checkpoint}"])
-        forget(checkpoint)
-        results["restore"] = run_phase("restore", [*again, "--phase=restore"])
-        if more := given_profiling(values):
-            # Once more, so that what is timed is not traced; should it fail, it says why, and the record is still made.
-            with contextlib.suppress(InputError):
-                run_phase("profile", [*again, *more, "--phase=restore"])
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    for name, phase in results.items():
+    results: dict[str, Any] = {"make": run_phase("make", [*again, "--phase=make"])}
+    size = sum(path.stat().st_size for path in source.iterdir())
+    forget(source)
+    print("copy ...", file=sys.stderr, flush=True)
+    results["copy"] = {"seconds": copy_bytes(source, copied)}
+    shutil.rmtree(copied)
+    forget(source)
+    paths = [f"--source={source}", f"--output={checkpoint}"]
+    results["convert"] = run_phase("convert", ["-m", "launch.convert", *paths])
+    shutil.rmtree(source)
+    forget(checkpoint)
+    print("read ...", file=sys.stderr, flush=True)
+    results["read"] = {"seconds": read_bytes(checkpoint)}
+    forget(checkpoint)
+    results["verify"] = run_phase("verify", ["-m", "launch.verify", f"--checkpoint={checkpoint}"])
+    forget(checkpoint)
+    results["restore"] = run_phase("restore", [*again, "--phase=restore"])
+    if more := given_profiling(values):
+        # Once more, so that what is timed is not traced; should it fail, it says why, and the record is still made.
+        with contextlib.suppress(InputError):
+            run_phase("profile", [*again, *more, "--phase=restore"])
+    for phase in results.values():
         phase["bytes_per_second"] = size / phase["seconds"]
+    return results, size
+
+
+def print_phases(results: dict[str, Any], size: int) -> None:
+    """Print a line for each phase, and what they say together."""
+    for name, phase in results.items():
         peak = f", peak {phase['peak_resident_bytes'] / 2**30:.2f} GiB" if "peak_resident_bytes" in phase else ""
         print(f"{name:<8} {phase['seconds']:8.1f} s  {phase['bytes_per_second'] / 1e9:6.2f} GB/s{peak}")
-    results["digest"] = {"bytes_per_second": digest_speed()}
-    print(f"one core digests {results['digest']['bytes_per_second'] / 1e9:.2f} GB/s")
     restored = results["restore"]
     beyond = restored["load_peak_resident_bytes"] - restored["weight_bytes"]
     print(f"restoring took {beyond / 2**30:.2f} GiB beyond the weights on the devices")
     ratio = results["convert"]["seconds"] / results["copy"]["seconds"]
     print(f"conversion took {ratio:.2f} times the copy of {size / 1e9:.1f} GB")
+
+
+def main(values: flags.FlagValues) -> None:
+    """Run the benchmark, or one phase of it."""
+    if not values.folder:
+        raise InputError("--folder is missing: name a folder to work in, with 50 GB free for the whole model")
+    check_profiling(values)
+    folder = Path(values.folder)
+    if values.phase == "make":
+        make_source(folder / "source", values.layers, values.vocab)
+        return
+    if values.phase == "restore":
+        restore(values, folder / "checkpoint")
+        return
+    if folder.exists():
+        raise InputError(f"--folder={folder} exists; name one that does not")
+    try:
+        results, size = run_phases(values, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print_phases(results, size)
+    results["digest"] = {"bytes_per_second": digest_speed()}
+    print(f"one core digests {results['digest']['bytes_per_second'] / 1e9:.2f} GB/s")
     record = build_record(
         "full_checkpoint",
         kind="measured",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -65,51 +65,84 @@ def convert(
     everyone = processes or Processes()
     target = replace(layout, quantization=source.quantization if quantize == "none" else quantize)
     found = open_tensors(source) if tensors is None else tensors
+    conversion = _Conversion(source, target, output, found, dtype, everyone)
 
     def begin() -> str:
         check_tensors(source, stored_leaves(source, layout), found)
-        if source.quantization != "none" and (dtype is not None or quantize not in ("none", source.quantization)):
-            raise CheckpointError(f"{source.place}: stored as {source.quantization}; that can only be copied")
-        if dtype is not None and quantize != "none":
-            raise CheckpointError(f"dtype {dtype} and quantization {quantize} are two conversions; make one of them")
-        mark = secrets.token_hex(16) if everyone.is_first else ""
-        if mark:
-            output.begin(mark)
-        return mark
-
-    def write() -> str:
-        if output.storage.read(MARK_FILE) != mark.encode():
-            raise CheckpointError(
-                f"{output.place}: this process does not see what process 0 writes there; processes on several "
-                "machines need a place that all of them see"
-            )
-        stored = found
-        if source.quantization != target.quantization:
-            stored = quantized_tensors(found, target)
-        names = everyone.share({name: stored[name].bytes for name in stored.by_name})
-        with TensorWriter(output.storage.child(WEIGHTS_FOLDER), everyone.index) as writer:
-            entries = _write_tensors(writer, stored, names, grids(target, 4), dtype, progress)
-        return Manifest(entries, {}).dump()
-
-    def finish() -> str:
-        if everyone.is_first:
-            where = output.place
-            entries: dict[str, TensorEntry] = {}
-            for part in parts:
-                entries |= Manifest.parse(json.loads(part), where).tensors
-            finish_weights(output.storage.child(WEIGHTS_FOLDER), entries, everyone.count)
-            changes = _dtype_changes(source, dtype)
-            if target.quantization != "none":
-                changes[QUANTIZATION_KEY] = target.quantization
-            files = copy_side_files(source, output.storage, changes)
-            output.storage.write(MANIFEST_FILE, Manifest(entries, files).dump().encode())
-            output.finish()
-        return ""
+        return conversion.begin(quantize)
 
     with closing(output):
         mark = everyone.agree(begin)[0]
-        parts = everyone.agree(write)
-        everyone.agree(finish)
+        parts = everyone.agree(lambda: conversion.write(mark, progress))
+        everyone.agree(lambda: conversion.finish(parts))
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """The steps of one conversion. Every process takes each of them and hands on a text to all.
+
+    Attributes:
+      source: the folder that is converted.
+      target: layout of the model as it is to be stored.
+      output: where.
+      tensors: what is converted.
+      dtype: to store; None keeps the stored one.
+      processes: this one among all that convert.
+    """
+
+    source: CheckpointFolder
+    target: ModelLayout
+    output: Output
+    tensors: StoredTensors
+    dtype: str | None
+    processes: Processes
+
+    def begin(self, quantize: str) -> str:
+        """Check what is asked for and mark the output; the mark of process 0."""
+        stored = self.source.quantization
+        if stored != "none" and (self.dtype is not None or quantize not in ("none", stored)):
+            raise CheckpointError(f"{self.source.place}: stored as {stored}; that can only be copied")
+        if self.dtype is not None and quantize != "none":
+            raise CheckpointError(
+                f"dtype {self.dtype} and quantization {quantize} are two conversions; make one of them"
+            )
+        if not self.processes.is_first:
+            return ""
+        mark = secrets.token_hex(16)
+        self.output.begin(mark)
+        return mark
+
+    def write(self, mark: str, progress: Progress | None) -> str:
+        """Write this process's share of the tensors; their part of the manifest."""
+        if self.output.storage.read(MARK_FILE) != mark.encode():
+            raise CheckpointError(
+                f"{self.output.place}: this process does not see what process 0 writes there; processes on several "
+                "machines need a place that all of them see"
+            )
+        stored = self.tensors
+        if self.source.quantization != self.target.quantization:
+            stored = quantized_tensors(stored, self.target)
+        names = self.processes.share({name: stored[name].bytes for name in stored.by_name})
+        with TensorWriter(self.output.storage.child(WEIGHTS_FOLDER), self.processes.index) as writer:
+            entries = _write_tensors(writer, stored, names, grids(self.target, 4), self.dtype, progress)
+        return Manifest(entries, {}).dump()
+
+    def finish(self, parts: Sequence[str]) -> str:
+        """On process 0: join the parts of the manifest, write the other files and, last, the manifest."""
+        if not self.processes.is_first:
+            return ""
+        entries: dict[str, TensorEntry] = {}
+        for part in parts:
+            entries |= Manifest.parse(json.loads(part), self.output.place).tensors
+        storage = self.output.storage
+        finish_weights(storage.child(WEIGHTS_FOLDER), entries, self.processes.count)
+        changes = _dtype_changes(self.source, self.dtype)
+        if self.target.quantization != "none":
+            changes[QUANTIZATION_KEY] = self.target.quantization
+        files = copy_side_files(self.source, storage, changes)
+        storage.write(MANIFEST_FILE, Manifest(entries, files).dump().encode())
+        self.output.finish()
+        return ""
 
 
 def _dtype_changes(source: CheckpointFolder, dtype: str | None) -> dict[str, str]:

@@ -216,6 +216,13 @@ def _layers(
         yield Quantized(*arrays) if len(arrays) == 2 else quantize(arrays[0])
 
 
+def _parts(leaf: WeightLeaf, stored: str, dtype: Any) -> list[tuple[WeightLeaf, Any]]:
+    """The tensors that a layer of a leaf has in a checkpoint of this quantization, and their dtypes on the devices."""
+    if stored != "none" and leaf.quantized:
+        return [(leaf, jnp.dtype(jnp.int8)), (leaf.scales, jnp.dtype(jnp.float32))]
+    return [(leaf, dtype)]
+
+
 @dataclass(frozen=True)
 class LoadedBytes:
     """What loading weights took this host.
@@ -261,19 +268,13 @@ def load_weights(
     kept = jnp.dtype(dtype)
     # Large tensors first: what one needs for a moment beside its place on the devices is taken while little is there.
     leaves = sorted(layout.leaves, key=lambda leaf: -math.prod(leaf.source_shape))
-
-    def parts(leaf: WeightLeaf) -> list[tuple[WeightLeaf, Any]]:
-        """What a layer of a leaf is made of in this checkpoint, and in which dtype."""
-        if stored != "none" and leaf.quantized:
-            return [(leaf, jnp.dtype(jnp.int8)), (leaf.scales, jnp.dtype(jnp.float32))]
-        return [(leaf, kept)]
-
+    parts = {leaf.name: _parts(leaf, stored, kept) for leaf in leaves}
     # A tensor is read while the one before it goes to the devices.
     reading = read_ahead(
         partial(_read_parts, layout, part, found[part.sources[number]], own)
         for leaf in leaves
         for number in range(len(leaf.sources))
-        for part, own in parts(leaf)
+        for part, own in parts[leaf.name]
     )
     done = 0
 
@@ -286,16 +287,12 @@ def load_weights(
     made = {}
     described = layout.named(layout.abstract_weights(kept))
     for leaf in leaves:
-        layers = _layers(layout, leaf, parts(leaf), reading)
-        if leaf.is_stacked:
-            stack = jax.tree.map(_zeros, described[leaf.name])
-            for number, source in enumerate(leaf.sources):
-                stack = _set_layer(stack, next(layers), jnp.int32(number))
-                advance(source)
-            made[leaf.name] = stack
-        else:
-            made[leaf.name] = next(layers)
-            advance(leaf.sources[0])
+        layers = _layers(layout, leaf, parts[leaf.name], reading)
+        whole = jax.tree.map(_zeros, described[leaf.name]) if leaf.is_stacked else None
+        for number, (source, layer) in enumerate(zip(leaf.sources, layers, strict=False)):
+            whole = _set_layer(whole, layer, jnp.int32(number)) if leaf.is_stacked else layer
+            advance(source)
+        made[leaf.name] = whole
     weights = layout.build(lambda leaf: made[leaf.name])
     held = sum(shard.data.nbytes for array in jax.tree.leaves(weights) for shard in array.addressable_shards)
     return weights, LoadedBytes(found.bytes_read.total, held, found.bytes)

@@ -78,21 +78,11 @@ def run_launcher(
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     values = flags.FlagValues()
     define(values)
-    if {"--help", "-help", "-h", "--helpfull"} & set(argv[1:]):
-        print(doc.strip(), "\n\nFlags:\n", values.get_help().partition("\n")[2], sep="", flush=True)
-        return
-    if "--version" in argv[1:]:
-        print(f"diffumesh {version()}")
+    if _print_help(values, doc, argv[1:]):
         return
     global _host
     together = "devices" in values and "coordinator_address" in values
-    try:
-        _host = _find_host(argv, together) if "coordinator_address" in values else Host()
-    except (InputError, flags.Error) as error:
-        _fail(str(error))
-    except Exception:  # what the cluster should say, it does not say now
-        traceback.print_exc()
-        sys.exit(EXIT_RESTART)
+    _host = _find_host(argv, together) if "coordinator_address" in values else Host()
     if not together and _host.number > 0:
         print(
             f"host {_host.number} has nothing to do: host 0 does this alone; --num_processes=1 does it here too",
@@ -124,18 +114,39 @@ def run_launcher(
         _host = Host()
 
 
+def _print_help(values: flags.FlagValues, doc: str, arguments: Sequence[str]) -> bool:
+    """Print the help or the version where an argument asks for it; whether one did."""
+    if {"--help", "-help", "-h", "--helpfull"} & set(arguments):
+        print(doc.strip(), "\n\nFlags:\n", values.get_help().partition("\n")[2], sep="", flush=True)
+        return True
+    if "--version" in arguments:
+        print(f"diffumesh {version()}")
+        return True
+    return False
+
+
 def _find_host(argv: Sequence[str], together: bool) -> Host:
-    """The host that this is, told by the flags that say so alone: others may be wrong, which all hosts shall hear."""
+    """The host that this process is, joined with the others where the launcher runs on all of them together.
+
+    Only the flags that describe the cluster are read: another flag may be wrong, and then all hosts must hear of it.
+    Exits with 2 where these flags are wrong, and with 42 where the cluster does not answer.
+    """
     values = flags.FlagValues()
     define_device_flags(values)
-    values(list(argv), known_only=True)
-    place = find_place(values)
-    if place.hosts == 1 or not together:
-        host = Host(values.stall_timeout)
-        host.number = place.host
-        return host
-    waits = (values.initialization_timeout, values.heartbeat_timeout, values.shutdown_timeout, values.stall_timeout)
-    return join(place, Timeouts(*waits))
+    try:
+        values(list(argv), known_only=True)
+        place = find_place(values)
+        if together and place.hosts > 1:
+            waits = ("initialization_timeout", "heartbeat_timeout", "shutdown_timeout", "stall_timeout")
+            return join(place, Timeouts(*(values[name].value for name in waits)))
+    except (InputError, flags.Error) as error:
+        _fail(str(error))
+    except Exception:  # a cluster that does not answer now may answer later
+        traceback.print_exc()
+        sys.exit(EXIT_RESTART)
+    host = Host(values.stall_timeout)
+    host.number = place.host
+    return host
 
 
 def _fail(message: str) -> NoReturn:

@@ -74,9 +74,9 @@ def test_restored_on_any_mesh_as_from_the_source(mesh: str, tmp_path_factory: py
     if not checkpoint.exists():
         to_canonical(golden_cases.FOLDER, checkpoint)
     name = "entropy_b3_fewsteps"
-    ids, mask = golden_cases.inputs(name)
-    result = Engine.load(checkpoint, mesh=mesh).generate_tokens(ids, mask, golden_cases.config(name))
-    np.testing.assert_array_equal(result.sequences, golden_cases.arrays()[f"{name}.sequences"])
+    golden = golden_cases.DREAM
+    result = Engine.load(checkpoint, mesh=mesh).generate_tokens(*golden.inputs(name), golden.config(name))
+    np.testing.assert_array_equal(result.sequences, golden.arrays[f"{name}.sequences"])
 
 
 def test_orbax_reads_it(micro: Path, canonical: Path) -> None:

@@ -35,24 +35,12 @@ def fails(capsys: pytest.CaptureFixture[str], source: Path, output: Path | str, 
     return refusal(capsys, lambda: launch(source, output, "", *more))
 
 
-def test_a_batch_its_order_and_its_resumption(
-    tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(batch, "_SECONDS_BETWEEN_REPORTS", 0.0)
-    bad = ["{", {"id": "a", "prompt": "again"}]
-    source, output = write(tmp_path / "in.jsonl", [*LINES, *bad]), tmp_path / "made" / "out"
-    launch(source, output, compiled, "--skip_bad", "--slots=2", "--format=evalplus")
-    err = capsys.readouterr().err
-    assert "entry_point" in err
-    assert re.search(
-        r"^[1-6]/7 rows, [\d.]+ rows/s, [\d.]+ tokens/s, slots \d+% busy, about 0:\d\d:\d\d left$", err, re.M
-    )
-    assert re.search(r"^7/7 rows, .* busy$", err, re.M)
-    found = [json.loads(line) for line in (output / "sorted.jsonl").read_text().splitlines()]
-    assert [line.get("custom_id", (line["id"], line.get("index"))) for line in found] == [
-        *(("a", 0), ("b", 0), ("b", 1), ("c", 0)),
-        *("d", ("HumanEval/0", 0)),
-    ]
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_results(found: list[dict[str, Any]]) -> None:
+    """Check what the results of ``LINES`` hold: tokens, seeds, log-probabilities, a body, a text that stops."""
     # As the engine makes it of the same prompt and seed, alone.
     engine = Engine.load(DEMO)
     config = DiffusionConfig.published(4, 1.0, seed=[row_seed(9, "c")], cache="dual", block_length=2)
@@ -66,17 +54,36 @@ def test_a_batch_its_order_and_its_resumption(
         assert all(value <= 0 for value in choice["logprobs"]["token_logprobs"])
     assert body["usage"]["prompt_tokens"] + body["usage"]["completion_tokens"] == body["usage"]["total_tokens"]
     assert "\n" not in found[5]["text"]
-    errors = [json.loads(line) for line in (output / "errors.jsonl").read_text().splitlines()]
-    assert [(error["id"], error["line"]) for error in errors] == [(None, 6), (None, 7)]
-    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+
+
+def test_a_batch_its_order_and_its_resumption(
+    tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "_SECONDS_BETWEEN_REPORTS", 0.0)
+    bad = ["{", {"id": "a", "prompt": "again"}]
+    source, output = write(tmp_path / "in.jsonl", [*LINES, *bad]), tmp_path / "made" / "out"
+    launch(source, output, compiled, "--skip_bad", "--slots=2", "--format=evalplus")
+    err = capsys.readouterr().err
+    assert "entry_point" in err
+    assert re.search(
+        r"^[1-6]/7 rows, [\d.]+ rows/s, [\d.]+ tokens/s, slots \d+% busy, about 0:\d\d:\d\d left$", err, re.M
+    )
+    assert re.search(r"^7/7 rows, .* busy$", err, re.M)
+    found = records(output / "sorted.jsonl")
+    assert [line.get("custom_id", (line["id"], line.get("index"))) for line in found] == [
+        *(("a", 0), ("b", 0), ("b", 1), ("c", 0)),
+        *("d", ("HumanEval/0", 0)),
+    ]
+    check_results(found)
+    assert [(error["id"], error["line"]) for error in records(output / "errors.jsonl")] == [(None, 6), (None, 7)]
+    samples = records(output / "samples.jsonl")
     assert [sample["task_id"] for sample in samples] == ["a", "b", "b", "c", "d", "d", "HumanEval/0"]
     assert samples[-1]["completion"] == found[5]["text"]
 
     # Whatever order and however many slots: the same.
     backwards, other = write(tmp_path / "back.jsonl", LINES[::-1]), tmp_path / "back"
     launch(backwards, other, compiled, "--slots=1")
-    lines = (other / "sorted.jsonl").read_text().splitlines()
-    assert {json.dumps(json.loads(line)) for line in lines} == {json.dumps(record) for record in found}
+    assert {json.dumps(record) for record in records(other / "sorted.jsonl")} == set(map(json.dumps, found))
 
     # Torn anywhere, the same command makes the same file; what is there is not made again.
     whole = (output / "sorted.jsonl").read_bytes()
@@ -124,7 +131,7 @@ def test_an_autoregressive_checkpoint(
     source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out"
     more = (f"--checkpoint={folder}", "--mesh=data=-1,tensor=1")
     launch(source, output, compiled, *more, "--chat", "--format=evalplus")
-    found = [json.loads(line) for line in (output / "sorted.jsonl").read_text().splitlines()]
+    found = records(output / "sorted.jsonl")
     names = [("a", 0), ("b", 0), ("b", 1), ("c", 0), ("d", 0)]
     assert [(line["id"], line["index"]) for line in found[:-1]] == names
     assert len(found[0]["tokens"]) == len(found[0]["log_probabilities"]) <= 3
@@ -134,7 +141,7 @@ def test_an_autoregressive_checkpoint(
     assert found[3]["tokens"] == found[4]["tokens"]
     assert choice["message"] == {"role": "assistant", "content": found[3]["text"]}
     assert [one["logprob"] <= 0 for one in choice["logprobs"]["content"]] == [True] * len(found[3]["tokens"])
-    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    samples = records(output / "samples.jsonl")
     assert samples[-1] == {"task_id": "e", "solution": found[3]["text"]}
     bad = write(tmp_path / "bad.jsonl", [{"id": "a", "prompt": "x", "steps": 3}])
     capsys.readouterr()

@@ -1,13 +1,18 @@
-"""Golden tokens of the original code, on one device and over a grid of meshes."""
+"""Golden tokens and logits of the original code: every folder on one device, and over a grid of meshes."""
 
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests import golden_cases
+from tests.golden_cases import DREAM, FOLDER, Golden
 
 MESHES = [
     "data=1",
@@ -23,32 +28,87 @@ MESHES = [
     "sequence=2,tensor=4",
     "data=2,sequence=2,tensor=4",
 ]
-GRID = list(itertools.product(MESHES, golden_cases.CASES))
-# In CI every case runs on one device and every mesh runs three cases, so that all pairs of a mesh and an algorithm's
-# family are met; the whole grid is marked slow.
+# In CI every case of every folder runs on one device, and every mesh runs three of Dream's cases, so that all pairs of
+# a mesh and an algorithm's family are met; the whole grid is marked slow.
 PAIRWISE = {
     (mesh, name)
     for number, mesh in enumerate(MESHES)
-    for place, name in enumerate(golden_cases.CASES)
+    for place, name in enumerate(DREAM.cases)
     if number == 0 or (place + number) % 4 == 0
 }
 
 
-@pytest.mark.parametrize(
-    ("mesh", "name"),
-    [pytest.param(*pair, marks=[] if pair in PAIRWISE else pytest.mark.slow) for pair in GRID],
-)
-def test_sequences_and_history(mesh: str, name: str) -> None:
-    ids, mask = golden_cases.inputs(name)
-    result = golden_cases.engine(mesh).generate_tokens(ids, mask, golden_cases.config(name), history=True)
-    np.testing.assert_array_equal(result.sequences, golden_cases.arrays()[f"{name}.sequences"])
-    np.testing.assert_array_equal(result.history, golden_cases.arrays()[f"{name}.history"])
+def names(golden: Golden) -> list[str]:
+    """Names of the cases; of a folder that cannot be read, one whose test fails with the reason."""
+    try:
+        return list(golden.cases)
+    except (OSError, ValueError, KeyError, TypeError):
+        return ["cases.json"]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_logits(mesh: str) -> None:
-    ids, _ = golden_cases.inputs("forward")
-    found = golden_cases.engine(mesh).logits(ids)
-    expected = golden_cases.arrays()["forward.logits"]
-    assert np.abs(found - expected).max() < 1e-4
-    assert np.abs(expected).max() > 1.0  # the bound means something
+def grid() -> Iterator[Any]:
+    for golden in golden_cases.golden_folders():
+        for mesh, name in itertools.product(MESHES, names(golden)):
+            quick = mesh == MESHES[0] or (golden.folder == FOLDER and (mesh, name) in PAIRWISE)
+            marks = [] if quick else pytest.mark.slow
+            yield pytest.param(golden, mesh, name, marks=marks, id=f"{golden.folder.name}-{mesh}-{name}")
+
+
+def forward_grid() -> Iterator[Any]:
+    for golden, mesh in itertools.product(golden_cases.golden_folders(), MESHES):
+        marks = [] if mesh == MESHES[0] or golden.folder == FOLDER else pytest.mark.slow
+        yield pytest.param(golden, mesh, marks=marks, id=f"{golden.folder.name}-{mesh}")
+
+
+def check_case(golden: Golden, mesh: str, name: str) -> None:
+    """Assert that a case gives the original's tokens, and its canvas after every step where the original kept them."""
+    config = golden.config(name)
+    engine = golden_cases.engine(mesh, golden.folder)
+    history = golden.arrays.get(f"{name}.history")
+    result = engine.generate_tokens(*golden.inputs(name), config, history=history is not None)
+    expected = golden.sequences(name, result.sequences.shape[1], engine.config.pad_token_id)
+    np.testing.assert_array_equal(result.sequences, expected)
+    if history is not None:
+        np.testing.assert_array_equal(result.history, history)
+
+
+@pytest.mark.parametrize(("golden", "mesh", "name"), list(grid()))
+def test_sequences_and_history(golden: Golden, mesh: str, name: str) -> None:
+    check_case(golden, mesh, name)
+
+
+@pytest.mark.parametrize(("golden", "mesh"), list(forward_grid()))
+def test_logits(golden: Golden, mesh: str) -> None:
+    forwards = [name.removesuffix(".logits") for name in golden.arrays if name.endswith(".logits")]
+    assert "forward" in forwards
+    for forward in forwards:
+        ids, mask = golden.inputs(forward)
+        found = golden_cases.engine(mesh, golden.folder).logits(ids, mask)
+        expected = golden.arrays[f"{forward}.logits"]
+        # The originals differ in the logits that they give padding.
+        real = np.ones(ids.shape, bool) if mask is None else mask == 1
+        assert np.abs(found - expected)[real].max() < 1e-4
+        assert np.abs(expected)[real].max() > 1.0  # the bound means something
+
+
+def test_folders_are_named_by_the_environment(tmp_path: Path) -> None:
+    """A folder that is named is never passed over: what cannot be run fails and says why."""
+    own = golden_cases.golden_folders({})
+    assert DREAM in own
+    assert golden_cases.golden_folders({"DIFFUMESH_GOLDEN": f"{FOLDER}:{tmp_path}/"}) == [*own, DREAM, Golden(tmp_path)]
+
+    assert names(Golden(tmp_path)) == ["cases.json"]
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+        check_case(Golden(tmp_path), "data=1", "cases.json")
+
+    (tmp_path / "cases.json").write_text(json.dumps({"about": {}, "cases": [{"name": "one", "steps": 2}]}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "other"}))
+    assert names(Golden(tmp_path)) == ["one"]
+    with pytest.raises(ValueError, match="model_type 'other' are not known"):
+        check_case(Golden(tmp_path), "data=1", "one")
+
+    # Expected tokens that are not ours fail, whatever the family.
+    wrong = Golden(FOLDER)
+    wrong.arrays["entropy_onestep.sequences"][0, -1] += 1
+    with pytest.raises(AssertionError, match="Mismatched elements: 1"):
+        check_case(wrong, "data=1", "entropy_onestep")
