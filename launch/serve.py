@@ -36,7 +36,7 @@ from launch.startup import (
     this_host,
     version,
 )
-from runtime.decoding.parameters import MAX_STEPS, DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import MAX_STEPS, OUTSIDE, DiffusionConfig, SamplingConfig
 from runtime.engine import end_tokens
 from runtime.models.config import ModelConfig
 from sharding.errors import InputError
@@ -59,11 +59,6 @@ _DEFAULT_CANVAS = 512
 _DEFAULT_SLOTS = 8
 # Open files beside connections: weights, devices, logs.
 _OTHER_FILES = 128
-_MODE_FIELDS = (
-    *("algorithm", "cache", "block_length", "parallel", "threshold", "factor"),
-    *("refresh_interval", "refresh_blocks"),
-    *("early_stop", "suppress_mask", "confidence_dtype"),
-)
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -223,27 +218,15 @@ def read_modes(texts: Sequence[str], defaults: Defaults) -> list[DiffusionConfig
         fields: dict[str, Any] = {}
         for part in text.split(","):
             name, sign, value = part.partition("=")
-            if not sign or name not in _MODE_FIELDS:
-                raise InputError(
-                    f"--mode={text}: expected name=value, separated by commas, of {', '.join(_MODE_FIELDS)}"
-                )
-            fields[name] = _literal(value)
+            if not sign or name not in OUTSIDE or not OUTSIDE[name].mode:
+                names = ", ".join(one.name for one in OUTSIDE.values() if one.mode)
+                raise InputError(f"--mode={text}: expected name=value, separated by commas, of {names}", field="mode")
+            fields[name] = OUTSIDE[name].kind.parse(value)
         try:
             found.append(read_config(fields, defaults))
         except InputError as error:
-            raise InputError(f"--mode={text}: {error}") from error
+            raise InputError(f"--mode={text}: {error}", field="mode") from error
     return found
-
-
-def _literal(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def shapes(
