@@ -47,6 +47,7 @@ from runtime import (
     fingerprint,
     step_limit,
 )
+from runtime.decoding.parameters import OUTSIDE
 
 try:
     from launch.serving.engine import follow
@@ -65,11 +66,6 @@ _DEFAULT_CANVAS = 512
 _DEFAULT_SLOTS = 8
 # Open files beside connections: weights, devices, logs.
 _OTHER_FILES = 128
-_MODE_FIELDS = (
-    *("algorithm", "cache", "block_length", "parallel", "threshold", "factor"),
-    *("refresh_interval", "refresh_blocks"),
-    *("early_stop", "suppress_mask", "confidence_dtype"),
-)
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -229,27 +225,15 @@ def read_modes(texts: Sequence[str], defaults: Defaults) -> list[DiffusionConfig
         fields: dict[str, Any] = {}
         for part in text.split(","):
             name, sign, value = part.partition("=")
-            if not sign or name not in _MODE_FIELDS:
-                raise InputError(
-                    f"--mode={text}: expected name=value, separated by commas, of {', '.join(_MODE_FIELDS)}"
-                )
-            fields[name] = _literal(value)
+            if not sign or name not in OUTSIDE or not OUTSIDE[name].mode:
+                names = ", ".join(one.name for one in OUTSIDE.values() if one.mode)
+                raise InputError(f"--mode={text}: expected name=value, separated by commas, of {names}", field="mode")
+            fields[name] = OUTSIDE[name].kind.parse(value)
         try:
             found.append(read_config(fields, defaults))
         except InputError as error:
-            raise InputError(f"--mode={text}: {error}") from error
+            raise InputError(f"--mode={text}: {error}", field="mode") from error
     return found
-
-
-def _literal(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def shapes(

@@ -10,7 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.decoding.parameters import MAX_SEED, MAX_STEPS, DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import (
+    EARLY_STOP,
+    MAX_SEED,
+    MAX_STEPS,
+    OUTSIDE,
+    OUTSIDE_SAMPLING,
+    DiffusionConfig,
+    SamplingConfig,
+)
+from runtime.decoding.schema import Integer, check_given, dependents
 from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import MAX_SAMPLES, check_request
 from runtime.models.config import ModelConfig
@@ -19,23 +28,12 @@ from sharding.errors import InputError
 
 MAX_STOPS, MAX_STOP = 16, 1024
 
-# Fields that set the field of the same name of a configuration; of diffusion's alone, and those of OpenAI's
-# that have another name here.
-_COMMON = ("max_new_tokens", "temperature", "top_p", "top_k")
-_DIFFUSION = (
-    *("steps", "algorithm", "alg_temp", "eps", "confidence_dtype", "suppress_mask"),
-    *("block_length", "cache", "refresh_interval", "refresh_blocks", "parallel", "threshold", "factor"),
-)
-# What is of one cache or of one rule alone: another one starts without it.
-_OF = {"cache": ("refresh_interval", "refresh_blocks"), "parallel": ("threshold", "factor")}
-_ALIASES = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "alg": "algorithm",
-    "n": "num_return_sequences",
-    "logprobs": "log_probabilities",
-}
-_OWN = ("seed", "stop", "num_return_sequences", "log_probabilities", "early_stop")
+# What a request says beside the decoding parameters.
+_SAMPLES, _SAMPLES_NAME = Integer(1, MAX_SAMPLES), "num_return_sequences"
+_READ = {"prompt", "messages", "stop", _SAMPLES_NAME, *OUTSIDE}
+_OWN_NAMES = {"n": _SAMPLES_NAME} | {alias: one.name for one in OUTSIDE.values() for alias in one.aliases}
+# A request has one seed, which is not its configuration's.
+_SEED = Integer(0, MAX_SEED)
 # What a body may say that changes no token.
 _SILENT = ("model", "user", "metadata", "store", "service_tier")
 
@@ -110,9 +108,9 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     except InputError:
         raise
     except UnicodeError as error:
-        raise InputError(f"not UTF-8 ({error})") from error
+        raise InputError("not UTF-8", detail=error) from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"not JSON ({error})") from error
+        raise InputError("not JSON", detail=error) from error
     if not isinstance(record, dict):
         raise InputError("expected an object")
     return record
@@ -126,9 +124,9 @@ def by_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in body.items():
-        own = _ALIASES.get(name, name)
+        own = _OWN_NAMES.get(name, name)
         if own in found:
-            raise InputError(f"{name}: it says {own} twice")
+            raise InputError(f"{name}: it says {own} twice", field=name)
         if value is not None:
             found[own] = value
     return found
@@ -136,8 +134,12 @@ def by_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def known(changes: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a body, by our names, that say something to the decoder."""
-    names = {"prompt", "messages", *_COMMON, *_DIFFUSION, *_OWN}
-    return {name: value for name, value in changes.items() if name in names}
+    return {name: value for name, value in changes.items() if name in _READ}
+
+
+def is_read(name: str) -> bool:
+    """Whether a field of a body, by any of its names, says something to the decoder."""
+    return _OWN_NAMES.get(name, name) in _READ
 
 
 def read_asked(fields: Mapping[str, Any], defaults: Defaults) -> Asked:
@@ -151,15 +153,10 @@ def read_asked(fields: Mapping[str, Any], defaults: Defaults) -> Asked:
       InputError: a field that is wrong, or a request that the model cannot be given.
     """
     config = read_config(fields, defaults)
-    samples = fields.get("num_return_sequences", defaults.samples)
-    _check_integer("n", samples, 1, MAX_SAMPLES)
-    seed = fields.get("seed", defaults.seed)
-    _check_integer("seed", seed, 0, MAX_SEED)
+    samples = _SAMPLES.read("n", fields.get(_SAMPLES_NAME, defaults.samples))
+    seed = _SEED.read("seed", fields.get("seed", defaults.seed))
     prompt, tokens = _prompt(fields, defaults)
-    try:
-        check_request(RowRequest(tokens, config, 0).rows, defaults.model, config)
-    except InputError as error:
-        raise InputError(str(error).removeprefix("row 0: ")) from error
+    check_request(RowRequest(tokens, config, 0).rows, defaults.model, config)
     return Asked(prompt, tokens, config, seed, samples, _stops(fields, defaults))
 
 
@@ -172,7 +169,7 @@ def nothing_else(fields: Mapping[str, Any], silent: str = " ".join(_SILENT)) -> 
     # A switch that is off or a list that is empty asks for nothing that could be missed.
     asked = [name for name, value in fields.items() if value and name not in silent.split()]
     if asked:
-        raise InputError(f"{', '.join(asked):.200}: not supported")
+        raise InputError(f"{', '.join(asked):.200}: not supported", field=asked[0])
 
 
 def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConfig | SamplingConfig:
@@ -182,43 +179,36 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
       InputError: one that is wrong, or that this model's decoder does not have.
     """
     config = defaults.config
-    wrong = [name for name in (*_DIFFUSION, "early_stop") if name in changes]
+    given = [name for name in OUTSIDE if name in changes and name != "seed"]
+    wrong = [name for name in given if name not in OUTSIDE_SAMPLING]
     if isinstance(config, SamplingConfig) and wrong:
-        raise InputError(f"{', '.join(wrong)}: for diffusion models, and this checkpoint is autoregressive")
-    fields = {name: changes[name] for name in (*_COMMON, *_DIFFUSION) if name in changes}
-    if fields.get("top_k") == 0:
-        fields["top_k"] = None
-    for name in ("suppress_mask", "early_stop"):
-        if not isinstance(changes.get(name, False), bool):
-            raise InputError(f"{name} is {changes[name]!r:.80}; expected true or false")
-    if "early_stop" in changes:
-        fields["stop_token_ids"] = defaults.end_token_ids if changes["early_stop"] else ()
-    if "log_probabilities" in changes:
-        # OpenAI's completions give the number of alternatives, 0 for none: the chosen token's is what there is.
-        wanted = changes["log_probabilities"]
-        if not isinstance(wanted, (bool, int)) or (wanted is not True and wanted != 0):
-            raise InputError(f"logprobs is {wanted!r:.80}; expected true, false, or 0: there are no alternatives")
-        fields["log_probabilities"] = wanted is not False
-    if isinstance(config, DiffusionConfig):
-        for name, own in _OF.items():
-            if name in fields and fields[name] != getattr(config, name):
-                fields = {one: getattr(DiffusionConfig(), one) for one in own} | fields
+        raise InputError(
+            f"{', '.join(wrong)}: for diffusion models, and this checkpoint is autoregressive", field=wrong[0]
+        )
+    fields = {name: OUTSIDE[name].from_outside(changes[name]) for name in given}
+    if EARLY_STOP.name in fields:
+        fields["stop_token_ids"] = defaults.end_token_ids if EARLY_STOP.read(fields.pop(EARLY_STOP.name)) else ()
+    if "log_probabilities" in fields:
+        fields["log_probabilities"] = _log_probabilities(fields["log_probabilities"])
+    # What belongs to one cache or one rule alone: another one starts without it.
+    for name in [name for name in fields if fields[name] != getattr(config, name)]:
+        fields = {one.name: one.default for one in dependents(type(config), name)} | fields
     tokens = fields.get("max_new_tokens")
     follows = defaults.steps_follow_tokens and isinstance(config, DiffusionConfig)
     if follows and "steps" not in fields and isinstance(tokens, int):
         fields["steps"] = min(MAX_STEPS, max(1, tokens))
     made = config.replace(**fields)
-    if isinstance(made, DiffusionConfig):
-        if "steps" in changes or "eps" in changes:
-            made.check_schedule()
-        if changes.get("alg_temp") and made.algorithm == "origin":
-            raise InputError("alg_temp is of algorithms that rank positions; 'origin' draws them by its schedule")
+    check_given(made, given)
     return made
 
 
-def _check_integer(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InputError(f"{name} is {value!r:.80}; expected an integer from {low} to {high}")
+def _log_probabilities(wanted: Any) -> bool:
+    # OpenAI's completions give the number of alternatives, 0 for none: the chosen token's is what there is.
+    if not isinstance(wanted, (bool, int)) or (wanted is not True and wanted != 0):
+        raise InputError(
+            f"logprobs is {wanted!r:.80}; expected true, false, or 0: there are no alternatives", field="logprobs"
+        )
+    return wanted is not False
 
 
 def _stops(changes: Mapping[str, Any], defaults: Defaults) -> tuple[str, ...]:
@@ -226,14 +216,14 @@ def _stops(changes: Mapping[str, Any], defaults: Defaults) -> tuple[str, ...]:
     found = [found] if isinstance(found, str) else found
     texts = isinstance(found, (list, tuple)) and all(isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in found)
     if not texts or len(found) > MAX_STOPS:
-        raise InputError(f"stop: expected a text, or at most {MAX_STOPS}, of 1 to {MAX_STOP} characters")
+        raise InputError(f"stop: expected a text, or at most {MAX_STOPS}, of 1 to {MAX_STOP} characters", field="stop")
     return tuple(found)
 
 
 def _prompt(changes: Mapping[str, Any], defaults: Defaults) -> tuple[str, list[int]]:
     """The prompt's text and its tokens."""
     if ("prompt" in changes) == ("messages" in changes):
-        raise InputError("expected either a prompt or messages")
+        raise InputError("expected either a prompt or messages", field="prompt")
     tokenizer, vocabulary = defaults.tokenizer, defaults.model.vocab_size
     if "messages" in changes:
         return "", _not_empty(tokenizer.encode_messages(_messages(changes["messages"])))
@@ -241,10 +231,12 @@ def _prompt(changes: Mapping[str, Any], defaults: Defaults) -> tuple[str, list[i
     if isinstance(prompt, list):
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
-                raise InputError(f"prompt: {token!r:.80} is no token; expected one text, or ids below {vocabulary}")
+                raise InputError(
+                    f"prompt: {token!r:.80} is no token; expected one text, or ids below {vocabulary}", field="prompt"
+                )
         return tokenizer.decode(_not_empty(prompt), skip_special_tokens=False), list(prompt)
     if not isinstance(prompt, str):
-        raise InputError("prompt: expected a text or a list of token ids")
+        raise InputError("prompt: expected a text or a list of token ids", field="prompt")
     encode: Callable[[str], list[int]] = tokenizer.encode_chat if defaults.chat else tokenizer.encode
     _not_empty(prompt)
     return prompt, _not_empty(encode(prompt))
@@ -252,13 +244,13 @@ def _prompt(changes: Mapping[str, Any], defaults: Defaults) -> tuple[str, list[i
 
 def _not_empty(prompt: Any) -> Any:
     if not len(prompt):
-        raise InputError("the prompt is empty: it has at least one token")
+        raise InputError("the prompt is empty: it has at least one token", field="prompt")
     return prompt
 
 
 def _messages(messages: Any) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
-        raise InputError('messages: expected a list like [{"role": "user", "content": "..."}]')
+        raise InputError('messages: expected a list like [{"role": "user", "content": "..."}]', field="messages")
     found = []
     for message in messages:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
@@ -267,9 +259,9 @@ def _messages(messages: Any) -> list[dict[str, str]]:
             texts = [part for part in parts if isinstance(part, str)]
             content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(role, str) or not isinstance(content, str):
-            raise InputError("messages: each has a role and a content, both texts")
+            raise InputError("messages: each has a role and a content, both texts", field="messages")
         named = {"name": message["name"]} if message.get("name") is not None else {}
         if not all(isinstance(name, str) for name in named.values()):
-            raise InputError("messages: a name is a text")
+            raise InputError("messages: a name is a text", field="messages")
         found.append({"role": role, "content": content, **named})
     return found

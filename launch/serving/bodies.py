@@ -6,23 +6,16 @@ refused: nothing is ignored that would change an answer.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from launch.openai.bodies import MAX_STOP, MAX_STOPS
+from launch.openai.bodies import MAX_STOP, MAX_STOPS, is_read
 from launch.serving.errors import ApiError, invalid
-from runtime.decoding.parameters import (
-    CACHES,
-    CONFIDENCE_DTYPES,
-    MAX_NEW_TOKENS,
-    MAX_SEED,
-    MAX_STEPS,
-    MAX_TEMPERATURE,
-    MIN_TEMPERATURE,
-    PARALLEL_RULES,
-)
-from runtime.decoding.sampling import ALGORITHMS
+from runtime.decoding.parameters import MAX_TEMPERATURE, MIN_TEMPERATURE, OUTSIDE
+from runtime.decoding.schema import Boolean, Choice, Integer, Parameter, Real, Seeds, TokenIds
+from sharding.errors import InputError
 
 # Absolute bounds; the server's own, from its flags, are tighter.
 MAX_N = 1024
@@ -35,16 +28,6 @@ Name = Annotated[str, Field(max_length=512)]
 Token = Annotated[int, Field(ge=0, le=1 << 30)]
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=1 << 20)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
-Count = Annotated[int, Field(ge=0, le=MAX_NEW_TOKENS)]
-
-if TYPE_CHECKING:
-    Algorithm = str
-    Cache = str
-    Parallel = str
-    Dtype = str
-else:
-    Algorithm, Cache, Parallel = Literal[ALGORITHMS], Literal[CACHES], Literal[PARALLEL_RULES]
-    Dtype = Literal[CONFIDENCE_DTYPES]
 
 
 class Body(BaseModel):
@@ -63,8 +46,42 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class Generate(Body):
-    """What completions and chats have in common. ``None`` is as good as nothing.
+def annotation(parameter: Parameter) -> Any:
+    """The type of a decoding parameter in a body, with its bounds and its help."""
+    kind: Any = parameter.kind
+    if isinstance(kind, Seeds):
+        kind = kind.seed
+    if isinstance(kind, Integer):
+        found: Any = Annotated[int, Field(ge=0 if parameter.zero_is_none else kind.low, le=kind.high)]
+    elif isinstance(kind, Real):
+        bounds = Field(gt=kind.low, lt=kind.high) if kind.exclusive else Field(ge=kind.low, le=kind.high)
+        found = Annotated[float, bounds]
+    elif isinstance(kind, Choice):
+        found = Literal[kind.choices]
+    elif isinstance(kind, Boolean):
+        found = bool
+    else:
+        assert isinstance(kind, TokenIds)
+        found = Annotated[list[Annotated[int, Field(ge=0, le=kind.high)]], Field(max_length=kind.count)]
+    return Annotated[found | None, Field(description=parameter.help)]
+
+
+def decoding_body(parameters: Iterable[Parameter]) -> type[Body]:
+    """A body with a field for each of the parameters that OpenAI's forms do not say in their own way."""
+    fields: Any = {one.http_name: (annotation(one), None) for one in parameters if one.http is not None}
+    return create_model("Decoding", __base__=Body, **fields)
+
+
+if TYPE_CHECKING:
+    Decoding = Body
+    Count = int | None
+else:
+    Decoding = decoding_body(OUTSIDE.values())
+    Count = annotation(OUTSIDE["max_new_tokens"])
+
+
+class Generate(Decoding):
+    """What completions and chats have in common, beside the decoding parameters. ``None`` is as good as nothing.
 
     Attributes:
       timeout: seconds from the arrival of the request in which it must be finished.
@@ -72,12 +89,7 @@ class Generate(Body):
     """
 
     model: Name | None = None
-    max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=1 << 30)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -87,21 +99,6 @@ class Generate(Body):
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     # Changes no token.
     user: Name | None = None
-    # Diffusion.
-    steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] | None = None
-    algorithm: Algorithm | None = None
-    alg_temp: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
-    eps: Annotated[float, Field(gt=0, lt=1)] | None = None
-    confidence_dtype: Dtype | None = None
-    suppress_mask: bool | None = None
-    block_length: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
-    cache: Cache | None = None
-    refresh_interval: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
-    refresh_blocks: Annotated[int, Field(ge=0, le=MAX_NEW_TOKENS)] | None = None
-    parallel: Parallel | None = None
-    threshold: Annotated[float, Field(ge=0, le=1)] | None = None
-    factor: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    early_stop: bool | None = None
     # The server's own.
     timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
     canvas: bool | None = None
@@ -109,19 +106,13 @@ class Generate(Body):
     @model_validator(mode="after")
     def _of_streams(self) -> Generate:
         if not self.stream and (self.stream_options is not None or self.canvas):
-            raise ValueError("stream_options and canvas are of streams; say stream: true")
+            field = "canvas" if self.canvas else "stream_options"
+            raise InputError(f"{field} requires stream: true", field=field)
         return self
 
     def decoding(self) -> dict[str, Any]:
         """The fields that say how to decode and what."""
-        return self.model_dump(exclude_unset=True, exclude=_NOT_OF_DECODING)
-
-
-_NOT_OF_DECODING = {
-    *("model", "stream", "stream_options", "user", "timeout", "canvas", "metadata", "store", "service_tier"),
-    *("presence_penalty", "frequency_penalty", "logit_bias", "echo", "best_of", "suffix", "tools", "tool_choice"),
-    *("response_format", "top_logprobs", "modalities"),
-}
+        return {name: value for name, value in self.model_dump(exclude_unset=True).items() if is_read(name)}
 
 
 class CompletionBody(Generate):
@@ -136,7 +127,7 @@ class CompletionBody(Generate):
     @model_validator(mode="after")
     def _no_best(self) -> CompletionBody:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of: not supported; every completion is handed out")
+            raise InputError("best_of: not supported; every completion is returned", field="best_of")
         return self
 
 
@@ -165,7 +156,7 @@ class ChatBody(Generate):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Count = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     response_format: ResponseFormat | None = None
@@ -238,11 +229,11 @@ def _first(error: ValidationError) -> ApiError:
     found = details[0]
     where = [str(part) for part in found["loc"]]
     name, kind = where[0] if where else None, found["type"]
-    if kind == "value_error":
-        message = str(found["ctx"]["error"])  # a validator's above
-    else:
-        # Bounds and choices of the context are those that the fields above declare.
-        message = _SENTENCES.get(kind, "not of the form that it must have").format_map(found.get("ctx", {}))
+    if kind == "value_error":  # a validator's above
+        fault: InputError = found["ctx"]["error"]
+        return invalid(fault.message, fault.field)
+    # Bounds and choices of the context are those that the fields above declare.
+    message = _SENTENCES.get(kind, "not of the form that it must have").format_map(found.get("ctx", {}))
     if not where:
         return invalid(message)
     if kind in ("extra_forbidden", "missing"):

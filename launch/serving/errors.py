@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.decoding.parameters import OUTSIDE
+from runtime.decoding.schema import ParameterError
 from sharding.errors import InputError
 
 
@@ -44,13 +46,13 @@ def invalid(message: str, param: str | None = None) -> ApiError:
 
 
 def from_input_error(error: InputError) -> ApiError:
-    """Our own sentence about an input; what a library said, in brackets behind it, is left out."""
-    cause = error.__cause__
-    text = str(error)
-    if cause is not None and not isinstance(cause, InputError):
-        text = text.partition(" (")[0]
-    name = text.partition(" is ")[0].partition(":")[0]
-    return invalid(text, name if name.isidentifier() else None)
+    """Our own sentence about an input, with names of parameters as bodies have them; a library's words are left out."""
+    text = error.spelled(_http_name) if isinstance(error, ParameterError) else error.message
+    return invalid(text, None if error.field is None else _http_name(error.field))
+
+
+def _http_name(name: str) -> str:
+    return OUTSIDE[name].http_name if name in OUTSIDE else name
 
 
 def busy(seconds: int) -> ApiError:

@@ -21,14 +21,14 @@ from runtime import (
     ScorePass,
     row_seeds,
 )
-from runtime.decoding.block_schedule import block_schedule, window_widths
+from runtime.decoding.block_schedule import block_schedule
+from runtime.decoding.parameters import can_run, compiled_values
+from runtime.decoding.schema import Choice, parameters
 
 # Seeds that are made here are exact in JavaScript too.
 _SEED_BITS = 53
 # No token has more characters than this: what is longer than so many for each position does not fit.
 _LONGEST_TOKEN = 256
-# A canvas on which no block is cut short.
-_ANY_WIDTH = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Reader:
         length = len(asked.tokens) + asked.config.max_new_tokens
         if length > self.widest:
             raise self._too_long(length, "max_tokens")
-        mode = next((mode for mode in self._modes if _can_do(mode.config, asked.config)), None)
+        mode = next((mode for mode in self._modes if can_run(mode.config, asked.config)), None)
         if mode is None:
             there = "; ".join(describe(mode.config) for mode in self._modes)
             raise invalid(f"{describe(asked.config)}: no such programs are compiled here, but {there} (--mode)")
@@ -201,41 +201,15 @@ class Reader:
         return number
 
 
-# What of a configuration is compiled in; see runtime.execution.specialization.general.
-_COMPILED = ("algorithm", "cache", "parallel", "confidence_dtype", "suppress_mask")
-
-
-def _compiled(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
-    if isinstance(config, SamplingConfig):
-        return {"cache": "kept" if config.use_cache else "none"}
-    found = {name: getattr(config, name) for name in _COMPILED}
-    if config.cache != "none":
-        found["block_length"] = block_schedule(config, _ANY_WIDTH)[0]
-    return found
-
-
-def _windows(config: DiffusionConfig | SamplingConfig) -> set[int]:
-    if isinstance(config, SamplingConfig):
-        return set()
-    length, _ = block_schedule(config, _ANY_WIDTH)
-    return set(window_widths(config.cache, length, _ANY_WIDTH, config.refresh_blocks, offset=0))
-
-
-def _can_do(mode: DiffusionConfig | SamplingConfig, asked: DiffusionConfig | SamplingConfig) -> bool:
-    """Whether what is compiled for a mode does what is asked, in windows of which some may not be needed."""
-    return _compiled(mode) == _compiled(asked) and _windows(mode) >= _windows(asked)
-
-
 def describe(config: DiffusionConfig | SamplingConfig) -> str:
-    """What of a configuration is compiled in, for people."""
-    usual = _compiled(DiffusionConfig()) | {"algorithm": None}
+    """What of a configuration is compiled in, for people: as a mode of the server says it."""
+    named = {one.name: one for one in parameters(type(config))}
+    # Choices tell ways of decoding apart; of the rest what is not the default.
     said = {
         name: value
-        for name, value in _compiled(config).items()
-        if name in ("algorithm", "cache", "parallel") or usual.get(name) != value
+        for name, value in compiled_values(config).items()
+        if value != named[name].default or isinstance(named[name].kind, Choice)
     }
-    if isinstance(config, DiffusionConfig) and config.refresh_blocks != 1:
-        said["refresh_blocks"] = config.refresh_blocks
     return ", ".join(
         f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in said.items()
     )

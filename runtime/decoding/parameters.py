@@ -1,15 +1,30 @@
-"""What a generation is asked to do, validated before anything is compiled."""
+"""What a generation is asked to do: every decoding parameter, declared once and checked before anything is compiled.
+
+A new parameter is one more field here and its use in the decoding loop; see :mod:`runtime.decoding.schema`.
+"""
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.decoding.sampling import ALGORITHMS
-from sharding.errors import InputError
+from runtime.decoding.schema import (
+    Boolean,
+    Choice,
+    Integer,
+    Parameter,
+    Real,
+    Requirement,
+    Seeds,
+    TokenIds,
+    outside_parameters,
+    parameter,
+    parameters,
+    same_as,
+    validate,
+)
 
 MAX_STEPS = 1 << 16
 MAX_NEW_TOKENS = 1 << 20
@@ -22,34 +37,80 @@ PARALLEL_RULES = ("none", "threshold", "factor")
 DEFAULT_BLOCK_LENGTH = 32
 CONFIDENCE_DTYPES = ("float32", "model")
 
+# Less than the smallest temperature is 0 to logits in float32.
+_TEMPERATURE = Real(0.0, MAX_TEMPERATURE, smallest=MIN_TEMPERATURE)
+_TOKEN_IDS = TokenIds(MAX_STOP_TOKENS, 1 << 30)
+_WITH_CACHE = Requirement("cache", ("dual", "prefix"))
+_SCHEDULED = Requirement("parallel", ("none",))
+
+EARLY_STOP = Parameter(
+    Boolean(),
+    "End a row when an end token and everything before it is committed.",
+    name="early_stop",
+    default=False,
+    flag_default=False,
+    mode=True,
+)
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Parameters of autoregressive decoding.
+    """Parameters of autoregressive decoding."""
 
-    Attributes:
-      max_new_tokens: tokens generated at most.
-      temperature: 0 takes the most probable token.
-      top_p, top_k: as in :class:`DiffusionConfig`.
-      seed: one seed for the batch (see :func:`runtime.execution.rows.row_seed`), or one per row.
-      stop_token_ids: a row ends with the first of these.
-      log_probabilities: hand back the log-probability of every token that is generated.
-      use_cache: keep keys and values; without it every token costs a forward pass over everything before it.
-    """
-
-    max_new_tokens: int = 32
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | Sequence[int] = 0
-    stop_token_ids: Sequence[int] = ()
-    log_probabilities: bool = False
-    use_cache: bool = True
+    max_new_tokens: int = parameter(
+        32,
+        Integer(1, MAX_NEW_TOKENS),
+        "Tokens to generate at most.",
+        aliases=("max_tokens", "max_completion_tokens"),
+        http="max_tokens",
+    )
+    temperature: float = parameter(
+        0.0, _TEMPERATURE, "Temperature of sampling; 0 takes the most probable token.", in_checkpoint="temperature"
+    )
+    top_p: float | None = parameter(
+        None,
+        Real(0.0, 1.0),
+        "Keep the most probable tokens up to and including the one that crosses this mass; 1 keeps all.",
+        optional=True,
+        in_checkpoint="top_p",
+    )
+    top_k: int | None = parameter(
+        None,
+        Integer(1, 1 << 30),
+        "Keep this many most probable tokens, ties at the last included; 0 keeps all.",
+        optional=True,
+        in_checkpoint="top_k",
+        zero_is_none=True,
+    )
+    seed: int | Sequence[int] = parameter(
+        0,
+        Seeds(Integer(0, MAX_SEED)),
+        "One seed for the batch, or one per row.",
+        flag_default="0",
+        flag_help="Several are separated by commas.",
+    )
+    stop_token_ids: Sequence[int] = parameter(
+        (), _TOKEN_IDS, "End a row with the first of these tokens.", outside=False
+    )
+    log_probabilities: bool = parameter(
+        False,
+        Boolean(),
+        "Return the log-probability of every generated token.",
+        aliases=("logprobs",),
+        http=None,
+        flag_default=False,
+        flag_help="With --json.",
+    )
+    use_cache: bool = parameter(
+        True,
+        Boolean(),
+        "Keep keys and values; without them every token costs a forward pass over everything before it.",
+        compiled=True,
+        outside=False,
+    )
 
     def __post_init__(self) -> None:
-        _set(self, "max_new_tokens", _integer("max_new_tokens", self.max_new_tokens, 1, MAX_NEW_TOKENS))
-        _check_sampling(self)
-        _set(self, "stop_token_ids", _stop_tokens(self.stop_token_ids))
+        validate(self)
 
     def replace(self, **changes: Any) -> SamplingConfig:
         """A copy with these fields changed, validated again."""
@@ -58,107 +119,133 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class DiffusionConfig:
-    """Parameters of masked-diffusion decoding, named and defaulted as in Dream's ``DreamGenerationConfig``.
+    """Parameters of masked-diffusion decoding, named and defaulted as in Dream's ``DreamGenerationConfig``."""
 
-    Attributes:
-      max_new_tokens: masks appended to every prompt; 0 only fills masks in the prompts.
-      steps: denoise steps.
-      algorithm: ``origin``, ``maskgit_plus``, ``topk_margin`` or ``entropy``.
-      temperature: 0 takes the most probable token from the unscaled distribution.
-      top_p: keep the most probable tokens up to and including the one that crosses this mass; None for all.
-      top_k: keep this many most probable tokens, ties at the last included; None for all.
-      alg_temp: temperature of sampling positions by confidence; None or 0 takes the most confident.
-      eps: the time at which the schedule ends.
-      seed: one seed for the batch (see :func:`runtime.execution.rows.row_seed`), or one per row.
-      confidence_dtype: dtype in which logits are filtered and ranked: ``float32``, or ``model`` for the model's own
-        as in the original, which makes many more ties.
-      suppress_mask: never choose the mask token.
-      log_probabilities: hand back the log-probability of every token when it was committed.
-      block_length: fill blocks of this many positions one after another, from the first mask on; None for one block
-        (32 with a cache). Steps are shared among the blocks of the new tokens.
-      cache: ``none`` computes everything in every step, which is exact. ``dual`` keeps keys and values of everything
-        outside the block, ``prefix`` of everything before it.
-      refresh_interval: forwards from one refresh of the cache to the next at most; None refreshes only when a block is
-        entered, 1 in every step, which is exact again.
-      refresh_blocks: blocks from one that is entered with a refresh to the next; 0 refreshes for the first alone. The
-        first forward of a block that is entered without one computes the block before it again as well.
-      parallel: ``none`` commits as many tokens a step as the schedule says; ``threshold`` all that are more certain
-        than ``threshold``; ``factor`` the n most certain as long as the n-th is at least 1 - factor / (n + 1). Both
-        set one in any case, the first position when a block is entered and the most certain after that, and do
-        without ``steps``. Certainty is the confidence of ``algorithm``: the chosen token's
-        probability (for ``origin`` too), the margin, or for ``entropy`` the exponential of the negative entropy.
-      threshold: from 0 to 1; of that rule.
-      factor: 0 or more; of that rule.
-      stop_token_ids: a row is done when one of these and everything before it is committed.
-    """
-
-    max_new_tokens: int = 256
-    steps: int = 512
-    algorithm: str = "origin"
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    alg_temp: float | None = None
-    eps: float = 1e-3
-    seed: int | Sequence[int] = 0
-    confidence_dtype: str = "float32"
-    suppress_mask: bool = False
-    log_probabilities: bool = False
-    block_length: int | None = None
-    cache: str = "none"
-    refresh_interval: int | None = None
-    refresh_blocks: int = 1
-    parallel: str = "none"
-    threshold: float = 0.9
-    factor: float = 1.0
-    stop_token_ids: Sequence[int] = ()
+    max_new_tokens: int = parameter(
+        256,
+        Integer(0, MAX_NEW_TOKENS),
+        "Tokens to add to each prompt; 0 only fills masks in the prompts.",
+        aliases=("max_tokens", "max_completion_tokens"),
+        http="max_tokens",
+        in_checkpoint="max_new_tokens",
+        flag_help="Default 64.",
+    )
+    steps: int = parameter(
+        512,
+        Integer(1, MAX_STEPS),
+        "Denoise steps, shared among the blocks of the new tokens.",
+        requires=(Requirement("parallel", ("none",), when_given=True),),
+        in_checkpoint="steps",
+        flag_help="Default: as many as new tokens.",
+    )
+    algorithm: str = parameter(
+        "origin",
+        Choice(ALGORITHMS),
+        "How positions are chosen: at random (origin), or by the confidence that is named.",
+        aliases=("alg",),
+        in_checkpoint="alg",
+        compiled=True,
+        mode=True,
+    )
+    temperature: float = same_as(SamplingConfig, "temperature")
+    top_p: float | None = same_as(SamplingConfig, "top_p")
+    top_k: int | None = same_as(SamplingConfig, "top_k")
+    alg_temp: float | None = parameter(
+        None,
+        _TEMPERATURE,
+        "Temperature of sampling positions by confidence; 0 takes the most confident.",
+        optional=True,
+        idle=(0.0,),
+        in_checkpoint="alg_temp",
+        requires=(_SCHEDULED, Requirement("algorithm", ALGORITHMS[1:], when_given=True)),
+    )
+    eps: float = parameter(
+        1e-3,
+        Real(0.0, 1.0, exclusive=True),
+        "Time at which the schedule ends.",
+        in_checkpoint="eps",
+        requires=(Requirement("parallel", ("none",), when_given=True),),
+    )
+    seed: int | Sequence[int] = same_as(SamplingConfig, "seed")
+    confidence_dtype: str = parameter(
+        "float32",
+        Choice(CONFIDENCE_DTYPES),
+        "Dtype in which logits are filtered and ranked: float32, or the model's as in the original, which makes many "
+        "more ties.",
+        compiled=True,
+        mode=True,
+        flag_default="float32",
+    )
+    suppress_mask: bool = parameter(
+        False, Boolean(), "Never choose the mask token.", compiled=True, mode=True, flag_default=False
+    )
+    log_probabilities: bool = same_as(SamplingConfig, "log_probabilities")
+    block_length: int | None = parameter(
+        None,
+        Integer(1, MAX_NEW_TOKENS),
+        "Fill blocks of this many positions one after another, from the first mask on. Default: one block, and with a "
+        f"cache blocks of {DEFAULT_BLOCK_LENGTH}.",
+        optional=True,
+        compiled=_WITH_CACHE,
+        mode=True,
+    )
+    cache: str = parameter(
+        "none",
+        Choice(CACHES),
+        "Reuse keys and values of everything outside the block (dual) or before it (prefix), which is faster and not "
+        "exact; none computes everything in every step.",
+        compiled=True,
+        mode=True,
+        flag_help="Autoregressive: none computes everything for every token.",
+    )
+    refresh_interval: int | None = parameter(
+        None,
+        Integer(1, MAX_NEW_TOKENS),
+        "Forward passes from one refresh of the cache to the next at most; 1 is exact again. Default: a refresh only "
+        "when a block is entered.",
+        optional=True,
+        requires=(_WITH_CACHE,),
+        mode=True,
+    )
+    refresh_blocks: int = parameter(
+        1,
+        Integer(0, MAX_NEW_TOKENS),
+        "Refresh the cache on entering every n-th block; 0 refreshes for the first alone. The first forward pass of a "
+        "block entered without a refresh computes the block before it again.",
+        compiled=Requirement("cache", ("dual",)),
+        requires=(_WITH_CACHE,),
+        mode=True,
+    )
+    parallel: str = parameter(
+        "none",
+        Choice(PARALLEL_RULES),
+        "Tokens that a step commits: as many as the schedule says (none), all that are more certain than threshold, or "
+        "the n most certain as factor says. A rule commits at least one: the first position when a block is entered, "
+        "then the most certain. Certainty is the confidence of algorithm: the probability of the chosen token, for "
+        "origin too, the margin, or the exponential of the negative entropy.",
+        compiled=True,
+        mode=True,
+    )
+    threshold: float = parameter(
+        0.9,
+        Real(0.0, 1.0),
+        "Certainty above which tokens are committed together.",
+        requires=(Requirement("parallel", ("threshold",)),),
+        mode=True,
+    )
+    factor: float = parameter(
+        1.0,
+        Real(0.0, 1e6),
+        "The n most certain tokens are committed together while the n-th is at least 1 - factor / (n + 1).",
+        requires=(Requirement("parallel", ("factor",)),),
+        mode=True,
+    )
+    stop_token_ids: Sequence[int] = parameter(
+        (), _TOKEN_IDS, "End a row when one of these and everything before it is committed.", said_as=EARLY_STOP
+    )
 
     def __post_init__(self) -> None:
-        _set(self, "max_new_tokens", _integer("max_new_tokens", self.max_new_tokens, 0, MAX_NEW_TOKENS))
-        _set(self, "steps", _integer("steps", self.steps, 1, MAX_STEPS))
-        if self.algorithm not in ALGORITHMS:
-            raise InputError(f"algorithm {self.algorithm!r} is not one of {', '.join(ALGORITHMS)}")
-        _check_sampling(self)
-        if self.alg_temp is not None:
-            _set(self, "alg_temp", _temperature("alg_temp", self.alg_temp))
-        _set(self, "eps", _real("eps", self.eps, 0.0, 1.0))
-        if not 0.0 < self.eps < 1.0:
-            raise InputError(f"eps is {self.eps!r}; it must lie between 0 and 1, both excluded")
-        if self.confidence_dtype not in CONFIDENCE_DTYPES:
-            raise InputError(f"confidence_dtype {self.confidence_dtype!r} is not one of {', '.join(CONFIDENCE_DTYPES)}")
-        self._check_blocks()
-
-    def _check_blocks(self) -> None:
-        for name, choices in (("cache", CACHES), ("parallel", PARALLEL_RULES)):
-            if getattr(self, name) not in choices:
-                raise InputError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
-        for name in ("block_length", "refresh_interval"):
-            if getattr(self, name) is not None:
-                _set(self, name, _integer(name, getattr(self, name), 1, MAX_NEW_TOKENS))
-        _set(self, "refresh_blocks", _integer("refresh_blocks", self.refresh_blocks, 0, MAX_NEW_TOKENS))
-        _set(self, "threshold", _real("threshold", self.threshold, 0.0, 1.0))
-        _set(self, "factor", _real("factor", self.factor, 0.0, 1e6))
-        _set(self, "stop_token_ids", _stop_tokens(self.stop_token_ids))
-        if self.cache == "none":
-            for name, unset in (("refresh_interval", None), ("refresh_blocks", 1)):
-                if getattr(self, name) != unset:
-                    raise InputError(f"{name} is of a cache; give cache='dual' or 'prefix' too")
-        for rule, default in (("threshold", 0.9), ("factor", 1.0)):
-            if self.parallel != rule and getattr(self, rule) != default:
-                raise InputError(f"{rule} is of a parallel rule; give parallel={rule!r} too")
-        if self.parallel != "none" and self.alg_temp:
-            raise InputError(f"alg_temp draws the positions of a schedule; parallel={self.parallel!r} has none")
-
-    def check_schedule(self) -> None:
-        """Check that there is a schedule, for a caller who says how many ``steps`` there are to be or its ``eps``.
-
-        Raises:
-          InputError: a parallel rule decides by certainty alone.
-        """
-        if self.parallel != "none":
-            raise InputError(
-                f"steps and eps are of a schedule; parallel={self.parallel!r} takes as many steps as it needs"
-            )
+        validate(self)
 
     @property
     def in_blocks(self) -> bool:
@@ -189,57 +276,29 @@ class DiffusionConfig:
         return replace(self, **changes)
 
 
-def _set(config: Any, name: str, value: Any) -> None:
-    # Numbers of numpy become Python's, so that what follows can rely on them.
-    object.__setattr__(config, name, value)
+# What callers outside Python can set, whatever the model; and what of that an autoregressive model has.
+OUTSIDE = outside_parameters(DiffusionConfig, SamplingConfig)
+OUTSIDE_SAMPLING = outside_parameters(SamplingConfig)
 
 
-def _check_sampling(config: DiffusionConfig | SamplingConfig) -> None:
-    _set(config, "temperature", _temperature("temperature", config.temperature))
-    if config.top_p is not None:
-        _set(config, "top_p", _real("top_p", config.top_p, 0.0, 1.0))
-    if config.top_k is not None:
-        _set(config, "top_k", _integer("top_k", config.top_k, 1, 1 << 30))
-    seeds: Any = config.seed
-    if isinstance(seeds, numbers.Number):
-        _set(config, "seed", _integer("seed", seeds, 0, MAX_SEED))
-        return
-    try:
-        if isinstance(seeds, (str, bytes)):
-            raise TypeError
-        _set(config, "seed", tuple(_integer("seed", seed, 0, MAX_SEED) for seed in seeds))
-    except TypeError:
-        raise InputError(f"seed is {seeds!r}; expected an integer, or one per row") from None
+def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
+    """Values of the parameters that are compiled in, by name: requests that share slots have these in common.
 
-
-def _stop_tokens(tokens: Sequence[int]) -> tuple[int, ...]:
-    try:
-        found = tuple(_integer("stop_token_ids", token, 0, 1 << 30) for token in tokens)
-    except TypeError:
-        raise InputError(f"stop_token_ids is {tokens!r}; expected token ids") from None
-    if len(found) > MAX_STOP_TOKENS:
-        raise InputError(f"{len(found)} stop_token_ids; at most {MAX_STOP_TOKENS}")
+    Everything else is a run-time argument of each row.
+    """
+    found = {
+        one.name: getattr(config, one.name)
+        for one in parameters(type(config))
+        if (one.compiled.met(config) if isinstance(one.compiled, Requirement) else one.compiled)
+    }
+    if "block_length" in found:
+        found["block_length"] = found["block_length"] or DEFAULT_BLOCK_LENGTH
     return found
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
-        raise InputError(f"{name} is {value!r}; expected an integer from {low} to {high}")
-    return int(value)
-
-
-def _temperature(name: str, value: Any) -> float:
-    number = _real(name, value, 0.0, MAX_TEMPERATURE)
-    if 0.0 < number < MIN_TEMPERATURE:
-        raise InputError(
-            f"{name} is {value!r}; 0, or a number from {MIN_TEMPERATURE:g} on: less is 0 to float32 logits"
-        )
-    return number
-
-
-def _real(name: str, value: Any, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise InputError(f"{name} is {value!r}; expected a finite number")
-    if not low <= float(value) <= high:
-        raise InputError(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
-    return float(value)
+def can_run(compiled: DiffusionConfig | SamplingConfig, asked: DiffusionConfig | SamplingConfig) -> bool:
+    """Whether programs compiled for one configuration can run another."""
+    theirs, wanted = compiled_values(compiled), compiled_values(asked)
+    # Programs with a window for blocks entered without a refresh have the one for other blocks too.
+    once, wanted_once = theirs.pop("refresh_blocks", 1) != 1, wanted.pop("refresh_blocks", 1) != 1
+    return type(compiled) is type(asked) and theirs == wanted and once >= wanted_once

@@ -179,13 +179,17 @@ def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig | Sa
     longest = int(rows.lengths.max()) + request.max_new_tokens
     if longest > config.max_positions:
         row = int(rows.lengths.argmax())
+        where = f"row {row}: " if len(rows.lengths) > 1 else ""
         raise InputError(
-            f"row {row}: {rows.lengths[row]} prompt tokens and {request.max_new_tokens} new ones make {longest}; "
+            f"{where}{rows.lengths[row]} prompt tokens and {request.max_new_tokens} new ones make {longest}; "
             f"the model allows {config.max_positions} in all"
         )
     inside = np.arange(rows.tokens.shape[1]) < rows.lengths[:, None]
     if request.max_new_tokens == 0 and not ((rows.tokens == config.mask_token_id) & inside).any():
-        raise InputError("max_new_tokens is 0 and no prompt contains the mask token: there is nothing to fill")
+        raise InputError(
+            "max_new_tokens is 0 and no prompt contains the mask token: there is nothing to fill",
+            field="max_new_tokens",
+        )
 
 
 def make_canvas(rows: Rows, config: ModelConfig, new_tokens: int, width: int) -> tuple[np.ndarray, np.ndarray]:

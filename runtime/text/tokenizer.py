@@ -91,7 +91,7 @@ class TextTokenizer:
                 add_generation_prompt=answer,
             )
         except jinja2.TemplateError as error:
-            raise InputError(f"messages: the chat template refuses them ({error})") from error
+            raise InputError("messages: the chat template refuses them", field="messages", detail=error) from error
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, without special tokens unless asked."""

@@ -75,7 +75,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a temperature as a bool": ({"temperature": True}, "temperature is True"),
     "a temperature as text": ({"temperature": "0.5"}, "temperature is '0.5'"),
     "an unknown algorithm": ({"algorithm": "best"}, r"'best'.*origin, maskgit_plus, topk_margin, entropy"),
-    "no algorithm": ({"algorithm": None}, "algorithm None"),
+    "no algorithm": ({"algorithm": None}, "algorithm is None"),
     "a list for an algorithm": ({"algorithm": ["entropy"]}, "algorithm"),
     "top_p above 1": ({"top_p": 1.5}, r"top_p is 1\.5"),
     "top_p below 0": ({"top_p": -0.5}, r"top_p is -0\.5"),
@@ -97,7 +97,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a bad seed among good ones": ({"seed": [1, -2]}, "seed is -2"),
     "a seed not a number": ({"seed": [float("nan")]}, "seed is nan"),
     "an array of no dimension as a seed": ({"seed": np.array(1.5)}, "seed"),
-    "an unknown confidence dtype": ({"confidence_dtype": "float16"}, "confidence_dtype 'float16'.*float32, model"),
+    "an unknown confidence dtype": ({"confidence_dtype": "float16"}, "confidence_dtype is 'float16'.*float32, model"),
 }
 
 

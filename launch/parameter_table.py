@@ -1,0 +1,76 @@
+"""The table of decoding parameters in the README, from their declarations.
+
+python -m launch.parameter_table README.md      write it between its markers
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
+from runtime.decoding.schema import Parameter, Requirement, parameters
+from sharding.errors import InputError
+
+_CONFIGS = {"diffusion": DiffusionConfig, "autoregressive": SamplingConfig}
+_MARKED = re.compile(r"(<!-- decoding parameters -->\n).*?(<!-- end of decoding parameters -->)", re.DOTALL)
+_HEAD = ("parameter", "models", "values", "default", "compiled in", "requires", "what it does")
+
+
+def table(configs: dict[str, type] = _CONFIGS) -> str:
+    """A row for every parameter, in Markdown.
+
+    Args:
+      configs: kinds of configuration by what their models are called; one row where their declarations are the same.
+    """
+    rows: dict[Parameter, list[str]] = {}
+    for models, config in configs.items():
+        for one in parameters(config):
+            rows.setdefault(one, []).append(models)
+            if one.said_as is not None:
+                rows.setdefault(one.said_as, []).append(models)
+    lines = [_HEAD, ("---",) * len(_HEAD)]
+    lines += [_row(one, models, everywhere=len(models) == len(configs)) for one, models in rows.items()]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def write(text: str) -> str:
+    """A document with the table between its markers renewed.
+
+    Raises:
+      InputError: there are none.
+    """
+    if not _MARKED.search(text):
+        raise InputError("expected the lines <!-- decoding parameters --> and <!-- end of decoding parameters -->")
+    return _MARKED.sub(lambda found: f"{found[1]}{table()}{found[2]}", text)
+
+
+def _row(one: Parameter, models: Sequence[str], everywhere: bool) -> tuple[str, ...]:
+    compiled = "no" if one.compiled is False else "yes"
+    if isinstance(one.compiled, Requirement):
+        compiled = f"with {_setting(one.compiled)}"
+    return (
+        ", ".join(f"`{name}`" for name in (one.name, *one.aliases)),
+        "all" if everywhere else ", ".join(models),
+        f"{one.kind.expected}{', or None' if one.optional else ''}",
+        f"`{_written(one.default)}`",
+        compiled,
+        " and ".join(_setting(requirement) for requirement in one.requires),
+        one.help if one.outside and one.said_as is None else f"{one.help} (in Python)",
+    )
+
+
+def _setting(requirement: Requirement) -> str:
+    return " or ".join(f"`{requirement.field}={value}`" for value in requirement.values)
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(write(path.read_text("utf-8")), "utf-8")

@@ -1,0 +1,99 @@
+"""Run as a program: one more field of the diffusion configuration, declared before anything else is imported.
+
+Prints one JSON object: what each way in makes of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from runtime.decoding import parameters
+from runtime.decoding.schema import Integer, Requirement, outside_parameters, parameter
+
+
+@dataclass(frozen=True)
+class Patient(parameters.DiffusionConfig):
+    """With one more parameter."""
+
+    patience: int = parameter(
+        3,
+        Integer(1, 9),
+        "Steps to wait.",
+        aliases=("pat",),
+        compiled=True,
+        mode=True,
+        requires=(Requirement("parallel", ("threshold",)),),
+    )
+
+
+parameters.DiffusionConfig = Patient  # type: ignore[misc]
+parameters.OUTSIDE = outside_parameters(Patient, parameters.SamplingConfig)
+
+
+def main(folder: Path) -> dict[str, Any]:
+    from checkpoints import DEMO, open_folder
+    from launch import serve
+    from launch.batches.lines import read_batch
+    from launch.decoding_flags import decoding_config, define_decoding_flags
+    from launch.model_flags import read_tokenizer
+    from launch.openai.bodies import Defaults
+    from launch.parameter_table import table
+    from launch.serving.bodies import ChatBody, CompletionBody, validate
+    from launch.serving.errors import ApiError, from_input_error
+    from launch.serving.openapi import document
+    from launch.serving.reading import describe
+    from runtime.models.config import ModelConfig
+    from sharding.errors import InputError
+
+    opened = open_folder(str(DEMO))
+    model = ModelConfig.from_huggingface(opened.config)
+
+    def of_flags(*arguments: str) -> Any:
+        values = flags.FlagValues()
+        define_decoding_flags(values)
+        values(["x", *arguments])
+        return decoding_config(values, opened, model, ())
+
+    config = of_flags()
+    defaults = Defaults("demo", model, read_tokenizer(opened), config, True, (), 0, False, 1, ())
+    lines = [
+        {"id": "1", "prompt": "x", "patience": 5, "parallel": "threshold"},
+        {"id": "2", "prompt": "x", "pat": 10, "parallel": "threshold"},
+        {"custom_id": "3", "body": {"prompt": "x", "pat": 6, "parallel": "threshold"}},
+    ]
+    (folder / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    batch = read_batch(folder / "in.jsonl", defaults)
+    body = {"prompt": "x", "patience": 5}
+    found: dict[str, Any] = {
+        "flag": of_flags("--patience=5", "--parallel=threshold").patience,
+        "default": config.patience,
+        "lines": [line.config.patience for line in batch.lines],
+        "bad": [line.message for line in batch.bad],
+        "body": validate(CompletionBody, body).decoding(),
+        "openapi": [
+            document("1")["components"]["schemas"][kind]["properties"]["patience"]["anyOf"][0]
+            for kind in ("CompletionBody", "ChatBody")
+        ],
+        "table": [line for line in table().splitlines() if "`patience`" in line],
+        "mode": describe(serve.read_modes(["patience=7,parallel=threshold"], defaults)[1]),
+    }
+    try:
+        of_flags("--patience=5")
+    except InputError as error:
+        found["flag error"] = (str(error), error.field)
+        found["http error"] = from_input_error(error.__cause__).body()["error"]  # type: ignore[arg-type]
+    try:
+        validate(ChatBody, {"messages": [{"role": "user", "content": "x"}], "patience": 10})
+    except ApiError as error:
+        found["body error"] = error.body()["error"]
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))

@@ -1,0 +1,223 @@
+"""Every way in has every decoding parameter: flags, lines, bodies, their document, modes, and the README's table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from absl import flags
+
+from checkpoints import DEMO, open_folder
+from launch import parameter_table, serve
+from launch.decoding_flags import decoding_config, define_decoding_flags
+from launch.model_flags import read_tokenizer
+from launch.openai.bodies import Defaults, by_our_names, known, read_config
+from launch.serving.bodies import ChatBody, CompletionBody
+from launch.serving.errors import from_input_error
+from launch.serving.openapi import document
+from runtime import DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import OUTSIDE, OUTSIDE_SAMPLING
+from runtime.decoding.schema import Boolean, Choice, Parameter, parameters
+from runtime.models.config import ModelConfig
+from sharding.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+FOLDER = open_folder(str(DEMO))
+MODEL = ModelConfig.from_huggingface(FOLDER.config)
+
+# What users rely on: names of flags, and their values where nobody gives them.
+FLAGS = {
+    "preset": "published",
+    "max_new_tokens": None,
+    "steps": None,
+    "algorithm": None,
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+    "alg_temp": None,
+    "eps": None,
+    "seed": "0",
+    "confidence_dtype": "float32",
+    "suppress_mask": False,
+    "log_probabilities": False,
+    "block_length": None,
+    "cache": None,
+    "refresh_interval": None,
+    "refresh_blocks": None,
+    "parallel": None,
+    "threshold": None,
+    "factor": None,
+    "early_stop": False,
+}
+MODES = [
+    *("algorithm", "confidence_dtype", "suppress_mask", "block_length", "cache", "refresh_interval", "refresh_blocks"),
+    *("parallel", "threshold", "factor", "early_stop"),
+]
+
+
+def flag_values(*arguments: str) -> flags.FlagValues:
+    values = flags.FlagValues()
+    define_decoding_flags(values)
+    values(["x", *arguments])
+    return values
+
+
+def of_flags(*arguments: str) -> Any:
+    return decoding_config(flag_values(*arguments), FOLDER, MODEL, (7,))
+
+
+def defaults(*arguments: str) -> Defaults:
+    return Defaults("demo", MODEL, read_tokenizer(FOLDER), of_flags(*arguments), True, (7,), 0, False, 1, ())
+
+
+def other_value(one: Parameter) -> Any:
+    """A value of a parameter that is not its default."""
+    if isinstance(one.kind, Choice):
+        return next(value for value in one.kind.choices if value != one.default)
+    if isinstance(one.kind, Boolean):
+        return not one.default
+    return {"max_new_tokens": 5, "steps": 3, "refresh_blocks": 2, "factor": 0.5, "threshold": 0.25}.get(
+        one.name, 0.5 if "Real" in type(one.kind).__name__ else 4
+    )
+
+
+def settings(one: Parameter, value: Any) -> dict[str, Any]:
+    """The value, with the settings that it requires."""
+    return {one.name: value} | {needed.field: needed.values[0] for needed in one.requires}
+
+
+def field_of(config: Any, one: Parameter) -> Any:
+    return config.stop_token_ids == (7,) if one.name == "early_stop" else getattr(config, one.name)
+
+
+def test_flags_are_those_that_users_know() -> None:
+    values = flag_values()
+    assert {name: values[name].value for name in values} == FLAGS
+    for name, one in OUTSIDE.items():
+        if isinstance(one.kind, Choice):
+            assert tuple(values[name].parser.enum_values) == one.kind.choices
+        assert one.help in " ".join(values[name].help.split())
+        assert values[name].help.endswith("Diffusion models only.") == (name not in OUTSIDE_SAMPLING)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_parameter_by_flag_by_line_and_by_body(name: str) -> None:
+    one = OUTSIDE[name]
+    value = other_value(one)
+    said = settings(one, value)
+    config = of_flags(*[f"--{key}={str(given).lower()}" for key, given in said.items()])
+    assert field_of(config, one) == value
+    if name != "seed":  # a request's own
+        for spelled in (name, *one.aliases):
+            body = by_our_names({spelled if key == name else key: given for key, given in said.items()})
+            assert known(body) == body
+            assert field_of(read_config(body, defaults()), one) == value
+
+
+def test_bodies_and_their_document_have_every_parameter() -> None:
+    schemas = document("1")["components"]["schemas"]
+    for name, one in OUTSIDE.items():
+        for kind in (CompletionBody, ChatBody):
+            spelled = "logprobs" if name == "log_probabilities" else one.http_name
+            assert spelled in kind.model_fields
+            assert spelled in schemas[kind.__name__]["properties"]
+            if one.http is not None:
+                assert schemas[kind.__name__]["properties"][spelled]["description"] == one.help
+
+
+def test_modes_set_what_a_mode_can() -> None:
+    assert [name for name, one in OUTSIDE.items() if one.mode] == MODES
+    for name in MODES:
+        value = other_value(OUTSIDE[name])
+        text = ",".join(f"{key}={str(given).lower()}" for key, given in settings(OUTSIDE[name], value).items())
+        assert field_of(serve.read_modes([text], defaults())[1], OUTSIDE[name]) == value
+    for text in ("steps=4", "seed=1", "cache", "preset=class"):
+        with pytest.raises(InputError, match=f"--mode={text}: expected name=value"):
+            serve.read_modes([text], defaults())
+
+
+def test_the_table_of_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert parameter_table.write(readme) == readme, "python -m launch.parameter_table README.md"
+    for config in (DiffusionConfig, SamplingConfig):
+        for one in parameters(config):
+            assert f"| `{one.name}`" in readme
+    with pytest.raises(InputError, match="decoding parameters"):
+        parameter_table.write("nothing")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "field"),
+    [
+        (["--refresh_interval=4"], "--refresh_interval requires --cache=dual or --cache=prefix", "refresh_interval"),
+        (["--threshold=0.5"], "--threshold requires --parallel=threshold", "threshold"),
+        (["--parallel=factor", "--steps=4"], "--steps requires --parallel=none", "steps"),
+        (["--steps=0"], "--steps is 0; expected an integer from 1 to 65536", "steps"),
+        (["--seed=1,-2"], "--seed=1,-2: expected an integer from 0 to 9223372036854775807, or one per row", "seed"),
+    ],
+)
+def test_errors_of_flags_are_about_flags(arguments: list[str], said: str, field: str) -> None:
+    with pytest.raises(InputError) as found:
+        of_flags(*arguments)
+    assert (str(found.value), found.value.field) == (said, field)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "param"),
+    [
+        ({"refresh_blocks": 4}, "refresh_blocks requires cache=dual or cache=prefix", "refresh_blocks"),
+        ({"max_new_tokens": -1}, "max_tokens is -1; expected an integer from 0 to 1048576", "max_tokens"),
+        ({"parallel": "factor", "eps": 0.5}, "eps requires parallel=none", "eps"),
+        ({"log_probabilities": 3}, "logprobs is 3; expected true, false, or 0: there are no alternatives", "logprobs"),
+    ],
+)
+def test_errors_of_requests_name_the_field_of_the_body(changes: dict[str, Any], said: str, param: str) -> None:
+    with pytest.raises(InputError) as found:
+        read_config(changes, defaults())
+    error = from_input_error(found.value).body()["error"]
+    assert (error["message"], error["param"]) == (said, param)
+
+
+def test_what_a_library_says_is_left_out() -> None:
+    error = InputError("not JSON (really)", field="body", detail="Expecting value: line 1")
+    assert str(error) == "not JSON (really) (Expecting value: line 1)"
+    said = from_input_error(error)
+    assert (said.message, said.param) == ("not JSON (really)", "body")
+
+
+def test_another_cache_or_rule_starts_without_what_belonged_to_the_last() -> None:
+    start = defaults("--cache=dual", "--refresh_interval=8", "--parallel=threshold", "--threshold=0.5")
+    changed = read_config({"cache": "prefix", "parallel": "none"}, start)
+    assert isinstance(changed, DiffusionConfig)
+    assert (changed.cache, changed.refresh_interval, changed.parallel, changed.threshold) == (
+        "prefix",
+        None,
+        "none",
+        0.9,
+    )
+    assert read_config({"cache": "dual"}, start) == start.config
+    drawn = read_config({"parallel": "factor", "factor": 2.0}, defaults("--alg_temp=0.5"))
+    assert isinstance(drawn, DiffusionConfig)
+    assert (drawn.alg_temp, drawn.factor) == (None, 2.0)
+
+
+def test_a_new_parameter_is_one_field(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.launch.one_more_parameter", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["flag"], found["default"]) == (5, 3)
+    assert found["lines"] == [5, 6]
+    assert found["bad"] == ["patience is 10; expected an integer from 1 to 9"]
+    assert found["body"] == {"prompt": "x", "patience": 5}
+    assert found["openapi"] == [{"type": "integer", "minimum": 1, "maximum": 9}] * 2
+    assert len(found["table"]) == 1
+    assert "| yes | `parallel=threshold` | Steps to wait. |" in found["table"][0]
+    assert "patience=7" in found["mode"]
+    assert found["flag error"] == ["--patience requires --parallel=threshold", "patience"]
+    assert found["http error"]["param"] == found["body error"]["param"] == "patience"
+    assert found["body error"]["message"] == "patience: expected at most 9"

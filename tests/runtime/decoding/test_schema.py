@@ -1,0 +1,160 @@
+"""The schema of decoding parameters: values, settings that go together, and what is compiled in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime import DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import OUTSIDE, OUTSIDE_SAMPLING, can_run, compiled_values
+from runtime.decoding.schema import (
+    Boolean,
+    Choice,
+    Integer,
+    ParameterError,
+    Real,
+    Requirement,
+    Seeds,
+    TokenIds,
+    check_given,
+    dependents,
+    parameters,
+)
+
+KINDS: list[tuple[Any, list[Any], list[Any]]] = [
+    (Integer(0, 5), [0, 5, np.int32(3)], [-1, 6, True, 1.0, "1", None, 10**30]),
+    (Real(0.0, 1.0), [0, 1, 0.5, np.float32(0.25)], [-0.1, 1.1, True, "1", float("nan"), float("inf"), None]),
+    (Real(0.0, 1.0, exclusive=True), [0.5], [0, 1, 0.0, 1.0]),
+    (Real(0.0, 9.0, smallest=0.1), [0, 0.1, 9], [0.09, 1e-300]),
+    (Choice(("a", "b")), ["a", "b"], ["c", "", None, 0, ["a"]]),
+    (Boolean(), [True, False, np.bool_(True)], [0, 1, "true", None]),
+    (Seeds(Integer(0, 9)), [0, [1, 2], np.array([3, 4])], [-1, 1.5, "7", [1, -2], None, True, np.array(1.5)]),
+    (TokenIds(2, 9), [(), [1, 2], np.array([3])], [[1, 2, 3], [-1], [10], 5, "12"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "right", "wrong"), KINDS, ids=lambda value: str(value)[:30])
+def test_values(kind: Any, right: list[Any], wrong: list[Any]) -> None:
+    for value in right:
+        read = kind.read("x", value)
+        assert type(read) in (int, float, str, bool, tuple), "Python's own"
+        np.testing.assert_array_equal(read, value)
+    for value in wrong:
+        with pytest.raises(ParameterError, match=r"^x ") as found:
+            kind.read("x", value)
+        assert found.value.field == "x"
+        assert len(str(found.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (Integer(0, 5), "4", 4),
+        (Integer(0, 5), "4.5", "4.5"),
+        (Real(0, 1), "4", 4.0),
+        (Real(0, 1), "four", "four"),
+        (Choice(("a",)), "4", "4"),
+        (Boolean(), "true", True),
+        (Boolean(), "false", False),
+        (Boolean(), "1", "1"),
+        (Seeds(Integer(0, 9)), "7", 7),
+        (Seeds(Integer(0, 9)), "7,8", [7, 8]),
+        (Seeds(Integer(0, 9)), "7, 8", "7, 8"),
+        (Seeds(Integer(0, 9)), "-1", "-1"),
+        (TokenIds(2, 9), "1,2", [1, 2]),
+        (TokenIds(2, 9), "1,x", "1,x"),
+    ],
+)
+def test_texts(kind: Any, text: str, value: Any) -> None:
+    parsed = kind.parse(text)
+    assert (parsed, type(parsed)) == (value, type(value))
+
+
+def test_an_error_spells_names_as_its_reader_does() -> None:
+    with pytest.raises(ParameterError) as found:
+        DiffusionConfig(refresh_interval=4)
+    error = found.value
+    assert error.field == "refresh_interval"
+    assert str(error) == "refresh_interval requires cache=dual or cache=prefix"
+    assert error.spelled(lambda name: f"--{name}") == "--refresh_interval requires --cache=dual or --cache=prefix"
+    with pytest.raises(ParameterError) as found:
+        DiffusionConfig(steps=0)
+    assert found.value.spelled(lambda name: f"--{name}") == "--steps is 0; expected an integer from 1 to 65536"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"refresh_interval": 3}, "refresh_interval"),
+        ({"refresh_blocks": 0}, "refresh_blocks"),
+        ({"threshold": 0.0}, "threshold"),
+        ({"threshold": 0.5, "parallel": "factor"}, "threshold"),
+        ({"factor": 2.0, "parallel": "threshold"}, "factor"),
+        ({"alg_temp": 0.5, "parallel": "factor", "algorithm": "entropy"}, "alg_temp"),
+    ],
+)
+def test_settings_that_need_another_one(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ParameterError) as found:
+        DiffusionConfig(**changes)
+    assert found.value.field == field
+    # Values that ask for nothing need nothing.
+    DiffusionConfig(refresh_interval=None, refresh_blocks=1, threshold=0.9, alg_temp=0.0, parallel="factor")
+
+
+def test_what_is_given_must_count() -> None:
+    scheduled, ruled = DiffusionConfig(alg_temp=0.5), DiffusionConfig(parallel="threshold", alg_temp=0.0)
+    check_given(scheduled, ["steps", "eps"])
+    check_given(ruled, ["threshold", "alg_temp"])
+    for config, name in ((ruled, "steps"), (ruled, "eps"), (scheduled, "alg_temp")):
+        with pytest.raises(ParameterError) as found:
+            check_given(config, [name])
+        assert found.value.field == name
+
+
+def test_requirements_name_parameters_and_their_values() -> None:
+    for config in (DiffusionConfig, SamplingConfig):
+        declared = {one.name: one for one in parameters(config)}
+        for one in declared.values():
+            conditions = [*one.requires, *([one.compiled] if isinstance(one.compiled, Requirement) else [])]
+            for requirement in conditions:
+                kind = declared[requirement.field].kind
+                assert isinstance(kind, Choice)
+                assert set(requirement.values) < set(kind.choices)
+    assert [one.name for one in dependents(DiffusionConfig, "cache")] == ["refresh_interval", "refresh_blocks"]
+
+
+def test_defaults_are_values_and_names_are_unique() -> None:
+    for config in (DiffusionConfig, SamplingConfig):
+        for one in parameters(config):
+            assert one.read(one.default) == one.default
+            assert one.help.endswith("."), one.name
+    names = [name for one in OUTSIDE.values() for name in (one.name, *one.aliases)]
+    assert len(names) == len(set(names))
+    assert set(OUTSIDE_SAMPLING) < set(OUTSIDE)
+
+
+def test_what_is_compiled_in() -> None:
+    plain, dual = DiffusionConfig(), DiffusionConfig(cache="dual")
+    assert compiled_values(plain) == {
+        "algorithm": "origin",
+        "confidence_dtype": "float32",
+        "suppress_mask": False,
+        "cache": "none",
+        "parallel": "none",
+    }
+    assert compiled_values(dual) == compiled_values(plain) | {"cache": "dual", "block_length": 32, "refresh_blocks": 1}
+    assert compiled_values(SamplingConfig(use_cache=False)) == {"use_cache": False}
+    # Without a cache a block's length is a run-time argument.
+    assert can_run(plain, plain.replace(block_length=8, steps=3, temperature=1.0, top_p=0.5, seed=4))
+    assert can_run(dual, dual.replace(block_length=32, refresh_interval=4))
+    for changes in ({"block_length": 8}, {"cache": "prefix"}, {"parallel": "factor"}, {"suppress_mask": True}):
+        assert not can_run(dual, dual.replace(**changes))
+    once = dual.replace(refresh_blocks=4)
+    assert can_run(once, dual)
+    assert can_run(once, dual.replace(refresh_blocks=0))
+    assert not can_run(dual, once)
+    prefix = dual.replace(cache="prefix")
+    assert can_run(prefix, prefix.replace(refresh_blocks=4))
+    assert not can_run(plain, SamplingConfig())
