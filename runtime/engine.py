@@ -32,7 +32,7 @@ from runtime.execution.slots import RowRequest, Slots, open_slots
 from runtime.models.attention import IMPLEMENTATIONS
 from runtime.models.config import STORED_DTYPES, ModelConfig, token_ids
 from runtime.models.declarations import ModelLayout, named_shapes
-from runtime.models.families import Weights, model_layout, weights_class
+from runtime.models.families import Weights, model_layout, parse_config, weights_class
 from runtime.models.kv_cache import CACHE_DTYPES
 from runtime.models.placement import place_weights
 from runtime.models.quantization import QUANTIZATIONS
@@ -159,7 +159,7 @@ class Engine:
             raise InputError(f"verify {verify!r} is not one of {', '.join(VERIFY)}")
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         folder = open_folder(path, revision=revision, token=token, offline=offline)
-        config = ModelConfig.from_huggingface(folder.config)
+        config = parse_config(folder.config)
         # Files and divisibility first: a wrong one stops here, before a device is touched.
         stored = check_weights(folder, model_layout(config)) or config.dtype
         if folder.quantization != "none":
@@ -244,7 +244,7 @@ class Engine:
             if verify not in VERIFY:
                 raise InputError(f"verify {verify!r} is not one of {', '.join(VERIFY)}")
             folder = open_folder(source, offline=offline)
-            if found := self.config.differences(ModelConfig.from_huggingface(folder.config)):
+            if found := self.config.differences(parse_config(folder.config)):
                 raise InputError(f"{folder.name}: another model than this engine's ({'; '.join(found)})")
             check_weights(folder, self.layout)
             self.runner.weights, self.loaded = load_weights(folder, self.layout, self.dtype, progress, verify)

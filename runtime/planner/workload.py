@@ -117,7 +117,7 @@ class Workload:
     @property
     def has_cache(self) -> bool:
         """Whether keys and values are kept from pass to pass."""
-        return self.config.is_autoregressive or self.cache != "none"
+        return self.config.objective == "autoregressive" or self.cache != "none"
 
     def rows(self, data: int) -> int:
         """Rows on the devices: the batch, padded to a multiple of the data axis."""
@@ -156,7 +156,7 @@ class Workload:
           widest: windows of several widths at the widest, as memory has to be for, instead of at their mean.
         """
         canvas, rows = self.canvas(layout, platform), self.rows(layout.spec.data) // layout.spec.data
-        if self.config.is_autoregressive:
+        if self.config.objective == "autoregressive":
             width = min(canvas, bucket_length(self.prompt))
             return [
                 Phase("prefill", rows, width, width, True, 1, 1.0, 1),
