@@ -59,8 +59,10 @@ from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
 from runtime.execution.programs import ProgramCache, lower_hidden, put
 from runtime.models.attention import choose_attention
+from runtime.models.dream import DREAM
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
+from runtime.models.qwen2 import QWEN2
 from runtime.models.transformer import hidden_states, project_logits
 from sharding.errors import InputError
 
@@ -196,7 +198,7 @@ def compare_generation(
     timings = time_alternating({"jax": ours, "torch": sides.theirs(there)}, values.repeats, warmup=1)
     batch, width = prompt.shape
     label = f"generation batch {batch} prompt {width} new {request.max_new_tokens}"
-    profile_again(values, f"{sides.engine.config.architecture} {label}", ours, sides.engine.program_texts)
+    profile_again(values, f"{sides.engine.config.family.name} {label}", ours, sides.engine.program_texts)
     stats, new = found["jax"].stats, request.max_new_tokens
     same = found["jax"].sequences[:, width:] == found["torch"].cpu().numpy()[:, width:]
     return ratios(timings["jax"], timings["torch"]) | {
@@ -216,7 +218,7 @@ def both_sides(part: str, torch: Any, device: str, values: flags.FlagValues) -> 
             model = gpt2_model(dtype, device)
             model.save_pretrained(folder)
         else:
-            config = checkpoint_config(model_sizes(values), dtype, "qwen2" if part == "autoregressive" else "Dream")
+            config = checkpoint_config(model_sizes(values), dtype, QWEN2 if part == "autoregressive" else DREAM)
             model = torch_model(config, dtype, device)
             save_torch_model(model, config, Path(folder))
         engine = Engine.load(folder, mesh="data=1", dtype=dtype, devices=jax.devices()[:1])

@@ -33,8 +33,8 @@ from checkpoints.export import write_index
 from checkpoints.manifest import digest
 from launch.profiling import check_profiling, define_profiling_flags, given_profiling, profile_again
 from launch.startup import run_launcher
-from runtime.models.config import ModelConfig
-from runtime.models.families import model_layout
+from runtime.models.dream import DREAM
+from runtime.models.families import model_layout, parse_config
 from sharding.errors import InputError
 
 FILES = 4
@@ -44,7 +44,7 @@ def config_of(layers: int, vocab: int) -> dict[str, Any]:
     """DiffuCoder-7B's config.json, with fewer layers or a smaller vocabulary to try things."""
     return {
         "architectures": ["DreamModel"],
-        "model_type": "Dream",
+        "model_type": DREAM.model_type,
         "vocab_size": vocab,
         "hidden_size": 3584,
         "intermediate_size": 18944,
@@ -77,7 +77,7 @@ def make_source(folder: Path, layers: int, vocab: int) -> None:
     folder.mkdir(parents=True)
     config = config_of(layers, vocab)
     (folder / "config.json").write_text(json.dumps(config))
-    layout = model_layout(ModelConfig.from_huggingface(config))
+    layout = model_layout(parse_config(config))
     shapes = {source: leaf.source_shape for leaf in layout.leaves for source in leaf.sources}
     generator = np.random.default_rng(0)
     claims, names = {}, list(shapes)

@@ -9,7 +9,13 @@ from typing import Any
 
 from absl import flags
 
-from runtime.models.config import ModelConfig
+from runtime.models.config import Family, ModelConfig
+from runtime.models.dream import DREAM
+from runtime.models.families import parse_config
+from runtime.models.qwen2 import QWEN2
+
+# Families that have these sizes, and what transformers calls their models.
+_ARCHITECTURES = {DREAM: "DreamModel", QWEN2: "Qwen2ForCausalLM"}
 
 SIZES = {
     # Qwen2.5-0.5B's shapes with fewer layers and a smaller vocabulary, lm_head untied: 118 million parameters.
@@ -49,11 +55,11 @@ def model_sizes(values: flags.FlagValues) -> dict[str, int]:
     return {name: size if values[name].value is None else values[name].value for name, size in sizes.items()}
 
 
-def checkpoint_config(sizes: dict[str, int], dtype: str, architecture: str = "Dream") -> dict[str, Any]:
-    """A Dream or Qwen2 checkpoint's ``config.json``; the last two tokens are mask and padding."""
+def checkpoint_config(sizes: dict[str, int], dtype: str, family: Family = DREAM) -> dict[str, Any]:
+    """A checkpoint's ``config.json``; the last two tokens are mask and padding."""
     return {
-        "architectures": ["DreamModel" if architecture == "Dream" else "Qwen2ForCausalLM"],
-        "model_type": architecture,
+        "architectures": [_ARCHITECTURES[family]],
+        "model_type": family.model_type,
         "hidden_size": sizes["hidden_size"],
         "intermediate_size": sizes["intermediate_size"],
         "num_hidden_layers": sizes["layers"],
@@ -72,13 +78,13 @@ def checkpoint_config(sizes: dict[str, int], dtype: str, architecture: str = "Dr
     }
 
 
-def model_config(sizes: dict[str, int], dtype: str, architecture: str = "Dream") -> ModelConfig:
+def model_config(sizes: dict[str, int], dtype: str, family: Family = DREAM) -> ModelConfig:
     """The same as the runtime's configuration.
 
     Raises:
       ConfigError: sizes that make no model.
     """
-    return ModelConfig.from_huggingface(checkpoint_config(sizes, dtype, architecture))
+    return parse_config(checkpoint_config(sizes, dtype, family))
 
 
 def layer_config(config: ModelConfig) -> dict[str, Any]:
@@ -93,7 +99,7 @@ def layer_config(config: ModelConfig) -> dict[str, Any]:
         "vocab_size": 64,
     }
     own = {"rope_theta": config.rope_theta, "rms_norm_eps": config.norm_eps}
-    return checkpoint_config(sizes, "float32", "qwen2" if config.is_autoregressive else "Dream") | own
+    return checkpoint_config(sizes, "float32", config.family) | own
 
 
 def forward_flops(

@@ -118,7 +118,7 @@ def main(values: flags.FlagValues) -> None:
     engine = Engine.load(values.checkpoint, values.mesh, max_batch=values.slots)
     new = values.max_new_tokens
     modes: dict[str, DiffusionConfig | SamplingConfig]
-    if engine.config.is_autoregressive:
+    if engine.config.objective == "autoregressive":
         modes = {"autoregressive": SamplingConfig(max_new_tokens=new, stop_token_ids=engine.end_token_ids)}
     else:
         blocks = DiffusionConfig.published(new, stop_token_ids=engine.end_token_ids, block_length=16)

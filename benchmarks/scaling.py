@@ -40,7 +40,9 @@ from launch.profiling import check_profiling, define_profiling_flags, profile_ag
 from launch.startup import define_device_flags, run_launcher, start_devices
 from runtime.engine import Engine
 from runtime.models.config import STORED_DTYPES
+from runtime.models.dream import DREAM
 from runtime.models.families import model_layout
+from runtime.models.qwen2 import QWEN2
 from runtime.planner.compiled import CompiledPhase, compile_workload
 from runtime.planner.estimate import Estimate, PhaseEstimate, rank
 from runtime.planner.presets import preset
@@ -188,7 +190,7 @@ def measure(
 def workload_of(values: flags.FlagValues, what: str, batch: int, canvas: int) -> Workload:
     """The generation of ``batch`` rows of ``canvas`` positions that a pass is timed in."""
     diffusion = what in ("denoise step", "block step")
-    config = model_config(model_sizes(values), dtype_of(values), "Dream" if diffusion else "qwen2")
+    config = model_config(model_sizes(values), dtype_of(values), DREAM if diffusion else QWEN2)
     new = 1 if what == "prefill" else canvas // 2
     workload = Workload(config, dtype_of(values), batch, canvas - new, new, values.steps)
     if what != "block step":

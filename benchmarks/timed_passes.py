@@ -38,7 +38,7 @@ class TimedPass:
 
 def timed_requests(workload: Workload, what: str) -> Mapping[str, Request]:
     """The workload's own request, ``whole``, and one that makes its passes of ``others`` kinds alone, if it has any."""
-    if workload.config.is_autoregressive:
+    if workload.config.objective == "autoregressive":
         sampling = workload.sampling()
         return {"whole": sampling} | ({"others": sampling.replace(max_new_tokens=1)} if what == "decode" else {})
     decoding = workload.decoding()

@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime.models.families import parse_config
 from sharding.errors import InputError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def torch_model(config: dict[str, Any], dtype: str, device: str = "cpu", seed: i
     own._attn_implementation = "sdpa"
     # Larger than usual, so that masked positions differ by much more than rounding and tokens can be compared.
     own.initializer_range = 2 * own.hidden_size**-0.5
-    both_ways = config["model_type"] == "Dream"
+    both_ways = parse_config(config).attention_mask.kind == "bidirectional"
     if both_ways:
         own.is_causal = False  # transformers then makes no mask at all
     torch.manual_seed(seed)

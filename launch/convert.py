@@ -33,9 +33,9 @@ from checkpoints.legacy import open_legacy
 from checkpoints.output import Output, output_at
 from checkpoints.processes import Processes
 from launch.startup import define_device_flags, progress_bar, run_launcher, say, start_devices, this_host
-from runtime.models.config import STORED_DTYPES, ModelConfig
+from runtime.models.config import STORED_DTYPES
 from runtime.models.declarations import ModelLayout
-from runtime.models.families import model_layout
+from runtime.models.families import model_layout, parse_config
 from runtime.models.quantization import QUANTIZATIONS
 from sharding.errors import InputError
 
@@ -84,7 +84,7 @@ def open_model(path: str | None, flag: str, **options: object) -> tuple[Checkpoi
     if not path:
         raise InputError(f"--{flag} is missing: name the folder of a model")
     folder = open_folder(path, **options)  # type: ignore[arg-type]
-    return folder, model_layout(ModelConfig.from_huggingface(folder.config), quantization=folder.quantization)
+    return folder, model_layout(parse_config(folder.config), quantization=folder.quantization)
 
 
 def config_folder(path: str) -> str:

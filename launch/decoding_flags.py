@@ -73,12 +73,6 @@ def given_flags(values: flags.FlagValues) -> dict[str, Any]:
     return found
 
 
-def published_temperature(folder: CheckpointFolder) -> float:
-    """The published temperature of a checkpoint's kind, told by its name: cpGRPO .4, Instruct .3, base .2."""
-    name = f"{folder.name} {folder.config.get('_name_or_path', '')}".lower()
-    return 0.4 if "cpgrpo" in name else 0.3 if "instruct" in name else 0.2
-
-
 def steps_follow_tokens(values: flags.FlagValues, folder: CheckpointFolder) -> bool:
     """Whether there are as many denoise steps as new tokens, because nobody says how many."""
     if values.preset != "published" or values["steps"].value is not None:
@@ -102,7 +96,7 @@ def decoding_config(
     """
     given = given_flags(values)
     try:
-        if model.is_autoregressive:
+        if model.objective == "autoregressive":
             return _sampling_config(values, folder, given, end_token_ids)
         return _diffusion_config(values, folder, given, end_token_ids)
     except ParameterError as error:
@@ -119,7 +113,8 @@ def _diffusion_config(
     defaults = DiffusionConfig()
     if values.preset == "published":
         said = _generation_config(folder, DiffusionConfig)
-        defaults = DiffusionConfig.published(_NEW_TOKENS, published_temperature(folder))
+        kind = f"{folder.name} {folder.config.get('_name_or_path', '')}"
+        defaults = DiffusionConfig.published(_NEW_TOKENS, **model.family.published_settings(kind))
     fields = said | given
     if steps_follow_tokens(values, folder):
         fields["steps"] = min(MAX_STEPS, max(1, fields.get("max_new_tokens", defaults.max_new_tokens)))

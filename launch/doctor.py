@@ -33,7 +33,7 @@ from launch.startup import define_device_flags, is_main_process, progress_bar, r
 from runtime.execution.runner import device_memory, weight_bytes
 from runtime.models.config import ModelConfig
 from runtime.models.declarations import tensor_sizes
-from runtime.models.families import model_layout, weights_class
+from runtime.models.families import model_layout, parse_config, weights_class
 from runtime.planner.default import default_mesh
 from sharding.heads import HeadLayout
 from sharding.mesh import WEIGHT_MEMORY_SHARE, MeshSpec, build_mesh
@@ -195,7 +195,7 @@ def main(values: flags.FlagValues) -> None:
     if values.mesh is not None:
         MeshSpec.parse(values.mesh)
     folder = open_folder(values.checkpoint)
-    config = ModelConfig.from_huggingface(folder.config)
+    config = parse_config(folder.config)
     section("versions", version_lines())
     start_devices(values, {"checkpoint": fingerprint(folder)})
     devices = jax.devices()

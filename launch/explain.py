@@ -45,7 +45,7 @@ def print_layout(layout: ModelLayout, dtype: str) -> None:
       layout: the model on a mesh; no device is touched.
       dtype: dtype of the weights on the devices that are not quantized.
     """
-    table = Table(box=box.SIMPLE_HEAD, title=f"{layout.config.architecture} on {layout.spec}, {dtype}")
+    table = Table(box=box.SIMPLE_HEAD, title=f"{layout.config.family.name} on {layout.spec}, {dtype}")
     for name in ("weight", "logical axes", "partition spec", "global shape"):
         table.add_column(name, overflow="fold")
     for name in ("bytes/device", "replicas", "padding"):

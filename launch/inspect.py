@@ -91,7 +91,7 @@ def inspect_pickle(path: Path, values: flags.FlagValues) -> None:
 def print_architecture(layout: ModelLayout) -> None:
     """Print the model's sizes."""
     config = layout.config
-    print(f"architecture  {config.architecture}: {config.num_layers} layers, {config.hidden_size} wide,")
+    print(f"architecture  {config.family.name}: {config.num_layers} layers, {config.hidden_size} wide,")
     print(f"              {config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim},")
     print(f"              MLP {config.intermediate_size}, vocabulary {config.vocab_size}")
 

@@ -70,7 +70,7 @@ class HarnessModel(LM):
     def _config(self, fields: dict[str, Any]) -> DiffusionConfig | SamplingConfig:
         fields = {"max_new_tokens": _DEFAULT_NEW_TOKENS, "temperature": 0.0} | fields
         try:
-            if self.engine.config.is_autoregressive:
+            if self.engine.config.objective == "autoregressive":
                 return self.engine.with_end_tokens(SamplingConfig(**fields))
             return DiffusionConfig.published(**fields)
         except TypeError as error:
@@ -84,7 +84,7 @@ class HarnessModel(LM):
         bare = context.rstrip()
         whole, before = (self.engine.tokenizer.encode(text) for text in (context + continuation, bare))
         new = whole[len(before) :]
-        if not self.engine.config.is_autoregressive:
+        if self.engine.config.objective == "masked_diffusion":
             new = [*new, end]
         room = self.engine.config.max_positions - len(new)
         return (before or [end])[-max(1, room) :], new
@@ -92,7 +92,7 @@ class HarnessModel(LM):
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Log-likelihood of each (context, continuation), and whether greedy decoding gives it."""
         pairs = [self._pair(*request.args) for request in requests]
-        if self.engine.config.is_autoregressive:
+        if self.engine.config.objective == "autoregressive":
             return self.engine.log_likelihoods(pairs)
         found = self.engine.estimate_log_likelihoods(pairs, samples=self._samples, seed=self._seed)
         return [(value, False) for value in found]
@@ -103,7 +103,7 @@ class HarnessModel(LM):
         Raises:
           InputError: a diffusion model, for which the estimate's authors define none.
         """
-        if not self.engine.config.is_autoregressive:
+        if self.engine.config.objective == "masked_diffusion":
             raise InputError("rolling log-likelihoods (perplexity) are of autoregressive models")
         found = []
         for request in requests:

@@ -14,6 +14,7 @@ from launch.startup import progress_bar, say, this_host
 from runtime.engine import Engine
 from runtime.models.attention import IMPLEMENTATIONS
 from runtime.models.config import STORED_DTYPES, ModelConfig
+from runtime.models.families import parse_config
 from runtime.models.kv_cache import CACHE_DTYPES
 from runtime.models.quantization import QUANTIZATIONS
 from runtime.text.tokenizer import TextTokenizer
@@ -54,7 +55,7 @@ def open_checkpoint(values: flags.FlagValues) -> tuple[CheckpointFolder, ModelCo
       InputError: there is none, it is not a model's, or ``--mesh`` names no mesh.
     """
     folder = open_folder(values.checkpoint, revision=values.revision, offline=values.offline)
-    model = ModelConfig.from_huggingface(folder.config)
+    model = parse_config(folder.config)
     if values.mesh is not None:
         MeshSpec.parse(values.mesh)
     return folder, model

@@ -26,7 +26,8 @@ from rich.table import Table
 from launch.plan_plot import check_plot, plot_plans
 from launch.profiling import check_folder, write_programs
 from launch.startup import describe_only, run_launcher, say
-from runtime.models.config import STORED_DTYPES, ModelConfig
+from runtime.models.config import STORED_DTYPES
+from runtime.models.families import parse_config
 from runtime.models.quantization import QUANTIZATIONS
 from runtime.planner.compiled import CompiledPhase, compile_workload
 from runtime.planner.describe import describe_compiled, describe_estimate, describe_topology
@@ -91,9 +92,9 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
         from checkpoints import open_folder
 
         folder = open_folder(values.checkpoint, weights=False)
-        name, config, stored = folder.name, ModelConfig.from_huggingface(folder.config), folder.quantization
+        name, config, stored = folder.name, parse_config(folder.config), folder.quantization
     given = [f"--{flag}" for flag in ("steps", "cache", "block_length") if values[flag].present]
-    if config.is_autoregressive and given:
+    if config.objective == "autoregressive" and given:
         raise InputError(
             f"{', '.join(given)}: of masked diffusion; {name} is autoregressive, with a cache and a pass for each token"
         )
@@ -267,7 +268,7 @@ def print_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pr
     several = len(plans) > 1
     title = (
         f"{name}, {workload.dtype}, batch {workload.batch}, {workload.prompt} + {workload.new_tokens} tokens"
-        + ("" if workload.config.is_autoregressive else f", cache {workload.cache}")
+        + ("" if workload.config.objective == "autoregressive" else f", cache {workload.cache}")
         + "; all but the compiler's column is estimated"
     )
     table = Table(box=box.SIMPLE_HEAD, title=title)

@@ -30,7 +30,7 @@ from runtime.execution.scoring import logits_of_rows, score_rows
 from runtime.models.attention import IMPLEMENTATIONS
 from runtime.models.config import STORED_DTYPES, ModelConfig, token_ids
 from runtime.models.declarations import ModelLayout, named_shapes
-from runtime.models.families import Weights, model_layout, weights_class
+from runtime.models.families import Weights, model_layout, parse_config, weights_class
 from runtime.models.kv_cache import CACHE_DTYPES
 from runtime.models.placement import place_weights
 from runtime.models.quantization import QUANTIZATIONS
@@ -157,7 +157,7 @@ class Engine:
             raise InputError(f"verify {verify!r} is not one of {', '.join(VERIFY)}")
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         folder = open_folder(path, revision=revision, token=token, offline=offline)
-        config = ModelConfig.from_huggingface(folder.config)
+        config = parse_config(folder.config)
         # Files and divisibility first: a wrong one stops here, before a device is touched.
         stored = check_weights(folder, model_layout(config)) or config.dtype
         if folder.quantization != "none":
@@ -242,7 +242,7 @@ class Engine:
             if verify not in VERIFY:
                 raise InputError(f"verify {verify!r} is not one of {', '.join(VERIFY)}")
             folder = open_folder(source, offline=offline)
-            if found := self.config.differences(ModelConfig.from_huggingface(folder.config)):
+            if found := self.config.differences(parse_config(folder.config)):
                 raise InputError(f"{folder.name}: another model than this engine's ({'; '.join(found)})")
             check_weights(folder, self.layout)
             self.runner.weights, self.loaded = load_weights(folder, self.layout, self.dtype, progress, verify)
@@ -333,7 +333,7 @@ class Engine:
         compiled, compile_seconds = self.runner.programs.compiled, self.runner.programs.seconds
         config = config or self._default_config()
         hooked = tokens_hook is not None or logits_hook is not None
-        if self.config.is_autoregressive and (hooked or history):
+        if self.config.objective == "autoregressive" and (hooked or history):
             raise InputError("hooks and history are of denoise steps; this checkpoint is autoregressive")
         if isinstance(config, DiffusionConfig) and config.in_blocks and hooked:
             raise InputError("hooks are of the original algorithm: leave cache, blocks, parallel and stop tokens off")
@@ -477,7 +477,7 @@ class Engine:
         ids, mask = self.encode([prompt], chat=chat)
         config = self.with_end_tokens(config)
         canvases = self.stream_tokens(ids, mask, config, every=every)
-        masked = None if self.config.is_autoregressive else self.config.mask_token_id
+        masked = None if self.config.objective == "autoregressive" else self.config.mask_token_id
         prefixes = certain_prefixes(canvases, ids.shape[1], masked)
         ends = (*self.end_token_ids, *config.stop_token_ids)
         yield from stream_text(self.tokenizer, prefixes, ends, stop)
@@ -585,7 +585,7 @@ class Engine:
         return rows.take([row for row in range(len(rows.lengths)) for _ in range(samples)]), seeds
 
     def _default_config(self) -> GenerationConfig:
-        return SamplingConfig() if self.config.is_autoregressive else DiffusionConfig()
+        return SamplingConfig() if self.config.objective == "autoregressive" else DiffusionConfig()
 
     def _runs(
         self, rows: Rows, config: GenerationConfig, seeds: list[int], samples: int, whole: bool, hooked: bool = False

@@ -23,6 +23,7 @@ from runtime.engine import Engine
 from runtime.models.families import model_layout
 from runtime.models.kv_cache import cache_bytes_per_device
 from runtime.models.placement import place_weights
+from runtime.models.qwen2 import QWEN2
 from runtime.planner.workload import Workload
 
 GENERATION, BATCHES, AUTOREGRESSIVE, CPU = "generation", "batches", "autoregressive", "CPU"
@@ -44,7 +45,7 @@ def measure_generations(subject: Subject) -> None:
     for number, (name, batch, new, steps) in enumerate(GENERATIONS):
         found: dict[str, Any] = {}
         prepare = subject.generation(engine, batch, PROMPT, request_of(engine.config, new, steps), found)
-        passes = new if engine.config.is_autoregressive else steps
+        passes = new if engine.config.objective == "autoregressive" else steps
         seconds = subject.expected_seconds(batch, PROMPT + new, passes)
 
         def facts(timing: Timing, found: dict[str, Any] = found) -> Mapping[str, Any]:
@@ -72,7 +73,9 @@ def measure_batches(subject: Subject, batches: list[int]) -> None:
     for batch in batches:
         found: dict[str, Any] = {}
         prepare = subject.generation(engine, batch, PROMPT, request_of(engine.config, new, steps), found)
-        seconds = subject.expected_seconds(batch, PROMPT + new, new if engine.config.is_autoregressive else steps)
+        seconds = subject.expected_seconds(
+            batch, PROMPT + new, new if engine.config.objective == "autoregressive" else steps
+        )
 
         def facts(timing: Timing, found: dict[str, Any] = found) -> Mapping[str, Any]:
             return rates(found["result"], timing.mean)
@@ -94,9 +97,9 @@ def measure_batches(subject: Subject, batches: list[int]) -> None:
 
 def causal_engine(engine: Engine) -> Engine:
     """The engine, or one that reads a diffusion model's weights token after token, as its parents do."""
-    if engine.config.is_autoregressive:
+    if engine.config.objective == "autoregressive":
         return engine
-    config = replace(engine.config, architecture="qwen2", mask_token_id=-1)
+    config = replace(engine.config, family=QWEN2, mask_token_id=-1)
     mesh = engine.layout.mesh
     assert mesh is not None, "an engine has a mesh"
     layout = model_layout(config, engine.layout.spec, list(mesh.devices.flat))
@@ -162,7 +165,7 @@ def measure_cpu(subject: Subject) -> None:
         config = subject.engine.config
         # Few passes: a large model takes long for each.
         passes = 2
-        short = request_of(config, passes if config.is_autoregressive else new, passes)
+        short = request_of(config, passes if config.objective == "autoregressive" else new, passes)
         engine = open_engine(values, [device], "data=1")
         ceilings = measure_ceilings(device, str(engine.dtype), 3, MATMUL_SIZE["cpu"], COPY_BYTES["cpu"])
         other = replace(subject, engine=engine, ceilings=ceilings)

@@ -19,7 +19,9 @@ from benchmarks.torch_models import import_torch, torch_model
 from runtime.execution.programs import fetch, put
 from runtime.models.attention import choose_attention
 from runtime.models.declarations import WeightLeaf
+from runtime.models.dream import DREAM
 from runtime.models.forward import Forward
+from runtime.models.qwen2 import QWEN2
 from runtime.models.transformer import block
 
 _POSITIONS = 64
@@ -42,7 +44,7 @@ def layer_parity(subject: Subject) -> dict[str, Any]:
       NotRunError: there is no PyTorch, or no model of its that these weights fit.
     """
     engine, layout, config = subject.engine, subject.engine.layout, subject.engine.config
-    if config.architecture == "gpt2":
+    if config.family not in (DREAM, QWEN2):
         raise NotRunError("only Qwen2, Dream and DiffuCoder have a layer to compare with")
     if importlib.util.find_spec("torch") is None:
         raise NotRunError("PyTorch is not installed")

@@ -133,7 +133,7 @@ def measure_steps(subject: Subject, shapes: Sequence[tuple[int, int]]) -> None:
     config = subject.engine.config
     for batch, canvas in shapes:
         name = f"batch {batch}, canvas {canvas}"
-        if config.is_autoregressive:
+        if config.objective == "autoregressive":
             subject.sheet.leave_out(STEP, name, "the model is autoregressive")
             continue
 
@@ -171,7 +171,7 @@ def measure_block_steps(subject: Subject) -> None:
     config, platform = engine.config, engine.platform
     for batch in BLOCK_BATCHES:
         name = f"batch {batch}, canvas {_BLOCK_CANVAS}, blocks of {_BLOCK}"
-        if config.is_autoregressive:
+        if config.objective == "autoregressive":
             subject.sheet.leave_out(BLOCK_STEP, name, "the model is autoregressive")
             continue
 

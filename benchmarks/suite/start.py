@@ -24,8 +24,7 @@ from checkpoints.conversion import convert
 from checkpoints.opening import open_tensors
 from checkpoints.output import FolderOutput
 from runtime.engine import Engine
-from runtime.models.config import ModelConfig
-from runtime.models.families import model_layout
+from runtime.models.families import model_layout, parse_config
 
 SECTION, MEMORY = "start", "memory"
 # Less than the 1800 s after which a run without progress is given up.
@@ -86,7 +85,7 @@ def measure_files(sheet: Sheet, values: flags.FlagValues) -> None:
         return
 
     def read() -> None:
-        ModelConfig.from_huggingface(open_folder(values.checkpoint).config)
+        parse_config(open_folder(values.checkpoint).config)
 
     sheet.measure(SECTION, "configuration", lambda: read)
 
@@ -94,7 +93,7 @@ def measure_files(sheet: Sheet, values: flags.FlagValues) -> None:
         folder = open_folder(values.checkpoint)
         if folder.is_canonical:
             raise NotRunError("it is canonical")
-        layout = model_layout(ModelConfig.from_huggingface(folder.config))
+        layout = model_layout(parse_config(folder.config))
         size = open_tensors(folder).bytes
         seconds: list[float] = []
         while len(seconds) < (_TRIALS if size <= _SMALL else 1):

@@ -116,7 +116,7 @@ def prompt_ids(config: ModelConfig, batch: int, length: int) -> np.ndarray:
 
 def request_of(config: ModelConfig, new_tokens: int, steps: int) -> DiffusionConfig | SamplingConfig:
     """A greedy generation as the model makes it; ``steps`` are of masked diffusion."""
-    if config.is_autoregressive:
+    if config.objective == "autoregressive":
         return SamplingConfig(max_new_tokens=new_tokens)
     return DiffusionConfig(max_new_tokens=new_tokens, steps=steps, algorithm="entropy")
 

@@ -60,7 +60,7 @@ def sample_record(
         "finish_reason": reason,
         "seed": request.seed,
     }
-    if not model.is_autoregressive:
+    if model.objective == "masked_diffusion":
         record["masks_left"] = int((result.sequence == model.mask_token_id).sum())
         if model.mask_token_id in line.tokens:
             record["filled_prompt"] = tokenizer.decode(result.sequence[:width].tolist())

@@ -21,7 +21,6 @@ from runtime import (
     ScorePass,
     row_seeds,
 )
-from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import can_run, compiled_values
 from runtime.decoding.schema import Choice, parameters
 

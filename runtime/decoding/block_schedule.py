@@ -36,7 +36,7 @@ def window_widths(cache: str, length: int, span: int, refresh_blocks: int = 1, *
       span: positions from the first mask of any row to its end.
       refresh_blocks: blocks from one that is entered with a refresh to the next; 0 for the first alone.
       offset: positions before the block that predict its first token, see
-        :attr:`runtime.models.config.ModelConfig.prediction_offset`.
+        :attr:`runtime.models.config.Family.prediction_offset`.
     """
     if cache == "none":
         return ()

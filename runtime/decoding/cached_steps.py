@@ -110,7 +110,7 @@ class CachedStep:
           sharing: bool ``[B]``.
         """
         sequence = self.forward.layout.spec.sequence
-        block_length = self.program.windows[-1] - self.forward.config.prediction_offset
+        block_length = self.program.windows[-1] - self.forward.config.family.prediction_offset
         program = replace(self.program, chunk=refresh_chunk(self.program.chunk, block_length, sequence))
 
         def decide(carry: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:
@@ -148,7 +148,7 @@ class CachedStep:
         Without such a row there is none.
         """
         active = wanted.any(axis=1)
-        request, offset = self.request, self.forward.config.prediction_offset
+        request, offset = self.request, self.forward.config.family.prediction_offset
         start = jnp.maximum(block_start(request, state.block - state.previous_block_stale) - offset, 0)
         stop = request.lengths
         if self.program.within_block:

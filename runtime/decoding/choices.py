@@ -82,7 +82,7 @@ def choose_on_canvas(
 
     def choose_at(positions: Array) -> Choices:
         # The first position of a row has no output before it, and reads its own.
-        outputs = jnp.maximum(positions - forward.config.prediction_offset, 0)
+        outputs = jnp.maximum(positions - forward.config.family.prediction_offset, 0)
         logits = project_logits(forward, weights, pick_positions(forward, hidden, outputs))
         places = positions if offset is None else positions + offset[:, None]
         return choose(forward, program, request, step, logits, places)

@@ -57,7 +57,7 @@ def log_likelihoods(runner: Runner, pairs: Sequence[Pair]) -> list[tuple[float, 
     Raises:
       InputError: a pair that is empty or too long, or a diffusion model.
     """
-    if not runner.layout.config.is_autoregressive:
+    if runner.layout.config.objective == "masked_diffusion":
         raise InputError(
             "log_likelihoods is exact, of autoregressive models; estimate_log_likelihoods is for diffusion"
         )
@@ -99,7 +99,7 @@ def estimate_log_likelihoods(
     Raises:
       InputError: a pair that is empty or too long, or an autoregressive model.
     """
-    if runner.layout.config.is_autoregressive:
+    if runner.layout.config.objective == "autoregressive":
         raise InputError("estimates are of diffusion models; log_likelihoods is exact for autoregressive ones")
     _check(pairs, runner.layout.config.max_positions)
     found = []

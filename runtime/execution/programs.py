@@ -204,7 +204,7 @@ def lower_score(forward: Forward, chunk: int, weights: Weights, *arguments: Arra
 
         def body(start: Array) -> Array:
             positions = start + jnp.arange(chunk)
-            outputs = jnp.maximum(positions - forward.config.prediction_offset, 0)
+            outputs = jnp.maximum(positions - forward.config.family.prediction_offset, 0)
             logits = project_logits(forward, weights, hidden[:, outputs])
             wanted = jax.lax.dynamic_slice_in_dim(targets, start, chunk, axis=1)
             return log_probabilities(logits / temperature, wanted)

@@ -159,12 +159,11 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
     Raises:
       InputError: it is for the other.
     """
-    wanted = SamplingConfig if config.is_autoregressive else DiffusionConfig
+    wanted = SamplingConfig if config.objective == "autoregressive" else DiffusionConfig
     if not isinstance(request, wanted):
-        way = "autoregressive" if config.is_autoregressive else "a diffusion model"
+        way = "autoregressive" if config.objective == "autoregressive" else "a diffusion model"
         raise InputError(
-            f"this checkpoint ({config.architecture}) is {way}: give a {wanted.__name__}, not a "
-            f"{type(request).__name__}"
+            f"this checkpoint ({config.family.name}) is {way}: give a {wanted.__name__}, not a {type(request).__name__}"
         )
 
 
@@ -201,7 +200,7 @@ def make_canvas(rows: Rows, config: ModelConfig, new_tokens: int, width: int) ->
     canvas = np.full((len(rows.tokens), width), config.pad_token_id, np.int32)
     for row, length in enumerate(rows.lengths):
         canvas[row, :length] = rows.tokens[row, :length]
-        if not config.is_autoregressive:
+        if config.objective == "masked_diffusion":
             canvas[row, length : length + new_tokens] = config.mask_token_id
     return canvas, rows.lengths + np.int32(new_tokens)
 

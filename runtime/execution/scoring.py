@@ -58,9 +58,13 @@ def gather_logits(runner: Runner, canvas: np.ndarray, lengths: np.ndarray) -> np
 
 
 def shifted_logits(runner: Runner, canvas: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Logits for each position, float32 ``[B, S, V]``: the output one before it; position 0 keeps its own."""
+    """Logits for each position, float32 ``[B, S, V]``: the output ``prediction_offset`` of the family before it.
+
+    The first ``prediction_offset`` positions keep their own.
+    """
     logits = gather_logits(runner, canvas, lengths)
-    return np.concatenate([logits[:, :1], logits[:, :-1]], axis=1)
+    offset = runner.layout.config.family.prediction_offset
+    return np.concatenate([logits[:, :offset], logits[:, : logits.shape[1] - offset]], axis=1)
 
 
 def logits_of_rows(runner: Runner, rows: Rows) -> np.ndarray:

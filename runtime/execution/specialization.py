@@ -49,7 +49,7 @@ def denoise_program(
       span: positions from the first mask of any row to its end, at most.
     """
     length, _ = block_schedule(config, width)
-    offset = model.prediction_offset
+    offset = model.family.prediction_offset
     return DenoiseProgram(
         algorithm=config.algorithm,
         sampling=sampling_rule(config, model.vocab_size, model_dtype),

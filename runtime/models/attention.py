@@ -1,4 +1,4 @@
-"""Grouped-query attention, bidirectional or causal: one dispatcher, three implementations.
+"""Grouped-query attention under any attention mask: one dispatcher, three implementations.
 
 Dimension letters: B batch, S query positions, T key positions, K kv heads, G query heads per KV head, H head dim.
 """
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from runtime.models.declarations import ModelLayout
+from runtime.models.masks import AttentionMask
 from sharding.errors import InputError
 
 Array = jax.Array
@@ -41,8 +42,8 @@ def choose_attention(requested: str, platform: str, layout: ModelLayout, positio
         raise InputError(f'attention "{requested}" is not one of {", ".join(IMPLEMENTATIONS)}')
     sixteen_bit = jnp.dtype(dtype).itemsize == 2
     head_dim = layout.config.head_dim
-    # A kernel's causal mask counts from the first query of its shard.
-    whole = layout.spec.sequence == 1 or not layout.config.is_autoregressive
+    # A kernel's mask counts from the first query of its shard.
+    whole = layout.spec.sequence == 1 or not layout.config.attention_mask.depends_on_position
     fits = {
         "xla": True,
         "cudnn": platform in ("gpu", "cuda") and sixteen_bit and head_dim % 8 == 0 and head_dim <= 256 and whole,
@@ -56,22 +57,22 @@ def choose_attention(requested: str, platform: str, layout: ModelLayout, positio
             "splash": f"a TPU, and a head dimension and canvas shards in multiples of {SPLASH_BLOCK}",
         }
         raise InputError(
-            f'attention "{requested}" needs {needs[requested]}, and for a causal model sequence=1; here: {platform}, '
-            f"{jnp.dtype(dtype).name}, head dimension {head_dim}, canvas {positions} over "
+            f'attention "{requested}" needs {needs[requested]}, and for a causal or block-causal model sequence=1; '
+            f"here: {platform}, {jnp.dtype(dtype).name}, head dimension {head_dim}, canvas {positions} over "
             f'sequence={layout.spec.sequence}. "auto" or "xla" will run'
         )
     return requested
 
 
-def _xla(q: Array, k: Array, v: Array, lengths: Array, causal: bool) -> Array:
+def _xla(q: Array, k: Array, v: Array, lengths: Array, mask: AttentionMask) -> Array:
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     # Heads first, so that each product is one plain matrix product: XLA on CPU is four times as fast so, bit for bit.
     q, k, v = q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     scores = jnp.einsum("bkgsh,bkth->bkgst", q, k, precision=precision, preferred_element_type=jnp.float32)
     scores = scores / math.sqrt(q.shape[-1])
     valid = (jnp.arange(k.shape[2]) < lengths[:, None])[:, None, None, None, :]
-    if causal:
-        valid &= jnp.arange(k.shape[2]) <= jnp.arange(q.shape[3])[:, None]
+    if mask.depends_on_position:
+        valid &= mask.visible(jnp.arange(q.shape[3])[:, None], jnp.arange(k.shape[2]))
     scores = jnp.where(valid, scores, jnp.finfo(jnp.float32).min)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgst,bkth->bkgsh", probabilities, v, precision=precision).transpose(0, 3, 1, 2, 4)
@@ -114,14 +115,19 @@ def cached_attention(
     return out.transpose(0, 3, 1, 2, 4)
 
 
-def _cudnn(q: Array, k: Array, v: Array, lengths: Array, causal: bool) -> Array:
+def _cudnn(q: Array, k: Array, v: Array, lengths: Array, mask: AttentionMask) -> Array:
     B, S, K, G, H = q.shape
     full = jnp.full((B,), S, jnp.int32)
+    # cuDNN knows causal masks; any other is a bias [1, 1, S, T] to it.
+    visible = None
+    if mask.kind == "block_causal":
+        visible = mask.visible(jnp.arange(S)[:, None], jnp.arange(k.shape[1]))[None, None]
     out = jax.nn.dot_product_attention(
         q.reshape(B, S, K * G, H),
         k,
         v,
-        is_causal=causal,
+        mask=visible,
+        is_causal=mask.kind == "causal",
         query_seq_lengths=full,
         key_value_seq_lengths=lengths,
         implementation="cudnn",
@@ -129,47 +135,35 @@ def _cudnn(q: Array, k: Array, v: Array, lengths: Array, causal: bool) -> Array:
     return out.reshape(B, S, K, G, H)
 
 
-def _splash(q: Array, k: Array, v: Array, lengths: Array, causal: bool) -> Array:
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+def _splash(q: Array, k: Array, v: Array, lengths: Array, mask: AttentionMask) -> Array:
+    from runtime.models.splash import splash_attention  # pallas takes long to import, and only TPU needs it
 
-    S, T, G = q.shape[1], k.shape[1], q.shape[3]
-    make_mask = splash_attention_mask.CausalMask if causal else splash_attention_mask.FullMask
-    mask = splash_attention_mask.MultiHeadMask([make_mask((S, T))] * G)
-    kernel = splash_attention_kernel.make_splash_mqa_single_device(mask)
-
-    def row(q: Array, k: Array, v: Array, length: Array) -> Array:
-        # Keys of segment 0 are filler; every query belongs to segment 1.
-        segments = splash_attention_kernel.SegmentIds(
-            q=jnp.ones((S,), jnp.int32), kv=(jnp.arange(T) < length).astype(jnp.int32)
-        )
-        over_kv_heads = jax.vmap(lambda q, k, v: kernel(q, k, v, segment_ids=segments))
-        return over_kv_heads(q, k, v)
-
-    scaled = q / math.sqrt(q.shape[-1])
-    heads_first = (scaled.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
-    return jax.vmap(row)(*heads_first, lengths).transpose(0, 3, 1, 2, 4).astype(q.dtype)
+    return splash_attention(q, k, v, lengths, mask)
 
 
 def dot_product_attention(
-    implementation: str, layout: ModelLayout, q: Array, k: Array, v: Array, lengths: Array, *, causal: bool = False
+    implementation: str, layout: ModelLayout, q: Array, k: Array, v: Array, lengths: Array
 ) -> Array:
     """Softmax attention of every position to the first ``lengths`` keys of its row, scaled by ``1 / sqrt(H)``.
 
+    Which of those keys a position sees is the attention mask of the model; unless that is bidirectional, S and T are
+    the same positions.
+
     Args:
       implementation: ``xla``, ``cudnn`` or ``splash``.
-      layout: the mesh and rules by which the arrays are sharded.
+      layout: the model, and the mesh and rules by which the arrays are sharded.
       q: ``[B, S, K, G, H]``, sharded over batch, canvas, KV heads and query heads.
       k: ``[B, T, K, H]``, sharded over batch and KV heads.
       v: like ``k``.
       lengths: int32 ``[B]``, at least 1.
-      causal: no position attends to a later one; then S and T are the same positions.
 
     Returns:
       ``[B, S, K, G, H]`` in the dtype of ``v``. The softmax is in float32.
     """
+    mask = layout.config.attention_mask
     if implementation == "xla":
-        return _xla(q, k, v, lengths, causal)
-    kernel = partial({"cudnn": _cudnn, "splash": _splash}[implementation], causal=causal)
+        return _xla(q, k, v, lengths, mask)
+    kernel = partial({"cudnn": _cudnn, "splash": _splash}[implementation], mask=mask)
     if layout.mesh is None:
         return kernel(q, k, v, lengths)
     # Hand-written kernels are not partitioned by the compiler: each device calls its own on its own shard.

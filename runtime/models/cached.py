@@ -76,7 +76,8 @@ def run_window(
       cache: keys and values of everything else.
       tokens: int32 ``[B, W]``.
       starts: int32 ``[B]``, position of each window's first token.
-      lengths: int32 ``[B]``: positions at or after them are not attended to. A causal model does not look ahead either.
+      lengths: int32 ``[B]``: positions at or after them are not attended to, nor what the attention mask of
+        the model hides from a position.
       stops: int32 ``[B]``, positions at or after them are not written to the cache, and what they return means
         nothing; None where all of it does.
 
@@ -87,8 +88,9 @@ def run_window(
     positions = starts[:, None] + jnp.arange(tokens.shape[1])
     places = jnp.arange(cache.keys.shape[3])
     visible = (places < lengths[:, None])[:, None]
-    if forward.config.is_autoregressive:
-        visible &= places <= positions[..., None]
+    mask = forward.config.attention_mask
+    if mask.depends_on_position:
+        visible &= mask.visible(positions[..., None], places)
     stops = jnp.full_like(starts, len(places)) if stops is None else stops
     with jax.named_scope("embed"):
         x = weights.embed(forward, tokens, positions)

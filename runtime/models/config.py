@@ -1,16 +1,19 @@
-"""A model's architecture, read from a Hugging Face ``config.json``."""
+"""The record of a model family, and a model's sizes as read from a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
+from runtime.models.masks import AttentionKind, AttentionMask
 from sharding.errors import InputError
 
-# model_type of config.json -> architecture.
-SUPPORTED_ARCHITECTURES = {"Dream": "dream", "qwen2": "qwen2", "gpt2": "gpt2"}
 STORED_DTYPES = ("bfloat16", "float32", "float16")
+
+Objective = Literal["masked_diffusion", "autoregressive"]
+# How many masks each denoise step fills: ``linear_time``, the share that a time falling linearly from 1 to eps leaves.
+UnmaskingSchedule = Literal["linear_time"]
 
 # Bounds on numbers read from a file: generous for any model, small enough that nothing overflows or hangs.
 _LIMITS = {
@@ -23,24 +26,68 @@ _LIMITS = {
     "max_position_embeddings": 1 << 24,
 }
 
-# Features that a forward pass here does not have: key -> (what an absent key means, what is supported).
-_UNSUPPORTED: dict[str, dict[str, tuple[Any, tuple[Any, ...]]]] = {
-    "qwen2": {
-        "hidden_act": ("silu", ("silu",)),
-        "rope_scaling": (None, (None,)),
-        "use_sliding_window": (False, (False, None)),
-    },
-    "gpt2": {
-        "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
-        "scale_attn_weights": (True, (True,)),
-        "scale_attn_by_inverse_layer_idx": (False, (False, None)),
-        "add_cross_attention": (False, (False, None)),
-    },
-}
-
 
 class ConfigError(InputError):
-    """A model configuration that is incomplete, inconsistent, or of an architecture that is not supported."""
+    """A model configuration that is incomplete, inconsistent, or of a family that is not supported."""
+
+
+@dataclass(frozen=True)
+class PublishedSettings:
+    """Decoding settings that a family's authors publish for one kind of checkpoint.
+
+    Attributes:
+      name_contains: lower-case part of a checkpoint's name that tells the kind; empty for every checkpoint.
+      settings: names and values of decoding parameters.
+    """
+
+    name_contains: str
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Family:
+    """What the rest of the code knows of a model family. Compared and hashed by identity.
+
+    Attributes:
+      name: what messages call the family.
+      model_type: ``model_type`` of its ``config.json``.
+      parse: reads such a ``config.json``; raises :class:`ConfigError`.
+      weights: the dataclass that declares the weights of a model with a head of its own; None where there is no such
+        model. Tensor names stand in it, and it states what a layer costs.
+      tied_weights: the same for a model whose head is its embedding.
+      attention: which keys a position attends to.
+      objective: ``masked_diffusion`` fills mask tokens, ``autoregressive`` predicts the next token.
+      prediction_offset: the prediction for position i is the model's output at ``i - prediction_offset``; the first
+        ``prediction_offset`` positions keep their own output.
+      schedule: how many masks a denoise step fills; None where nothing is denoised.
+      mask_token_id: the mask token of checkpoints whose configuration does not name one.
+      end_token_ids: the end tokens of checkpoints whose configuration does not name any.
+      published: published decoding settings, the first kind that a checkpoint's name matches counts.
+      presets: ``config.json`` of published checkpoints by name, for planning without a download.
+    """
+
+    name: str
+    model_type: str
+    parse: Callable[[Mapping[str, Any]], ModelConfig]
+    weights: type[Any] | None
+    tied_weights: type[Any] | None
+    attention: AttentionKind
+    objective: Objective
+    prediction_offset: int
+    schedule: UnmaskingSchedule | None = None
+    mask_token_id: int | None = None
+    end_token_ids: tuple[int, ...] = ()
+    published: tuple[PublishedSettings, ...] = ()
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Family({self.name!r})"
+
+    def published_settings(self, checkpoint_name: str) -> dict[str, Any]:
+        """Published decoding settings of a checkpoint, its kind told by its name; empty where none are published."""
+        name = checkpoint_name.lower()
+        found = (dict(kind.settings) for kind in self.published if kind.name_contains in name)
+        return next(found, {})
 
 
 @dataclass(frozen=True)
@@ -48,7 +95,7 @@ class ModelConfig:
     """Sizes and constants of a model. Hashable, so that it can be a static argument of a compiled program.
 
     Attributes:
-      architecture: ``dream`` (masked diffusion), ``qwen2`` or ``gpt2`` (autoregressive).
+      family: what kind of model it is.
       vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: sizes.
       max_positions: positions the model has, prompt and new tokens together.
       rope_theta: base of rotary position embedding, 0 where positions are learned.
@@ -58,9 +105,10 @@ class ModelConfig:
       mask_token_id: the token that diffusion fills, -1 for an autoregressive model.
       pad_token_id: what stands where no token does.
       end_token_ids: tokens that end a text.
+      attention_block_length: positions of one block of block-causal attention, 0 for the other kinds.
     """
 
-    architecture: str
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -76,16 +124,17 @@ class ModelConfig:
     mask_token_id: int
     pad_token_id: int
     end_token_ids: tuple[int, ...]
+    attention_block_length: int = 0
 
     @property
-    def is_autoregressive(self) -> bool:
-        """Whether the model predicts the next token, else it fills masks."""
-        return self.architecture != "dream"
+    def objective(self) -> Objective:
+        """What the model is trained to do, which decides how it decodes."""
+        return self.family.objective
 
     @property
-    def prediction_offset(self) -> int:
-        """How many positions before a token the output that predicts it is."""
-        return 1
+    def attention_mask(self) -> AttentionMask:
+        """Which keys a position attends to."""
+        return AttentionMask(self.family.attention, self.attention_block_length)
 
     @property
     def dimensions(self) -> dict[str, int]:
@@ -104,94 +153,96 @@ class ModelConfig:
 
     def differences(self, other: ModelConfig) -> list[str]:
         """What makes weights of ``other`` another model, as "field: this and that"."""
-        free = ("max_positions", "dtype", "pad_token_id", "end_token_ids")
-        names = [field.name for field in fields(self) if field.name not in free]
-        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        free = ("family", "max_positions", "dtype", "pad_token_id", "end_token_ids")
+        names = [one.name for one in fields(self) if one.name not in free]
+        pairs = [("architecture", self.family.name, other.family.name)]
+        pairs += [(name, getattr(self, name), getattr(other, name)) for name in names]
         return [f"{name}: {mine} and {theirs}" for name, mine, theirs in pairs if mine != theirs]
 
-    @classmethod
-    def from_huggingface(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """Read a ``config.json`` that has been parsed into a mapping.
 
-        Raises:
-          ConfigError: an unsupported architecture, a missing or out-of-range number, or a feature that the forward
-            pass does not have (scaled RoPE, sliding windows, another activation).
-        """
-        kind = raw.get("model_type")
-        if not isinstance(kind, str) or kind not in SUPPORTED_ARCHITECTURES:
-            names = ", ".join(sorted(SUPPORTED_ARCHITECTURES))
+def check_features(
+    family: Family, raw: Mapping[str, Any], supported: Mapping[str, tuple[Any, tuple[Any, ...]]]
+) -> None:
+    """Refuse a configuration that asks for a feature which a family's forward pass does not have.
+
+    Args:
+      family: the family, for the message.
+      raw: a parsed ``config.json``.
+      supported: key -> what an absent key means, and the values that are supported.
+
+    Raises:
+      ConfigError: a key has another value.
+    """
+    for key, (absent, values) in supported.items():
+        found = raw.get(key, absent)
+        if found not in values:
             raise ConfigError(
-                f"config.json: model_type {kind!r:.200} (architectures {raw.get('architectures')!r:.200}) is not "
-                f"supported; supported: {names}"
+                f"config.json: {key} is {found!r:.200}; only {values[0]!r} is supported for {family.model_type}"
             )
-        architecture = SUPPORTED_ARCHITECTURES[kind]
-        gpt2 = architecture == "gpt2"
-        for key, (absent, supported) in _UNSUPPORTED["gpt2" if gpt2 else "qwen2"].items():
-            found = raw.get(key, absent)
-            if found not in supported:
-                raise ConfigError(
-                    f"config.json: {key} is {found!r:.200}; only {supported[0]!r} is supported for {kind}"
-                )
-        if gpt2:
-            raw = _with_common_names(raw)
-        tied = raw.get("tie_word_embeddings", gpt2)
-        if not isinstance(tied, bool) or (tied and architecture == "dream") or (gpt2 and not tied):
-            raise ConfigError(
-                f"config.json: tie_word_embeddings is {tied!r:.200}; only {gpt2!r} is supported for {kind}"
-            )
-        number = {key: _integer(raw, key, 1, limit) for key, limit in _LIMITS.items()}
-        heads, kv_heads = number["num_attention_heads"], number["num_key_value_heads"]
-        if heads % kv_heads:
-            raise ConfigError(f"config.json: {heads} attention heads do not divide into {kv_heads} KV heads")
-        head_dim = _integer(raw, "head_dim", 1, 1 << 12, default=number["hidden_size"] // heads)
-        if raw.get("head_dim") is None and number["hidden_size"] % heads:
-            raise ConfigError(f"config.json: hidden_size {number['hidden_size']} does not divide by {heads} heads")
-        if head_dim % 2 and not gpt2:
-            raise ConfigError(f"config.json: rotary position embedding needs an even head_dim, not {head_dim}")
-        dtype = raw.get("torch_dtype") or raw.get("dtype") or "float32"
-        if dtype not in STORED_DTYPES:
-            raise ConfigError(f"config.json: dtype {dtype!r:.200} is not one of {', '.join(STORED_DTYPES)}")
-        vocab_limit = number["vocab_size"] - 1
-        ends = token_ids(raw, "eos_token_id", vocab_limit)
-        return cls(
-            architecture=architecture,
-            vocab_size=number["vocab_size"],
-            hidden_size=number["hidden_size"],
-            intermediate_size=number["intermediate_size"],
-            num_layers=number["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            max_positions=number["max_position_embeddings"],
-            rope_theta=0.0 if gpt2 else _real(raw, "rope_theta", default=_rope_parameters(raw)),
-            norm_eps=_real(raw, "rms_norm_eps", default=1e-6),
-            tied_embeddings=tied,
-            dtype=dtype,
-            mask_token_id=_integer(raw, "mask_token_id", 0, vocab_limit) if architecture == "dream" else -1,
-            pad_token_id=_integer(raw, "pad_token_id", 0, vocab_limit, default=ends[0] if ends else 0),
-            end_token_ids=ends,
+
+
+def transformer_config(
+    family: Family,
+    raw: Mapping[str, Any],
+    *,
+    rotary: bool = True,
+    tied_by_default: bool = False,
+    attention_block_length: int = 0,
+) -> ModelConfig:
+    """Read a configuration under the key names of Qwen2, Llama and most others.
+
+    Args:
+      family: whose it is.
+      raw: a parsed ``config.json``, or one brought to these key names.
+      rotary: whether positions enter by rotary embedding, which needs an even ``head_dim``.
+      tied_by_default: what an absent ``tie_word_embeddings`` means.
+      attention_block_length: positions of one block of block-causal attention.
+
+    Raises:
+      ConfigError: a missing or out-of-range number, or a head that the family does not have.
+    """
+    tied = raw.get("tie_word_embeddings", tied_by_default)
+    if not isinstance(tied, bool) or (family.tied_weights if tied else family.weights) is None:
+        raise ConfigError(
+            f"config.json: tie_word_embeddings is {tied!r:.200}; only {tied_by_default!r} is supported for "
+            f"{family.model_type}"
         )
-
-
-def _with_common_names(raw: Mapping[str, Any]) -> dict[str, Any]:
-    # GPT-2's configuration has names of its own.
-    names = {
-        "n_embd": "hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings",
-        "n_inner": "intermediate_size",
-        "layer_norm_epsilon": "rms_norm_eps",
-    }
-    common = {key: value for key, value in raw.items() if key not in names.values()}
-    common |= {common_name: raw[own] for own, common_name in names.items() if raw.get(own) is not None}
-    width = common.get("hidden_size")
-    if isinstance(width, int) and not isinstance(width, bool):
-        common.setdefault("intermediate_size", 4 * width)
-    common["num_key_value_heads"] = common.get("num_attention_heads")
-    common.setdefault("rms_norm_eps", 1e-5)
-    common.pop("head_dim", None)
-    return common
+    number = {key: read_integer(raw, key, 1, limit) for key, limit in _LIMITS.items()}
+    heads, kv_heads = number["num_attention_heads"], number["num_key_value_heads"]
+    if heads % kv_heads:
+        raise ConfigError(f"config.json: {heads} attention heads do not divide into {kv_heads} KV heads")
+    head_dim = read_integer(raw, "head_dim", 1, 1 << 12, default=number["hidden_size"] // heads)
+    if raw.get("head_dim") is None and number["hidden_size"] % heads:
+        raise ConfigError(f"config.json: hidden_size {number['hidden_size']} does not divide by {heads} heads")
+    if head_dim % 2 and rotary:
+        raise ConfigError(f"config.json: rotary position embedding needs an even head_dim, not {head_dim}")
+    dtype = raw.get("torch_dtype") or raw.get("dtype") or "float32"
+    if dtype not in STORED_DTYPES:
+        raise ConfigError(f"config.json: dtype {dtype!r:.200} is not one of {', '.join(STORED_DTYPES)}")
+    last_token = number["vocab_size"] - 1
+    ends = token_ids(raw, "eos_token_id", last_token) or tuple(one for one in family.end_token_ids if one <= last_token)
+    mask = -1
+    if family.objective == "masked_diffusion":
+        mask = read_integer(raw, "mask_token_id", 0, last_token, default=family.mask_token_id)
+    return ModelConfig(
+        family=family,
+        vocab_size=number["vocab_size"],
+        hidden_size=number["hidden_size"],
+        intermediate_size=number["intermediate_size"],
+        num_layers=number["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=number["max_position_embeddings"],
+        rope_theta=_read_real(raw, "rope_theta", default=_rope_parameters(raw)) if rotary else 0.0,
+        norm_eps=_read_real(raw, "rms_norm_eps", default=1e-6),
+        tied_embeddings=tied,
+        dtype=dtype,
+        mask_token_id=mask,
+        pad_token_id=read_integer(raw, "pad_token_id", 0, last_token, default=ends[0] if ends else 0),
+        end_token_ids=ends,
+        attention_block_length=attention_block_length,
+    )
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> float:
@@ -201,10 +252,15 @@ def _rope_parameters(raw: Mapping[str, Any]) -> float:
         return 10000.0
     if parameters.get("rope_type", "default") != "default":
         raise ConfigError(f"config.json: rope_type {parameters['rope_type']!r:.200} is not supported")
-    return _real(parameters, "rope_theta", default=10000.0)
+    return _read_real(parameters, "rope_theta", default=10000.0)
 
 
-def _integer(raw: Mapping[str, Any], key: str, low: int, high: int, default: int | None = None) -> int:
+def read_integer(raw: Mapping[str, Any], key: str, low: int, high: int, default: int | None = None) -> int:
+    """An integer from ``low`` to ``high`` under ``key`` of a configuration.
+
+    Raises:
+      ConfigError: it is something else, or missing without a default.
+    """
     value = raw.get(key)
     if value is None:
         value = default
@@ -215,7 +271,7 @@ def _integer(raw: Mapping[str, Any], key: str, low: int, high: int, default: int
     return value
 
 
-def _real(raw: Mapping[str, Any], key: str, default: float) -> float:
+def _read_real(raw: Mapping[str, Any], key: str, default: float) -> float:
     value = raw.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
         raise ConfigError(f'config.json: "{key}" is {value!r:.200}; expected a positive number')
@@ -230,4 +286,4 @@ def token_ids(raw: Mapping[str, Any], key: str, high: int) -> tuple[int, ...]:
     """
     value = raw.get(key)
     values = value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(_integer({key: one}, key, 0, high) for one in values)
+    return tuple(read_integer({key: one}, key, 0, high) for one in values)

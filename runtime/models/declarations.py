@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runtime.models.config import ModelConfig
+from runtime.models.costs import LayerCost
 from runtime.models.quantization import QUANTIZATIONS, Quantized, quantize
 from sharding.errors import InputError
 from sharding.heads import HeadLayout
@@ -149,7 +150,7 @@ class ModelLayout:
     """
 
     config: ModelConfig
-    weights_class: type
+    weights_class: type[Any]
     spec: MeshSpec
     heads: HeadLayout
     rules: PartitionRules
@@ -160,7 +161,7 @@ class ModelLayout:
     def create(
         cls,
         config: ModelConfig,
-        weights_class: type,
+        weights_class: type[Any],
         spec: MeshSpec | None = None,
         devices: Any = None,
         quantization: str = "none",
@@ -191,6 +192,12 @@ class ModelLayout:
         """Vocabulary size on the devices: a multiple of the vocabulary's blocks and of its shards."""
         multiple = math.lcm(VOCAB_BLOCKS, self.spec.tensor)
         return math.ceil(self.config.vocab_size / multiple) * multiple
+
+    @property
+    def layer_cost(self) -> LayerCost:
+        """What one layer costs on a device."""
+        cost: LayerCost = self.weights_class.cost(self)
+        return cost
 
     @property
     def query_heads_per_device(self) -> int:

@@ -1,23 +1,72 @@
-"""Which weights an architecture has."""
+"""The model families that there are, and what their weights have in common."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
-from runtime.models.config import ModelConfig
+import jax
+
+from runtime.models.config import ConfigError, Family, ModelConfig
 from runtime.models.declarations import ModelLayout
-from runtime.models.gpt2 import GPT2Weights
-from runtime.models.qwen2 import Qwen2Weights, TiedQwen2Weights
+from runtime.models.dream import DREAM
+from runtime.models.forward import Forward
+from runtime.models.gpt2 import GPT2
+from runtime.models.qwen2 import QWEN2
 from sharding.mesh import MeshSpec
 
-Weights = Qwen2Weights | TiedQwen2Weights | GPT2Weights
+Array = jax.Array
+
+# A new family is its own module and an entry here.
+FAMILIES: tuple[Family, ...] = (DREAM, QWEN2, GPT2)
 
 
-def weights_class(config: ModelConfig) -> type:
+class Weights(Protocol):
+    """A model's weights, a pytree with the layers stacked, and the parts of the forward pass around the layers.
+
+    Dimension letters: B batch, S sequence (positions that are computed), P positions of one head chunk, D embed,
+    V vocab.
+    """
+
+    layers: Any
+    final_norm: Array
+
+    def embed(self, forward: Forward, tokens: Array, positions: Array) -> Array:
+        """Int32 tokens ``[B, S]`` and positions ``[S]`` or ``[B, S]`` -> ``[B, S, D]``."""
+
+    def position_tables(self, forward: Forward, positions: Array, dtype: Any) -> Any:
+        """What every layer needs to know of positions ``[S]`` or ``[B, S]``."""
+
+    def normalize(self, forward: Forward, x: Array) -> Array:
+        """The norm before the head: ``[B, S, D]`` -> ``[B, S, D]``."""
+
+    def head(self, forward: Forward, hidden: Array) -> Array:
+        """Logits in the weights' dtype, the vocabulary as padded: ``[B, P, D]`` -> ``[B, P, V]``."""
+
+
+def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read a ``config.json`` that has been parsed into a mapping.
+
+    Raises:
+      ConfigError: a model type that is not supported, a missing or out-of-range number, or a feature that the forward
+        pass does not have (scaled RoPE, sliding windows, another activation).
+    """
+    kind = raw.get("model_type")
+    for family in FAMILIES:
+        if family.model_type == kind:
+            return family.parse(raw)
+    names = ", ".join(sorted(family.model_type for family in FAMILIES))
+    raise ConfigError(
+        f"config.json: model_type {kind!r:.200} (architectures {raw.get('architectures')!r:.200}) is not "
+        f"supported; supported: {names}"
+    )
+
+
+def weights_class(config: ModelConfig) -> type[Any]:
     """The dataclass that declares a model's weights."""
-    if config.architecture == "gpt2":
-        return GPT2Weights
-    return TiedQwen2Weights if config.tied_embeddings else Qwen2Weights
+    found = config.family.tied_weights if config.tied_embeddings else config.family.weights
+    assert found is not None, f"{config.family.name} has no such head; its parser refuses it"
+    return found
 
 
 def model_layout(

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout
-from runtime.models.quantization import Matrix, Quantized, einsum, merge_leading
+from runtime.models.quantization import Matrix, einsum
 
 Array = jax.Array
 
@@ -80,15 +80,3 @@ class Forward:
         specs = (*of_arrays, *[PartitionSpec()] * len(whole))
         call = jax.shard_map(function, mesh=layout.mesh, in_specs=specs, out_specs=rows, check_vma=False)
         return call(*arrays, *whole)
-
-
-def output_projection(forward: Forward, kernel: Matrix, attended: Array) -> Array:
-    """Attention output ``[B, S, K, G, H]`` times ``[K, G, H, D]`` -> residual update ``[B, S, D]``."""
-    with jax.named_scope("o_proj"):
-        B, S = attended.shape[:2]
-        # One merged contraction makes one all-reduce on every backend; two sharded ones make two on some.
-        merged = forward.constrain(attended.reshape(B, S, -1), "batch", "canvas", QUERY_HEADS)
-        kernel = merge_leading(kernel, len(QUERY_HEADS))
-        if not isinstance(kernel, Quantized):
-            kernel = forward.constrain(kernel, QUERY_HEADS, "embed")
-        return forward.constrain(forward.einsum("bsx,xd->bsd", merged, kernel), "batch", "canvas", "embed")

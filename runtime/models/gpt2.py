@@ -8,28 +8,30 @@ Numerics follow the Hugging Face implementation (parity in ``tests/runtime/decod
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 
-from runtime.models.declarations import stacked, weight
-from runtime.models.forward import KV_HEADS, QUERY_HEADS, Forward, output_projection
-from runtime.models.quantization import Matrix, take_rows
+from runtime.models.config import Family, ModelConfig, check_features, transformer_config
+from runtime.models.costs import LayerCost
+from runtime.models.declarations import ModelLayout, stacked, weight
+from runtime.models.forward import KV_HEADS, QUERY_HEADS, Forward
+from runtime.models.layers import (
+    dense_layer_cost,
+    embed_tokens,
+    layer_norm,
+    output_projection,
+    vocabulary_logits,
+    vocabulary_matrix,
+)
+from runtime.models.quantization import Matrix
 
 Array = jax.Array
 
 _PREFIX = "transformer."
 _BLOCK = _PREFIX + "h.{layer}."
-
-
-def layer_norm(x: Array, scale: Array, bias: Array, eps: float) -> Array:
-    """LayerNorm of ``x`` ``[..., D]``, statistics in float32 (Ba et al., 2016)."""
-    wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    normal = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    return (normal * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 @flax.struct.dataclass
@@ -93,16 +95,20 @@ class GPT2Layer:
 class GPT2Weights:
     """Weights of a GPT-2 model, layers stacked. The head is the embedding."""
 
-    embedding: Matrix = weight("vocab", "embed", contracted=("embed",), source=_PREFIX + "wte.weight")
+    embedding: Matrix = vocabulary_matrix(_PREFIX + "wte.weight")
     position_embedding: Array = weight("positions", "embed", source=_PREFIX + "wpe.weight")
     layers: GPT2Layer = stacked(GPT2Layer)
     final_norm: Array = weight("embed", source=_PREFIX + "ln_f.weight", init="ones")
     final_norm_bias: Array = weight("embed", source=_PREFIX + "ln_f.bias", init="zeros")
 
+    @staticmethod
+    def cost(layout: ModelLayout) -> LayerCost:
+        """What a layer costs on a device."""
+        return dense_layer_cost(layout)
+
     def embed(self, forward: Forward, tokens: Array, positions: Array) -> Array:
         """Token and position embeddings: int32 ``[B, S]`` and ``[S]`` or ``[B, S]`` -> ``[B, S, D]``."""
-        tokens = forward.constrain(tokens, "batch", "canvas")
-        x = forward.constrain(take_rows(self.embedding, tokens, self.final_norm.dtype), "batch", "canvas", "embed")
+        x = embed_tokens(forward, self.embedding, tokens, self.final_norm.dtype)
         return x + self.position_embedding.at[positions].get(mode="clip")
 
     def position_tables(self, forward: Forward, positions: Array, dtype: Any) -> None:
@@ -115,4 +121,64 @@ class GPT2Weights:
 
     def head(self, forward: Forward, hidden: Array) -> Array:
         """Logits in the weights' dtype, the vocabulary as padded: ``[B, P, D]`` -> ``[B, P, V]``."""
-        return forward.einsum("bpd,vd->bpv", hidden, self.embedding)
+        return vocabulary_logits(forward, hidden, self.embedding)
+
+
+# What the forward pass supports: key of config.json -> (what an absent key means, supported values).
+_FEATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
+    "scale_attn_weights": (True, (True,)),
+    "scale_attn_by_inverse_layer_idx": (False, (False, None)),
+    "add_cross_attention": (False, (False, None)),
+}
+
+# GPT-2's name of a number -> the common one.
+_NAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+    "layer_norm_epsilon": "rms_norm_eps",
+}
+
+
+def _with_common_names(raw: Mapping[str, Any]) -> dict[str, Any]:
+    common = {key: value for key, value in raw.items() if key not in _NAMES.values()}
+    common |= {common_name: raw[own] for own, common_name in _NAMES.items() if raw.get(own) is not None}
+    width = common.get("hidden_size")
+    if isinstance(width, int) and not isinstance(width, bool):
+        common.setdefault("intermediate_size", 4 * width)
+    common["num_key_value_heads"] = common.get("num_attention_heads")
+    common.setdefault("rms_norm_eps", 1e-5)
+    common.pop("head_dim", None)
+    return common
+
+
+def _parse(raw: Mapping[str, Any]) -> ModelConfig:
+    check_features(GPT2, raw, _FEATURES)
+    return transformer_config(GPT2, _with_common_names(raw), rotary=False, tied_by_default=True)
+
+
+GPT2 = Family(
+    name="gpt2",
+    model_type="gpt2",
+    parse=_parse,
+    weights=None,
+    tied_weights=GPT2Weights,
+    attention="causal",
+    objective="autoregressive",
+    prediction_offset=1,
+    presets={
+        "gpt2": {
+            "model_type": "gpt2",
+            "vocab_size": 50257,
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+            "n_positions": 1024,
+            "layer_norm_epsilon": 1e-5,
+            "torch_dtype": "float32",
+        }
+    },
+)

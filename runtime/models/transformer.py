@@ -1,4 +1,4 @@
-"""The transformer that every architecture here is: blocks over a whole canvas, and the head on chosen positions.
+"""The transformer that every family here is: blocks over a whole canvas, and the head on chosen positions.
 
 Dimension letters: B batch, S sequence, P positions of one head chunk, D embed, V vocab.
 
@@ -21,7 +21,7 @@ Array = jax.Array
 
 
 def block(forward: Forward, layer: Any, x: Array, lengths: Array, tables: Any) -> tuple[Array, Array, Array]:
-    """One residual block over whole rows, all to all or causal as the model is.
+    """One residual block over whole rows, under the attention mask of the model.
 
     Args:
       forward: layout and attention implementation.
@@ -38,8 +38,7 @@ def block(forward: Forward, layer: Any, x: Array, lengths: Array, tables: Any) -
         # Every position attends to all keys: on a sequence axis this is the all-gather of K and V, the only one.
         k = forward.constrain(k, "batch", None, *KV_HEADS)
         v = forward.constrain(v, "batch", None, *KV_HEADS)
-        causal = forward.config.is_autoregressive
-        attended = dot_product_attention(forward.attention, forward.layout, q, k, v, lengths, causal=causal)
+        attended = dot_product_attention(forward.attention, forward.layout, q, k, v, lengths)
     return layer.finish(forward, x, attended), k, v
 
 

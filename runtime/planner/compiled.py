@@ -116,7 +116,7 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
     attention = choose_attention("auto", platform, layout, canvas, jnp.dtype(workload.dtype))
     forward, weights = Forward(layout, attention), layout.abstract_weights(jnp.dtype(workload.dtype))
     dtype, vocab = jnp.dtype(workload.dtype), config.vocab_size
-    if config.is_autoregressive:
+    if config.objective == "autoregressive":
         decoding = decode_program(workload.sampling(), vocab)
         arguments = abstract_decode(layout, rows, canvas, dtype)
         width = workload.phases(layout, platform)[0].positions

@@ -136,8 +136,8 @@ class Estimate:
         head = chunk * phase.chunks
         layers = sum(math.prod(shard_shape(leaf, layout)) for leaf in layout.leaves if leaf.is_stacked)
         heads = layout.query_heads_per_device
-        causal = 0.5 if config.is_autoregressive and phase.whole else 1.0
-        attention = 4.0 * positions * keys * heads * config.head_dim * config.num_layers * causal
+        visible = config.attention_mask.visible_share(phase.keys) if phase.whole else 1.0
+        attention = 4.0 * positions * keys * heads * config.head_dim * config.num_layers * visible
         flops = 2.0 * positions * layers + attention + 2.0 * head * width * vocab
         traffic = self._traffic(phase, positions, chunk)
         collectives = phase_collectives(workload, layout, chip.platform, phase, self._wiring.slices)
@@ -170,7 +170,7 @@ class Estimate:
             canvas = workload.canvas(layout, self.topology.chip.platform)
             cache = cache_bytes_per_device(layout, phase.rows * spec.data, canvas, jnp.dtype(workload.dtype))
         logits = chunk * vocab * 4
-        diffusion = not config.is_autoregressive
+        diffusion = config.objective == "masked_diffusion"
         in_fast_memory = diffusion and 2 * logits <= self.topology.chip.fast_memory_bytes
         passes = _LOGIT_PASSES + (_THRESHOLD_PASSES if diffusion and not in_fast_memory else 0)
         return weights + activations + cache + logits * phase.chunks * passes

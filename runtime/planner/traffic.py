@@ -81,12 +81,12 @@ def phase_collectives(
       slices: TPU slices that the mesh lies over; what crosses them is reduced in each, padded to 512 bytes, sent.
     """
     found = _whole_rows(workload, layout, phase) if phase.whole else _window(workload, layout, phase)
-    if workload.config.is_autoregressive:
+    if workload.config.objective == "autoregressive":
         found += _last_positions(workload, layout, phase)
     elif phase.whole:
         found += _picked_positions(workload, layout, platform, phase)
     if layout.spec.tensor > 1:
-        if workload.config.is_autoregressive:
+        if workload.config.objective == "autoregressive":
             numbers = choose_tokens_reductions(autoregressive_rule(workload), ranked=False)
         else:
             rule = sampling_rule(workload.decoding(), workload.config.vocab_size, workload.dtype)

@@ -117,7 +117,7 @@ class Workload:
     @property
     def has_cache(self) -> bool:
         """Whether keys and values are kept from pass to pass."""
-        return self.config.is_autoregressive or self.cache != "none"
+        return self.config.objective == "autoregressive" or self.cache != "none"
 
     def rows(self, data: int) -> int:
         """Rows on the devices: the batch, padded to a multiple of the data axis."""
@@ -144,7 +144,7 @@ class Workload:
 
     def windows(self, layout: ModelLayout, platform: str) -> tuple[int, ...]:
         """Widths of the windows that steps of a block are compiled for, the widest first."""
-        offset = self.config.prediction_offset
+        offset = self.config.family.prediction_offset
         return window_widths(self.cache, self.block_length, self.span(layout, platform), offset=offset)
 
     def span(self, layout: ModelLayout, platform: str) -> int:
@@ -160,7 +160,7 @@ class Workload:
           widest: windows of several widths at the widest, as memory has to be for, instead of at their mean.
         """
         canvas, rows = self.canvas(layout, platform), self.rows(layout.spec.data) // layout.spec.data
-        if self.config.is_autoregressive:
+        if self.config.objective == "autoregressive":
             width = min(canvas, bucket_length(self.prompt))
             return [
                 Phase("prefill", rows, width, width, True, 1, 1.0, 1),
@@ -181,7 +181,7 @@ class Workload:
         # of every row: the block, or it and all that follows.
         passes = [_masks_of_passes(min(length, self.new_tokens - start), block_steps) for start in starts]
         widths = self.windows(layout, platform)
-        offset = self.config.prediction_offset
+        offset = self.config.family.prediction_offset
         needed = [offset + (length if self.cache == "dual" else self.new_tokens - start) for start in starts]
         width = widths[0]
         if not widest:

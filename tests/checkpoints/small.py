@@ -15,9 +15,8 @@ from checkpoints.conversion import convert
 from checkpoints.export import export
 from checkpoints.opening import open_tensors
 from checkpoints.output import FolderOutput
-from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout
-from runtime.models.families import model_layout
+from runtime.models.families import model_layout, parse_config
 
 MICRO = {
     "model_type": "Dream",
@@ -37,7 +36,7 @@ MICRO = {
 
 
 def layout_of(path: Path | str) -> ModelLayout:
-    return model_layout(ModelConfig.from_huggingface(open_folder(path).config))
+    return model_layout(parse_config(open_folder(path).config))
 
 
 def write_source(folder: Path, config: dict[str, Any]) -> Path:

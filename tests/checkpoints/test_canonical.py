@@ -189,11 +189,10 @@ from pathlib import Path
 from checkpoints import open_folder
 from checkpoints.conversion import convert
 from checkpoints.output import FolderOutput
-from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout
-from runtime.models.families import model_layout
+from runtime.models.families import model_layout, parse_config
 source, output = open_folder(sys.argv[1]), FolderOutput(Path(sys.argv[2]))
-layout = model_layout(ModelConfig.from_huggingface(source.config))
+layout = model_layout(parse_config(source.config))
 print("ready", flush=True)
 for line in output.prepare(overwrite=True):
     print(line, flush=True)

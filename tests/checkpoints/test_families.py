@@ -17,8 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen2Conf
 
 from checkpoints import load_weights, open_folder
 from checkpoints.verification import verify
-from runtime.models.config import ModelConfig
-from runtime.models.families import model_layout
+from runtime.models.families import model_layout, parse_config
 from sharding.mesh import MeshSpec
 from tests.checkpoints.small import to_canonical, to_huggingface
 
@@ -69,9 +68,7 @@ def named(folder: Path) -> dict[str, np.ndarray]:
 
 def logits(folder: Path) -> np.ndarray:
     """What transformers computes from a folder, in float32."""
-    kind: Any = (
-        GPT2LMHeadModel if ModelConfig.from_huggingface(open_folder(folder).config).architecture == "gpt2" else None
-    )
+    kind: Any = GPT2LMHeadModel if parse_config(open_folder(folder).config).family.name == "gpt2" else None
     model, info = (kind or Qwen2ForCausalLM).from_pretrained(folder, dtype="float32", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -103,7 +100,7 @@ def test_transformers_computes_the_same(source: Path, checkpoint: Path, tmp_path
 
 @pytest.mark.parametrize("mesh", ["tensor=4", *(pytest.param(one, marks=pytest.mark.slow) for one in MESHES)])
 def test_restored_on_any_mesh_as_from_the_source(mesh: str, source: Path, checkpoint: Path) -> None:
-    config, spec = ModelConfig.from_huggingface(open_folder(source).config), MeshSpec.parse(mesh)
+    config, spec = parse_config(open_folder(source).config), MeshSpec.parse(mesh)
     layout = model_layout(config, spec, jax.devices()[: spec.size])
     (expected, _), (found, _) = (load_weights(open_folder(path), layout, config.dtype) for path in (source, checkpoint))
     tensors = named(source)

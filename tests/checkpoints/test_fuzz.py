@@ -29,8 +29,8 @@ from checkpoints.manifest import MANIFEST_FILE, digest
 from checkpoints.opening import open_tensors
 from checkpoints.source import StoredTensors
 from checkpoints.verification import write_manifest
-from runtime.models.config import ConfigError, ModelConfig
-from runtime.models.families import model_layout
+from runtime.models.config import ConfigError
+from runtime.models.families import model_layout, parse_config
 from tests.checkpoints.small import MICRO, layout_of, to_canonical, write_source
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +173,7 @@ def open_weights(folder: Path) -> dict[str, bytes]:
 
 
 def open_config(folder: Path) -> None:
-    config = ModelConfig.from_huggingface(open_folder(folder).config)
+    config = parse_config(open_folder(folder).config)
     assert hash(config) == hash(config)
     layout = model_layout(config)
     assert layout.parameter_count > 0

@@ -14,8 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from checkpoints import load_weights, open_folder
-from runtime.models.config import ModelConfig
-from runtime.models.families import model_layout
+from runtime.models.families import model_layout, parse_config
 from sharding.errors import InputError, MeshError
 from sharding.mesh import MeshSpec
 from tests import golden_cases
@@ -177,7 +176,7 @@ def test_loading_never_holds_the_model(tmp_path: Path) -> None:
         "num_attention_heads": 12,
     }
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    config = ModelConfig.from_huggingface(raw)
+    config = parse_config(raw)
     leaves = model_layout(config).leaves
     shapes = {source: leaf.source_shape for leaf in leaves for source in leaf.sources}
     save_file(

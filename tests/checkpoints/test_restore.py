@@ -13,8 +13,7 @@ import pytest
 from checkpoints import load_weights, open_folder
 from checkpoints.opening import open_tensors
 from runtime import Engine
-from runtime.models.config import ModelConfig
-from runtime.models.families import model_layout
+from runtime.models.families import model_layout, parse_config
 from sharding.mesh import MeshSpec
 from tests.checkpoints.restore_worker import shard_digests
 from tests.checkpoints.small import to_canonical, write_source
@@ -93,7 +92,7 @@ def test_shards_are_those_of_one_process(mesh: str, count: int, source: Path, ch
 def test_heads_that_share_a_kv_group_are_read_by_themselves(mesh: str, checkpoint: Path) -> None:
     """28 heads over 8 or 16 devices: 4 of the 7 heads of a group, and not all of them twice."""
     folder, spec = open_folder(checkpoint), MeshSpec.parse(mesh)
-    layout = model_layout(ModelConfig.from_huggingface(folder.config), spec, jax.devices()[: spec.size])
+    layout = model_layout(parse_config(folder.config), spec, jax.devices()[: spec.size])
     _, loaded = load_weights(folder, layout, "bfloat16")
     assert loaded.bytes_read <= 1.01 * loaded.bytes_stored
 
@@ -107,7 +106,7 @@ def test_fused_projections_and_uneven_vocabularies(tensor: int, tmp_path: Path) 
     heads = found["transformer.h.0.attn.c_attn.weight"]
     heads.read((slice(0, 768), slice(0, 192)))
     assert found.bytes_read.total == heads.bytes / 12
-    layout = model_layout(ModelConfig.from_huggingface(folder.config), MeshSpec(tensor=tensor), jax.devices()[:tensor])
+    layout = model_layout(parse_config(folder.config), MeshSpec(tensor=tensor), jax.devices()[:tensor])
     weights, loaded = load_weights(folder, layout, "bfloat16")
     expected, direct = load_weights(open_folder(source), layout, "bfloat16")
     assert loaded.bytes_read < 1.06 * loaded.bytes_stored

@@ -48,11 +48,11 @@ def main(folder: Path) -> dict[str, Any]:
     from launch.serving.errors import ApiError, from_input_error
     from launch.serving.openapi import document
     from launch.serving.reading import describe
-    from runtime.models.config import ModelConfig
+    from runtime.models.families import parse_config
     from sharding.errors import InputError
 
     opened = open_folder(str(DEMO))
-    model = ModelConfig.from_huggingface(opened.config)
+    model = parse_config(opened.config)
 
     def of_flags(*arguments: str) -> Any:
         values = flags.FlagValues()

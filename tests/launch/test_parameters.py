@@ -22,12 +22,12 @@ from launch.serving.openapi import document
 from runtime import DiffusionConfig, SamplingConfig
 from runtime.decoding.parameters import OUTSIDE, OUTSIDE_SAMPLING
 from runtime.decoding.schema import Boolean, Choice, Parameter, parameters
-from runtime.models.config import ModelConfig
+from runtime.models.families import parse_config
 from sharding.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 FOLDER = open_folder(str(DEMO))
-MODEL = ModelConfig.from_huggingface(FOLDER.config)
+MODEL = parse_config(FOLDER.config)
 
 # What users rely on: names of flags, and their values where nobody gives them.
 FLAGS = {

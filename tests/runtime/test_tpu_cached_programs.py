@@ -17,12 +17,13 @@ from runtime.execution.specialization import decode_program, denoise_program
 from runtime.models.families import model_layout
 from runtime.models.forward import Forward
 from runtime.models.kv_cache import cache_bytes_per_device
+from runtime.models.qwen2 import QWEN2
 from sharding.aot import described_devices
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
 from tests.runtime.test_tpu_programs import DIFFUCODER
 
-QWEN = replace(DIFFUCODER, architecture="qwen2", mask_token_id=-1)
+QWEN = replace(DIFFUCODER, family=QWEN2, mask_token_id=-1)
 # Large enough that the compiler does not keep the cache in the vector memory; blocks so short that windows are small.
 B, T, BLOCK, SPAN = 64, 1024, 16, 64
 

@@ -15,16 +15,15 @@ from runtime import DiffusionConfig
 from runtime.execution.programs import abstract_denoise, lower_denoise
 from runtime.execution.runner import head_chunk
 from runtime.execution.specialization import denoise_program
-from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout, shard_shape
-from runtime.models.families import model_layout
+from runtime.models.families import model_layout, parse_config
 from runtime.models.forward import Forward
 from sharding.aot import described_devices
 from sharding.heads import HeadLayout
 from sharding.mesh import MeshSpec, build_mesh
 from sharding.topology import parse_topology
 
-DIFFUCODER = ModelConfig.from_huggingface(
+DIFFUCODER = parse_config(
     {
         "model_type": "Dream",
         "vocab_size": 152064,

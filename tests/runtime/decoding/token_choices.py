@@ -18,6 +18,7 @@ from runtime.decoding.sampling import (
     choose_tokens,
 )
 from runtime.models.config import ModelConfig
+from runtime.models.dream import DREAM
 from runtime.models.families import model_layout
 from runtime.models.forward import Forward
 from sharding.mesh import MeshSpec
@@ -37,7 +38,7 @@ SIGNIFICANCE = 1e-4
 @functools.cache
 def forward(mesh: str, vocab: int = VOCAB) -> Forward:
     config = ModelConfig(
-        architecture="dream",
+        family=DREAM,
         vocab_size=vocab,
         hidden_size=32,
         intermediate_size=64,

@@ -11,14 +11,14 @@ import pytest
 from runtime.engine import Engine
 from runtime.execution import runner
 from runtime.models.config import ModelConfig
-from runtime.models.families import model_layout
+from runtime.models.families import model_layout, parse_config
 from runtime.planner.memory import estimate_memory
 from runtime.planner.workload import Workload
 from sharding.mesh import MeshSpec
 from sharding.topology import CHIPS
 from tests.checkpoints.small import MICRO
 
-CONFIG = ModelConfig.from_huggingface(MICRO | {"max_position_embeddings": 512})
+CONFIG = parse_config(MICRO | {"max_position_embeddings": 512})
 CANVAS = 128
 
 

@@ -34,7 +34,7 @@ def prompts(vocab: int, masked: int | None) -> list[list[int]]:
 
 
 def requests(engine: Engine, config: DiffusionConfig | SamplingConfig, **changes: Any) -> list[RowRequest]:
-    masked = None if engine.config.is_autoregressive else engine.config.mask_token_id
+    masked = None if engine.config.objective == "autoregressive" else engine.config.mask_token_id
     return [
         RowRequest(row, config.replace(**(changes | {"max_new_tokens": new})), seed=number * 7919)
         for number, (row, new) in enumerate(zip(prompts(engine.config.vocab_size, masked), NEW, strict=True))

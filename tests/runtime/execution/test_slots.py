@@ -36,7 +36,7 @@ SCHEDULES: list[dict[str, Any]] = [
 
 
 def asked(engine: Engine, base: DiffusionConfig | SamplingConfig, own: list[dict[str, Any]]) -> list[RowRequest]:
-    masked = None if engine.config.is_autoregressive else engine.config.mask_token_id
+    masked = None if engine.config.objective == "autoregressive" else engine.config.mask_token_id
     rows = prompts(engine.config.vocab_size, masked)
     return [
         RowRequest(row, base.replace(**changes), seed=number * 104729)

@@ -23,10 +23,9 @@ from safetensors.torch import load_file, save_file
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from runtime.engine import Engine
-from runtime.models import qwen2, transformer
+from runtime.models import layers, qwen2, transformer
 from runtime.models.attention import dot_product_attention
 from runtime.models.forward import Forward
-from runtime.models.forward import output_projection as project_output
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "dream_tiny"
 MODELS = ("golden", "heads_28_4")
@@ -48,11 +47,11 @@ ERROR_RATIO = 1.5
 
 # Compiled as they are in a whole forward pass.
 embed = jax.jit(qwen2.Qwen2Weights.embed, static_argnums=1)
-rms_norm = jax.jit(qwen2.rms_norm, static_argnums=2)
+rms_norm = jax.jit(layers.rms_norm, static_argnums=2)
 project_qkv = jax.jit(qwen2.Qwen2Layer.project_qkv, static_argnums=1)
 attention = jax.jit(dot_product_attention, static_argnums=(0, 1))
-output_projection = jax.jit(project_output, static_argnums=0)
-mlp = jax.jit(qwen2.Qwen2Layer.mlp, static_argnums=1)
+output_projection = jax.jit(layers.output_projection, static_argnums=0)
+gated_mlp = jax.jit(layers.gated_mlp, static_argnums=0)
 block = jax.jit(transformer.block, static_argnums=0)
 hidden_states = jax.jit(transformer.hidden_states, static_argnums=0)
 project_logits = jax.jit(transformer.project_logits, static_argnums=0)
@@ -252,7 +251,7 @@ def check_modules(reference: Reference, ids: np.ndarray, compare) -> None:
         return seen[name][0]
 
     compare("embed", embed(weights, forward, tokens, jnp.arange(S)), output("model.embed_tokens"))
-    rotary = qwen2.rotary_tables(config, jnp.arange(S), weights.embedding.dtype)
+    rotary = layers.rotary_tables(config.head_dim, config.rope_theta, jnp.arange(S), weights.embedding.dtype)
     cosine, sine = reference.model.model.rotary_emb(to_torch(rotary[0]), torch.arange(S)[None])
     compare("cosine", rotary[0], to_jax(cosine[0]))
     compare("sine", rotary[1], to_jax(sine[0]))
@@ -281,7 +280,8 @@ def check_modules(reference: Reference, ids: np.ndarray, compare) -> None:
         place = f"{name}.post_attention_layernorm"
         norm = rms_norm(given(place), layer.post_attention_norm, config.norm_eps)
         compare(f"{name} post-attention norm", norm, output(place))
-        compare(f"{name} MLP", mlp(layer, forward, given(f"{name}.mlp")), output(f"{name}.mlp"))
+        mlp = gated_mlp(forward, given(f"{name}.mlp"), layer.gate_proj, layer.up_proj, layer.down_proj)
+        compare(f"{name} MLP", mlp, output(f"{name}.mlp"))
         compare(f"{name} block", block(forward, layer, given(name), lengths, rotary)[0], output(name))
     norm = rms_norm(given("model.norm"), weights.final_norm, config.norm_eps)
     compare("final norm", norm, output("model.norm"))

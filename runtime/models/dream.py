@@ -1,0 +1,37 @@
+"""Dream and DiffuCoder: Qwen2's weights, attention in both directions, trained to fill masks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.models.config import Family, ModelConfig, PublishedSettings, check_features, transformer_config
+from runtime.models.qwen2 import FEATURES, SEVEN_BILLION, Qwen2Weights
+
+# As DiffuCoder's authors run their checkpoints; the temperature depends on the kind.
+_PUBLISHED: dict[str, Any] = {"algorithm": "entropy", "top_p": 0.95, "top_k": 50, "alg_temp": 0.0}
+_SEVEN_BILLION = SEVEN_BILLION | {"model_type": "Dream", "mask_token_id": 151666}
+
+
+def _parse(raw: Mapping[str, Any]) -> ModelConfig:
+    check_features(DREAM, raw, FEATURES)
+    return transformer_config(DREAM, raw)
+
+
+DREAM = Family(
+    name="dream",
+    model_type="Dream",
+    parse=_parse,
+    weights=Qwen2Weights,
+    tied_weights=None,
+    attention="bidirectional",
+    objective="masked_diffusion",
+    prediction_offset=1,
+    schedule="linear_time",
+    published=(
+        PublishedSettings("cpgrpo", _PUBLISHED | {"temperature": 0.4}),
+        PublishedSettings("instruct", _PUBLISHED | {"temperature": 0.3}),
+        PublishedSettings("", _PUBLISHED | {"temperature": 0.2}),
+    ),
+    presets={"diffucoder-7b": _SEVEN_BILLION, "dream-7b": _SEVEN_BILLION},
+)

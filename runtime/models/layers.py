@@ -1,0 +1,196 @@
+"""Blocks that model families share: norms, rotary embedding, grouped-query attention, MLPs, embedding and head.
+
+A family declares its weights, one field each, and hands them to these functions.
+
+Dimension letters: B batch, S sequence (positions that are computed), P positions of one head chunk, D embed, K kv
+heads, G query heads per KV head, H head dim, F mlp, V vocab.
+
+Numerics follow the Hugging Face implementations (parity in ``tests/runtime/models``): norms and softmax in float32,
+RoPE angles in float32, the rest in the weights' dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from runtime.models.costs import LayerCost
+from runtime.models.declarations import ModelLayout, shard_shape, weight
+from runtime.models.forward import KV_HEADS, QUERY_HEADS, Forward
+from runtime.models.quantization import Matrix, Quantized, merge_leading, take_rows
+
+Array = jax.Array
+# Cosines and sines of the positions that are computed.
+Rotary = tuple[Array, Array]
+
+
+def norm_scale(source: str) -> Any:
+    """Declare the scale ``[D]`` of a norm over the residual."""
+    return weight("embed", source=source, init="ones")
+
+
+def head_norm_scale(source: str) -> Any:
+    """Declare the scale ``[H]`` of a norm over each head."""
+    return weight("head_dim", source=source, init="ones")
+
+
+# ``embed`` comes last in every matrix: TPU tiles then fit at every size of the tensor axis.
+def query_matrix(source: str) -> Any:
+    """Declare ``[K, G, H, D]``, the projection to queries, from a tensor ``[heads * H, D]``."""
+    return weight(*QUERY_HEADS, "embed", source=source, source_axes=(QUERY_HEADS, ("embed",)), contracted=("embed",))
+
+
+def key_value_matrix(source: str) -> Any:
+    """Declare ``[K, H, D]``, the projection to keys or values, from a tensor ``[kv_heads * H, D]``."""
+    return weight(*KV_HEADS, "embed", source=source, source_axes=(KV_HEADS, ("embed",)), contracted=("embed",))
+
+
+def query_bias(source: str) -> Any:
+    """Declare ``[K, G, H]``, the bias of queries."""
+    return weight(*QUERY_HEADS, source=source, source_axes=(QUERY_HEADS,), init="zeros")
+
+
+def key_value_bias(source: str) -> Any:
+    """Declare ``[K, H]``, the bias of keys or values."""
+    return weight(*KV_HEADS, source=source, source_axes=(KV_HEADS,), init="zeros")
+
+
+def output_matrix(source: str) -> Any:
+    """Declare ``[K, G, H, D]``, the projection of attention's output, from a tensor ``[D, heads * H]``."""
+    return weight(*QUERY_HEADS, "embed", source=source, source_axes=(("embed",), QUERY_HEADS), contracted=QUERY_HEADS)
+
+
+def mlp_in_matrix(source: str) -> Any:
+    """Declare ``[F, D]``, a projection into the MLP, from a tensor of that shape."""
+    return weight("mlp", "embed", source=source, contracted=("embed",))
+
+
+def mlp_out_matrix(source: str) -> Any:
+    """Declare ``[F, D]``, the projection out of the MLP, from a tensor ``[D, F]``."""
+    return weight("mlp", "embed", source=source, source_axes=(("embed",), ("mlp",)), contracted=("mlp",))
+
+
+def vocabulary_matrix(source: str) -> Any:
+    """Declare ``[V, D]``, an embedding or a head."""
+    return weight("vocab", "embed", source=source, contracted=("embed",))
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """RMSNorm over the last dimension: normalised in float32, cast back, then scaled (Zhang & Sennrich, 2019)."""
+    wide = x.astype(jnp.float32)
+    normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return normal.astype(x.dtype) * scale
+
+
+def layer_norm(x: Array, scale: Array, bias: Array, eps: float) -> Array:
+    """LayerNorm over the last dimension, in float32 (Ba et al., 2016)."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    normal = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return (normal * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def rotary_tables(head_dim: int, theta: float, positions: Array, dtype: Any) -> Rotary:
+    """Cosines and sines ``[..., H]`` of rotary position embedding (Su et al., 2021) for positions ``[...]``."""
+    half = head_dim // 2
+    frequencies = 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+
+
+def apply_rotary(x: Array, cosine: Array, sine: Array) -> Array:
+    """Rotate ``x`` ``[B, S, ..., H]`` by tables ``[S, H]`` or ``[B, S, H]``; the two halves of H are the pairs."""
+    shape = (*cosine.shape[:-1], *(1,) * (x.ndim - 3), cosine.shape[-1])
+    first, second = jnp.split(x, 2, axis=-1)
+    rotated = jnp.concatenate([-second, first], axis=-1)
+    return x * cosine.reshape(shape) + rotated * sine.reshape(shape)
+
+
+def grouped_query_projections(
+    forward: Forward,
+    x: Array,
+    rotary: Rotary,
+    q_proj: Matrix,
+    k_proj: Matrix,
+    v_proj: Matrix,
+    *,
+    biases: tuple[Array, Array, Array] | None = None,
+    head_norms: tuple[Array, Array] | None = None,
+) -> tuple[Array, Array, Array]:
+    """Queries, keys and values of grouped-query attention (Ainslie et al., 2023), queries and keys rotated.
+
+    Args:
+      forward: layout and attention implementation.
+      x: normalised residual ``[B, S, D]``.
+      rotary: tables of the positions.
+      q_proj: ``[K, G, H, D]``.
+      k_proj: ``[K, H, D]``.
+      v_proj: like ``k_proj``.
+      biases: ``[K, G, H]``, ``[K, H]`` and ``[K, H]``, added to queries, keys and values.
+      head_norms: scales ``[H]`` of an RMSNorm over each head of queries and of keys, before rotation.
+
+    Returns:
+      Queries ``[B, S, K, G, H]``, keys and values ``[B, S, K, H]``.
+    """
+    with jax.named_scope("qkv"):
+        q = forward.einsum("bsd,kghd->bskgh", x, q_proj)
+        k = forward.einsum("bsd,khd->bskh", x, k_proj)
+        v = forward.einsum("bsd,khd->bskh", x, v_proj)
+        if biases is not None:
+            q, k, v = q + biases[0], k + biases[1], v + biases[2]
+        if head_norms is not None:
+            eps = forward.config.norm_eps
+            q, k = rms_norm(q, head_norms[0], eps), rms_norm(k, head_norms[1], eps)
+        q = forward.constrain(apply_rotary(q, *rotary), "batch", "canvas", *QUERY_HEADS)
+        return q, apply_rotary(k, *rotary), v
+
+
+def output_projection(forward: Forward, kernel: Matrix, attended: Array) -> Array:
+    """Attention output ``[B, S, K, G, H]`` times ``[K, G, H, D]`` -> residual update ``[B, S, D]``."""
+    with jax.named_scope("o_proj"):
+        B, S = attended.shape[:2]
+        # One merged contraction makes one all-reduce on every backend; two sharded ones make two on some.
+        merged = forward.constrain(attended.reshape(B, S, -1), "batch", "canvas", QUERY_HEADS)
+        kernel = merge_leading(kernel, len(QUERY_HEADS))
+        if not isinstance(kernel, Quantized):
+            kernel = forward.constrain(kernel, QUERY_HEADS, "embed")
+        return forward.constrain(forward.einsum("bsx,xd->bsd", merged, kernel), "batch", "canvas", "embed")
+
+
+def gated_mlp(forward: Forward, x: Array, gate_proj: Matrix, up_proj: Matrix, down_proj: Matrix) -> Array:
+    """Gated MLP (SwiGLU; Shazeer, 2020): ``[B, S, D]`` and three matrices ``[F, D]`` -> ``[B, S, D]``."""
+    with jax.named_scope("mlp"):
+        gate = forward.einsum("bsd,fd->bsf", x, gate_proj)
+        hidden = jax.nn.silu(gate) * forward.einsum("bsd,fd->bsf", x, up_proj)
+        hidden = forward.constrain(hidden, "batch", "canvas", "mlp")
+        return forward.constrain(forward.einsum("bsf,fd->bsd", hidden, down_proj), "batch", "canvas", "embed")
+
+
+def embed_tokens(forward: Forward, embedding: Matrix, tokens: Array, dtype: Any) -> Array:
+    """Rows of an embedding ``[V, D]``: int32 ``[B, S]`` -> ``[B, S, D]`` in ``dtype``."""
+    tokens = forward.constrain(tokens, "batch", "canvas")
+    return forward.constrain(take_rows(embedding, tokens, dtype), "batch", "canvas", "embed")
+
+
+def vocabulary_logits(forward: Forward, hidden: Array, head: Matrix) -> Array:
+    """Logits in the weights' dtype, the vocabulary as padded: ``[B, P, D]`` and ``[V, D]`` -> ``[B, P, V]``."""
+    return forward.einsum("bpd,vd->bpv", hidden, head)
+
+
+def dense_layer_cost(layout: ModelLayout) -> LayerCost:
+    """What a layer costs whose every matrix is used at every position, attention and MLP one after the other."""
+    config = layout.config
+    matrices = sum(math.prod(shard_shape(leaf, layout)) for leaf in layout.leaves if leaf.is_stacked)
+    # Residual in and out of both halves and around their norms; gate and up out, their product in and out.
+    activations = 12 * config.hidden_size + 5 * config.intermediate_size // layout.spec.tensor
+    activations += 4 * config.num_heads * config.head_dim // layout.spec.tensor
+    return LayerCost(
+        flops_per_position=2.0 * matrices / config.num_layers,
+        attention_flops_per_pair=4.0 * layout.query_heads_per_device * config.head_dim,
+        activations_per_position=float(activations),
+        residual_all_reduces=2,
+    )
