@@ -87,7 +87,7 @@ def served(
     """Serve an engine with these ways of decoding until the block ends."""
     tokenizer = engine.tokenizer
     if template is not None:
-        tokenizer._tokenizer.chat_template = template
+        tokenizer.chat_template = template
     defaults = Defaults(name, engine.config, tokenizer, config, True, engine.end_token_ids, 0, False, 1, ())
     configs = [config, *more]
     shapes = [PoolShape(one, width, slots, steps) for one in configs for width in canvas]

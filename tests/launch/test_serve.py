@@ -427,7 +427,7 @@ def test_another_host_has_failed(tiny: Engine, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_chat_with_a_model_that_has_no_template(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(tiny, CONFIG) as found, monkeypatch.context() as changed:
-        changed.setattr(tiny.tokenizer._tokenizer, "chat_template", None)
+        changed.setattr(tiny.tokenizer, "chat_template", None)
         answer = found.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
         assert answer.status_code == 400
         assert answer.json()["error"]["message"] == "messages: this model has no chat template; see /v1/completions"

@@ -158,7 +158,7 @@ def test_no_chat_without_a_template(
     page.goto(there.url)
     page.wait_for_selector("header dd")
     assert page.is_enabled("[name=chat]")
-    monkeypatch.setattr(engine.tokenizer._tokenizer, "chat_template", None)
+    monkeypatch.setattr(engine.tokenizer, "chat_template", None)
     page.reload()
     page.wait_for_selector("[name=chat]:disabled")
     assert "this model has no chat template" in page.inner_text("label:has([name=chat])")
