@@ -8,16 +8,23 @@ from typing import Any
 from absl import flags
 
 from checkpoints import CheckpointFolder
-from runtime.decoding.parameters import (
+from runtime import (
+    AUTOREGRESSIVE_PARAMETERS,
+    EXPOSED_PARAMETERS,
     MAX_STEPS,
-    OUTSIDE,
-    OUTSIDE_SAMPLING,
+    Boolean,
+    Choice,
     DiffusionConfig,
+    InputError,
+    Integer,
+    ModelConfig,
+    Parameter,
+    ParameterError,
+    Real,
     SamplingConfig,
+    check_given,
+    declared_parameters,
 )
-from runtime.decoding.schema import Boolean, Choice, Integer, Parameter, ParameterError, Real, check_given, parameters
-from runtime.models.config import ModelConfig
-from sharding.errors import InputError
 
 # Tokens to generate where neither a flag nor the checkpoint says how many.
 _NEW_TOKENS = 64
@@ -32,7 +39,7 @@ def define_decoding_flags(values: flags.FlagValues) -> None:
         "Where decoding parameters start: as the model's authors run it, or the original class's defaults.",
         flag_values=values,
     )
-    for parameter in OUTSIDE.values():
+    for parameter in EXPOSED_PARAMETERS.values():
         define_flag(parameter, values)
 
 
@@ -40,8 +47,8 @@ def define_flag(parameter: Parameter, values: flags.FlagValues) -> None:
     """Define the flag of one parameter. Bounds are checked with the other parameters, by the configuration."""
     name, default, kind = parameter.name, parameter.flag_default, parameter.kind
     text = f"{parameter.help} {parameter.flag_help}".strip()
-    if name not in OUTSIDE_SAMPLING:
-        text = f"{text} Diffusion models only."
+    if name not in AUTOREGRESSIVE_PARAMETERS:
+        text = f"Diffusion: {text[0].lower()}{text[1:]}"
     if isinstance(kind, Boolean):
         flags.DEFINE_bool(name, default, text, flag_values=values)
     elif isinstance(kind, Integer):
@@ -61,7 +68,7 @@ def given_flags(values: flags.FlagValues) -> dict[str, Any]:
       InputError: a text that is no value of its parameter.
     """
     found = {}
-    for name, parameter in OUTSIDE.items():
+    for name, parameter in EXPOSED_PARAMETERS.items():
         value = values[name].value
         if value is None or value == parameter.flag_default:
             continue
@@ -69,7 +76,7 @@ def given_flags(values: flags.FlagValues) -> dict[str, Any]:
             value = parameter.kind.parse(text := value)
             if isinstance(value, str) and not isinstance(parameter.kind, Choice):
                 raise InputError(f"--{name}={text}: expected {parameter.kind.expected}", field=name)
-        found[name] = parameter.from_outside(value)
+        found[name] = parameter.from_request(value)
     return found
 
 
@@ -136,9 +143,9 @@ def _sampling_config(
     use_cache = fields.get("cache") != "none"
     if not use_cache:
         del fields["cache"]
-    wrong = [name for name in fields if name not in OUTSIDE_SAMPLING]
+    wrong = [name for name in fields if name not in AUTOREGRESSIVE_PARAMETERS]
     if wrong:
-        own = [f"--{name}" for name in OUTSIDE_SAMPLING]
+        own = [f"--{name}" for name in AUTOREGRESSIVE_PARAMETERS]
         raise InputError(
             f"{folder.name} is autoregressive: {', '.join(f'--{name}' for name in wrong)} is for diffusion models; it "
             f"has {', '.join(own)} and --cache=none",
@@ -154,8 +161,8 @@ def _sampling_config(
 def _generation_config(folder: CheckpointFolder, kind: type) -> dict[str, Any]:
     """Parameters that the checkpoint's ``generation_config.json`` says, by our names; null says nothing."""
     raw = folder.generation_config
-    stored = [one for one in parameters(kind) if one.in_checkpoint and raw.get(one.in_checkpoint) is not None]
-    return {one.name: one.from_outside(raw[one.in_checkpoint]) for one in stored}
+    stored = [one for one in declared_parameters(kind) if one.in_checkpoint and raw.get(one.in_checkpoint) is not None]
+    return {one.name: one.from_request(raw[one.in_checkpoint]) for one in stored}
 
 
 def describe(config: DiffusionConfig | SamplingConfig) -> str:

@@ -10,28 +10,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.decoding.parameters import (
+from runtime import (
+    AUTOREGRESSIVE_PARAMETERS,
     EARLY_STOP,
+    EXPOSED_PARAMETERS,
+    MAX_SAMPLES,
     MAX_SEED,
     MAX_STEPS,
-    OUTSIDE,
-    OUTSIDE_SAMPLING,
     DiffusionConfig,
+    InputError,
+    Integer,
+    ModelConfig,
+    RowRequest,
     SamplingConfig,
+    TextTokenizer,
+    check_given,
+    check_request,
+    dependents,
 )
-from runtime.decoding.schema import Integer, check_given, dependents
-from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import MAX_SAMPLES, check_request
-from runtime.models.config import ModelConfig
-from runtime.text.tokenizer import TextTokenizer
-from sharding.errors import InputError
 
 MAX_STOPS, MAX_STOP = 16, 1024
 
 # What a request says beside the decoding parameters.
 _SAMPLES, _SAMPLES_NAME = Integer(1, MAX_SAMPLES), "num_return_sequences"
-_READ = {"prompt", "messages", "stop", _SAMPLES_NAME, *OUTSIDE}
-_OWN_NAMES = {"n": _SAMPLES_NAME} | {alias: one.name for one in OUTSIDE.values() for alias in one.aliases}
+_READ = {"prompt", "messages", "stop", _SAMPLES_NAME, *EXPOSED_PARAMETERS}
+_OWN_NAMES = {"n": _SAMPLES_NAME} | {alias: one.name for one in EXPOSED_PARAMETERS.values() for alias in one.aliases}
 # A request has one seed, which is not its configuration's.
 _SEED = Integer(0, MAX_SEED)
 # What a body may say that changes no token.
@@ -179,13 +182,13 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
       InputError: one that is wrong, or that this model's decoder does not have.
     """
     config = defaults.config
-    given = [name for name in OUTSIDE if name in changes and name != "seed"]
-    wrong = [name for name in given if name not in OUTSIDE_SAMPLING]
+    given = [name for name in EXPOSED_PARAMETERS if name in changes and name != "seed"]
+    wrong = [name for name in given if name not in AUTOREGRESSIVE_PARAMETERS]
     if isinstance(config, SamplingConfig) and wrong:
         raise InputError(
             f"{', '.join(wrong)}: for diffusion models, and this checkpoint is autoregressive", field=wrong[0]
         )
-    fields = {name: OUTSIDE[name].from_outside(changes[name]) for name in given}
+    fields = {name: EXPOSED_PARAMETERS[name].from_request(changes[name]) for name in given}
     if EARLY_STOP.name in fields:
         fields["stop_token_ids"] = defaults.end_token_ids if EARLY_STOP.read(fields.pop(EARLY_STOP.name)) else ()
     if "log_probabilities" in fields:

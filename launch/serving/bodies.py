@@ -13,9 +13,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from launch.openai.bodies import MAX_STOP, MAX_STOPS, is_read
 from launch.serving.errors import ApiError, invalid
-from runtime.decoding.parameters import MAX_TEMPERATURE, MIN_TEMPERATURE, OUTSIDE
-from runtime.decoding.schema import Boolean, Choice, Integer, Parameter, Real, Seeds, TokenIds
-from sharding.errors import InputError
+from runtime import (
+    EXPOSED_PARAMETERS,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    Boolean,
+    Choice,
+    InputError,
+    Integer,
+    Parameter,
+    Real,
+    Seeds,
+    TokenIds,
+)
 
 # Absolute bounds; the server's own, from its flags, are tighter.
 MAX_N = 1024
@@ -76,8 +86,8 @@ if TYPE_CHECKING:
     Decoding = Body
     Count = int | None
 else:
-    Decoding = decoding_body(OUTSIDE.values())
-    Count = annotation(OUTSIDE["max_new_tokens"])
+    Decoding = decoding_body(EXPOSED_PARAMETERS.values())
+    Count = annotation(EXPOSED_PARAMETERS["max_new_tokens"])
 
 
 class Generate(Decoding):
