@@ -1,4 +1,4 @@
-"""Flags of decoding, and what they come to for a checkpoint: shared by every launcher that generates."""
+"""Decoding flags, from the parameter schema, and the configuration that they make for a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NEW_TOKENS = 64
 
 
 def define_decoding_flags(values: flags.FlagValues) -> None:
-    """Define a flag for every decoding parameter, and ``--preset``. None is a default: the checkpoint decides then."""
+    """Define ``--preset`` and a flag for every decoding parameter; None leaves a value to preset and checkpoint."""
     flags.DEFINE_enum(
         "preset",
         "published",
@@ -44,7 +44,7 @@ def define_decoding_flags(values: flags.FlagValues) -> None:
 
 
 def define_flag(parameter: Parameter, values: flags.FlagValues) -> None:
-    """Define the flag of one parameter. Bounds are checked with the other parameters, by the configuration."""
+    """Define the flag of one parameter. The configuration checks its bounds, not absl."""
     name, default, kind = parameter.name, parameter.flag_default, parameter.kind
     text = f"{parameter.help} {parameter.flag_help}".strip()
     if name not in AUTOREGRESSIVE_PARAMETERS:
@@ -62,10 +62,10 @@ def define_flag(parameter: Parameter, values: flags.FlagValues) -> None:
 
 
 def given_flags(values: flags.FlagValues) -> dict[str, Any]:
-    """Parameters that flags set to something else than the flag's default, by name, not yet checked.
+    """Values of flags that differ from the flag's default, by the name of the parameter, not yet checked.
 
     Raises:
-      InputError: a text that is no value of its parameter.
+      InputError: a text that cannot be parsed.
     """
     found = {}
     for name, parameter in EXPOSED_PARAMETERS.items():
@@ -90,7 +90,7 @@ def steps_follow_tokens(values: flags.FlagValues, folder: CheckpointFolder) -> b
 def decoding_config(
     values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig, end_token_ids: tuple[int, ...]
 ) -> DiffusionConfig | SamplingConfig:
-    """What to do: flags over the checkpoint's generation config over the preset.
+    """The decoding configuration: flags over the checkpoint's generation config over the preset.
 
     Args:
       values: flags as :func:`define_decoding_flags` defines them.
@@ -99,7 +99,7 @@ def decoding_config(
       end_token_ids: tokens that end a completion.
 
     Raises:
-      InputError: a parameter out of its range, or one that this model's decoder does not have.
+      InputError: a parameter is out of its range, or this model's decoder does not have it.
     """
     given = given_flags(values)
     try:
@@ -107,7 +107,7 @@ def decoding_config(
             return _sampling_config(values, folder, given, end_token_ids)
         return _diffusion_config(values, folder, model, given, end_token_ids)
     except ParameterError as error:
-        # A value of the checkpoint's own is no flag's.
+        # A value from the checkpoint's generation config is not a flag.
         wrong = error.field
         text = error.spelled(lambda name: name if name == wrong and name not in given else f"--{name}")
         raise InputError(text, field=wrong) from error
@@ -159,7 +159,7 @@ def _sampling_config(
 
 
 def _generation_config(folder: CheckpointFolder, kind: type) -> dict[str, Any]:
-    """Parameters that the checkpoint's ``generation_config.json`` says, by our names; null says nothing."""
+    """Parameters in the checkpoint's ``generation_config.json``, by our names, without those that are null."""
     raw = folder.generation_config
     stored = [one for one in declared_parameters(kind) if one.in_checkpoint and raw.get(one.in_checkpoint) is not None]
     return {one.name: one.from_request(raw[one.in_checkpoint]) for one in stored}
