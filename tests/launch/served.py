@@ -105,3 +105,13 @@ def served(
         host.end()
         thread.join(PATIENCE)
         assert not thread.is_alive()
+
+
+def offline(found: Served, prompts: list[str], **changes: Any) -> list[Any]:
+    """What the engine makes of the same parameters."""
+    own = dict(changes)
+    samples, stop = own.pop("n", 1), own.pop("stop", ())
+    if "max_new_tokens" in own:
+        own.setdefault("steps", own["max_new_tokens"])
+    config = found.defaults.config.replace(**own)
+    return found.engine.generate(prompts, config, num_return_sequences=samples, stop=stop)
