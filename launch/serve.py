@@ -36,6 +36,7 @@ from launch.startup import (
 )
 from runtime import (
     MAX_STEPS,
+    OUTSIDE,
     CheckpointFolder,
     DiffusionConfig,
     Executor,
@@ -47,7 +48,6 @@ from runtime import (
     fingerprint,
     step_limit,
 )
-from runtime.decoding.parameters import OUTSIDE
 
 try:
     from launch.serving.engine import follow

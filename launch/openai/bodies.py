@@ -10,21 +10,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.decoding.parameters import (
+from runtime import (
     EARLY_STOP,
+    MAX_SAMPLES,
     MAX_SEED,
     MAX_STEPS,
     OUTSIDE,
     OUTSIDE_SAMPLING,
     DiffusionConfig,
+    InputError,
+    Integer,
+    ModelConfig,
+    RowRequest,
     SamplingConfig,
+    TextTokenizer,
+    check_given,
+    check_request,
+    dependents,
 )
-from runtime.decoding.schema import Integer, check_given, dependents
-from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import MAX_SAMPLES, check_request
-from runtime.models.config import ModelConfig
-from runtime.text.tokenizer import TextTokenizer
-from sharding.errors import InputError
 
 MAX_STOPS, MAX_STOP = 16, 1024
 

@@ -13,9 +13,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from launch.openai.bodies import MAX_STOP, MAX_STOPS, is_read
 from launch.serving.errors import ApiError, invalid
-from runtime.decoding.parameters import MAX_TEMPERATURE, MIN_TEMPERATURE, OUTSIDE
-from runtime.decoding.schema import Boolean, Choice, Integer, Parameter, Real, Seeds, TokenIds
-from sharding.errors import InputError
+from runtime import (
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    OUTSIDE,
+    Boolean,
+    Choice,
+    InputError,
+    Integer,
+    Parameter,
+    Real,
+    Seeds,
+    TokenIds,
+)
 
 # Absolute bounds; the server's own, from its flags, are tighter.
 MAX_N = 1024

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.decoding.parameters import OUTSIDE
-from runtime.decoding.schema import ParameterError
-from sharding.errors import InputError
+from runtime import OUTSIDE, InputError, ParameterError
 
 
 class ApiError(Exception):

@@ -13,16 +13,18 @@ from launch.serving.errors import ApiError, from_input_error, invalid
 from launch.serving.limits import Limits
 from runtime import (
     CheckpointError,
+    Choice,
     DiffusionConfig,
     Executor,
     InputError,
     RowRequest,
     SamplingConfig,
     ScorePass,
+    can_run,
+    compiled_values,
+    parameters,
     row_seeds,
 )
-from runtime.decoding.parameters import can_run, compiled_values
-from runtime.decoding.schema import Choice, parameters
 
 # Seeds that are made here are exact in JavaScript too.
 _SEED_BITS = 53
