@@ -62,6 +62,8 @@ class Family:
       schedule: how many masks a denoise step fills; None where nothing is denoised.
       mask_token_id: the mask token of checkpoints whose configuration does not name one.
       end_token_ids: the end tokens of checkpoints whose configuration does not name any.
+      tensor_name: from a tensor's name in a Hugging Face folder to the name that the weights declare, for folders with
+        variants of their own; None for a tensor that is no weight.
       published: published decoding settings, the first kind that a checkpoint's name matches counts.
       presets: ``config.json`` of published checkpoints by name, for planning without a download.
     """
@@ -77,6 +79,7 @@ class Family:
     schedule: UnmaskingSchedule | None = None
     mask_token_id: int | None = None
     end_token_ids: tuple[int, ...] = ()
+    tensor_name: Callable[[str], str | None] = str
     published: tuple[PublishedSettings, ...] = ()
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
