@@ -216,14 +216,7 @@ def transformer_config(
             f"{family.model_type}"
         )
     number = {key: read_integer(raw, key, 1, limit) for key, limit in _LIMITS.items()}
-    heads, kv_heads = number["num_attention_heads"], number["num_key_value_heads"]
-    if heads % kv_heads:
-        raise ConfigError(f"config.json: {heads} attention heads do not divide into {kv_heads} KV heads")
-    head_dim = read_integer(raw, "head_dim", 1, 1 << 12, default=number["hidden_size"] // heads)
-    if raw.get("head_dim") is None and number["hidden_size"] % heads:
-        raise ConfigError(f"config.json: hidden_size {number['hidden_size']} does not divide by {heads} heads")
-    if head_dim % 2 and rotary:
-        raise ConfigError(f"config.json: rotary position embedding needs an even head_dim, not {head_dim}")
+    head_dim = _head_dim(raw, number, rotary)
     dtype = raw.get("torch_dtype") or raw.get("dtype") or "float32"
     if dtype not in STORED_DTYPES:
         raise ConfigError(f"config.json: dtype {dtype!r:.200} is not one of {', '.join(STORED_DTYPES)}")
@@ -238,8 +231,8 @@ def transformer_config(
         hidden_size=number["hidden_size"],
         intermediate_size=number["intermediate_size"],
         num_layers=number["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_heads=number["num_attention_heads"],
+        num_kv_heads=number["num_key_value_heads"],
         head_dim=head_dim,
         max_positions=number["max_position_embeddings"],
         rope_theta=_read_real(raw, "rope_theta", default=_rope_parameters(raw)) if rotary else 0.0,
@@ -251,6 +244,18 @@ def transformer_config(
         end_token_ids=ends,
         attention_block_length=attention_block_length,
     )
+
+
+def _head_dim(raw: Mapping[str, Any], number: Mapping[str, int], rotary: bool) -> int:
+    heads, kv_heads = number["num_attention_heads"], number["num_key_value_heads"]
+    if heads % kv_heads:
+        raise ConfigError(f"config.json: {heads} attention heads do not divide into {kv_heads} KV heads")
+    head_dim = read_integer(raw, "head_dim", 1, 1 << 12, default=number["hidden_size"] // heads)
+    if raw.get("head_dim") is None and number["hidden_size"] % heads:
+        raise ConfigError(f"config.json: hidden_size {number['hidden_size']} does not divide by {heads} heads")
+    if head_dim % 2 and rotary:
+        raise ConfigError(f"config.json: rotary position embedding needs an even head_dim, not {head_dim}")
+    return head_dim
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> float:
