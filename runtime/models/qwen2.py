@@ -91,7 +91,7 @@ class TiedQwen2Weights:
     """Weights of a Qwen2 model whose head is its embedding, layers stacked."""
 
     embedding: Matrix = vocabulary_matrix("model.embed_tokens.weight")
-    layers: Qwen2Layer = stacked(Qwen2Layer)
+    layers: Any = stacked(Qwen2Layer)
     final_norm: Array = norm_scale("model.norm.weight")
 
     @staticmethod

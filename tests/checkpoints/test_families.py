@@ -6,14 +6,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from checkpoints import load_weights, open_folder
 from checkpoints.verification import verify
@@ -33,14 +41,17 @@ QWEN2 = {
 GPT2 = {"vocab_size": 131, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
 GPT2 |= {"bos_token_id": 130, "eos_token_id": 130}
 MESHES = ("tensor=1", "tensor=2", "data=16", "sequence=8", "data=2,sequence=2,tensor=4")
-KINDS = ("qwen2", "qwen2 tied", "gpt2", "gpt2 without prefix")
+KINDS = ("qwen2", "qwen2 tied", "qwen3", "qwen3 tied", "gpt2", "gpt2 without prefix")
 
 
 def random_model(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
     if kind.startswith("gpt2"):
         return GPT2LMHeadModel(GPT2Config(**GPT2)).eval()
-    return Qwen2ForCausalLM(Qwen2Config(**QWEN2, tie_word_embeddings=kind.endswith("tied"))).eval()
+    tied = kind.endswith("tied")
+    if kind.startswith("qwen3"):
+        return Qwen3ForCausalLM(Qwen3Config(**QWEN2, head_dim=16, tie_word_embeddings=tied)).eval()
+    return Qwen2ForCausalLM(Qwen2Config(**QWEN2, tie_word_embeddings=tied)).eval()
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -68,8 +79,7 @@ def named(folder: Path) -> dict[str, np.ndarray]:
 
 def logits(folder: Path) -> np.ndarray:
     """What transformers computes from a folder, in float32."""
-    kind: Any = GPT2LMHeadModel if parse_config(open_folder(folder).config).family.name == "gpt2" else None
-    model, info = (kind or Qwen2ForCausalLM).from_pretrained(folder, dtype="float32", output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
@@ -84,7 +94,7 @@ def test_there_and_back_to_the_bit(source: Path, checkpoint: Path, tmp_path: Pat
     if "wte.weight" in expected:
         expected = {f"transformer.{name}": value for name, value in expected.items() if not name.endswith(".attn.bias")}
     assert found.keys() == expected.keys()
-    assert not any(name.startswith("lm_head") for name in found) or "qwen2" in json.dumps(open_folder(back).config)
+    assert not any(name.startswith("lm_head") for name in found) or "qwen" in json.dumps(open_folder(back).config)
     for name, value in expected.items():
         assert found[name].dtype == value.dtype
         assert found[name].shape == value.shape
