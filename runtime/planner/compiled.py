@@ -74,14 +74,8 @@ class CompiledPhase:
           layout: the mesh.
           phase: one of its passes.
         """
-        sizes = {
-            "data": layout.spec.data,
-            "sequence": layout.spec.sequence,
-            "kv": layout.heads.kv,
-            "group": layout.heads.group,
-        }
         found, lengths = self._of_pass(phase)
-        return bytes_by_axis(found, sizes, lengths)
+        return bytes_by_axis(found, layout.mesh_axis_sizes, lengths)
 
     def count_by_kind(self, phase: Phase) -> dict[str, float]:
         """How often collectives of each kind are run in one pass, the layers' each time."""
@@ -181,8 +175,7 @@ def _cudnn_is_there() -> Iterator[None]:
 
 def collectives_agree(found: PhaseEstimate, compiled: CompiledPhase, layout: ModelLayout) -> bool:
     """Whether the estimate's collective bytes are those of the compiled program, axis by axis and kind by kind."""
-    sizes = {"data": layout.spec.data, "sequence": layout.spec.sequence, "kv": layout.heads.kv}
-    sizes["group"] = layout.heads.group
+    sizes = layout.mesh_axis_sizes
     estimated: dict[tuple[str, tuple[str, ...]], float] = {}
     for one in found.collectives:
         key = one.kind, tuple(axis for axis in one.axes if sizes[axis] > 1)

@@ -127,21 +127,13 @@ class Estimate:
         return price_per_chip_hour / 3600 / self.tokens_per_second_per_chip * 1e6
 
     def _phase(self, phase: Phase) -> PhaseEstimate:
+        """The roofline of one phase."""
         workload, layout, chip = self.workload, self.layout, self.topology.chip
-        spec, config, item = self.spec, workload.config, workload.item
-        positions = phase.rows * math.ceil(phase.positions / (spec.sequence if phase.whole else 1))
-        keys = phase.keys if phase.whole else math.ceil(phase.keys / spec.sequence)
-        vocab, width = layout.padded_vocab // spec.tensor, config.hidden_size
+        positions = phase.rows * math.ceil(phase.positions / (self.spec.sequence if phase.whole else 1))
         chunk = phase.rows * phase.chunk // phase.head_shards(layout)
-        head = chunk * phase.chunks
-        layers = sum(math.prod(shard_shape(leaf, layout)) for leaf in layout.leaves if leaf.is_stacked)
-        heads = layout.query_heads_per_device
-        visible = config.attention_mask.visible_share(phase.keys) if phase.whole else 1.0
-        attention = 4.0 * positions * keys * heads * config.head_dim * config.num_layers * visible
-        flops = 2.0 * positions * layers + attention + 2.0 * head * width * vocab
-        traffic = self._traffic(phase, positions, chunk)
+        flops, traffic = self._flops(phase, positions, chunk), self._traffic(phase, positions, chunk)
         collectives = phase_collectives(workload, layout, chip.platform, phase, self._wiring.slices)
-        peak = chip.flops if item == 2 else chip.flops / 8
+        peak = chip.flops if workload.item == 2 else chip.flops / 8
         return PhaseEstimate(
             phase=phase,
             flops=flops,
@@ -152,28 +144,42 @@ class Estimate:
             network_seconds=sum(self._seconds(one) for one in collectives),
         )
 
+    def _flops(self, phase: Phase, positions: int, chunk: int) -> float:
+        """Operations of one device: the weights of each layer, attention to what its mask leaves, the head.
+
+        Args:
+          phase: which.
+          positions: that the device computes, of all its rows.
+          chunk: those of them that the head is run on at a time.
+        """
+        layout, config = self.layout, self.workload.config
+        keys = phase.keys if phase.whole else math.ceil(phase.keys / self.spec.sequence)
+        visible = config.attention_mask.visible_share(phase.keys) if phase.whole else 1.0
+        cost = layout.layer_cost
+        attention = cost.attention_flops_per_pair * positions * keys * visible
+        layers = config.num_layers * (cost.flops_per_position * positions + attention)
+        return layers + 2.0 * chunk * phase.chunks * math.prod(shard_shape(layout.head, layout))
+
     def _traffic(self, phase: Phase, positions: int, chunk: int) -> float:
-        """Bytes that one device reads and writes: weights once, activations of each layer, the cache, logits."""
-        workload, layout, config = self.workload, self.layout, self.workload.config
-        spec, item, width = self.spec, workload.item, self.workload.config.hidden_size
-        vocab = layout.padded_vocab // spec.tensor
-        # All weights but the embedding, of which a few rows are read.
-        weights = layout.bytes_per_device(jnp.dtype(workload.dtype))
-        if not config.tied_embeddings:
-            weights -= vocab * width * (1 if workload.quantization == "int8" else item)
-        # Residual in and out of both halves and around their norms; gate and up out, their product in and out.
-        each = 12 * width + 5 * config.intermediate_size // spec.tensor
-        each += 4 * config.num_heads * config.head_dim // spec.tensor
-        activations = float(positions) * each * item * config.num_layers
+        """Bytes that one device reads and writes: weights once, activations of each layer, the cache, logits.
+
+        Args:
+          phase: which.
+          positions: that the device computes, of all its rows.
+          chunk: those of them that the head is run on at a time.
+        """
+        workload, layout, config, chip = self.workload, self.layout, self.workload.config, self.topology.chip
+        dtype = jnp.dtype(workload.dtype)
+        activations = positions * layout.layer_cost.activations_per_position * workload.item * config.num_layers
         cache = 0.0
         if workload.has_cache:
-            canvas = workload.canvas(layout, self.topology.chip.platform)
-            cache = cache_bytes_per_device(layout, phase.rows * spec.data, canvas, jnp.dtype(workload.dtype))
-        logits = chunk * vocab * 4
+            canvas = workload.canvas(layout, chip.platform)
+            cache = cache_bytes_per_device(layout, phase.rows * self.spec.data, canvas, dtype)
+        logits = chunk * layout.size_per_device("vocab") * 4
         diffusion = config.objective == "masked_diffusion"
-        in_fast_memory = diffusion and 2 * logits <= self.topology.chip.fast_memory_bytes
+        in_fast_memory = diffusion and 2 * logits <= chip.fast_memory_bytes
         passes = _LOGIT_PASSES + (_THRESHOLD_PASSES if diffusion and not in_fast_memory else 0)
-        return weights + activations + cache + logits * phase.chunks * passes
+        return layout.bytes_read_per_pass(dtype) + activations + cache + logits * phase.chunks * passes
 
     def _seconds(self, one: Collective) -> float:
         members = self._wiring.members(one.axes, one.inside_slices)
