@@ -98,7 +98,7 @@ def decoding_config(
     try:
         if model.objective == "autoregressive":
             return _sampling_config(values, folder, given, end_token_ids)
-        return _diffusion_config(values, folder, given, end_token_ids)
+        return _diffusion_config(values, folder, model, given, end_token_ids)
     except ParameterError as error:
         # A value of the checkpoint's own is no flag's.
         wrong = error.field
@@ -107,7 +107,11 @@ def decoding_config(
 
 
 def _diffusion_config(
-    values: flags.FlagValues, folder: CheckpointFolder, given: dict[str, Any], end_token_ids: tuple[int, ...]
+    values: flags.FlagValues,
+    folder: CheckpointFolder,
+    model: ModelConfig,
+    given: dict[str, Any],
+    end_token_ids: tuple[int, ...],
 ) -> DiffusionConfig:
     said: dict[str, Any] = {}
     defaults = DiffusionConfig()

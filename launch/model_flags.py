@@ -95,7 +95,7 @@ def load_engine(values: flags.FlagValues, folder: CheckpointFolder, rows: int, m
             verify=values.verify,
             progress=progress,
         )
-    engine.watch_programs(agree_on_programs(this_host()))
+    engine.runner.programs.before_run = agree_on_programs(this_host())
     for note in engine.notes:
         say(note)
     if engine.loaded is not None:

@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from checkpoints.fingerprint import fingerprint
     from checkpoints.folder import CheckpointFolder
     from runtime.decoding.parameters import MAX_STEPS, DiffusionConfig, SamplingConfig
-    from runtime.engine import Engine, end_tokens
+    from runtime.engine import Engine
     from runtime.execution.executor import Executor
+    from runtime.execution.left_padding import read_rows
     from runtime.execution.offline import OfflineScheduler
     from runtime.execution.pool import PoolShape, step_limit
     from runtime.execution.requests import (
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
     )
     from runtime.execution.result import GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
-    from runtime.execution.rows import MAX_SAMPLES, check_request, read_rows, row_seed, row_seeds
+    from runtime.execution.rows import MAX_SAMPLES, check_request, row_seed, row_seeds
     from runtime.execution.scheduler import PoolLimits, Scheduler, SchedulerPolicy, SchedulerStats
     from runtime.execution.step_plan import ScorePass, StepOutcome, StepPlan
     from runtime.models.config import ConfigError, ModelConfig
     from runtime.text.completions import Completion, TextStream, cut_completion
-    from runtime.text.tokenizer import TextTokenizer, encode_prompts
+    from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
     from sharding.errors import InputError, MeshError
     from sharding.mesh import MeshSpec
 
@@ -127,9 +128,9 @@ _HOMES = {
     "check_request": "runtime.execution.rows",
     "cut_completion": "runtime.text.completions",
     "encode_prompts": "runtime.text.tokenizer",
-    "end_tokens": "runtime.engine",
+    "end_tokens": "runtime.text.tokenizer",
     "fingerprint": "checkpoints.fingerprint",
-    "read_rows": "runtime.execution.rows",
+    "read_rows": "runtime.execution.left_padding",
     "row_seed": "runtime.execution.rows",
     "row_seeds": "runtime.execution.rows",
     "step_limit": "runtime.execution.pool",

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from runtime.execution.left_padding import Rows
 from runtime.execution.pool import Pool, PoolShape, check_pools
 from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import Rows
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import score_rows
 from runtime.execution.step_plan import Insertion, PoolPlan, ScorePass, StepOutcome, StepPlan
@@ -61,9 +61,11 @@ class Executor:
             if stop():
                 return False
             row = RowRequest([token], pool.short_config(_WARM_UP_TOKENS), 0)
-            self.execute(StepPlan([PoolPlan(number, [], [Insertion(0, 0, row)], 1, True)]))
-            while pool.held:
-                self.execute(StepPlan([PoolPlan(number, [], [], 1, True)]))
+            # The first insertion needs no program of its own; the second one does.
+            for _ in range(2):
+                self.execute(StepPlan([PoolPlan(number, [], [Insertion(0, 0, row)], 1, True)]))
+                while pool.held:
+                    self.execute(StepPlan([PoolPlan(number, [], [], 1, True)]))
         for width in sorted({pool.width for pool in self.pools}):
             if stop():
                 return False

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from runtime.decoding.parameters import SamplingConfig
+from runtime.execution.left_padding import read_rows
 from runtime.execution.offline import OfflineScheduler
 from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import read_rows
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import score_rows
 from sharding.errors import InputError

@@ -6,6 +6,7 @@ Which row gets which slot is decided by the requests alone, so that every host d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.rows import check_request
 from runtime.execution.runner import Runner
 from runtime.execution.scheduler import PoolLimits, Scheduler, SchedulerPolicy, SchedulerStats
-from runtime.execution.slots import open_slots
+from runtime.execution.slots import open_slots_for
 from runtime.execution.specialization import compiled_in
 from runtime.execution.step_plan import StepOutcome
 from sharding.errors import InputError
@@ -50,7 +51,9 @@ class OfflineScheduler:
       stats: what the rows have cost so far.
     """
 
-    def __init__(self, runner: Runner, requests: Sequence[RowRequest], slots: int | None = None) -> None:
+    def __init__(
+        self, runner: Runner, requests: Sequence[RowRequest], slots: int | None = None, width: int | None = None
+    ) -> None:
         """Sort requests into groups.
 
         Args:
@@ -58,6 +61,7 @@ class OfflineScheduler:
           requests: all rows, those included that will be skipped: the number of slots follows from them.
           slots: rows on the devices at a time, rounded down to a multiple of the data axis and limited by memory;
             default :data:`DEFAULT_SLOTS` for each shard of it.
+          width: bucket of all canvases; default each row's own.
 
         Raises:
           InputError: a row that cannot be generated.
@@ -70,37 +74,41 @@ class OfflineScheduler:
                 check_request(request.rows, runner.layout.config, request.config)
             except InputError as error:
                 raise InputError(f"request {number}: {error}") from error
-            width = runner.bucket(request.length)
-            groups.setdefault((width, compiled_in(runner, request.config, width)), []).append(number)
+            bucket = width or runner.bucket(request.length)
+            groups.setdefault((bucket, compiled_in(runner, request.config, bucket)), []).append(number)
         # Wide canvases first: where memory is short, it shows at once.
         ordered = sorted(groups.items(), key=lambda group: -group[0][0])
-        self._groups = [self._group(width, numbers, slots) for (width, _), numbers in ordered]
+        self._groups = [self._group(bucket, numbers, slots) for (bucket, _), numbers in ordered]
 
     def _group(self, width: int, numbers: list[int], slots: int | None) -> _Group:
         config, data = self._requests[numbers[0]].config, self._runner.layout.spec.data
         if slots is None:
             count = self._runner.batch_size(min(len(numbers), DEFAULT_SLOTS * data), width, uses_cache(config))
         else:
-            count = slot_count(self._runner, config, width, min(len(numbers), slots))
+            count = slot_count(self._runner, config, width, min(math.ceil(len(numbers) / data) * data, slots))
         # Long rows first, so that the last ones in their slots are short.
         order = sorted(numbers, key=lambda number: (-self._requests[number].config.max_new_tokens, number))
         return _Group(width, count, order)
 
     def _open(self, group: _Group) -> Pool:
         requests = [self._requests[number] for number in group.numbers]
-        config = requests[0].config
         steps = max(steps_per_block(request.config, group.width) for request in requests)
-        longest = max(len(request.tokens) for request in requests)
-        slots = open_slots(self._runner, config, group.width, group.slots, steps, longest)
-        return Pool(slots, config, steps)
+        slots = open_slots_for(self._runner, requests, group.width, group.slots)
+        return Pool(slots, requests[0].config, steps)
 
-    def run(self, skip: Collection[int] = (), more: Callable[[], bool] = lambda: True) -> Iterator[list[RowResult]]:
+    def run(
+        self,
+        skip: Collection[int] = (),
+        more: Callable[[], bool] = lambda: True,
+        iterations: int | None = None,
+    ) -> Iterator[list[RowResult]]:
         """Generate every row.
 
         Args:
           skip: numbers of requests that are left out.
           more: asked before each step whether waiting rows may still be inserted; once it says no, those in slots are
             the last.
+          iterations: of a step; default a share of what a row takes, so that slots do not stand empty for long.
 
         Yields:
           The rows that are done after each step, often none; their numbers are those of the requests.
@@ -112,8 +120,8 @@ class OfflineScheduler:
                 continue
             pool = self._open(group)
             longest = self._requests[group.numbers[0]].config.max_new_tokens
-            iterations = min(_MAX_ITERATIONS, max(1, longest // _STEPS_PER_ROW))
-            policy = SchedulerPolicy(iterations, step_seconds=None, first_tokens=False)
+            share = min(_MAX_ITERATIONS, max(1, longest // _STEPS_PER_ROW))
+            policy = SchedulerPolicy(iterations or share, step_seconds=None, first_tokens=False)
             scheduler = Scheduler([PoolLimits(pool.count)], policy, self.stats)
             scheduler.add(RequestHandle(rows=[self._requests[number] for number in numbers]))
             while scheduler.waiting or scheduler.running:

@@ -1,11 +1,10 @@
-"""What a generation hands back, whichever way it was decoded.
+"""The result of a generation, whichever way it was decoded.
 
 Dimension letters: B batch, S the caller's prompt width, N new tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,14 +58,6 @@ class GenerationResult:
     seeds: list[int]
     log_probabilities: np.ndarray | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)
-
-
-def join_histories(histories: Sequence[np.ndarray]) -> np.ndarray:
-    """Histories ``[steps, B, S + N]`` of several batches as one; those with fewer steps stay as they ended."""
-    longest = max(map(len, histories))
-    return np.concatenate(
-        [np.pad(one, ((0, longest - len(one)), (0, 0), (0, 0)), mode="edge") for one in histories], axis=1
-    )
 
 
 def committed_tokens(commit_steps: np.ndarray) -> int:

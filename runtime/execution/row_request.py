@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.execution.rows import Rows
+from runtime.execution.left_padding import Rows
+from runtime.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,13 @@ class RowRequest:
         """The prompt as a batch of one."""
         tokens = np.array([self.tokens], np.int32)
         return Rows(tokens, np.array([len(self.tokens)], np.int32), tokens)
+
+
+def masked_span(request: RowRequest, model: ModelConfig) -> int:
+    """Positions from the first mask of a diffusion request to its end, 0 where there is none to fill."""
+    prompt = list(request.tokens)
+    first = prompt.index(model.mask_token_id) if model.mask_token_id in prompt else len(prompt)
+    return request.length - first
 
 
 @dataclass(frozen=True)

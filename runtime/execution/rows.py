@@ -1,4 +1,4 @@
-"""From what a caller gives (left-padded rows) to what the devices run (start-aligned rows in buckets), and back."""
+"""Start-aligned rows as the devices run them: seeds, buckets, canvases, and checks of requests."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import hashlib
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from runtime.decoding.parameters import MAX_STOP_TOKENS, DiffusionConfig, SamplingConfig
+from runtime.execution.left_padding import Rows, read_rows
 from runtime.models.config import ModelConfig
 from sharding.errors import InputError
 
@@ -81,76 +81,39 @@ def bucket_length(length: int, multiple: int = 1) -> int:
     return math.ceil(length / step) * step
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Start-aligned rows.
-
-    Attributes:
-      tokens: int32 ``[B, longest]``, a row's tokens first.
-      lengths: int32 ``[B]``, at least 1.
-      original: int32 ``[B, S]``, the rows as the caller gave them, padding first.
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    original: np.ndarray
-
-    def take(self, rows: slice | list[int]) -> Rows:
-        """Some of the rows."""
-        return Rows(self.tokens[rows], self.lengths[rows], self.original[rows])
-
-    @property
-    def real(self) -> np.ndarray:
-        """Which of the caller's positions are tokens: bool ``[B, S]``."""
-        width = self.original.shape[1]
-        return np.arange(width) >= width - self.lengths[:, None]
+def default_config(model: ModelConfig) -> DiffusionConfig | SamplingConfig:
+    """The decoding parameters of a request that names none."""
+    return SamplingConfig() if model.objective == "autoregressive" else DiffusionConfig()
 
 
-def read_rows(input_ids: Any, attention_mask: Any, config: ModelConfig) -> Rows:
-    """Check a batch and start-align its rows.
+def prepare_rows(
+    input_ids: Any,
+    attention_mask: Any,
+    config: DiffusionConfig | SamplingConfig,
+    samples: int,
+    model: ModelConfig,
+) -> tuple[Rows, list[int]]:
+    """Check a caller's batch and request, and repeat each row for its samples.
 
     Args:
       input_ids: integers ``[B, S]``.
-      attention_mask: ``[B, S]`` of 1 for real tokens after 0 for padding, or None.
-      config: the model, for the range of token ids.
+      attention_mask: ``[B, S]``, 1 for tokens and 0 for padding on the left; None for no padding.
+      config: decoding parameters.
+      samples: of each row.
+      model: what they are for.
+
+    Returns:
+      ``B * samples`` rows, samples of a row adjacent, and their seeds.
 
     Raises:
-      InputError: wrong shape or dtype, an id outside the vocabulary, right padding, padding between tokens, or a row
-        without tokens.
+      InputError: what is wrong with the rows or the request.
     """
-    try:
-        ids = np.asarray(input_ids)
-    except ValueError as error:
-        raise InputError(
-            "input_ids: rows of unequal length; pad them on the left and give an attention_mask"
-        ) from error
-    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or 0 in ids.shape:
-        raise InputError(f"input_ids: expected integers [batch, sequence], got {ids.dtype} {list(ids.shape)}")
-    try:
-        mask = np.ones_like(ids) if attention_mask is None else np.asarray(attention_mask)
-    except ValueError as error:
-        raise InputError("attention_mask: rows of unequal length; it must have the shape of input_ids") from error
-    if mask.shape != ids.shape:
-        raise InputError(f"attention_mask is {list(mask.shape)}, input_ids {list(ids.shape)}; they must be the same")
-    if not np.isin(mask, (0, 1)).all():
-        raise InputError("attention_mask: expected 1 for real tokens and 0 for padding")
-    mask = mask.astype(bool)
-    lengths = mask.sum(axis=1)
-    width = ids.shape[1]
-    for row in range(len(ids)):
-        if lengths[row] == 0:
-            raise InputError(f"row {row}: the attention_mask leaves no token")
-        if not mask[row, width - lengths[row] :].all():
-            where = "after its tokens (right padding)" if not mask[row, -1] else "between its tokens"
-            raise InputError(f"row {row}: padding {where}; rows must be padded on the left")
-        real = ids[row, width - lengths[row] :]
-        outside = real[(real < 0) | (real >= config.vocab_size)]
-        if outside.size:
-            raise InputError(f"row {row}: token id {outside[0]} is outside the vocabulary of {config.vocab_size}")
-    tokens = np.zeros((len(ids), lengths.max()), np.int32)
-    for row, length in enumerate(lengths):
-        tokens[row, :length] = ids[row, width - length :]
-    return Rows(tokens, lengths.astype(np.int32), ids.astype(np.int32))
+    if isinstance(samples, bool) or not isinstance(samples, int) or not 1 <= samples <= MAX_SAMPLES:
+        raise InputError(f"num_return_sequences is {samples!r}; expected an integer from 1 to {MAX_SAMPLES}")
+    rows = read_rows(input_ids, attention_mask, model)
+    check_request(rows, model, config)
+    seeds = row_seeds(config.seed, len(rows.lengths), samples)
+    return rows.take([row for row in range(len(rows.lengths)) for _ in range(samples)]), seeds
 
 
 def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -> None:
@@ -159,9 +122,9 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
     Raises:
       InputError: it is for the other.
     """
-    wanted = SamplingConfig if config.objective == "autoregressive" else DiffusionConfig
+    wanted = type(default_config(config))
     if not isinstance(request, wanted):
-        way = "autoregressive" if config.objective == "autoregressive" else "a diffusion model"
+        way = "autoregressive" if wanted is SamplingConfig else "a diffusion model"
         raise InputError(
             f"this checkpoint ({config.family.name}) is {way}: give a {wanted.__name__}, not a {type(request).__name__}"
         )
@@ -203,28 +166,3 @@ def make_canvas(rows: Rows, config: ModelConfig, new_tokens: int, width: int) ->
         if config.objective == "masked_diffusion":
             canvas[row, length : length + new_tokens] = config.mask_token_id
     return canvas, rows.lengths + np.int32(new_tokens)
-
-
-def end_align(values: np.ndarray, lengths: np.ndarray, onto: np.ndarray) -> np.ndarray:
-    """Put start-aligned rows back to the end of the caller's rows.
-
-    Args:
-      values: ``[B, S, ...]``.
-      lengths: ``[B]``, how many of S count.
-      onto: ``[B, W, ...]``, what stands where no value does: the caller's own padding.
-
-    Returns:
-      ``[B, W, ...]``.
-    """
-    out = onto.copy()
-    for row, length in enumerate(lengths):
-        out[row, onto.shape[1] - length :] = values[row, :length]
-    return out
-
-
-def start_align(values: np.ndarray, lengths: np.ndarray, onto: np.ndarray) -> np.ndarray:
-    """The inverse of :func:`end_align`: values ``[B, W, ...]`` to the start of ``onto`` ``[B, S, ...]``."""
-    out = onto.copy()
-    for row, length in enumerate(lengths):
-        out[row, :length] = values[row, values.shape[1] - length :]
-    return out

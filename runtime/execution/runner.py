@@ -73,7 +73,7 @@ class Runner:
         self._attention = attention
         self._max_batch = max_batch
         self._row_limits: dict[tuple[int, bool], int] = {}
-        check_attention(layout, attention, self.platform, self.dtype)
+        check_attention(layout, attention, self.dtype)
 
     def bucket(self, length: int) -> int:
         """Canvas that ``length`` positions are run at; see :func:`canvas_bucket`."""
@@ -146,12 +146,14 @@ def canvas_bucket(length: int, layout: ModelLayout, platform: str) -> int:
     return bucket_length(length, block * layout.spec.sequence)
 
 
-def check_attention(layout: ModelLayout, attention: str, platform: str, dtype: Any) -> None:
-    """Check that an attention implementation can run before any weight is read.
+def check_attention(layout: ModelLayout, attention: str, dtype: Any) -> None:
+    """Check that an attention implementation can run on a layout's devices, before any weight is read.
 
     Raises:
       InputError: see :func:`runtime.models.attention.choose_attention`.
     """
+    assert layout.mesh is not None, "attention runs on a mesh"
+    platform = layout.mesh.devices.flat[0].platform
     choose_attention(attention, platform, layout, canvas_bucket(1, layout, platform), dtype)
 
 

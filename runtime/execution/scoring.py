@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 
+from runtime.decoding.parameters import MAX_TEMPERATURE, MIN_TEMPERATURE
+from runtime.execution.left_padding import Rows, end_align, read_rows
 from runtime.execution.programs import fetch, lower_hidden, lower_logits, lower_score, put, shapes_of
-from runtime.execution.rows import Rows, end_align
 from runtime.execution.runner import Runner
 from sharding.errors import InputError
 
@@ -122,3 +124,47 @@ def score_rows(
         )
         out[part] = end_align(fetch(compiled(*arguments)), own.lengths, out[part])
     return out
+
+
+def score_batch(
+    runner: Runner,
+    input_ids: Any,
+    targets: Any,
+    attention_mask: Any = None,
+    *,
+    temperature: float = 1.0,
+    width: int | None = None,
+    batch: int | None = None,
+) -> np.ndarray:
+    """Log-probabilities of given tokens under the prediction for each position.
+
+    The caller supplies ``input_ids`` noised as the estimator wants them (for coupled-GRPO three masked copies of each
+    completion) and combines what comes back. Without ``attention_mask`` every position is attended to and counted from
+    0, which is what the original's scoring pass does even for padded rows.
+
+    Args:
+      runner: the model on its mesh.
+      input_ids: integers ``[B, S]``.
+      targets: integers ``[B, S]``, the token whose probability is wanted at each position.
+      attention_mask: ``[B, S]``, left padding; None for none.
+      temperature: divides the logits.
+      width, batch: positions and rows to run at a time, where one program is to serve every call; see
+        :func:`score_rows`.
+
+    Returns:
+      numpy float32 ``[B, S]``, zero at padding.
+
+    Raises:
+      InputError: shapes, dtypes or ids that do not fit.
+    """
+    rows = read_rows(input_ids, attention_mask, runner.layout.config)
+    wanted = read_rows(targets, attention_mask, runner.layout.config)
+    if wanted.original.shape != rows.original.shape:
+        raise InputError(
+            f"targets are {list(wanted.original.shape)}, input_ids {list(rows.original.shape)}; they must be the same"
+        )
+    if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise InputError(
+            f"temperature is {temperature}; expected a number from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        )
+    return score_rows(runner, rows, wanted, temperature, width, batch)

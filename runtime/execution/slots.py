@@ -9,6 +9,8 @@ Dimension letters: B slots, S canvas of a request (its prompt and its new tokens
 from __future__ import annotations
 
 import abc
+import itertools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,7 +34,7 @@ from runtime.execution.programs import (
     shapes_of,
 )
 from runtime.execution.row_arrays import UNLIMITED, autoregressive_row, diffusion_row, join_rows
-from runtime.execution.row_request import RowRequest, RowResult
+from runtime.execution.row_request import RowRequest, RowResult, masked_span
 from runtime.execution.runner import Runner
 from runtime.execution.specialization import decode_program, denoise_program
 from runtime.models.arrays import row_fields
@@ -50,16 +52,13 @@ class Slots(abc.ABC):
       state: the loop's state of all slots, on the mesh.
     """
 
-    def __init__(self, runner: Runner, width: int, count: int, requests: Sequence[RowRequest], cached: bool) -> None:
-        """Put the first requests into the first slots; the others are free."""
+    def __init__(self, runner: Runner, width: int, count: int, cached: bool) -> None:
+        """Make free slots."""
         self._runner, self.width, self.count = runner, width, count
         self.forwards = self.iterations = 0
-        taken = [self._row(request) for request in requests]
-        rows = [*taken, *[self._row(None)] * (count - len(taken))]
-        layout = runner.layout
-        self.request = put_tree(layout, join_rows([request for request, _ in rows]))
-        state = put_tree(layout, join_rows([state for _, state in rows]))
-        self.state = replace(state, cache=empty_cache(layout, count, width, runner.cache_dtype)) if cached else state
+        self._cache = empty_cache(runner.layout, count, width, runner.cache_dtype) if cached else None
+        self._unused = True
+        self._place({})
 
     @abc.abstractmethod
     def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
@@ -85,8 +84,27 @@ class Slots(abc.ABC):
     def collect(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
         """Results of slots: slot to the number of its request, and the request. Evicts nothing."""
 
+    def _place(self, requests: Mapping[int, RowRequest | None]) -> None:
+        """Put all slots onto the mesh anew: these requests, and nothing in the others."""
+        free = self._row(None)
+        rows = [free if (one := requests.get(slot)) is None else self._row(one) for slot in range(self.count)]
+        self.request = put_tree(self._runner.layout, join_rows([request for request, _ in rows]))
+        state = put_tree(self._runner.layout, join_rows([state for _, state in rows]))
+        self.state = replace(state, cache=self._cache)
+
     def insert(self, requests: Mapping[int, RowRequest | None]) -> None:
-        """Insert requests, by slot; None evicts whatever a slot holds."""
+        """Insert requests, by slot; None evicts whatever a slot holds.
+
+        The first insertion places all slots from the host and needs no program.
+        """
+        if self._unused:
+            self._unused = False
+            self._place(requests)
+        else:
+            self._exchange(requests)
+
+    def _exchange(self, requests: Mapping[int, RowRequest | None]) -> None:
+        """Replace some rows on the mesh."""
         inserted = np.zeros(self.count, bool)
         old = [row_fields(tree) for tree in (self.request, self.state)]
         new = [{name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in part.items()} for part in old]
@@ -123,7 +141,6 @@ class DiffusionSlots(Slots):
         width: int,
         count: int,
         steps: int = 1,
-        requests: Sequence[RowRequest] = (),
         span: int | None = None,
     ) -> None:
         """Make slots.
@@ -135,7 +152,6 @@ class DiffusionSlots(Slots):
           width: bucket of their canvases.
           count: B, a multiple of the data axis.
           steps: of a block, the most that any request has; there is room for those of ``config`` anyway.
-          requests: of the first slots.
           span: positions from the first mask of any row to its end, at most; None for ``width``.
         """
         # One table of ratios for all rows, whatever is inserted: an empty slot has this configuration.
@@ -145,7 +161,7 @@ class DiffusionSlots(Slots):
         self.program = denoise_program(
             config, model, str(runner.dtype), chunk=chunk, width=width, span=width if span is None else span
         )
-        super().__init__(runner, width, count, requests, config.cache != "none")
+        super().__init__(runner, width, count, config.cache != "none")
 
     def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
         return diffusion_row(request, self._config, self._runner.layout.config, self.width, self._steps)
@@ -163,6 +179,24 @@ class DiffusionSlots(Slots):
         self.iterations += made
         self.forwards += made
         return fetch(self.state.done)
+
+    def restart(self, canvas: np.ndarray, step: int) -> None:
+        """Let every row go on with a canvas and a step of a single block, whatever it has done so far.
+
+        Args:
+          canvas: int32 ``[B, S]``; any position may be masked again, also before a row's first mask.
+          step: the next one of all rows.
+        """
+        place = self.state.done.sharding
+        zeros = np.zeros(self.count, np.int32)
+        self.request = replace(self.request, first=put(zeros, place))
+        self.state = replace(
+            self.state,
+            canvas=put(canvas, self.state.canvas.sharding),
+            block=put(zeros, place),
+            step_in_block=put(np.full(self.count, step, np.int32), place),
+            done=put(np.zeros(self.count, bool), place),
+        )
 
     def _canvases(self) -> tuple[np.ndarray, np.ndarray]:
         """Canvases, padded after the end of rows that ended early, and commit steps: int32 ``[B, S]`` each."""
@@ -195,16 +229,7 @@ class DiffusionSlots(Slots):
 class AutoregressiveSlots(Slots):
     """Slots of an autoregressive model."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        config: SamplingConfig,
-        width: int,
-        count: int,
-        prompt: int,
-        requests: Sequence[RowRequest] = (),
-        samples: int = 1,
-    ) -> None:
+    def __init__(self, runner: Runner, config: SamplingConfig, width: int, count: int, prompt: int) -> None:
         """Make slots.
 
         Args:
@@ -214,17 +239,14 @@ class AutoregressiveSlots(Slots):
           width: bucket of prompts and their new tokens.
           count: B, a multiple of the data axis.
           prompt: tokens of the longest prompt.
-          requests: of the first slots. Their prompts are read together, by the first :meth:`run`.
-          samples: adjacent ones of these that have the same prompt.
         """
         self._config, self._prompt = config, min(width, runner.bucket(prompt))
         self._forward = runner.forward(self._prompt if config.use_cache else width)
         self._program = decode_program(config, runner.layout.config.vocab_size)
-        # Prompts are shared where no group of samples lies on two shards of data.
-        whole_groups = (count // runner.layout.spec.data) % samples == 0 and len(requests) % samples == 0
-        self._shared = samples if whole_groups else 1
-        self._unread = bool(requests) and config.use_cache
-        super().__init__(runner, width, count, requests, config.use_cache)
+        # Adjacent rows with the same prompt among the first that were inserted, and whether those are still to be read.
+        self._shared, self._unread = 1, False
+        self._own_prompt = np.ones(count, bool)
+        super().__init__(runner, width, count, config.use_cache)
 
     def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
         return autoregressive_row(request, self._config, self._runner.layout.config, self.width)
@@ -246,8 +268,25 @@ class AutoregressiveSlots(Slots):
         self.forwards += made
         return fetch(self.state.done)
 
+    def _place(self, requests: Mapping[int, RowRequest | None]) -> None:
+        super()._place(requests)
+        own = self.count // self._runner.layout.spec.data
+        self._shared = _samples([one.tokens for one in requests.values() if one is not None], own)
+        self._own_prompt = np.arange(self.count) % self._shared == 0
+        self._unread = bool(requests) and self._config.use_cache
+
+    def _exchange(self, requests: Mapping[int, RowRequest | None]) -> None:
+        super()._exchange(requests)
+        new = [slot for slot, request in requests.items() if request is not None]
+        self._own_prompt[new] = True
+        if self._unread:
+            self._prefill()
+            self.forwards += 1
+        elif self._config.use_cache and new:
+            self._prefill_inserted(new)
+
     def _prefill(self) -> None:
-        """Read the prompts of the first requests together, and generate the first token of each."""
+        """Read the prompts of all slots together, and generate the first token of each."""
         program = replace(self._program, samples=self._shared)
         arguments = (self._runner.weights, self.request, self.state)
         run = self._compiled(
@@ -257,13 +296,9 @@ class AutoregressiveSlots(Slots):
         )
         self.state, self._unread = run(*arguments), False
 
-    def insert(self, requests: Mapping[int, RowRequest | None]) -> None:
-        """See :meth:`Slots.insert`; reads the prompts of the inserted rows and generates the first token of each."""
-        super().insert(requests)
-        new = [slot for slot, request in requests.items() if request is not None]
-        if not self._config.use_cache or not new:
-            return
-        inserted = put(np.isin(np.arange(self.count), new), self._runner.layout.sharding("batch"))
+    def _prefill_inserted(self, slots: Sequence[int]) -> None:
+        """Read the prompts of rows that have just been inserted, and generate the first token of each."""
+        inserted = put(np.isin(np.arange(self.count), slots), self._runner.layout.sharding("batch"))
         arguments = (self._runner.weights, self.request, self.state, inserted)
         run = self._compiled(
             ("prefill inserted", self._prompt, self._forward, self._program),
@@ -272,7 +307,7 @@ class AutoregressiveSlots(Slots):
         )
         self.state = run(*arguments)
         own = self.count // self._runner.layout.spec.data
-        self.forwards += int(np.bincount([slot // own for slot in new]).max())
+        self.forwards += int(np.bincount([slot // own for slot in slots]).max())
 
     def canvas(self) -> np.ndarray:
         """See :meth:`Slots.canvas`."""
@@ -298,18 +333,38 @@ class AutoregressiveSlots(Slots):
         """Positions that forward passes computed for a row with so many new tokens."""
         if not self._config.use_cache:
             return new * prompt + new * (new - 1) // 2
-        return (prompt if slot % self._shared == 0 else 0) + max(0, new - 1)
+        return (prompt if self._own_prompt[slot] else 0) + max(0, new - 1)
+
+
+def _samples(prompts: Sequence[Sequence[int]], slots: int) -> int:
+    """Size of the groups of adjacent rows with the same prompt, so that no group lies on two shards of ``slots``."""
+    runs = [len(list(same)) for _, same in itertools.groupby(prompts, key=tuple)]
+    return math.gcd(*runs, slots) if runs else 1
 
 
 def open_slots(
-    runner: Runner,
-    config: DiffusionConfig | SamplingConfig,
-    width: int,
-    count: int,
-    steps: int,
-    prompt: int,
+    runner: Runner, config: DiffusionConfig | SamplingConfig, width: int, count: int, steps: int, prompt: int
 ) -> Slots:
     """Free slots of the kind that ``config`` is for; see :class:`DiffusionSlots` and :class:`AutoregressiveSlots`."""
     if isinstance(config, DiffusionConfig):
         return DiffusionSlots(runner, config, width, count, steps)
     return AutoregressiveSlots(runner, config, width, count, prompt)
+
+
+def open_slots_for(runner: Runner, requests: Sequence[RowRequest], width: int, count: int) -> Slots:
+    """Free slots for rows that are all known and have their compiled parts in common.
+
+    Args:
+      runner: the model on its mesh.
+      requests: the rows, at least one.
+      width: bucket of their canvases.
+      count: B, a multiple of the data axis.
+    """
+    config = requests[0].config
+    if isinstance(config, SamplingConfig):
+        return AutoregressiveSlots(runner, config, width, count, max(len(request.tokens) for request in requests))
+    model = runner.layout.config
+    steps = max(block_schedule(request.config, width)[1] for request in requests)  # type: ignore[arg-type]
+    # Spans are rounded up like canvases, so that few widths of windows are ever compiled.
+    span = min(width, runner.bucket(max(masked_span(request, model) for request in requests)))
+    return DiffusionSlots(runner, config, width, count, steps, span)

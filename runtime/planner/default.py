@@ -1,4 +1,4 @@
-"""The mesh to use where none is named: the fastest that fits, by the analytical model."""
+"""How a model is laid out: the mesh that is asked for, or the fastest that fits by the analytical model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from runtime.execution.runner import device_memory
+import jax
+
+from runtime.execution.runner import check_memory, device_memory
 from runtime.models.config import ModelConfig
+from runtime.models.declarations import ModelLayout, named_shapes
+from runtime.models.families import model_layout, weights_class
 from runtime.planner.estimate import rank
 from runtime.planner.workload import Workload
 from sharding.mesh import MeshSpec
 from sharding.topology import CHIPS, Chip, Topology
+from sharding.validate import check_mesh
 
 # What a default mesh is chosen for, where prompts are not known yet: tokens of a prompt, and new ones.
 _PROMPT, _NEW_TOKENS = 256, 256
@@ -61,3 +66,55 @@ def default_mesh(
     if fitting:
         return fitting[0].spec
     return others[0].spec if others else MeshSpec()
+
+
+def check_divides(config: ModelConfig, spec: MeshSpec | None) -> None:
+    """Check that a model divides over a mesh, without touching a device.
+
+    Raises:
+      MeshError: it does not; names the tensor, the dimension, the axis and a mesh that works.
+    """
+    if spec is not None and spec.tensor != -1:
+        check_mesh(named_shapes(config, weights_class(config)), spec, config.num_heads, config.num_kv_heads)
+
+
+def choose_layout(
+    config: ModelConfig,
+    spec: MeshSpec | None,
+    devices: Sequence[Any] | None,
+    dtype: str | None,
+    *,
+    stored: str = "float32",
+    rows: int = 1,
+    quantize: str = "none",
+) -> tuple[ModelLayout, str, list[str]]:
+    """Lay a model out on devices, and check that its weights fit.
+
+    Args:
+      config: the model.
+      spec: the mesh, one axis may be -1; None for the fastest that fits.
+      devices: devices to use; None for all.
+      dtype: of the weights; None for the stored one, and float32 on CPU.
+      stored: dtype in which the weights are stored.
+      rows: rows that batches will have, as a hint for the default mesh.
+      quantize: see :data:`runtime.models.quantization.QUANTIZATIONS`.
+
+    Returns:
+      The layout, the dtype, and what was decided for the caller, a sentence each.
+
+    Raises:
+      MeshError: the model does not divide over the mesh, or its weights do not fit.
+    """
+    check_divides(config, spec)
+    found = list(jax.devices() if devices is None else devices)
+    platform, notes = found[0].platform, []
+    if dtype is None:
+        dtype = "float32" if platform == "cpu" else stored
+        if dtype != stored:
+            notes.append(f"weights stored as {stored}, run as float32 on CPU; --dtype={stored} keeps them")
+    if spec is None:
+        spec = default_mesh(config, found, dtype, rows, quantize)
+        notes.append(f"mesh {spec}, chosen for {len(found)} {platform} device(s); --mesh overrides")
+    layout = model_layout(config, spec.resolve(len(found)), found, quantize)
+    check_memory(layout, dtype, found[0])
+    return layout, dtype, notes

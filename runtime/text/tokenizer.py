@@ -10,6 +10,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.folder import CheckpointFolder
+from runtime.models.config import ModelConfig, token_ids
 from sharding.errors import InputError
 
 # Tokens that end a completion, where a checkpoint's vocabulary has them.
@@ -128,3 +129,13 @@ def encode_prompts(
         ids[row, width - len(tokens) :] = tokens
         mask[row, width - len(tokens) :] = 1
     return ids, mask
+
+
+def end_tokens(config: ModelConfig, folder: CheckpointFolder, tokenizer: TextTokenizer) -> tuple[int, ...]:
+    """Tokens that end a completion: the configurations' and the tokenizer's.
+
+    Raises:
+      ConfigError: the generation config names one that is no token.
+    """
+    ids = [*config.end_token_ids, *token_ids(folder.generation_config, "eos_token_id", config.vocab_size - 1)]
+    return tuple(dict.fromkeys([*ids, *tokenizer.end_token_ids]))

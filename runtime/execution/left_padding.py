@@ -1,0 +1,113 @@
+"""The public edge of ragged batches: left-padded rows from a caller to start-aligned rows, and back.
+
+Inside the runtime every row begins at position 0 and has a length. Only here do rows have padding on the left.
+
+Dimension letters: B batch, S the caller's width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from runtime.models.config import ModelConfig
+from sharding.errors import InputError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Start-aligned rows.
+
+    Attributes:
+      tokens: int32 ``[B, longest]``, a row's tokens first.
+      lengths: int32 ``[B]``, at least 1.
+      original: int32 ``[B, S]``, the rows as the caller gave them, padding first.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    original: np.ndarray
+
+    def take(self, rows: slice | list[int]) -> Rows:
+        """Some of the rows."""
+        return Rows(self.tokens[rows], self.lengths[rows], self.original[rows])
+
+    @property
+    def real(self) -> np.ndarray:
+        """Which of the caller's positions are tokens: bool ``[B, S]``."""
+        width = self.original.shape[1]
+        return np.arange(width) >= width - self.lengths[:, None]
+
+
+def read_rows(input_ids: Any, attention_mask: Any, config: ModelConfig) -> Rows:
+    """Check a batch and start-align its rows.
+
+    Args:
+      input_ids: integers ``[B, S]``.
+      attention_mask: ``[B, S]`` of 1 for real tokens after 0 for padding, or None.
+      config: the model, for the range of token ids.
+
+    Raises:
+      InputError: wrong shape or dtype, an id outside the vocabulary, right padding, padding between tokens, or a row
+        without tokens.
+    """
+    try:
+        ids = np.asarray(input_ids)
+    except ValueError as error:
+        raise InputError(
+            "input_ids: rows of unequal length; pad them on the left and give an attention_mask"
+        ) from error
+    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or 0 in ids.shape:
+        raise InputError(f"input_ids: expected integers [batch, sequence], got {ids.dtype} {list(ids.shape)}")
+    try:
+        mask = np.ones_like(ids) if attention_mask is None else np.asarray(attention_mask)
+    except ValueError as error:
+        raise InputError("attention_mask: rows of unequal length; it must have the shape of input_ids") from error
+    if mask.shape != ids.shape:
+        raise InputError(f"attention_mask is {list(mask.shape)}, input_ids {list(ids.shape)}; they must be the same")
+    if not np.isin(mask, (0, 1)).all():
+        raise InputError("attention_mask: expected 1 for real tokens and 0 for padding")
+    mask = mask.astype(bool)
+    lengths = mask.sum(axis=1)
+    width = ids.shape[1]
+    for row in range(len(ids)):
+        if lengths[row] == 0:
+            raise InputError(f"row {row}: the attention_mask leaves no token")
+        if not mask[row, width - lengths[row] :].all():
+            where = "after its tokens (right padding)" if not mask[row, -1] else "between its tokens"
+            raise InputError(f"row {row}: padding {where}; rows must be padded on the left")
+        real = ids[row, width - lengths[row] :]
+        outside = real[(real < 0) | (real >= config.vocab_size)]
+        if outside.size:
+            raise InputError(f"row {row}: token id {outside[0]} is outside the vocabulary of {config.vocab_size}")
+    tokens = np.zeros((len(ids), lengths.max()), np.int32)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = ids[row, width - length :]
+    return Rows(tokens, lengths.astype(np.int32), ids.astype(np.int32))
+
+
+def end_align(values: np.ndarray, lengths: np.ndarray, onto: np.ndarray) -> np.ndarray:
+    """Put start-aligned rows back to the end of the caller's rows.
+
+    Args:
+      values: ``[B, S, ...]``.
+      lengths: ``[B]``, how many of S count.
+      onto: ``[B, W, ...]``, what stands where no value does: the caller's own padding.
+
+    Returns:
+      ``[B, W, ...]``.
+    """
+    out = onto.copy()
+    for row, length in enumerate(lengths):
+        out[row, onto.shape[1] - length :] = values[row, :length]
+    return out
+
+
+def start_align(values: np.ndarray, lengths: np.ndarray, onto: np.ndarray) -> np.ndarray:
+    """The inverse of :func:`end_align`: values ``[B, W, ...]`` to the start of ``onto`` ``[B, S, ...]``."""
+    out = onto.copy()
+    for row, length in enumerate(lengths):
+        out[row, :length] = values[row, values.shape[1] - length :]
+    return out
