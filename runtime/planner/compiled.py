@@ -1,4 +1,7 @@
-"""The truth behind an estimate: the very program that generates, compiled for devices that are not there."""
+"""Compile the programs of a workload ahead of time for an AOT topology, to check an estimate against the compiler.
+
+They are the programs that a generation runs; no device has to be attached.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,7 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
     Args:
       workload: what is run.
       spec: on which mesh.
-      devices: described or real, at least as many as the mesh has.
+      devices: attached ones or those of an AOT topology, at least as many as the mesh has.
 
     Raises:
       MeshError: the compiler refuses, for want of memory above all; its own words are in the message.

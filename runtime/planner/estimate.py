@@ -1,9 +1,8 @@
-"""The analytical model: what a generation needs and takes on a mesh of a topology, and which mesh is best.
+"""Roofline estimate: the memory and the time of a generation on a mesh of a topology, and which mesh is fastest.
 
-Nothing here needs a device, a compiler or a weight. Times are a roofline: a pass takes as long as the slower of its
-arithmetic and its memory traffic at achievable rates, and its collectives after that, none of them hidden.
-
-Dimension letters: B rows of a device, W positions computed a row, T keys attended to, V vocabulary of a device.
+Nothing here needs a device, a compiler or weights: sizes come from the declared weights, the work of a layer from the
+cost that its family states (:class:`runtime.models.costs.LayerCost`). A forward pass takes as long as the slower of its
+arithmetic and its memory traffic at achievable rates; its collectives come on top, none of them overlapped.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ _LOGIT_PASSES, _THRESHOLD_PASSES = 12, 64
 
 @dataclass(frozen=True)
 class PhaseEstimate:
-    """One kind of forward pass on one device; everything is estimated.
+    """The roofline of one phase on one device.
 
     Attributes:
-      phase: which.
+      phase: the kind of forward pass.
       flops: floating-point operations of one device.
       hbm_bytes: bytes read and written in its memory.
-      collectives: what it moves to and from others.
+      collectives: collectives that it takes part in.
       compute_seconds, memory_seconds, network_seconds: time of each alone.
     """
 
@@ -60,7 +59,7 @@ class PhaseEstimate:
 
     @property
     def bound(self) -> str:
-        """What takes most of it: ``compute``, ``memory`` or ``network``."""
+        """What limits it: ``compute``, ``memory`` or ``network``."""
         times = {
             "compute": self.compute_seconds,
             "memory": self.memory_seconds,
@@ -76,7 +75,7 @@ class PhaseEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A workload on a mesh of a topology."""
+    """The estimate of a workload on one mesh of a topology."""
 
     workload: Workload
     topology: Topology
@@ -94,12 +93,12 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether that is there."""
+        """Whether a device has that much memory."""
         return self.memory.total <= self.topology.chip.usable_bytes
 
     @cached_property
     def phases(self) -> tuple[PhaseEstimate, ...]:
-        """Every kind of pass."""
+        """The roofline of every phase."""
         return tuple(self._phase(phase) for phase in self.workload.phases(self.layout, self.topology.chip.platform))
 
     @property
@@ -109,7 +108,7 @@ class Estimate:
 
     @property
     def main_phase(self) -> PhaseEstimate:
-        """The kind of pass that takes most of the time."""
+        """The phase that takes most of the time."""
         return max(self.phases, key=lambda one: one.seconds * one.phase.forwards)
 
     @property
@@ -119,11 +118,11 @@ class Estimate:
 
     @property
     def tokens_per_second_per_chip(self) -> float:
-        """The same for each chip of the machine, which is rented whole: those that the mesh leaves idle count too."""
+        """The same per chip of the whole machine: chips that the mesh leaves idle are rented too."""
         return self.tokens_per_second / self.topology.num_devices
 
     def cost_per_million_tokens(self, price_per_chip_hour: float) -> float:
-        """In the currency of the price."""
+        """Cost of a million new tokens, in the currency of the price."""
         return price_per_chip_hour / 3600 / self.tokens_per_second_per_chip * 1e6
 
     def _phase(self, phase: Phase) -> PhaseEstimate:
@@ -193,7 +192,7 @@ class Estimate:
         return Wiring(self.topology, self.spec, self.layout.heads)
 
     def explain_against(self, other: Estimate) -> str:
-        """Why this mesh is preferred to another, in a sentence."""
+        """One sentence on why this mesh is faster than another."""
         mine, theirs = self.main_phase, other.main_phase
         ours, others = (_in_words(bytes_by_axis(one.collectives)) for one in (mine, theirs))
         return (
@@ -215,7 +214,7 @@ def _in_words(moved: dict[tuple[str, tuple[str, ...]], float]) -> str:
 
 
 def estimate(workload: Workload, topology: Topology, spec: MeshSpec) -> Estimate:
-    """A workload on one mesh.
+    """Estimate a workload on one mesh.
 
     Raises:
       MeshError: the mesh has more devices than the topology, does not divide the model, cannot be laid over the chips,

@@ -1,7 +1,8 @@
-"""What a pass moves between devices: every collective, by the mesh axes it runs over.
+"""What a forward pass moves between devices: every collective, by the mesh axes it runs over.
 
-The same collectives are in the compiled programs: ``tests/runtime/planner`` holds the bytes of each kind over each axis
-equal to those in the optimized HLO.
+What layers move over the tensor axis is theirs to say (:class:`runtime.models.costs.LayerCost`); the rest belongs to
+the loops around them: attention over the sequence axis, the embedding, the choice of tokens, the end of a loop.
+``tests/runtime/planner`` holds the bytes of each kind over each axis equal to those in the optimized HLO.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from runtime.decoding.sampling import SamplingRule
-from runtime.execution.specialization import decode_program, sampling_rule
 from runtime.models.declarations import ModelLayout
 from runtime.planner.workload import Phase, Workload
 
@@ -46,7 +46,7 @@ class Collective:
     inside_slices: bool = False
 
 
-def choose_tokens_reductions(rule: SamplingRule, ranked: bool = True) -> int:
+def choose_tokens_reductions(rule: SamplingRule, ranked: bool) -> int:
     """Numbers of 4 bytes that are reduced over the vocabulary's shards for one position.
 
     Args:
@@ -81,24 +81,16 @@ def phase_collectives(
       slices: TPU slices that the mesh lies over; what crosses them is reduced in each, padded to 512 bytes, sent.
     """
     found = _whole_rows(workload, layout, phase) if phase.whole else _window(workload, layout, phase)
-    if workload.config.objective == "autoregressive":
+    if phase.name == "prefill":
         found += _last_positions(workload, layout, phase)
     elif phase.whole:
         found += _picked_positions(workload, layout, platform, phase)
     if layout.spec.tensor > 1:
-        if workload.config.objective == "autoregressive":
-            numbers = choose_tokens_reductions(autoregressive_rule(workload), ranked=False)
-        else:
-            rule = sampling_rule(workload.decoding(), workload.config.vocab_size, workload.dtype)
-            numbers = choose_tokens_reductions(rule)
+        ranked = workload.config.objective == "masked_diffusion"
+        numbers = choose_tokens_reductions(workload.sampling_rule(), ranked)
         size = phase.rows * phase.chunk // phase.head_shards(layout) * _FLOAT * numbers
         found.append(Collective("all-reduce", ("kv", "group"), size, phase.chunks, "vocabulary sums"))
     return found + _whether_to_go_on(layout, platform, phase, slices)
-
-
-def autoregressive_rule(workload: Workload) -> SamplingRule:
-    """How an autoregressive workload chooses tokens."""
-    return decode_program(workload.sampling(), workload.config.vocab_size).sampling
 
 
 def _over_tensor(workload: Workload, layout: ModelLayout, positions: int) -> list[Collective]:
@@ -148,7 +140,7 @@ def _window(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Colle
 
 def _last_positions(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
     """Of a prefill: the last position of each row, which one shard of sequence has."""
-    if layout.spec.sequence == 1 or not phase.whole:
+    if layout.spec.sequence == 1:
         return []
     size = phase.rows * layout.size_per_device("embed") * workload.item
     return [Collective("all-reduce", ("sequence",), size, 1, "last positions")]
