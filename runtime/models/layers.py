@@ -142,6 +142,9 @@ def grouped_query_projections(
         v = forward.einsum("bsd,khd->bskh", x, v_proj)
         if biases is not None:
             q, k, v = q + biases[0], k + biases[1], v + biases[2]
+        else:
+            # Else the compiler gathers all of x over the sequence axis to make values whole, not the values alone.
+            v = forward.constrain(v, "batch", "canvas", *KV_HEADS)
         if head_norms is not None:
             eps = forward.config.norm_eps
             q, k = rms_norm(q, head_norms[0], eps), rms_norm(k, head_norms[1], eps)
