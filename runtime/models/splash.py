@@ -50,7 +50,9 @@ def _kernel_mask(mask: AttentionMask, shape: tuple[int, int]) -> Any:
     return PositionMask(mask, shape)
 
 
-def splash_attention(q: Array, k: Array, v: Array, lengths: Array, mask: AttentionMask) -> Array:
+def splash_attention(
+    q: Array, k: Array, v: Array, lengths: Array, mask: AttentionMask, *, interpret: bool = False
+) -> Array:
     """Attention of whole rows on one device.
 
     Args:
@@ -59,13 +61,14 @@ def splash_attention(q: Array, k: Array, v: Array, lengths: Array, mask: Attenti
       v: like ``k``.
       lengths: int32 ``[B]``, at least 1; keys at or after them are masked.
       mask: which keys a position attends to.
+      interpret: run the kernel without a TPU, slowly.
 
     Returns:
       ``[B, S, K, G, H]`` in the dtype of ``q``.
     """
     S, T, G = q.shape[1], k.shape[1], q.shape[3]
     heads = splash_attention_mask.MultiHeadMask([_kernel_mask(mask, (S, T))] * G)
-    kernel = splash_attention_kernel.make_splash_mqa_single_device(heads)
+    kernel = splash_attention_kernel.make_splash_mqa_single_device(heads, interpret=interpret)
 
     def row(q: Array, k: Array, v: Array, length: Array) -> Array:
         # Keys of segment 0 are filler; every query belongs to segment 1.

@@ -1,0 +1,81 @@
+"""The records of the model families, and what the rest of the code reads from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from runtime import DiffusionConfig, Engine
+from runtime.execution.scoring import gather_logits, shifted_logits
+from runtime.models.config import ConfigError, Family, transformer_config
+from runtime.models.declarations import ModelLayout
+from runtime.models.dream import DREAM
+from runtime.models.families import FAMILIES, model_layout, parse_config
+from runtime.models.qwen2 import QWEN2
+from runtime.planner.presets import PRESETS, preset
+from sharding.mesh import MeshSpec
+from tests import golden_cases
+
+
+def test_records_are_told_apart() -> None:
+    assert len({family.name for family in FAMILIES}) == len({family.model_type for family in FAMILIES}) == len(FAMILIES)
+    assert sum(len(family.presets) for family in FAMILIES) == len(PRESETS)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_presets_are_of_their_family(family: Family) -> None:
+    for name in family.presets:
+        config = preset(name)
+        assert config.family is family
+        assert config.attention_mask.kind == family.attention
+        assert (config.mask_token_id >= 0) == (family.objective == "masked_diffusion")
+        assert (family.schedule is not None) == (family.objective == "masked_diffusion")
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [("DiffuCoder-7B-Base", 0.2), ("DiffuCoder-7B-Instruct", 0.3), ("apple/DiffuCoder-7B-cpGRPO", 0.4), ("", 0.2)],
+)
+def test_published_settings_follow_the_kind_of_checkpoint(name: str, temperature: float) -> None:
+    found = DREAM.published_settings(name)
+    assert DiffusionConfig(max_new_tokens=64, steps=64, **found) == DiffusionConfig.published(64, temperature)
+    assert QWEN2.published_settings(name) == {}
+
+
+def test_a_mask_token_is_the_configurations_or_the_familys() -> None:
+    raw = {key: value for key, value in PRESETS["diffucoder-7b"].items() if key != "mask_token_id"}
+    with pytest.raises(ConfigError, match='"mask_token_id" is missing'):
+        parse_config(raw)
+    assert transformer_config(replace(DREAM, mask_token_id=7), raw).mask_token_id == 7
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_cost_of_a_layer_is_that_of_its_matrices(name: str) -> None:
+    config = preset(name)
+    layout = model_layout(config)
+
+    def layer_parameters(layout: ModelLayout) -> float:
+        return sum(np.prod(leaf.shape) for leaf in layout.leaves if leaf.is_stacked) / config.num_layers
+
+    cost = layout.layer_cost
+    assert cost.flops_per_position == 2 * layer_parameters(layout)
+    assert cost.attention_flops_per_pair == 4 * config.num_heads * config.head_dim
+    half = model_layout(config, MeshSpec(tensor=2)).layer_cost
+    assert half.flops_per_position < 0.51 * cost.flops_per_position
+    assert half.attention_flops_per_pair == cost.attention_flops_per_pair / 2
+    assert cost.residual_all_reduces == 2
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_the_prediction_for_a_position_is_the_output_so_many_before(offset: int) -> None:
+    config = golden_cases.engine().config
+    changed = replace(config, family=replace(config.family, prediction_offset=offset))
+    engine = Engine.random(changed, "data=1", "float32", devices=jax.devices()[:1])
+    canvas, lengths = np.arange(64, dtype=np.int32)[None], np.array([64], np.int32)
+    logits, found = (read(engine.runner, canvas, lengths) for read in (gather_logits, shifted_logits))
+    for position in (0, 1, 2, 5, 63):
+        source = position if position < offset else position - offset
+        np.testing.assert_array_equal(found[:, position], logits[:, source])

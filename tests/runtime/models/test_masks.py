@@ -1,0 +1,194 @@
+"""Attention masks against a plain NumPy reference: every kind, every implementation that runs here, ragged rows.
+
+Dimension letters: B batch, S sequence, K kv heads, G query heads per KV head, H head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from runtime.models.attention import choose_attention, dot_product_attention
+from runtime.models.cached import fill_rows, run_window
+from runtime.models.config import ModelConfig
+from runtime.models.declarations import ModelLayout
+from runtime.models.dream import DREAM
+from runtime.models.families import model_layout, parse_config
+from runtime.models.forward import Forward
+from runtime.models.kv_cache import abstract_cache
+from runtime.models.masks import AttentionMask
+from runtime.models.splash import splash_attention
+from runtime.models.transformer import hidden_states
+from sharding.errors import InputError
+from sharding.mesh import MeshSpec
+
+KINDS = [
+    AttentionMask("bidirectional"),
+    AttentionMask("causal"),
+    AttentionMask("block_causal", 1),
+    AttentionMask("block_causal", 5),
+    AttentionMask("block_causal", 8),
+]
+MESHES = ("data=1", "sequence=4", "data=2,sequence=2,tensor=4")
+# Every kind and every mesh in the default run, each with each among the slow ones.
+QUICK_GRID = {(0, 1), (1, 0), (2, 0), (3, 1), (4, 2)}
+GRID = [
+    pytest.param(mask, mesh, marks=() if (kind, place) in QUICK_GRID else pytest.mark.slow)
+    for kind, mask in enumerate(KINDS)
+    for place, mesh in enumerate(MESHES)
+]
+B, S = 4, 24
+LENGTHS = np.array([24, 13, 1, 8], np.int32)
+WINDOW = 8
+
+
+def config(mask: AttentionMask, **sizes: int) -> ModelConfig:
+    raw = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 512,
+        "mask_token_id": 95,
+        "model_type": "Dream",
+    }
+    family = replace(DREAM, attention=mask.kind)
+    return replace(parse_config(raw | sizes), family=family, attention_block_length=mask.block_length)
+
+
+def layout_of(mask: AttentionMask, mesh: str = "data=1") -> ModelLayout:
+    spec = MeshSpec.parse(mesh)
+    return model_layout(config(mask), spec, jax.devices()[: spec.size])
+
+
+def sees(mask: AttentionMask, query: int, key: int) -> bool:
+    """The definition, pair by pair."""
+    if mask.kind == "bidirectional":
+        return True
+    if mask.kind == "causal":
+        return key <= query
+    return key // mask.block_length <= query // mask.block_length
+
+
+def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: np.ndarray, mask: AttentionMask) -> np.ndarray:
+    """Attention in float64, one query at a time."""
+    out = np.zeros(q.shape)
+    for b, s, head, group in np.ndindex(q.shape[:4]):
+        keys = [t for t in range(lengths[b]) if sees(mask, s, t)]
+        scores = k[b, keys, head].astype(np.float64) @ q[b, s, head, group] / np.sqrt(q.shape[-1])
+        shares = np.exp(scores - scores.max())
+        out[b, s, head, group] = shares @ v[b, keys, head] / shares.sum()
+    return out
+
+
+def random_heads(rows: int, positions: int, head_dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(0).standard_normal
+    shape = (rows, positions, 4, 2, head_dim)
+    q, k, v = draw(shape), draw((*shape[:3], head_dim)), draw((*shape[:3], head_dim))
+    return q.astype(np.float32), k.astype(np.float32), v.astype(np.float32)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mask", KINDS, ids=str)
+def test_xla_is_the_reference(mask: AttentionMask, mesh: str) -> None:
+    layout = layout_of(mask, mesh)
+    q, k, v = random_heads(B, S, 4)
+    placed = [
+        jax.device_put(q, layout.sharding("batch", "canvas", "kv_heads", "queries_per_kv", "head_dim")),
+        *(jax.device_put(one, layout.sharding("batch", None, "kv_heads", "head_dim")) for one in (k, v)),
+        jax.device_put(LENGTHS, layout.sharding("batch")),
+    ]
+    found = jax.jit(dot_product_attention, static_argnums=(0, 1))("xla", layout, *placed)
+    np.testing.assert_allclose(found, reference(q, k, v, LENGTHS, mask), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [KINDS[0], KINDS[1], KINDS[3], AttentionMask("block_causal", 32)], ids=str)
+def test_splash_is_the_reference(mask: AttentionMask) -> None:
+    """The kernel, interpreted on CPU."""
+    q, k, v = random_heads(2, 256, 128)
+    q, k, v = q[:, :, :1], k[:, :, :1], v[:, :, :1]
+    lengths = np.array([256, 150], np.int32)
+    found = splash_attention(*map(jnp.asarray, (q, k, v, lengths)), mask, interpret=True)
+    # The kernel multiplies in the default precision of what interprets it.
+    np.testing.assert_allclose(found, reference(q, k, v, lengths, mask), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mask", KINDS, ids=str)
+def test_cudnn_is_asked_for_the_reference(mask: AttentionMask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cuDNN is given, computed by JAX's own implementation of the same call."""
+    call = jax.nn.dot_product_attention
+
+    def by_xla(*arrays: jax.Array, implementation: str, **arguments: Any) -> jax.Array:
+        assert implementation == "cudnn"
+        return call(*arrays, **arguments, implementation="xla")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    q, k, v = random_heads(B, S, 4)
+    found = dot_product_attention("cudnn", layout_of(mask), *map(jnp.asarray, (q, k, v, LENGTHS)))
+    np.testing.assert_allclose(found, reference(q, k, v, LENGTHS, mask), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("mask", "mesh"), GRID, ids=str)
+def test_windows_against_a_cache_are_whole_rows(mask: AttentionMask, mesh: str) -> None:
+    """Every window of a row, computed again against the cache of the row, gives what the whole row gave there."""
+    layout = layout_of(mask, mesh)
+    forward, weights = Forward(layout), layout.random_weights(0, "float32", scale=0.3)
+    rows = layout.sharding("batch")
+    tokens = np.random.default_rng(1).integers(0, 90, (B, S)).astype(np.int32)
+    lengths = jax.device_put(LENGTHS, rows)
+    whole = jax.jit(hidden_states, static_argnums=0)(forward, weights, tokens, lengths)
+    empty = jax.tree.map(
+        lambda leaf: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding),
+        abstract_cache(layout, B, S, "float32"),
+    )
+    first = jax.device_put(np.zeros(layout.spec.data, np.int32), rows)
+    filled, cache = jax.jit(fill_rows, static_argnums=0)(forward, weights, empty, tokens, lengths, first)
+    np.testing.assert_allclose(filled, whole, atol=1e-5)
+    window = jax.jit(run_window, static_argnums=0)
+    for start in (0, 3, S - WINDOW):
+        starts = np.clip(np.array([start, start + 1, 0, start // 2]), 0, S - WINDOW).astype(np.int32)
+        own = np.stack([row[at : at + WINDOW] for row, at in zip(tokens, starts, strict=True)])
+        found, _ = window(forward, weights, cache, own, jax.device_put(starts, rows), lengths)
+        for row, at in enumerate(starts):
+            real = max(0, min(WINDOW, LENGTHS[row] - at))
+            np.testing.assert_allclose(found[row, :real], whole[row, at : at + real], atol=2e-5)
+
+
+@pytest.mark.parametrize("mask", [KINDS[1], KINDS[3]], ids=str)
+def test_what_is_hidden_changes_nothing(mask: AttentionMask) -> None:
+    layout = layout_of(mask)
+    forward, weights = Forward(layout), layout.random_weights(0, "float32", scale=0.3)
+    tokens = np.random.default_rng(1).integers(0, 90, (1, S)).astype(np.int32)
+    other = tokens.copy()
+    other[0, 10] += 1
+    run = jax.jit(hidden_states, static_argnums=0)
+    lengths = np.array([S], np.int32)
+    changed = np.abs(run(forward, weights, tokens, lengths) - run(forward, weights, other, lengths)).max(-1)[0] > 0
+    np.testing.assert_array_equal(changed, [sees(mask, query, 10) for query in range(S)])
+
+
+@pytest.mark.parametrize("mask", KINDS, ids=str)
+def test_kernels_run_where_their_masks_are_right(mask: AttentionMask) -> None:
+    """A kernel's mask counts from the first query of its shard."""
+    spec = MeshSpec(sequence=2)
+    sharded = model_layout(config(mask, head_dim=128), spec)
+    whole = model_layout(config(mask, head_dim=128))
+    kernel = "splash" if mask.kind == "bidirectional" else "xla"
+    assert choose_attention("auto", "tpu", sharded, 512, "bfloat16") == kernel
+    assert choose_attention("auto", "tpu", whole, 512, "bfloat16") == "splash"
+    assert choose_attention("auto", "gpu", whole, 512, "bfloat16") == "cudnn"
+    if mask.depends_on_position:
+        with pytest.raises(InputError, match="causal or block-causal model sequence=1"):
+            choose_attention("cudnn", "gpu", sharded, 512, "bfloat16")
+
+
+def test_a_block_needs_a_length() -> None:
+    with pytest.raises(ValueError, match="block length"):
+        AttentionMask("block_causal")
