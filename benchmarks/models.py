@@ -5,13 +5,14 @@ Dimension letters: B batch, S canvas.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from absl import flags
 
 from runtime.models.config import Family, ModelConfig
 from runtime.models.dream import DREAM
-from runtime.models.families import parse_config
+from runtime.models.families import model_layout, parse_config
 from runtime.models.qwen2 import QWEN2
 
 # Families that have these sizes, and what transformers calls their models.
@@ -114,8 +115,8 @@ def forward_flops(
       head_positions: positions, of all rows together, that the output head runs on.
       keys: what each position attends to; by default S, one another.
     """
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
-    attention = 2 * (keys or canvas) * queries  # scores, and the weighted sum of values
-    head = config.hidden_size * config.vocab_size
-    return 2.0 * (batch * canvas * config.num_layers * (layer + attention) + head_positions * head)
+    layout = model_layout(config)
+    layers = sum(math.prod(leaf.shape) for leaf in layout.leaves if leaf.is_stacked and leaf.contracted)
+    # Scores, and the weighted sum of values; a mask is not taken off, for not every implementation skips what it hides.
+    attention = 2 * (keys or canvas) * config.num_heads * config.head_dim * config.num_layers
+    return 2.0 * (batch * canvas * (layers + attention) + head_positions * math.prod(layout.head.shape))

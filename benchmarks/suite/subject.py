@@ -148,11 +148,7 @@ class Subject:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights of one device that every pass reads: all but the embedding table."""
-        layout, config = self.engine.layout, self.engine.config
-        total = layout.bytes_per_device(self.engine.dtype)
-        if config.tied_embeddings:
-            return total
-        return total - layout.padded_vocab // layout.spec.tensor * config.hidden_size * self.engine.dtype.itemsize
+        return self.engine.layout.bytes_read_per_pass(self.engine.dtype)
 
     def expected_seconds(self, batch: int, canvas: int, forwards: int = 1) -> float:
         """About how long forward passes will take, by the ceilings."""

@@ -1,11 +1,11 @@
 """Memory of one device, by the tensors that are alive when most of it is in use.
 
-What is resident (weights, cache, tokens) follows from the declarations. What a pass adds was learnt from the live
-ranges of compiled programs: either a layer's feed-forward part or one chunk of the head is the peak, and the compilers
-for TPU and GPU hold the same arrays there. ``tests/runtime/planner`` holds the sum to 5 % of what they report.
+What is resident (weights, cache, tokens) follows from the declarations. What a forward pass adds at its peak is either
+the arrays that a layer says it holds (:class:`runtime.models.costs.LayerCost`) or those of one chunk of the head. Which
+of them the compilers for TPU and GPU keep was learnt from the live ranges of compiled programs;
+``tests/runtime/planner`` holds the sum to 5 % of what they report.
 
-Dimension letters: B rows of a device, S positions of a device, T keys, D embed, F mlp of a device, V vocabulary of a
-device, P positions of one head chunk on a device.
+Dimension letters: B rows of a device, S positions of a device, T keys, P positions of one head chunk on a device.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from runtime.models.costs import LiveArrays
 from runtime.models.declarations import ModelLayout, shard_shape
 from runtime.models.kv_cache import cache_bytes_per_device
 
@@ -24,6 +25,8 @@ _FLOAT = 4
 # Numbers that lie side by side in a register of a TPU.
 _LANES = 128
 _LESS_CACHE = "fewer rows, a larger sequence axis, int8"
+_FEWER_POSITIONS = "fewer rows, a larger data or sequence axis"
+_FEWER_CHANNELS = "a larger tensor axis, or fewer rows"
 
 
 @dataclass(frozen=True)
@@ -142,55 +145,58 @@ def _cache_laid_out_anew(kept: int, head_dim: int, device: Device) -> tuple[Tens
     return _outside_fast_memory([("copy of the cache for narrow heads", 2, padded, _LESS_CACHE)], device)
 
 
+def _live(arrays: Iterable[LiveArrays], positions: int, item: int, smaller_by: str) -> list[_Arrays]:
+    """Arrays of a layer for so many positions of a device, in numbers of ``item`` bytes."""
+    return [(one.name, one.count, positions * one.numbers_per_position * item, smaller_by) for one in arrays]
+
+
+def _bytes(arrays: Iterable[_Arrays]) -> int:
+    return sum(count * size for _, count, size, _ in arrays)
+
+
 def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> tuple[Tensor, ...]:
-    """What is alive in the feed-forward part of a layer, or in attention where scores are kept whole."""
-    config, spec = layout.config, layout.spec
-    computed = shape.rows * shape.positions
-    residual = computed * config.hidden_size * item
-    hidden = computed * config.intermediate_size // spec.tensor * item
-    fewer, sharded = "fewer rows, a larger data or sequence axis", "a larger tensor axis, or fewer rows"
-    reduced, kv_heads = spec.tensor > 1, config.num_kv_heads // layout.heads.kv
-    arrays: list[_Arrays]
+    """What is alive in the MLP of a layer, or in attention where scores are kept whole."""
+    cost, positions = layout.layer_cost, shape.rows * shape.positions
+    residual = positions * layout.size_per_device("embed") * item
+
+    def residuals(count: int) -> _Arrays:
+        return ("residual and norms", count, residual, _FEWER_POSITIONS)
+
+    mlp = _live(cost.live_in_mlp, positions, item, _FEWER_CHANNELS)
+    reduced = layout.spec.tensor > 1 and bool(cost.tensor_collectives)
     if device.platform == "tpu":
         if reduced and residual > device.fast_memory_bytes:
             # Too large to be reduced on the chip: another residual, beside the operands that are not on the chip.
-            arrays = [("residual and norms", 3, residual, fewer)]
-            if hidden > device.fast_memory_bytes:
-                arrays.append(("gate and up", 2, hidden, sharded))
+            arrays = [residuals(3), *(one for one in mlp if one[2] > device.fast_memory_bytes)]
             if not device.fast_memory_bytes:
-                attended = computed * (layout.query_heads_per_device + 2 * kv_heads) * config.head_dim * item
-                arrays.append(("queries, keys and values", 1, attended, fewer))
-        elif 2 * hidden >= residual:
-            # The compiler holds either the operands of the feed-forward part or, after it, residuals alone.
-            arrays = [("residual and norms", 2, residual, fewer), ("gate and up", 2, hidden, sharded)]
+                arrays += _live(cost.live_in_attention, positions, item, _FEWER_POSITIONS)
+        elif _bytes(mlp) >= residual:
+            # The compiler holds either the operands of the MLP or, after it, residuals alone.
+            arrays = [residuals(2), *mlp]
         else:
-            arrays = [("residual and norms", 3, residual, fewer)]
+            arrays = [residuals(3)]
     else:
-        # Each layer's weights are cut out of the stack: one of the three matrices, two around an all-reduce.
+        # Each layer's weights are cut out of the stack: one matrix at a time, two around an all-reduce.
         matrix = max(math.prod(shard_shape(leaf, layout)[1:]) for leaf in layout.leaves if leaf.is_stacked) * item
-        arrays = [
-            ("residual and norms", 3 if reduced else 2, residual, fewer),
-            ("gate and up", 2, hidden, sharded),
-            ("weights of the layer", 2 if reduced else 1, matrix, "a larger tensor axis"),
-        ]
+        weights = ("weights of the layer", 2 if reduced else 1, matrix, "a larger tensor axis")
+        arrays = [residuals(3 if reduced else 2), *mlp, weights]
     if shape.attention == "xla":
-        scores = computed * layout.query_heads_per_device * shape.keys * (_FLOAT + item)
-        if scores > sum(count * size for _, count, size, _ in arrays):
-            arrays = [("residual and norms", 2, residual, fewer), ("attention scores", 1, scores, fewer)]
+        scores = positions * layout.query_heads_per_device * shape.keys * (_FLOAT + item)
+        if scores > _bytes(arrays):
+            arrays = [residuals(2), ("attention scores", 1, scores, _FEWER_POSITIONS)]
     return _outside_fast_memory(arrays, device)
 
 
 def _head(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> tuple[Tensor, ...]:
     """What is alive while tokens are chosen from one chunk of logits."""
-    config, spec = layout.config, layout.spec
-    logits = shape.rows * shape.head * layout.padded_vocab // spec.tensor * _FLOAT
-    residual = shape.rows * shape.positions * config.hidden_size * item
-    # Logits, and for the thresholds order and masses as integers; a TPU without room on the chip copies one.
-    arrays = 4 if device.platform == "tpu" and not device.fast_memory_bytes else 3
+    logits = shape.rows * shape.head * layout.size_per_device("vocab") * _FLOAT
+    residual = shape.rows * shape.positions * layout.size_per_device("embed") * item
+    # Logits, and for the thresholds order and masks as integers; a TPU without room on the chip copies one.
+    count = 4 if device.platform == "tpu" and not device.fast_memory_bytes else 3
     return _outside_fast_memory(
         [
-            ("logits of one head chunk", arrays, logits, "a larger tensor axis, or fewer rows"),
-            ("residual and norms", 1, residual, "fewer rows, a larger data or sequence axis"),
+            ("logits of one head chunk", count, logits, _FEWER_CHANNELS),
+            ("residual and norms", 1, residual, _FEWER_POSITIONS),
         ],
         device,
     )

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import flax.struct
@@ -194,22 +194,46 @@ class ModelLayout:
         return math.ceil(self.config.vocab_size / multiple) * multiple
 
     @property
-    def layer_cost(self) -> LayerCost:
-        """What one layer costs on a device."""
-        cost: LayerCost = self.weights_class.cost(self)
-        return cost
+    def padded_dimensions(self) -> dict[str, int]:
+        """Size of every logical axis on the devices."""
+        padded = {"queries_per_kv": self.heads.padded_queries_per_kv, "vocab": self.padded_vocab}
+        return self.config.dimensions | padded
+
+    @property
+    def mesh_axis_sizes(self) -> dict[str, int]:
+        """Devices along every axis of the mesh, the tensor axis as its two parts."""
+        heads, spec = self.heads, self.spec
+        return {"data": spec.data, "sequence": spec.sequence, "kv": heads.kv, "group": heads.group}
+
+    def size_per_device(self, axis: str) -> int:
+        """Size of one device's part of a logical axis of the weights, padding included."""
+        return self.padded_dimensions[axis] // self.rules.shards(axis, self.mesh_axis_sizes)
 
     @property
     def query_heads_per_device(self) -> int:
         """Query heads of a device, padding included."""
-        group = self.heads.group if self.heads.shards_group else 1
-        return self.config.num_kv_heads // self.heads.kv * self.heads.padded_queries_per_kv // group
+        return self.size_per_device("kv_heads") * self.size_per_device("queries_per_kv")
+
+    @cached_property
+    def layer_cost(self) -> LayerCost:
+        """What one layer costs on a device, as the weights class states it."""
+        cost: LayerCost = self.weights_class.cost(self)
+        return cost
 
     @property
+    def embedding(self) -> WeightLeaf:
+        """The embedding of tokens: the first weight with an entry for every token."""
+        return next(leaf for leaf in self.leaves if "vocab" in leaf.axes)
+
+    @property
+    def head(self) -> WeightLeaf:
+        """The matrix that makes logits: the last weight with an entry for every token, the embedding if it is tied."""
+        return next(leaf for leaf in reversed(self.leaves) if "vocab" in leaf.axes)
+
+    @cached_property
     def leaves(self) -> list[WeightLeaf]:
         """Every weight, in the order of the tree."""
-        sizes = self.config.dimensions
-        padded = sizes | {"queries_per_kv": self.heads.padded_queries_per_kv, "vocab": self.padded_vocab}
+        sizes, padded = self.config.dimensions, self.padded_dimensions
         found = []
         for name, declaration, layered in _fields(self.weights_class):
             axes = ("layers", *declaration.axes) if layered else declaration.axes
@@ -313,6 +337,15 @@ class ModelLayout:
         """Bytes of weights that each device holds, padding and replication included."""
         return sum(self.leaf_bytes_per_device(leaf, dtype) for leaf in self.leaves)
 
+    def bytes_read_per_pass(self, dtype: Any) -> int:
+        """Bytes of weights that a forward pass reads on each device: all but an embedding of which it takes rows."""
+        total, embedding = self.bytes_per_device(dtype), self.embedding
+        if embedding.name == self.head.name:
+            return total
+        # Scales of a quantized embedding, a number for each token, are read with the rest.
+        item = 1 if embedding.quantized else jnp.dtype(dtype).itemsize
+        return total - math.prod(shard_shape(embedding, self)) * item
+
     def leaf_bytes_per_device(self, leaf: WeightLeaf, dtype: Any) -> int:
         """Those of one weight; of a quantized one integers and float32 scales."""
         sizes = dict(zip(leaf.axes, shard_shape(leaf, self), strict=True))
@@ -360,12 +393,7 @@ def tensor_sizes(config: ModelConfig, weights_class: type, limit: int) -> list[i
 
 def shard_shape(leaf: WeightLeaf, layout: ModelLayout) -> tuple[int, ...]:
     """Shape of one device's part of a weight, padding included."""
-    sizes = {
-        "data": layout.spec.data,
-        "sequence": layout.spec.sequence,
-        "kv": layout.heads.kv,
-        "group": layout.heads.group,
-    }
+    sizes = layout.mesh_axis_sizes
     return tuple(
         size // layout.rules.shards(axis, sizes) for axis, size in zip(leaf.axes, leaf.padded_shape, strict=True)
     )

@@ -73,12 +73,7 @@ def abstract_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> 
 
 def cache_bytes_per_device(layout: ModelLayout, batch: int, length: int, dtype: Any) -> int:
     """Bytes of a cache on each device, replication over ``group`` included."""
-    sizes = {
-        "data": layout.spec.data,
-        "sequence": layout.spec.sequence,
-        "kv": layout.heads.kv,
-        "group": layout.heads.group,
-    }
+    sizes = layout.mesh_axis_sizes
     shards = math.prod(layout.rules.shards(axis, sizes) for axis in ("batch", "kv_heads", "length"))
     leaves = jax.tree.leaves(abstract_cache(layout, batch, length, dtype))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) // shards

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from runtime.models.costs import LayerCost
+from runtime.models.costs import LayerCollective, LayerCost, LiveArrays
 from runtime.models.declarations import ModelLayout, shard_shape, weight
 from runtime.models.forward import KV_HEADS, QUERY_HEADS, Forward
 from runtime.models.quantization import Matrix, Quantized, merge_leading, take_rows
@@ -142,6 +142,9 @@ def grouped_query_projections(
         v = forward.einsum("bsd,khd->bskh", x, v_proj)
         if biases is not None:
             q, k, v = q + biases[0], k + biases[1], v + biases[2]
+        else:
+            # Else the compiler gathers all of x over the sequence axis to make values whole, not the values alone.
+            v = forward.constrain(v, "batch", "canvas", *KV_HEADS)
         if head_norms is not None:
             eps = forward.config.norm_eps
             q, k = rms_norm(q, head_norms[0], eps), rms_norm(k, head_norms[1], eps)
@@ -182,15 +185,22 @@ def vocabulary_logits(forward: Forward, hidden: Array, head: Matrix) -> Array:
 
 
 def dense_layer_cost(layout: ModelLayout) -> LayerCost:
-    """What a layer costs whose every matrix is used at every position, attention and MLP one after the other."""
+    """What a layer costs whose weights are all used at every position, attention first and then an MLP.
+
+    Every number of the declared weights counts as one multiplication and one addition a position.
+    """
     config = layout.config
-    matrices = sum(math.prod(shard_shape(leaf, layout)) for leaf in layout.leaves if leaf.is_stacked)
-    # Residual in and out of both halves and around their norms; gate and up out, their product in and out.
-    activations = 12 * config.hidden_size + 5 * config.intermediate_size // layout.spec.tensor
-    activations += 4 * config.num_heads * config.head_dim // layout.spec.tensor
+    numbers = sum(math.prod(shard_shape(leaf, layout)) for leaf in layout.leaves if leaf.is_stacked)
+    width, mlp, head_dim = (layout.size_per_device(axis) for axis in ("embed", "mlp", "head_dim"))
+    query_heads, kv_heads = layout.query_heads_per_device, layout.size_per_device("kv_heads")
+    # The residual in and out of both halves and around their norms; gate and up out, their product in and out.
+    activations = 12 * width + 5 * mlp + 4 * config.num_heads * config.head_dim // layout.spec.tensor
     return LayerCost(
-        flops_per_position=2.0 * matrices / config.num_layers,
-        attention_flops_per_pair=4.0 * layout.query_heads_per_device * config.head_dim,
+        flops_per_position=2.0 * numbers / config.num_layers,
+        attention_flops_per_pair=4.0 * query_heads * head_dim,
         activations_per_position=float(activations),
-        residual_all_reduces=2,
+        live_in_attention=(LiveArrays("queries, keys and values", 1, (query_heads + 2 * kv_heads) * head_dim),),
+        live_in_mlp=(LiveArrays("gate and up", 2, mlp),),
+        # After the output projection of attention, and after the MLP.
+        tensor_collectives=(LayerCollective("all-reduce", width, 2, "residual"),),
     )

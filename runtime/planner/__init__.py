@@ -1,1 +1,1 @@
-"""Before a machine is rented: what a workload needs and takes on any mesh, estimated, then asked of the compiler."""
+"""Planning: the memory, time and cost of a workload on any mesh, estimated first and then checked by the compiler."""

@@ -1,4 +1,7 @@
-"""The truth behind an estimate: the very program that generates, compiled for devices that are not there."""
+"""Compile the programs of a workload ahead of time for an AOT topology, to check an estimate against the compiler.
+
+They are the programs that a generation runs; no device has to be attached.
+"""
 
 from __future__ import annotations
 
@@ -74,14 +77,8 @@ class CompiledPhase:
           layout: the mesh.
           phase: one of its passes.
         """
-        sizes = {
-            "data": layout.spec.data,
-            "sequence": layout.spec.sequence,
-            "kv": layout.heads.kv,
-            "group": layout.heads.group,
-        }
         found, lengths = self._of_pass(phase)
-        return bytes_by_axis(found, sizes, lengths)
+        return bytes_by_axis(found, layout.mesh_axis_sizes, lengths)
 
     def count_by_kind(self, phase: Phase) -> dict[str, float]:
         """How often collectives of each kind are run in one pass, the layers' each time."""
@@ -105,7 +102,7 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
     Args:
       workload: what is run.
       spec: on which mesh.
-      devices: described or real, at least as many as the mesh has.
+      devices: attached ones or those of an AOT topology, at least as many as the mesh has.
 
     Raises:
       MeshError: the compiler refuses, for want of memory above all; its own words are in the message.
@@ -181,8 +178,7 @@ def _cudnn_is_there() -> Iterator[None]:
 
 def collectives_agree(found: PhaseEstimate, compiled: CompiledPhase, layout: ModelLayout) -> bool:
     """Whether the estimate's collective bytes are those of the compiled program, axis by axis and kind by kind."""
-    sizes = {"data": layout.spec.data, "sequence": layout.spec.sequence, "kv": layout.heads.kv}
-    sizes["group"] = layout.heads.group
+    sizes = layout.mesh_axis_sizes
     estimated: dict[tuple[str, tuple[str, ...]], float] = {}
     for one in found.collectives:
         key = one.kind, tuple(axis for axis in one.axes if sizes[axis] > 1)

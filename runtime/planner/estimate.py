@@ -1,9 +1,8 @@
-"""The analytical model: what a generation needs and takes on a mesh of a topology, and which mesh is best.
+"""Roofline estimate: the memory and the time of a generation on a mesh of a topology, and which mesh is fastest.
 
-Nothing here needs a device, a compiler or a weight. Times are a roofline: a pass takes as long as the slower of its
-arithmetic and its memory traffic at achievable rates, and its collectives after that, none of them hidden.
-
-Dimension letters: B rows of a device, W positions computed a row, T keys attended to, V vocabulary of a device.
+Nothing here needs a device, a compiler or weights: sizes come from the declared weights, the work of a layer from the
+cost that its family states (:class:`runtime.models.costs.LayerCost`). A forward pass takes as long as the slower of its
+arithmetic and its memory traffic at achievable rates; its collectives come on top, none of them overlapped.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ _LOGIT_PASSES, _THRESHOLD_PASSES = 12, 64
 
 @dataclass(frozen=True)
 class PhaseEstimate:
-    """One kind of forward pass on one device; everything is estimated.
+    """The roofline of one phase on one device.
 
     Attributes:
-      phase: which.
+      phase: the kind of forward pass.
       flops: floating-point operations of one device.
       hbm_bytes: bytes read and written in its memory.
-      collectives: what it moves to and from others.
+      collectives: collectives that it takes part in.
       compute_seconds, memory_seconds, network_seconds: time of each alone.
     """
 
@@ -60,7 +59,7 @@ class PhaseEstimate:
 
     @property
     def bound(self) -> str:
-        """What takes most of it: ``compute``, ``memory`` or ``network``."""
+        """What limits it: ``compute``, ``memory`` or ``network``."""
         times = {
             "compute": self.compute_seconds,
             "memory": self.memory_seconds,
@@ -76,7 +75,7 @@ class PhaseEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A workload on a mesh of a topology."""
+    """The estimate of a workload on one mesh of a topology."""
 
     workload: Workload
     topology: Topology
@@ -94,12 +93,12 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether that is there."""
+        """Whether a device has that much memory."""
         return self.memory.total <= self.topology.chip.usable_bytes
 
     @cached_property
     def phases(self) -> tuple[PhaseEstimate, ...]:
-        """Every kind of pass."""
+        """The roofline of every phase."""
         return tuple(self._phase(phase) for phase in self.workload.phases(self.layout, self.topology.chip.platform))
 
     @property
@@ -109,7 +108,7 @@ class Estimate:
 
     @property
     def main_phase(self) -> PhaseEstimate:
-        """The kind of pass that takes most of the time."""
+        """The phase that takes most of the time."""
         return max(self.phases, key=lambda one: one.seconds * one.phase.forwards)
 
     @property
@@ -119,29 +118,21 @@ class Estimate:
 
     @property
     def tokens_per_second_per_chip(self) -> float:
-        """The same for each chip of the machine, which is rented whole: those that the mesh leaves idle count too."""
+        """The same per chip of the whole machine: chips that the mesh leaves idle are rented too."""
         return self.tokens_per_second / self.topology.num_devices
 
     def cost_per_million_tokens(self, price_per_chip_hour: float) -> float:
-        """In the currency of the price."""
+        """Cost of a million new tokens, in the currency of the price."""
         return price_per_chip_hour / 3600 / self.tokens_per_second_per_chip * 1e6
 
     def _phase(self, phase: Phase) -> PhaseEstimate:
+        """The roofline of one phase."""
         workload, layout, chip = self.workload, self.layout, self.topology.chip
-        spec, config, item = self.spec, workload.config, workload.item
-        positions = phase.rows * math.ceil(phase.positions / (spec.sequence if phase.whole else 1))
-        keys = phase.keys if phase.whole else math.ceil(phase.keys / spec.sequence)
-        vocab, width = layout.padded_vocab // spec.tensor, config.hidden_size
+        positions = phase.rows * math.ceil(phase.positions / (self.spec.sequence if phase.whole else 1))
         chunk = phase.rows * phase.chunk // phase.head_shards(layout)
-        head = chunk * phase.chunks
-        layers = sum(math.prod(shard_shape(leaf, layout)) for leaf in layout.leaves if leaf.is_stacked)
-        heads = layout.query_heads_per_device
-        visible = config.attention_mask.visible_share(phase.keys) if phase.whole else 1.0
-        attention = 4.0 * positions * keys * heads * config.head_dim * config.num_layers * visible
-        flops = 2.0 * positions * layers + attention + 2.0 * head * width * vocab
-        traffic = self._traffic(phase, positions, chunk)
+        flops, traffic = self._flops(phase, positions, chunk), self._traffic(phase, positions, chunk)
         collectives = phase_collectives(workload, layout, chip.platform, phase, self._wiring.slices)
-        peak = chip.flops if item == 2 else chip.flops / 8
+        peak = chip.flops if workload.item == 2 else chip.flops / 8
         return PhaseEstimate(
             phase=phase,
             flops=flops,
@@ -152,28 +143,42 @@ class Estimate:
             network_seconds=sum(self._seconds(one) for one in collectives),
         )
 
+    def _flops(self, phase: Phase, positions: int, chunk: int) -> float:
+        """Operations of one device: the weights of each layer, attention to what its mask leaves, the head.
+
+        Args:
+          phase: which.
+          positions: that the device computes, of all its rows.
+          chunk: those of them that the head is run on at a time.
+        """
+        layout, config = self.layout, self.workload.config
+        keys = phase.keys if phase.whole else math.ceil(phase.keys / self.spec.sequence)
+        visible = config.attention_mask.visible_share(phase.keys) if phase.whole else 1.0
+        cost = layout.layer_cost
+        attention = cost.attention_flops_per_pair * positions * keys * visible
+        layers = config.num_layers * (cost.flops_per_position * positions + attention)
+        return layers + 2.0 * chunk * phase.chunks * math.prod(shard_shape(layout.head, layout))
+
     def _traffic(self, phase: Phase, positions: int, chunk: int) -> float:
-        """Bytes that one device reads and writes: weights once, activations of each layer, the cache, logits."""
-        workload, layout, config = self.workload, self.layout, self.workload.config
-        spec, item, width = self.spec, workload.item, self.workload.config.hidden_size
-        vocab = layout.padded_vocab // spec.tensor
-        # All weights but the embedding, of which a few rows are read.
-        weights = layout.bytes_per_device(jnp.dtype(workload.dtype))
-        if not config.tied_embeddings:
-            weights -= vocab * width * (1 if workload.quantization == "int8" else item)
-        # Residual in and out of both halves and around their norms; gate and up out, their product in and out.
-        each = 12 * width + 5 * config.intermediate_size // spec.tensor
-        each += 4 * config.num_heads * config.head_dim // spec.tensor
-        activations = float(positions) * each * item * config.num_layers
+        """Bytes that one device reads and writes: weights once, activations of each layer, the cache, logits.
+
+        Args:
+          phase: which.
+          positions: that the device computes, of all its rows.
+          chunk: those of them that the head is run on at a time.
+        """
+        workload, layout, config, chip = self.workload, self.layout, self.workload.config, self.topology.chip
+        dtype = jnp.dtype(workload.dtype)
+        activations = positions * layout.layer_cost.activations_per_position * workload.item * config.num_layers
         cache = 0.0
         if workload.has_cache:
-            canvas = workload.canvas(layout, self.topology.chip.platform)
-            cache = cache_bytes_per_device(layout, phase.rows * spec.data, canvas, jnp.dtype(workload.dtype))
-        logits = chunk * vocab * 4
+            canvas = workload.canvas(layout, chip.platform)
+            cache = cache_bytes_per_device(layout, phase.rows * self.spec.data, canvas, dtype)
+        logits = chunk * layout.size_per_device("vocab") * 4
         diffusion = config.objective == "masked_diffusion"
-        in_fast_memory = diffusion and 2 * logits <= self.topology.chip.fast_memory_bytes
+        in_fast_memory = diffusion and 2 * logits <= chip.fast_memory_bytes
         passes = _LOGIT_PASSES + (_THRESHOLD_PASSES if diffusion and not in_fast_memory else 0)
-        return weights + activations + cache + logits * phase.chunks * passes
+        return layout.bytes_read_per_pass(dtype) + activations + cache + logits * phase.chunks * passes
 
     def _seconds(self, one: Collective) -> float:
         members = self._wiring.members(one.axes, one.inside_slices)
@@ -187,7 +192,7 @@ class Estimate:
         return Wiring(self.topology, self.spec, self.layout.heads)
 
     def explain_against(self, other: Estimate) -> str:
-        """Why this mesh is preferred to another, in a sentence."""
+        """One sentence on why this mesh is faster than another."""
         mine, theirs = self.main_phase, other.main_phase
         ours, others = (_in_words(bytes_by_axis(one.collectives)) for one in (mine, theirs))
         return (
@@ -209,7 +214,7 @@ def _in_words(moved: dict[tuple[str, tuple[str, ...]], float]) -> str:
 
 
 def estimate(workload: Workload, topology: Topology, spec: MeshSpec) -> Estimate:
-    """A workload on one mesh.
+    """Estimate a workload on one mesh.
 
     Raises:
       MeshError: the mesh has more devices than the topology, does not divide the model, cannot be laid over the chips,

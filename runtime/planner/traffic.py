@@ -1,7 +1,8 @@
-"""What a pass moves between devices: every collective, by the mesh axes it runs over.
+"""What a forward pass moves between devices: every collective, by the mesh axes it runs over.
 
-The same collectives are in the compiled programs: ``tests/runtime/planner`` holds the bytes of each kind over each axis
-equal to those in the optimized HLO.
+What layers move over the tensor axis is theirs to say (:class:`runtime.models.costs.LayerCost`); the rest belongs to
+the loops around them: attention over the sequence axis, the embedding, the choice of tokens, the end of a loop.
+``tests/runtime/planner`` holds the bytes of each kind over each axis equal to those in the optimized HLO.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from runtime.decoding.sampling import SamplingRule
-from runtime.execution.specialization import decode_program, sampling_rule
 from runtime.models.declarations import ModelLayout
 from runtime.planner.workload import Phase, Workload
 
@@ -46,7 +46,7 @@ class Collective:
     inside_slices: bool = False
 
 
-def choose_tokens_reductions(rule: SamplingRule, ranked: bool = True) -> int:
+def choose_tokens_reductions(rule: SamplingRule, ranked: bool) -> int:
     """Numbers of 4 bytes that are reduced over the vocabulary's shards for one position.
 
     Args:
@@ -81,74 +81,68 @@ def phase_collectives(
       slices: TPU slices that the mesh lies over; what crosses them is reduced in each, padded to 512 bytes, sent.
     """
     found = _whole_rows(workload, layout, phase) if phase.whole else _window(workload, layout, phase)
-    if workload.config.objective == "autoregressive":
+    if phase.name == "prefill":
         found += _last_positions(workload, layout, phase)
     elif phase.whole:
         found += _picked_positions(workload, layout, platform, phase)
     if layout.spec.tensor > 1:
-        if workload.config.objective == "autoregressive":
-            numbers = choose_tokens_reductions(autoregressive_rule(workload), ranked=False)
-        else:
-            rule = sampling_rule(workload.decoding(), workload.config.vocab_size, workload.dtype)
-            numbers = choose_tokens_reductions(rule)
+        ranked = workload.config.objective == "masked_diffusion"
+        numbers = choose_tokens_reductions(workload.sampling_rule(), ranked)
         size = phase.rows * phase.chunk // phase.head_shards(layout) * _FLOAT * numbers
         found.append(Collective("all-reduce", ("kv", "group"), size, phase.chunks, "vocabulary sums"))
     return found + _whether_to_go_on(layout, platform, phase, slices)
 
 
-def autoregressive_rule(workload: Workload) -> SamplingRule:
-    """How an autoregressive workload chooses tokens."""
-    return decode_program(workload.sampling(), workload.config.vocab_size).sampling
-
-
-def _residuals(workload: Workload, layout: ModelLayout, positions: int) -> list[Collective]:
-    """Of the transformer over tensor: two all-reduces a layer, and the embedding.
+def _over_tensor(workload: Workload, layout: ModelLayout, positions: int) -> list[Collective]:
+    """Of the transformer over tensor: what each layer says it moves, and the embedding.
 
     Rows of an int8 embedding are summed as they are stored, with a scale each.
     """
     if layout.spec.tensor == 1:
         return []
-    numbers, quantized = positions * workload.config.hidden_size, workload.quantization == "int8"
-    embedded = numbers + positions * _FLOAT if quantized else numbers * workload.item
-    return [
+    numbers = positions * layout.size_per_device("embed")
+    embedded = numbers + positions * _FLOAT if layout.embedding.quantized else numbers * workload.item
+    found = [
         Collective(
-            "all-reduce",
+            one.kind,
             ("kv", "group"),
-            numbers * workload.item,
-            2 * workload.config.num_layers,
-            "residual, twice a layer",
-        ),
-        Collective("all-reduce", ("kv", "group"), embedded, 1, "embedding"),
+            positions * one.numbers_per_position * workload.item,
+            one.times * workload.config.num_layers,
+            f"{one.what}, {one.times} a layer",
+        )
+        for one in layout.layer_cost.tensor_collectives
     ]
+    return [*found, Collective("all-reduce", ("kv", "group"), embedded, 1, "embedding")]
 
 
 def _whole_rows(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
-    """Of the transformer over whole rows: residuals over tensor, K and V gathered over sequence."""
-    config, spec, item = workload.config, layout.spec, workload.item
-    found = _residuals(workload, layout, phase.rows * phase.positions // spec.sequence)
-    if spec.sequence > 1:
-        heads = phase.rows * phase.positions * config.num_kv_heads // layout.heads.kv * config.head_dim * item
-        found.append(Collective("all-gather", ("sequence",), heads, 2 * config.num_layers, "keys and values"))
+    """Of the transformer over whole rows: what layers move over tensor, K and V gathered over sequence."""
+    sequence, layers = layout.spec.sequence, workload.config.num_layers
+    found = _over_tensor(workload, layout, phase.rows * phase.positions // sequence)
+    if sequence > 1:
+        heads = layout.size_per_device("kv_heads") * layout.size_per_device("head_dim")
+        size = phase.rows * phase.positions * heads * workload.item
+        found.append(Collective("all-gather", ("sequence",), size, 2 * layers, "keys and values"))
     return found
 
 
 def _window(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
     """Of the transformer over a few positions of each row against the cache: decoding, or a step of a block."""
-    config, spec, item = workload.config, layout.spec, workload.item
     positions = phase.rows * phase.positions
-    found = _residuals(workload, layout, positions)
-    if spec.sequence > 1:
+    found = _over_tensor(workload, layout, positions)
+    if layout.spec.sequence > 1:
         # The cache lies over sequence: each shard attends to its own keys, then sums and maxima are reduced.
-        partial = positions * layout.query_heads_per_device * (config.head_dim * item + 2 * _FLOAT)
-        found.append(Collective("all-reduce", ("sequence",), partial, config.num_layers, "partial attention"))
+        head = layout.size_per_device("head_dim") * workload.item + 2 * _FLOAT
+        partial = positions * layout.query_heads_per_device * head
+        found.append(Collective("all-reduce", ("sequence",), partial, workload.config.num_layers, "partial attention"))
     return found
 
 
 def _last_positions(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
     """Of a prefill: the last position of each row, which one shard of sequence has."""
-    if layout.spec.sequence == 1 or not phase.whole:
+    if layout.spec.sequence == 1:
         return []
-    size = phase.rows * workload.config.hidden_size * workload.item
+    size = phase.rows * layout.size_per_device("embed") * workload.item
     return [Collective("all-reduce", ("sequence",), size, 1, "last positions")]
 
 
@@ -161,7 +155,7 @@ def _picked_positions(workload: Workload, layout: ModelLayout, platform: str, ph
     scatter = "all-reduce" if platform == "tpu" and phase.rows == 1 else "reduce-scatter"
     # It gathers by reducing where a device's part does not fill whole registers.
     gather = "all-reduce" if platform == "tpu" and phase.chunk // layout.spec.sequence % _LANES else "all-gather"
-    size = positions * workload.config.hidden_size * workload.item
+    size = positions * layout.size_per_device("embed") * workload.item
     found = [
         Collective(scatter, ("sequence",), size, phase.chunks, "picked positions"),
         Collective(gather, ("sequence",), positions * (_INTEGER + _FLOAT), phase.chunks, "tokens, confidences"),

@@ -1,4 +1,6 @@
-"""What is to be run: a model, rows, prompts, new tokens, and the phases that a generation is made of.
+"""The workload to plan for: a model, rows, prompts, new tokens, and the phases of one generation.
+
+A phase is one kind of forward pass; which phases there are follows from the model's objective and from the cache.
 
 Dimension letters: B batch, S canvas, W positions computed a row, T keys attended to.
 """
@@ -14,9 +16,11 @@ from typing import Any
 from runtime.decoding.block_schedule import block_schedule, window_widths
 from runtime.decoding.cached_steps import refresh_chunk
 from runtime.decoding.parameters import CACHES, DiffusionConfig, SamplingConfig
+from runtime.decoding.sampling import SamplingRule
 from runtime.decoding.schedule import transfer_ratios
 from runtime.execution.rows import bucket_length
 from runtime.execution.runner import canvas_bucket, head_chunk
+from runtime.execution.specialization import decode_program, sampling_rule
 from runtime.models.config import STORED_DTYPES, ModelConfig
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import model_layout
@@ -141,6 +145,12 @@ class Workload:
     def sampling(self) -> SamplingConfig:
         """How an autoregressive model decodes: with a nucleus, as is usual."""
         return SamplingConfig(self.new_tokens, temperature=0.7, top_p=0.9)
+
+    def sampling_rule(self) -> SamplingRule:
+        """How tokens are chosen from logits."""
+        if self.config.objective == "autoregressive":
+            return decode_program(self.sampling(), self.config.vocab_size).sampling
+        return sampling_rule(self.decoding(), self.config.vocab_size, self.dtype)
 
     def windows(self, layout: ModelLayout, platform: str) -> tuple[int, ...]:
         """Widths of the windows that steps of a block are compiled for, the widest first."""

@@ -66,7 +66,7 @@ def test_cost_of_a_layer_is_that_of_its_matrices(name: str) -> None:
     half = model_layout(config, MeshSpec(tensor=2)).layer_cost
     assert half.flops_per_position < 0.51 * cost.flops_per_position
     assert half.attention_flops_per_pair == cost.attention_flops_per_pair / 2
-    assert cost.residual_all_reduces == 2
+    assert [(one.kind, one.times) for one in cost.tensor_collectives] == [("all-reduce", 2)]
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2])

@@ -62,6 +62,9 @@ CACHED_TPU = [
     ("qwen2.5-7b", "none", "v5e:2x4", "data=2,sequence=2,tensor=2", 8),
     ("qwen2.5-7b", "none", "v4:2x2x1", "sequence=4", 16),
     ("qwen2.5-7b", "none", "2xv5e:2x4", "data=4,tensor=4", 16),
+    ("qwen3-8b", "none", "v5e:2x4", "tensor=8", 8),
+    ("qwen3-8b", "none", "v5e:2x4", "data=2,sequence=2,tensor=2", 8),
+    ("qwen3-0.6b", "none", "v5e:2x4", "data=2,tensor=4", 8),
     ("diffucoder-7b", "dual", "v5e:2x4", "tensor=8", 8),
     ("diffucoder-7b", "dual", "v5e:2x4", "data=2,sequence=2,tensor=2", 8),
     ("diffucoder-7b", "dual", "v5e:2x4", "data=2,tensor=4", 32),
@@ -69,6 +72,7 @@ CACHED_TPU = [
     ("diffucoder-7b", "prefix", "v5e:2x4", "data=2,sequence=2,tensor=2", 8),
 ]
 CACHED_GPU = [
+    ("qwen3-8b", "none", "8xh100", "data=2,sequence=2,tensor=2", 8),
     ("qwen2.5-7b", "none", "8xh100", "tensor=8", 8),
     ("qwen2.5-7b", "none", "8xh100", "data=2,sequence=2,tensor=2", 8),
     ("diffucoder-7b", "dual", "8xh100", "data=2,sequence=2,tensor=2", 8),

@@ -1,0 +1,251 @@
+"""Estimates follow from declared weights and from what a layer says it costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import flax.struct
+import jax
+import pytest
+
+from runtime.models.config import Family, ModelConfig
+from runtime.models.costs import LayerCollective, LayerCost, LiveArrays
+from runtime.models.declarations import ModelLayout, shard_shape, stacked
+from runtime.models.layers import (
+    dense_layer_cost,
+    head_norm_scale,
+    key_value_matrix,
+    mlp_in_matrix,
+    mlp_out_matrix,
+    norm_scale,
+    output_matrix,
+    query_matrix,
+)
+from runtime.models.qwen2 import QWEN2, Qwen2Layer, Qwen2Weights
+from runtime.planner.estimate import Estimate, estimate
+from runtime.planner.presets import preset
+from runtime.planner.workload import Workload
+from sharding.mesh import MeshSpec
+from sharding.topology import parse_topology
+
+
+def planned(model: str | ModelConfig, topology: str, mesh: str, **workload: Any) -> Estimate:
+    config = preset(model) if isinstance(model, str) else model
+    return estimate(Workload(config, **workload), parse_topology(topology), MeshSpec.parse(mesh))
+
+
+# Each phase: floating-point operations, bytes of device memory, bytes of collectives, of one device.
+PINNED: list[tuple[str, str, str, dict[str, Any], int, dict[str, int], dict[str, tuple[float, float, float]]]] = [
+    (
+        "diffucoder-7b",
+        "v5e:2x4",
+        "tensor=8",
+        {"batch": 8},
+        1_994_646_528,
+        {"logits of one head chunk": 38_928_384, "residual and norms": 0},
+        {"denoise step": (7189237691765.459, 15981859309.929413, 1673927595.6705883)},
+    ),
+    (
+        "diffucoder-7b",
+        "v5e:2x4",
+        "data=2,sequence=2,tensor=2",
+        {"batch": 8, "cache": "dual"},
+        7_645_213_696,
+        {"gate and up": 0, "residual and norms": 0},
+        {
+            "refresh": (1705636265984, 8534832128, 119510156),
+            "block step": (940129935360, 8302908416, 67633644),
+        },
+    ),
+    (
+        "diffucoder-7b",
+        "8xh100",
+        "data=4,tensor=2",
+        {"batch": 64, "quantization": "int8"},
+        4_434_430_976,
+        {"gate and up": 310_378_496, "residual and norms": 176_160_768, "weights of the layer": 135_790_592},
+        {"denoise step": (55560825751624.28, 101700766334.49411, 3318448280.564706)},
+    ),
+    (
+        "qwen2.5-7b",
+        "v4:2x2x1",
+        "tensor=4",
+        {"batch": 16, "prompt": 1024, "new_tokens": 1024},
+        4_706_220_032,
+        {"gate and up": 310_378_496, "residual and norms": 117_440_512},
+        {
+            "prefill": (54308970168320, 68509415424, 6694113984),
+            "decode": (59858075648, 4097538048, 6542016),
+        },
+    ),
+    (
+        "qwen2.5-7b",
+        "v5e:2x4",
+        "sequence=2,tensor=4",
+        {"batch": 8, "quantization": "int8"},
+        1_936_016_384,
+        {"gate and up": 0, "residual and norms": 0},
+        {
+            "prefill": (3356758114304, 5843977216, 444135776),
+            "decode": (28490391552, 1845781504, 3656320),
+        },
+    ),
+    (
+        "gpt2",
+        "1xh100",
+        "data=1",
+        {"batch": 4, "dtype": "float32"},
+        689_825_792,
+        {"gate and up": 25_165_824, "residual and norms": 6_291_456, "weights of the layer": 9_437_184},
+        {"prefill": (179332448256, 2017511424, 0), "decode": (1065000960, 663865344, 0)},
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "topology", "mesh", "workload", "total", "peak", "phases"), PINNED)
+def test_estimates_of_the_first_families(
+    model: str,
+    topology: str,
+    mesh: str,
+    workload: dict[str, Any],
+    total: int,
+    peak: dict[str, int],
+    phases: dict[str, tuple[float, float, float]],
+) -> None:
+    """Numbers of the formulas that were fitted to compiled programs and measured times; a change has to be meant."""
+    found = planned(model, topology, mesh, **workload)
+    assert found.memory.total == total
+    assert {tensor.name: tensor.bytes for tensor in found.memory.peak} == peak
+    assert {one.phase.name for one in found.phases} == phases.keys()
+    for one in found.phases:
+        numbers = one.flops, one.hbm_bytes, one.collective_bytes
+        assert numbers == pytest.approx(phases[one.phase.name], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "tensor"), [("qwen3-0.6b", 596_049_920, 4), ("qwen3-8b", 8_190_735_360, 8)]
+)
+def test_a_plan_of_qwen3(model: str, parameters: int, tensor: int) -> None:
+    one, sharded = (
+        planned(model, "8xh100", mesh, batch=8) for mesh in ("data=8", f"data={8 // tensor},tensor={tensor}")
+    )
+    assert one.layout.parameter_count == parameters
+    assert one.memory.total > one.layout.bytes_per_device("bfloat16") >= 2 * parameters
+    assert one.fits
+    assert sharded.memory.total < one.memory.total
+    # A token takes every matrix once, the head among them and no embedding beside it, and attends to its whole row.
+    config, layout, decode = one.workload.config, one.layout, one.phases[1]
+    matrices = sum(math.prod(leaf.shape) for leaf in layout.leaves if leaf.contracted and leaf.is_stacked)
+    matrices += math.prod(layout.head.padded_shape)
+    heads, kept = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
+    assert decode.flops == pytest.approx(2 * matrices + 4 * heads * 512 * config.num_layers, rel=1e-3)
+    assert decode.hbm_bytes == pytest.approx(2 * matrices + 2 * kept * 512 * config.num_layers, rel=1e-2)
+
+
+@flax.struct.dataclass
+class ParallelLayer:
+    """A block whose MLP has no gate and runs beside attention, so that one sum over the tensor axis ends both."""
+
+    norm: jax.Array = norm_scale("layers.{layer}.norm")
+    q_proj: Any = query_matrix("layers.{layer}.q")
+    k_proj: Any = key_value_matrix("layers.{layer}.k")
+    v_proj: Any = key_value_matrix("layers.{layer}.v")
+    o_proj: Any = output_matrix("layers.{layer}.o")
+    up_proj: Any = mlp_in_matrix("layers.{layer}.up")
+    down_proj: Any = mlp_out_matrix("layers.{layer}.down")
+
+
+@flax.struct.dataclass
+class ParallelWeights(Qwen2Weights):
+    """The weights of such a model."""
+
+    layers: Any = stacked(ParallelLayer)
+
+    @staticmethod
+    def cost(layout: ModelLayout) -> LayerCost:
+        """As a dense layer, with less to read, to hold and to sum."""
+        width, mlp = layout.size_per_device("embed"), layout.size_per_device("mlp")
+        dense = dense_layer_cost(layout)
+        return replace(
+            dense,
+            activations_per_position=dense.activations_per_position - 6 * width - 2 * mlp,
+            live_in_mlp=(LiveArrays("up", 1, mlp),),
+            tensor_collectives=(LayerCollective("all-reduce", width, 1, "sum"),),
+        )
+
+
+@flax.struct.dataclass
+class NormedLayer(Qwen2Layer):
+    """Qwen2's block with a norm over each head of queries and of keys."""
+
+    q_norm: jax.Array = head_norm_scale("layers.{layer}.q_norm")
+    k_norm: jax.Array = head_norm_scale("layers.{layer}.k_norm")
+
+
+@flax.struct.dataclass
+class NormedWeights(Qwen2Weights):
+    """The weights of such a model."""
+
+    layers: Any = stacked(NormedLayer)
+
+
+def toy(**changes: Any) -> ModelConfig:
+    """Qwen2.5 7B under a family that is not in the list."""
+    family: Family = replace(QWEN2, name="toy", **changes)
+    return replace(preset("qwen2.5-7b"), family=family)
+
+
+def test_a_layer_with_another_cost_has_another_estimate() -> None:
+    mesh, shape = "data=2,tensor=4", {"batch": 16, "prompt": 1024, "new_tokens": 1024}
+    dense, parallel = (
+        planned(model, "8xh100", mesh, **shape) for model in ("qwen2.5-7b", toy(weights=ParallelWeights))
+    )
+    positions, layers, width, mlp = 8 * 1024, 28, 3584, 18944 // 4
+    before, after = dense.phases[0], parallel.phases[0]
+    # Without the gate, a norm, and the biases of a device's 7 query heads and one head of keys and one of values.
+    gone = mlp * width + width + 9 * 128
+    assert before.flops - after.flops == 2 * positions * layers * gone
+    moved = positions * layers * (6 * width + 2 * mlp)
+    assert before.hbm_bytes - after.hbm_bytes == 2 * (layers * gone + moved)
+    residual = positions * width * 2
+    assert before.collective_bytes - after.collective_bytes == layers * residual
+    assert [one.times for one in after.collectives if one.what == "sum, 1 a layer"] == [layers]
+    peak = {tensor.name: tensor.bytes for tensor in parallel.memory.peak}
+    assert peak["up"] == positions * mlp * 2
+    assert dense.memory.total - parallel.memory.total == 2 * layers * gone + peak["up"]
+    assert parallel.seconds < dense.seconds
+
+
+def test_norms_over_heads_are_counted() -> None:
+    plain, normed = (planned(model, "8xh100", "data=8", batch=8) for model in (toy(), toy(weights=NormedWeights)))
+    numbers = 28 * 2 * 128
+    assert normed.layout.parameter_count - plain.layout.parameter_count == numbers
+    assert normed.memory.total - plain.memory.total == 2 * numbers
+    for one, other in zip(normed.phases, plain.phases, strict=True):
+        positions = one.phase.rows * one.phase.positions
+        assert one.flops - other.flops == 2 * positions * numbers
+        assert one.hbm_bytes - other.hbm_bytes == 2 * numbers
+
+
+def test_attention_counts_the_pairs_that_the_mask_leaves() -> None:
+    config = preset("qwen2.5-7b")
+    masks = [("bidirectional", 0), ("causal", 0), ("block_causal", 256)]
+    toys = [
+        replace(config, family=replace(QWEN2, attention=kind), attention_block_length=length) for kind, length in masks
+    ]
+    both, causal, blocks = (planned(one, "8xh100", "data=8", batch=8, prompt=1024).phases[0].flops for one in toys)
+    pairs = 1024 * 1024
+    every = 28 * 4 * 28 * 128 * pairs
+    assert both - causal == every / 2
+    assert both - blocks == every * (1 - 0.5 - 256 / 2048)
+
+
+@pytest.mark.parametrize(("model", "tied"), [("gpt2", True), ("qwen3-0.6b", True), ("qwen3-8b", False)])
+def test_the_head_and_the_embedding_are_declared(model: str, tied: bool) -> None:
+    layout = planned(model, "8xh100", "data=8").layout
+    assert layout.embedding.name == "embedding"
+    assert layout.head.name == ("embedding" if tied else "lm_head")
+    taken = 0 if tied else 2 * math.prod(shard_shape(layout.embedding, layout))
+    assert layout.bytes_read_per_pass("bfloat16") == layout.bytes_per_device("bfloat16") - taken
