@@ -14,9 +14,7 @@ import numpy as np
 
 from launch.history_html import HistoryRow, HistoryToken, write_history_html
 from launch.watch import TokenKind
-from runtime.decoding.parameters import DiffusionConfig
-from runtime.engine import Engine
-from runtime.execution.result import GenerationResult
+from runtime import DiffusionConfig, Engine, GenerationResult
 
 
 class CanvasView:

@@ -25,12 +25,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from checkpoints import DEMO
 from launch.hosts.faults import EXIT_USER_ERROR
-from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.engine import Engine
-from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import row_seed
-from runtime.text.completions import cut_completion
-from sharding.errors import InputError
+from runtime import CompletionBuilder, DiffusionConfig, Engine, InputError, RowRequest, SamplingConfig, row_seed
 
 # Names of the harness, and ours.
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
@@ -134,11 +129,11 @@ class HarnessModel(LM):
             until = asked.get("until") or []
             stops.append([until] if isinstance(until, str) else list(until))
         texts = [""] * len(rows)
+        builder = CompletionBuilder(self.engine.tokenizer, self.engine.config.mask_token_id, self.engine.end_token_ids)
         for results in self.engine.scheduler(rows, self._slots).run():
             for result in results:
                 number = result.number
-                new = result.sequence[len(rows[number].tokens) :].tolist()
-                texts[number] = cut_completion(self.engine.tokenizer, new, self.engine.end_token_ids, stops[number])[0]
+                texts[number] = builder.build(result.sequence, rows[number].tokens, stop=stops[number]).text
         return texts
 
     @staticmethod

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from runtime.execution.scheduler import PoolLimits, Scheduler, SchedulerPolicy, SchedulerStats
     from runtime.execution.step_plan import ScorePass, StepOutcome, StepPlan
     from runtime.models.config import ConfigError, ModelConfig
-    from runtime.text.completions import Completion, TextStream, cut_completion
+    from runtime.text.completions import Completion, CompletionBuilder, TextStream
     from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
     from sharding.errors import InputError, MeshError
     from sharding.mesh import MeshSpec
@@ -77,6 +77,7 @@ __all__ = [
     "CheckpointFolder",
     "Choice",
     "Completion",
+    "CompletionBuilder",
     "ConfigError",
     "DiffusionConfig",
     "Engine",
@@ -120,7 +121,6 @@ __all__ = [
     "check_given",
     "check_request",
     "compiled_values",
-    "cut_completion",
     "declared_parameters",
     "dependents",
     "encode_prompts",
@@ -141,6 +141,7 @@ _HOMES = {
     "CheckpointFolder": "checkpoints.folder",
     "Choice": "runtime.decoding.schema",
     "Completion": "runtime.text.completions",
+    "CompletionBuilder": "runtime.text.completions",
     "ConfigError": "runtime.models.config",
     "DiffusionConfig": "runtime.decoding.parameters",
     "EARLY_STOP": "runtime.decoding.parameters",
@@ -193,7 +194,6 @@ _HOMES = {
     "check_given": "runtime.decoding.schema",
     "check_request": "runtime.execution.rows",
     "compiled_values": "runtime.decoding.parameters",
-    "cut_completion": "runtime.text.completions",
     "declared_parameters": "runtime.decoding.schema",
     "dependents": "runtime.decoding.schema",
     "encode_prompts": "runtime.text.tokenizer",

@@ -25,7 +25,7 @@ from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights, model_layout, parse_config
 from runtime.models.placement import place_weights
 from runtime.planner.default import check_divides, choose_layout
-from runtime.text.completions import Completion, certain_prefixes, cut_completions, stream_text
+from runtime.text.completions import Completion, CompletionBuilder, certain_prefixes, stream_text
 from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
@@ -271,4 +271,5 @@ class Engine(TokenEngine):
     ) -> list[Completion]:
         """Turn a result for :meth:`encode`'s rows into completions, prompt by prompt, sample by sample."""
         ends = (*self.end_token_ids, *stop_token_ids)
-        return cut_completions(self.tokenizer, self.config.mask_token_id, prompts, ids, mask, result, ends, stop)
+        builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, ends)
+        return builder.build_batch(prompts, ids, mask, result, stop)

@@ -7,11 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from launch.batches.lines import BadLine, Line
 from launch.openai.answers import DECIMALS, answer, choice, logprobs, usage
-from runtime import ModelConfig, RowRequest, RowResult, TextTokenizer, cut_completion
+from runtime import CompletionBuilder, DiffusionConfig, RowRequest, RowResult, TextTokenizer
 
 # Which record of results.jsonl: the id of a line, and which of its samples; None for all of them in one.
 Key = tuple[str, int | None]
@@ -40,33 +38,31 @@ def as_line(record: Mapping[str, Any]) -> bytes:
 
 
 def sample_record(
-    line: Line,
-    request: RowRequest,
-    result: RowResult,
-    index: int,
-    tokenizer: TextTokenizer,
-    model: ModelConfig,
-    end_token_ids: Sequence[int],
+    line: Line, request: RowRequest, result: RowResult, index: int, completions: CompletionBuilder
 ) -> dict[str, Any]:
     """The plain record of one sample."""
-    width = len(line.tokens)
-    new = result.sequence[width:].tolist()
-    text, tokens, reason = cut_completion(tokenizer, new, end_token_ids, line.stop)
+    completion = completions.build(
+        result.sequence,
+        line.tokens,
+        index=index,
+        seed=request.seed,
+        stop=line.stop,
+        log_probabilities=result.log_probabilities,
+    )
     record: dict[str, Any] = {
         "id": line.id,
         "index": index,
-        "text": text,
-        "tokens": tokens,
-        "finish_reason": reason,
-        "seed": request.seed,
+        "text": completion.text,
+        "tokens": completion.tokens,
+        "finish_reason": completion.finish_reason,
+        "seed": completion.seed,
     }
-    if model.objective == "masked_diffusion":
-        record["masks_left"] = int((result.sequence == model.mask_token_id).sum())
-        if model.mask_token_id in line.tokens:
-            record["filled_prompt"] = tokenizer.decode(result.sequence[:width].tolist())
-    if result.log_probabilities is not None:
-        kept = result.log_probabilities[width : width + len(tokens)]
-        record["log_probabilities"] = [round(float(value), DECIMALS) for value in np.asarray(kept, np.float64)]
+    if isinstance(request.config, DiffusionConfig):
+        record["masks_left"] = completion.masks_left
+    if completion.filled_prompt is not None:
+        record["filled_prompt"] = completion.filled_prompt
+    if completion.log_probabilities is not None:
+        record["log_probabilities"] = [round(value, DECIMALS) for value in completion.log_probabilities]
     return record
 
 

@@ -37,7 +37,7 @@ class LineRows:
         """The record that a finished row completes; None if other samples of its OpenAI line are still missing."""
         (line, sample), defaults = self._owners[result.number], self._defaults
         request, tokenizer = self.requests[result.number], defaults.tokenizer
-        own = sample_record(line, request, result, sample, tokenizer, defaults.model, defaults.end_token_ids)
+        own = sample_record(line, request, result, sample, defaults.completions)
         if line.form == "plain":
             return own
         samples = self._samples.setdefault(line.id, {})

@@ -14,6 +14,7 @@ from runtime import (
     MAX_SAMPLES,
     MAX_SEED,
     MAX_STEPS,
+    CompletionBuilder,
     DiffusionConfig,
     InputError,
     Integer,
@@ -65,6 +66,11 @@ class Defaults:
     chat: bool
     samples: int
     stop: tuple[str, ...]
+
+    @property
+    def completions(self) -> CompletionBuilder:
+        """What turns a finished row into a completion."""
+        return CompletionBuilder(self.tokenizer, self.model.mask_token_id, self.end_token_ids)
 
 
 @dataclass(frozen=True)

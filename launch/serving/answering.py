@@ -16,7 +16,7 @@ from launch.serving.errors import ApiError
 from launch.serving.metrics import Metrics
 from launch.serving.reading import Reading
 from launch.serving.response_stream import ResponseStream
-from runtime import DiffusionConfig, RowResult, TextStream, cut_completion
+from runtime import DiffusionConfig, RowResult, TextStream
 
 DONE = b"data: [DONE]\n\n"
 
@@ -129,21 +129,23 @@ class Answering:
 
     def _choice(self, row: int, result: RowResult) -> dict[str, Any]:
         asked, request, defaults = self._reading.of(row), self._reading.rows[row], self._defaults
-        start = len(asked.tokens)
-        new = self._new_tokens(row, result)
-        text, tokens, reason = cut_completion(defaults.tokenizer, new, defaults.end_token_ids, asked.stop)
-        self._made += len(tokens)
-        self._metrics.completed(reason, len(tokens))
-        kept = None
-        if asked.config.log_probabilities and result.log_probabilities is not None:
-            values = result.log_probabilities[start : start + len(tokens)]
-            kept = logprobs(defaults.tokenizer, tokens, values.tolist(), self._chat)
-        found = choice(row, text, reason, kept, self._chat) | {"seed": request.seed}
-        masked = defaults.model.mask_token_id
+        is_kept = asked.config.log_probabilities
+        completion = defaults.completions.build(
+            result.sequence,
+            asked.tokens,
+            seed=request.seed,
+            stop=asked.stop,
+            log_probabilities=result.log_probabilities if is_kept else None,
+        )
+        self._made += len(completion.tokens)
+        self._metrics.completed(completion.finish_reason, len(completion.tokens))
+        values = completion.log_probabilities
+        kept = None if values is None else logprobs(defaults.tokenizer, completion.tokens, values, self._chat)
+        found = choice(row, completion.text, completion.finish_reason, kept, self._chat) | {"seed": request.seed}
         if isinstance(asked.config, DiffusionConfig):
-            found["masks_left"] = int((result.sequence == masked).sum())
-            if masked in asked.tokens:
-                found["filled_prompt"] = defaults.tokenizer.decode(result.sequence[:start].tolist())
+            found["masks_left"] = completion.masks_left
+        if completion.filled_prompt is not None:
+            found["filled_prompt"] = completion.filled_prompt
         return found
 
     def _shown(self, canvas: np.ndarray) -> list[str | None]:

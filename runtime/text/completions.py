@@ -70,52 +70,93 @@ def _first_stop(text: str, stop: Sequence[str]) -> int | None:
     return min(places, default=None)
 
 
-def cut_completions(
-    tokenizer: TextTokenizer,
-    mask_token_id: int,
-    prompts: Sequence[str],
-    ids: np.ndarray,
-    mask: np.ndarray,
-    result: GenerationResult,
-    end_token_ids: Collection[int],
-    stop: Sequence[str],
-) -> list[Completion]:
-    """Completions of a whole result, prompt by prompt, sample by sample.
+@dataclass(frozen=True)
+class CompletionBuilder:
+    """Builds the completion of a finished row, for every caller: text, JSON, batches and HTTP.
 
-    Args:
+    Attributes:
       tokenizer: the model's.
       mask_token_id: the model's, -1 for none.
-      prompts: texts.
-      ids: int32 ``[B, S]``, their left-padded rows.
-      mask: ``[B, S]``, the rows' attention mask.
-      result: of those rows, with as many samples of each.
       end_token_ids: tokens that end a completion.
-      stop: strings that do.
     """
-    samples, width, kept = len(result.sequences) // len(prompts), ids.shape[1], result.log_probabilities
-    found = []
-    for row, sequence in enumerate(result.sequences):
-        source = row // samples
-        real = mask[source].astype(bool)
-        text, tokens, reason = cut_completion(tokenizer, sequence[width:].tolist(), end_token_ids, stop)
-        infilled = bool((ids[source][real] == mask_token_id).any())
-        masks = (sequence[:width][real] == mask_token_id).sum() + (sequence[width:] == mask_token_id).sum()
-        found.append(
-            Completion(
-                prompt=prompts[source],
-                index=row % samples,
-                text=text,
-                tokens=tokens,
-                finish_reason=reason,
-                masks_left=int(masks),
-                seed=result.seeds[row],
-                filled_prompt=tokenizer.decode(sequence[:width][real].tolist()) if infilled else None,
-                log_probabilities=None
-                if kept is None
-                else [float(value) for value in kept[row, width : width + len(tokens)]],
-            )
+
+    tokenizer: TextTokenizer
+    mask_token_id: int
+    end_token_ids: Collection[int]
+
+    def build(
+        self,
+        sequence: np.ndarray,
+        prompt_tokens: Sequence[int],
+        *,
+        prompt: str = "",
+        index: int = 0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        log_probabilities: np.ndarray | None = None,
+    ) -> Completion:
+        """The completion of one row.
+
+        Args:
+          sequence: int32 ``[S]``, prompt and new tokens without padding.
+          prompt_tokens: the prompt as it was given.
+          prompt: its text.
+          index: which of the prompt's samples this is.
+          seed: of the row.
+          stop: strings that end a completion.
+          log_probabilities: float32 ``[S]``, where they were asked for.
+        """
+        width = len(prompt_tokens)
+        text, tokens, reason = cut_completion(self.tokenizer, sequence[width:].tolist(), self.end_token_ids, stop)
+        kept = None if log_probabilities is None else log_probabilities[width : width + len(tokens)]
+        infilled = self.mask_token_id in prompt_tokens
+        return Completion(
+            prompt=prompt,
+            index=index,
+            text=text,
+            tokens=tokens,
+            finish_reason=reason,
+            masks_left=int((sequence == self.mask_token_id).sum()),
+            seed=seed,
+            filled_prompt=self.tokenizer.decode(sequence[:width].tolist()) if infilled else None,
+            log_probabilities=None if kept is None else [float(value) for value in kept],
         )
-    return found
+
+    def build_batch(
+        self,
+        prompts: Sequence[str],
+        ids: np.ndarray,
+        mask: np.ndarray,
+        result: GenerationResult,
+        stop: Sequence[str] = (),
+    ) -> list[Completion]:
+        """The completions of a whole result, prompt by prompt, sample by sample.
+
+        Args:
+          prompts: texts.
+          ids: int32 ``[B, S]``, their left-padded rows.
+          mask: ``[B, S]``, the rows' attention mask.
+          result: of those rows, with as many samples of each.
+          stop: strings that end a completion.
+        """
+        samples, kept = len(result.sequences) // len(prompts), result.log_probabilities
+        lengths = mask.astype(bool).sum(axis=1)
+        found = []
+        for row, sequence in enumerate(result.sequences):
+            source = row // samples
+            start = ids.shape[1] - int(lengths[source])
+            found.append(
+                self.build(
+                    sequence[start:],
+                    ids[source, start:].tolist(),
+                    prompt=prompts[source],
+                    index=row % samples,
+                    seed=result.seeds[row],
+                    stop=stop,
+                    log_probabilities=None if kept is None else kept[row, start:],
+                )
+            )
+        return found
 
 
 def certain_prefixes(
