@@ -204,17 +204,9 @@ def transformer_config(
     Raises:
       ConfigError: a missing or out-of-range number, or a head that the family does not have.
     """
-    tied = raw.get("tie_word_embeddings", tied_by_default)
-    if not isinstance(tied, bool) or (family.tied_weights if tied else family.weights) is None:
-        raise ConfigError(
-            f"config.json: tie_word_embeddings is {tied!r:.200}; only {tied_by_default!r} is supported for "
-            f"{family.model_type}"
-        )
+    tied = _tied(family, raw, tied_by_default)
     number = {key: read_integer(raw, key, 1, limit) for key, limit in _LIMITS.items()}
     head_dim = _head_dim(raw, number, rotary)
-    dtype = raw.get("torch_dtype") or raw.get("dtype") or "float32"
-    if dtype not in STORED_DTYPES:
-        raise ConfigError(f"config.json: dtype {dtype!r:.200} is not one of {', '.join(STORED_DTYPES)}")
     last_token = number["vocab_size"] - 1
     ends = token_ids(raw, "eos_token_id", last_token) or tuple(one for one in family.end_token_ids if one <= last_token)
     mask = -1
@@ -233,12 +225,28 @@ def transformer_config(
         rope_theta=_read_real(raw, "rope_theta", default=_rope_parameters(raw)) if rotary else 0.0,
         norm_eps=_read_real(raw, "rms_norm_eps", default=1e-6),
         tied_embeddings=tied,
-        dtype=dtype,
+        dtype=_stored_dtype(raw),
         mask_token_id=mask,
         pad_token_id=read_integer(raw, "pad_token_id", 0, last_token, default=ends[0] if ends else 0),
         end_token_ids=ends,
         attention_block_length=attention_block_length,
     )
+
+
+def _tied(family: Family, raw: Mapping[str, Any], default: bool) -> bool:
+    tied = raw.get("tie_word_embeddings", default)
+    if not isinstance(tied, bool) or (family.tied_weights if tied else family.weights) is None:
+        raise ConfigError(
+            f"config.json: tie_word_embeddings is {tied!r:.200}; only {default!r} is supported for {family.model_type}"
+        )
+    return tied
+
+
+def _stored_dtype(raw: Mapping[str, Any]) -> str:
+    dtype = raw.get("torch_dtype") or raw.get("dtype") or "float32"
+    if dtype not in STORED_DTYPES:
+        raise ConfigError(f"config.json: dtype {dtype!r:.200} is not one of {', '.join(STORED_DTYPES)}")
+    return str(dtype)
 
 
 def _head_dim(raw: Mapping[str, Any], number: Mapping[str, int], rotary: bool) -> int:
