@@ -32,6 +32,10 @@ _COMPILERS = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu
 _PACKAGES = ("diffumesh", "jax", "jaxlib", *_COMPILERS, "flax", "numpy", "torch", "transformers")
 
 
+class NotRunError(Exception):
+    """Why something cannot be measured here."""
+
+
 @dataclass(frozen=True)
 class Timing:
     """Wall times of repeated calls, in milliseconds; ``cpu`` is the median processor time of all threads."""
@@ -145,7 +149,8 @@ def note_lines(record: Mapping[str, Any]) -> list[str]:
     return ["", f"Note: {'; '.join(record['notes'])}."] if record["notes"] else []
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The installed version of a package, None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -198,7 +203,7 @@ def build_record(
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": None if changes is None else bool(changes),
         "versions": {"python": platform.python_version()}
-        | {package: version for package in _PACKAGES if (version := _version(package))},
+        | {package: version for package in _PACKAGES if (version := package_version(package))},
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "processor": _processor(),

@@ -26,6 +26,7 @@ from absl import flags
 from benchmarks.models import SIZES, define_model_flags, model_config, model_sizes
 from benchmarks.records import (
     Kind,
+    NotRunError,
     build_record,
     check_one_host,
     define_record_flags,
@@ -34,7 +35,6 @@ from benchmarks.records import (
     load_notes,
     write_record,
 )
-from benchmarks.suite.sheet import NotRunError
 from benchmarks.timed_passes import time_pass, timed_requests
 from launch.profiling import check_profiling, define_profiling_flags, profile_again
 from launch.startup import define_device_flags, run_launcher, start_devices

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.records import Timing, time_alternating
-from benchmarks.suite.sheet import NotRunError
+from benchmarks.records import NotRunError, Timing, time_alternating
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
 from runtime.execution.result import GenerationResult

@@ -72,8 +72,8 @@ def torch_model(config: dict[str, Any], dtype: str, device: str = "cpu", seed: i
     torch = import_torch()
     import transformers
 
-    own = transformers.Qwen2Config(**config | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]})
-    own._attn_implementation = "sdpa"
+    changes = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "attn_implementation": "sdpa"}
+    own = transformers.Qwen2Config(**config | changes)
     # Larger than usual, so that masked positions differ by much more than rounding and tokens can be compared.
     own.initializer_range = 2 * own.hidden_size**-0.5
     both_ways = parse_config(config).attention_mask.kind == "bidirectional"
@@ -118,8 +118,7 @@ def gpt2_model(dtype: str, device: str = "cpu", seed: int = 0) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    config = transformers.GPT2Config(eos_token_id=None, bos_token_id=None, pad_token_id=0)
-    config._attn_implementation = "sdpa"
+    config = transformers.GPT2Config(eos_token_id=None, bos_token_id=None, pad_token_id=0, attn_implementation="sdpa")
     return transformers.GPT2LMHeadModel(config).to(device=device, dtype=getattr(torch, dtype)).eval()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from pathlib import Path
 
@@ -13,18 +12,17 @@ from checkpoints.errors import CheckpointError, CorruptCheckpointError, Incomple
 from checkpoints.folder import CheckpointFolder
 from checkpoints.source import BytesRead, Index, StoredTensor, StoredTensors
 from checkpoints.storage import first_line
+from runtime.models.config import Family
+from runtime.models.families import find_family
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MAX_NAME = 200
-# GPT-2 as first published has no "transformer." before its names, and carries its causal masks as tensors.
-_BARE_GPT2 = re.compile(r"(h\.\d+|wte|wpe|ln_f)\.")
-_CAUSAL_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
 _DTYPES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
 
 
-def _file_names(folder: CheckpointFolder) -> tuple[list[str], frozenset[str]]:
-    """Files that hold weights, and the names of the tensors that the index claims."""
+def _file_names(folder: CheckpointFolder, family: Family) -> tuple[list[str], frozenset[str]]:
+    """Files that hold weights, and the names of the weights that the index claims."""
     index = folder.read_json(INDEX_FILE)
     if index is None:
         if not (folder.path / SINGLE_FILE).is_file():
@@ -38,15 +36,7 @@ def _file_names(folder: CheckpointFolder) -> tuple[list[str], frozenset[str]]:
     for name in claims.values():
         if name != Path(name).name or not name.endswith(".safetensors") or len(name) > _MAX_NAME:
             raise CheckpointError(f'{folder.path / INDEX_FILE}: "{name[:200]}" is not the name of a safetensors file')
-    return sorted(set(claims.values())), frozenset(_full_name(name) for name in claims if not _is_mask(name))
-
-
-def _full_name(name: str) -> str:
-    return f"transformer.{name}" if _BARE_GPT2.match(name) else name
-
-
-def _is_mask(name: str) -> bool:
-    return _CAUSAL_MASK.fullmatch(name) is not None
+    return sorted(set(claims.values())), frozenset(filter(None, map(family.tensor_name, claims)))
 
 
 def open_safetensors(folder: CheckpointFolder) -> StoredTensors:
@@ -54,8 +44,10 @@ def open_safetensors(folder: CheckpointFolder) -> StoredTensors:
 
     Raises:
       CheckpointError: no weights, an index that cannot be meant, or a file that is not whole.
+      ConfigError: the folder's model is not supported.
     """
-    names, claims = _file_names(folder)
+    family = find_family(folder.config)
+    names, claims = _file_names(folder, family)
     absent = [name for name in names if not (folder.path / name).is_file()]
     if absent:
         raise IncompleteCheckpointError(f"{folder.path}: the index names files that are not there: {', '.join(absent)}")
@@ -66,12 +58,13 @@ def open_safetensors(folder: CheckpointFolder) -> StoredTensors:
         try:
             with safe_open(path, "numpy") as file:
                 for tensor in file.keys():  # noqa: SIM118  (not a mapping: it cannot be iterated)
-                    if _is_mask(tensor):
+                    called = family.tensor_name(tensor)
+                    if called is None:
                         continue
                     view = file.get_slice(tensor)
                     dtype = _DTYPES.get(view.get_dtype(), view.get_dtype())
                     reader = partial(_read, path, tensor, count)
-                    called, shape = _full_name(tensor), tuple(view.get_shape())
+                    shape = tuple(view.get_shape())
                     found.setdefault(called, []).append(StoredTensor(called, shape, dtype, reader))
         except (SafetensorError, OSError, ValueError) as error:
             raise CorruptCheckpointError(f"{path}: not a whole safetensors file ({first_line(error)})") from error

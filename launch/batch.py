@@ -62,7 +62,7 @@ FORMATS = ("results", "evalplus")
 SAMPLES = "samples.jsonl"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja")
 _BAD_LINES_SHOWN = 20
-_SECONDS_BETWEEN_REPORTS = 10.0
+SECONDS_BETWEEN_REPORTS = 10.0
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -262,7 +262,7 @@ class _Report:
 
     def at_times(self) -> None:
         """Say so when the last time is a while ago."""
-        if time.monotonic() - self._last >= _SECONDS_BETWEEN_REPORTS:
+        if time.monotonic() - self._last >= SECONDS_BETWEEN_REPORTS:
             self.now()
 
     def now(self) -> None:

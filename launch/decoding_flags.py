@@ -1,4 +1,4 @@
-"""Flags of decoding, and what they come to for a checkpoint: shared by every launcher that generates."""
+"""Decoding flags, from the parameter schema, and the configuration that they make for a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ from typing import Any
 from absl import flags
 
 from checkpoints import CheckpointFolder
-from runtime.decoding.parameters import (
+from runtime import (
+    AUTOREGRESSIVE_PARAMETERS,
+    EXPOSED_PARAMETERS,
     MAX_STEPS,
-    OUTSIDE,
-    OUTSIDE_SAMPLING,
+    Boolean,
+    Choice,
     DiffusionConfig,
+    InputError,
+    Integer,
+    ModelConfig,
+    Parameter,
+    ParameterError,
+    Real,
     SamplingConfig,
+    check_given,
+    declared_parameters,
 )
-from runtime.decoding.schema import Boolean, Choice, Integer, Parameter, ParameterError, Real, check_given, parameters
-from runtime.models.config import ModelConfig
-from sharding.errors import InputError
 
 # Tokens to generate where neither a flag nor the checkpoint says how many.
 _NEW_TOKENS = 64
 
 
 def define_decoding_flags(values: flags.FlagValues) -> None:
-    """Define a flag for every decoding parameter, and ``--preset``. None is a default: the checkpoint decides then."""
+    """Define ``--preset`` and a flag for every decoding parameter; None leaves a value to preset and checkpoint."""
     flags.DEFINE_enum(
         "preset",
         "published",
@@ -32,16 +39,16 @@ def define_decoding_flags(values: flags.FlagValues) -> None:
         "Where decoding parameters start: as the model's authors run it, or the original class's defaults.",
         flag_values=values,
     )
-    for parameter in OUTSIDE.values():
+    for parameter in EXPOSED_PARAMETERS.values():
         define_flag(parameter, values)
 
 
 def define_flag(parameter: Parameter, values: flags.FlagValues) -> None:
-    """Define the flag of one parameter. Bounds are checked with the other parameters, by the configuration."""
+    """Define the flag of one parameter. The configuration checks its bounds, not absl."""
     name, default, kind = parameter.name, parameter.flag_default, parameter.kind
     text = f"{parameter.help} {parameter.flag_help}".strip()
-    if name not in OUTSIDE_SAMPLING:
-        text = f"{text} Diffusion models only."
+    if name not in AUTOREGRESSIVE_PARAMETERS:
+        text = f"Diffusion: {text[0].lower()}{text[1:]}"
     if isinstance(kind, Boolean):
         flags.DEFINE_bool(name, default, text, flag_values=values)
     elif isinstance(kind, Integer):
@@ -55,13 +62,13 @@ def define_flag(parameter: Parameter, values: flags.FlagValues) -> None:
 
 
 def given_flags(values: flags.FlagValues) -> dict[str, Any]:
-    """Parameters that flags set to something else than the flag's default, by name, not yet checked.
+    """Values of flags that differ from the flag's default, by the name of the parameter, not yet checked.
 
     Raises:
-      InputError: a text that is no value of its parameter.
+      InputError: a text that cannot be parsed.
     """
     found = {}
-    for name, parameter in OUTSIDE.items():
+    for name, parameter in EXPOSED_PARAMETERS.items():
         value = values[name].value
         if value is None or value == parameter.flag_default:
             continue
@@ -69,7 +76,7 @@ def given_flags(values: flags.FlagValues) -> dict[str, Any]:
             value = parameter.kind.parse(text := value)
             if isinstance(value, str) and not isinstance(parameter.kind, Choice):
                 raise InputError(f"--{name}={text}: expected {parameter.kind.expected}", field=name)
-        found[name] = parameter.from_outside(value)
+        found[name] = parameter.from_request(value)
     return found
 
 
@@ -83,7 +90,7 @@ def steps_follow_tokens(values: flags.FlagValues, folder: CheckpointFolder) -> b
 def decoding_config(
     values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig, end_token_ids: tuple[int, ...]
 ) -> DiffusionConfig | SamplingConfig:
-    """What to do: flags over the checkpoint's generation config over the preset.
+    """The decoding configuration: flags over the checkpoint's generation config over the preset.
 
     Args:
       values: flags as :func:`define_decoding_flags` defines them.
@@ -92,7 +99,7 @@ def decoding_config(
       end_token_ids: tokens that end a completion.
 
     Raises:
-      InputError: a parameter out of its range, or one that this model's decoder does not have.
+      InputError: a parameter is out of its range, or this model's decoder does not have it.
     """
     given = given_flags(values)
     try:
@@ -100,7 +107,7 @@ def decoding_config(
             return _sampling_config(values, folder, given, end_token_ids)
         return _diffusion_config(values, folder, model, given, end_token_ids)
     except ParameterError as error:
-        # A value of the checkpoint's own is no flag's.
+        # A value from the checkpoint's generation config is not a flag.
         wrong = error.field
         text = error.spelled(lambda name: name if name == wrong and name not in given else f"--{name}")
         raise InputError(text, field=wrong) from error
@@ -136,9 +143,9 @@ def _sampling_config(
     use_cache = fields.get("cache") != "none"
     if not use_cache:
         del fields["cache"]
-    wrong = [name for name in fields if name not in OUTSIDE_SAMPLING]
+    wrong = [name for name in fields if name not in AUTOREGRESSIVE_PARAMETERS]
     if wrong:
-        own = [f"--{name}" for name in OUTSIDE_SAMPLING]
+        own = [f"--{name}" for name in AUTOREGRESSIVE_PARAMETERS]
         raise InputError(
             f"{folder.name} is autoregressive: {', '.join(f'--{name}' for name in wrong)} is for diffusion models; it "
             f"has {', '.join(own)} and --cache=none",
@@ -152,10 +159,10 @@ def _sampling_config(
 
 
 def _generation_config(folder: CheckpointFolder, kind: type) -> dict[str, Any]:
-    """Parameters that the checkpoint's ``generation_config.json`` says, by our names; null says nothing."""
+    """Parameters in the checkpoint's ``generation_config.json``, by our names, without those that are null."""
     raw = folder.generation_config
-    stored = [one for one in parameters(kind) if one.in_checkpoint and raw.get(one.in_checkpoint) is not None]
-    return {one.name: one.from_outside(raw[one.in_checkpoint]) for one in stored}
+    stored = [one for one in declared_parameters(kind) if one.in_checkpoint and raw.get(one.in_checkpoint) is not None]
+    return {one.name: one.from_request(raw[one.in_checkpoint]) for one in stored}
 
 
 def describe(config: DiffusionConfig | SamplingConfig) -> str:

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.decoding.schema import Parameter, Requirement, parameters
-from sharding.errors import InputError
+from runtime import DiffusionConfig, InputError, Parameter, Requirement, SamplingConfig, declared_parameters
 
 _CONFIGS = {"diffusion": DiffusionConfig, "autoregressive": SamplingConfig}
 _MARKED = re.compile(r"(<!-- decoding parameters -->\n).*?(<!-- end of decoding parameters -->)", re.DOTALL)
@@ -28,10 +26,10 @@ def table(configs: dict[str, type] = _CONFIGS) -> str:
     """
     rows: dict[Parameter, list[str]] = {}
     for models, config in configs.items():
-        for one in parameters(config):
+        for one in declared_parameters(config):
             rows.setdefault(one, []).append(models)
-            if one.said_as is not None:
-                rows.setdefault(one.said_as, []).append(models)
+            if one.exposed_as is not None:
+                rows.setdefault(one.exposed_as, []).append(models)
     lines = [_HEAD, ("---",) * len(_HEAD)]
     lines += [_row(one, models, everywhere=len(models) == len(configs)) for one, models in rows.items()]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -59,7 +57,7 @@ def _row(one: Parameter, models: Sequence[str], everywhere: bool) -> tuple[str, 
         f"`{_written(one.default)}`",
         compiled,
         " and ".join(_setting(requirement) for requirement in one.requires),
-        one.help if one.outside and one.said_as is None else f"{one.help} (in Python)",
+        one.help if one.exposed and one.exposed_as is None else f"{one.help} (in Python)",
     )
 
 

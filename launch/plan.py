@@ -26,12 +26,13 @@ from rich.table import Table
 from launch.plan_plot import check_plot, plot_plans
 from launch.profiling import check_folder, write_programs
 from launch.startup import describe_only, run_launcher, say
+from launch.topology_plan import TopologyPlan
 from runtime.models.config import STORED_DTYPES
 from runtime.models.families import parse_config
 from runtime.models.quantization import QUANTIZATIONS
-from runtime.planner.compiled import CompiledPhase, compile_workload
+from runtime.planner.compiled import compile_workload
 from runtime.planner.describe import describe_compiled, describe_estimate, describe_topology
-from runtime.planner.estimate import Estimate, estimate, out_of_memory, rank, shortage, what_would_help
+from runtime.planner.estimate import Estimate, estimate, rank, shortage, what_would_help
 from runtime.planner.presets import PRESETS, preset
 from runtime.planner.workload import CACHES, Workload
 from sharding.aot import described_devices, missing_compiler
@@ -141,39 +142,6 @@ def main(values: flags.FlagValues) -> None:
         print_plans(name, workload, plans, values.price_per_chip_hour)
     if values.plot is not None:
         plot_plans(values.plot, name, workload, plans)
-
-
-class TopologyPlan:
-    """Meshes of one machine: those that fit, ranked, what the compiler says of the best, and a verdict in words."""
-
-    def __init__(
-        self, topology: Topology, fitting: list[Estimate], others: list[Estimate], why_none: str | None = None
-    ) -> None:
-        """Take a ranking, and where a mesh was named that cannot be, why."""
-        self.topology, self.fitting, self.others = topology, fitting, others
-        self.why_none = why_none
-        self.compiled: dict[int, list[CompiledPhase]] = {}
-        self.refused: dict[MeshSpec, str] = {}
-        self.notes: list[str] = []
-
-    def refuse(self, number: int, reason: str) -> None:
-        """Move a mesh that was estimated to fit to the others: the compiler says that it does not."""
-        found = self.fitting.pop(number)
-        self.others.insert(0, found)
-        self.refused[found.spec] = f"{found.spec}: {reason}"
-        self.notes.append(f"left out, {self.refused[found.spec]}")
-
-    @property
-    def verdict(self) -> str:
-        """Why the first is first, or why there is none."""
-        if not self.fitting:
-            if self.refused:
-                return f"{self.topology}: {'; '.join(self.refused.values())}"
-            return self.why_none or out_of_memory(self.others, self.topology)
-        best = self.fitting[0]
-        tensor = next((one for one in self.fitting if one.spec.tensor == one.spec.size), None)
-        other = tensor if tensor is not None and tensor is not best else None
-        return best.explain_against(other) if other is not None else f"{best.spec} is the fastest that fits (estimated)"
 
 
 def plan_topology(

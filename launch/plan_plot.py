@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.topology_plan import TopologyPlan
 from runtime.planner.workload import Workload
 from sharding.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from launch.plan import TopologyPlan
 
 # Names that have room above one another; the best meshes have them.
 _MOST_NAMES = 28

@@ -35,6 +35,7 @@ from launch.startup import (
     version,
 )
 from runtime import (
+    EXPOSED_PARAMETERS,
     MAX_STEPS,
     CheckpointFolder,
     DiffusionConfig,
@@ -47,7 +48,6 @@ from runtime import (
     fingerprint,
     step_limit,
 )
-from runtime.decoding.parameters import OUTSIDE
 
 try:
     from launch.serving.engine import follow
@@ -225,10 +225,10 @@ def read_modes(texts: Sequence[str], defaults: Defaults) -> list[DiffusionConfig
         fields: dict[str, Any] = {}
         for part in text.split(","):
             name, sign, value = part.partition("=")
-            if not sign or name not in OUTSIDE or not OUTSIDE[name].mode:
-                names = ", ".join(one.name for one in OUTSIDE.values() if one.mode)
+            if not sign or name not in EXPOSED_PARAMETERS or not EXPOSED_PARAMETERS[name].mode:
+                names = ", ".join(one.name for one in EXPOSED_PARAMETERS.values() if one.mode)
                 raise InputError(f"--mode={text}: expected name=value, separated by commas, of {names}", field="mode")
-            fields[name] = OUTSIDE[name].kind.parse(value)
+            fields[name] = EXPOSED_PARAMETERS[name].kind.parse(value)
         try:
             found.append(read_config(fields, defaults))
         except InputError as error:

@@ -33,7 +33,7 @@ from launch.hosts.place import define_place_flags, find_place
 from sharding.errors import InputError
 
 MAX_SIMULATED_DEVICES = 4096
-_SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES = 10.0
 
 # A function of (done, in all).
 Report = Callable[[int, int], None]
@@ -280,7 +280,7 @@ class _ByteLines:
     def at_times(self, done: int, total: int) -> None:
         """Say it when the last time is a while ago."""
         now = time.monotonic()
-        if now - self._last < _SECONDS_BETWEEN_LINES:
+        if now - self._last < SECONDS_BETWEEN_LINES:
             return
         self._last = now
         rate = done / max(now - self._start, 1e-9)

@@ -297,9 +297,10 @@ class CanvasWatcher:
     def _draw(self, step: int, rows: Sequence[Sequence[tuple[str, TokenKind]]]) -> None:
         assert self._live is not None
         self._waiting = None
-        self._live.update(self._frame(step, rows), refresh=True)
+        self._live.update(self.frame(step, rows), refresh=True)
 
-    def _frame(self, step: int, rows: Sequence[Sequence[tuple[str, TokenKind]]]) -> Group:
+    def frame(self, step: int, rows: Sequence[Sequence[tuple[str, TokenKind]]]) -> Group:
+        """What is drawn of these rows: progress, then the lines of as many rows as the console has room for."""
         width, height = self._console.size
         ascii_only = self._console.options.ascii_only
         self._views += [RowView() for _ in range(len(self._views), len(rows))]

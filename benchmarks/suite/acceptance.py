@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.records import NotRunError
 from benchmarks.suite.generation import BATCHES, CPU, GENERATIONS
 from benchmarks.suite.parity import layer_parity
-from benchmarks.suite.sheet import NotRunError
 from benchmarks.suite.subject import Subject
 from benchmarks.suite.text import coherence
 

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 
 from benchmarks.ceilings import COPY_BYTES, MATMUL_SIZE, measure_ceilings
-from benchmarks.records import Timing, time_alternating
-from benchmarks.suite.sheet import NotRunError
+from benchmarks.records import NotRunError, Timing, time_alternating
 from benchmarks.suite.subject import Subject, open_engine, rates, request_of
 from benchmarks.timed_passes import Request, TimedPass
 from launch.profiling import given_profiling, profile_again

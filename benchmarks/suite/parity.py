@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.models import layer_config
-from benchmarks.suite.sheet import NotRunError
+from benchmarks.records import NotRunError
 from benchmarks.suite.subject import Subject, prompt_ids
 from benchmarks.torch_models import import_torch, torch_model
 from runtime.execution.programs import fetch, put

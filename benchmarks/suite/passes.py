@@ -13,8 +13,7 @@ import jax
 import numpy as np
 
 from benchmarks.models import forward_flops
-from benchmarks.records import Timing
-from benchmarks.suite.sheet import NotRunError
+from benchmarks.records import NotRunError, Timing
 from benchmarks.suite.subject import Subject, prompt_ids, request_of
 from benchmarks.timed_passes import Request, TimedPass, timed_requests
 from runtime.execution.programs import ProgramCache, lower_hidden, put

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from benchmarks.ceilings import fits_or_none
-from benchmarks.records import Timing, time_alternating
+from benchmarks.records import NotRunError, Timing, time_alternating
 from launch.startup import this_host
 from sharding.errors import InputError
 
@@ -41,10 +41,6 @@ class Row:
     trials: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     not_run: str | None = None
-
-
-class NotRunError(Exception):
-    """Why a row cannot be measured here."""
 
 
 class Sheet:

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 from absl import flags
 
+from benchmarks.records import NotRunError
 from benchmarks.suite.cold_start import NEW_TOKENS, STEPS
-from benchmarks.suite.sheet import NotRunError, Sheet
+from benchmarks.suite.sheet import Sheet
 from benchmarks.suite.subject import command, open_engine
 from checkpoints import open_folder
 from checkpoints.conversion import convert
@@ -45,7 +46,9 @@ def measure_compilation(sheet: Sheet, values: flags.FlagValues) -> None:
         for _ in range(_TRIALS):
             with tempfile.TemporaryDirectory() as folder:
                 for starts in found.values():
-                    starts.append(_start(command("benchmarks.suite.cold_start", values, f"--compile_cache={folder}")))
+                    starts.append(
+                        start_process(command("benchmarks.suite.cold_start", values, f"--compile_cache={folder}"))
+                    )
             if starts[-1]["weight_bytes"] > _SMALL:
                 break
 
@@ -66,7 +69,12 @@ def one_trial(size: int, failed: str | None = None) -> dict[str, str]:
     return {"one_trial": failed or f"weights of {size / 1e9:.1f} GB are large"}
 
 
-def _start(arguments: list[str]) -> dict[str, Any]:
+def start_process(arguments: list[str]) -> dict[str, Any]:
+    """Run a process and read the JSON object in its last line.
+
+    Raises:
+      NotRunError: it failed, or took too long.
+    """
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=_CHILD_SECONDS)
     except subprocess.TimeoutExpired as error:

@@ -13,7 +13,8 @@ from absl import flags
 
 from benchmarks.ceilings import Ceilings
 from benchmarks.models import define_model_flags, forward_flops, model_config, model_sizes
-from benchmarks.suite.sheet import NotRunError, Sheet
+from benchmarks.records import NotRunError
+from benchmarks.suite.sheet import Sheet
 from benchmarks.timed_passes import Request, TimedPass, time_pass
 from checkpoints import DEMO
 from launch.startup import define_device_flags

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from benchmarks.demo_quality import parses
-from benchmarks.suite.sheet import NotRunError
+from benchmarks.records import NotRunError
 from benchmarks.suite.subject import Subject, request_of
 from checkpoints import open_folder
 from runtime.text.tokenizer import TextTokenizer

@@ -19,8 +19,8 @@ from launch.hosts.messages import MAX_BYTES, Message, encode, receive, shorten
 from sharding.errors import InputError
 
 _TICK = 0.25
-_SAY_EVERY = 5.0
-_GRACE = 3.0  # that a fault which may be a consequence waits for its cause
+SAY_EVERY_SECONDS = 5.0
+GRACE_SECONDS = 3.0  # that a fault which may be a consequence waits for its cause
 _STILL = 5.0  # a worker that has not moved for so long, when others fail, is the reason
 _STACKS_WAIT = 5.0
 _CLOSE_WAIT = 2.0
@@ -215,7 +215,7 @@ class Hub:
             text = f"has not come within {waited:.0f} s; {len(self._members)} of {self._hosts} hosts are here"
             fault = Fault("missing", text, EXIT_RESTART, missing[0], self._names(missing))
             self._faults.append((now, fault))
-        if missing and now - self._said > _SAY_EVERY:
+        if missing and now - self._said > SAY_EVERY_SECONDS:
             self._said = now
             self._say(f"waiting for {self._names(missing)} of {self._hosts} for {waited:.0f} s")
         for host, member in self._members.items():
@@ -225,7 +225,7 @@ class Hub:
             return
         for topic, gather in self._gathers.items():
             late = [host for host in range(self._hosts) if host not in gather.values]
-            if topic.split()[0] in _SAID and now - gather.said > _SAY_EVERY:
+            if topic.split()[0] in _SAID and now - gather.said > SAY_EVERY_SECONDS:
                 gather.said = now
                 self._say(f"waiting for {self._names(late)} ({topic.split()[0]}) for {now - gather.since:.0f} s")
 
@@ -234,7 +234,7 @@ class Hub:
         for _, fault in self._faults:
             if not fault.is_consequence:
                 return fault
-        if not self._faults or now - self._faults[0][0] < _GRACE:
+        if not self._faults or now - self._faults[0][0] < GRACE_SECONDS:
             return None
         # JAX aborts all hosts when it gives up; one that aborts alone has crashed, and the others feel it.
         aborted = [fault for _, fault in self._faults if fault.kind == "aborted"]

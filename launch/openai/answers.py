@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from runtime.text.tokenizer import TextTokenizer
+from runtime import TextTokenizer
 
 # Decimals of log-probabilities: what is beyond depends on the order of additions.
 DECIMALS = 5

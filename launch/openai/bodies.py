@@ -1,7 +1,4 @@
-"""What a prompt or a chat with decoding parameters beside it asks for: checked, and by our names.
-
-One reader for lines of a file and for bodies of the server, plain or in OpenAI's form.
-"""
+"""Reads requests, a prompt or a chat with decoding parameters: lines of a batch and bodies of the server alike."""
 
 from __future__ import annotations
 
@@ -10,29 +7,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.decoding.parameters import (
+from runtime import (
+    AUTOREGRESSIVE_PARAMETERS,
     EARLY_STOP,
+    EXPOSED_PARAMETERS,
+    MAX_SAMPLES,
     MAX_SEED,
     MAX_STEPS,
-    OUTSIDE,
-    OUTSIDE_SAMPLING,
     DiffusionConfig,
+    InputError,
+    Integer,
+    ModelConfig,
+    RowRequest,
     SamplingConfig,
+    TextTokenizer,
+    check_given,
+    check_request,
+    dependents,
 )
-from runtime.decoding.schema import Integer, check_given, dependents
-from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import MAX_SAMPLES, check_request
-from runtime.models.config import ModelConfig
-from runtime.text.tokenizer import TextTokenizer
-from sharding.errors import InputError
 
 MAX_STOPS, MAX_STOP = 16, 1024
 
-# What a request says beside the decoding parameters.
+# Fields of a request that are no decoding parameters.
 _SAMPLES, _SAMPLES_NAME = Integer(1, MAX_SAMPLES), "num_return_sequences"
-_READ = {"prompt", "messages", "stop", _SAMPLES_NAME, *OUTSIDE}
-_OWN_NAMES = {"n": _SAMPLES_NAME} | {alias: one.name for one in OUTSIDE.values() for alias in one.aliases}
-# A request has one seed, which is not its configuration's.
+_READ = {"prompt", "messages", "stop", _SAMPLES_NAME, *EXPOSED_PARAMETERS}
+_OWN_NAMES = {"n": _SAMPLES_NAME} | {alias: one.name for one in EXPOSED_PARAMETERS.values() for alias in one.aliases}
+# A request has a single seed, which is kept beside its configuration.
 _SEED = Integer(0, MAX_SEED)
 # What a body may say that changes no token.
 _SILENT = ("model", "user", "metadata", "store", "service_tier")
@@ -117,40 +117,40 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def by_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A body by our names; null says nothing.
+    """A body with aliases replaced by the names of our parameters, and without fields that are null.
 
     Raises:
-      InputError: it says something by two names.
+      InputError: one parameter is given by two names.
     """
     found: dict[str, Any] = {}
     for name, value in body.items():
         own = _OWN_NAMES.get(name, name)
         if own in found:
-            raise InputError(f"{name}: it says {own} twice", field=name)
+            raise InputError(f"{name}: {own} is given twice", field=name)
         if value is not None:
             found[own] = value
     return found
 
 
 def known(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a body, by our names, that say something to the decoder."""
+    """The fields of a body, by our names, that :func:`read_asked` reads."""
     return {name: value for name, value in changes.items() if name in _READ}
 
 
 def is_read(name: str) -> bool:
-    """Whether a field of a body, by any of its names, says something to the decoder."""
+    """Whether :func:`read_asked` reads a field of a body, given by any of its names."""
     return _OWN_NAMES.get(name, name) in _READ
 
 
 def read_asked(fields: Mapping[str, Any], defaults: Defaults) -> Asked:
-    """What a body asks for.
+    """Check a request and tokenize its prompt.
 
     Args:
-      fields: as :func:`known` gives them.
-      defaults: what it starts from.
+      fields: of its body, as :func:`known` returns them.
+      defaults: values of what it does not say.
 
     Raises:
-      InputError: a field that is wrong, or a request that the model cannot be given.
+      InputError: a field is wrong, or the model cannot run the request.
     """
     config = read_config(fields, defaults)
     samples = _SAMPLES.read("n", fields.get(_SAMPLES_NAME, defaults.samples))
@@ -161,10 +161,10 @@ def read_asked(fields: Mapping[str, Any], defaults: Defaults) -> Asked:
 
 
 def nothing_else(fields: Mapping[str, Any], silent: str = " ".join(_SILENT)) -> None:
-    """Check that fields which nobody reads ask for nothing; those named in ``silent`` change no token anyway.
+    """Check that fields which are not read are empty or off; those named in ``silent`` change no token anyway.
 
     Raises:
-      InputError: they do.
+      InputError: one of them is not.
     """
     # A switch that is off or a list that is empty asks for nothing that could be missed.
     asked = [name for name, value in fields.items() if value and name not in silent.split()]
@@ -173,24 +173,24 @@ def nothing_else(fields: Mapping[str, Any], silent: str = " ".join(_SILENT)) -> 
 
 
 def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConfig | SamplingConfig:
-    """The decoding parameters of a body, over the default ones.
+    """The decoding parameters of a body, over the defaults.
 
     Raises:
-      InputError: one that is wrong, or that this model's decoder does not have.
+      InputError: a parameter is wrong, or this model's decoder does not have it.
     """
     config = defaults.config
-    given = [name for name in OUTSIDE if name in changes and name != "seed"]
-    wrong = [name for name in given if name not in OUTSIDE_SAMPLING]
+    given = [name for name in EXPOSED_PARAMETERS if name in changes and name != "seed"]
+    wrong = [name for name in given if name not in AUTOREGRESSIVE_PARAMETERS]
     if isinstance(config, SamplingConfig) and wrong:
         raise InputError(
             f"{', '.join(wrong)}: for diffusion models, and this checkpoint is autoregressive", field=wrong[0]
         )
-    fields = {name: OUTSIDE[name].from_outside(changes[name]) for name in given}
+    fields = {name: EXPOSED_PARAMETERS[name].from_request(changes[name]) for name in given}
     if EARLY_STOP.name in fields:
         fields["stop_token_ids"] = defaults.end_token_ids if EARLY_STOP.read(fields.pop(EARLY_STOP.name)) else ()
     if "log_probabilities" in fields:
         fields["log_probabilities"] = _log_probabilities(fields["log_probabilities"])
-    # What belongs to one cache or one rule alone: another one starts without it.
+    # Parameters of one cache or one parallel rule do not carry over to another one.
     for name in [name for name in fields if fields[name] != getattr(config, name)]:
         fields = {one.name: one.default for one in dependents(type(config), name)} | fields
     tokens = fields.get("max_new_tokens")

@@ -1,7 +1,7 @@
-"""Bodies of requests as they come over the wire: which fields there are, of which type, within which bounds.
+"""Bodies of HTTP requests: their fields with types and bounds; those of decoding come from the parameter schema.
 
-What they mean is said once for files and for the server, in :mod:`launch.openai.bodies`. Whatever is not here is
-refused: nothing is ignored that would change an answer.
+:mod:`launch.openai.bodies` reads what the fields mean, for files and for the server. A field that is not declared here
+is refused: nothing is ignored that would change an answer.
 """
 
 from __future__ import annotations
@@ -13,9 +13,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from launch.openai.bodies import MAX_STOP, MAX_STOPS, is_read
 from launch.serving.errors import ApiError, invalid
-from runtime.decoding.parameters import MAX_TEMPERATURE, MIN_TEMPERATURE, OUTSIDE
-from runtime.decoding.schema import Boolean, Choice, Integer, Parameter, Real, Seeds, TokenIds
-from sharding.errors import InputError
+from runtime import (
+    EXPOSED_PARAMETERS,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    Boolean,
+    Choice,
+    InputError,
+    Integer,
+    Parameter,
+    Real,
+    Seeds,
+    TokenIds,
+)
 
 # Absolute bounds; the server's own, from its flags, are tighter.
 MAX_N = 1024
@@ -67,7 +77,7 @@ def annotation(parameter: Parameter) -> Any:
 
 
 def decoding_body(parameters: Iterable[Parameter]) -> type[Body]:
-    """A body with a field for each of the parameters that OpenAI's forms do not say in their own way."""
+    """A body with a field for every parameter that OpenAI's request formats do not define themselves."""
     fields: Any = {one.http_name: (annotation(one), None) for one in parameters if one.http is not None}
     return create_model("Decoding", __base__=Body, **fields)
 
@@ -76,12 +86,12 @@ if TYPE_CHECKING:
     Decoding = Body
     Count = int | None
 else:
-    Decoding = decoding_body(OUTSIDE.values())
-    Count = annotation(OUTSIDE["max_new_tokens"])
+    Decoding = decoding_body(EXPOSED_PARAMETERS.values())
+    Count = annotation(EXPOSED_PARAMETERS["max_new_tokens"])
 
 
 class Generate(Decoding):
-    """What completions and chats have in common, beside the decoding parameters. ``None`` is as good as nothing.
+    """Fields of completions and chats beside the decoding parameters. None is the same as no field.
 
     Attributes:
       timeout: seconds from the arrival of the request in which it must be finished.
@@ -111,7 +121,7 @@ class Generate(Decoding):
         return self
 
     def decoding(self) -> dict[str, Any]:
-        """The fields that say how to decode and what."""
+        """The fields that :func:`launch.openai.bodies.read_asked` reads."""
         return {name: value for name, value in self.model_dump(exclude_unset=True).items() if is_read(name)}
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.decoding.parameters import OUTSIDE
-from runtime.decoding.schema import ParameterError
-from sharding.errors import InputError
+from runtime import EXPOSED_PARAMETERS, InputError, ParameterError
 
 
 class ApiError(Exception):
@@ -52,7 +50,7 @@ def from_input_error(error: InputError) -> ApiError:
 
 
 def _http_name(name: str) -> str:
-    return OUTSIDE[name].http_name if name in OUTSIDE else name
+    return EXPOSED_PARAMETERS[name].http_name if name in EXPOSED_PARAMETERS else name
 
 
 def busy(seconds: int) -> ApiError:

@@ -13,16 +13,18 @@ from launch.serving.errors import ApiError, from_input_error, invalid
 from launch.serving.limits import Limits
 from runtime import (
     CheckpointError,
+    Choice,
     DiffusionConfig,
     Executor,
     InputError,
     RowRequest,
     SamplingConfig,
     ScorePass,
+    can_run,
+    compiled_values,
+    declared_parameters,
     row_seeds,
 )
-from runtime.decoding.parameters import can_run, compiled_values
-from runtime.decoding.schema import Choice, parameters
 
 # Seeds that are made here are exact in JavaScript too.
 _SEED_BITS = 53
@@ -202,7 +204,7 @@ class Reader:
 
 def describe(config: DiffusionConfig | SamplingConfig) -> str:
     """What of a configuration is compiled in, for people: as a mode of the server says it."""
-    named = {one.name: one for one in parameters(type(config))}
+    named = {one.name: one for one in declared_parameters(type(config))}
     # Choices tell ways of decoding apart; of the rest what is not the default.
     said = {
         name: value

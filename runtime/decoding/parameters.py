@@ -19,9 +19,9 @@ from runtime.decoding.schema import (
     Requirement,
     Seeds,
     TokenIds,
-    outside_parameters,
+    declared_parameters,
+    exposed_parameters,
     parameter,
-    parameters,
     same_as,
     validate,
 )
@@ -90,7 +90,7 @@ class SamplingConfig:
         flag_help="Several are separated by commas.",
     )
     stop_token_ids: Sequence[int] = parameter(
-        (), _TOKEN_IDS, "End a row with the first of these tokens.", outside=False
+        (), _TOKEN_IDS, "End a row with the first of these tokens.", exposed=False
     )
     log_probabilities: bool = parameter(
         False,
@@ -106,7 +106,7 @@ class SamplingConfig:
         Boolean(),
         "Keep keys and values; without them every token costs a forward pass over everything before it.",
         compiled=True,
-        outside=False,
+        exposed=False,
     )
 
     def __post_init__(self) -> None:
@@ -241,7 +241,7 @@ class DiffusionConfig:
         mode=True,
     )
     stop_token_ids: Sequence[int] = parameter(
-        (), _TOKEN_IDS, "End a row when one of these and everything before it is committed.", said_as=EARLY_STOP
+        (), _TOKEN_IDS, "End a row when one of these and everything before it is committed.", exposed_as=EARLY_STOP
     )
 
     def __post_init__(self) -> None:
@@ -276,9 +276,9 @@ class DiffusionConfig:
         return replace(self, **changes)
 
 
-# What callers outside Python can set, whatever the model; and what of that an autoregressive model has.
-OUTSIDE = outside_parameters(DiffusionConfig, SamplingConfig)
-OUTSIDE_SAMPLING = outside_parameters(SamplingConfig)
+# What flags and requests can set, for any model and for an autoregressive one.
+EXPOSED_PARAMETERS = exposed_parameters(DiffusionConfig, SamplingConfig)
+AUTOREGRESSIVE_PARAMETERS = exposed_parameters(SamplingConfig)
 
 
 def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
     """
     found = {
         one.name: getattr(config, one.name)
-        for one in parameters(type(config))
+        for one in declared_parameters(type(config))
         if (one.compiled.met(config) if isinstance(one.compiled, Requirement) else one.compiled)
     }
     if "block_length" in found:

@@ -30,7 +30,7 @@ class Requirement:
     Attributes:
       field: the other parameter.
       values: those of its values that will do.
-      when_given: it matters only to a caller who gives the parameter; a value that is a default is not used then.
+      when_given: checked only if a caller gives the parameter explicitly; an inherited value is ignored instead.
     """
 
     field: str
@@ -280,19 +280,20 @@ class Parameter:
     Attributes:
       kind: type and bounds.
       help: what it does, in a sentence or two.
-      aliases: other names that lines of a batch and bodies of requests have for it.
-      optional: None is a value too.
-      zero_is_none: callers who cannot say None say 0.
-      idle: values beside the default that ask for nothing.
-      compiled: its value is part of the compiled program, always or with that setting; else it is a run-time argument.
-      requires: settings without which it asks for something that cannot be done.
+      aliases: other names for it in lines of a batch and bodies of requests.
+      optional: None is a valid value.
+      zero_is_none: flags and requests write 0 for None.
+      idle: values that, like the default, have no effect and so no requirements.
+      compiled: its value is part of the compiled program, always or with that setting of another parameter; otherwise
+        it is a run-time argument of each row.
+      requires: settings of other parameters without which it has no effect.
       mode: a server's ``--mode`` can set it.
-      said_as: callers outside Python set this parameter in the place of the field; the launchers read it.
-      outside: callers outside Python can set it.
-      flag_default: the flag's value where nobody gives it; None leaves the value to the preset and the checkpoint.
-      flag_help: what the flag's help says beside ``help``.
-      in_checkpoint: its name in a checkpoint's ``generation_config.json``; empty where that does not say it.
-      http: its name in bodies of HTTP requests; empty for its own, None where OpenAI's forms say it.
+      exposed: flags and requests can set it, not only Python.
+      exposed_as: the parameter that flags and requests have in its place; the launchers translate.
+      flag_default: the flag's value when it is not given; None leaves the value to the preset and the checkpoint.
+      flag_help: what the flag's help says after ``help``.
+      in_checkpoint: its key in a checkpoint's ``generation_config.json``; empty if it has none.
+      http: its name in bodies of HTTP requests; empty for its own name, None if OpenAI's request formats define it.
       name, default: of the field that declares it.
     """
 
@@ -305,8 +306,8 @@ class Parameter:
     compiled: bool | Requirement = False
     requires: tuple[Requirement, ...] = ()
     mode: bool = False
-    said_as: Parameter | None = None
-    outside: bool = True
+    exposed_as: Parameter | None = None
+    exposed: bool = True
     flag_default: Any = None
     flag_help: str = ""
     in_checkpoint: str = ""
@@ -322,13 +323,13 @@ class Parameter:
         """
         return None if value is None and self.optional else self.kind.read(self.name, value)
 
-    def from_outside(self, value: Any) -> Any:
-        """A value of a caller who cannot say None, not yet checked."""
+    def from_request(self, value: Any) -> Any:
+        """The value that a flag or a request means, not yet checked: None for 0 where there is no other way."""
         return None if self.zero_is_none and type(value) is int and value == 0 else value
 
     @property
     def http_name(self) -> str:
-        """How bodies of HTTP requests call it."""
+        """Its name in bodies of HTTP requests."""
         return self.http or self.name
 
 
@@ -343,7 +344,7 @@ def same_as(config: type, name: str) -> Any:
     return dataclasses.field(default=found.default, metadata=found.metadata)
 
 
-def parameters(config: type) -> tuple[Parameter, ...]:
+def declared_parameters(config: type) -> tuple[Parameter, ...]:
     """The parameters of a kind of configuration, one for each of its fields."""
     return tuple(
         dataclasses.replace(field.metadata[_KEY], name=field.name, default=field.default)
@@ -351,16 +352,16 @@ def parameters(config: type) -> tuple[Parameter, ...]:
     )
 
 
-def outside_parameters(*configs: type) -> dict[str, Parameter]:
-    """What callers outside Python set, by name: flags, lines of a batch, bodies of requests.
+def exposed_parameters(*configs: type) -> dict[str, Parameter]:
+    """What flags, lines of a batch and bodies of requests can set, by name.
 
-    Where several kinds of configuration have a parameter, the first one's declaration counts.
+    Where several kinds of configuration have a parameter, the declaration of the first one is used.
     """
     found: dict[str, Parameter] = {}
     for config in configs:
-        for one in parameters(config):
-            if one.outside:
-                said = one.said_as or one
+        for one in declared_parameters(config):
+            if one.exposed:
+                said = one.exposed_as or one
                 found.setdefault(said.name, said)
     return found
 
@@ -371,7 +372,7 @@ def validate(config: Any) -> None:
     Raises:
       ParameterError: a value out of bounds or of another type, or one that another parameter rules out.
     """
-    declared = parameters(type(config))
+    declared = declared_parameters(type(config))
     for one in declared:
         object.__setattr__(config, one.name, one.read(getattr(config, one.name)))
     for one in declared:
@@ -387,7 +388,7 @@ def check_given(config: Any, names: Iterable[str]) -> None:
       ParameterError: one that does nothing in this configuration.
     """
     given = set(names)
-    for one in parameters(type(config)):
+    for one in declared_parameters(type(config)):
         if one.name in given and getattr(config, one.name) not in one.idle:
             _check_requirements(one, config, when_given=True)
 
@@ -402,6 +403,6 @@ def dependents(config: type, name: str) -> Sequence[Parameter]:
     """The parameters that have a meaning only with some settings of the one that is named."""
     return [
         one
-        for one in parameters(config)
+        for one in declared_parameters(config)
         if any(requirement.field == name and not requirement.when_given for requirement in one.requires)
     ]

@@ -62,6 +62,8 @@ class Family:
       schedule: how many masks a denoise step fills; None where nothing is denoised.
       mask_token_id: the mask token of checkpoints whose configuration does not name one.
       end_token_ids: the end tokens of checkpoints whose configuration does not name any.
+      tensor_name: from a tensor's name in a Hugging Face folder to the name that the weights declare, for folders with
+        variants of their own; None for a tensor that is no weight.
       published: published decoding settings, the first kind that a checkpoint's name matches counts.
       presets: ``config.json`` of published checkpoints by name, for planning without a download.
     """
@@ -77,6 +79,7 @@ class Family:
     schedule: UnmaskingSchedule | None = None
     mask_token_id: int | None = None
     end_token_ids: tuple[int, ...] = ()
+    tensor_name: Callable[[str], str | None] = str
     published: tuple[PublishedSettings, ...] = ()
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -208,14 +211,7 @@ def transformer_config(
             f"{family.model_type}"
         )
     number = {key: read_integer(raw, key, 1, limit) for key, limit in _LIMITS.items()}
-    heads, kv_heads = number["num_attention_heads"], number["num_key_value_heads"]
-    if heads % kv_heads:
-        raise ConfigError(f"config.json: {heads} attention heads do not divide into {kv_heads} KV heads")
-    head_dim = read_integer(raw, "head_dim", 1, 1 << 12, default=number["hidden_size"] // heads)
-    if raw.get("head_dim") is None and number["hidden_size"] % heads:
-        raise ConfigError(f"config.json: hidden_size {number['hidden_size']} does not divide by {heads} heads")
-    if head_dim % 2 and rotary:
-        raise ConfigError(f"config.json: rotary position embedding needs an even head_dim, not {head_dim}")
+    head_dim = _head_dim(raw, number, rotary)
     dtype = raw.get("torch_dtype") or raw.get("dtype") or "float32"
     if dtype not in STORED_DTYPES:
         raise ConfigError(f"config.json: dtype {dtype!r:.200} is not one of {', '.join(STORED_DTYPES)}")
@@ -230,8 +226,8 @@ def transformer_config(
         hidden_size=number["hidden_size"],
         intermediate_size=number["intermediate_size"],
         num_layers=number["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_heads=number["num_attention_heads"],
+        num_kv_heads=number["num_key_value_heads"],
         head_dim=head_dim,
         max_positions=number["max_position_embeddings"],
         rope_theta=_read_real(raw, "rope_theta", default=_rope_parameters(raw)) if rotary else 0.0,
@@ -243,6 +239,18 @@ def transformer_config(
         end_token_ids=ends,
         attention_block_length=attention_block_length,
     )
+
+
+def _head_dim(raw: Mapping[str, Any], number: Mapping[str, int], rotary: bool) -> int:
+    heads, kv_heads = number["num_attention_heads"], number["num_key_value_heads"]
+    if heads % kv_heads:
+        raise ConfigError(f"config.json: {heads} attention heads do not divide into {kv_heads} KV heads")
+    head_dim = read_integer(raw, "head_dim", 1, 1 << 12, default=number["hidden_size"] // heads)
+    if raw.get("head_dim") is None and number["hidden_size"] % heads:
+        raise ConfigError(f"config.json: hidden_size {number['hidden_size']} does not divide by {heads} heads")
+    if head_dim % 2 and rotary:
+        raise ConfigError(f"config.json: rotary position embedding needs an even head_dim, not {head_dim}")
+    return head_dim
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> float:

@@ -45,6 +45,23 @@ class Weights(Protocol):
         """Logits in the weights' dtype, the vocabulary as padded: ``[B, P, D]`` -> ``[B, P, V]``."""
 
 
+def find_family(raw: Mapping[str, Any]) -> Family:
+    """The family of a ``config.json`` that has been parsed into a mapping.
+
+    Raises:
+      ConfigError: a model type that is not supported.
+    """
+    kind = raw.get("model_type")
+    for family in FAMILIES:
+        if family.model_type == kind:
+            return family
+    names = ", ".join(sorted(family.model_type for family in FAMILIES))
+    raise ConfigError(
+        f"config.json: model_type {kind!r:.200} (architectures {raw.get('architectures')!r:.200}) is not "
+        f"supported; supported: {names}"
+    )
+
+
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read a ``config.json`` that has been parsed into a mapping.
 
@@ -52,15 +69,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
       ConfigError: a model type that is not supported, a missing or out-of-range number, or a feature that the forward
         pass does not have (scaled RoPE, sliding windows, another activation).
     """
-    kind = raw.get("model_type")
-    for family in FAMILIES:
-        if family.model_type == kind:
-            return family.parse(raw)
-    names = ", ".join(sorted(family.model_type for family in FAMILIES))
-    raise ConfigError(
-        f"config.json: model_type {kind!r:.200} (architectures {raw.get('architectures')!r:.200}) is not "
-        f"supported; supported: {names}"
-    )
+    return find_family(raw).parse(raw)
 
 
 def weights_class(config: ModelConfig) -> type[Any]:

@@ -8,6 +8,7 @@ Numerics follow the Hugging Face implementation (parity in ``tests/runtime/decod
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -155,6 +156,17 @@ def _with_common_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     return common
 
 
+# As first published, GPT-2 has no "transformer." before its names, and carries its causal masks as tensors.
+_BARE = re.compile(r"(h\.\d+|wte|wpe|ln_f)\.")
+_CAUSAL_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
+
+
+def _tensor_name(name: str) -> str | None:
+    if _CAUSAL_MASK.fullmatch(name):
+        return None
+    return _PREFIX + name if _BARE.match(name) else name
+
+
 def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     check_features(GPT2, raw, _FEATURES)
     return transformer_config(GPT2, _with_common_names(raw), rotary=False, tied_by_default=True)
@@ -169,6 +181,7 @@ GPT2 = Family(
     attention="causal",
     objective="autoregressive",
     prediction_offset=1,
+    tensor_name=_tensor_name,
     presets={
         "gpt2": {
             "model_type": "gpt2",

@@ -19,7 +19,7 @@ QUANTIZATIONS = ("none", "int8")
 # One over the largest integer. Multiplied by, not divided through: compilers make the one of the other, and round.
 INVERSE_INT8_MAX = np.float32(1.0 / 127.0)
 # Weights of a block at most: 512 KB of float32, well within a core's cache.
-_BLOCK_WEIGHTS = 1 << 17
+BLOCK_WEIGHTS = 1 << 17
 
 
 @flax.struct.dataclass
@@ -136,7 +136,7 @@ def _blocks_of_sum(left: Array, values: Array) -> Array:
 
 def _block_rows(matrix: Array) -> int:
     # A power of two, which most matrices are a multiple of.
-    rows = 1 << max(1, _BLOCK_WEIGHTS // matrix.shape[1]).bit_length() - 1
+    rows = 1 << max(1, BLOCK_WEIGHTS // matrix.shape[1]).bit_length() - 1
     return min(len(matrix), rows)
 
 

@@ -76,6 +76,11 @@ class TextTokenizer:
             raise CheckpointError(f"{self._name}: the tokenizer has no chat template; leave --chat off")
         return str(self._tokenizer.chat_template)
 
+    @chat_template.setter
+    def chat_template(self, template: str | None) -> None:
+        """Use another chat template; None for none."""
+        self._tokenizer.chat_template = template
+
     def render_messages(self, messages: Sequence[Mapping[str, str]], answer: bool = True) -> str:
         """Text of a conversation, ``{"role", "content"}`` each, with the beginning of the assistant's ``answer``.
 

@@ -41,7 +41,7 @@ def test_pytorch_is_spoken_of_only_where_it_runs(monkeypatch: pytest.MonkeyPatch
 
 def test_a_record_names_the_compilers_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"jax": "1", "libtpu": "2", "nvidia-cudnn-cu13": "3"}
-    monkeypatch.setattr(records, "_version", there.get)
+    monkeypatch.setattr(records, "package_version", there.get)
     versions = build_record("a", kind="estimated", settings={}, results={})["versions"]
     assert versions.pop("python")
     assert versions == there

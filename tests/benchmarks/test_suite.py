@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from benchmarks import report, scaling, serve
+from benchmarks.records import NotRunError
 from benchmarks.suite import __main__ as suite
 from benchmarks.suite import acceptance, subject
 from benchmarks.suite.generation import GENERATIONS
 from benchmarks.suite.parity import source_tensor
-from benchmarks.suite.sheet import NotRunError, Sheet
+from benchmarks.suite.sheet import Sheet
 from benchmarks.suite.tables import suite_tables
 from checkpoints import DEMO, open_folder
 from checkpoints.opening import open_tensors

@@ -14,9 +14,9 @@ from absl import flags
 
 from benchmarks import timed_passes
 from benchmarks.ceilings import Ceilings
-from benchmarks.records import Timing
+from benchmarks.records import NotRunError, Timing
 from benchmarks.suite import acceptance, generation, passes, start
-from benchmarks.suite.sheet import NotRunError, Sheet
+from benchmarks.suite.sheet import Sheet
 from benchmarks.suite.subject import Subject, define_subject_flags, open_engine
 from benchmarks.timed_passes import time_pass
 from checkpoints import DEMO
@@ -144,7 +144,7 @@ def test_compilation_is_tried_with_a_new_cache_each_time(
             "first_token_seconds": 10 * seconds,
         }
 
-    monkeypatch.setattr(start, "_start", started)
+    monkeypatch.setattr(start, "start_process", started)
     sheet = sheet_of()
     start.measure_compilation(sheet, values_of(*TINY))
     assert [caches.count(cache) for cache in dict.fromkeys(caches)] == [2] * trials
@@ -162,7 +162,7 @@ def test_a_start_that_fails_is_said_in_every_row(monkeypatch: pytest.MonkeyPatch
     def started(arguments: list[str]) -> dict[str, Any]:
         raise NotRunError("a process of its own ended with 1: why")
 
-    monkeypatch.setattr(start, "_start", started)
+    monkeypatch.setattr(start, "start_process", started)
     sheet = sheet_of()
     start.measure_compilation(sheet, values_of(*TINY))
     assert [row.not_run for row in sheet.rows] == ["a process of its own ended with 1: why"] * 4

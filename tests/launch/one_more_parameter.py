@@ -14,7 +14,7 @@ from typing import Any
 from absl import flags
 
 from runtime.decoding import parameters
-from runtime.decoding.schema import Integer, Requirement, outside_parameters, parameter
+from runtime.decoding.schema import Integer, Requirement, exposed_parameters, parameter
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Patient(parameters.DiffusionConfig):
 
 
 parameters.DiffusionConfig = Patient  # type: ignore[misc]
-parameters.OUTSIDE = outside_parameters(Patient, parameters.SamplingConfig)
+parameters.EXPOSED_PARAMETERS = exposed_parameters(Patient, parameters.SamplingConfig)
 
 
 def main(folder: Path) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def served(
     """Serve an engine with these ways of decoding until the block ends."""
     tokenizer = engine.tokenizer
     if template is not None:
-        tokenizer._tokenizer.chat_template = template
+        tokenizer.chat_template = template
     defaults = Defaults(name, engine.config, tokenizer, config, True, engine.end_token_ids, 0, False, 1, ())
     configs = [config, *more]
     shapes = [PoolShape(one, width, slots, steps) for one in configs for width in canvas]
@@ -105,3 +105,13 @@ def served(
         host.end()
         thread.join(PATIENCE)
         assert not thread.is_alive()
+
+
+def offline(found: Served, prompts: list[str], **changes: Any) -> list[Any]:
+    """What the engine makes of the same parameters."""
+    own = dict(changes)
+    samples, stop = own.pop("n", 1), own.pop("stop", ())
+    if "max_new_tokens" in own:
+        own.setdefault("steps", own["max_new_tokens"])
+    config = found.defaults.config.replace(**own)
+    return found.engine.generate(prompts, config, num_return_sequences=samples, stop=stop)

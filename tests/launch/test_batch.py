@@ -59,7 +59,7 @@ def check_results(found: list[dict[str, Any]]) -> None:
 def test_a_batch_its_order_and_its_resumption(
     tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "_SECONDS_BETWEEN_REPORTS", 0.0)
+    monkeypatch.setattr(batch, "SECONDS_BETWEEN_REPORTS", 0.0)
     bad = ["{", {"id": "a", "prompt": "again"}]
     source, output = write(tmp_path / "in.jsonl", [*LINES, *bad]), tmp_path / "made" / "out"
     launch(source, output, compiled, "--skip_bad", "--slots=2", "--format=evalplus")

@@ -205,7 +205,7 @@ def test_progress_where_there_is_no_terminal(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seconds, lines in [(3600.0, False), (0.0, True)]:
-        monkeypatch.setattr(startup, "_SECONDS_BETWEEN_LINES", seconds)
+        monkeypatch.setattr(startup, "SECONDS_BETWEEN_LINES", seconds)
         convert.run(["convert", f"--source={source}", f"--output={tmp_path / 'out'}", "--overwrite", NO_CACHE])
         said = capsys.readouterr().err
         assert ("\nconverting: 0.00 of 0.00 GB, " in said and " MB/s, about 0:00:00 left\n" in said) == lines

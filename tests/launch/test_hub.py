@@ -113,7 +113,7 @@ def test_a_connection_that_closes_is_a_host_that_is_gone() -> None:
 
 
 def test_a_device_fault_alone_is_its_own_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "_GRACE", 0.5)
+    monkeypatch.setattr(hub_module, "GRACE_SECONDS", 0.5)
 
     async def scene(peers: list[Peer]) -> None:
         peers[1].send("fault", **DEVICE.fields())
@@ -125,7 +125,7 @@ def test_a_device_fault_alone_is_its_own_cause(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("how", ["still", "behind"])
 def test_when_collectives_fail_the_one_who_did_not_come_is_named(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(hub_module, "_GRACE", 0.5)
+    monkeypatch.setattr(hub_module, "GRACE_SECONDS", 0.5)
 
     async def scene(peers: list[Peer]) -> None:
         peers[0].send("beat", marks=8, still=0.0)
@@ -138,7 +138,7 @@ def test_when_collectives_fail_the_one_who_did_not_come_is_named(monkeypatch: py
 
 
 def test_a_host_that_aborts_alone_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "_GRACE", 0.5)
+    monkeypatch.setattr(hub_module, "GRACE_SECONDS", 0.5)
 
     async def scene(peers: list[Peer]) -> None:
         peers[0].send("fault", **DEVICE.fields())
@@ -189,7 +189,7 @@ def test_progress_is_no_stall() -> None:
 
 
 def test_missing_hosts_are_named_while_waiting_and_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "_SAY_EVERY", 0.4)
+    monkeypatch.setattr(hub_module, "SAY_EVERY_SECONDS", 0.4)
 
     async def play() -> tuple[Fault | None, list[str]]:
         said: list[str] = []

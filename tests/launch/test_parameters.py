@@ -20,8 +20,8 @@ from launch.serving.bodies import ChatBody, CompletionBody
 from launch.serving.errors import from_input_error
 from launch.serving.openapi import document
 from runtime import DiffusionConfig, SamplingConfig
-from runtime.decoding.parameters import OUTSIDE, OUTSIDE_SAMPLING
-from runtime.decoding.schema import Boolean, Choice, Parameter, parameters
+from runtime.decoding.parameters import AUTOREGRESSIVE_PARAMETERS, EXPOSED_PARAMETERS
+from runtime.decoding.schema import Boolean, Choice, Parameter, declared_parameters
 from runtime.models.families import parse_config
 from sharding.errors import InputError
 
@@ -97,16 +97,16 @@ def field_of(config: Any, one: Parameter) -> Any:
 def test_flags_are_those_that_users_know() -> None:
     values = flag_values()
     assert {name: values[name].value for name in values} == FLAGS
-    for name, one in OUTSIDE.items():
+    for name, one in EXPOSED_PARAMETERS.items():
         if isinstance(one.kind, Choice):
             assert tuple(values[name].parser.enum_values) == one.kind.choices
-        assert one.help in " ".join(values[name].help.split())
-        assert values[name].help.endswith("Diffusion models only.") == (name not in OUTSIDE_SAMPLING)
+        assert one.help[1:] in values[name].help
+        assert ("Diffusion: " in values[name].help) == (name not in AUTOREGRESSIVE_PARAMETERS)
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("name", EXPOSED_PARAMETERS)
 def test_a_parameter_by_flag_by_line_and_by_body(name: str) -> None:
-    one = OUTSIDE[name]
+    one = EXPOSED_PARAMETERS[name]
     value = other_value(one)
     said = settings(one, value)
     config = of_flags(*[f"--{key}={str(given).lower()}" for key, given in said.items()])
@@ -120,7 +120,7 @@ def test_a_parameter_by_flag_by_line_and_by_body(name: str) -> None:
 
 def test_bodies_and_their_document_have_every_parameter() -> None:
     schemas = document("1")["components"]["schemas"]
-    for name, one in OUTSIDE.items():
+    for name, one in EXPOSED_PARAMETERS.items():
         for kind in (CompletionBody, ChatBody):
             spelled = "logprobs" if name == "log_probabilities" else one.http_name
             assert spelled in kind.model_fields
@@ -130,11 +130,13 @@ def test_bodies_and_their_document_have_every_parameter() -> None:
 
 
 def test_modes_set_what_a_mode_can() -> None:
-    assert [name for name, one in OUTSIDE.items() if one.mode] == MODES
+    assert [name for name, one in EXPOSED_PARAMETERS.items() if one.mode] == MODES
     for name in MODES:
-        value = other_value(OUTSIDE[name])
-        text = ",".join(f"{key}={str(given).lower()}" for key, given in settings(OUTSIDE[name], value).items())
-        assert field_of(serve.read_modes([text], defaults())[1], OUTSIDE[name]) == value
+        value = other_value(EXPOSED_PARAMETERS[name])
+        text = ",".join(
+            f"{key}={str(given).lower()}" for key, given in settings(EXPOSED_PARAMETERS[name], value).items()
+        )
+        assert field_of(serve.read_modes([text], defaults())[1], EXPOSED_PARAMETERS[name]) == value
     for text in ("steps=4", "seed=1", "cache", "preset=class"):
         with pytest.raises(InputError, match=f"--mode={text}: expected name=value"):
             serve.read_modes([text], defaults())
@@ -144,7 +146,7 @@ def test_the_table_of_the_readme() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     assert parameter_table.write(readme) == readme, "python -m launch.parameter_table README.md"
     for config in (DiffusionConfig, SamplingConfig):
-        for one in parameters(config):
+        for one in declared_parameters(config):
             assert f"| `{one.name}`" in readme
     with pytest.raises(InputError, match="decoding parameters"):
         parameter_table.write("nothing")

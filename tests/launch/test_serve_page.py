@@ -115,11 +115,11 @@ def test_nothing_in_it_is_from_elsewhere() -> None:
 
 
 def test_the_canvas_unmasks_and_is_the_answer(page: Any, there: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = there.server.scheduler.mesh
-    assert mesh is not None
-    turn = mesh.turn
+    executor = there.server.serving.executor
+    assert executor is not None
+    execute = executor.execute
     # As slow as a larger model, or it is done between two looks.
-    monkeypatch.setattr(mesh, "turn", lambda decided: (time.sleep(0.05), turn(decided))[1])
+    monkeypatch.setattr(executor, "execute", lambda plan: (time.sleep(0.05), execute(plan))[1])
     page.evaluate(WATCH)
     page.fill("#prompt", PROMPT)
     fill(page, max_tokens="96", steps="64", temperature="0.6", seed="9223372036854775807", n="2")
@@ -158,7 +158,7 @@ def test_no_chat_without_a_template(
     page.goto(there.url)
     page.wait_for_selector("header dd")
     assert page.is_enabled("[name=chat]")
-    monkeypatch.setattr(engine.tokenizer._tokenizer, "chat_template", None)
+    monkeypatch.setattr(engine.tokenizer, "chat_template", None)
     page.reload()
     page.wait_for_selector("[name=chat]:disabled")
     assert "this model has no chat template" in page.inner_text("label:has([name=chat])")

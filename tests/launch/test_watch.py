@@ -26,7 +26,7 @@ def written(console):
 def frame_text(watcher, console, step, rows):
     """The lines of one frame, without styles."""
     plain = Console(file=io.StringIO(), width=console.width, height=console.height, legacy_windows=False)
-    plain.print(watcher._frame(step, rows))
+    plain.print(watcher.frame(step, rows))
     return plain.file.getvalue().rstrip("\n").split("\n")
 
 

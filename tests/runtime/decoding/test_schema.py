@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runtime import DiffusionConfig, SamplingConfig
-from runtime.decoding.parameters import OUTSIDE, OUTSIDE_SAMPLING, can_run, compiled_values
+from runtime.decoding.parameters import AUTOREGRESSIVE_PARAMETERS, EXPOSED_PARAMETERS, can_run, compiled_values
 from runtime.decoding.schema import (
     Boolean,
     Choice,
@@ -19,8 +19,8 @@ from runtime.decoding.schema import (
     Seeds,
     TokenIds,
     check_given,
+    declared_parameters,
     dependents,
-    parameters,
 )
 
 KINDS: list[tuple[Any, list[Any], list[Any]]] = [
@@ -115,7 +115,7 @@ def test_what_is_given_must_count() -> None:
 
 def test_requirements_name_parameters_and_their_values() -> None:
     for config in (DiffusionConfig, SamplingConfig):
-        declared = {one.name: one for one in parameters(config)}
+        declared = {one.name: one for one in declared_parameters(config)}
         for one in declared.values():
             conditions = [*one.requires, *([one.compiled] if isinstance(one.compiled, Requirement) else [])]
             for requirement in conditions:
@@ -127,12 +127,12 @@ def test_requirements_name_parameters_and_their_values() -> None:
 
 def test_defaults_are_values_and_names_are_unique() -> None:
     for config in (DiffusionConfig, SamplingConfig):
-        for one in parameters(config):
+        for one in declared_parameters(config):
             assert one.read(one.default) == one.default
             assert one.help.endswith("."), one.name
-    names = [name for one in OUTSIDE.values() for name in (one.name, *one.aliases)]
+    names = [name for one in EXPOSED_PARAMETERS.values() for name in (one.name, *one.aliases)]
     assert len(names) == len(set(names))
-    assert set(OUTSIDE_SAMPLING) < set(OUTSIDE)
+    assert set(AUTOREGRESSIVE_PARAMETERS) < set(EXPOSED_PARAMETERS)
 
 
 def test_what_is_compiled_in() -> None:

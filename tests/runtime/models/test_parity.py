@@ -97,9 +97,7 @@ def save_random_model(folder: Path) -> None:
 
 def reference_config(folder: Path) -> transformers.Qwen2Config:
     raw = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen2"}
-    config = transformers.Qwen2Config(**raw)
-    config._attn_implementation = "eager"
-    return config
+    return transformers.Qwen2Config(**raw, attn_implementation="eager")
 
 
 @dataclass

@@ -23,7 +23,7 @@ PRODUCTS = [
 def test_blocks_give_the_product(
     monkeypatch: pytest.MonkeyPatch, expression: str, shape: tuple[int, ...], contracted: tuple[int, ...], block: int
 ) -> None:
-    monkeypatch.setattr(quantization, "_BLOCK_WEIGHTS", block)
+    monkeypatch.setattr(quantization, "BLOCK_WEIGHTS", block)
     generator = np.random.default_rng(0)
     weight = quantize(jnp.asarray(generator.normal(size=shape), jnp.float32), contracted)
     left = jnp.asarray(generator.normal(size=(2, 3, 24)), jnp.float32)

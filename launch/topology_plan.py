@@ -1,0 +1,41 @@
+"""The plan of one machine: the meshes that fit it, ranked, and those that do not."""
+
+from __future__ import annotations
+
+from runtime.planner.compiled import CompiledPhase
+from runtime.planner.estimate import Estimate, out_of_memory
+from sharding.mesh import MeshSpec
+from sharding.topology import Topology
+
+
+class TopologyPlan:
+    """Meshes of one machine: those that fit, ranked, what the compiler says of the best, and a verdict in words."""
+
+    def __init__(
+        self, topology: Topology, fitting: list[Estimate], others: list[Estimate], why_none: str | None = None
+    ) -> None:
+        """Take a ranking, and where a mesh was named that cannot be, why."""
+        self.topology, self.fitting, self.others = topology, fitting, others
+        self.why_none = why_none
+        self.compiled: dict[int, list[CompiledPhase]] = {}
+        self.refused: dict[MeshSpec, str] = {}
+        self.notes: list[str] = []
+
+    def refuse(self, number: int, reason: str) -> None:
+        """Move a mesh that was estimated to fit to the others: the compiler says that it does not."""
+        found = self.fitting.pop(number)
+        self.others.insert(0, found)
+        self.refused[found.spec] = f"{found.spec}: {reason}"
+        self.notes.append(f"left out, {self.refused[found.spec]}")
+
+    @property
+    def verdict(self) -> str:
+        """Why the first is first, or why there is none."""
+        if not self.fitting:
+            if self.refused:
+                return f"{self.topology}: {'; '.join(self.refused.values())}"
+            return self.why_none or out_of_memory(self.others, self.topology)
+        best = self.fitting[0]
+        tensor = next((one for one in self.fitting if one.spec.tensor == one.spec.size), None)
+        other = tensor if tensor is not None and tensor is not best else None
+        return best.explain_against(other) if other is not None else f"{best.spec} is the fastest that fits (estimated)"
