@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 import pytest
 
 from runtime.models.config import Family, ModelConfig
 from runtime.models.costs import LayerCollective, LayerCost, LiveArrays
 from runtime.models.declarations import ModelLayout, shard_shape, stacked
+from runtime.models.families import model_layout
+from runtime.models.forward import Forward
 from runtime.models.layers import (
     dense_layer_cost,
     head_norm_scale,
@@ -24,7 +28,9 @@ from runtime.models.layers import (
     query_matrix,
 )
 from runtime.models.qwen2 import QWEN2, Qwen2Layer, Qwen2Weights
+from runtime.models.transformer import hidden_states
 from runtime.planner.estimate import Estimate, estimate
+from runtime.planner.hlo import read_collectives
 from runtime.planner.presets import preset
 from runtime.planner.workload import Workload
 from sharding.mesh import MeshSpec
@@ -240,6 +246,21 @@ def test_attention_counts_the_pairs_that_the_mask_leaves() -> None:
     every = 28 * 4 * 28 * 128 * pairs
     assert both - causal == every / 2
     assert both - blocks == every * (1 - 0.5 - 256 / 2048)
+
+
+@pytest.mark.parametrize("model", ["diffucoder-7b", "qwen2.5-7b", "qwen3-8b", "qwen3-0.6b"])
+def test_layers_gather_keys_and_values_alone_over_sequence(model: str) -> None:
+    """As every plan says: what all positions attend to crosses the sequence axis, and not the wider residual."""
+    sizes = {"num_layers": 3, "hidden_size": 512, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2}
+    tokens = {"vocab_size": 128, "mask_token_id": 1, "pad_token_id": 0, "end_token_ids": ()}
+    config = replace(preset(model), head_dim=16, **sizes, **tokens)
+    layout = model_layout(config, MeshSpec(sequence=2), jax.devices()[:2])
+    canvas = jax.ShapeDtypeStruct((1, 32), jnp.int32, sharding=layout.sharding("batch", "canvas"))
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=layout.sharding("batch"))
+    run = jax.jit(functools.partial(hidden_states, Forward(layout, "xla")))
+    text = run.lower(layout.abstract_weights(jnp.float32), canvas, lengths).compile().as_text()
+    found = [(one.kind, one.payload, one.repeats) for one in read_collectives(text or "")]
+    assert found == [("all-gather", 32 * 2 * 16 * 4, 3)] * 2
 
 
 @pytest.mark.parametrize(("model", "tied"), [("gpt2", True), ("qwen3-0.6b", True), ("qwen3-8b", False)])
