@@ -1,0 +1,167 @@
+"""Times generations in this checkout beside an older one, taking turns, and compares their tokens.
+
+    git worktree add ../old COMMIT
+    python -m benchmarks.versions --old=../old
+
+Both run the same generations of the same checkpoints: the demo, and random weights of ``--random``'s sizes. A process
+of each checkout stays alive, so that both are warm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+from safetensors.numpy import save_file
+
+from benchmarks.models import checkpoint_config, define_model_flags, model_sizes
+from benchmarks.records import Timing, build_record, define_record_flags, load_notes, write_record
+from checkpoints import DEMO
+from launch.startup import run_launcher
+from runtime import InputError
+from runtime.models.dream import DREAM
+from runtime.models.families import model_layout, parse_config
+from runtime.models.qwen2 import QWEN2
+
+_ROOT = Path(__file__).parents[2]
+_CHILD = Path(__file__).with_name("timed_generations.py")
+# Larger than a fresh model's, so that greedy tokens do not repeat.
+_WEIGHT_SCALE = 0.08
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """This benchmark's flags."""
+    define_record_flags(values)
+    define_model_flags(values)
+    flags.DEFINE_string("old", None, "Root of the other checkout.", required=True, flag_values=values)
+    flags.DEFINE_integer("rounds", 5, "Timed rounds; in each, both checkouts run everything.", 1, flag_values=values)
+    flags.DEFINE_integer("warmup", 2, "Rounds before them.", 1, flag_values=values)
+
+
+def write_random_checkpoint(folder: Path, config: dict[str, Any]) -> None:
+    """Write a Hugging Face folder with random float32 weights and no tokenizer."""
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    tensors = {
+        source: np.ones(leaf.source_shape, np.float32)
+        if leaf.initializer == "ones"
+        else generator.normal(0.0, _WEIGHT_SCALE, leaf.source_shape).astype(np.float32)
+        for leaf in model_layout(parse_config(config)).leaves
+        for source in leaf.sources
+    }
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+class Checkout:
+    """A process of one checkout that runs generations on command."""
+
+    def __init__(self, root: Path, folders: list[str]) -> None:
+        """Start it, and wait until its models are loaded."""
+        self._process = subprocess.Popen(
+            [sys.executable, str(_CHILD), *folders],
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.generations: list[str] = self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise InputError(f"the generations ended with exit code {self._process.wait()}; see above")
+        return json.loads(line)
+
+    def run(self, generation: str) -> dict[str, Any]:
+        """Seconds, forward passes and a digest of the tokens of one generation."""
+        assert self._process.stdin is not None
+        print(generation, file=self._process.stdin, flush=True)
+        found: dict[str, Any] = self._answer()
+        return found
+
+    def end(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def checkouts(old: Path, folders: list[str]) -> Iterator[dict[str, Checkout]]:
+    """The two processes, by name."""
+    found = {name: Checkout(root, folders) for name, root in (("old", old), ("new", _ROOT))}
+    try:
+        yield found
+    finally:
+        for one in found.values():
+            one.end()
+
+
+def measure(both: dict[str, Checkout], warmup: int, rounds: int) -> list[dict[str, Any]]:
+    """One row for each generation: times of both, their ratio, and whether their tokens are the same."""
+    rows = []
+    for generation in both["new"].generations:
+        seconds: dict[str, list[float]] = {name: [] for name in both}
+        last: dict[str, dict[str, Any]] = {}
+        for number in range(warmup + rounds):
+            # Who goes first takes turns too.
+            for name in sorted(both, reverse=bool(number % 2)):
+                last[name] = both[name].run(generation)
+                if number >= warmup:
+                    seconds[name].append(last[name]["seconds"])
+        timings = {name: Timing.of(each, [0.0]) for name, each in seconds.items()}
+        rows.append(
+            {
+                "generation": generation,
+                **timings,
+                "ratio": round(timings["new"].median / timings["old"].median, 3),
+                "forwards": {name: one["forwards"] for name, one in last.items()},
+                "same_tokens": last["old"]["tokens"] == last["new"]["tokens"],
+            }
+        )
+    return rows
+
+
+def main(values: flags.FlagValues) -> None:
+    """Measure, print, write the record."""
+    old = Path(values.old).resolve()
+    if not (old / "runtime" / "engine.py").is_file():
+        raise InputError(f"--old={values.old}: not the root of a checkout of this project")
+    commit = subprocess.run(["git", "-C", str(old), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    notes, sizes = load_notes(), model_sizes(values)
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = {name: Path(temporary) / name for name in ("diffusion", "autoregressive")}
+        write_random_checkpoint(folders["diffusion"], checkpoint_config(sizes, "float32", DREAM))
+        write_random_checkpoint(folders["autoregressive"], checkpoint_config(sizes, "float32", QWEN2))
+        with checkouts(old, [str(DEMO), *map(str, folders.values())]) as both:
+            rows = measure(both, values.warmup, values.rounds)
+    for row in rows:
+        spread = {
+            name: f"{row[name].median:8.1f} ({row[name].minimum:.1f} to {row[name].maximum:.1f})" for name in both
+        }
+        same = "same tokens" if row["same_tokens"] else "OTHER TOKENS"
+        print(f"{row['generation']:<24} old {spread['old']} ms, new {spread['new']} ms, {row['ratio']:.2f}x, {same}")
+    record = build_record(
+        "versions",
+        kind="measured",
+        settings={"old_commit": commit, "rounds": values.rounds, "warmup": values.warmup, "model": sizes},
+        results=rows,
+        notes=notes,
+    )
+    print(write_record(record, values.output_dir, values.record))
+
+
+if __name__ == "__main__":
+    run_launcher(main, define_flags, __doc__ or "")
