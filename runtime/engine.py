@@ -24,7 +24,7 @@ from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights, model_layout, parse_config
 from runtime.models.placement import place_weights
-from runtime.planner.default import check_divides, choose_layout
+from runtime.planner.default import choose_layout
 from runtime.text.completions import Completion, CompletionBuilder, certain_prefixes, stream_text
 from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
 from sharding.errors import InputError
@@ -106,7 +106,6 @@ class Engine(TokenEngine):
         config = parse_config(folder.config)
         # Files and divisibility first: a wrong one stops here, before a device is touched.
         stored = check_weights(folder, model_layout(config)) or config.dtype
-        check_divides(config, spec)
         quantize = folder.quantization if folder.quantization != "none" else quantize
         layout, dtype, notes = choose_layout(config, spec, devices, dtype, stored=stored, rows=rows, quantize=quantize)
         check_attention(layout, attention, dtype)

@@ -37,3 +37,7 @@ def transfer_ratios(steps: int, eps: float) -> np.ndarray:
 def padded_steps(steps: int, width: int) -> int:
     """R, what a table of ratios is padded to: the same for every number of steps up to a canvas of this width."""
     return max(width, 1 << (steps - 1).bit_length())
+
+
+# Share of a block's remaining masks that each step commits, by the name of a family's unmasking schedule.
+SCHEDULES = {"linear_time": transfer_ratios}

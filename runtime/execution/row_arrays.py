@@ -15,7 +15,7 @@ import numpy as np
 from runtime.decoding.autoregressive import DecodeRequest, DecodeState
 from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.decoding.schedule import padded_steps, transfer_ratios
+from runtime.decoding.schedule import SCHEDULES, padded_steps
 from runtime.decoding.state import DenoiseRequest, DenoiseState
 from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import make_canvas, sampling_rows, seed_words, stop_rows
@@ -59,7 +59,8 @@ def diffusion_row(
     first = np.where(masked.any(axis=1), masked.argmax(axis=1), lengths).astype(np.int32)
     length, steps_per_block = block_schedule(config, width)
     ratios = np.zeros((1, padded_steps(max(steps_per_block, steps), width)), np.float32)
-    ratios[:, :steps_per_block] = transfer_ratios(steps_per_block, float(config.eps))
+    assert model.family.schedule is not None, "a family that denoises has a schedule"
+    ratios[:, :steps_per_block] = SCHEDULES[model.family.schedule](steps_per_block, float(config.eps))
     zero = np.zeros(1, np.int32)
     return DenoiseRequest(
         lengths=lengths,

@@ -68,16 +68,6 @@ def default_mesh(
     return others[0].spec if others else MeshSpec()
 
 
-def check_divides(config: ModelConfig, spec: MeshSpec | None) -> None:
-    """Check that a model divides over a mesh, without touching a device.
-
-    Raises:
-      MeshError: it does not; names the tensor, the dimension, the axis and a mesh that works.
-    """
-    if spec is not None and spec.tensor != -1:
-        check_mesh(named_shapes(config, weights_class(config)), spec, config.num_heads, config.num_kv_heads)
-
-
 def choose_layout(
     config: ModelConfig,
     spec: MeshSpec | None,
@@ -105,7 +95,9 @@ def choose_layout(
     Raises:
       MeshError: the model does not divide over the mesh, or its weights do not fit.
     """
-    check_divides(config, spec)
+    # Divisibility first: a mesh that does not work stops here, before a device is touched.
+    if spec is not None and spec.tensor != -1:
+        check_mesh(named_shapes(config, weights_class(config)), spec, config.num_heads, config.num_kv_heads)
     found = list(jax.devices() if devices is None else devices)
     platform, notes = found[0].platform, []
     if dtype is None:
