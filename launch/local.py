@@ -27,7 +27,7 @@ from absl import flags
 
 from launch.hosts.faults import EXIT_RESTART
 from launch.startup import run_launcher
-from sharding.errors import InputError
+from runtime import InputError
 
 _MAX_PROCESSES = 64
 _PR_SET_PDEATHSIG = 1

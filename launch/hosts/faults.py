@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from launch.hosts.messages import Message
-from sharding.errors import InputError
+from runtime import InputError
 
 EXIT_USER_ERROR = 2
 EXIT_RESTART = 42

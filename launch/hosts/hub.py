@@ -16,7 +16,7 @@ from typing import Any
 
 from launch.hosts.faults import EXIT_RESTART, EXIT_USER_ERROR, Fault, Timeouts, host_name
 from launch.hosts.messages import MAX_BYTES, Message, encode, receive, shorten
-from sharding.errors import InputError
+from runtime import InputError
 
 _TICK = 0.25
 SAY_EVERY_SECONDS = 5.0

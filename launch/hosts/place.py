@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from absl import flags
 
-from sharding.errors import InputError
+from runtime import InputError
 
 MAX_HOSTS = 1 << 14
 DEFAULT_PORT = 8476

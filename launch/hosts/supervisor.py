@@ -28,7 +28,7 @@ from launch.hosts.faults import (
 from launch.hosts.hub import Hub
 from launch.hosts.messages import MAX_BYTES, Message, encode, receive, shorten
 from launch.hosts.place import Place
-from sharding.errors import InputError
+from runtime import InputError
 
 # What hosts gather last before they work.
 BEGUN = "devices"
