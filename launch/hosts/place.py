@@ -15,7 +15,7 @@ MAX_HOSTS = 1 << 14
 DEFAULT_PORT = 8476
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])")
 
-# One process of several on a machine: its number there, and how many there are, where the manager says so.
+# One process of several on a machine: its index there, and how many there are, where the manager says so.
 _LOCAL_RANKS = (
     ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
     ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -28,7 +28,7 @@ class Place:
     """One host among those of a run.
 
     Attributes:
-      host: number of this host, from 0.
+      host: process index of this host, from 0.
       hosts: how many there are.
       coordinator: ``name:port`` of host 0, where JAX's coordination service listens.
       control_port: port of host 0 where its supervisor listens.
