@@ -61,7 +61,7 @@ def define_place_flags(values: flags.FlagValues) -> None:
         "coordinator_address", None, "Several hosts: name:port of host 0. Default: as detected.", flag_values=values
     )
     integer("num_processes", "Several hosts: how many. 1 keeps to this one, whatever is detected.", 1, MAX_HOSTS)
-    integer("process_id", "Several hosts: the number of this one, from 0.", 0, MAX_HOSTS - 1)
+    integer("process_id", "Several hosts: the process index of this one, from 0.", 0, MAX_HOSTS - 1)
     integer(
         "coordinator_port", f"Port of JAX's coordination service. Default: as detected, or {DEFAULT_PORT}.", 1, 65535
     )
