@@ -9,8 +9,8 @@ token, tokens per second) stands what came out: the share that parses with its
 95 % interval, agreement with the held-out originals and with the exact algorithm's completions, and a Monte Carlo bound
 of the nats per token under the exact model (Sahoo et al., 2024), all modes with the same noise.
 
-``rival`` is the dual cache with the threshold rule as published for Fast-dLLM (Wu et al., 2025), batch 1: a full
-forward at each block's start commits the block's first token, then windows of the block commit what passes the
+``rival``, the Fast-dLLM baseline, is the dual cache with the threshold rule as published (Wu et al., 2025), batch 1: a
+full forward at each block's start commits the block's first token, then windows of the block commit what passes the
 threshold. With ``_stop`` it looks for an end token after each block, as our modes of that name do after each step.
 """
 
@@ -30,7 +30,7 @@ import numpy as np
 from absl import flags
 
 from benchmarks.demo_quality import parses, read_held_out, wilson_interval
-from benchmarks.fast_dllm_baseline import Rival
+from benchmarks.fast_dllm_baseline import FastDLLMBaseline
 from benchmarks.records import (
     Timing,
     build_record,
@@ -59,9 +59,9 @@ class Mode:
     """One way of decoding.
 
     Attributes:
-      changes: to the exact configuration; None for the rival.
-      rival_block: positions of the rival's blocks.
-      rival_stops: whether the rival stops after a block with an end token.
+      changes: to the exact configuration; None for the Fast-dLLM baseline.
+      baseline_block: positions of the baseline's blocks.
+      baseline_stops: whether the baseline stops after a block with an end token.
       quantize: of the weights.
       dtype: of weights that are not quantized, and of activations.
       kv_cache: dtype of the cache.
@@ -71,8 +71,8 @@ class Mode:
     quantize: str = "none"
     dtype: str = "float32"
     kv_cache: str = "model"
-    rival_block: int = 32
-    rival_stops: bool = False
+    baseline_block: int = 32
+    baseline_stops: bool = False
 
 
 _THRESHOLD = {"parallel": "threshold", "algorithm": "maskgit_plus"}
@@ -90,8 +90,8 @@ MODES = {
     "prefix_32": Mode({"cache": "prefix", "block_length": 32}),
     "threshold": Mode({"block_length": 32, **_THRESHOLD}),
     "rival": Mode(None),
-    "rival_8": Mode(None, rival_block=8),
-    "rival_8_stop": Mode(None, rival_block=8, rival_stops=True),
+    "rival_8": Mode(None, baseline_block=8),
+    "rival_8_stop": Mode(None, baseline_block=8, baseline_stops=True),
     "dual_threshold": Mode({"cache": "dual", "block_length": 32, **_THRESHOLD}),
     "dual_threshold_16": Mode({"cache": "dual", "block_length": 16, **_THRESHOLD}),
     "dual_threshold_8": Mode({"cache": "dual", "block_length": 8, **_THRESHOLD}),
@@ -160,8 +160,10 @@ def likelihood(
 def completer(engine: Engine, mode: Mode, base: DiffusionConfig) -> Callable[[np.ndarray], tuple[np.ndarray, int, int]]:
     """What completes one prompt ``[S]`` in this mode: new tokens, forwards, positions computed."""
     if mode.changes is None:
-        rival = Rival(engine, base.max_new_tokens, mode.rival_block, engine.end_token_ids if mode.rival_stops else ())
-        return lambda prompt: rival(prompt[None])
+        baseline = FastDLLMBaseline(
+            engine, base.max_new_tokens, mode.baseline_block, engine.end_token_ids if mode.baseline_stops else ()
+        )
+        return lambda prompt: baseline(prompt[None])
     changes = dict(mode.changes)
     if changes.pop("early_stop", False):
         changes["stop_token_ids"] = engine.end_token_ids
@@ -307,7 +309,7 @@ def check_flags(values: flags.FlagValues) -> None:
     if unknown:
         raise InputError(f"--modes: {', '.join(unknown)} is not one of {', '.join(MODES)}")
     if values.new_tokens % 32:
-        raise InputError(f"--new_tokens={values.new_tokens}: the rival's blocks want a multiple of 32")
+        raise InputError(f"--new_tokens={values.new_tokens}: the Fast-dLLM baseline's blocks want a multiple of 32")
     if values.plot is not None:
         check_output("plot", Path(values.plot), is_file=True)
     if importlib.util.find_spec("matplotlib") is None:

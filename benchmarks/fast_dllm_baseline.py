@@ -16,7 +16,7 @@ from runtime.models.kv_cache import abstract_cache
 from runtime.models.transformer import project_logits
 
 
-class Rival:
+class FastDLLMBaseline:
     """Fast-dLLM's dual cache with threshold (Wu et al., 2025), one row at a time, the whole generation one program."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Rival:
         arguments = (self._engine.weights, jnp.asarray(canvas), jnp.int32(length), cache)
         # Compiled as the engine compiles its own programs, and its cache updated in place like theirs.
         program = self._engine.runner.programs.get(
-            ("rival", self._block, self._new, self._ends, width),
+            ("fast_dllm", self._block, self._new, self._ends, width),
             lambda: jax.jit(self._generate, donate_argnums=3).lower(*arguments),
         )
         canvas_out, counts, _ = program(*arguments)

@@ -85,7 +85,7 @@ def main(values: flags.FlagValues) -> None:
                 nonlocal pieces
                 report(done, total)
                 pieces += not of_bytes
-                if values.fault and pieces == _PIECES_BEFORE and this_host().number == values.fault_host:
+                if values.fault and pieces == _PIECES_BEFORE and this_host().process_index == values.fault_host:
                     print(f"FAULT {time.time()}", file=sys.stderr, flush=True)
                     FAULTS[values.fault]()
 
@@ -94,7 +94,7 @@ def main(values: flags.FlagValues) -> None:
     generate.progress_bar = with_fault
     generate.main(values)
     if this_host().draining():
-        print(f"DRAINED {this_host().number}", file=sys.stderr, flush=True)
+        print(f"DRAINED {this_host().process_index}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

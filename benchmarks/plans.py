@@ -14,13 +14,13 @@ from typing import Any
 from absl import flags
 
 from benchmarks.records import build_record, define_record_flags, load_notes, write_record
-from launch.startup import describe_only, run_launcher
+from launch.startup import compile_only, run_launcher
 from runtime.planner.compiled import compile_workload
 from runtime.planner.describe import describe_estimate, describe_topology
 from runtime.planner.estimate import rank
 from runtime.planner.presets import preset
 from runtime.planner.workload import Workload
-from sharding.aot import described_devices, missing_compiler
+from sharding.aot import aot_devices, missing_compiler
 from sharding.errors import InputError
 from sharding.topology import parse_topology
 
@@ -46,7 +46,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> None:
     """Plan, print a line a mesh that is compiled, write the records."""
-    describe_only()
+    compile_only()
     unknown = set(values.only) - set(MACHINES)
     if unknown:
         raise InputError(f"--only={','.join(values.only)}: expected some of {', '.join(MACHINES)}")
@@ -58,7 +58,7 @@ def main(values: flags.FlagValues) -> None:
         fitting, others = rank(workload, topology)
         tensor = next((one for one in fitting if one.spec.tensor == one.spec.size // topology.num_slices), None)
         install = missing_compiler(topology.chip.platform)
-        devices = None if install else described_devices(topology)
+        devices = None if install else aot_devices(topology)
         meshes: list[dict[str, Any]] = []
         for found in [*fitting, *others]:
             wanted = devices is not None and (found is fitting[0] or found is tensor)

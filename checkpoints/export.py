@@ -23,7 +23,7 @@ from checkpoints.source import StoredTensors
 _SHARD_BYTES = 1 << 30
 
 
-def export(source: CheckpointFolder, output: FolderOutput, *, progress: Progress | None = None) -> None:
+def export_checkpoint(source: CheckpointFolder, output: FolderOutput, *, progress: Progress | None = None) -> None:
     """Write a checkpoint as a Hugging Face folder; ``output.prepare`` comes first.
 
     Args:

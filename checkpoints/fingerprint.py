@@ -13,7 +13,7 @@ _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
 
-def fingerprint(folder: CheckpointFolder) -> str:
+def folder_fingerprint(folder: CheckpointFolder) -> str:
     """A digest by which hosts can see whether they have the same checkpoint.
 
     With a manifest it covers every byte, as far as the checkpoint is what its manifest says. Without one it covers the

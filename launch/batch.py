@@ -55,7 +55,7 @@ from runtime import (
     ModelConfig,
     SchedulerStats,
     end_tokens,
-    fingerprint,
+    folder_fingerprint,
 )
 
 FORMATS = ("results", "evalplus")
@@ -161,7 +161,7 @@ def main(values: flags.FlagValues) -> None:
     batch, defaults = read_input(values, folder, model)
     if batch.ignored:
         say(f"fields that say nothing to the decoder, left aside: {', '.join(batch.ignored):.500}")
-    checkpoint = fingerprint(folder)
+    checkpoint = folder_fingerprint(folder)
     facts = run_facts(values, folder, checkpoint, batch, defaults)
     order = [key for line in batch.lines for key in keys(line)]
     # Host 0 alone has the folder; all hosts do the same rows.

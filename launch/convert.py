@@ -25,19 +25,19 @@ from pathlib import Path
 
 from absl import flags
 
-from checkpoints import open_folder
-from checkpoints.conversion import convert
-from checkpoints.fingerprint import file_fingerprint, fingerprint
-from checkpoints.folder import CheckpointFolder
-from checkpoints.legacy import open_legacy
-from checkpoints.output import Output, output_at
-from checkpoints.processes import Processes
+from checkpoints import (
+    CheckpointFolder,
+    Output,
+    Processes,
+    convert,
+    file_fingerprint,
+    folder_fingerprint,
+    open_folder,
+    open_legacy,
+    output_at,
+)
 from launch.startup import define_device_flags, progress_bar, run_launcher, say, start_devices, this_host
-from runtime.models.config import STORED_DTYPES
-from runtime.models.declarations import ModelLayout
-from runtime.models.families import model_layout, parse_config
-from runtime.models.quantization import QUANTIZATIONS
-from sharding.errors import InputError
+from runtime import QUANTIZATIONS, STORED_DTYPES, InputError, ModelLayout, model_layout, parse_config
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -143,7 +143,9 @@ def make_way(values: flags.FlagValues, everyone: Processes) -> Output:
 def all_hosts() -> Processes:
     """The hosts of this run, as those that convert together."""
     host = this_host()
-    return Processes(host.number, host.count, lambda text: [str(said) for said in host.gather("conversion", text)])
+    return Processes(
+        host.process_index, host.count, lambda text: [str(said) for said in host.gather("conversion", text)]
+    )
 
 
 def say_licence(folder: CheckpointFolder) -> None:
@@ -162,15 +164,15 @@ def main(values: flags.FlagValues) -> None:
         if values.config or values.biases_from or values.zero_biases:
             raise InputError("--config, --biases_from and --zero_biases go with a params.pkl as --source")
         source, layout = open_model(values.source, "source", revision=values.revision, offline=values.offline)
-        inputs = {"source": fingerprint(source)}
+        inputs = {"source": folder_fingerprint(source)}
     else:
         if values.biases_from and values.zero_biases:
             raise InputError("--biases_from and --zero_biases exclude one another")
         source, layout = open_model(values.config and config_folder(values.config), "config")
-        inputs = {"config": fingerprint(source), "source": file_fingerprint(legacy)}
+        inputs = {"config": folder_fingerprint(source), "source": file_fingerprint(legacy)}
         if values.biases_from:
             donor = open_folder(values.biases_from)
-            inputs["biases"] = fingerprint(donor)
+            inputs["biases"] = folder_fingerprint(donor)
     start_devices(values, inputs)
     everyone = all_hosts()
     start = time.perf_counter()

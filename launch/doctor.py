@@ -24,19 +24,20 @@ import numpy as np
 from absl import flags
 from jax.sharding import Mesh, PartitionSpec
 
-from checkpoints import DEMO, CheckpointFolder, open_folder
-from checkpoints.fingerprint import fingerprint
-from checkpoints.opening import read_manifest
-from checkpoints.verification import verify
+from checkpoints import DEMO, CheckpointFolder, folder_fingerprint, open_folder, read_manifest, verify
 from launch.hosts.preflight import version_facts
 from launch.startup import define_device_flags, is_main_process, progress_bar, run_launcher, start_devices, this_host
-from runtime.execution.runner import device_memory, weight_bytes
-from runtime.models.config import ModelConfig
-from runtime.models.declarations import tensor_sizes
-from runtime.models.families import model_layout, parse_config, weights_class
-from runtime.planner.default import default_mesh
-from sharding.heads import HeadLayout
-from sharding.mesh import WEIGHT_MEMORY_SHARE, MeshSpec, build_mesh
+from runtime import MeshSpec, ModelConfig, model_layout, parse_config
+from runtime.planner import (
+    WEIGHT_MEMORY_SHARE,
+    HeadLayout,
+    build_mesh,
+    default_mesh,
+    device_memory,
+    tensor_sizes,
+    weight_bytes,
+    weights_class,
+)
 
 # Settings that change what runs. No others are shown: the environment also holds secrets.
 _SETTINGS = ("JAX_", "XLA_", "LIBTPU_INIT_ARGS", "TPU_", "CUDA_VISIBLE_DEVICES", "NCCL_", "TF_GPU_ALLOCATOR")
@@ -157,7 +158,7 @@ def _all_reduce(mesh: Mesh, axis: str, count: int) -> tuple[float, bool]:
 
 def checkpoint_lines(folder: CheckpointFolder) -> Iterator[str]:
     """What the checkpoint is, and whether it is what it was."""
-    yield f"{folder.path}, fingerprint {fingerprint(folder)}"
+    yield f"{folder.path}, fingerprint {folder_fingerprint(folder)}"
     if read_manifest(folder) is None:
         yield "no manifest of digests: nothing to verify against (launch.verify --write_manifest makes one)"
         return
@@ -197,7 +198,7 @@ def main(values: flags.FlagValues) -> None:
     folder = open_folder(values.checkpoint)
     config = parse_config(folder.config)
     section("versions", version_lines())
-    start_devices(values, {"checkpoint": fingerprint(folder)})
+    start_devices(values, {"checkpoint": folder_fingerprint(folder)})
     devices = jax.devices()
     section("devices", device_lines(devices))
     section("meshes for this checkpoint", mesh_lines(config, devices, config.dtype))

@@ -14,11 +14,8 @@ from rich.table import Table
 
 from checkpoints import CheckpointFolder
 from launch.startup import is_main_process, start_devices
-from runtime.models.config import ModelConfig
-from runtime.models.declarations import ModelLayout, partition_spec, shard_shape
-from runtime.models.families import model_layout
-from runtime.planner.default import default_mesh
-from sharding.mesh import MeshSpec
+from runtime import MeshSpec, ModelConfig, ModelLayout, model_layout
+from runtime.planner import default_mesh, partition_spec, shard_shape
 
 
 def explain(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> None:

@@ -15,13 +15,11 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from checkpoints.export import export
-from checkpoints.output import FolderOutput
-from checkpoints.processes import Processes
+from checkpoints import FolderOutput, Processes, export_checkpoint
 from launch.convert import define_output_flags, make_way, open_model, say_licence
 from launch.hosts.place import define_place_flags
 from launch.startup import progress_bar, run_launcher, say
-from sharding.errors import InputError
+from runtime import InputError
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -40,7 +38,7 @@ def main(values: flags.FlagValues) -> None:
     assert isinstance(output, FolderOutput)
     say_licence(source)
     with progress_bar("exporting", of_bytes=True) as progress:
-        export(source, output, progress=progress)
+        export_checkpoint(source, output, progress=progress)
     if "auto_map" in source.config:
         say(
             "config.json names code of the model's own (auto_map), which is not copied: for trust_remote_code put the "

@@ -49,7 +49,7 @@ from runtime import (
     check_request,
     encode_prompts,
     end_tokens,
-    fingerprint,
+    folder_fingerprint,
     read_rows,
     row_seeds,
 )
@@ -137,7 +137,7 @@ def main(values: flags.FlagValues) -> None:
     if values.history_html is not None and not Path(values.history_html).resolve().parent.is_dir():
         raise InputError(f"--history_html={values.history_html}: there is no such folder")
 
-    start_devices(values, {"checkpoint": fingerprint(folder), "prompts": digest("\0".join(prompts))})
+    start_devices(values, {"checkpoint": folder_fingerprint(folder), "prompts": digest("\0".join(prompts))})
     samples = values.num_return_sequences
     engine = load_engine(values, folder, len(prompts) * samples, values.max_batch)
     say(describe(config))

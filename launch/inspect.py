@@ -15,15 +15,11 @@ from pathlib import Path
 
 from absl import flags
 
-from checkpoints.legacy import LegacyPickle, open_legacy
-from checkpoints.loading import check_tensors, stored_leaves
-from checkpoints.opening import open_tensors, read_manifest
+from checkpoints import LegacyPickle, check_tensors, open_legacy, open_tensors, read_manifest, stored_leaves
 from launch.convert import config_folder, open_model, pickle_path
 from launch.startup import run_launcher
-from runtime.execution.runner import weight_bytes
-from runtime.models.declarations import ModelLayout, tensor_sizes
-from sharding.errors import InputError
-from sharding.mesh import WEIGHT_MEMORY_SHARE, MeshSpec
+from runtime import InputError, MeshSpec, ModelLayout
+from runtime.planner import WEIGHT_MEMORY_SHARE, tensor_sizes, weight_bytes
 
 _LARGEST_MESH = 64
 

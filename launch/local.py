@@ -3,7 +3,7 @@
   python -m launch.local --num_processes=4 --devices_per_process=2 -- python -m launch.generate --mesh=tensor=8 ...
 
 Each process simulates its devices on the CPU, and they talk through gloo. Process 0 has the standard input, and what it
-prints on standard output goes to standard output; every other line goes to standard error with the number of its
+prints on standard output goes to standard output; every other line goes to standard error with the index of its
 process in front. When one process fails, the others have --grace seconds to end too, and are killed then; the exit code
 is that of the worst. SIGTERM and Ctrl-C are handed on.
 """
@@ -27,7 +27,7 @@ from absl import flags
 
 from launch.hosts.faults import EXIT_RESTART
 from launch.startup import run_launcher
-from sharding.errors import InputError
+from runtime import InputError
 
 _MAX_PROCESSES = 64
 _PR_SET_PDEATHSIG = 1
@@ -57,14 +57,14 @@ def free_port() -> int:
             return port
 
 
-def environment(number: int, count: int, port: int, devices: int) -> dict[str, str]:
+def environment(process_index: int, count: int, port: int, devices: int) -> dict[str, str]:
     """Variables of one process."""
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_NUM_PROCESSES": str(count),
-        "JAX_PROCESS_ID": str(number),
+        "JAX_PROCESS_ID": str(process_index),
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -85,12 +85,12 @@ class Processes:
         """
         self._started: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
-        for number in range(count):
+        for process_index in range(count):
             try:
                 process = subprocess.Popen(
                     command,
-                    env=environment(number, count, port, devices),
-                    stdin=None if number == 0 else subprocess.DEVNULL,
+                    env=environment(process_index, count, port, devices),
+                    stdin=None if process_index == 0 else subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     start_new_session=True,
@@ -102,11 +102,11 @@ class Processes:
             self._started.append(process)
             assert process.stdout is not None
             assert process.stderr is not None
-            self._read(process.stdout, None if number == 0 else number)
-            self._read(process.stderr, number)
+            self._read(process.stdout, None if process_index == 0 else process_index)
+            self._read(process.stderr, process_index)
 
-    def _read(self, stream: IO[bytes], number: int | None) -> None:
-        thread = threading.Thread(target=_pass_on, args=(stream, number), daemon=True)
+    def _read(self, stream: IO[bytes], process_index: int | None) -> None:
+        thread = threading.Thread(target=_pass_on, args=(stream, process_index), daemon=True)
         thread.start()
         self._readers.append(thread)
 
@@ -138,9 +138,9 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _pass_on(stream: IO[bytes], number: int | None) -> None:
-    out = sys.stdout.buffer if number is None else sys.stderr.buffer
-    prefix = b"" if number is None else f"[{number}] ".encode()
+def _pass_on(stream: IO[bytes], process_index: int | None) -> None:
+    out = sys.stdout.buffer if process_index is None else sys.stderr.buffer
+    prefix = b"" if process_index is None else f"[{process_index}] ".encode()
     try:
         # Closed where the reader of ours went away: the process hears of it, and does not wait for a pipe to be read.
         with stream:
@@ -166,7 +166,7 @@ def main(values: flags.FlagValues, command: Sequence[str]) -> int:
             if failed_at is None and any(codes):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > values.grace:
-                late = [str(number) for number, code in enumerate(codes) if code is None]
+                late = [str(process_index) for process_index, code in enumerate(codes) if code is None]
                 print(f"killing process {', '.join(late)}: another has failed", file=sys.stderr, flush=True)
                 break
             time.sleep(0.05)

@@ -6,20 +6,21 @@ from pathlib import Path
 
 from absl import flags
 
-from checkpoints import DEMO, CheckpointFolder, open_folder
-from checkpoints.loading import LoadedBytes
-from checkpoints.opening import VERIFY
+from checkpoints import DEMO, VERIFY, CheckpointFolder, LoadedBytes, open_folder
 from launch.hosts.preflight import agree_on_programs
 from launch.startup import progress_bar, say, this_host
-from runtime.engine import Engine
-from runtime.models.attention import IMPLEMENTATIONS
-from runtime.models.config import STORED_DTYPES, ModelConfig
-from runtime.models.families import parse_config
-from runtime.models.kv_cache import CACHE_DTYPES
-from runtime.models.quantization import QUANTIZATIONS
-from runtime.text.tokenizer import TextTokenizer
-from sharding.errors import InputError
-from sharding.mesh import MeshSpec
+from runtime import (
+    ATTENTION_IMPLEMENTATIONS,
+    CACHE_DTYPES,
+    QUANTIZATIONS,
+    STORED_DTYPES,
+    Engine,
+    InputError,
+    MeshSpec,
+    ModelConfig,
+    TextTokenizer,
+    parse_config,
+)
 
 
 def default_name(folder: CheckpointFolder) -> str:
@@ -43,7 +44,7 @@ def define_model_flags(values: flags.FlagValues) -> None:
     choice("verify", "full", VERIFY, "What of the checkpoint's manifest of digests to check.")
     string("mesh", None, "For example data=2,sequence=1,tensor=4; one may be -1. Default: chosen and printed.")
     choice("dtype", None, STORED_DTYPES, "Default: as stored, and float32 on CPU.")
-    choice("attention", "auto", IMPLEMENTATIONS, "Attention implementation.")
+    choice("attention", "auto", ATTENTION_IMPLEMENTATIONS, "Attention implementation.")
     choice("quantize", "none", QUANTIZATIONS, "int8: weights as integers, a scale for each output channel.")
     choice("kv_cache", "model", CACHE_DTYPES, "Dtype of keys and values that are kept.")
 

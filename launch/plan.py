@@ -25,20 +25,27 @@ from rich.table import Table
 
 from launch.plan_plot import check_plot, plot_plans
 from launch.profiling import check_folder, write_programs
-from launch.startup import describe_only, run_launcher, say
+from launch.startup import compile_only, run_launcher, say
 from launch.topology_plan import TopologyPlan
-from runtime.models.config import STORED_DTYPES
-from runtime.models.families import parse_config
-from runtime.models.quantization import QUANTIZATIONS
-from runtime.planner.compiled import compile_workload
-from runtime.planner.describe import describe_compiled, describe_estimate, describe_topology
-from runtime.planner.estimate import Estimate, estimate, rank, shortage, what_would_help
-from runtime.planner.presets import PRESETS, preset
-from runtime.planner.workload import CACHES, Workload
-from sharding.aot import described_devices, missing_compiler
-from sharding.errors import InputError, MeshError
-from sharding.mesh import MeshSpec
-from sharding.topology import Topology, parse_topology
+from runtime import CACHES, QUANTIZATIONS, STORED_DTYPES, InputError, MeshError, MeshSpec, parse_config
+from runtime.planner import (
+    PRESETS,
+    Estimate,
+    Topology,
+    Workload,
+    aot_devices,
+    compile_workload,
+    describe_compiled,
+    describe_estimate,
+    describe_topology,
+    estimate_workload,
+    missing_compiler,
+    parse_topology,
+    preset,
+    rank,
+    shortage,
+    what_would_help,
+)
 
 # What --topology=all compares: machines that are rented as they are.
 MACHINES = (
@@ -114,8 +121,8 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
 
 def main(values: flags.FlagValues) -> None:
     """Run the launcher."""
-    # Compilers are asked about machines that are described; none that may be attached is touched.
-    describe_only()
+    # Programs are compiled for AOT topologies; an attached device is not touched.
+    compile_only()
     name, workload = read_workload(values)
     if values.topology is None:
         raise InputError("give --topology=v5e:2x4 or another machine, or --topology=all")
@@ -154,7 +161,7 @@ def plan_topology(
     """
     if values.mesh is not None:
         try:
-            found = estimate(workload, topology, MeshSpec.parse(values.mesh))
+            found = estimate_workload(workload, topology, MeshSpec.parse(values.mesh))
         except MeshError as error:
             if not everything:
                 raise
@@ -188,7 +195,7 @@ def compile_plan(workload: Workload, plan: TopologyPlan, values: flags.FlagValue
       MeshError: the compiler refuses the only one.
     """
     topology = plan.topology
-    devices = described_devices(topology)
+    devices = aot_devices(topology)
     while len(plan.compiled) < min(count, len(plan.fitting)):
         number = len(plan.compiled)
         found = plan.fitting[number]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.topology_plan import TopologyPlan
-from runtime.planner.workload import Workload
-from sharding.errors import InputError
+from runtime import InputError
+from runtime.planner import Workload
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

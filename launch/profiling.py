@@ -12,7 +12,7 @@ from typing import Any
 from absl import flags
 
 from launch.startup import is_main_process
-from sharding.errors import InputError
+from runtime import InputError
 
 
 def define_profiling_flags(values: flags.FlagValues) -> None:

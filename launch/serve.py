@@ -45,7 +45,7 @@ from runtime import (
     PoolShape,
     SamplingConfig,
     end_tokens,
-    fingerprint,
+    folder_fingerprint,
     step_limit,
 )
 
@@ -277,7 +277,7 @@ def main(values: flags.FlagValues) -> None:
         allow_files(limits.connections)
     own = listen(values.host, values.port) if is_main_process() else None
 
-    start_devices(values, {"checkpoint": fingerprint(folder)})
+    start_devices(values, {"checkpoint": folder_fingerprint(folder)})
     server = None
     if own is not None:
         names = values.allowed_hosts or (LOOPBACK if values.host in LOOPBACK else ())

@@ -30,7 +30,7 @@ from rich.progress import (
 from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER_ERROR, Timeouts
 from launch.hosts.host import Host, join
 from launch.hosts.place import define_place_flags, find_place
-from sharding.errors import InputError
+from runtime import InputError
 
 MAX_SIMULATED_DEVICES = 4096
 SECONDS_BETWEEN_LINES = 10.0
@@ -83,9 +83,9 @@ def run_launcher(
     global _host
     together = "devices" in values and "coordinator_address" in values
     _host = _find_host(argv, together) if "coordinator_address" in values else Host()
-    if not together and _host.number > 0:
+    if not together and _host.process_index > 0:
         print(
-            f"host {_host.number} has nothing to do: host 0 does this alone; --num_processes=1 does it here too",
+            f"host {_host.process_index} has nothing to do: host 0 does this alone; --num_processes=1 does it here too",
             file=sys.stderr,
         )
         return
@@ -145,7 +145,7 @@ def _find_host(argv: Sequence[str], together: bool) -> Host:
         traceback.print_exc()
         sys.exit(EXIT_RESTART)
     host = Host(values.stall_timeout)
-    host.number = place.host
+    host.process_index = place.host
     return host
 
 
@@ -200,16 +200,16 @@ def start_devices(values: flags.FlagValues, inputs: Mapping[str, str] | None = N
     )
 
 
-def describe_only() -> None:
-    """Have JAX look for no accelerator: this process compiles for machines that are described, and runs nothing.
+def compile_only() -> None:
+    """Have JAX look for no accelerator: this process only compiles, for AOT topologies, and runs nothing.
 
     Call it before the first device is touched.
     """
     import jax
 
-    from sharding.aot import ENVIRONMENT
+    from runtime.planner import AOT_ENVIRONMENT
 
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(AOT_ENVIRONMENT)
     jax.config.update("jax_platforms", "cpu")
 
 
@@ -230,7 +230,7 @@ def _private_folder(path: str) -> Path:
 
 def is_main_process() -> bool:
     """Whether this is the process that speaks: host 0."""
-    return _host.number == 0
+    return _host.process_index == 0
 
 
 def say(message: str) -> None:

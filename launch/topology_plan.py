@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from runtime.planner.compiled import CompiledPhase
-from runtime.planner.estimate import Estimate, out_of_memory
-from sharding.mesh import MeshSpec
-from sharding.topology import Topology
+from runtime import MeshSpec
+from runtime.planner import CompiledPhase, Estimate, Topology, out_of_memory
 
 
 class TopologyPlan:

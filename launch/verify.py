@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from checkpoints.verification import verify, write_manifest
+from checkpoints import verify, write_manifest
 from launch.convert import open_model
 from launch.startup import progress_bar, run_launcher
-from sharding.errors import InputError
+from runtime import InputError
 
 
 def define_flags(values: flags.FlagValues) -> None:

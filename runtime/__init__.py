@@ -1,15 +1,17 @@
-"""What runs on the devices. Public names are imported lazily: importing this package touches no device."""
+"""What runs on the devices. Public names are imported on first use: importing this package touches no device."""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from checkpoints.errors import CheckpointError
-    from checkpoints.fingerprint import fingerprint
+    from checkpoints.fingerprint import folder_fingerprint
     from checkpoints.folder import CheckpointFolder
     from runtime.decoding.parameters import (
         AUTOREGRESSIVE_PARAMETERS,
+        CACHES,
         EARLY_STOP,
         EXPOSED_PARAMETERS,
         MAX_SEED,
@@ -56,14 +58,22 @@ if TYPE_CHECKING:
     from runtime.execution.rows import MAX_SAMPLES, check_request, row_seed, row_seeds
     from runtime.execution.scheduler import PoolLimits, Scheduler, SchedulerPolicy, SchedulerStats
     from runtime.execution.step_plan import ScorePass, StepOutcome, StepPlan
-    from runtime.models.config import ConfigError, ModelConfig
+    from runtime.models.attention import ATTENTION_IMPLEMENTATIONS
+    from runtime.models.config import STORED_DTYPES, ConfigError, ModelConfig
+    from runtime.models.declarations import ModelLayout
+    from runtime.models.families import model_layout, parse_config
+    from runtime.models.kv_cache import CACHE_DTYPES
+    from runtime.models.quantization import QUANTIZATIONS
     from runtime.text.completions import Completion, CompletionBuilder, TextStream
     from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
     from sharding.errors import InputError, MeshError
     from sharding.mesh import MeshSpec
 
 __all__ = [
+    "ATTENTION_IMPLEMENTATIONS",
     "AUTOREGRESSIVE_PARAMETERS",
+    "CACHES",
+    "CACHE_DTYPES",
     "EARLY_STOP",
     "EXPOSED_PARAMETERS",
     "MAX_SAMPLES",
@@ -71,6 +81,8 @@ __all__ = [
     "MAX_STEPS",
     "MAX_TEMPERATURE",
     "MIN_TEMPERATURE",
+    "QUANTIZATIONS",
+    "STORED_DTYPES",
     "Boolean",
     "CanvasChanged",
     "CheckpointError",
@@ -91,6 +103,7 @@ __all__ = [
     "MeshError",
     "MeshSpec",
     "ModelConfig",
+    "ModelLayout",
     "OfflineScheduler",
     "Parameter",
     "ParameterError",
@@ -125,8 +138,9 @@ __all__ = [
     "dependents",
     "encode_prompts",
     "end_tokens",
-    "fingerprint",
-    "parameters",
+    "folder_fingerprint",
+    "model_layout",
+    "parse_config",
     "read_rows",
     "row_seed",
     "row_seeds",
@@ -134,8 +148,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ATTENTION_IMPLEMENTATIONS": "runtime.models.attention",
     "AUTOREGRESSIVE_PARAMETERS": "runtime.decoding.parameters",
     "Boolean": "runtime.decoding.schema",
+    "CACHES": "runtime.decoding.parameters",
+    "CACHE_DTYPES": "runtime.models.kv_cache",
     "CanvasChanged": "runtime.execution.requests",
     "CheckpointError": "checkpoints.errors",
     "CheckpointFolder": "checkpoints.folder",
@@ -162,14 +179,14 @@ _HOMES = {
     "MeshError": "sharding.errors",
     "MeshSpec": "sharding.mesh",
     "ModelConfig": "runtime.models.config",
-    "OUTSIDE": "runtime.decoding.parameters",
-    "OUTSIDE_SAMPLING": "runtime.decoding.parameters",
+    "ModelLayout": "runtime.models.declarations",
     "OfflineScheduler": "runtime.execution.offline",
     "Parameter": "runtime.decoding.schema",
     "ParameterError": "runtime.decoding.schema",
     "PoolLimits": "runtime.execution.scheduler",
     "PoolShape": "runtime.execution.pool",
     "PrefixGrown": "runtime.execution.requests",
+    "QUANTIZATIONS": "runtime.models.quantization",
     "Real": "runtime.decoding.schema",
     "RequestFinished": "runtime.execution.requests",
     "RequestHandle": "runtime.execution.requests",
@@ -179,6 +196,7 @@ _HOMES = {
     "RowRequest": "runtime.execution.row_request",
     "RowResult": "runtime.execution.row_request",
     "RowsScored": "runtime.execution.requests",
+    "STORED_DTYPES": "runtime.models.config",
     "SamplingConfig": "runtime.decoding.parameters",
     "Scheduler": "runtime.execution.scheduler",
     "SchedulerPolicy": "runtime.execution.scheduler",
@@ -198,18 +216,18 @@ _HOMES = {
     "dependents": "runtime.decoding.schema",
     "encode_prompts": "runtime.text.tokenizer",
     "end_tokens": "runtime.text.tokenizer",
-    "fingerprint": "checkpoints.fingerprint",
-    "parameters": "runtime.decoding.schema",
+    "folder_fingerprint": "checkpoints.fingerprint",
+    "model_layout": "runtime.models.families",
+    "parse_config": "runtime.models.families",
     "read_rows": "runtime.execution.left_padding",
     "row_seed": "runtime.execution.rows",
     "row_seeds": "runtime.execution.rows",
     "step_limit": "runtime.execution.pool",
 }
 
+if not TYPE_CHECKING:  # so that a type checker knows every name, and no other
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,7 +1,7 @@
 """Devices to compile for without the hardware: TPU slices through libtpu, GPU hosts through JAX's CUDA plugin.
 
-Nothing can run on them. A process that describes devices must not look for real ones: set ``ENVIRONMENT`` before JAX
-touches its first device.
+Nothing can run on them. A process that compiles for them must not look for real ones: set ``AOT_ENVIRONMENT`` before
+JAX touches its first device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from sharding.errors import MeshError
 from sharding.topology import Topology
 
-ENVIRONMENT = {
+AOT_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     # libtpu: describe a slice instead of looking for one, and open no chip that another process may use.
     "TPU_SKIP_MDS_QUERY": "1",
@@ -60,7 +60,7 @@ def missing_compiler(platform: str) -> str | None:
     return None if found else "pip install 'diffumesh[cuda]' (JAX's CUDA plugin; no GPU is needed)"
 
 
-def described_devices(topology: Topology) -> list[Any]:
+def aot_devices(topology: Topology) -> list[Any]:
     """Devices of a topology, to lower and compile for.
 
     Raises:

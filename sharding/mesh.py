@@ -101,7 +101,7 @@ def arrange_devices(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -
     Args:
       spec: sizes, with no -1 left.
       heads: split of the tensor axis, ``heads.kv * heads.group == spec.tensor``.
-      devices: at least ``spec.size`` devices, real or described, or :class:`sharding.topology.Place`.
+      devices: at least ``spec.size`` devices, real or of an AOT topology, or :class:`sharding.topology.Place`.
 
     Raises:
       MeshError: several slices and a ``data`` axis that they do not divide, too few devices, or fewer than all, and the

@@ -21,7 +21,7 @@ from launch.startup import define_device_flags
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
 from runtime.execution.result import GenerationResult
-from runtime.models.attention import IMPLEMENTATIONS
+from runtime.models.attention import ATTENTION_IMPLEMENTATIONS
 from runtime.models.config import STORED_DTYPES, ModelConfig
 from runtime.planner.workload import Workload
 from sharding.errors import InputError
@@ -40,7 +40,7 @@ def define_subject_flags(values: flags.FlagValues) -> None:
     define_model_flags(values, None)
     flags.DEFINE_enum("dtype", None, STORED_DTYPES, "Default: as stored, and float32 on CPU.", flag_values=values)
     flags.DEFINE_string("mesh", None, "For example tensor=8. Default: chosen.", flag_values=values)
-    flags.DEFINE_enum("attention", "auto", IMPLEMENTATIONS, "Attention implementation.", flag_values=values)
+    flags.DEFINE_enum("attention", "auto", ATTENTION_IMPLEMENTATIONS, "Attention implementation.", flag_values=values)
 
 
 def check_subject(values: flags.FlagValues) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from launch.hosts.messages import Message
-from sharding.errors import InputError
+from runtime import InputError
 
 EXIT_USER_ERROR = 2
 EXIT_RESTART = 42
@@ -56,8 +56,8 @@ class Fault:
       kind: what happened.
       text: the sentence or traceback that says it.
       code: exit code of all hosts.
-      host: number of the host at fault, None where it is not one.
-      who: its number and name, or several.
+      host: process index of the host at fault, None where it is not one.
+      who: its process index and name, or several.
     """
 
     kind: FaultKind
@@ -95,9 +95,9 @@ class Fault:
         return f"{self.who}: {lines[0 if self.kind == 'input' else -1]}"
 
 
-def host_name(number: int, name: str | None) -> str:
+def host_name(process_index: int, name: str | None) -> str:
     """``host 2 (worker-2)``."""
-    return f"host {number} ({name})" if name else f"host {number}"
+    return f"host {process_index} ({name})" if name else f"host {process_index}"
 
 
 def fault_of_status(status: int) -> Fault:

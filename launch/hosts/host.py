@@ -1,4 +1,4 @@
-"""This host, as a launcher sees it: its number, what all hosts say, whether to go on."""
+"""This host, as a launcher sees it: its process index, what all hosts say, whether to go on."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
-from checkpoints.errors import OtherProcessError
+from checkpoints import OtherProcessError
 from launch.hosts.faults import EXIT_RESTART, EXIT_USER_ERROR, HostsDifferError, Timeouts
 from launch.hosts.messages import decode, encode, shorten
 from launch.hosts.place import Place
 from launch.hosts.supervisor import Shared, supervise
-from sharding.errors import InputError
+from runtime import InputError
 
 _TICK = 0.25
 _PR_SET_PDEATHSIG = 1
@@ -37,7 +37,7 @@ _LEAST_JAX_HEARTBEAT = 100
 class Host:
     """A host that is alone: all hosts are this one. A context manager, within which it hears SIGTERM and stalls."""
 
-    number = 0
+    process_index = 0
     count = 1
 
     def __init__(self, stall_timeout: float = math.inf) -> None:
@@ -89,7 +89,7 @@ class Host:
         self._moved = time.monotonic()
 
     def gather(self, topic: str, value: Any) -> list[Any]:
-        """What each host says, by number: a call that all hosts make, and that waits for all. Values are JSON."""
+        """What each host says, by process index: all hosts make this call, and it waits for all. Values are JSON."""
         return [json.loads(json.dumps(value))]
 
     def draining(self) -> bool:
@@ -112,7 +112,7 @@ class Member(Host):
     def __init__(self, place: Place, timeouts: Timeouts, link: socket.socket, shared: Shared) -> None:
         """Start living: the supervisor sees from now on whether this process runs."""
         super().__init__()
-        self.number, self.count = place.host, place.hosts
+        self.process_index, self.count = place.host, place.hosts
         self._place = place
         self._timeouts = timeouts
         self._link = link
@@ -157,7 +157,7 @@ class Member(Host):
         self._shared.advance(1)
 
     def gather(self, topic: str, value: Any) -> list[Any]:
-        """What each host says, by number."""
+        """What each host says, by process index."""
         self._asked += 1
         self.mark()
         self._send(encode("gather", topic=f"{topic} {self._asked}", value=value))

@@ -16,11 +16,11 @@ from typing import Any
 
 from launch.hosts.faults import EXIT_RESTART, EXIT_USER_ERROR, Fault, Timeouts, host_name
 from launch.hosts.messages import MAX_BYTES, Message, encode, receive, shorten
-from sharding.errors import InputError
+from runtime import InputError
 
 _TICK = 0.25
 SAY_EVERY_SECONDS = 5.0
-GRACE_SECONDS = 3.0  # that a fault which may be a consequence waits for its cause
+GRACE_PERIOD_SECONDS = 3.0  # that a fault which may be a consequence waits for its cause
 _STILL = 5.0  # a worker that has not moved for so long, when others fail, is the reason
 _STACKS_WAIT = 5.0
 _CLOSE_WAIT = 2.0
@@ -95,7 +95,7 @@ class Hub:
             if len(self._members) == self._hosts and all(member.done for member in self._members.values()):
                 self._tell_all("bye")
                 break
-            self._tell_all("beat")
+            self._tell_all("heartbeat")
         self._over = True
         await self._close()
         return fault
@@ -117,7 +117,7 @@ class Hub:
             writer.close()
 
     def _admit(self, hello: Message | None, writer: asyncio.StreamWriter) -> int | None:
-        """The number of a host that may take part."""
+        """The process index of a host that may take part."""
         if hello is None or hello["kind"] != "hello":
             return None
         host, hosts, name = hello.get("host"), hello.get("hosts"), str(hello.get("name", ""))[:100]
@@ -142,7 +142,7 @@ class Hub:
         member = self._members[host]
         member.heard = time.monotonic()
         match message["kind"]:
-            case "beat":
+            case "heartbeat":
                 member.marks, member.still = int(message.get("marks", 0)), float(message.get("still", 0.0))
             case "gather":
                 self._collect(host, str(message.get("topic", "")), message.get("value"))
@@ -234,7 +234,7 @@ class Hub:
         for _, fault in self._faults:
             if not fault.is_consequence:
                 return fault
-        if not self._faults or now - self._faults[0][0] < GRACE_SECONDS:
+        if not self._faults or now - self._faults[0][0] < GRACE_PERIOD_SECONDS:
             return None
         # JAX aborts all hosts when it gives up; one that aborts alone has crashed, and the others feel it.
         aborted = [fault for _, fault in self._faults if fault.kind == "aborted"]

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from absl import flags
 
-from sharding.errors import InputError
+from runtime import InputError
 
 MAX_HOSTS = 1 << 14
 DEFAULT_PORT = 8476
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])")
 
-# One process of several on a machine: its number there, and how many there are, where the manager says so.
+# One process of several on a machine: its index there, and how many there are, where the manager says so.
 _LOCAL_RANKS = (
     ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
     ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -28,7 +28,7 @@ class Place:
     """One host among those of a run.
 
     Attributes:
-      host: number of this host, from 0.
+      host: process index of this host, from 0.
       hosts: how many there are.
       coordinator: ``name:port`` of host 0, where JAX's coordination service listens.
       control_port: port of host 0 where its supervisor listens.
@@ -61,7 +61,7 @@ def define_place_flags(values: flags.FlagValues) -> None:
         "coordinator_address", None, "Several hosts: name:port of host 0. Default: as detected.", flag_values=values
     )
     integer("num_processes", "Several hosts: how many. 1 keeps to this one, whatever is detected.", 1, MAX_HOSTS)
-    integer("process_id", "Several hosts: the number of this one, from 0.", 0, MAX_HOSTS - 1)
+    integer("process_id", "Several hosts: the process index of this one, from 0.", 0, MAX_HOSTS - 1)
     integer(
         "coordinator_port", f"Port of JAX's coordination service. Default: as detected, or {DEFAULT_PORT}.", 1, 65535
     )

@@ -95,7 +95,7 @@ def differences(facts: Sequence[Facts], names: Sequence[str]) -> list[str]:
     """Sentences that name the hosts which differ from most others (from host 0 where there is no most).
 
     Args:
-      facts: of each host, by number.
+      facts: of each host, by process index.
       names: how to call each host.
     """
     found = []

@@ -28,12 +28,12 @@ from launch.hosts.faults import (
 from launch.hosts.hub import Hub
 from launch.hosts.messages import MAX_BYTES, Message, encode, receive, shorten
 from launch.hosts.place import Place
-from sharding.errors import InputError
+from runtime import InputError
 
 # What hosts gather last before they work.
 BEGUN = "devices"
 
-_BEAT = 0.5
+_HEARTBEAT_SECONDS = 0.5
 _RETRY = 0.5
 _SAY_EVERY = 5.0
 _VERDICT_WAIT = 10.0
@@ -105,7 +105,7 @@ class Supervisor:
         self._ended = False
         self._begun = False
         self._terminated = False
-        self._beat = (0, time.monotonic())
+        self._heartbeat = (0, time.monotonic())
         self._last_words = False
 
     def _say(self, text: str) -> None:
@@ -202,7 +202,7 @@ class Supervisor:
                     self._report(Fault.parse(message))
                 case "done":
                     self._done = True
-                    self._beat = (0, time.monotonic())
+                    self._heartbeat = (0, time.monotonic())
                 case "gather":
                     self._send("gather", topic=message["topic"], value=message["value"])
                 case "last words":
@@ -219,17 +219,17 @@ class Supervisor:
     async def _tick(self) -> None:
         """Look whether the worker lives, and tell the hub that this host does."""
         while True:
-            await asyncio.sleep(_BEAT)
+            await asyncio.sleep(_HEARTBEAT_SECONDS)
             now, life = time.monotonic(), self._shared.read(0)
-            if life != self._beat[0] and not self._done:
-                self._beat = (life, now)
-            still = now - self._beat[1]
+            if life != self._heartbeat[0] and not self._done:
+                self._heartbeat = (life, now)
+            still = now - self._heartbeat[1]
             if not self._ended and self._fault is None:
                 if self._done and still > self._timeouts.shutdown:
                     self._report(Fault("frozen", f"its process is done and has not ended for {still:.0f} s"))
                 elif not self._done and still > self._timeouts.heartbeat:
                     self._report(Fault("frozen", f"its process is frozen: it has not run for {still:.0f} s"))
-            self._send("beat", marks=self._shared.read(1), still=0.0 if self._done or self._fault else still)
+            self._send("heartbeat", marks=self._shared.read(1), still=0.0 if self._done or self._fault else still)
 
     async def _dump(self) -> None:
         """The worker's stacks, for the hub."""
@@ -267,7 +267,7 @@ class Supervisor:
         if self._hub is not None:
             if not self._hub.is_closing():
                 self._hub.write(line)
-        elif kind != "beat":
+        elif kind != "heartbeat":
             self._waiting.append(line)
 
     async def _connect(self) -> asyncio.StreamReader | None:

@@ -47,7 +47,7 @@ _MAX_RETRY_SECONDS = 60
 class Hosts(Protocol):
     """What the server needs of :class:`launch.hosts.host.Host`."""
 
-    number: int
+    process_index: int
     count: int
 
     def mark(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from checkpoints.opening import VERIFY
-from runtime.models.attention import IMPLEMENTATIONS
+from runtime.models.attention import ATTENTION_IMPLEMENTATIONS
 from runtime.models.config import STORED_DTYPES
 from runtime.models.kv_cache import CACHE_DTYPES
 from runtime.models.quantization import QUANTIZATIONS
@@ -11,7 +11,7 @@ from sharding.errors import InputError
 
 _CHOICES = {
     "dtype": STORED_DTYPES,
-    "attention": IMPLEMENTATIONS,
+    "attention": ATTENTION_IMPLEMENTATIONS,
     "kv_cache": CACHE_DTYPES,
     "quantize": QUANTIZATIONS,
     "verify": VERIFY,

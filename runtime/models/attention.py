@@ -19,7 +19,7 @@ from sharding.errors import InputError
 
 Array = jax.Array
 Implementation = Literal["auto", "xla", "cudnn", "splash"]
-IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
+ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 
 # Splash attention works on blocks of this many positions, and TPU lanes are this wide.
 SPLASH_BLOCK = 128
@@ -38,8 +38,8 @@ def choose_attention(requested: str, platform: str, layout: ModelLayout, positio
     Raises:
       InputError: an unknown implementation, or one that cannot run on this platform, dtype or canvas.
     """
-    if requested not in IMPLEMENTATIONS:
-        raise InputError(f'attention "{requested}" is not one of {", ".join(IMPLEMENTATIONS)}')
+    if requested not in ATTENTION_IMPLEMENTATIONS:
+        raise InputError(f'attention "{requested}" is not one of {", ".join(ATTENTION_IMPLEMENTATIONS)}')
     sixteen_bit = jnp.dtype(dtype).itemsize == 2
     head_dim = layout.config.head_dim
     # A kernel's mask counts from the first query of its shard.

@@ -172,7 +172,7 @@ class ModelLayout:
           config: the model.
           weights_class: the dataclass that declares its weights.
           spec: axes with no -1 left; default one device.
-          devices: devices to build the mesh of, real or described; None for a layout that is only looked at.
+          devices: devices to build the mesh of, real or of an AOT topology; None for a layout that is only looked at.
           quantization: ``none``, or ``int8`` for matrices as :class:`runtime.models.quantization.Quantized`.
 
         Raises:

@@ -213,7 +213,7 @@ def _in_words(moved: dict[tuple[str, tuple[str, ...]], float]) -> str:
     return " and ".join(parts) or "nothing"
 
 
-def estimate(workload: Workload, topology: Topology, spec: MeshSpec) -> Estimate:
+def estimate_workload(workload: Workload, topology: Topology, spec: MeshSpec) -> Estimate:
     """Estimate a workload on one mesh.
 
     Raises:
@@ -249,7 +249,7 @@ def candidate_meshes(workload: Workload, topology: Topology) -> list[MeshSpec]:
 
 def rank(workload: Workload, topology: Topology) -> tuple[list[Estimate], list[Estimate]]:
     """Meshes of all the topology's devices that fit, the fastest first, and those that do not fit."""
-    found = [estimate(workload, topology, spec) for spec in candidate_meshes(workload, topology)]
+    found = [estimate_workload(workload, topology, spec) for spec in candidate_meshes(workload, topology)]
     fitting = sorted(
         (one for one in found if one.fits), key=lambda one: (one.seconds, one.spec.tensor, one.spec.sequence)
     )

@@ -1,4 +1,4 @@
-"""The rival of the diffusion benchmark is the published rule, and mistakes are said before anything runs."""
+"""The baseline of the diffusion benchmark is the published rule, and mistakes are said before anything runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from absl import flags
 
 from benchmarks import diffusion_modes
 from benchmarks.diffusion_modes import likelihood, modes_table, speeds
-from benchmarks.fast_dllm_baseline import Rival
+from benchmarks.fast_dllm_baseline import FastDLLMBaseline
 from benchmarks.records import Timing
 from checkpoints import DEMO
 from runtime import DiffusionConfig, Engine
@@ -65,16 +65,16 @@ def by_hand(engine: Engine, ids: np.ndarray, threshold: float, ends: tuple[int, 
 @pytest.mark.parametrize(
     ("threshold", "stops"), [(0.2, False), pytest.param(0.9, False, marks=pytest.mark.slow), (0.9, True)]
 )
-def test_the_rival_is_the_published_rule(threshold: float, stops: bool) -> None:
+def test_the_baseline_is_the_published_rule(threshold: float, stops: bool) -> None:
     # A trained model: the certainties of a random one are ties within rounding.
     engine = Engine.load(DEMO, "tensor=1", "float32")
     ids = np.array([engine.tokenizer.encode("def is_even(number):\n")], np.int32)
-    rival = Rival(engine, NEW, BLOCK, threshold=threshold)
+    baseline = FastDLLMBaseline(engine, NEW, BLOCK, threshold=threshold)
     ends: tuple[int, ...] = ()
     if stops:  # a token of its first block: there is a second one that is not reached
-        ends = (int(rival(ids)[0][BLOCK // 2]),)
-        rival = Rival(engine, NEW, BLOCK, ends, threshold)
-    found, passes, positions = rival(ids)
+        ends = (int(baseline(ids)[0][BLOCK // 2]),)
+        baseline = FastDLLMBaseline(engine, NEW, BLOCK, ends, threshold)
+    found, passes, positions = baseline(ids)
     expected, full, windows = by_hand(engine, ids, threshold, ends)
     assert full == (1 if stops else NEW // BLOCK)
     assert found.tolist() == expected

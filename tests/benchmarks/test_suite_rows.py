@@ -20,7 +20,7 @@ from benchmarks.suite.sheet import Sheet
 from benchmarks.suite.subject import Subject, define_subject_flags, open_engine
 from benchmarks.timed_passes import time_pass
 from checkpoints import DEMO
-from runtime.planner.estimate import estimate
+from runtime.planner.estimate import estimate_workload
 from runtime.planner.workload import Workload
 from sharding.mesh import MeshSpec
 from sharding.topology import CHIPS, Topology
@@ -122,7 +122,7 @@ def test_a_step_that_is_predicted_stands_beside_what_is_measured(monkeypatch: py
     row = sheet.find("batch 2, canvas 64")
     assert row is not None, sheet.rows
     workload = Workload(subject.engine.config, "float32", 2, 32, 32, 8)
-    (phase,) = estimate(workload, topology, MeshSpec()).phases
+    (phase,) = estimate_workload(workload, topology, MeshSpec()).phases
     assert row.facts["predicted_ms"] == round(1e3 * phase.seconds, 3) > 1
     assert row.mean
 

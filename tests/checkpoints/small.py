@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from checkpoints import open_folder
 from checkpoints.conversion import convert
-from checkpoints.export import export
+from checkpoints.export import export_checkpoint
 from checkpoints.opening import open_tensors
 from checkpoints.output import FolderOutput
 from runtime.models.declarations import ModelLayout
@@ -61,7 +61,7 @@ def to_canonical(source: Path, output: Path, dtype: str | None = None) -> Path:
 
 def to_huggingface(source: Path | str, output: Path) -> Path:
     FolderOutput(output).prepare(overwrite=False)
-    export(open_folder(source), FolderOutput(output))
+    export_checkpoint(open_folder(source), FolderOutput(output))
     return output
 
 

@@ -13,7 +13,7 @@ import transformers
 from checkpoints import open_folder
 from checkpoints.conversion import convert
 from checkpoints.errors import CheckpointError, CorruptCheckpointError
-from checkpoints.export import export
+from checkpoints.export import export_checkpoint
 from checkpoints.output import output_at
 from launch.convert import open_model
 from runtime import Engine, SamplingConfig
@@ -59,7 +59,7 @@ def test_what_is_quantized_cannot_go_back(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="stored as int8"):
         convert(folder, layout, output_at(str(tmp_path / "again")), dtype="bfloat16")
     with pytest.raises(CheckpointError, match="stored as int8"):
-        export(folder, output_at(str(tmp_path / "exported")))  # type: ignore[arg-type]
+        export_checkpoint(folder, output_at(str(tmp_path / "exported")))  # type: ignore[arg-type]
     assert not (tmp_path / "again").exists()
     source, own = open_model(str(golden_cases.FOLDER), "source")
     with pytest.raises(CheckpointError, match="two conversions"):

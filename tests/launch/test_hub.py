@@ -113,7 +113,7 @@ def test_a_connection_that_closes_is_a_host_that_is_gone() -> None:
 
 
 def test_a_device_fault_alone_is_its_own_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(hub_module, "GRACE_PERIOD_SECONDS", 0.5)
 
     async def scene(peers: list[Peer]) -> None:
         peers[1].send("fault", **DEVICE.fields())
@@ -125,11 +125,11 @@ def test_a_device_fault_alone_is_its_own_cause(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("how", ["still", "behind"])
 def test_when_collectives_fail_the_one_who_did_not_come_is_named(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(hub_module, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(hub_module, "GRACE_PERIOD_SECONDS", 0.5)
 
     async def scene(peers: list[Peer]) -> None:
-        peers[0].send("beat", marks=8, still=0.0)
-        peers[1].send("beat", marks=8 if how == "still" else 7, still=9.0 if how == "still" else 0.0)
+        peers[0].send("heartbeat", marks=8, still=0.0)
+        peers[1].send("heartbeat", marks=8 if how == "still" else 7, still=9.0 if how == "still" else 0.0)
         peers[0].send("fault", **DEVICE.fields())
 
     fault, _, _ = judge(scene)
@@ -138,7 +138,7 @@ def test_when_collectives_fail_the_one_who_did_not_come_is_named(monkeypatch: py
 
 
 def test_a_host_that_aborts_alone_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(hub_module, "GRACE_PERIOD_SECONDS", 0.5)
 
     async def scene(peers: list[Peer]) -> None:
         peers[0].send("fault", **DEVICE.fields())
@@ -152,7 +152,7 @@ def test_a_host_that_aborts_alone_is_the_cause(monkeypatch: pytest.MonkeyPatch) 
 def test_silence() -> None:
     async def scene(peers: list[Peer]) -> None:
         while True:
-            peers[0].send("beat", marks=0, still=0.0)
+            peers[0].send("heartbeat", marks=0, still=0.0)
             await asyncio.sleep(0.1)
 
     fault, _, _ = judge(scene, timeouts=Timeouts(30, 2, 30, 30))
@@ -165,7 +165,7 @@ def test_a_stall_names_who_is_behind_and_prints_all_stacks() -> None:
     async def scene(peers: list[Peer]) -> None:
         while not all("dump" in peer.kinds() for peer in peers):
             for peer in peers:
-                peer.send("beat", marks=5 - peer.host, still=0.0)
+                peer.send("heartbeat", marks=5 - peer.host, still=0.0)
             await asyncio.sleep(0.1)
         for peer in peers:
             peer.send("stacks", text=f"stack of {peer.host}")
@@ -180,7 +180,7 @@ def test_a_stall_names_who_is_behind_and_prints_all_stacks() -> None:
 def test_progress_is_no_stall() -> None:
     async def scene(peers: list[Peer]) -> None:
         for marks in range(30):
-            peers[1].send("beat", marks=marks, still=0.0)
+            peers[1].send("heartbeat", marks=marks, still=0.0)
             await asyncio.sleep(0.1)
         for peer in peers:
             peer.send("done")

@@ -237,7 +237,7 @@ def test_what_the_compiler_finds_too_large_makes_room_for_the_next(
         return [compiled_with(1 << 40 if len(tried) == 1 else 1 << 30)]
 
     monkeypatch.setattr(plan, "compile_workload", compile_)
-    monkeypatch.setattr(plan, "described_devices", lambda topology: [])
+    monkeypatch.setattr(plan, "aot_devices", lambda topology: [])
     monkeypatch.setattr(plan, "missing_compiler", lambda platform: None)
     arguments = ["plan", "--model=diffucoder-7b", "--topology=v5e:2x4", "--batch=16"]
     plan.run([*arguments, "--json"])
@@ -332,7 +332,7 @@ def test_all_machines_show_what_the_compiler_says(
 ) -> None:
     monkeypatch.setattr(plan, "MACHINES", ("v5e:2x4", "v4:2x2x1"))
     monkeypatch.setattr(plan, "compile_workload", lambda *arguments: [compiled_with(1 << 30)])
-    monkeypatch.setattr(plan, "described_devices", lambda topology: [])
+    monkeypatch.setattr(plan, "aot_devices", lambda topology: [])
     monkeypatch.setattr(plan, "missing_compiler", lambda platform: None)
     out = run(capsys, "--topology=all", "--batch=16", "--compile=2")
     lines = [line for line in out.splitlines() if line.startswith("compiled: ")]

@@ -12,7 +12,7 @@ from absl import flags
 from rich.console import Console
 
 from checkpoints import DEMO, CheckpointFolder
-from checkpoints.fingerprint import fingerprint
+from checkpoints.fingerprint import folder_fingerprint
 from launch import generate
 from launch.hosts.faults import HostsDifferError
 from launch.hosts.host import Host
@@ -113,15 +113,15 @@ def test_fingerprint_sees_a_change_of_weights_and_of_configuration(tmp_path: Pat
     for name in names:
         (tmp_path / name).write_bytes((DEMO / name).read_bytes())
     folder = CheckpointFolder(tmp_path, "copy")
-    before = fingerprint(folder)
-    assert before == fingerprint(folder)
+    before = folder_fingerprint(folder)
+    assert before == folder_fingerprint(folder)
     seen = {before}
     for name in names:
         data = bytearray((DEMO / name).read_bytes())
         data[-2] ^= 1
         (tmp_path / name).write_bytes(data)
-        seen.add(fingerprint(folder))
+        seen.add(folder_fingerprint(folder))
     assert len(seen) == 4
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "dangling.safetensors").symlink_to("nowhere")
-    assert fingerprint(folder) in seen, "neither is a file"
+    assert folder_fingerprint(folder) in seen, "neither is a file"

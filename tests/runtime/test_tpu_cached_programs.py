@@ -18,7 +18,7 @@ from runtime.models.families import model_layout
 from runtime.models.forward import Forward
 from runtime.models.kv_cache import cache_bytes_per_device
 from runtime.models.qwen2 import QWEN2
-from sharding.aot import described_devices
+from sharding.aot import aot_devices
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
 from tests.runtime.test_tpu_programs import DIFFUCODER
@@ -45,7 +45,7 @@ CASES = [
 def compiled(kind: str, mesh: str, cache_dtype: str) -> tuple[Any, Any]:
     diffusion = kind not in ("decode", "prefill")
     spec = MeshSpec.parse(mesh)
-    layout = model_layout(DIFFUCODER if diffusion else QWEN, spec, described_devices(parse_topology("v5e:2x4")))
+    layout = model_layout(DIFFUCODER if diffusion else QWEN, spec, aot_devices(parse_topology("v5e:2x4")))
     forward = Forward(layout, "xla" if spec.sequence > 1 or kind == "decode" else "splash")
     weights, vocab = layout.abstract_weights(jnp.bfloat16), layout.config.vocab_size
     if diffusion:

@@ -18,7 +18,7 @@ from runtime.execution.specialization import denoise_program
 from runtime.models.declarations import ModelLayout, shard_shape
 from runtime.models.families import model_layout, parse_config
 from runtime.models.forward import Forward
-from sharding.aot import described_devices
+from sharding.aot import aot_devices
 from sharding.heads import HeadLayout
 from sharding.mesh import MeshSpec, build_mesh
 from sharding.topology import parse_topology
@@ -75,7 +75,7 @@ class Program:
 
 @functools.cache
 def compiled(topology: str, mesh: str, attention: str) -> Program:
-    layout = model_layout(DIFFUCODER, MeshSpec.parse(mesh), described_devices(parse_topology(topology)))
+    layout = model_layout(DIFFUCODER, MeshSpec.parse(mesh), aot_devices(parse_topology(topology)))
     chunk = head_chunk(B, S, layout, "tpu")
     program = denoise_program(DiffusionConfig.published(STEPS), DIFFUCODER, "bfloat16", chunk=chunk, width=S, span=S)
     assert program.sampling.filtered  # top_p is in
@@ -179,7 +179,7 @@ def test_splash_attention_is_in_the_program() -> None:
 
 
 def test_slices_are_crossed_by_data_alone() -> None:
-    devices = described_devices(parse_topology("2xv5e:2x4"))
+    devices = aot_devices(parse_topology("2xv5e:2x4"))
     mesh = build_mesh(MeshSpec(data=2, tensor=8), HeadLayout.for_tensor(28, 4, 8), devices)
     slices = [[device.slice_index for device in part.flat] for part in mesh.devices]
     assert all(len(set(part)) == 1 for part in slices)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from sharding.aot import described_devices, missing_compiler
+from sharding.aot import aot_devices, missing_compiler
 from sharding.errors import MeshError
 from sharding.heads import HeadLayout
 from sharding.links import Wiring
@@ -69,7 +69,7 @@ def test_places_are_arranged_as_the_devices_are(text: str, mesh: str) -> None:
     topology, spec = parse_topology(text), MeshSpec.parse(mesh)
     heads = HeadLayout.for_tensor(28, 4, spec.tensor)
     ours = arrange_devices(spec, heads, places(topology))
-    theirs = arrange_devices(spec, heads, described_devices(topology))
+    theirs = arrange_devices(spec, heads, aot_devices(topology))
     for place, device in zip(ours.flat, theirs.flat, strict=True):
         assert (place.coords, place.slice_index) == (tuple(device.coords), getattr(device, "slice_index", 0))
         assert place.device_kind == device.device_kind
@@ -126,4 +126,4 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert "libtpu" in str(missing_compiler("tpu"))
     assert "CUDA" in str(missing_compiler("gpu"))
     with pytest.raises(MeshError, match="not installed"):
-        described_devices(parse_topology("v5e:2x4"))
+        aot_devices(parse_topology("v5e:2x4"))

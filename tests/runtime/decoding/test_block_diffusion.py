@@ -144,22 +144,22 @@ def test_blocks_entered_without_a_refresh() -> None:
 
     positions = 0
     for number, start in enumerate(range(LENGTHS[1], length, BLOCK)):
-        stop, fresh, entering = min(start + BLOCK, length), True, True
+        stop, first_step = min(start + BLOCK, length), True
         while (canvas[0, start:stop] == mask_token).any():
-            first = 0 if number == 0 and fresh else start - 1 - BLOCK * fresh
+            first = 0 if number == 0 and first_step else start - 1 - BLOCK * first_step
             if first == 0:
                 made, cache = refresh(cache, jnp.array(canvas))
                 positions += length
             else:
                 made, cache = window(cache, jnp.array(canvas[:, first:stop]), jnp.int32(first))
-                positions += 1 + BLOCK * (1 + fresh)  # of the last window, a part is beyond the row
+                positions += 1 + BLOCK * (1 + first_step)  # of the last window, a part is beyond the row
             probabilities = np.asarray(made[0, start - 1 - first : stop - 1 - first])
             masked = canvas[0, start:stop] == mask_token
             certainty = np.where(masked, probabilities.max(axis=-1), -1.0)
-            surest = masked.argmax() if entering else certainty.argmax()
+            surest = masked.argmax() if first_step else certainty.argmax()
             kept = (certainty > 0.2) | (np.arange(stop - start) == surest)
             canvas[0, start:stop] = np.where(kept & masked, probabilities.argmax(axis=-1), canvas[0, start:stop])
-            fresh = entering = False
+            first_step = False
     config = mode(2).replace(temperature=0.0, refresh_blocks=0, stop_token_ids=())
     found = engine.generate_tokens(prompt[None], None, config)
     np.testing.assert_array_equal(found.sequences[0], canvas[0, :length])

@@ -17,7 +17,7 @@ from checkpoints import DEMO
 from runtime import Engine, SamplingConfig
 from runtime.models.config import ConfigError
 from runtime.models.families import parse_config
-from runtime.planner.estimate import estimate
+from runtime.planner.estimate import estimate_workload
 from runtime.planner.presets import PRESETS, preset
 from runtime.planner.workload import Workload
 from sharding.mesh import MeshSpec
@@ -145,7 +145,7 @@ def test_int8_is_near_and_the_same_on_every_mesh() -> None:
 @pytest.mark.parametrize(("name", "parameters"), [("qwen3-0.6b", 596_049_920), ("qwen3-8b", 8_190_735_360)])
 def test_plans_have_the_published_parameters(name: str, parameters: int) -> None:
     workload = Workload(preset(name), batch=8)
-    found = estimate(workload, parse_topology("8xh100"), MeshSpec(tensor=8))
+    found = estimate_workload(workload, parse_topology("8xh100"), MeshSpec(tensor=8))
     assert found.layout.parameter_count == parameters
     assert found.fits
     assert [phase.phase.name for phase in found.phases] == ["prefill", "decode"]

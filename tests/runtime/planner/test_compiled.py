@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from runtime.planner.compiled import collectives_agree, compile_workload
-from runtime.planner.estimate import estimate
+from runtime.planner.estimate import estimate_workload
 from runtime.planner.presets import preset
 from runtime.planner.workload import Workload
-from sharding.aot import described_devices, missing_compiler
+from sharding.aot import aot_devices, missing_compiler
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
 
@@ -104,8 +104,8 @@ OTHERS_GPU = [
 
 def check(workload: Workload, text: str, mesh: str) -> None:
     topology = parse_topology(text)
-    found = estimate(workload, topology, MeshSpec.parse(mesh))
-    compiled = compile_workload(found.workload, found.spec, described_devices(topology))
+    found = estimate_workload(workload, topology, MeshSpec.parse(mesh))
+    compiled = compile_workload(found.workload, found.spec, aot_devices(topology))
     most = max(one.memory_bytes for one in compiled)
     assert found.memory.total == pytest.approx(most, rel=0.05)
     passes = {one.phase.name: one for one in found.phases}

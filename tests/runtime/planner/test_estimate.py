@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from runtime.planner.default import default_mesh, topology_of
-from runtime.planner.estimate import candidate_meshes, estimate, out_of_memory, rank
+from runtime.planner.estimate import candidate_meshes, estimate_workload, out_of_memory, rank
 from runtime.planner.presets import PRESETS, preset
 from runtime.planner.workload import Workload
 from sharding.errors import InputError, MeshError
@@ -20,7 +20,7 @@ MODEL = preset("diffucoder-7b")
     ("name", "parameters"), [("diffucoder-7b", 7_615_616_512), ("qwen2.5-7b", 7_615_616_512), ("gpt2", 124_439_808)]
 )
 def test_presets_have_the_published_parameters(name: str, parameters: int) -> None:
-    found = estimate(Workload(preset(name)), parse_topology("8xh100"), MeshSpec())
+    found = estimate_workload(Workload(preset(name)), parse_topology("8xh100"), MeshSpec())
     assert found.layout.parameter_count == parameters
 
 
@@ -57,11 +57,11 @@ def test_only_data_crosses_slices() -> None:
     workload = Workload(MODEL, batch=64)
     assert all(spec.data % 2 == 0 for spec in candidate_meshes(workload, parse_topology("2xv5e:4x4")))
     with pytest.raises(MeshError, match="data must be a multiple of 2"):
-        estimate(workload, parse_topology("2xv5e:2x4"), MeshSpec(tensor=16))
+        estimate_workload(workload, parse_topology("2xv5e:2x4"), MeshSpec(tensor=16))
 
 
 def test_decoding_is_bound_by_memory_and_the_cache_is_counted() -> None:
-    found = estimate(
+    found = estimate_workload(
         Workload(preset("qwen2.5-7b"), batch=8, prompt=1024, new_tokens=1024),
         parse_topology("8xh100"),
         MeshSpec(data=8),
@@ -78,7 +78,7 @@ def test_decoding_is_bound_by_memory_and_the_cache_is_counted() -> None:
 
 def test_arithmetic_of_a_denoise_step() -> None:
     """14.14 GFLOP a token without attention, 30.6 TF for 2048 positions with the head on all of them."""
-    found = estimate(
+    found = estimate_workload(
         Workload(MODEL, prompt=1024, new_tokens=1024, steps=1), parse_topology("8xh100"), MeshSpec()
     ).main_phase
     head = 2 * 1024 * 3584 * 152064  # the other half has no head here
@@ -87,7 +87,9 @@ def test_arithmetic_of_a_denoise_step() -> None:
 
 def test_a_cache_makes_most_passes_small() -> None:
     topology, spec = parse_topology("8xh100"), MeshSpec(data=8)
-    exact, dual = (estimate(Workload(MODEL, batch=8, cache=cache), topology, spec) for cache in ("none", "dual"))
+    exact, dual = (
+        estimate_workload(Workload(MODEL, batch=8, cache=cache), topology, spec) for cache in ("none", "dual")
+    )
     assert {one.phase.name for one in dual.phases} == {"refresh", "block step"}
     assert dual.seconds < 0.5 * exact.seconds
 
@@ -96,7 +98,7 @@ def test_steps_are_shared_among_the_blocks_of_a_cache() -> None:
     """As in the engine: 16 steps fill a block of 32; of 32 steps the first transfers nothing and is not run."""
     topology, spec = parse_topology("8xh100"), MeshSpec(data=8)
     for steps, windows in ((128, 15), (256, 30), (8, 0)):
-        found = estimate(Workload(MODEL, batch=8, steps=steps, cache="dual"), topology, spec)
+        found = estimate_workload(Workload(MODEL, batch=8, steps=steps, cache="dual"), topology, spec)
         assert {one.phase.name: one.phase.forwards for one in found.phases} == {"refresh": 8, "block step": 8 * windows}
 
 
@@ -108,7 +110,7 @@ def test_memory_is_of_the_widest_window() -> None:
         assert (window.name, window.positions) == ("block step", width)
     # With one block of everything there is one width, the widest.
     blocks, one_block, narrow = (
-        estimate(replace(workload, **changes), topology, MeshSpec()).memory.total
+        estimate_workload(replace(workload, **changes), topology, MeshSpec()).memory.total
         for changes in ({}, {"block_length": 256}, {"cache": "dual"})
     )
     assert blocks == one_block > narrow
@@ -117,14 +119,14 @@ def test_memory_is_of_the_widest_window() -> None:
 def test_chips_that_a_mesh_leaves_idle_are_paid_for() -> None:
     topology = parse_topology("8xh100")
     for data in (1, 8):
-        found = estimate(Workload(MODEL, batch=8), topology, MeshSpec(data=data))
+        found = estimate_workload(Workload(MODEL, batch=8), topology, MeshSpec(data=data))
         assert found.cost_per_million_tokens(3.0) == pytest.approx(8 * 3.0 / 3600 / found.tokens_per_second * 1e6)
 
 
 def test_a_mesh_within_one_slice_sends_nothing_across() -> None:
     topology = parse_topology("2xv5e:2x4")
     for data, sends in ((2, False), (4, True)):
-        found = estimate(Workload(MODEL, batch=16), topology, MeshSpec(data=data, tensor=4)).main_phase
+        found = estimate_workload(Workload(MODEL, batch=16), topology, MeshSpec(data=data, tensor=4)).main_phase
         assert any(one.kind == "send" for one in found.collectives) == sends
 
 

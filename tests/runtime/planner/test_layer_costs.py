@@ -29,7 +29,7 @@ from runtime.models.layers import (
 )
 from runtime.models.qwen2 import QWEN2, Qwen2Layer, Qwen2Weights
 from runtime.models.transformer import hidden_states
-from runtime.planner.estimate import Estimate, estimate
+from runtime.planner.estimate import Estimate, estimate_workload
 from runtime.planner.hlo import read_collectives
 from runtime.planner.presets import preset
 from runtime.planner.workload import Workload
@@ -39,7 +39,7 @@ from sharding.topology import parse_topology
 
 def planned(model: str | ModelConfig, topology: str, mesh: str, **workload: Any) -> Estimate:
     config = preset(model) if isinstance(model, str) else model
-    return estimate(Workload(config, **workload), parse_topology(topology), MeshSpec.parse(mesh))
+    return estimate_workload(Workload(config, **workload), parse_topology(topology), MeshSpec.parse(mesh))
 
 
 # Each phase: floating-point operations, bytes of device memory, bytes of collectives, of one device.
