@@ -44,7 +44,7 @@ EVERYTHING = 10**5
     "algorithm",
     [pytest.param(name, marks=() if name == "entropy" else pytest.mark.slow) for name in ALGORITHMS],
 )
-def test_one_block_is_the_original_algorithm(algorithm: str) -> None:
+def test_a_block_as_long_as_the_canvas_is_decoding_without_blocks(algorithm: str) -> None:
     for changes in ({}, {"steps": 9, "temperature": 0.0}, {"top_p": 0.8, "top_k": 20, "alg_temp": 0.5}):
         config = BASE.replace(algorithm=algorithm, **changes)
         exact = generate("tensor=1", config, history=True)
