@@ -58,11 +58,11 @@ class Executor:
         # Any token but the mask, which a diffusion model would fill.
         token = 0 if self._runner.layout.config.mask_token_id != 0 else 1
         for number, pool in enumerate(self.pools):
-            if stop():
-                return False
             row = RowRequest([token], pool.short_config(_WARM_UP_TOKENS), 0)
             # The first insertion needs no program of its own; the second one does.
             for _ in range(2):
+                if stop():
+                    return False
                 self.execute(StepPlan([PoolPlan(number, [], [Insertion(0, 0, row)], 1, True)]))
                 while pool.held:
                     self.execute(StepPlan([PoolPlan(number, [], [], 1, True)]))

@@ -168,7 +168,7 @@ def _picked_positions(workload: Workload, layout: ModelLayout, platform: str, ph
 
 # What all rows agree on in a pass, numbers and yes-or-no: whether any has work left (to refresh, or to decide by a
 # refresh that it shares). How many chunks it needs is another number.
-_AGREED = {"denoise step": (1, 0), "refresh": (0, 2), "block step": (0, 3), "prefill": (0, 0), "decode": (0, 1)}
+_AGREED = {"denoise step": (1, 0), "refresh": (0, 2), "block step": (0, 2), "prefill": (0, 0), "decode": (0, 1)}
 
 
 def _whether_to_go_on(layout: ModelLayout, platform: str, phase: Phase, slices: int) -> list[Collective]:

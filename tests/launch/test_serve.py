@@ -121,7 +121,8 @@ def test_told_to_end_while_it_warms_up(tiny: Engine, monkeypatch: pytest.MonkeyP
     executor, host = Executor(tiny.runner, [PoolShape(CONFIG, width, 2, 64) for width in (64, 128)]), OneHost()
     ready: list[bool] = []
     serving = ServingEngine(host, Metrics("demo"), max_queue=4, grace_period=1.0)
-    for programs in range(5):
+    # Two insertions of each pool, and a pass over each width that scores.
+    for programs in range(7):
         for run in (
             lambda: serving.run(executor, lambda: True, lambda: ready.append(True)),
             lambda: follow(executor, host),
