@@ -4,8 +4,10 @@ import random
 import re
 from typing import Any
 
-from checkpoints.demo.parts import MAPS, PREDICATES, Map, Predicate
+from checkpoints.demo.maps import MAPS
+from checkpoints.demo.parts import Map, Predicate
 from checkpoints.demo.pipelines import Filled, fill
+from checkpoints.demo.predicates import PREDICATES
 from checkpoints.demo.tasks import Parameter, Task
 
 _KINDS = {"number": "number", "word": "some_text"}
@@ -15,7 +17,8 @@ def clause(predicate: Predicate, kept: Filled) -> str:
     """`is divisible by 3`, `starts with 'a'`: the condition on one element."""
     text = kept.text
     plurals = {
-        "that are ": "is ", "that end ": "ends ", "that start ": "starts ", "that begin ": "begins ", "that equal ": "equals ",
+        "that are ": "is ", "that end ": "ends ", "that start ": "starts ", "that begin ": "begins ",
+        "that equal ": "equals ",
         "that contain ": "contains ", "that do not ": "does not ", "that have ": "has ", "with ": "has ",
         "containing ": "contains ", "starting ": "starts ", "ending ": "ends ", "not containing ": "does not contain ",
         "beginning ": "begins ", "without ": "does not contain ", "of ": "is of ",
@@ -55,7 +58,11 @@ def one_condition(rng: random.Random) -> Task:
     first = "has" if kept.name.endswith(("length",)) else "is"
     return Task(
         spec=f"is/{element}/{predicate.name}",
-        names=tuple(dict.fromkeys((f"is_{kept.name}", f"check_{kept.name}", kept.name if "_" in kept.name else f"{first}_{kept.name}"))),
+        names=tuple(
+            dict.fromkeys(
+                (f"is_{kept.name}", f"check_{kept.name}", kept.name if "_" in kept.name else f"{first}_{kept.name}")
+            )
+        ),
         parameters=(Parameter(_KINDS[element]), *((kept.parameter,) if kept.parameter else ())),
         docs=(f"?$a {text}", f"?{'a number' if element == 'number' else 'a string'} {text}"),
         bodies=((0.9, f"return {code}"), (0.1, f"if {code}:\n    return True\nreturn False")),
@@ -101,19 +108,27 @@ def two_conditions(rng: random.Random) -> Task:
     )
 
 
+_SINGULAR = {
+    "squares": "square", "cubes": "cube", "doubles": "double", "triples": "triple", "halves": "half",
+    "negatives": "negate", "absolute_values": "absolute", "strings": "to_string", "lengths": "length",
+    "last_digits": "last_digit", "first_letters": "first_letter", "last_letters": "last_letter",
+}  # fmt: skip
+
+
 def one_map(rng: random.Random) -> Task:
     """An argument mapped once."""
     element = rng.choice(("number", "word"))
     map_ = rng.choice(MAPS[element])
     mapped = fill(map_, rng, "$b", True)
-    name = {"squares": "square", "cubes": "cube", "doubles": "double", "triples": "triple", "halves": "half", "negatives": "negate",
-            "absolute_values": "absolute", "strings": "to_string", "lengths": "length", "last_digits": "last_digit",
-            "first_letters": "first_letter", "last_letters": "last_letter"}.get(map_.name, mapped.name)  # fmt: skip
+    name = _SINGULAR.get(map_.name, mapped.name)
     return Task(
         spec=f"map/{element}/{map_.name}",
         names=(name, f"get_{name}", f"{name}_of"),
         parameters=(Parameter(_KINDS[element]), *((mapped.parameter,) if mapped.parameter else ())),
-        docs=("=" + mapped.single.format("$a"), "=" + mapped.single.format("a number" if element == "number" else "a string")),
+        docs=(
+            "=" + mapped.single.format("$a"),
+            "=" + mapped.single.format("a number" if element == "number" else "a string"),
+        ),
         bodies=((1.0, f"return {_code(mapped)}"),),
         oracle=lambda value, *rest: _call(map_, mapped, value, rest),
         returns={"number": "int", "word": "str"}[map_.result] if map_.name != "halves" else "float",
@@ -159,7 +174,8 @@ def one_of_two(rng: random.Random) -> Task:
     first, second = fill(one, rng, "", False), fill(two, rng, "", False)
     plain = rng.random() < 0.4
     otherwise = "$a" if plain else _code(second)
-    text = f"{first.single.format('$a')} if $a {clause(predicate, kept)}, otherwise {'$a' if plain else second.single.format('$a')}"
+    other_text = "$a" if plain else second.single.format("$a")
+    text = f"{first.single.format('$a')} if $a {clause(predicate, kept)}, otherwise {other_text}"
     name = f"{first.name}_if_{kept.name}" + ("" if plain else f"_else_{second.name}")
     condition = _code(kept)
     return Task(
@@ -172,7 +188,11 @@ def one_of_two(rng: random.Random) -> Task:
             (0.2, f"return {_code(first)} if {condition} else {otherwise}"),
         ),
         oracle=lambda value: (
-            _call(one, first, value, ()) if _call(predicate, kept, value, ()) else value if plain else _call(two, second, value, ())
+            _call(one, first, value, ())
+            if _call(predicate, kept, value, ())
+            else value
+            if plain
+            else _call(two, second, value, ())
         ),
         composed=True,
         explicit=kept.explicit and first.explicit and (plain or second.explicit),
@@ -180,8 +200,10 @@ def one_of_two(rng: random.Random) -> Task:
 
 
 _LABELS = (
-    ("fizz", "buzz"), ("yes", "no"), ("high", "low"), ("big", "small"), ("hot", "cold"), ("pass", "fail"), ("foo", "bar"),
-    ("ok", "error"), ("left", "right"), ("true", "false"), ("good", "bad"), ("red", "blue"), ("in", "out"), ("odd", "even"),
+    ("fizz", "buzz"), ("yes", "no"), ("high", "low"), ("big", "small"), ("hot", "cold"),
+    ("pass", "fail"), ("foo", "bar"),
+    ("ok", "error"), ("left", "right"), ("true", "false"), ("good", "bad"),
+    ("red", "blue"), ("in", "out"), ("odd", "even"),
 )  # fmt: skip
 
 
@@ -214,7 +236,9 @@ def labels(rng: random.Random) -> Task:
         names=(f"{one}_{two}_or_{third}".replace(" ", "_"), "classify", "describe", "label"),
         parameters=(Parameter("number"),),
         docs=(f"='{one}' if $a {clause(predicate, kept)}, '{two}' if $a {clause(other, more)}, else '{third}'",),
-        bodies=((1.0, f'if {_code(kept)}:\n    return "{one}"\nif {_code(more)}:\n    return "{two}"\nreturn "{third}"'),),
+        bodies=(
+            (1.0, f'if {_code(kept)}:\n    return "{one}"\nif {_code(more)}:\n    return "{two}"\nreturn "{third}"'),
+        ),
         oracle=lambda value: (
             one if _call(predicate, kept, value, ()) else two if _call(other, more, value, ()) else third
         ),
@@ -224,4 +248,11 @@ def labels(rng: random.Random) -> Task:
     )
 
 
-BRANCHES = ((one_condition, 2.0), (two_conditions, 2.0), (one_map, 2.0), (two_maps, 2.0), (one_of_two, 2.0), (labels, 2.0))
+BRANCHES = (
+    (one_condition, 2.0),
+    (two_conditions, 2.0),
+    (one_map, 2.0),
+    (two_maps, 2.0),
+    (one_of_two, 2.0),
+    (labels, 2.0),
+)

@@ -4,8 +4,8 @@ Of each function the prompt (signature, description) is given and the body, with
 are three kinds of canvases:
 
 * packed: every prompt is given, and each body has a noise level of its own;
-* open, as in use: one prompt, its body, and behind the end token other functions, which are mostly masked altogether and
-  count little: nobody can know them, and that is what a model must know, so that decoding leaves them for last;
+* open, as in use: one prompt, its body, and behind the end token other functions, which are mostly masked altogether
+  and count little: nobody can know them, and a model must know that, so that decoding leaves them for last;
 * whole: everything may be masked, for prompts of another form.
 
 Letters: B rows, S canvas length, M masked positions.
@@ -35,7 +35,9 @@ class Corpus:
         self.generated = 0
         for functions in (generated, library):
             for start in range(0, len(functions), 10_000):  # the encodings of all at once would need gigabytes
-                self._add([_cut(*f, start + i) for i, f in enumerate(functions[start : start + 10_000])], tokenizer, recipe)
+                self._add(
+                    [_cut(*f, start + i) for i, f in enumerate(functions[start : start + 10_000])], tokenizer, recipe
+                )
             self.generated = self.generated or len(self.rows)
         self.tokens = sum(map(len, self.rows))
 

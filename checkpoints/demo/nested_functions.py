@@ -1,4 +1,4 @@
-"""Functions of dicts, of lists of lists and of lists of words that stand alone; `checkpoints.demo.singles` says how to read a block."""
+"""Functions of dicts, of lists of lists and of lists of words that stand alone; see `checkpoints.demo.singles`."""
 
 BLOCKS = """
 sort_by_length sort_words_by_length order_by_length|words

@@ -354,4 +354,4 @@ is_perfect_square perfect_square is_square|count:n,number,x
 is_power_of_two power_of_two|count:n,number,x
 ?$a is a power of two
 -return $a > 0 and $a & ($a - 1) == 0
-"""
+"""  # noqa: E501

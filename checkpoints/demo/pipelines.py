@@ -4,7 +4,9 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from checkpoints.demo.parts import AGGREGATES, MAPS, PREDICATES, SOURCES, Aggregate, Map, Predicate, Source
+from checkpoints.demo.maps import MAPS
+from checkpoints.demo.parts import AGGREGATES, SOURCES, Aggregate, Map, Predicate, Source
+from checkpoints.demo.predicates import PREDICATES
 from checkpoints.demo.tasks import Parameter, Task
 
 _PARAMETER_NAMES = {
@@ -87,14 +89,22 @@ def fill(part: Predicate | Map, rng: random.Random, marker: str, may_have_parame
     return Filled(code, text, name, single, arguments, parameter, explicit)
 
 
-def _plural(source: Source, predicate: Predicate | None, filled: Filled | None, rng: random.Random) -> tuple[str, str, str]:
+def _plural(
+    source: Source, predicate: Predicate | None, filled: Filled | None, rng: random.Random
+) -> tuple[str, str, str]:
     """(noun phrase, long name, short name) of the elements that a predicate keeps."""
     noun, tail = rng.choice(source.nouns), rng.choice(source.tails)
     if predicate is None or filled is None:
         return f"the {noun}{tail}", noun, ""
     if predicate.adjective and filled.text == predicate.text:
         return f"the {filled.text} {noun}{tail}", f"{filled.name}_{noun}", filled.name
-    if source.element == "character" and predicate.name not in ("equal_to", "other_than", "before", "uppercase", "lowercase"):
+    if source.element == "character" and predicate.name not in (
+        "equal_to",
+        "other_than",
+        "before",
+        "uppercase",
+        "lowercase",
+    ):
         simple = filled.name.replace("_", "-")
         if rng.random() < 0.7 and predicate.name != "alphanumeric":
             return f"the {simple}{tail}", filled.name, filled.name
@@ -114,11 +124,13 @@ def _function_names(aggregate: Aggregate, long: str, short: str, map_: Map | Non
     elif aggregate.name == "list":
         what = f"{rng.choice(('filter', 'get', 'keep', 'select', 'find'))}_{long}" if short else f"list_{long}"
     of = "_of_" if aggregate.name in ("sum", "product", "average", "max", "min", "set") and rng.random() < 0.5 else "_"
-    explicit = (f"{head}{of}{what}" if head and not head.endswith("_of") else f"{head}_{what}" if head else what) + suffix
+    explicit = (
+        f"{head}{of}{what}" if head and not head.endswith("_of") else f"{head}_{what}" if head else what
+    ) + suffix
     names = [explicit]
     if short:
         middle = f"_{mapped.name}" if mapped else ""
-        names.append((f"{head}_{short}{middle}" if head else f"{short}{middle}" if middle else f"only_{short}"))
+        names.append(f"{head}_{short}{middle}" if head else f"{short}{middle}" if middle else f"only_{short}")
     return tuple(dict.fromkeys(name.strip("_") for name in names))
 
 
@@ -148,18 +160,28 @@ def _choose(rng: random.Random) -> tuple[Source, Predicate | None, Map | None, A
     while True:
         source = rng.choices(SOURCES, (5, 1.5, 1.5, 1.5, 5, 1.5, 1, 3))[0]
         aggregate = rng.choices(AGGREGATES, [4 if a.name in ("list", "sum", "count") else 1 for a in AGGREGATES])[0]
-        predicate = rng.choice(PREDICATES[source.element]) if rng.random() < 0.75 or aggregate.condition == "must" else None
+        predicate = (
+            rng.choice(PREDICATES[source.element]) if rng.random() < 0.75 or aggregate.condition == "must" else None
+        )
         needs_map = "$M" in aggregate.text
         map_ = rng.choice(MAPS[source.element]) if aggregate.mapped and (needs_map or rng.random() < 0.5) else None
         if predicate is None and map_ is None and rng.random() < 0.8:
             continue
         if source.name in ("range", "digits") and (
-            predicate is not None and predicate.name in ("positive", "negative")
-            or map_ is not None and map_.name == "absolute_values"
+            (predicate is not None and predicate.name in ("positive", "negative"))
+            or (map_ is not None and map_.name == "absolute_values")
         ):
             continue
         if (map_.result if map_ else source.element) in aggregate.results:
             return source, predicate, map_, aggregate
+
+
+_SHORTER = (
+    ("[$x for $x in $a]", "list($a)"), ("sum($x for $x in $a)", "sum($a)"), ("{$x for $x in $a}", "set($a)"),
+    ("sorted($x for $x in $a)", "sorted($a)"), ("max($x for $x in $a)", "max($a)"),
+    ("min($x for $x in $a)", "min($a)"), ("max(($x for $x in $a), key", "max($a, key"),
+    ("min(($x for $x in $a), key", "min($a, key"), ("join($x for $x in $a)", "join($a)"),
+)  # fmt: skip
 
 
 def _write(text: str, source: Source, kept: Filled | None, mapped: Filled | None) -> str:
@@ -172,11 +194,8 @@ def _write(text: str, source: Source, kept: Filled | None, mapped: Filled | None
         text = f"{before}{line}\n{rest}"
     text = text.replace("$E", mapped.code if mapped else "$x").replace("$C", f" if {condition}" if kept else "")
     text = text.replace("$P", condition).replace("$S", source.code)
-    for verb, plain in (("[$x for $x in $a]", "list($a)"), ("sum($x for $x in $a)", "sum($a)"), ("{$x for $x in $a}", "set($a)"),
-                        ("sorted($x for $x in $a)", "sorted($a)"), ("max($x for $x in $a)", "max($a)"),
-                        ("min($x for $x in $a)", "min($a)"), ("max(($x for $x in $a), key", "max($a, key"),
-                        ("min(($x for $x in $a), key", "min($a, key"), ("join($x for $x in $a)", "join($a)")):  # fmt: skip
-        text = text.replace(verb, plain)
+    for long, short in _SHORTER:
+        text = text.replace(long, short)
     return text
 
 

@@ -68,7 +68,7 @@ class _Renaming(ast.NodeTransformer):
     def _number(self, name: str) -> str:
         return self.numbers.setdefault(name, f"v{len(self.numbers)}") if name in self.own else name
 
-    def visit_Name(self, node: ast.Name) -> ast.Name:  # noqa: N802
+    def visit_Name(self, node: ast.Name) -> ast.Name:
         return ast.Name(self._number(node.id), node.ctx)
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
@@ -185,7 +185,9 @@ def _sentence(task: Task, names: dict[str, str], rng: random.Random) -> str:
 
 
 def _examples(name: str, cases: list[tuple[tuple[Any, ...], Any]], rng: random.Random) -> list[tuple[str, str]]:
-    short = [(_call(name, a), shown(r)) for a, r in cases if not isinstance(r, set) and len(_call(name, a) + shown(r)) < 50]
+    short = [
+        (_call(name, a), shown(r)) for a, r in cases if not isinstance(r, set) and len(_call(name, a) + shown(r)) < 50
+    ]
     return short[: rng.choice((1, 1, 2))]
 
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-WORDS = (
-    "apple banana cherry level noon Anna OK kiwi fig tea a bee 42 7 hello world Python code data tree river eve stone BIG "
-    "moon sun Radar egg ice orange umbrella x yes no stats cat dog bird fish"
-).split()
+WORDS = [
+    "apple", "banana", "cherry", "level", "noon", "Anna", "OK", "kiwi", "fig", "tea", "a", "bee", "42", "7",
+    "hello", "world", "Python", "code", "data", "tree", "river", "eve", "stone", "BIG", "moon", "sun", "Radar",
+    "egg", "ice", "orange", "umbrella", "x", "yes", "no", "stats", "cat", "dog", "bird", "fish",
+]  # fmt: skip
 TEXTS = (
     "hello world", "The quick brown fox", "a1b2 c3", "Never odd or even", "", "banana", "one two three four",
     "Hello, World!", "level", "UPPER lower 123", "an apple a day", "x", "is it 42 or 7", "eve saw a bee",
@@ -53,7 +54,9 @@ class Task:
 
 
 def _number(rng: random.Random) -> int:
-    return rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 17, 20, 25, 36, 49, 64, 81, 97, 100, -1, -3, -8, -10, -25))
+    return rng.choice(
+        (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 17, 20, 25, 36, 49, 64, 81, 97, 100, -1, -3, -8, -10, -25)
+    )
 
 
 def _numbers(rng: random.Random) -> list[int]:
@@ -71,7 +74,7 @@ _VALUES: dict[str, Callable[[random.Random], Any]] = {
     "float": lambda rng: rng.choice((0.0, 0.5, 1.0, 2.5, 10.0, 36.6, 100.0, -4.0)),
     "year": lambda rng: rng.choice((1900, 2000, 2024, 2023, 2100, 1996)),
     "numbers": _numbers,
-    "some_numbers": lambda rng: _numbers(rng) + [_number(rng), _number(rng)],
+    "some_numbers": lambda rng: [*_numbers(rng), _number(rng), _number(rng)],
     "sorted_numbers": lambda rng: sorted(set(_numbers(rng))),
     "items": lambda rng: _numbers(rng) if rng.random() < 0.5 else rng.choices(WORDS, k=rng.randint(0, 5)),
     "some_items": lambda rng: [*rng.choices((1, 2, 3, 5, 8), k=rng.randint(2, 5))],
@@ -92,9 +95,10 @@ _VALUES: dict[str, Callable[[random.Random], Any]] = {
 
 ANNOTATIONS = {
     "number": "int", "count": "int", "small": "int", "float": "float", "year": "int", "numbers": "list[int]",
-    "some_numbers": "list[int]", "sorted_numbers": "list[int]", "items": "list", "some_items": "list", "lists": "list[list]", "matrix": "list[list[int]]",
-    "words": "list[str]", "some_words": "list[str]", "text": "str", "some_text": "str", "letter": "str", "part": "str",
-    "item": "int", "mapping": "dict[str, int]", "key": "str", "pairs": "list[tuple]", "condition": "bool",
+    "some_numbers": "list[int]", "sorted_numbers": "list[int]", "items": "list", "some_items": "list",
+    "lists": "list[list]", "matrix": "list[list[int]]", "words": "list[str]", "some_words": "list[str]",
+    "text": "str", "some_text": "str", "letter": "str", "part": "str", "item": "int",
+    "mapping": "dict[str, int]", "key": "str", "pairs": "list[tuple]", "condition": "bool",
 }  # fmt: skip
 
 # Names of parameters by kind, each with names of its elements, the usual one first.
@@ -105,15 +109,24 @@ _LIST_NAMES = {
     "text": "text:c,char string:c,char s:c,ch sentence:c,char message:c,char word:c,letter line:c,char",
     "number": "n:i number:i x:i num:i value:i k:i",
     "count": "n:i n:i number:i limit:i num:i count:i",
-    "mapping": "d:key,k mapping:key,k data:key,k table:key,k dictionary:key,k scores:name,key prices:name,key counts:key,word",
+    "mapping": "d:key,k mapping:key,k data:key,k table:key,k dictionary:key,k scores:name,key "
+    "prices:name,key counts:key,word",
     "lists": "lists:inner,sublist,lst rows:row nested:inner,sublist list_of_lists:sublist,inner groups:group",
     "matrix": "matrix:row rows:row grid:row table:row m:row",
     "pairs": "pairs:key,k items:key,k entries:key,k",
 }
-_ALIASES = {"sorted_numbers": "numbers", "some_numbers": "numbers", "some_items": "items", "some_words": "words", "some_text": "text"}
+_ALIASES = {
+    "sorted_numbers": "numbers",
+    "some_numbers": "numbers",
+    "some_items": "items",
+    "some_words": "words",
+    "some_text": "text",
+}
 _SINGLE_NAMES = {
-    "small": "n k count times", "float": "x value amount number", "year": "year y", "item": "item value target x element",
-    "letter": "letter char c ch character", "part": "part sub substring piece", "key": "key k name", "condition": "flag condition",
+    "small": "n k count times", "float": "x value amount number", "year": "year y",
+    "item": "item value target x element",
+    "letter": "letter char c ch character", "part": "part sub substring piece", "key": "key k name",
+    "condition": "flag condition",
 }  # fmt: skip
 _PAIRS = ("a b", "a b", "x y", "first second", "left right", "m n", "num1 num2", "p q", "one two")
 _TRIPLES = ("a b c", "a b c", "x y z", "first second third", "p q r")
@@ -130,8 +143,10 @@ def _element(names: str, rng: random.Random) -> str:
 
 
 def choose_names(task: Task, rng: random.Random) -> dict[str, str]:
-    """Names for all markers of a task: `$a $b $c` parameters, `$x $y $w` elements, `$v` a value, `$i` an index, `$r` `$t`
-    results; no two are the same."""
+    """Names for all markers of a task, no two the same.
+
+    `$a $b $c` are parameters, `$x $y $w` elements, `$v` a value, `$i $j` indices, `$r $t $n` results.
+    """
     kinds = [_ALIASES.get(p.kind, p.kind) for p in task.parameters]
     own = [p.names for p in task.parameters]
     chosen: list[str] = []

@@ -163,7 +163,9 @@ class Trainer:
         return record
 
 
-def first_record(values: flags.FlagValues, recipe: Recipe, data: Corpus, parameters: int, device: str) -> dict[str, Any]:
+def first_record(
+    values: flags.FlagValues, recipe: Recipe, data: Corpus, parameters: int, device: str
+) -> dict[str, Any]:
     """What training.json says about a run, without its log."""
     return {
         "command": f"python -m checkpoints.demo.train --steps={values.steps} --seed={values.seed}",
@@ -180,7 +182,7 @@ def first_record(values: flags.FlagValues, recipe: Recipe, data: Corpus, paramet
 
 
 def prepare(values: flags.FlagValues, recipe: Recipe) -> tuple[Corpus, list[Batch], Tokenizer]:
-    """Training data, fixed batches of development tasks, and the tokenizer that is trained on both parts of the data."""
+    """Training data, fixed batches of development tasks, and the tokenizer, trained on both parts of the data."""
     generated = generated_pairs(Path(values.state), values.programs, values.seed)
     library = library_pairs(values.source)
     texts = (prompt + body for prompt, body in [*generated[:60_000], *library[::4]])
@@ -206,7 +208,10 @@ def main(values: flags.FlagValues) -> None:
     if values.compile:
         for layer in trainer.worker.model.layers:  # alike, so one compilation serves all of them
             layer.compile(dynamic=False)
-    print(f"{len(data.rows)} functions, {data.tokens} tokens; {size} parameters on {name}; step {trainer.step}", flush=True)
+    print(
+        f"{len(data.rows)} functions, {data.tokens} tokens; {size} parameters on {name}; step {trainer.step}",
+        flush=True,
+    )
     files = tokenizer_files(tokenizer, recipe)
     spent = record["log"][-1]["seconds"] if record["log"] else 0.0
     started = saved = time.monotonic()
