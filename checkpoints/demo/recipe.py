@@ -8,18 +8,18 @@ class Recipe:
     """Everything that decides the result, apart from the number of steps, the seed and the source."""
 
     vocabulary: int = 1536
-    hidden: int = 448
+    hidden: int = 256
     intermediate: int = 640
-    layers: int = 5
+    layers: int = 6
     kv_heads: int = 2
-    group: int = 7  # query heads per KV head, as in Dream
+    group: int = 4  # query heads per KV head
     programs: int = 200_000  # generated functions
     library_share: float = 0.08  # of the functions drawn, from the standard library
     # Functions follow one another on a canvas, an end token after each, and the last is cut off. Filling the canvas
     # with end tokens instead was tried: confident end tokens then spread from the right and leave empty bodies.
     canvas: int = 128
     longest_function: int = 127
-    rows: int = 48  # canvases in a step
+    rows: int = 32  # canvases in a step
     # Kinds of canvases, see `canvases.py`; the rest are packed ones.
     open_share: float = 0.4
     whole_share: float = 0.05
