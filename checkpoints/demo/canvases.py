@@ -143,14 +143,13 @@ def make_batch(data: Corpus, canvases: np.ndarray, kinds: Sequence[str], recipe:
     )
 
 
-def training_batch(data: Corpus, recipe: Recipe, seed: int, step: int) -> Batch:
-    """The batch of a step: the same for the same seed and step, so that a run can be resumed anywhere."""
+def training_batch(data: Corpus, recipe: Recipe, seed: int, step: int, steps: int) -> Batch:
+    """The batch of a step of `steps`: the same for the same seed and step, so that a run can be resumed anywhere."""
     generator = np.random.default_rng((seed, step))
     drawn = data.draw(generator, (recipe.rows, 16), recipe.library_share)
     kind = generator.random(recipe.rows)
-    kinds = np.where(
-        kind < recipe.open_share, "open", np.where(kind < recipe.open_share + recipe.whole_share, "whole", "packed")
-    )
+    share = recipe.open_share(step, steps)
+    kinds = np.where(kind < share, "open", np.where(kind < share + recipe.whole_share, "whole", "packed"))
     return make_batch(data, drawn, kinds.tolist(), recipe, generator)
 
 

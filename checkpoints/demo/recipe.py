@@ -21,7 +21,9 @@ class Recipe:
     longest_function: int = 127
     rows: int = 32  # canvases in a step
     # Kinds of canvases, see `canvases.py`; the rest are packed ones.
-    open_share: float = 0.4
+    # Packed ones teach most for what they cost; open ones are what decoding meets, and end the training.
+    open_shares: tuple[tuple[int, float], ...] = ((0, 0.4), (400, 0.15))  # (from this step, share)
+    open_share_of_decay: float = 0.5
     whole_share: float = 0.05
     ordered_share: float = 0.5  # of the bodies, whose tokens are given from the left as in decoding, not anywhere
     tail_weight: float = 0.1  # of tokens after the first function of an open canvas
@@ -39,3 +41,13 @@ class Recipe:
     averaging: float = 0.998  # decay of the exponential moving average that is saved
     evaluate_every: int = 250  # steps
     save_minutes: float = 4.0
+
+    def decays_from(self, steps: int) -> int:
+        """The step from which the learning rate falls, of `steps` in all."""
+        return round(steps * (1 - self.decay_share))
+
+    def open_share(self, step: int, steps: int) -> float:
+        """The share of open canvases in a step."""
+        if step >= self.decays_from(steps):
+            return self.open_share_of_decay
+        return [share for start, share in self.open_shares if start <= step][-1]

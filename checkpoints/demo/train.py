@@ -185,8 +185,11 @@ def prepare(values: flags.FlagValues, recipe: Recipe) -> tuple[Corpus, list[Batc
     """Training data, fixed batches of development tasks, and the tokenizer, trained on both parts of the data."""
     generated = generated_pairs(Path(values.state), values.programs, values.seed)
     library = library_pairs(values.source)
-    texts = (prompt + body for prompt, body in [*generated[:60_000], *library[::4]])
-    tokenizer = corpus.train_tokenizer(texts, recipe.vocabulary)
+    kept = Path(values.state) / "tokenizer.json"
+    if not kept.exists():
+        texts = (prompt + body for prompt, body in [*generated[:60_000], *library[::4]])
+        corpus.train_tokenizer(texts, recipe.vocabulary).save(str(kept))
+    tokenizer = Tokenizer.from_file(str(kept))
     data = Corpus(generated, library, tokenizer, recipe)
     tasks = [(row["prompt"], row["completion"]) for row in read_tasks(FOLDER / "development_tasks.jsonl")]
     check = checking_batches(Corpus(tasks, (), tokenizer, recipe), recipe, values.seed)
@@ -216,9 +219,8 @@ def main(values: flags.FlagValues) -> None:
     spent = record["log"][-1]["seconds"] if record["log"] else 0.0
     started = saved = time.monotonic()
     recent: list[torch.Tensor] = []
-    decay_from = round(values.steps * (1 - recipe.decay_share))
     while trainer.step < values.steps:
-        recent.append(trainer.train(training_batch(data, recipe, values.seed, trainer.step)))
+        recent.append(trainer.train(training_batch(data, recipe, values.seed, trainer.step, values.steps)))
         last = trainer.step == values.steps
         if last or trainer.step % recipe.evaluate_every == 0:
             entry = {"step": trainer.step, "tokens": trainer.step * recipe.rows * recipe.canvas,
@@ -228,7 +230,7 @@ def main(values: flags.FlagValues) -> None:
             record["log"].append(entry)
             recent.clear()
             print(json.dumps(entry), flush=True)
-        if trainer.step == decay_from:
+        if trainer.step == recipe.decays_from(values.steps):
             trainer.save(state.with_name("before_decay.pt"), record)
         if last or time.monotonic() - saved > recipe.save_minutes * 60:
             trainer.save(state, record)

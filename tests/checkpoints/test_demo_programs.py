@@ -62,8 +62,7 @@ def test_reference_bodies_pass_and_an_empty_body_does_not(name: str) -> None:
             exec(test, space)
         exec(row["prompt"] + "\n    return None", space)
         with pytest.raises((AssertionError, TypeError, AttributeError)):
-            for test in row["tests"]:
-                exec(test, space)
+            exec("\n".join(row["tests"]), space)
 
 
 def test_no_tested_function_is_trained_on(programs: list[Program]) -> None:

@@ -80,7 +80,7 @@ def test_masks_reach_from_one_token_to_all() -> None:
 
 
 def test_batches_follow_from_seed_and_step(data: Corpus) -> None:
-    one, same, other = (training_batch(data, RECIPE, 0, step) for step in (5, 5, 6))
+    one, same, other = (training_batch(data, RECIPE, 0, step, 9) for step in (5, 5, 6))
     assert torch.equal(one.noised, same.noised)
     assert torch.equal(one.weights, same.weights)
     assert not torch.equal(one.noised, other.noised)
@@ -89,7 +89,7 @@ def test_batches_follow_from_seed_and_step(data: Corpus) -> None:
 def test_a_resumed_run_is_the_uninterrupted_one(data: Corpus, tmp_path: Path) -> None:
     def trained(trainer: Trainer, steps: int) -> Trainer:
         while trainer.step < steps:
-            trainer.train(training_batch(data, RECIPE, 0, trainer.step))
+            trainer.train(training_batch(data, RECIPE, 0, trainer.step, 6))
         return trainer
 
     def fresh(seed: int) -> Trainer:
@@ -105,6 +105,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(data: Corpus, tmp_path: Path) ->
     for (name, one), other in zip(whole.weights().items(), resumed.weights().values(), strict=True):
         assert torch.equal(one, other), name
     assert not torch.equal(whole.average[0], trained(fresh(1), 6).average[0])
+
+
+def test_open_canvases_come_with_the_decay() -> None:
+    shares = [RECIPE.open_share(step, 2000) for step in (0, 399, 400, 1299, 1300, 1999)]
+    assert shares == [0.4, 0.4, 0.15, 0.15, 0.5, 0.5]
 
 
 def test_the_learning_rate_rises_stays_and_falls() -> None:
