@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,28 +62,30 @@ def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
     return rate * min(1.0, (step + 1) / recipe.warmup_steps)
 
 
-def generated_pairs(folder: Path, count: int, seed: int) -> list[Pair]:
-    """(prompt, body) of the generated programs; made once and kept in the state's folder."""
-    path = folder / f"programs-{count}-{seed}.jsonl"
+def kept_pairs(path: Path, make: Callable[[], Iterable[Pair]]) -> list[Pair]:
+    """(prompt, body) pairs from a file; made once, where there is none."""
     if not path.exists():
         partial = path.with_suffix(".partial")
         with partial.open("w", encoding="utf-8") as out:
-            for program in training_programs(count, seed, excluded()):
-                out.write(json.dumps([program.prompt, program.body]) + "\n")
+            out.writelines(json.dumps(pair) + "\n" for pair in make())
         partial.replace(path)
-    return [tuple(json.loads(line)) for line in path.open(encoding="utf-8")]
+    with path.open(encoding="utf-8") as lines:
+        return [(prompt, body) for prompt, body in map(json.loads, lines)]
 
 
-def library_pairs(sources: Sequence[str]) -> list[Pair]:
-    """(prompt, body) of the standard library's functions that are trained on."""
+def generated_pairs(count: int, seed: int) -> Iterator[Pair]:
+    """Yields (prompt, body) of generated programs."""
+    for program in training_programs(count, seed, excluded()):
+        yield program.prompt, program.body
+
+
+def library_pairs(sources: Sequence[str]) -> Iterator[Pair]:
+    """Yields (prompt, body) of the standard library's functions that are trained on."""
     without = excluded()
-    functions = corpus.read_functions([Path(s) for s in sources] or [corpus.standard_library()])
-    pairs = []
-    for function in functions:
+    for function in corpus.read_functions([Path(s) for s in sources] or [corpus.standard_library()]):
         prompt = function.signature.rstrip()
         if not function.held_out and not without.has(function.text):
-            pairs.append((prompt, function.text[len(prompt) :]))
-    return pairs
+            yield prompt, function.text[len(prompt) :]
 
 
 class Trainer:
@@ -174,7 +176,7 @@ def first_record(
             "generated": data.generated, "library": len(data.rows) - data.generated, "tokens": data.tokens,
         },
         "parameters": parameters,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__,
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__),
                      "transformers": transformers.__version__},
         "device": torch.cuda.get_device_name() if device == "cuda" else f"{values.threads} CPU threads",
         "log": [],
@@ -183,9 +185,11 @@ def first_record(
 
 def prepare(values: flags.FlagValues, recipe: Recipe) -> tuple[Corpus, list[Batch], Tokenizer]:
     """Training data, fixed batches of development tasks, and the tokenizer, trained on both parts of the data."""
-    generated = generated_pairs(Path(values.state), values.programs, values.seed)
-    library = library_pairs(values.source)
-    kept = Path(values.state) / "tokenizer.json"
+    folder = Path(values.state)
+    name = f"programs-{values.programs}-{values.seed}.jsonl"
+    generated = kept_pairs(folder / name, lambda: generated_pairs(values.programs, values.seed))
+    library = kept_pairs(folder / "library.jsonl", lambda: library_pairs(values.source))
+    kept = folder / "tokenizer.json"
     if not kept.exists():
         texts = (prompt + body for prompt, body in [*generated[:60_000], *library[::4]])
         corpus.train_tokenizer(texts, recipe.vocabulary).save(str(kept))

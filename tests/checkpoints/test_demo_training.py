@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
+from absl import flags
 
 from checkpoints.demo import corpus
 from checkpoints.demo.canvases import Corpus, checking_batches, make_batch, mask_body, training_batch
 from checkpoints.demo.programs import excluded, training_programs
 from checkpoints.demo.recipe import Recipe
-from checkpoints.demo.train import Trainer, learning_rate
+from checkpoints.demo.train import Trainer, first_record, kept_pairs, learning_rate
 
 RECIPE = replace(
     Recipe(), vocabulary=400, hidden=32, intermediate=32, layers=1, kv_heads=1, group=2, rows=8, warmup_steps=2
@@ -97,14 +100,22 @@ def test_a_resumed_run_is_the_uninterrupted_one(data: Corpus, tmp_path: Path) ->
         return Trainer(RECIPE, torch.device("cpu"), 6)
 
     whole = trained(fresh(0), 6)
-    trained(fresh(0), 3).save(tmp_path / "state.pt", {"log": [{"step": 3}]})
+    values = SimpleNamespace(steps=6, seed=0, threads=1)
+    record = first_record(cast(flags.FlagValues, values), RECIPE, data, 1, "cpu")
+    trained(fresh(0), 3).save(tmp_path / "state.pt", record)
     resumed = fresh(1)
-    assert resumed.load(tmp_path / "state.pt") == {"log": [{"step": 3}]}
+    assert resumed.load(tmp_path / "state.pt") == record
     assert resumed.step == 3
     trained(resumed, 6)
     for (name, one), other in zip(whole.weights().items(), resumed.weights().values(), strict=True):
         assert torch.equal(one, other), name
     assert not torch.equal(whole.average[0], trained(fresh(1), 6).average[0])
+
+
+def test_pairs_are_made_once(tmp_path: Path) -> None:
+    made = [("def f():", "\n    return 1"), ("def g():", '\n    return "ä"')]
+    assert kept_pairs(tmp_path / "pairs.jsonl", lambda: made) == made
+    assert kept_pairs(tmp_path / "pairs.jsonl", lambda: []) == made
 
 
 def test_open_canvases_come_with_the_decay() -> None:
