@@ -213,6 +213,7 @@ def pipeline(rng: random.Random) -> Task:
             text = text.replace("$M", mapped.single.format("it"))
         elif "{}" in mapped.text:
             phrase = ("the " if not mapped.text.startswith("{}") else "") + mapped.text.format(noun)
+    docs: tuple[str, ...]
     if aggregate.name in ("any", "all"):
         docs = (f"?{aggregate.name} of the {_clause(source, predicate, kept, rng)}",)
     elif aggregate.name == "list":
