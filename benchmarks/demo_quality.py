@@ -1,15 +1,23 @@
-"""How good are completions of the 200 held-out prompts of the demo checkpoint?
+"""How often does the demo checkpoint write a function that works?
 
     python -m benchmarks.demo_quality
 
-Prints one line of figures and writes benchmarks/results/demo_quality.json. checkpoints/demo/README.md holds the numbers
-to expect. A completion counts as parsed when prompt + completion is valid Python; because a trivial body would parse
-too, body lines, distinct bodies and agreement with the held-out original stand beside it.
+Three sets of prompts, each with a line of figures, and benchmarks/results/demo_quality.json:
+
+* ``held_out_tasks``: combinations of parts that training has not seen, with tests;
+* ``plain_tasks``: functions that anybody would try first, with tests;
+* ``library``: 200 held-out functions of the standard library, which have no tests. A completion counts as parsed when
+  prompt + completion is valid Python; because a trivial body would parse too, body lines, distinct bodies and agreement
+  with the original stand beside it.
+
+A task is passed (pass@1) when its one completion meets all tests, in a limited child process. The card in
+checkpoints/demo/README.md has the numbers to expect.
 """
 
 from __future__ import annotations
 
 import ast
+import collections
 import dataclasses
 import difflib
 import json
@@ -23,25 +31,31 @@ from typing import Any
 import jax
 from absl import flags
 
-from benchmarks.records import build_record, define_record_flags, write_record
+from benchmarks.records import build_record, define_record_flags, load_notes, write_record
+from checkpoints.demo.sandbox import run_tests
 from launch.profiling import check_profiling, define_profiling_flags, profile_again
-from launch.startup import run_launcher
+from launch.startup import run_launcher, this_host
 from runtime import Completion, DiffusionConfig, Engine
 from runtime.decoding.parameters import MAX_NEW_TOKENS, MAX_STEPS
 from sharding.errors import InputError
 
+SETS = {"held_out_tasks": "held_out_tasks.jsonl", "plain_tasks": "plain_tasks.jsonl", "library": "held_out.jsonl"}
+BATCH = 64  # prompts that are completed together; those of a set are ordered by length
 TRIVIAL_BODIES = ("pass", "return", "return None", "...")
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines this benchmark's flags."""
-    flags.DEFINE_string("checkpoint", "checkpoints/demo", "folder with held_out.jsonl in it", flag_values=values)
+    flags.DEFINE_string("checkpoint", "checkpoints/demo", "folder of the model", flag_values=values)
+    flags.DEFINE_string("tasks", None, "folder of the sets (default: the checkpoint's)", flag_values=values)
+    flags.DEFINE_multi_enum("set", list(SETS), list(SETS), "sets to complete", flag_values=values)
+    flags.DEFINE_integer("limit", None, "prompts of each set, from its first", 1, flag_values=values)
     flags.DEFINE_string("mesh", None, "mesh, as for the launchers (default: chosen)", flag_values=values)
     flags.DEFINE_string("dtype", "float32", "dtype of the weights on the devices", flag_values=values)
     flags.DEFINE_integer("new_tokens", 64, "masks appended", 1, MAX_NEW_TOKENS, flag_values=values)
     flags.DEFINE_integer("steps", None, "denoise steps (default: new_tokens)", 1, MAX_STEPS, flag_values=values)
     flags.DEFINE_string("algorithm", "entropy", "order of unmasking", flag_values=values)
-    flags.DEFINE_float("temperature", 0.0, "0 is greedy", 0.0, flag_values=values)
+    flags.DEFINE_float("temperature", 0.2, "0 is greedy", 0.0, flag_values=values)
     flags.DEFINE_float("top_p", 0.95, "nucleus", 0.0, 1.0, flag_values=values)
     flags.DEFINE_integer("top_k", 50, "most probable tokens kept", 1, flag_values=values)
     flags.DEFINE_integer("seed", 0, "seed of sampling", 0, flag_values=values)
@@ -74,12 +88,18 @@ def statement_lines(body: str) -> int:
     return sum(bool(line.strip()) for line in body.splitlines())
 
 
-def figures(held_out: Sequence[dict[str, str]], completions: Sequence[Completion], engine: Engine) -> dict[str, Any]:
-    """The quality figures of one run; `held_out` and `completions` run in parallel."""
+def share(name: str, successes: int, trials: int) -> dict[str, Any]:
+    """A count with its share and interval, named for a record."""
+    interval = [round(bound, 4) for bound in wilson_interval(successes, trials)]
+    return {name: successes, f"{name}_rate": round(successes / trials, 4), f"{name}_rate_95": interval}
+
+
+def library_figures(
+    held_out: Sequence[dict[str, Any]], completions: Sequence[Completion], engine: Engine
+) -> dict[str, Any]:
+    """Figures of a set without tests; `held_out` and `completions` run in parallel."""
     bodies = [completion.text.strip() for completion in completions]
     references = [row["completion"].strip() for row in held_out]
-    parsed = [parses(row["prompt"] + completion.text) for row, completion in zip(held_out, completions, strict=True)]
-    low, high = wilson_interval(sum(parsed), len(parsed))
     encode = engine.tokenizer.encode
     agreement = [
         difflib.SequenceMatcher(None, encode(reference), encode(body), autojunk=False).ratio()
@@ -87,41 +107,107 @@ def figures(held_out: Sequence[dict[str, str]], completions: Sequence[Completion
     ]
     mean = 1 / len(bodies)
     return {
-        "prompts": len(bodies),
-        "parsed": sum(parsed),
-        "parse_rate": sum(parsed) * mean,
-        "parse_rate_95": [round(low, 4), round(high, 4)],
-        "finished": sum(completion.finish_reason == "stop" for completion in completions),
-        "masks_left": sum(completion.masks_left for completion in completions),
-        "mean_body_lines": sum(map(statement_lines, bodies)) * mean,
-        "mean_reference_lines": sum(map(statement_lines, references)) * mean,
+        "mean_body_lines": round(sum(map(statement_lines, bodies)) * mean, 4),
+        "mean_reference_lines": round(sum(map(statement_lines, references)) * mean, 4),
         "trivial_bodies": sum(body in TRIVIAL_BODIES for body in bodies),
-        "distinct_bodies": len(set(bodies)) * mean,
-        "distinct_references": len(set(references)) * mean,
+        "distinct_bodies": round(len(set(bodies)) * mean, 4),
+        "distinct_references": round(len(set(references)) * mean, 4),
         "exact_bodies": sum(body == reference for body, reference in zip(bodies, references, strict=True)),
-        "token_agreement": sum(agreement) * mean,
+        "token_agreement": round(sum(agreement) * mean, 4),
     }
 
 
-def read_held_out(folder: Path) -> list[dict[str, str]]:
-    """Prompts and completions that a checkpoint's training has not seen.
+def task_figures(tasks: Sequence[dict[str, Any]], completions: Sequence[Completion]) -> dict[str, Any]:
+    """Figures of a set with tests: how many pass, how the others fail, and the shares by kind of prompt."""
+    outcomes = [
+        run_tests(task["prompt"] + completion.text, task["tests"])
+        for task, completion in zip(tasks, completions, strict=True)
+    ]
+    passed = [outcome == "passed" for outcome in outcomes]
+    kinds: dict[str, dict[str, list[bool]]] = {"style": {}, "family": {}}
+    for task, good in zip(tasks, passed, strict=True):
+        if "spec" in task:
+            kinds["style"].setdefault(task["style"], []).append(good)
+            kinds["family"].setdefault(task["spec"].split("/")[0], []).append(good)
+    return {
+        **share("passed", sum(passed), len(passed)),
+        "outcomes": dict(collections.Counter(outcomes).most_common()),
+        **{
+            f"passed_by_{kind}": {name: [sum(some), len(some)] for name, some in sorted(found.items())}
+            for kind, found in kinds.items()
+            if found
+        },
+        "failed": [task["name"] for task, good in zip(tasks, passed, strict=True) if not good],
+    }
+
+
+def complete(engine: Engine, rows: Sequence[dict[str, Any]], config: DiffusionConfig, seed: int) -> list[Completion]:
+    """One completion a row, in the rows' order; prompts of like length are decoded together, each batch with a seed."""
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]["prompt"]))
+    found: dict[int, Completion] = {}
+    for start in range(0, len(order), BATCH):
+        part = order[start : start + BATCH]
+        seeded = config.replace(seed=seed + start)
+        found |= dict(zip(part, engine.generate([rows[i]["prompt"] for i in part], config=seeded), strict=True))
+        this_host().mark()  # not hanging, only long
+    return [found[i] for i in range(len(rows))]
+
+
+def read_held_out(folder: Path, name: str = SETS["library"]) -> list[dict[str, Any]]:
+    """Prompts and completions that a checkpoint's training has not seen, with tests if the set has them.
 
     Raises:
-      InputError: the folder has no ``held_out.jsonl``.
+      InputError: the folder has no such file.
     """
-    path = folder / "held_out.jsonl"
+    path = folder / name
     if not path.is_file():
-        raise InputError(
-            f"--checkpoint={folder}: there is no held_out.jsonl in it, with a prompt and completion a line"
-        )
+        raise InputError(f"--checkpoint={folder}: there is no {name} in it, with a prompt and completion a line")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def measure(
+    engine: Engine, name: str, rows: Sequence[dict[str, Any]], config: DiffusionConfig, values: flags.FlagValues
+) -> dict[str, Any]:
+    """Completes one set; prints its first completions and one line of figures."""
+    started = time.perf_counter()
+    completions = complete(engine, rows, config, values.seed)
+    seconds = time.perf_counter() - started
+    parsed = [parses(row["prompt"] + completion.text) for row, completion in zip(rows, completions, strict=True)]
+    result: dict[str, Any] = {
+        "prompts": len(rows),
+        "seconds": round(seconds, 1),
+        **share("parsed", sum(parsed), len(parsed)),
+        "finished": sum(completion.finish_reason == "stop" for completion in completions),
+        "masks_left": sum(completion.masks_left for completion in completions),
+    }
+    tested = "tests" in rows[0]
+    result |= task_figures(rows, completions) if tested else library_figures(rows, completions, engine)
+    for row, completion in list(zip(rows, completions, strict=True))[: values.samples]:
+        verdict = "parses" if parses(row["prompt"] + completion.text) else "does not parse"
+        if tested:
+            verdict = "fails" if row["name"] in result["failed"] else "passes"
+        print(f"# {row['name']}: {verdict}")
+        print(row["prompt"] + completion.text, end="\n\n")
+    parts = [f"{name}:"]
+    for figure in ("passed", "parsed"):
+        if figure in result:
+            low, high = result[f"{figure}_rate_95"]
+            rate = result[f"{figure}_rate"]
+            parts.append(
+                f"{result[figure]} of {len(rows)} {figure} ({rate:.1%}, 95 % interval {low:.1%} to {high:.1%});"
+            )
+    if not tested:
+        parts.append(f"body lines {result['mean_body_lines']:.2f}; token agreement {result['token_agreement']:.3f};")
+    print(*parts, f"{seconds:.0f} s", flush=True)
+    return result
+
+
 def main(values: flags.FlagValues) -> None:
-    """Completes every held-out prompt and writes the record."""
+    """Completes every set and writes the record."""
     check_profiling(values)
     folder = Path(values.checkpoint)
-    held_out = read_held_out(folder)
+    tasks = Path(values.tasks or folder)
+    sets = {name: read_held_out(tasks, SETS[name])[: values.limit] for name in values.set}
     config = DiffusionConfig(
         max_new_tokens=values.new_tokens,
         steps=values.steps or values.new_tokens,
@@ -132,30 +218,18 @@ def main(values: flags.FlagValues) -> None:
         alg_temp=0.0,
         seed=values.seed,
     )
+    notes = load_notes()
     engine = Engine.load(str(folder), mesh=values.mesh, dtype=values.dtype)
-    started = time.perf_counter()
-    completions = engine.generate([row["prompt"] for row in held_out], config=config)
-    seconds = time.perf_counter() - started
-    again = [row["prompt"] for row in held_out[:8]]
+    results = {name: measure(engine, name, rows, config, values) for name, rows in sets.items()}
+    again = [row["prompt"] for row in next(iter(sets.values()))[:8]]
     profile_again(values, "8 prompts", lambda: engine.generate(again, config=config), engine.program_texts)
-    result = figures(held_out, completions, engine)
-    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in result.items()}
     record = build_record(
         "demo_quality",
         kind="measured",
         settings={"dtype": values.dtype, "mesh": str(engine.layout.spec), "decoding": dataclasses.asdict(config)},
-        results={"seconds": round(seconds, 1), **rounded},
+        results=results,
         devices=jax.devices(),
-    )
-    for row, completion in list(zip(held_out, completions, strict=True))[: values.samples]:
-        print(f"# {row['name']}: {'parses' if parses(row['prompt'] + completion.text) else 'does not parse'}")
-        print(row["prompt"] + completion.text, end="\n\n")
-    low, high = result["parse_rate_95"]
-    print(
-        f"{result['parsed']} of {result['prompts']} parse ({result['parse_rate']:.1%}, 95 % interval {low:.1%} to "
-        f"{high:.1%}); body lines {result['mean_body_lines']:.2f} (originals {result['mean_reference_lines']:.2f}); "
-        f"distinct {result['distinct_bodies']:.1%}; trivial {result['trivial_bodies']}; "
-        f"exact {result['exact_bodies']}; token agreement {result['token_agreement']:.3f}; {seconds:.0f} s"
+        notes=notes,
     )
     print(write_record(record, values.output_dir, values.record))
 

@@ -1,10 +1,18 @@
 """Canvases for training: functions one after another, noised for masked diffusion.
 
+Of each function the prompt (signature, description) is given and the body, with its end token, is masked in part. There
+are three kinds of canvases:
+
+* packed: every prompt is given, and each body has a noise level of its own;
+* open, as in use: one prompt, its body, and behind the end token other functions, which are mostly masked altogether
+  and count little: nobody can know them, and a model must know that, so that decoding leaves them for last;
+* whole: everything may be masked, for prompts of another form.
+
 Letters: B rows, S canvas length, M masked positions.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,54 +23,47 @@ from checkpoints.demo.recipe import Recipe
 
 
 class Corpus:
-    """Encoded functions with their signatures' lengths, laid out on canvases."""
+    """Encoded functions with the lengths of their prompts; generated ones first, then the standard library's."""
 
-    def __init__(self, functions: list[corpus.Function], tokenizer: Tokenizer, recipe: Recipe) -> None:
+    def __init__(self, generated: Sequence[tuple[str, str]], library: Sequence[tuple[str, str]], tokenizer: Tokenizer,
+                 recipe: Recipe) -> None:  # fmt: skip
+        """Encodes (prompt, body) pairs; those that are too long are left out."""
         self.end = corpus.token_id(tokenizer, corpus.END)
-        self.recipe = recipe
+        self.mask = corpus.token_id(tokenizer, corpus.MASK)
         self.rows: list[np.ndarray] = []
-        self.signatures: list[int] = []
-        weights = []
-        for index, function in enumerate(functions):
-            signature = function.signature
-            if index % 10 == 0 and not function.held_out:
-                # A prompt may end after the newline and without the indent: then the two are two tokens.
-                signature = signature.rstrip(" ")
-            head = tokenizer.encode(signature).ids
-            ids = head + tokenizer.encode(function.text[len(signature) :]).ids
-            if len(ids) <= recipe.longest_function:
-                self.rows.append(np.array(ids, np.int64))
-                self.signatures.append(len(head))
-                weights.append(1.0 if function.is_test else recipe.library_weight)
-        self.weights = np.array(weights) / np.sum(weights)
+        self.prompts: list[int] = []
+        self.generated = 0
+        for functions in (generated, library):
+            for start in range(0, len(functions), 10_000):  # the encodings of all at once would need gigabytes
+                self._add(
+                    [_cut(*f, start + i) for i, f in enumerate(functions[start : start + 10_000])], tokenizer, recipe
+                )
+            self.generated = self.generated or len(self.rows)
         self.tokens = sum(map(len, self.rows))
 
-    def canvas(self, rows: list[int], length: int) -> tuple[np.ndarray, int, int]:
-        """Returns (ids [length], tokens of the first function with its end token, its signature length)."""
-        pieces: list[np.ndarray] = []
-        for row in rows:
-            pieces += [self.rows[row], np.array([self.end])]
-            if sum(map(len, pieces)) >= length:
-                break
-        first = int(np.size(pieces[0])) + 1
-        ids = np.concatenate([*pieces, np.full(length, self.end)])[:length]
-        return ids, min(first, length), self.signatures[rows[0]]
+    def _add(self, functions: list[tuple[str, str]], tokenizer: Tokenizer, recipe: Recipe) -> None:
+        heads, bodies = (tokenizer.encode_batch_fast(list(texts)) for texts in zip(*functions, strict=True))
+        for head, body in zip(heads, bodies, strict=True):
+            ids = [*head.ids, *body.ids, self.end]
+            if len(ids) <= recipe.longest_function + 1:
+                self.rows.append(np.array(ids, np.int16))
+                self.prompts.append(len(head.ids))
+
+    def draw(self, generator: np.random.Generator, count: tuple[int, int], library_share: float) -> np.ndarray:
+        """Random functions, a share of them from the standard library."""
+        generated = generator.integers(0, self.generated, count)
+        if self.generated == len(self.rows):
+            return generated
+        library = generator.integers(self.generated, len(self.rows), count)
+        return np.where(generator.random(count) < library_share, library, generated)
 
 
-def draw_masks(
-    generator: np.random.Generator, starts: np.ndarray, length: int, levels: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Masks exactly k of each row's n = length - start positions at random: returns (masked [B, S], k / n [B]).
-
-    With k uniform over 1..n, the mean of n/k * (sum of the masked positions' cross entropies) is the same bound on the
-    negative log-likelihood as independent masking with weight 1/t, without the noise of the number of masks.
-    """
-    positions = np.arange(length)[None, :]
-    free = length - starts
-    count = np.minimum(np.floor(levels * free).astype(np.int64) + 1, free)
-    noise = np.where(positions >= starts[:, None], generator.random((len(starts), length)), 2.0)
-    rank = noise.argsort(1).argsort(1)
-    return rank < count[:, None], count / free
+def _cut(prompt: str, body: str, number: int) -> tuple[str, str]:
+    """Moves the newline and the indent to the prompt in a part of the functions: prompts may end with them."""
+    kind = number % 10
+    if kind >= 5 or not body.startswith("\n    "):
+        return prompt, body
+    return (prompt + "\n", body[1:]) if kind < 2 else (prompt + "\n    ", body[5:])
 
 
 @dataclass
@@ -76,24 +77,54 @@ class Batch:
     normaliser: float
 
 
-def make_batch(
-    data: Corpus, canvases: list[list[int]], mask: int, generator: np.random.Generator, held_out: bool = False
-) -> Batch:
-    """Noises canvases, each given as the functions on it; `held_out` gives every first signature and counts no other
-    tokens than the first function's."""
-    recipe = data.recipe
-    length = recipe.canvas + held_out  # one more: the longest function and its end token
-    rows, firsts, signatures = zip(*(data.canvas(canvas, length) for canvas in canvases), strict=True)
-    ids, first = np.stack(rows), np.array(firsts)
-    kind = generator.random(len(ids))
-    prefix = np.floor(generator.random(len(ids)) * first).astype(np.int64)
-    starts = np.where(kind < recipe.whole_share, 0, np.where(kind < 1 - recipe.signature_share, prefix, signatures))
-    starts = np.minimum(np.array(signatures) if held_out else starts, length - 1)
-    # Mask levels are spread evenly over the batch, which steadies the loss.
-    levels = generator.permutation((np.arange(len(ids)) + generator.random(len(ids))) / len(ids))
-    masked, share = draw_masks(generator, starts, length, levels)
-    counted = np.arange(length)[None, :] < (first[:, None] if held_out else length)
-    weight = np.where(counted, 1.0, 0.0) / share[:, None]
+def mask_body(length: int, generator: np.random.Generator, recipe: Recipe) -> np.ndarray:
+    """Which of a body's tokens are masked [length], at least one: at random, or the right end as in decoding.
+
+    Of n tokens k are masked, k uniform in 1..n, so that with weight n / k the mean of the masked tokens' cross
+    entropies is the bound on the negative log-likelihood, but for the limit on the weight.
+    """
+    count = int(generator.integers(1, length + 1))
+    if generator.random() >= recipe.ordered_share:
+        return np.asarray(generator.permutation(length) < count)
+    masked = np.arange(length) >= length - count
+    if generator.random() < 0.5:  # some tokens further right are committed early
+        masked &= (generator.random(length) < 0.85) | (np.arange(length) == length - count)
+    return np.asarray(masked)
+
+
+def _noise(rows: Sequence[int], data: Corpus, kind: str, length: int, recipe: Recipe,
+           generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:  # fmt: skip
+    """One canvas: (ids [S], masked [S], weights [S], tokens that count)."""
+    ids = np.full(length + 128, data.end, np.int64)
+    masked, weights = np.zeros(length + 128, bool), np.zeros(length + 128, np.float32)
+    place, counted = 0, 0.0
+    tail_hidden = generator.random() < 0.75
+    for number, row in enumerate(rows):
+        text, prompt = data.rows[row], data.prompts[row]
+        end, start = place + len(text), place + prompt
+        ids[place:end] = text
+        tail = kind == "open" and number > 0
+        if tail or kind == "whole":
+            start = place
+        hidden = np.ones(end - start, bool) if tail and tail_hidden else mask_body(end - start, generator, recipe)
+        weight = min(len(hidden) / hidden.sum(), recipe.heaviest) * (recipe.tail_weight if tail else 1.0)
+        masked[start:end] = hidden
+        weights[start:end] = weight * hidden
+        counted += (end - start) * (recipe.tail_weight if tail else 1.0)
+        place = end
+        if place >= length:
+            break
+    return ids[:length], masked[:length], weights[:length], counted
+
+
+def make_batch(data: Corpus, canvases: np.ndarray, kinds: Sequence[str], recipe: Recipe,
+               generator: np.random.Generator) -> Batch:  # fmt: skip
+    """Noises canvases, each given as the functions on it [B, functions]."""
+    length = recipe.canvas
+    parts = [
+        _noise(rows, data, kind, length, recipe, generator) for rows, kind in zip(canvases.tolist(), kinds, strict=True)
+    ]
+    ids, masked, weight = (np.stack([part[i] for part in parts]) for i in range(3))
     row, column = np.nonzero(masked)
     # Few different sizes, so that a CPU's kernels are made once: the surplus repeats a position with weight 0.
     surplus = -len(row) % 512
@@ -104,18 +135,31 @@ def make_batch(
         return torch.from_numpy(np.pad(values, (0, surplus)))
 
     return Batch(
-        noised=torch.from_numpy(np.where(masked, mask, ids)),
+        noised=torch.from_numpy(np.where(masked, data.mask, ids)),
         sources=padded(sources),
         targets=padded(ids[row, column]),
-        weights=padded(weight[row, column].astype(np.float32)),
-        normaliser=float(((first if held_out else length) - starts).sum()),
+        weights=padded(weight[row, column]),
+        normaliser=float(sum(part[3] for part in parts)),
     )
 
 
-def batches(data: Corpus, mask: int, generator: np.random.Generator) -> Iterator[Batch]:
-    """Endless training batches of one shape; functions are drawn by weight and stand in random order."""
-    recipe = data.recipe
-    count = recipe.tokens_per_step // recipe.canvas
-    while True:
-        drawn = generator.choice(len(data.rows), (count, 24), p=data.weights)  # 24 always fill a canvas
-        yield make_batch(data, drawn.tolist(), mask, generator)
+def training_batch(data: Corpus, recipe: Recipe, seed: int, step: int, steps: int) -> Batch:
+    """The batch of a step of `steps`: the same for the same seed and step, so that a run can be resumed anywhere."""
+    generator = np.random.default_rng((seed, step))
+    drawn = data.draw(generator, (recipe.rows, 16), recipe.library_share)
+    kind = generator.random(recipe.rows)
+    share = recipe.open_share(step, steps)
+    kinds = np.where(kind < share, "open", np.where(kind < share + recipe.whole_share, "whole", "packed"))
+    return make_batch(data, drawn, kinds.tolist(), recipe, generator)
+
+
+def checking_batches(data: Corpus, recipe: Recipe, seed: int) -> list[Batch]:
+    """Every function of `data` first on an open canvas, the same masks every time; only its own body counts."""
+    recipe = replace(recipe, tail_weight=0.0)
+    number = np.arange(len(data.rows))
+    alone = np.stack([np.roll(number, -i)[:16] for i in number])
+    batches = []
+    for i, part in enumerate(np.array_split(alone, max(1, len(number) // recipe.rows))):
+        generator = np.random.default_rng((seed, i))
+        batches.append(make_batch(data, part, ["open"] * len(part), recipe, generator))
+    return batches

@@ -1,4 +1,4 @@
-"""The demo's corpus and tokenizer: short functions from the Python standard library, normalised and deduplicated.
+"""The demo's tokenizer, and the part of its corpus that people wrote: short functions of the standard library.
 
 Every function is written in one way only (`ast.unparse`: no comments, no docstring, no decorators, methods moved to
 the top level), so that a model of a few million parameters spends its capacity on Python and not on formatting.
@@ -24,8 +24,9 @@ SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>", "<|beginoftext|>", "<|mask|
 MASK = "<|mask|>"
 PAD = "<|dlm_pad|>"
 
-# A newline with its indent is one piece (a token for each depth), a name carries the space before it.
-PIECES = r"\n *| ?[A-Za-z_]+| ?[0-9]| ?[^\sA-Za-z_0-9]+| +|\s"
+# A newline with its indent is one piece (a token for each depth), a word carries the space or underscore before it, so
+# that names are read word by word; digits stand alone, so that numbers are copied digit by digit.
+PIECES = r"\n *|[ _]?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+| +|\s"
 
 MAXIMUM_CHARACTERS = 500  # first, cheap filters; the limit in tokens decides
 MAXIMUM_LINES = 60
@@ -162,13 +163,3 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     if number is None:
         raise ValueError(f"the vocabulary has no {token}")
     return number
-
-
-def held_out_prompts(functions: Iterable[Function], count: int) -> list[Function]:
-    """`count` held-out functions, half library, half test suite, by their hash, one for each signature."""
-    chosen: dict[bool, dict[str, Function]] = {False: {}, True: {}}
-    for function in sorted((f for f in functions if f.held_out), key=lambda f: _share(f.text)):
-        side = chosen[function.is_test]
-        if len(side) < count // 2:
-            side.setdefault(function.signature, function)
-    return [*chosen[False].values(), *chosen[True].values()]

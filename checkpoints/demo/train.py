@@ -1,12 +1,11 @@
-"""Trains the demo checkpoint: a small Dream-architecture model of short Python functions, by masked diffusion.
+"""Trains the demo checkpoint: a small Dream-architecture model that writes short Python functions, by masked diffusion.
 
-    python -m checkpoints.demo.train --output=checkpoints/demo --minutes=95
+    python -m checkpoints.demo.train --output=checkpoints/demo --state=STATE_FOLDER --steps=9000
 
-The schedule runs on the wall clock: learning rate, averaging and saving end when the minutes do, on 2 CPU cores as on a
-GPU. The folder is loadable from the first save on; README.md beside this file says what loss and parse rate to expect.
-
-The model is transformers' Qwen2 with bidirectional attention, which has Dream's weights under Dream's names.
-Letters: B rows, S canvas length, K kv heads, G query heads per KV head, H head dim, M masked positions.
+Everything follows from the seed: programs, tokenizer, order and masks. STATE_FOLDER keeps the programs and, every few
+minutes, all that is needed to go on: the same command resumes there. The learning rate falls over the last part of the
+steps; the state before it is kept as well (`before_decay.pt`), so that a run can be made longer from there.
+README.md beside this file says what to expect.
 """
 
 import json
@@ -15,74 +14,36 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import tokenizers
 import torch
 import transformers
 from absl import flags
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from checkpoints.demo import corpus
-from checkpoints.demo.canvases import Batch, Corpus, batches, make_batch
+from checkpoints.demo.canvases import Batch, Corpus, checking_batches, training_batch
+from checkpoints.demo.model import build_model, save, tokenizer_files
+from checkpoints.demo.programs import FOLDER, excluded, read_tasks, training_programs
 from checkpoints.demo.recipe import Recipe
+
+Pair = tuple[str, str]
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines this script's flags; importing the module defines none."""
     flags.DEFINE_string("output", None, "folder that receives the checkpoint", flag_values=values, required=True)
-    flags.DEFINE_float("minutes", 95.0, "wall-clock minutes, start to last save", 0.1, flag_values=values)
+    flags.DEFINE_string("state", None, "folder of the state to resume from", flag_values=values, required=True)
+    flags.DEFINE_integer("steps", 9000, "optimizer steps in all", 1, flag_values=values)
+    flags.DEFINE_integer("programs", Recipe().programs, "programs that are generated", 100, flag_values=values)
     flags.DEFINE_multi_string("source", [], "folder of Python source (default: standard library)", flag_values=values)
-    flags.DEFINE_string("initial", None, "folder of a checkpoint to start from", flag_values=values)
     flags.DEFINE_enum("device", "auto", ["auto", "cpu", "cuda"], "auto takes CUDA if there is any", flag_values=values)
-    flags.DEFINE_integer("seed", 0, "seed of initialisation, data order and masks", flag_values=values)
+    flags.DEFINE_integer("seed", 0, "seed of programs, initialisation, data order and masks", flag_values=values)
     flags.DEFINE_integer("threads", os.cpu_count() or 1, "CPU threads", 1, flag_values=values)
     flags.DEFINE_bool("compile", True, "torch.compile the model", flag_values=values)
-
-
-def bidirectional_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float = 1.0,
-    **unused: object,
-) -> tuple[torch.Tensor, None]:
-    """Full attention by two batched products: query [B, K*G, S, H], key and value [B, K, S, H] -> [B, S, K*G, H].
-
-    On a CPU the backward pass of torch's fused attention takes more time than all the rest of the model together.
-    """
-    B, N, S, H = query.shape
-    K = key.shape[1]
-    scores = torch.bmm((query * scaling).reshape(B * K, N // K * S, H), key.reshape(B * K, S, H).transpose(1, 2))
-    mixed = torch.bmm(torch.softmax(scores, -1), value.reshape(B * K, S, H))
-    return mixed.view(B, N, S, H).transpose(1, 2).contiguous(), None
-
-
-def build_model(recipe: Recipe) -> transformers.Qwen2ForCausalLM:
-    """A fresh float32 Qwen2 whose attention is bidirectional."""
-    ALL_ATTENTION_FUNCTIONS.register("bidirectional", bidirectional_attention)
-    config = transformers.Qwen2Config(
-        vocab_size=recipe.vocabulary,
-        hidden_size=recipe.hidden,
-        intermediate_size=recipe.intermediate,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.kv_heads * recipe.group,
-        num_key_value_heads=recipe.kv_heads,
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attn_implementation="bidirectional",
-    )
-    return transformers.Qwen2ForCausalLM(config)
 
 
 def masked_loss(model: transformers.Qwen2ForCausalLM, batch: Batch, device: torch.device) -> torch.Tensor:
@@ -93,193 +54,192 @@ def masked_loss(model: transformers.Qwen2ForCausalLM, batch: Batch, device: torc
     return (losses * batch.weights.to(device)).sum() / batch.normaliser
 
 
-def learning_rate(recipe: Recipe, step: int, elapsed_share: float) -> float:
-    """Warm-up by steps, constant, then a cosine over the last `decay_share` of the time."""
-    through = min(max(elapsed_share - 1 + recipe.decay_share, 0.0) / recipe.decay_share, 1.0)
+def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
+    """Warm-up, constant, then a cosine over the last `decay_share` of the steps."""
+    through = min(max((step + 1) / steps - 1 + recipe.decay_share, 0.0) / recipe.decay_share, 1.0)
     scale = (1 + math.cos(math.pi * through)) / 2
     rate = recipe.final_learning_rate + (recipe.learning_rate - recipe.final_learning_rate) * scale
     return rate * min(1.0, (step + 1) / recipe.warmup_steps)
 
 
-def dream_config(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
-    """config.json with Dream's keys."""
-    end = corpus.token_id(tokenizer, corpus.END)
+def kept_pairs(path: Path, make: Callable[[], Iterable[Pair]]) -> list[Pair]:
+    """(prompt, body) pairs from a file; made once, where there is none."""
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        with partial.open("w", encoding="utf-8") as out:
+            out.writelines(json.dumps(pair) + "\n" for pair in make())
+        partial.replace(path)
+    with path.open(encoding="utf-8") as lines:
+        return [(prompt, body) for prompt, body in map(json.loads, lines)]
+
+
+def generated_pairs(count: int, seed: int) -> Iterator[Pair]:
+    """Yields (prompt, body) of generated programs."""
+    for program in training_programs(count, seed, excluded()):
+        yield program.prompt, program.body
+
+
+def library_pairs(sources: Sequence[str]) -> Iterator[Pair]:
+    """Yields (prompt, body) of the standard library's functions that are trained on."""
+    without = excluded()
+    for function in corpus.read_functions([Path(s) for s in sources] or [corpus.standard_library()]):
+        prompt = function.signature.rstrip()
+        if not function.held_out and not without.has(function.text):
+            yield prompt, function.text[len(prompt) :]
+
+
+class Trainer:
+    """Model, optimizers and moving average, with their state on disk."""
+
+    def __init__(self, recipe: Recipe, device: torch.device, steps: int) -> None:
+        self.recipe, self.device, self.steps, self.step = recipe, device, steps, 0
+        self.master = build_model(recipe).to(device)
+        self.worker = build_model(recipe).to(device, torch.bfloat16)  # what runs: a bfloat16 copy of the master
+        self.worker.model.rotary_emb.inv_freq = self.master.model.rotary_emb.inv_freq  # angles stay float32
+        self.parameters = list(self.master.parameters())
+        self.copies = list(self.worker.parameters())
+        self.average = [p.detach().clone() for p in self.parameters]
+        matrices = [p for n, p in self.master.named_parameters() if p.ndim == 2 and ".layers." in n]
+        others = [p for n, p in self.master.named_parameters() if p.ndim != 2 or ".layers." not in n]
+        adjust, betas = "match_rms_adamw", (recipe.beta1, recipe.beta2)
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, 0.0, recipe.weight_decay, momentum=recipe.momentum, adjust_lr_fn=adjust),
+            torch.optim.AdamW(others, 0.0, betas, weight_decay=0.0, fused=True),
+        ]
+        self.copy(self.parameters)
+
+    def copy(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Hands weights to the worker."""
+        torch._foreach_copy_([p.data for p in self.copies], [p.data for p in parameters])
+
+    def train(self, batch: Batch) -> torch.Tensor:
+        """One step; returns the loss."""
+        rate = learning_rate(self.recipe, self.step, self.steps)
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = rate
+        loss = masked_loss(self.worker, batch, self.device)
+        loss.backward()
+        for parameter, copy in zip(self.parameters, self.copies, strict=True):
+            parameter.grad = copy.grad.float() if copy.grad is not None else None
+            copy.grad = None
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            self.copy(self.parameters)
+            keep = min(self.recipe.averaging, (self.step + 1) / (self.step + 10))
+            torch._foreach_lerp_(self.average, [p.data for p in self.parameters], 1 - keep)
+        self.step += 1
+        return loss.detach()
+
+    @torch.no_grad()
+    def held_out_loss(self, check: Sequence[Batch]) -> float:
+        """Mean loss in nats per body token with the averaged weights, which the worker holds for the moment."""
+        self.copy(self.average)
+        with torch.compiler.set_stance("force_eager"):  # shapes that training does not have
+            losses = [masked_loss(self.worker, batch, self.device).item() for batch in check]
+        self.copy(self.parameters)
+        return sum(losses) / len(losses)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The averaged weights by name."""
+        return dict(zip((n for n, _ in self.master.named_parameters()), self.average, strict=True))
+
+    def save(self, path: Path, record: dict[str, Any]) -> None:
+        """Writes everything that resuming needs."""
+        partial = path.with_suffix(".partial")
+        state = {"master": self.master.state_dict(), "average": self.average, "step": self.step, "record": record}
+        torch.save({**state, "optimizers": [o.state_dict() for o in self.optimizers]}, partial)
+        partial.replace(path)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Goes on where `save` was called; returns its record."""
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        self.master.load_state_dict(state["master"])
+        torch._foreach_copy_(self.average, state["average"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step = state["step"]
+        self.copy(self.parameters)
+        record: dict[str, Any] = state["record"]
+        return record
+
+
+def first_record(
+    values: flags.FlagValues, recipe: Recipe, data: Corpus, parameters: int, device: str
+) -> dict[str, Any]:
+    """What training.json says about a run, without its log."""
     return {
-        "architectures": ["DreamModel"],
-        "model_type": "Dream",
-        "vocab_size": recipe.vocabulary,
-        "hidden_size": recipe.hidden,
-        "intermediate_size": recipe.intermediate,
-        "num_hidden_layers": recipe.layers,
-        "num_attention_heads": recipe.kv_heads * recipe.group,
-        "num_key_value_heads": recipe.kv_heads,
-        "max_position_embeddings": 2048,
-        "rope_theta": 1000000.0,
-        "rope_scaling": None,
-        "rms_norm_eps": 1e-06,
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_cache": False,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": 28,
-        "mask_token_id": corpus.token_id(tokenizer, corpus.MASK),
-        "pad_token_id": end,
-        "bos_token_id": end,
-        "eos_token_id": end,
-    }
-
-
-def save(folder: Path, files: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> None:
-    """Writes JSON files and weights (as bfloat16), each under a temporary name first: the folder stays loadable."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        temporary = folder / f".{name}.partial"
-        temporary.write_text(content if isinstance(content, str) else json.dumps(content, indent=1) + "\n")
-        temporary.replace(folder / name)
-    if weights is not None:
-        temporary = folder / ".model.safetensors.partial"
-        tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in weights.items()}
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        temporary.replace(folder / "model.safetensors")
-        temporary.unlink(missing_ok=True)
-
-
-def tokenizer_files(tokenizer: Tokenizer, recipe: Recipe) -> dict[str, Any]:
-    """tokenizer.json and its two companions."""
-    end = corpus.token_id(tokenizer, corpus.END)
-    mask = corpus.token_id(tokenizer, corpus.MASK)
-    named = (corpus.END, corpus.PAD, corpus.MASK)
-    return {
-        "tokenizer.json": tokenizer.to_str(),
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": corpus.END,
-            "pad_token": corpus.PAD,
-            "mask_token": corpus.MASK,
-            "additional_special_tokens": [t for t in corpus.SPECIAL_TOKENS if t not in named],
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": 2048,
+        "command": f"python -m checkpoints.demo.train --steps={values.steps} --seed={values.seed}",
+        "recipe": asdict(recipe),
+        "corpus": {
+            "generated": data.generated, "library": len(data.rows) - data.generated, "tokens": data.tokens,
         },
-        "config.json": dream_config(recipe, tokenizer),
-        "generation_config.json": {"eos_token_id": end, "pad_token_id": end, "mask_token_id": mask},
-    }
+        "parameters": parameters,
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__),
+                     "transformers": transformers.__version__},
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"{values.threads} CPU threads",
+        "log": [],
+    }  # fmt: skip
+
+
+def prepare(values: flags.FlagValues, recipe: Recipe) -> tuple[Corpus, list[Batch], Tokenizer]:
+    """Training data, fixed batches of development tasks, and the tokenizer, trained on both parts of the data."""
+    folder = Path(values.state)
+    name = f"programs-{values.programs}-{values.seed}.jsonl"
+    generated = kept_pairs(folder / name, lambda: generated_pairs(values.programs, values.seed))
+    library = kept_pairs(folder / "library.jsonl", lambda: library_pairs(values.source))
+    kept = folder / "tokenizer.json"
+    if not kept.exists():
+        texts = (prompt + body for prompt, body in [*generated[:60_000], *library[::4]])
+        corpus.train_tokenizer(texts, recipe.vocabulary).save(str(kept))
+    tokenizer = Tokenizer.from_file(str(kept))
+    data = Corpus(generated, library, tokenizer, recipe)
+    tasks = [(row["prompt"], row["completion"]) for row in read_tasks(FOLDER / "development_tasks.jsonl")]
+    check = checking_batches(Corpus(tasks, (), tokenizer, recipe), recipe, values.seed)
+    return data, check, tokenizer
 
 
 def main(values: flags.FlagValues) -> None:
-    """Reads the corpus, trains until the minutes are over, saves."""
-    started = time.monotonic()
-    recipe, folder, minutes = Recipe(), Path(values.output), values.minutes
+    """Generates programs, trains from the state there is or from none, and saves."""
+    recipe, folder, state = Recipe(), Path(values.output), Path(values.state) / "state.pt"
+    state.parent.mkdir(parents=True, exist_ok=True)
     name = values.device if values.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
     torch.set_num_threads(values.threads)
     torch.manual_seed(values.seed)
-    generator = np.random.default_rng(values.seed)
-
-    functions = corpus.read_functions([Path(s) for s in values.source] or [corpus.standard_library()])
-    training = [f for f in functions if not f.held_out]
-    tokenizer = corpus.train_tokenizer((f.text for f in training), recipe.vocabulary)
-    mask = corpus.token_id(tokenizer, corpus.MASK)
-    data = Corpus(training, tokenizer, recipe)
-    held_out = [f for f in functions if f.held_out and len(tokenizer.encode(f.text).ids) <= recipe.longest_function]
-    prompts = corpus.held_out_prompts(held_out, 200)
-    lines = [json.dumps({"name": f.name, "prompt": f.signature, "completion": f.body}) for f in prompts]
-    files = {**tokenizer_files(tokenizer, recipe), "held_out.jsonl": "\n".join(lines) + "\n"}
-    check_data = Corpus(prompts, tokenizer, recipe)
-    number = np.arange(len(prompts))
-    check = [  # fixed: the same canvases with the same masks at every evaluation
-        make_batch(
-            check_data, [list(np.roll(number, -row)) for row in part], mask, np.random.default_rng(i), held_out=True
-        )
-        for i, part in enumerate(np.array_split(number, max(1, len(prompts) // 20)))
-    ]
-
-    master = build_model(recipe).to(device)
-    worker = build_model(recipe).to(device, torch.bfloat16)  # what runs: a bfloat16 copy of the float32 master
-    worker.model.rotary_emb.inv_freq = master.model.rotary_emb.inv_freq  # angles stay float32
-    if values.initial:
-        weights = load_file(Path(values.initial) / "model.safetensors")
-        master.load_state_dict({name: value.float() for name, value in weights.items()})
-    average = [p.detach().clone() for p in master.parameters()]
-    worker_parameters, parameters = list(worker.parameters()), list(master.parameters())
-    torch._foreach_copy_([p.data for p in worker_parameters], [p.data for p in parameters])
-    matrices = [p for n, p in master.named_parameters() if p.ndim == 2 and ".layers." in n]
-    others = [p for n, p in master.named_parameters() if p.ndim != 2 or ".layers." not in n]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, 0.0, recipe.weight_decay, momentum=recipe.momentum, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, 0.0, (recipe.beta1, recipe.beta2), weight_decay=0.0, fused=True),
-    ]
+    data, check, tokenizer = prepare(values, recipe)
+    trainer = Trainer(recipe, torch.device(name), values.steps)
+    size = sum(p.numel() for p in trainer.parameters)
+    record = trainer.load(state) if state.exists() else first_record(values, recipe, data, size, name)
+    record["command"] = f"python -m checkpoints.demo.train --steps={values.steps} --seed={values.seed}"
     if values.compile:
-        for layer in worker.model.layers:  # alike, so one compilation serves all of them
+        for layer in trainer.worker.model.layers:  # alike, so one compilation serves all of them
             layer.compile(dynamic=False)
-    size = sum(p.numel() for p in parameters)
-    print(f"{len(data.rows)} functions, {data.tokens} tokens; {size} parameters on {device}")
-
-    record: dict[str, Any] = {
-        "command": f"python -m checkpoints.demo.train --minutes={minutes:g} --seed={values.seed}",
-        "recipe": asdict(recipe),
-        "corpus": {"functions": len(data.rows), "tokens": data.tokens, "held_out_functions": len(held_out)},
-        "parameters": size,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "tokenizers": tokenizers.__version__,
-            "transformers": transformers.__version__,
-        },
-        "device": torch.cuda.get_device_name() if name == "cuda" else f"{values.threads} CPU threads",
-        "sources": max(1, len(values.source)),
-        "continued": bool(values.initial),
-        "log": [],
-    }
-
-    @torch.no_grad()
-    def held_out_loss() -> float:
-        """Held-out bound in nats per body token, with the averaged weights, which the worker holds for the moment."""
-        torch._foreach_copy_([p.data for p in worker_parameters], average)
-        with torch.compiler.set_stance("force_eager"):  # shapes that training does not have
-            losses = [masked_loss(worker, batch, device).item() for batch in check]
-        torch._foreach_copy_([p.data for p in worker_parameters], [p.data for p in parameters])
-        return float(np.mean(losses))
-
-    tokens = 0
+    print(
+        f"{len(data.rows)} functions, {data.tokens} tokens; {size} parameters on {name}; step {trainer.step}",
+        flush=True,
+    )
+    files = tokenizer_files(tokenizer, recipe)
+    spent = record["log"][-1]["seconds"] if record["log"] else 0.0
+    started = saved = time.monotonic()
     recent: list[torch.Tensor] = []
-    saved = time.monotonic()
-    for step, batch in enumerate(batches(data, mask, generator)):
-        share = (time.monotonic() - started) / (minutes * 60)
-        last = share >= 0.995
-        if last or step % recipe.evaluate_every == 0:
-            seconds = round(time.monotonic() - started, 1)
-            entry: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": seconds}
-            entry |= {"train_loss": float(torch.stack(recent).mean()) if recent else None, "held_out": held_out_loss()}
+    while trainer.step < values.steps:
+        recent.append(trainer.train(training_batch(data, recipe, values.seed, trainer.step, values.steps)))
+        last = trainer.step == values.steps
+        if last or trainer.step % recipe.evaluate_every == 0:
+            entry = {"step": trainer.step, "tokens": trainer.step * recipe.rows * recipe.canvas,
+                     "seconds": round(spent + time.monotonic() - started, 1),
+                     "train_loss": round(float(torch.stack(recent).mean()), 4),
+                     "development_loss": round(trainer.held_out_loss(check), 4)}  # fmt: skip
             record["log"].append(entry)
             recent.clear()
             print(json.dumps(entry), flush=True)
-            due = step > 0 and (time.monotonic() - saved > recipe.save_minutes * 60 or step == recipe.evaluate_every)
-            if last or due:
-                weights = dict(zip((n for n, _ in master.named_parameters()), average, strict=True))
-                save(folder, {**files, "training.json": record}, weights)
-                saved = time.monotonic()
-            if last:
-                break
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = learning_rate(recipe, step, share)
-        loss = masked_loss(worker, batch, device)
-        loss.backward()
-        recent.append(loss.detach())
-        for parameter, copy in zip(parameters, worker_parameters, strict=True):
-            parameter.grad = copy.grad.float() if copy.grad is not None else None
-            copy.grad = None
-        torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
-        for optimizer in optimizers:
-            optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_([p.data for p in worker_parameters], [p.data for p in parameters])
-            keep = min(recipe.averaging, (step + 1) / (step + 10))
-            torch._foreach_lerp_(average, [p.data for p in parameters], 1 - keep)
-        tokens += batch.noised.numel()
+        if trainer.step == recipe.decays_from(values.steps):
+            trainer.save(state.with_name("before_decay.pt"), record)
+        if last or time.monotonic() - saved > recipe.save_minutes * 60:
+            trainer.save(state, record)
+            save(folder, {**files, "training.json": record}, trainer.weights())
+            saved = time.monotonic()
     print(f"saved {folder}: {sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6:.1f} MB")
 
 

@@ -1,0 +1,132 @@
+"""Maps of numbers, words and characters, see `checkpoints.demo.parts`."""
+
+from checkpoints.demo.parts import Map
+
+NUMBER_MAPS = (
+    Map("squares", "squares of {}", "$x * $x", lambda x: x * x, "number", "the square of {}", "square"),
+    Map("cubes", "cubes of {}", "$x ** 3", lambda x: x**3, "number", "the cube of {}", "cube"),
+    Map("doubles", "doubles of {}", "$x * 2", lambda x: x * 2, "number", "twice {}", "double"),
+    Map("triples", "triples of {}", "$x * 3", lambda x: x * 3, "number", "three times {}", "triple"),
+    Map("halves", "halves of {}", "$x / 2", lambda x: x / 2, "number", "half of {}", "halve"),
+    Map("negatives", "negatives of {}", "-$x", lambda x: -x, "number", "the negative of {}", "negate"),
+    Map("absolute_values", "absolute values of {}", "abs($x)", abs, "number", "the absolute value of {}"),
+    Map("plus", "{} increased by $k", "$x + $k", lambda x, k: x + k, "number", "{} plus $k", "", "n"),
+    Map("minus", "{} decreased by $k", "$x - $k", lambda x, k: x - k, "number", "{} minus $k", "", "n"),
+    Map("times", "{} multiplied by $k", "$x * $k", lambda x, k: x * k, "number", "{} times $k", "", "n"),
+    Map(
+        "powers", "{} raised to the power $k", "$x ** $k", lambda x, k: x**k, "number", "{} to the power of $k", "", "e"
+    ),
+    Map(
+        "remainders",
+        "remainders of {} divided by $k",
+        "$x % $k",
+        lambda x, k: x % k,
+        "number",
+        "the remainder of {} divided by $k",
+        "",
+        "d",
+    ),
+    Map(
+        "quotients",
+        "{} divided by $k, rounded down",
+        "$x // $k",
+        lambda x, k: x // k,
+        "number",
+        "{} divided by $k, rounded down",
+        "",
+        "d",
+    ),
+    Map("last_digits", "last digits of {}", "$x % 10", lambda x: x % 10, "number", "the last digit of {}"),
+    Map("strings", "{} as strings", "str($x)", str, "word", "{} as a string", "stringify"),
+)
+
+WORD_MAPS = (
+    Map("lengths", "lengths of {}", "len($x)", len, "number", "the length of {}"),
+    Map("uppercased", "{} in upper case", "$x.upper()", str.upper, "word", "{} in upper case", "uppercase"),
+    Map("lowercased", "{} in lower case", "$x.lower()", str.lower, "word", "{} in lower case", "lowercase"),
+    Map("capitalized", "{}, capitalized", "$x.capitalize()", str.capitalize, "word", "{}, capitalized", "capitalize"),
+    Map("reversed", "{}, reversed", "$x[::-1]", lambda x: x[::-1], "word", "{} reversed", "reverse"),
+    Map("first_letters", "first letters of {}", "$x[0]", lambda x: x[0], "word", "the first letter of {}"),
+    Map("last_letters", "last letters of {}", "$x[-1]", lambda x: x[-1], "word", "the last letter of {}"),
+    Map(
+        "first_part",
+        "first $k letters of {}",
+        "$x[:$k]",
+        lambda x, k: x[:k],
+        "word",
+        "the first $k letters of {}",
+        "",
+        "e",
+    ),
+    Map(
+        "last_part",
+        "last $k letters of {}",
+        "$x[-$k:]",
+        lambda x, k: x[-k:],
+        "word",
+        "the last $k letters of {}",
+        "",
+        "e",
+    ),
+    Map(
+        "repeated",
+        "{}, each repeated $k times",
+        "$x * $k",
+        lambda x, k: x * k,
+        "word",
+        "{} repeated $k times",
+        "repeat",
+        "e",
+    ),
+    Map("with_suffix", "{} with $k appended", "$x + $k", lambda x, k: x + k, "word", "{} followed by $k", "", "s"),
+    Map("with_prefix", "{} with $k in front", "$k + $x", lambda x, k: k + x, "word", "$k followed by {}", "", "s"),
+    Map(
+        "removed",
+        "{} with every $k removed",
+        '$x.replace($k, "")',
+        lambda x, k: x.replace(k, ""),
+        "word",
+        "{} without every $k",
+        "",
+        "c",
+    ),
+    Map(
+        "letter_counts",
+        "numbers of times $k occurs in {}",
+        "$x.count($k)",
+        lambda x, k: x.count(k),
+        "number",
+        "how often $k occurs in {}",
+        "",
+        "c",
+    ),
+)
+
+CHARACTER_MAPS = (
+    Map("uppercased", "{} in upper case", "$x.upper()", str.upper, "character", "{} in upper case", "uppercase"),
+    Map("lowercased", "{} in lower case", "$x.lower()", str.lower, "character", "{} in lower case", "lowercase"),
+    Map(
+        "repeated",
+        "{}, each repeated $k times",
+        "$x * $k",
+        lambda x, k: x * k,
+        "character",
+        "{} repeated $k times",
+        "repeat",
+        "e",
+    ),
+    Map("doubled", "{}, each doubled", "$x * 2", lambda x: x * 2, "character", "{} doubled", "double"),
+    Map("codes", "character codes of {}", "ord($x)", ord, "number", "the character code of {}"),
+    Map(
+        "with_suffix",
+        "{}, each followed by $k",
+        "$x + $k",
+        lambda x, k: x + k,
+        "character",
+        "{} followed by $k",
+        "",
+        "s",
+    ),
+)
+
+MAPS = {"number": NUMBER_MAPS, "word": WORD_MAPS, "character": CHARACTER_MAPS}

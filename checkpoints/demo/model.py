@@ -1,0 +1,126 @@
+"""The demo's model as transformers has it, and the files of its checkpoint folder.
+
+The model is transformers' Qwen2 with bidirectional attention, which has Dream's weights under Dream's names.
+Letters: B rows, S canvas length, K kv heads, G query heads per KV head, H head dim.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from checkpoints.demo import corpus
+from checkpoints.demo.recipe import Recipe
+
+
+def bidirectional_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float = 1.0,
+    **unused: object,
+) -> tuple[torch.Tensor, None]:
+    """Full attention by two batched products: query [B, K*G, S, H], key and value [B, K, S, H] -> [B, S, K*G, H].
+
+    On a CPU the backward pass of torch's fused attention takes more time than all the rest of the model together.
+    """
+    B, N, S, H = query.shape
+    K = key.shape[1]
+    scores = torch.bmm((query * scaling).reshape(B * K, N // K * S, H), key.reshape(B * K, S, H).transpose(1, 2))
+    mixed = torch.bmm(torch.softmax(scores, -1), value.reshape(B * K, S, H))
+    return mixed.view(B, N, S, H).transpose(1, 2).contiguous(), None
+
+
+def build_model(recipe: Recipe) -> transformers.Qwen2ForCausalLM:
+    """A fresh float32 Qwen2 whose attention is bidirectional."""
+    ALL_ATTENTION_FUNCTIONS.register("bidirectional", bidirectional_attention)
+    config = transformers.Qwen2Config(
+        vocab_size=recipe.vocabulary,
+        hidden_size=recipe.hidden,
+        intermediate_size=recipe.intermediate,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.kv_heads * recipe.group,
+        num_key_value_heads=recipe.kv_heads,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        use_cache=False,
+        attn_implementation="bidirectional",
+    )
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def dream_config(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
+    """config.json with Dream's keys."""
+    end = corpus.token_id(tokenizer, corpus.END)
+    return {
+        "architectures": ["DreamModel"],
+        "model_type": "Dream",
+        "vocab_size": recipe.vocabulary,
+        "hidden_size": recipe.hidden,
+        "intermediate_size": recipe.intermediate,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.kv_heads * recipe.group,
+        "num_key_value_heads": recipe.kv_heads,
+        "max_position_embeddings": 2048,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-06,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": False,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 28,
+        "mask_token_id": corpus.token_id(tokenizer, corpus.MASK),
+        "pad_token_id": end,
+        "bos_token_id": end,
+        "eos_token_id": end,
+    }
+
+
+def save(folder: Path, files: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> None:
+    """Writes JSON files and weights (as bfloat16), each under a temporary name first: the folder stays loadable."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        temporary = folder / f".{name}.partial"
+        temporary.write_text(content if isinstance(content, str) else json.dumps(content, indent=1) + "\n")
+        temporary.replace(folder / name)
+    if weights is not None:
+        temporary = folder / ".model.safetensors.partial"
+        tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in weights.items()}
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        temporary.replace(folder / "model.safetensors")
+        temporary.unlink(missing_ok=True)
+
+
+def tokenizer_files(tokenizer: Tokenizer, recipe: Recipe) -> dict[str, Any]:
+    """tokenizer.json and its two companions."""
+    end = corpus.token_id(tokenizer, corpus.END)
+    mask = corpus.token_id(tokenizer, corpus.MASK)
+    named = (corpus.END, corpus.PAD, corpus.MASK)
+    return {
+        "tokenizer.json": tokenizer.to_str(),
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": corpus.END,
+            "pad_token": corpus.PAD,
+            "mask_token": corpus.MASK,
+            "additional_special_tokens": [t for t in corpus.SPECIAL_TOKENS if t not in named],
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 2048,
+        },
+        "config.json": dream_config(recipe, tokenizer),
+        "generation_config.json": {"eos_token_id": end, "pad_token_id": end, "mask_token_id": mask},
+    }

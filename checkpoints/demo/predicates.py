@@ -1,0 +1,187 @@
+"""Predicates of numbers, words and characters, see `checkpoints.demo.parts`."""
+
+from checkpoints.demo.parts import Predicate
+
+VOWELS = "aeiou"
+
+NUMBER_PREDICATES = (
+    Predicate("even", "even", "$x % 2 == 0", lambda x: x % 2 == 0, True),
+    Predicate("odd", "odd", "$x % 2 == 1", lambda x: x % 2 == 1, True),
+    Predicate("positive", "positive", "$x > 0", lambda x: x > 0, True),
+    Predicate("negative", "negative", "$x < 0", lambda x: x < 0, True),
+    Predicate("nonzero", "non-zero", "$x != 0", lambda x: x != 0, True),
+    Predicate("two_digit", "two-digit", "10 <= $x <= 99", lambda x: 10 <= x <= 99, True),
+    Predicate(
+        "greater_than",
+        "greater than $k",
+        "$x > $k",
+        lambda x, k: x > k,
+        False,
+        "n",
+        ("above $k", "larger than $k", "over $k", "that are greater than $k"),
+    ),
+    Predicate(
+        "less_than",
+        "less than $k",
+        "$x < $k",
+        lambda x, k: x < k,
+        False,
+        "n",
+        ("below $k", "smaller than $k", "under $k", "that are less than $k"),
+    ),
+    Predicate("at_least", "of at least $k", "$x >= $k", lambda x, k: x >= k, False, "n", ("that are at least $k",)),
+    Predicate("at_most", "of at most $k", "$x <= $k", lambda x, k: x <= k, False, "n", ("that are at most $k",)),
+    Predicate(
+        "divisible_by",
+        "divisible by $k",
+        "$x % $k == 0",
+        lambda x, k: x % k == 0,
+        False,
+        "d",
+        ("that are multiples of $k", "that $k divides", "that are divisible by $k"),
+    ),
+    Predicate(
+        "not_divisible_by",
+        "not divisible by $k",
+        "$x % $k != 0",
+        lambda x, k: x % k != 0,
+        False,
+        "d",
+        ("that are not multiples of $k", "that are not divisible by $k"),
+    ),
+    Predicate("equal_to", "equal to $k", "$x == $k", lambda x, k: x == k, False, "n", ("that equal $k",)),
+    Predicate(
+        "not_equal_to",
+        "not equal to $k",
+        "$x != $k",
+        lambda x, k: x != k,
+        False,
+        "n",
+        ("different from $k", "other than $k"),
+    ),
+    Predicate(
+        "ending_in", "ending in $k", "$x % 10 == $k", lambda x, k: x % 10 == k, False, "u", ("whose last digit is $k",)
+    ),
+    Predicate(
+        "between",
+        "between $k and $j",
+        "$k <= $x <= $j",
+        lambda x, k, j: k <= x <= j,
+        False,
+        "nn",
+        ("from $k to $j", "in the range $k to $j"),
+    ),
+)
+
+WORD_PREDICATES = (
+    Predicate(
+        "longer_than",
+        "longer than $k",
+        "len($x) > $k",
+        lambda x, k: len(x) > k,
+        False,
+        "l",
+        ("with more than $k letters", "with more than $k characters", "longer than $k characters"),
+    ),
+    Predicate(
+        "shorter_than",
+        "shorter than $k",
+        "len($x) < $k",
+        lambda x, k: len(x) < k,
+        False,
+        "l",
+        ("with fewer than $k letters", "with less than $k characters"),
+    ),
+    Predicate(
+        "of_length",
+        "of length $k",
+        "len($x) == $k",
+        lambda x, k: len(x) == k,
+        False,
+        "l",
+        ("with exactly $k letters", "that have $k characters"),
+    ),
+    Predicate(
+        "starting_with",
+        "starting with $k",
+        "$x.startswith($k)",
+        lambda x, k: x.startswith(k),
+        False,
+        "c",
+        ("that start with $k", "that begin with $k", "beginning with $k"),
+    ),
+    Predicate(
+        "ending_with",
+        "ending with $k",
+        "$x.endswith($k)",
+        lambda x, k: x.endswith(k),
+        False,
+        "c",
+        ("that end with $k", "ending in $k"),
+    ),
+    Predicate(
+        "containing",
+        "containing $k",
+        "$k in $x",
+        lambda x, k: k in x,
+        False,
+        "c",
+        ("that contain $k", "with $k in them", "that have $k in them"),
+    ),
+    Predicate(
+        "without",
+        "without $k",
+        "$k not in $x",
+        lambda x, k: k not in x,
+        False,
+        "c",
+        ("not containing $k", "that do not contain $k"),
+    ),
+    Predicate("uppercase", "uppercase", "$x.isupper()", str.isupper, True),
+    Predicate("lowercase", "lowercase", "$x.islower()", str.islower, True),
+    Predicate("numeric", "numeric", "$x.isdigit()", str.isdigit, True),
+    Predicate("even_length", "of even length", "len($x) % 2 == 0", lambda x: len(x) % 2 == 0),
+    Predicate("odd_length", "of odd length", "len($x) % 2 == 1", lambda x: len(x) % 2 == 1),
+    Predicate(
+        "palindromic", "palindromic", "$x == $x[::-1]", lambda x: x == x[::-1], True, "", ("that are palindromes",)
+    ),
+    Predicate(
+        "starting_with_vowel",
+        "starting with a vowel",
+        '$x[0] in "aeiou"',
+        lambda x: x[0] in VOWELS,
+        False,
+        "",
+        ("that start with a vowel", "whose first letter is a vowel"),
+    ),
+)
+
+CHARACTER_PREDICATES = (
+    Predicate("vowels", "that are vowels", '$x in "aeiou"', lambda x: x in VOWELS),
+    Predicate(
+        "consonants",
+        "that are consonants",
+        '$x.isalpha() and $x not in "aeiou"',
+        lambda x: x.isalpha() and x not in VOWELS,
+    ),
+    Predicate("digits", "that are digits", "$x.isdigit()", str.isdigit),
+    Predicate("letters", "that are letters", "$x.isalpha()", str.isalpha, False, "", ("that are alphabetic",)),
+    Predicate("alphanumeric", "alphanumeric", "$x.isalnum()", str.isalnum, True, "", ("that are letters or digits",)),
+    Predicate("uppercase", "uppercase", "$x.isupper()", str.isupper, True),
+    Predicate("lowercase", "lowercase", "$x.islower()", str.islower, True),
+    Predicate("spaces", "that are spaces", '$x == " "', lambda x: x == " "),
+    Predicate("non_spaces", "that are not spaces", '$x != " "', lambda x: x != " "),
+    Predicate("equal_to", "equal to $k", "$x == $k", lambda x, k: x == k, False, "c", ("that are $k",)),
+    Predicate(
+        "other_than",
+        "other than $k",
+        "$x != $k",
+        lambda x, k: x != k,
+        False,
+        "c",
+        ("except $k", "that are not $k", "different from $k"),
+    ),
+    Predicate("before", "that come before $k", "$x < $k", lambda x, k: x < k, False, "c", ("before $k",)),
+)
+
+PREDICATES = {"number": NUMBER_PREDICATES, "word": WORD_PREDICATES, "character": CHARACTER_PREDICATES}

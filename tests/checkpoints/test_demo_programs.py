@@ -1,0 +1,136 @@
+"""Generated programs are right, reproducible, and none of them is one that the demo is tested on."""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from checkpoints.demo import write_tasks
+from checkpoints.demo.programs import (
+    FOLDER,
+    TASK_FILES,
+    Program,
+    body_hash,
+    draw_task,
+    excluded,
+    is_held_out,
+    read_tasks,
+    signature_hash,
+    training_programs,
+    write,
+)
+from checkpoints.demo.singles import SINGLES
+from checkpoints.demo.tasks import Parameter, Task
+
+TASKS = {name: read_tasks(FOLDER / name) for name in TASK_FILES}
+
+
+@pytest.fixture(scope="module")
+def programs() -> list[Program]:
+    return list(training_programs(1500, 3, excluded()))
+
+
+def bare_signature(prompt: str) -> str:
+    """Name and parameters, written out: another way to compare than the hashes that the generator uses."""
+    line = next(line for line in prompt.splitlines() if line.startswith("def "))
+    function = ast.parse(line + " pass").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    return f"{function.name}({', '.join(arg.arg for arg in function.args.args)})"
+
+
+def test_the_sets_are_large_enough_and_have_different_functions() -> None:
+    counts = [len(rows) for rows in TASKS.values()]
+    assert counts[0] >= 500
+    assert counts[2] == 50
+    held_out = TASKS["held_out_tasks.jsonl"] + TASKS["development_tasks.jsonl"]
+    texts = [row["prompt"] + row["completion"] for row in held_out]
+    assert len(set(map(body_hash, texts))) == len(set(map(signature_hash, texts))) == len(texts)
+
+
+@pytest.mark.parametrize("name", TASK_FILES)
+def test_reference_bodies_pass_and_an_empty_body_does_not(name: str) -> None:
+    for row in TASKS[name]:
+        space: dict[str, Any] = {}
+        exec(row["prompt"] + row["completion"], space)
+        for test in row["tests"]:
+            exec(test, space)
+        exec(row["prompt"] + "\n    return None", space)
+        with pytest.raises((AssertionError, TypeError, AttributeError)):
+            exec("\n".join(row["tests"]), space)
+
+
+def test_no_tested_function_is_trained_on(programs: list[Program]) -> None:
+    tested = {bare_signature(row["prompt"]) for rows in TASKS.values() for row in rows}
+    assert tested.isdisjoint(bare_signature(program.prompt) for program in programs)
+    bodies = {body_hash(row["prompt"] + row["completion"]) for row in TASKS["held_out_tasks.jsonl"]}
+    assert bodies.isdisjoint(body_hash(program.text) for program in programs)
+    specs = {row["spec"] for row in TASKS["held_out_tasks.jsonl"]}
+    assert specs.isdisjoint(program.spec for program in programs)
+
+
+def test_a_held_out_function_is_known_under_other_names() -> None:
+    without = excluded()
+    row = next(row for row in TASKS["held_out_tasks.jsonl"] if "(numbers):" in row["prompt"])
+    text = row["prompt"] + row["completion"]
+    assert without.has(text)
+    renamed = text.replace("numbers", "amounts").replace(row["name"], "f")
+    assert without.has(renamed)
+    assert not without.has("def f(amounts):\n    return amounts + amounts + amounts")
+
+
+def test_body_hash_sees_constants_and_no_names() -> None:
+    body = body_hash("def f(xs):\n    return [x + 1 for x in xs]")
+    assert body == body_hash('def g(values: list) -> list:\n    """Add one."""\n    return [v + 1 for v in values]')
+    assert body != body_hash("def f(xs):\n    return [x + 2 for x in xs]")
+    assert body != body_hash("def f(xs):\n    return [x + 1 for x in sorted(xs)]")
+
+
+def test_programs_are_the_same_in_every_process(programs: list[Program]) -> None:
+    code = (
+        "from checkpoints.demo.programs import *\n"
+        "for p in training_programs(40, 3, excluded()): print(repr((p.text, p.tests)))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "5"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.splitlines() == [repr((p.text, p.tests)) for p in programs[:40]]
+
+
+def test_the_file_of_held_out_tasks_is_what_the_generator_writes() -> None:
+    drawn = write_tasks.held_out_programs(25, write_tasks.SEED)
+    text = (FOLDER / "held_out_tasks.jsonl").read_text(encoding="utf-8")
+    assert text.startswith(write_tasks.lines(drawn))
+
+
+def test_every_single_task_can_be_written() -> None:
+    rng = random.Random(0)
+    for task in SINGLES:
+        program = write(task, rng)
+        assert program.tests
+        ast.parse(program.text)
+    assert len({task.spec for task in SINGLES}) == len(SINGLES)
+
+
+def test_wrong_bodies_are_found() -> None:
+    task = Task(
+        "x", ("twice",), (Parameter("number"),), ("=twice $a",), ((1.0, "return $a * 3"),), oracle=lambda n: n * 2
+    )
+    with pytest.raises(ValueError, match="not"):
+        write(task, random.Random(0))
+    two = Task("x", ("twice",), (Parameter("number"),), ("=x",), ((0.5, "return $a * 2"), (0.5, "return $a ** 2")))
+    with pytest.raises(ValueError, match="not"):
+        write(two, random.Random(0))
+
+
+def test_there_is_variety(programs: list[Program]) -> None:
+    assert len({program.spec for program in programs}) > 600
+    assert {program.style for program in programs} == {"none", "docstring", "examples", "comment", "example_comment"}
+    assert len({program.body for program in programs}) > 1000
+    rng = random.Random(1)
+    share = sum(is_held_out(draw_task(rng)) for _ in range(2000)) / 2000
+    assert 0.01 < share < 0.1
