@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from runtime.execution.pool import Pool, slot_count, steps_per_block, uses_cache
 from runtime.execution.requests import RequestHandle, RowFinished
 from runtime.execution.row_request import RowRequest, RowResult
-from runtime.execution.rows import check_request
 from runtime.execution.runner import Runner
 from runtime.execution.scheduler import PoolLimits, Scheduler, SchedulerPolicy, SchedulerStats
 from runtime.execution.slots import open_slots_for
 from runtime.execution.specialization import compiled_in
 from runtime.execution.step_plan import StepOutcome
-from sharding.errors import InputError
 
 # Slots for each shard of ``data`` where nobody says how many: enough to fill a device, few enough to empty together.
 DEFAULT_SLOTS = 32
@@ -58,22 +56,15 @@ class OfflineScheduler:
 
         Args:
           runner: the model on its mesh.
-          requests: all rows, those included that will be skipped: the number of slots follows from them.
+          requests: all rows, checked, those included that will be skipped: the number of slots follows from them.
           slots: rows on the devices at a time, rounded down to a multiple of the data axis and limited by memory;
             default :data:`DEFAULT_SLOTS` for each shard of it.
           width: bucket of all canvases; default each row's own.
-
-        Raises:
-          InputError: a row that cannot be generated.
         """
         self._runner, self._requests = runner, requests
         self.stats = SchedulerStats()
         groups: dict[tuple[int, Hashable], list[int]] = {}
         for number, request in enumerate(requests):
-            try:
-                check_request(request.rows, runner.layout.config, request.config)
-            except InputError as error:
-                raise InputError(f"request {number}: {error}") from error
             bucket = width or runner.bucket(request.length)
             groups.setdefault((bucket, compiled_in(runner, request.config, bucket)), []).append(number)
         # Wide canvases first: where memory is short, it shows at once.

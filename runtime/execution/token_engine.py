@@ -19,7 +19,7 @@ from runtime.execution.likelihood import Pair, estimate_log_likelihoods, log_lik
 from runtime.execution.offline import OfflineScheduler
 from runtime.execution.result import GenerationResult
 from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import default_config, prepare_rows
+from runtime.execution.rows import check_request, default_config, prepare_rows
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import logits_of_rows, score_batch
 from sharding.errors import InputError
@@ -123,7 +123,16 @@ class TokenEngine:
             yield done, batch.canvas()
 
     def scheduler(self, requests: Sequence[RowRequest], slots: int | None = None) -> OfflineScheduler:
-        """A scheduler over rows that are all known; each gets the tokens of :meth:`generate_tokens` for it alone."""
+        """A scheduler over rows that are all known; each gets the tokens of :meth:`generate_tokens` for it alone.
+
+        Raises:
+          InputError: a row that cannot be generated.
+        """
+        for number, request in enumerate(requests):
+            try:
+                check_request(request.rows, self.config, request.config)
+            except InputError as error:
+                raise InputError(f"request {number}: {error}") from error
         return OfflineScheduler(self.runner, requests, slots)
 
     # ---- scoring ----------------------------------------------------------------------------------------------

@@ -154,9 +154,12 @@ def test_a_prompt_is_read_once_for_all_its_samples(folders: dict[str, Path], mes
     config = SamplingConfig(max_new_tokens=NEW, temperature=0.9, log_probabilities=True)
     seeds = list(range(ROWS * 3))
     together = own.generate_tokens(ids, mask, config.replace(seed=seeds), num_return_sequences=3)
-    apart = own.generate_tokens(np.repeat(ids, 3, 0), np.repeat(mask, 3, 0), config.replace(seed=seeds))
-    np.testing.assert_array_equal(together.sequences, apart.sequences)
-    np.testing.assert_allclose(together.log_probabilities, apart.log_probabilities, atol=1e-5)
+    # Prompts in turn: no two adjacent rows have the same one.
+    order = [3 * row + sample for sample in range(3) for row in range(ROWS)]
+    in_turn = config.replace(seed=[seeds[number] for number in order])
+    apart = own.generate_tokens(np.tile(ids, (3, 1)), np.tile(mask, (3, 1)), in_turn)
+    np.testing.assert_array_equal(together.sequences[order], apart.sequences)
+    np.testing.assert_allclose(together.log_probabilities[order], apart.log_probabilities, atol=1e-5)
     assert together.stats.positions < apart.stats.positions
     # Twelve rows lie six on each shard of data: three samples share a prompt there too, five would not.
     odd = own.generate_tokens(ids[:2], mask[:2], config.replace(seed=seeds[:10]), num_return_sequences=5)

@@ -17,6 +17,7 @@ from runtime import Engine
 from runtime.decoding.sampling import ALGORITHMS
 from runtime.execution.canvas import pad_after_end
 from runtime.execution.programs import empty_cache
+from runtime.execution.rows import stop_rows
 from runtime.models.cached import fill_rows, run_window
 from runtime.models.kv_cache import KVCache
 from runtime.models.transformer import project_logits
@@ -268,10 +269,10 @@ def test_masks_that_the_model_chose_are_left() -> None:
     mask, pad, stop = model.mask_token_id, model.pad_token_id, 7
     canvas = np.array([[1, mask, 2, mask], [1, stop, mask, mask], [1, mask, stop, mask], [stop, 2, mask, 3]])
     committed = np.array([[-1, -1, 3, -1], [-1, 4, -1, -1], [-1, -1, 5, -1], [-1, 0, -1, 1]])
-    found = pad_after_end(canvas, committed, [stop], model)
+    found = pad_after_end(canvas, committed, stop_rows([stop], 4), model)
     expected = [[1, mask, 2, mask], [1, stop, pad, pad], [1, mask, stop, mask], [stop, 2, mask, 3]]
     np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(pad_after_end(canvas, committed, [], model), canvas)
+    np.testing.assert_array_equal(pad_after_end(canvas, committed, stop_rows([], 4), model), canvas)
 
 
 def test_histories_of_batches_with_more_and_fewer_steps() -> None:
@@ -300,7 +301,8 @@ def test_histories_of_batches_with_more_and_fewer_steps() -> None:
         np.testing.assert_array_equal(found.history[: steps[row], row], one.history[:, 0])
         assert (found.history[steps[row] :, row] == one.sequences[0]).all()
     assert seen == sorted(seen, key=lambda pair: pair[0])
-    assert seen[-1] == (sum(steps), sum(steps))
+    # Rows take slots one after another: at most as many steps for each as the longest has.
+    assert seen[-1] == (max(steps) * len(steps), max(steps) * len(steps))
 
 
 @pytest.mark.slow
