@@ -62,7 +62,7 @@ PINNED: list[tuple[str, str, str, dict[str, Any], int, dict[str, int], dict[str,
         {"gate and up": 0, "residual and norms": 0},
         {
             "refresh": (1705636265984, 8534832128, 119510156),
-            "block step": (940129935360, 8302908416, 67633644),
+            "block step": (940129935360, 8302908416, 67633640),
         },
     ),
     (
