@@ -92,13 +92,15 @@ def test_streamed_pieces_are_the_text(gpt2: Path) -> None:
     autoregressive, diffusion = Engine.load(gpt2, "data=1"), Engine.load(DEMO, "data=1")
     sampled = SamplingConfig(max_new_tokens=24, temperature=1.2, seed=4)
     blocks = DiffusionConfig(max_new_tokens=24, steps=24, block_length=4, algorithm="entropy")
-    for engine, config in ((autoregressive, sampled), (diffusion, blocks)):
+    # A function whose body takes several blocks.
+    loop = "def factorial(n):\n"
+    for engine, config, prompt in ((autoregressive, sampled, PROMPT), (diffusion, blocks, loop)):
         seeded = config.replace(seed=[11])
-        whole = engine.generate([PROMPT], seeded)[0]
-        pieces = list(engine.stream(PROMPT, seeded, every=2))
+        whole = engine.generate([prompt], seeded)[0]
+        pieces = list(engine.stream(prompt, seeded, every=2))
         assert "".join(pieces) == whole.text
         assert len(pieces) > 2
         stop = whole.text[len(whole.text) // 2 :][:3]
-        cut = engine.generate([PROMPT], seeded, stop=[stop])[0]
-        assert "".join(engine.stream(PROMPT, seeded, stop=[stop])) == cut.text
+        cut = engine.generate([prompt], seeded, stop=[stop])[0]
+        assert "".join(engine.stream(prompt, seeded, stop=[stop])) == cut.text
         assert cut.finish_reason == "stop"
