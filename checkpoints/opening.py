@@ -46,6 +46,9 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
       CheckpointError: what is missing or damaged; reading may raise too.
     """
     manifest = read_manifest(folder)
+    if manifest is not None and verify != "none":
+        # First of all: what a changed configuration says must not be acted on.
+        check_files(folder, manifest)
     if folder.is_canonical:
         assert manifest is not None
         found = open_canonical(folder, manifest)
@@ -53,7 +56,6 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
         found = open_safetensors(folder)
     if manifest is None or verify == "none":
         return found
-    check_files(folder, manifest)
     for name, entry in manifest.tensors.items():
         if name not in found.by_name:
             raise CorruptCheckpointError(

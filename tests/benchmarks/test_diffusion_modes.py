@@ -80,7 +80,8 @@ def test_the_baseline_is_the_published_rule(threshold: float, stops: bool) -> No
     assert found.tolist() == expected
     assert passes == full + windows
     assert positions == full * (ids.shape[1] + NEW) + windows * (BLOCK + 1)
-    assert (windows < full * (BLOCK - 1)) == (threshold < 0.9), "several tokens in a window, where that is enough"
+    if threshold < 0.9:
+        assert windows < full * (BLOCK - 1), "several tokens in a window, where that is enough"
 
 
 def test_speeds_of_rounds() -> None:

@@ -163,7 +163,8 @@ def test_templates_and_patterns_of_clients_are_not_used(there: Served) -> None:
     # In a message they are text, and so is a pattern in a stop.
     for text in (loop[:30], "{{ 7 * 7 }}", "{{ messages }}", "{{ ''.__class__ }}", "{#"):
         body = {"messages": [{"role": "user", "content": text}], "seed": 3, "stop": ["(a+)+$", ".*", "[", "\\"]}
-        expected = there.engine.generate([f"user: {text}\ndef answer("], CONFIG.replace(seed=3))[0].text
+        prompt, config = f"user: {text}\ndef answer(", CONFIG.replace(seed=3)
+        expected = there.engine.generate([prompt], config, stop=body["stop"])[0].text
         answer = there.post("/v1/chat/completions", body).json()
         assert answer["choices"][0]["message"]["content"] == expected
 

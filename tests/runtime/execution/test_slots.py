@@ -66,9 +66,10 @@ def check(engine: Engine, slots: Slots, requests: list[RowRequest]) -> None:
     # Two rows enter, then one is thrown out for another, then the rest comes.
     slots.insert({0: requests[0], 2: requests[1]})
     slots.run(2)
-    compiled = engine.compiled_programs
     slots.insert({2: None})
     assert slots.run(1)[2]
+    # All programs are there: that of the first insertion from the host, and that of later ones on the mesh.
+    compiled = engine.compiled_programs
     slots.insert({1: requests[2], 2: requests[1]})
     found = finish(slots, {0: (0, requests[0]), 1: (2, requests[2]), 2: (1, requests[1])})
     slots.insert({0: requests[4], 1: requests[3]})
