@@ -37,9 +37,15 @@ def sampling_config(case: Case) -> SamplingConfig:
     return SamplingConfig(**given | {"stop_token_ids": given["stop_token_ids"] or ()})
 
 
+def llada_config(case: Case) -> DiffusionConfig:
+    """The request of one of LLaDA's cases, which calls the algorithm ``remasking``."""
+    return DiffusionConfig(**{"algorithm" if key == "remasking" else key: value for key, value in case.items()})
+
+
 # The request of a case, by the model_type of config.json.
 CONFIGS: dict[str, Callable[[Case], DiffusionConfig | SamplingConfig]] = {
     "Dream": diffusion_config,
+    "llada": llada_config,
     "qwen2": sampling_config,
     "qwen3": sampling_config,
 }

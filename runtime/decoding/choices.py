@@ -9,7 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from runtime.decoding.sampling import TOKEN_STREAM, choose_tokens, log_probabilities, position_keys
+from runtime.decoding.sampling import TOKEN_STREAM, TRANSFER_STREAM, choose_tokens, log_probabilities, position_keys
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
@@ -50,7 +50,21 @@ def choose(
     tokens, confidences = choose_tokens(
         forward.config, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
     )
+    if program.algorithm == "random" and program.parallel == "none":
+        draws = position_keys(request.seeds, step, TRANSFER_STREAM, positions)
+        confidences = jax.vmap(jax.vmap(jax.random.uniform))(draws)
     return Choices(tokens, confidences, log_probabilities(logits, tokens) if program.log_probabilities else None)
+
+
+def guide(logits: Array, unconditional: Array, scale: Array) -> Array:
+    """Classifier-free guidance (Ho & Salimans, 2022): logits ``[B, P, V]`` moved away from those without the prompt.
+
+    A row whose ``scale`` float32 ``[B]`` is 0 keeps its logits.
+    """
+    weight = scale[:, None, None]
+    # The vocabulary's padding is at -inf in both.
+    guided = jnp.where(jnp.isfinite(unconditional), unconditional + (weight + 1) * (logits - unconditional), -jnp.inf)
+    return jnp.where(weight > 0, guided, logits)
 
 
 def choose_on_canvas(
@@ -62,6 +76,7 @@ def choose_on_canvas(
     hidden: Array,
     wanted: Array,
     offset: Array | None = None,
+    unconditional: Array | None = None,
 ) -> Choices:
     """Choose a token for every wanted position, running the head on those alone, ``program.chunk`` a row at a time.
 
@@ -74,6 +89,7 @@ def choose_on_canvas(
       hidden: ``[B, S, D]``.
       wanted: bool ``[B, S]``.
       offset: int32 ``[B]``, position of the canvas at which each row's S positions start; None for 0.
+      unconditional: like ``hidden``, of the canvas without its prompt, for classifier-free guidance.
 
     Returns:
       Choices ``[B, S]``.
@@ -84,6 +100,9 @@ def choose_on_canvas(
         # The first position of a row has no output before it, and reads its own.
         outputs = jnp.maximum(positions - forward.config.family.prediction_offset, 0)
         logits = project_logits(forward, weights, pick_positions(forward, hidden, outputs))
+        if unconditional is not None:
+            without = project_logits(forward, weights, pick_positions(forward, unconditional, outputs))
+            logits = guide(logits, without, request.cfg_scale)
         places = positions if offset is None else positions + offset[:, None]
         return choose(forward, program, request, step, logits, places)
 

@@ -66,9 +66,21 @@ def _whole_step(
 ) -> DenoiseState:
     """One forward pass over all canvases, and its commits."""
     hidden = hidden_states(forward, weights, state.canvas, request.lengths)
-    choices = choose_on_canvas(forward, program, weights, request, row_steps(request, state), hidden, wanted)
-    state = replace(state, refreshes=state.refreshes + wanted.any(axis=1))
+    without = None
+    if program.guided:
+        with jax.named_scope("unconditional"):
+            without = hidden_states(forward, weights, _without_prompt(forward, request, state), request.lengths)
+    steps = row_steps(request, state)
+    choices = choose_on_canvas(forward, program, weights, request, steps, hidden, wanted, unconditional=without)
+    state = replace(state, refreshes=state.refreshes + wanted.any(axis=1) * (1 + program.guided))
     return commit(forward, program, request, state, choices, wanted, counts)
+
+
+def _without_prompt(forward: Forward, request: DenoiseRequest, state: DenoiseState) -> Array:
+    """Canvases ``[B, S]`` with MASK in the place of every prompt token; masks of a prompt stay as they were filled."""
+    places = jnp.arange(state.canvas.shape[1])
+    prompt = (places < request.first[:, None]) & (state.commit_steps < 0)
+    return jnp.where(prompt, forward.config.mask_token_id, state.canvas)
 
 
 def denoise_with_logits(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runtime.decoding.sampling import ALGORITHMS
+from runtime.decoding.sampling import ALGORITHMS, CONFIDENCE_ALGORITHMS
 from runtime.decoding.schema import (
     Boolean,
     Choice,
@@ -141,7 +141,8 @@ class DiffusionConfig:
     algorithm: str = parameter(
         "origin",
         Choice(ALGORITHMS),
-        "How positions are chosen: at random (origin), or by the confidence that is named.",
+        "How positions are chosen: at random (origin; LLaDA: random), or by the confidence that is named (LLaDA: "
+        "low_confidence).",
         aliases=("alg",),
         in_checkpoint="alg",
         compiled=True,
@@ -157,7 +158,7 @@ class DiffusionConfig:
         optional=True,
         idle=(0.0,),
         in_checkpoint="alg_temp",
-        requires=(_SCHEDULED, Requirement("algorithm", ALGORITHMS[1:], when_given=True)),
+        requires=(_SCHEDULED, Requirement("algorithm", CONFIDENCE_ALGORITHMS, when_given=True)),
     )
     eps: float = parameter(
         1e-3,
@@ -240,6 +241,14 @@ class DiffusionConfig:
         requires=(Requirement("parallel", ("factor",)),),
         mode=True,
     )
+    cfg_scale: float = parameter(
+        0.0,
+        Real(0.0, 100.0),
+        "Classifier-free guidance: how far logits are moved away from those without the prompt, for a second forward "
+        "pass in each step; 0 for none.",
+        requires=(Requirement("cache", ("none",)),),
+        mode=True,
+    )
     stop_token_ids: Sequence[int] = parameter(
         (), _TOKEN_IDS, "End a row when one of these and everything before it is committed.", exposed_as=EARLY_STOP
     )
@@ -291,6 +300,8 @@ def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
         for one in declared_parameters(type(config))
         if (one.compiled.met(config) if isinstance(one.compiled, Requirement) else one.compiled)
     }
+    if isinstance(config, DiffusionConfig):
+        found["guided"] = config.cfg_scale > 0
     if "block_length" in found:
         found["block_length"] = found["block_length"] or DEFAULT_BLOCK_LENGTH
     return found
@@ -301,4 +312,7 @@ def can_run(compiled: DiffusionConfig | SamplingConfig, asked: DiffusionConfig |
     theirs, wanted = compiled_values(compiled), compiled_values(asked)
     # Programs with a window for blocks entered without a refresh have the one for other blocks too.
     once, wanted_once = theirs.pop("refresh_blocks", 1) != 1, wanted.pop("refresh_blocks", 1) != 1
-    return type(compiled) is type(asked) and theirs == wanted and once >= wanted_once
+    # Guidance is compiled in, and a row without it keeps its logits.
+    guided, wanted_guided = theirs.pop("guided", False), wanted.pop("guided", False)
+    same = type(compiled) is type(asked) and theirs == wanted
+    return same and once >= wanted_once and guided >= wanted_guided

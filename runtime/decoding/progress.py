@@ -95,10 +95,13 @@ def _step_demand(
       Positions whose token it needs bool ``[B, S]``, how many of them it commits by its schedule int32 ``[B]``, and the
       masks of its block int32 ``[B]``.
     """
-    masked = (state.canvas == mask_token) & _in_block(request, state)
+    in_block = _in_block(request, state)
+    masked = (state.canvas == mask_token) & in_block
     left = masked.sum(axis=1, dtype=jnp.int32)
     if program.parallel != "none":
         return masked, left, left
+    if program.schedule == "even":
+        return *_even_demand(program, mask_token, request, state, in_block), left
     step, ratios = state.step_in_block, request.ratios
     last = step >= request.steps_per_block - 1
     ratio = jnp.take_along_axis(ratios, jnp.minimum(step, ratios.shape[1] - 1)[:, None], axis=1)[:, 0]
@@ -108,3 +111,25 @@ def _step_demand(
         return wanted, wanted.sum(axis=1, dtype=jnp.int32), left
     counts = jnp.where(last, left, (left.astype(jnp.float32) * ratio).astype(jnp.int32))
     return masked & (counts > 0)[:, None], counts, left
+
+
+def _even_demand(
+    program: DenoiseProgram, mask_token: int, request: DenoiseRequest, state: DenoiseState, in_block: Array
+) -> tuple[Array, Array]:
+    """The ``even`` schedule: positions that compete for a step bool ``[B, S]``, and how many it commits int32 ``[B]``.
+
+    The masks that a block has when it is entered are shared among its steps, the remainder first. Masks before the
+    block compete with its own, but are not counted: ``generate.py`` of LLaDA (Nie et al., 2025). A cached step computes
+    the block alone, and its masks alone compete.
+    """
+    masked = state.canvas == mask_token
+    # Nothing after a block's end is committed before it is entered: what is committed in it was a mask then.
+    total = (in_block & (masked | (state.commit_steps >= 0))).sum(axis=1, dtype=jnp.int32)
+    steps = request.steps_per_block
+    counts = total // steps + (state.step_in_block < total % steps)
+    if program.windows:
+        competing = masked & in_block
+    else:
+        end = jnp.minimum(block_start(request, state.block) + request.block_length, request.lengths)
+        competing = masked & (jnp.arange(state.canvas.shape[1]) < end[:, None])
+    return competing & (counts > 0)[:, None], counts

@@ -22,7 +22,10 @@ from runtime.models.declarations import VOCAB_BLOCKS
 
 Array = jax.Array
 
-ALGORITHMS = ("origin", "maskgit_plus", "topk_margin", "entropy")
+# Dream's four, then LLaDA's two; a family's record says which of them are its own.
+ALGORITHMS = ("origin", "maskgit_plus", "topk_margin", "entropy", "low_confidence", "random")
+# Those that choose positions by the model's confidence.
+CONFIDENCE_ALGORITHMS = ("maskgit_plus", "topk_margin", "entropy", "low_confidence")
 
 # Streams of random bits of one row and step; a position's own bits follow from its number.
 TOKEN_STREAM, TRANSFER_STREAM = 0, 1
@@ -37,7 +40,7 @@ class SamplingRule:
     """The parts of sampling that change the compiled program. Numbers are run-time arguments.
 
     Attributes:
-      confidence: how a chosen token is ranked, one of ``ALGORITHMS`` (``origin`` needs none).
+      confidence: how a chosen token is ranked, one of ``ALGORITHMS`` (``origin`` and ``random`` need none).
       sampled: draw from the distribution where the temperature is above 0, else take the most probable token
         everywhere.
       filtered: apply top-p and top-k.
@@ -216,7 +219,8 @@ def choose_tokens(
 
     The order is the original's: temperature, top-p, top-k, softmax, then a draw or the most probable token.
     Confidence is that of the tempered and filtered distribution: ``maskgit_plus`` the chosen token's probability,
-    ``topk_margin`` the gap between the two most probable tokens, ``entropy`` the negative entropy.
+    ``topk_margin`` the gap between the two most probable tokens, ``entropy`` the negative entropy. ``low_confidence``
+    is the chosen token's probability before temperature and filters.
 
     Args:
       config: the model, for its mask token.
@@ -236,6 +240,7 @@ def choose_tokens(
         if rule.suppress_mask:
             ids = jnp.arange(logits.shape[-1])
             logits = jnp.where(ids == config.mask_token_id, -jnp.inf, logits)
+        plain = logits
         temperature = _of_rows(temperature, logits.ndim)
         warm = temperature > 0
         if rule.sampled:
@@ -257,6 +262,8 @@ def choose_tokens(
             others = jnp.arange(probabilities.shape[-1]) != best[..., None]
             second = jnp.where(others, probabilities, 0.0).max(axis=-1)
             confidence = _round(first - second, dtype)
+        elif rule.confidence == "low_confidence" and (rule.sampled or rule.filtered):
+            confidence = pick(_softmax(plain, dtype), tokens)
         elif rule.sampled:
             confidence = pick(probabilities, tokens)
         else:

@@ -39,5 +39,10 @@ def padded_steps(steps: int, width: int) -> int:
     return max(width, 1 << (steps - 1).bit_length())
 
 
-# Share of a block's remaining masks that each step commits, by the name of a family's unmasking schedule.
-SCHEDULES = {"linear_time": transfer_ratios}
+def transfer_table(schedule: str, steps: int, eps: float) -> np.ndarray:
+    """Share of a block's remaining masks that each step transfers by a family's schedule, float32 ``[steps]``.
+
+    The ``even`` schedule counts the masks that a block begins with, see :mod:`runtime.decoding.progress`, and reads no
+    shares.
+    """
+    return transfer_ratios(steps, eps) if schedule == "linear_time" else np.zeros(steps, np.float32)

@@ -25,6 +25,8 @@ class DenoiseProgram:
       sampling: how tokens are chosen.
       sample_positions: draw the positions to commit by confidence (``alg_temp`` above 0), else take the best.
       chunk: positions per row that the head is run on at a time.
+      schedule: how many masks a step fills, see :data:`runtime.models.config.UnmaskingSchedule`.
+      guided: run a second forward pass without the prompt, for classifier-free guidance of rows that ask for it.
       log_probabilities: keep the log-probability of every token that is committed.
       parallel: ``none`` (the schedule says how many tokens a step commits), ``threshold`` or ``factor``.
       windows: widths that a cached step may compute, descending; empty without a cache.
@@ -35,6 +37,8 @@ class DenoiseProgram:
     sampling: SamplingRule
     sample_positions: bool
     chunk: int
+    schedule: str = "linear_time"
+    guided: bool = False
     log_probabilities: bool = False
     parallel: str = "none"
     windows: tuple[int, ...] = ()
@@ -56,6 +60,7 @@ class DenoiseRequest:
       refresh_blocks: int32 ``[B]``, refresh on entering every n-th block; 0 for the first block alone.
       stop_tokens: int32 ``[B, E]``; a row is done when one of these and everything before it is committed; -1 for none.
       threshold, factor: float32 ``[B]``, of the parallel rules.
+      cfg_scale: float32 ``[B]``, of classifier-free guidance; 0 for none.
       temperature, top_p, alg_temp: float32 ``[B]``, read where the program uses them; ``alg_temp`` 0 takes the most
         confident positions.
       top_k: int32 ``[B]``, likewise.
@@ -74,6 +79,7 @@ class DenoiseRequest:
     stop_tokens: Leaf = array("batch", "stop_tokens", dtype=_INTEGER)
     threshold: Leaf = array("batch", dtype=_REAL)
     factor: Leaf = array("batch", dtype=_REAL)
+    cfg_scale: Leaf = array("batch", dtype=_REAL)
     temperature: Leaf = array("batch", dtype=_REAL)
     top_p: Leaf = array("batch", dtype=_REAL)
     top_k: Leaf = array("batch", dtype=_INTEGER)

@@ -21,7 +21,7 @@ from runtime.execution.left_padding import Rows
 from runtime.execution.offline import OfflineScheduler
 from runtime.execution.pool import uses_cache
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, masks_left
-from runtime.execution.row_request import RowResult, masked_span
+from runtime.execution.row_request import RowResult, block_span
 from runtime.execution.runner import Runner
 from runtime.execution.slots import DiffusionSlots, open_slots_for
 from sharding.errors import InputError
@@ -124,7 +124,7 @@ def most_steps(runner: Runner, rows: CallerRows, config: DiffusionConfig | Sampl
     if not config.in_blocks:
         return config.steps
     length, steps_per_block = block_schedule(config, width)
-    span = max(masked_span(request, runner.layout.config) for request in rows.requests)
+    span = max(block_span(request, runner.layout.config) for request in rows.requests)
     return max(1, math.ceil(span / length) * steps_per_block)
 
 

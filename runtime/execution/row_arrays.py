@@ -15,9 +15,9 @@ import numpy as np
 from runtime.decoding.autoregressive import DecodeRequest, DecodeState
 from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.decoding.schedule import SCHEDULES, padded_steps
+from runtime.decoding.schedule import padded_steps, transfer_table
 from runtime.decoding.state import DenoiseRequest, DenoiseState
-from runtime.execution.row_request import RowRequest
+from runtime.execution.row_request import RowRequest, first_position
 from runtime.execution.rows import make_canvas, sampling_rows, seed_words, stop_rows
 from runtime.models.arrays import row_fields
 from runtime.models.config import ModelConfig
@@ -55,12 +55,11 @@ def diffusion_row(
     config = row.config
     assert isinstance(config, DiffusionConfig)
     canvas, lengths = make_canvas(row.rows, model, config.max_new_tokens if request else 0, width)
-    masked = (canvas == model.mask_token_id) & (np.arange(width) < lengths[:, None])
-    first = np.where(masked.any(axis=1), masked.argmax(axis=1), lengths).astype(np.int32)
+    first = lengths if request is None else np.array([first_position(request, model)], np.int32)
     length, steps_per_block = block_schedule(config, width)
     ratios = np.zeros((1, padded_steps(max(steps_per_block, steps), width)), np.float32)
     assert model.family.schedule is not None, "a family that denoises has a schedule"
-    ratios[:, :steps_per_block] = SCHEDULES[model.family.schedule](steps_per_block, float(config.eps))
+    ratios[:, :steps_per_block] = transfer_table(model.family.schedule, steps_per_block, float(config.eps))
     zero = np.zeros(1, np.int32)
     return DenoiseRequest(
         lengths=lengths,
@@ -74,6 +73,7 @@ def diffusion_row(
         stop_tokens=stop_rows(config.stop_token_ids, 1),
         threshold=np.array([config.threshold], np.float32),
         factor=np.array([config.factor], np.float32),
+        cfg_scale=np.array([config.cfg_scale], np.float32),
         alg_temp=np.array([config.alg_temp or 0.0], np.float32),
         **sampling_rows(config, model.vocab_size, 1),
         max_iterations=UNLIMITED,

@@ -41,11 +41,21 @@ class RowRequest:
         return Rows(tokens, np.array([len(self.tokens)], np.int32), tokens)
 
 
-def masked_span(request: RowRequest, model: ModelConfig) -> int:
-    """Positions from the first mask of a diffusion request to its end, 0 where there is none to fill."""
+def first_position(request: RowRequest, model: ModelConfig) -> int:
+    """Position at which the first block of a diffusion request starts: its first mask.
+
+    With the ``even`` schedule the blocks of new tokens start after the prompt, as in LLaDA's ``generate.py``: masks in
+    the prompt compete with those of every block, but begin none.
+    """
     prompt = list(request.tokens)
-    first = prompt.index(model.mask_token_id) if model.mask_token_id in prompt else len(prompt)
-    return request.length - first
+    if model.mask_token_id not in prompt or (model.family.schedule == "even" and request.config.max_new_tokens):
+        return len(prompt)
+    return prompt.index(model.mask_token_id)
+
+
+def block_span(request: RowRequest, model: ModelConfig) -> int:
+    """Positions from the first block of a diffusion request to its end, 0 where there is nothing to fill."""
+    return request.length - first_position(request, model)
 
 
 @dataclass(frozen=True)

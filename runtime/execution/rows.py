@@ -120,13 +120,23 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
     """Check that a request is for the model's way of decoding.
 
     Raises:
-      InputError: it is for the other.
+      InputError: it is for the other, or asks for an algorithm or for guidance that the family does not have.
     """
     wanted = type(default_config(config))
     if not isinstance(request, wanted):
         way = "autoregressive" if wanted is SamplingConfig else "a diffusion model"
         raise InputError(
             f"this checkpoint ({config.family.name}) is {way}: give a {wanted.__name__}, not a {type(request).__name__}"
+        )
+    if not isinstance(request, DiffusionConfig):
+        return
+    if request.cfg_scale > 0 and not config.family.guidance:
+        raise InputError(f"cfg_scale is not for {config.family.name} models", field="cfg_scale")
+    if request.algorithm not in config.family.algorithms:
+        raise InputError(
+            f"algorithm={request.algorithm} is not for {config.family.name} models; use one of "
+            f"{', '.join(config.family.algorithms)}",
+            field="algorithm",
         )
 
 

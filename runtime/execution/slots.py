@@ -34,7 +34,7 @@ from runtime.execution.programs import (
     shapes_of,
 )
 from runtime.execution.row_arrays import UNLIMITED, autoregressive_row, diffusion_row, join_rows
-from runtime.execution.row_request import RowRequest, RowResult, masked_span
+from runtime.execution.row_request import RowRequest, RowResult, block_span
 from runtime.execution.runner import Runner
 from runtime.execution.specialization import decode_program, denoise_program
 from runtime.models.arrays import row_fields
@@ -177,7 +177,7 @@ class DiffusionSlots(Slots):
         self.state = run(*arguments)
         made = int(fetch(self.state.iteration))
         self.iterations += made
-        self.forwards += made
+        self.forwards += made * (1 + self.program.guided)
         return fetch(self.state.done)
 
     def restart(self, canvas: np.ndarray, step: int) -> None:
@@ -366,5 +366,5 @@ def open_slots_for(runner: Runner, requests: Sequence[RowRequest], width: int, c
     model = runner.layout.config
     steps = max(block_schedule(request.config, width)[1] for request in requests)  # type: ignore[arg-type]
     # Spans are rounded up like canvases, so that few widths of windows are ever compiled.
-    span = min(width, runner.bucket(max(masked_span(request, model) for request in requests)))
+    span = min(width, runner.bucket(max(block_span(request, model) for request in requests)))
     return DiffusionSlots(runner, config, width, count, steps, span)

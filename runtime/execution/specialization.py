@@ -8,7 +8,7 @@ from typing import Any
 from runtime.decoding.autoregressive import DecodeProgram
 from runtime.decoding.block_schedule import block_schedule, window_widths
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.decoding.sampling import SamplingRule
+from runtime.decoding.sampling import CONFIDENCE_ALGORITHMS, SamplingRule
 from runtime.decoding.state import DenoiseProgram
 from runtime.execution.runner import Runner
 from runtime.models.config import ModelConfig
@@ -22,10 +22,10 @@ def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) ->
       vocab_size: tokens of the model.
       model_dtype: dtype of its weights, for ``confidence_dtype="model"``.
     """
-    # Parallel rules need a confidence, and ``origin`` has none.
+    # Parallel rules need a confidence, and the random algorithms have none.
     confidence = config.algorithm
-    if confidence == "origin" and config.parallel != "none":
-        confidence = "maskgit_plus"
+    if config.parallel != "none":
+        confidence = {"origin": "maskgit_plus", "random": "low_confidence"}.get(confidence, confidence)
     return SamplingRule(
         confidence=confidence,
         sampled=config.temperature > 0,
@@ -53,8 +53,10 @@ def denoise_program(
     return DenoiseProgram(
         algorithm=config.algorithm,
         sampling=sampling_rule(config, model.vocab_size, model_dtype),
-        sample_positions=bool(config.alg_temp) and config.algorithm != "origin",
+        sample_positions=bool(config.alg_temp) and config.algorithm in CONFIDENCE_ALGORITHMS,
         chunk=chunk,
+        schedule=model.family.schedule or "linear_time",
+        guided=config.cfg_scale > 0,
         log_probabilities=config.log_probabilities,
         parallel=config.parallel,
         windows=window_widths(config.cache, length, span, config.refresh_blocks, offset=offset),

@@ -12,8 +12,9 @@ from sharding.errors import InputError
 STORED_DTYPES = ("bfloat16", "float32", "float16")
 
 Objective = Literal["masked_diffusion", "autoregressive"]
-# How many masks each denoise step fills: ``linear_time``, the share that a time falling linearly from 1 to eps leaves.
-UnmaskingSchedule = Literal["linear_time"]
+# How many masks each denoise step fills. ``linear_time``: of the masks that are left, the share that a time falling
+# linearly from 1 to eps leaves; ``even``: an equal number in each step of a block, the remainder first.
+UnmaskingSchedule = Literal["linear_time", "even"]
 
 # Bounds on numbers read from a file: generous for any model, small enough that nothing overflows or hangs.
 _LIMITS = {
@@ -60,6 +61,9 @@ class Family:
       prediction_offset: the prediction for position i is the model's output at ``i - prediction_offset``; the first
         ``prediction_offset`` positions keep their own output.
       schedule: how many masks a denoise step fills; None where nothing is denoised.
+      algorithms: ways of choosing the positions that a step fills, the values of
+        :attr:`runtime.decoding.parameters.DiffusionConfig.algorithm` that the family's authors define.
+      guidance: whether they define classifier-free guidance (``cfg_scale``).
       mask_token_id: the mask token of checkpoints whose configuration does not name one.
       end_token_ids: the end tokens of checkpoints whose configuration does not name any.
       tensor_name: from a tensor's name in a Hugging Face folder to the name that the weights declare, for folders with
@@ -77,6 +81,8 @@ class Family:
     objective: Objective
     prediction_offset: int
     schedule: UnmaskingSchedule | None = None
+    algorithms: tuple[str, ...] = ()
+    guidance: bool = False
     mask_token_id: int | None = None
     end_token_ids: tuple[int, ...] = ()
     tensor_name: Callable[[str], str | None] = str

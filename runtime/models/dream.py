@@ -28,6 +28,7 @@ DREAM = Family(
     objective="masked_diffusion",
     prediction_offset=1,
     schedule="linear_time",
+    algorithms=("origin", "maskgit_plus", "topk_margin", "entropy"),
     published=(
         PublishedSettings("cpgrpo", _PUBLISHED | {"temperature": 0.4}),
         PublishedSettings("instruct", _PUBLISHED | {"temperature": 0.3}),

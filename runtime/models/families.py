@@ -12,6 +12,7 @@ from runtime.models.declarations import ModelLayout
 from runtime.models.dream import DREAM
 from runtime.models.forward import Forward
 from runtime.models.gpt2 import GPT2
+from runtime.models.llada import LLADA
 from runtime.models.qwen2 import QWEN2
 from runtime.models.qwen3 import QWEN3
 from sharding.mesh import MeshSpec
@@ -19,7 +20,7 @@ from sharding.mesh import MeshSpec
 Array = jax.Array
 
 # A new family is its own module and an entry here.
-FAMILIES: tuple[Family, ...] = (DREAM, QWEN2, QWEN3, GPT2)
+FAMILIES: tuple[Family, ...] = (DREAM, LLADA, QWEN2, QWEN3, GPT2)
 
 
 class Weights(Protocol):

@@ -107,7 +107,7 @@ def apply_rotary(x: Array, cosine: Array, sine: Array) -> Array:
     shape = (*cosine.shape[:-1], *(1,) * (x.ndim - 3), cosine.shape[-1])
     first, second = jnp.split(x, 2, axis=-1)
     rotated = jnp.concatenate([-second, first], axis=-1)
-    return x * cosine.reshape(shape) + rotated * sine.reshape(shape)
+    return (x * cosine.reshape(shape) + rotated * sine.reshape(shape)).astype(x.dtype)
 
 
 def grouped_query_projections(

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from runtime import Engine
-from runtime.decoding.sampling import ALGORITHMS
 from runtime.execution.canvas import pad_after_end
 from runtime.execution.programs import empty_cache
 from runtime.execution.rows import stop_rows
 from runtime.models.cached import fill_rows, run_window
+from runtime.models.dream import DREAM
 from runtime.models.kv_cache import KVCache
 from runtime.models.transformer import project_logits
 from sharding.errors import InputError
@@ -43,7 +43,7 @@ EVERYTHING = 10**5
 
 @pytest.mark.parametrize(
     "algorithm",
-    [pytest.param(name, marks=() if name == "entropy" else pytest.mark.slow) for name in ALGORITHMS],
+    [pytest.param(name, marks=() if name == "entropy" else pytest.mark.slow) for name in DREAM.algorithms],
 )
 def test_a_block_as_long_as_the_canvas_is_decoding_without_blocks(algorithm: str) -> None:
     for changes in ({}, {"steps": 9, "temperature": 0.0}, {"top_p": 0.8, "top_k": 20, "alg_temp": 0.5}):

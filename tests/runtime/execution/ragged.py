@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from runtime import DiffusionConfig, GenerationResult
-from runtime.decoding.sampling import ALGORITHMS
+from runtime.models.dream import DREAM
 from tests import golden_cases
 
 MASK = 300
@@ -18,10 +18,10 @@ SEEDS = (11, 2**63 - 1, 13, 0)
 LENGTHS = (1, 7, 48, 100)
 
 MODES: dict[str, dict[str, Any]] = {
-    **{f"{algorithm}-greedy": {"algorithm": algorithm} for algorithm in ALGORITHMS},
+    **{f"{algorithm}-greedy": {"algorithm": algorithm} for algorithm in DREAM.algorithms},
     **{
         f"{algorithm}-sampled": {"algorithm": algorithm, "temperature": 0.7, "top_p": 0.9, "top_k": 40}
-        for algorithm in ALGORITHMS
+        for algorithm in DREAM.algorithms
     },
     "entropy-positions": {"algorithm": "entropy", "temperature": 0.7, "alg_temp": 0.5},
 }

@@ -11,8 +11,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from runtime import DiffusionConfig, Engine
-from runtime.decoding.sampling import ALGORITHMS
 from runtime.decoding.schedule import transfer_ratios
+from runtime.models.dream import DREAM
 from tests import golden_cases
 from tests.runtime.execution.ragged import (
     LENGTHS,
@@ -134,7 +134,7 @@ def random_request(number: int) -> DiffusionConfig:
     """A greedy request, its settings drawn from all that matter."""
     generator = np.random.default_rng([number, 7])
     return DiffusionConfig(
-        algorithm=ALGORITHMS[number % 4],
+        algorithm=DREAM.algorithms[number % 4],
         max_new_tokens=int(generator.integers(1, NEW_TOKENS + 1)),
         steps=int(generator.integers(1, 17)),
         top_p=None if number % 8 < 2 else float(generator.choice([0.05, 0.3, 0.7, 0.95, 0.999])),

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from runtime.decoding.sampling import ALGORITHMS
+from runtime.models.dream import DREAM
 from tests import golden_cases
 from tests.runtime.execution.ragged import MASK, MODES, SEEDS, ragged_rows, real, request, run, start_canvas
 from tests.runtime.execution.reference_loop import assert_same_tokens
@@ -17,7 +17,7 @@ RANKED = ("maskgit_plus", "topk_margin", "entropy")
 
 MESHES = ("tensor=8", "data=2,tensor=2", "sequence=4")
 IN_CI = {
-    *itertools.product(["tensor=8"], [f"{algorithm}-sampled" for algorithm in ALGORITHMS]),
+    *itertools.product(["tensor=8"], [f"{algorithm}-sampled" for algorithm in DREAM.algorithms]),
     *itertools.product(["data=2,tensor=2"], ["origin-sampled", "entropy-sampled", "entropy-positions"]),
     *itertools.product(["sequence=4"], ["maskgit_plus-sampled", "topk_margin-sampled", "entropy-positions"]),
 }

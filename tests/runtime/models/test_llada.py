@@ -1,0 +1,176 @@
+"""LLaDA: golden tokens on meshes, guidance, its schedule with a cache, and what its record refuses."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from runtime import DiffusionConfig, Engine, InputError
+from runtime.models.config import ConfigError
+from runtime.models.families import parse_config
+from runtime.planner.estimate import estimate_workload
+from runtime.planner.presets import PRESETS, preset
+from runtime.planner.workload import Workload
+from sharding.mesh import MeshSpec
+from sharding.topology import parse_topology
+from tests.checkpoints.small import to_canonical, to_huggingface
+from tests.golden_cases import Golden
+from tests.golden_cases import engine as golden_engine
+from tests.runtime.test_golden import check_case
+
+GOLDEN = Golden(Path(__file__).parents[2] / "golden" / "llada_tiny")
+PLAIN = DiffusionConfig(24, steps=24, algorithm="low_confidence", block_length=8)
+
+
+def engine(mesh: str = "data=1") -> Engine:
+    return golden_engine(mesh, GOLDEN.folder)
+
+
+@functools.cache
+def prompts() -> tuple[np.ndarray, np.ndarray | None]:
+    return GOLDEN.inputs("left_padded")
+
+
+# Every case runs on one device in tests/runtime/test_golden.py.
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    [
+        ("tensor=4", "b2_blocks_remainder"),
+        ("data=2,tensor=2", "cfg_b2"),
+        ("sequence=2,tensor=2", "masks_in_prompt"),
+        ("data=2,sequence=2", "left_padded"),
+    ],
+)
+def test_golden_cases_on_meshes(mesh: str, name: str) -> None:
+    check_case(GOLDEN, mesh, name)
+
+
+@pytest.mark.parametrize("cache", ["dual", "prefix"])
+def test_a_cache_that_is_always_fresh_changes_nothing(cache: str) -> None:
+    ids, mask = prompts()
+    exact = engine().generate_tokens(ids, mask, PLAIN, history=True)
+    config = PLAIN.replace(cache=cache, refresh_interval=1)
+    for mesh in ("data=1", "data=2,tensor=2"):
+        cached = engine(mesh).generate_tokens(ids, mask, config, history=True)
+        np.testing.assert_array_equal(cached.sequences, exact.sequences)
+        np.testing.assert_array_equal(cached.history, exact.history)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm": "random"},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"cache": "dual", "parallel": "threshold", "threshold": 0.3},
+        {"cfg_scale": 1.2, "temperature": 0.5},
+    ],
+    ids=["random", "sampled", "dual-threshold", "guided"],
+)
+def test_a_row_of_a_batch_gives_the_tokens_of_a_batch_of_one(changes: dict[str, Any]) -> None:
+    ids, mask = prompts()
+    assert mask is not None
+    together = engine().generate_tokens(ids, mask, PLAIN.replace(seed=7, **changes))
+    for row, seed in enumerate(together.seeds):
+        own = ids[row : row + 1, mask[row].argmax() :]
+        alone = engine("tensor=2").generate_tokens(own, config=PLAIN.replace(seed=[seed], **changes))
+        np.testing.assert_array_equal(alone.sequences[0], together.sequences[row, mask[row].argmax() :])
+
+
+def test_random_positions_differ_from_confident_ones_and_follow_the_seed() -> None:
+    ids, mask = prompts()
+    runs = {
+        seed: engine().generate_tokens(ids, mask, PLAIN.replace(algorithm="random", seed=seed)).commit_steps
+        for seed in (1, 2)
+    }
+    confident = engine().generate_tokens(ids, mask, PLAIN).commit_steps
+    assert (runs[1] != runs[2]).any()
+    assert (runs[1] != confident).any()
+
+
+def test_confidence_is_of_the_distribution_before_temperature_and_filters() -> None:
+    """With top_k=1 every filtered probability is 1: only the confidence of the plain distribution orders positions."""
+    ids, mask = prompts()
+    greedy = engine().generate_tokens(ids, mask, PLAIN, history=True)
+    cold = engine().generate_tokens(ids, mask, PLAIN.replace(temperature=0.01, top_k=1), history=True)
+    np.testing.assert_array_equal(cold.history, greedy.history)
+
+
+def test_guidance_counts_its_passes_and_leaves_rows_without_it_alone() -> None:
+    ids, mask = prompts()
+    plain = engine().generate_tokens(ids, mask, PLAIN)
+    guided = engine().generate_tokens(ids, mask, PLAIN.replace(cfg_scale=1.5))
+    assert guided.stats.forwards == 2 * plain.stats.forwards
+    assert guided.stats.positions == 2 * plain.stats.positions
+    assert (guided.sequences != plain.sequences).any()
+
+
+def test_int8_is_near() -> None:
+    ids, mask = GOLDEN.inputs("forward")
+    exact = engine().logits(ids, mask)
+    found = Engine.load(GOLDEN.folder, "data=1", dtype="float32", quantize="int8").logits(ids, mask)
+    assert 0 < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.05
+
+
+def test_bfloat16_rotates_in_float32() -> None:
+    """Queries and keys come back in the weights' dtype, so that the attention kernels take them."""
+    ids, mask = GOLDEN.inputs("forward")
+    found = Engine.load(GOLDEN.folder, "data=1", dtype="bfloat16").logits(ids, mask)
+    exact = engine().logits(ids, mask)
+    assert np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.05
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    canonical = to_canonical(GOLDEN.folder, tmp_path / "canonical")
+    ids, mask = GOLDEN.inputs("forward")
+    np.testing.assert_array_equal(
+        Engine.load(canonical, "tensor=2", dtype="float32").logits(ids, mask), engine("tensor=2").logits(ids, mask)
+    )
+    exported = load_file(to_huggingface(canonical, tmp_path / "exported") / "model.safetensors")
+    original = load_file(GOLDEN.folder / "model.safetensors")
+    assert {name: value.tobytes() for name, value in exported.items()} == {
+        name: value.tobytes() for name, value in original.items()
+    }
+
+
+def test_the_plan_has_the_published_parameters() -> None:
+    found = estimate_workload(Workload(preset("llada-8b"), batch=8), parse_topology("v5e:2x4"), MeshSpec(tensor=8))
+    assert found.layout.parameter_count == 8_015_581_184
+    assert found.fits
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"block_type": "sequential"}, "block_type is 'sequential'"),
+        ({"block_type": None}, "block_type is None"),
+        ({"activation_type": "swiglu"}, "activation_type is 'swiglu'"),
+        ({"include_qkv_bias": True}, "include_qkv_bias is True"),
+        ({"weight_tying": True}, "tie_word_embeddings is True"),
+        ({"embedding_size": 100}, "every token needs a row"),
+    ],
+)
+def test_what_the_forward_pass_does_not_have_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_config({**PRESETS["llada-8b"], **change})
+
+
+def test_requests_of_another_family_are_refused() -> None:
+    ids, mask = prompts()
+    with pytest.raises(
+        InputError, match="algorithm=entropy is not for llada models; use one of low_confidence, random"
+    ):
+        engine().generate_tokens(ids, mask, PLAIN.replace(algorithm="entropy"))
+    with pytest.raises(InputError, match="cfg_scale requires cache=none"):
+        PLAIN.replace(cache="dual", cfg_scale=1.0)
+    dream = golden_engine()
+    with pytest.raises(InputError, match="algorithm=random is not for dream models"):
+        dream.generate_tokens(ids, mask, PLAIN.replace(algorithm="random"))
+    with pytest.raises(InputError, match="cfg_scale is not for dream models"):
+        dream.generate_tokens(ids, mask, DiffusionConfig(8, cfg_scale=1.0))
+    published = DiffusionConfig(8, steps=8, algorithm="low_confidence", block_length=32, alg_temp=0.0)
+    assert engine().published(max_new_tokens=8) == published
