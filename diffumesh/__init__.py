@@ -40,7 +40,7 @@ _check_folders()
 
 _HOMES = {name: package for package in _PACKAGES for name in importlib.import_module(package).__all__}
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 if not TYPE_CHECKING:  # so that a type checker knows every name, and no other
 
