@@ -130,8 +130,8 @@ def test_capacity_headroom_and_units_are_shown(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("command", "machine", "workload"),
     [
-        ("--mesh=sequence=2,tensor=4 --chat", "v5e-8", ["--prompt=64", "--new_tokens=64"]),
-        ("--mesh=data=4,tensor=2 --num_return_sequences=4", "8xH100", ["--batch=8", "--new_tokens=64"]),
+        ("--mesh=tensor=8 --chat", "v5e-8", ["--prompt=64", "--new_tokens=64"]),
+        ("--mesh=data=2,tensor=4 --num_return_sequences=4", "8xH100", ["--batch=8", "--prompt=256", "--new_tokens=64"]),
         ("--mesh=sequence=2,tensor=4 --max_new_tokens=1024", "8xH100", ["--new_tokens=1024"]),
     ],
 )
