@@ -86,12 +86,7 @@ def run_window(
     """
     layout, forward = forward.layout, forward.window
     positions = starts[:, None] + jnp.arange(tokens.shape[1])
-    places = jnp.arange(cache.keys.shape[3])
-    visible = (places < lengths[:, None])[:, None]
-    mask = forward.config.attention_mask
-    if mask.depends_on_position:
-        visible &= mask.visible(positions[..., None], places)
-    stops = jnp.full_like(starts, len(places)) if stops is None else stops
+    stops = jnp.full_like(starts, cache.keys.shape[3]) if stops is None else stops
     with jax.named_scope("embed"):
         x = weights.embed(forward, tokens, positions)
     tables = weights.position_tables(forward, positions, x.dtype)
@@ -104,7 +99,7 @@ def run_window(
                 k = forward.constrain(k, "batch", None, *KV_HEADS)
                 v = forward.constrain(v, "batch", None, *KV_HEADS)
                 cache = write_window(layout, cache, layer[0], k, v, starts, stops)
-                attended = attend(cache, layer[0], q, visible)
+                attended = attend(layout, cache, layer[0], q, starts, lengths)
             return (layer[1].finish(forward, x, attended), cache), None
 
     numbers = jnp.arange(forward.config.num_layers)
