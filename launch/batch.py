@@ -96,7 +96,7 @@ def read_input(values: flags.FlagValues, folder: CheckpointFolder, model: ModelC
     """
     tokenizer = read_tokenizer(folder)
     end_token_ids = end_tokens(model, folder, tokenizer)
-    config = decoding_config(values, folder, model, end_token_ids)
+    config = decoding_config(values, folder, model)
     if not isinstance(config.seed, int):
         raise InputError(f"--seed={values.seed}: a batch has one; a line may have its own, as a field")
     defaults = Defaults(

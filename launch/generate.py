@@ -4,7 +4,7 @@
   python -m launch.generate --checkpoint=apple/DiffuCoder-7B-cpGRPO --chat --mesh=tensor=8 --prompt='Sort a list.'
   python -m launch.generate --devices=8 --mesh=data=2,tensor=4 ...    the same on 8 simulated CPU devices
   python -m launch.generate --checkpoint=DIR --mesh=tensor=8 --explain    how the weights would lie, and stop
-  python -m launch.generate --cache=dual --parallel=threshold --early_stop ...    in blocks, faster than exact
+  python -m launch.generate --cache=dual --parallel=threshold ...    in blocks, faster than exact
 
 Prompts come from --prompt, --prompt_file or standard input. Completions go to standard output, everything else to
 standard error. Decoding flags that are not given come from the preset (entropy, top_p .95, top_k 50, as many steps as
@@ -127,7 +127,8 @@ def main(values: flags.FlagValues) -> None:
         explain(values, folder, model)
         return
     tokenizer = read_tokenizer(folder)
-    config = decoding_config(values, folder, model, end_tokens(model, folder, tokenizer))
+    config = decoding_config(values, folder, model)
+    config = config.with_end_tokens(end_tokens(model, folder, tokenizer), default=True)
     if values.history_html is not None and isinstance(config, SamplingConfig):
         raise InputError(f"--history_html is of denoise steps, and {folder.name} is autoregressive")
     prompts = read_prompts(values)

@@ -67,7 +67,7 @@ class HarnessModel(LM):
         try:
             if self.engine.config.objective == "autoregressive":
                 return self.engine.with_end_tokens(SamplingConfig(**fields))
-            return DiffusionConfig.published(**fields)
+            return self.engine.with_end_tokens(DiffusionConfig.published(**fields))
         except TypeError as error:
             raise InputError(f"model_args: {error}") from error
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from runtime.decoding.parameters import (
         AUTOREGRESSIVE_PARAMETERS,
         CACHES,
-        EARLY_STOP,
         EXPOSED_PARAMETERS,
         MAX_SEED,
         MAX_STEPS,
@@ -74,7 +73,6 @@ __all__ = [
     "AUTOREGRESSIVE_PARAMETERS",
     "CACHES",
     "CACHE_DTYPES",
-    "EARLY_STOP",
     "EXPOSED_PARAMETERS",
     "MAX_SAMPLES",
     "MAX_SEED",
@@ -161,7 +159,6 @@ _HOMES = {
     "CompletionBuilder": "runtime.text.completions",
     "ConfigError": "runtime.models.config",
     "DiffusionConfig": "runtime.decoding.parameters",
-    "EARLY_STOP": "runtime.decoding.parameters",
     "EXPOSED_PARAMETERS": "runtime.decoding.parameters",
     "Engine": "runtime.engine",
     "Event": "runtime.execution.requests",

@@ -174,13 +174,17 @@ class Engine(TokenEngine):
         Raises:
           CheckpointError: the checkpoint has none.
         """
-        if self._tokenizer is None and self._folder is not None:
-            self._tokenizer = TextTokenizer.from_folder(self._folder)
-        if self._tokenizer is None:
+        found = self._read_tokenizer()
+        if found is None:
             raise CheckpointError(
                 "this checkpoint has no tokenizer (tokenizer.json, or vocab.json and merges.txt); "
                 "it serves the token-level calls only"
             )
+        return found
+
+    def _read_tokenizer(self) -> TextTokenizer | None:
+        if self._tokenizer is None and self._folder is not None:
+            self._tokenizer = TextTokenizer.from_folder(self._folder)
         return self._tokenizer
 
     @property
@@ -189,6 +193,12 @@ class Engine(TokenEngine):
         tokenizer = self.tokenizer
         assert self._folder is not None, "a tokenizer comes from a folder"
         return end_tokens(self.config, self._folder, tokenizer)
+
+    def known_end_tokens(self) -> tuple[int, ...]:
+        """:attr:`end_token_ids`, without the tokenizer's where there is none."""
+        if self._folder is None:
+            return super().known_end_tokens()
+        return end_tokens(self.config, self._folder, self._read_tokenizer())
 
     def published(self, **overrides: Any) -> GenerationConfig:
         """The settings that the model's authors publish for this checkpoint, with these changes."""
@@ -212,7 +222,7 @@ class Engine(TokenEngine):
 
         Args:
           prompts: texts; mask tokens written in them (``<|mask|>``) are filled too.
-          config: as for :meth:`generate_tokens`; an autoregressive row ends with the checkpoint's end tokens too.
+          config: as for :meth:`generate_tokens`; rows end early unless ``early_stop`` is false.
           chat: each prompt is a user's message in the checkpoint's chat template.
           num_return_sequences: completions of each prompt.
           stop: strings that end a completion.
@@ -248,11 +258,9 @@ class Engine(TokenEngine):
         yield from stream_text(self.tokenizer, certain_prefixes(canvases, ids.shape[1], masked), ends, stop)
 
     def with_end_tokens(self, config: GenerationConfig | None) -> GenerationConfig:
-        """A configuration whose rows end with the checkpoint's end tokens too, where rows end at all."""
+        """A configuration whose rows end with the checkpoint's end tokens too, unless its ``early_stop`` is false."""
         config = config or default_config(self.config)
-        if not isinstance(config, SamplingConfig):
-            return config
-        return config.replace(stop_token_ids=tuple(dict.fromkeys([*config.stop_token_ids, *self.end_token_ids])))
+        return config.with_end_tokens(self.end_token_ids, default=True)
 
     def encode(self, prompts: Sequence[str], *, chat: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize prompts into left-padded rows: int32 ``[B, S]`` and their attention mask ``[B, S]``."""

@@ -61,7 +61,7 @@ class Observers:
         """
         if isinstance(config, SamplingConfig) and (self.hooked or self.history):
             raise InputError("hooks and history are of denoise steps; this checkpoint is autoregressive")
-        if isinstance(config, DiffusionConfig) and config.in_blocks and self.hooked:
+        if isinstance(config, DiffusionConfig) and (config.in_blocks or config.stop_token_ids) and self.hooked:
             raise InputError("hooks are of the original algorithm: leave cache, blocks, parallel and stop tokens off")
 
 
@@ -95,6 +95,8 @@ class WatchedBatch:
         # In the original algorithm a step is a denoise step of every row; else an iteration, in which each row makes a
         # step of its own.
         self._denoise_steps = isinstance(config, DiffusionConfig) and not config.in_blocks
+        # The original goes through all of its steps.
+        self._may_end = bool(config.stop_token_ids)
 
     def advance_by(self, steps: int) -> Iterator[int]:
         """Run to the end, so many steps at a time, yielding how many have been made."""
@@ -102,10 +104,10 @@ class WatchedBatch:
         while made < self.steps:
             limit = min(made + steps, self.steps)
             if self._denoise_steps:
-                self.slots.run(step_limit=limit)
-                made = limit
+                done = self.slots.run(step_limit=limit).all() and self._may_end
             else:
-                made = self.steps if self.slots.run(max_iterations=limit - made).all() else limit
+                done = self.slots.run(max_iterations=limit - made).all()
+            made = self.steps if done else limit
             yield made
 
     def canvas(self) -> np.ndarray:
@@ -168,7 +170,10 @@ def generate_rows(
     sequences, commit_steps = own.sequences(results), own.commit_steps(results)
     real = np.pad(rows.real, ((0, 0), (0, config.max_new_tokens)), constant_values=True)
     stats.positions = sum(one.positions for one in results)
-    stats.tokens = committed_tokens(commit_steps)
+    stats.tokens = sum(
+        committed_tokens(sequence, steps, rows.original.shape[1], config.stop_token_ids)
+        for sequence, steps in zip(sequences, commit_steps, strict=True)
+    )
     stats.masks_left = int(masks_left(sequences, real, runner.layout.config.mask_token_id).sum())
     stats.compiled_programs = programs.compiled - compiled
     stats.compile_seconds = programs.seconds - compile_seconds

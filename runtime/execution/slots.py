@@ -201,8 +201,8 @@ class DiffusionSlots(Slots):
     def _canvases(self) -> tuple[np.ndarray, np.ndarray]:
         """Canvases, padded after the end of rows that ended early, and commit steps: int32 ``[B, S]`` each."""
         canvas, commit_steps = fetch(self.state.canvas), fetch(self.state.commit_steps)
-        stop_tokens = fetch(self.request.stop_tokens)
-        return pad_after_end(canvas, commit_steps, stop_tokens, self._runner.layout.config), commit_steps
+        prompts, stop_tokens = fetch(self.request.prompts), fetch(self.request.stop_tokens)
+        return pad_after_end(canvas, commit_steps, prompts, stop_tokens, self._runner.layout.config), commit_steps
 
     def canvas(self) -> np.ndarray:
         """See :meth:`Slots.canvas`; masks of a prompt are -1 too."""

@@ -6,6 +6,7 @@ Dimension letters: B batch, S the caller's width, N new tokens, V vocab.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,15 @@ class TokenEngine:
         """Of ``rows`` rows of ``length`` positions, how many are on the devices at a time, with a cache or without."""
         return self.runner.batch_size(rows, self.runner.bucket(length), cached)
 
+    def known_end_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a text of the model, as far as its files say."""
+        return self.config.end_token_ids
+
+    def _decided(self, config: GenerationConfig | None) -> GenerationConfig:
+        """A configuration as token-level calls run it: rows end early only where it says so itself."""
+        config = config or default_config(self.config)
+        return config.with_end_tokens(self.known_end_tokens(), default=False) if config.early_stop else config
+
     # ---- generation -------------------------------------------------------------------------------------------
 
     def generate_tokens(
@@ -80,7 +90,8 @@ class TokenEngine:
         Args:
           input_ids: integers ``[B, S]``; a diffusion model fills mask tokens in a prompt too.
           attention_mask: ``[B, S]``, 1 for tokens and 0 for padding on the left; None for no padding.
-          config: decoding parameters; default ``DiffusionConfig()``, or ``SamplingConfig()``.
+          config: decoding parameters; default ``DiffusionConfig()``, or ``SamplingConfig()``. Without ``early_stop``
+            a row ends with its ``stop_token_ids`` alone.
           history: return the canvas after each step (diffusion).
           num_return_sequences: samples of each row, adjacent in the result.
           tokens_hook: called between steps, may change the canvas (diffusion).
@@ -94,7 +105,7 @@ class TokenEngine:
         Raises:
           InputError: what is wrong with the rows or the request.
         """
-        config = config or default_config(self.config)
+        config = self._decided(config)
         observers = Observers(history, tokens_hook, logits_hook, watch, progress)
         observers.check(config)
         rows, seeds = prepare_rows(input_ids, attention_mask, config, num_return_sequences, self.config)
@@ -112,7 +123,7 @@ class TokenEngine:
         Raises:
           InputError: as :meth:`generate_tokens`; or more rows than memory allows at a time.
         """
-        config = config or default_config(self.config)
+        config = self._decided(config)
         if every < 1:
             raise InputError(f"every is {every}; it must be at least 1")
         rows, seeds = prepare_rows(input_ids, attention_mask, config, 1, self.config)
@@ -133,7 +144,8 @@ class TokenEngine:
                 check_request(request.rows, self.config, request.config)
             except InputError as error:
                 raise InputError(f"request {number}: {error}") from error
-        return OfflineScheduler(self.runner, requests, slots)
+        decided = [replace(request, config=self._decided(request.config)) for request in requests]
+        return OfflineScheduler(self.runner, decided, slots)
 
     # ---- scoring ----------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def test_what_the_authors_sample_with_counts(gpt2: Path, tmp_path: Path, capsys:
 
 
 def test_flags_of_the_other_kind(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--steps=4", "--cache=dual", "--early_stop", "--block_length=8", "--algorithm=origin"):
+    for flag in ("--steps=4", "--cache=dual", "--block_length=8", "--algorithm=origin"):
         error = fails(capsys, f"--checkpoint={gpt2}", f"--prompt={PROMPT}", flag)
         assert flag.split("=")[0] in error
         assert "autoregressive" in error
