@@ -236,7 +236,7 @@ def complete(
     """
     rows = LineRows(lines, defaults)
     skip = rows.of_records(done)
-    scheduler = engine.scheduler(rows.requests, slots)
+    scheduler = engine.scheduler(rows.requests, slots, engine.stop_tests(rows.stops))
     total, count = len(rows.requests) - len(skip), 0
     report = _Report(scheduler.stats, total)
     with progress_bar("rows") as progress:

@@ -46,6 +46,7 @@ from runtime import (
     GenerationResult,
     InputError,
     SamplingConfig,
+    StopTest,
     check_request,
     encode_prompts,
     end_tokens,
@@ -144,18 +145,21 @@ def main(values: flags.FlagValues) -> None:
     say(describe(config))
     view, titles = CanvasView(engine, ids, mask, samples), row_titles(prompts, samples)
     with traced(values):
+        tests = engine.stop_tests([values.stop] * (len(prompts) * samples), config.stop_token_ids)
         if values.watch:
-            result = generate_watched(engine, ids, mask, config, samples, view, titles)
+            result = generate_watched(engine, ids, mask, config, samples, view, titles, tests)
         else:
             with progress_bar("compiling and decoding, steps") as progress:
-                result = engine.generate_tokens(ids, mask, config, num_return_sequences=samples, progress=progress)
+                result = engine.generate_tokens(
+                    ids, mask, config, num_return_sequences=samples, progress=progress, stop_tests=tests
+                )
     if values.dump_hlo is not None:
         write_programs(values, engine.program_texts())
     completions = engine.completions(prompts, ids, mask, result, stop=values.stop, stop_token_ids=config.stop_token_ids)
     if is_main_process():
         write_completions(completions, titles, result, values)
         if values.history_html is not None and isinstance(config, DiffusionConfig):
-            write_history(values.history_html, view, result, titles, config)
+            write_history(values.history_html, view, result, titles, config, completions)
     stats = result.stats
     say(
         f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens / max(stats.seconds, 1e-9):.1f} tokens/s), "
@@ -172,6 +176,7 @@ def generate_watched(
     samples: int,
     view: CanvasView,
     titles: Sequence[str],
+    stop_tests: Sequence[StopTest | None],
 ) -> GenerationResult:
     """Generate step by step, showing the canvas on an interactive terminal."""
     with CanvasWatcher(1, titles=titles) as watcher:
@@ -184,7 +189,9 @@ def generate_watched(
                 watcher.update(step, view.rows(canvas))
 
         # All hosts go step by step; host 0 draws.
-        return engine.generate_tokens(ids, mask, config, num_return_sequences=samples, watch=show, progress=expect)
+        return engine.generate_tokens(
+            ids, mask, config, num_return_sequences=samples, watch=show, progress=expect, stop_tests=stop_tests
+        )
 
 
 def write_completions(

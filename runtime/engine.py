@@ -16,6 +16,7 @@ from checkpoints import CheckpointError, CheckpointFolder, load_weights, open_fo
 from checkpoints.loading import LoadedBytes, Progress, check_weights
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.options import check_options
+from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
 from runtime.execution.rows import default_config
 from runtime.execution.runner import Runner, check_attention
@@ -25,7 +26,7 @@ from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights, model_layout, parse_config
 from runtime.models.placement import place_weights
 from runtime.planner.default import choose_layout
-from runtime.text.completions import Completion, CompletionBuilder, certain_prefixes, stream_text
+from runtime.text.completions import Completion, CompletionBuilder, certain_prefixes, stop_tests, stream_text
 from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
@@ -233,7 +234,8 @@ class Engine(TokenEngine):
         """
         ids, mask = self.encode(prompts, chat=chat)
         config = self.with_end_tokens(config)
-        result = self.generate_tokens(ids, mask, config, num_return_sequences=num_return_sequences)
+        tests = self.stop_tests([stop] * (len(ids) * num_return_sequences), config.stop_token_ids)
+        result = self.generate_tokens(ids, mask, config, num_return_sequences=num_return_sequences, stop_tests=tests)
         return self.completions(prompts, ids, mask, result, stop=stop, stop_token_ids=config.stop_token_ids)
 
     def stream(
@@ -261,6 +263,10 @@ class Engine(TokenEngine):
         """A configuration whose rows end with the checkpoint's end tokens too, unless its ``early_stop`` is false."""
         config = config or default_config(self.config)
         return config.with_end_tokens(self.end_token_ids, default=True)
+
+    def stop_tests(self, stops: Sequence[Sequence[str]], stop_token_ids: Sequence[int] = ()) -> list[StopTest | None]:
+        """For each row, whose stop strings these are, the test that ends it; see :meth:`generate_tokens`."""
+        return stop_tests(self.tokenizer, (*self.end_token_ids, *stop_token_ids), stops)
 
     def encode(self, prompts: Sequence[str], *, chat: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize prompts into left-padded rows: int32 ``[B, S]`` and their attention mask ``[B, S]``."""

@@ -18,6 +18,7 @@ from runtime.execution.hooks import LogitsHook, TokensHook
 from runtime.execution.left_padding import read_rows
 from runtime.execution.likelihood import Pair, estimate_log_likelihoods, log_likelihoods
 from runtime.execution.offline import OfflineScheduler
+from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
 from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import check_request, default_config, prepare_rows
@@ -84,6 +85,7 @@ class TokenEngine:
         logits_hook: LogitsHook | None = None,
         watch: Callable[[int, np.ndarray], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        stop_tests: Sequence[StopTest | None] = (),
     ) -> GenerationResult:
         """Generate: by masked diffusion exactly as the original algorithm, or token after token, as the model is.
 
@@ -98,6 +100,8 @@ class TokenEngine:
           logits_hook: called in every step with ``[B, S + N, V]`` float32 logits, may change them (diffusion).
           watch: called with (steps done, canvas int32 ``[B, S + N]``) before the first step and after each.
           progress: called with (steps done, steps in all at most) along the way, all batches counted.
+          stop_tests: for each sequence of the result a test that may end its row early, or None; a row ends a few steps
+            after its test has said so. See :data:`runtime.execution.requests.StopTest`.
 
         Returns:
           Sequences ``[B * num_return_sequences, S + N]`` and what they cost.
@@ -106,7 +110,7 @@ class TokenEngine:
           InputError: what is wrong with the rows or the request.
         """
         config = self._decided(config)
-        observers = Observers(history, tokens_hook, logits_hook, watch, progress)
+        observers = Observers(history, tokens_hook, logits_hook, watch, progress, stop_tests)
         observers.check(config)
         rows, seeds = prepare_rows(input_ids, attention_mask, config, num_return_sequences, self.config)
         return generate_rows(self.runner, rows, config, seeds, observers)
@@ -133,8 +137,18 @@ class TokenEngine:
         for done in batch.advance_by(every):
             yield done, batch.canvas()
 
-    def scheduler(self, requests: Sequence[RowRequest], slots: int | None = None) -> OfflineScheduler:
+    def scheduler(
+        self,
+        requests: Sequence[RowRequest],
+        slots: int | None = None,
+        stop_tests: Sequence[StopTest | None] = (),
+    ) -> OfflineScheduler:
         """A scheduler over rows that are all known; each gets the tokens of :meth:`generate_tokens` for it alone.
+
+        Args:
+          requests: the rows.
+          slots: rows on the devices at a time; default by memory and mesh.
+          stop_tests: of each request; see :meth:`generate_tokens`.
 
         Raises:
           InputError: a row that cannot be generated.
@@ -145,7 +159,7 @@ class TokenEngine:
             except InputError as error:
                 raise InputError(f"request {number}: {error}") from error
         decided = [replace(request, config=self._decided(request.config)) for request in requests]
-        return OfflineScheduler(self.runner, decided, slots)
+        return OfflineScheduler(self.runner, decided, slots, stop_tests=stop_tests)
 
     # ---- scoring ----------------------------------------------------------------------------------------------
 
