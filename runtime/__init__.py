@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from runtime.decoding.parameters import (
         AUTOREGRESSIVE_PARAMETERS,
         CACHES,
-        EARLY_STOP,
         EXPOSED_PARAMETERS,
         MAX_SEED,
         MAX_STEPS,
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
         RowFinished,
         RowInserted,
         RowsScored,
+        StopTest,
     )
     from runtime.execution.result import GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from runtime.models.families import model_layout, parse_config
     from runtime.models.kv_cache import CACHE_DTYPES
     from runtime.models.quantization import QUANTIZATIONS
-    from runtime.text.completions import Completion, CompletionBuilder, TextStream
+    from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
     from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
     from sharding.errors import InputError, MeshError
     from sharding.mesh import MeshSpec
@@ -74,7 +74,6 @@ __all__ = [
     "AUTOREGRESSIVE_PARAMETERS",
     "CACHES",
     "CACHE_DTYPES",
-    "EARLY_STOP",
     "EXPOSED_PARAMETERS",
     "MAX_SAMPLES",
     "MAX_SEED",
@@ -127,6 +126,7 @@ __all__ = [
     "Seeds",
     "StepOutcome",
     "StepPlan",
+    "StopTest",
     "TextStream",
     "TextTokenizer",
     "TokenIds",
@@ -145,6 +145,7 @@ __all__ = [
     "row_seed",
     "row_seeds",
     "step_limit",
+    "stop_tests",
 ]
 
 _HOMES = {
@@ -161,7 +162,6 @@ _HOMES = {
     "CompletionBuilder": "runtime.text.completions",
     "ConfigError": "runtime.models.config",
     "DiffusionConfig": "runtime.decoding.parameters",
-    "EARLY_STOP": "runtime.decoding.parameters",
     "EXPOSED_PARAMETERS": "runtime.decoding.parameters",
     "Engine": "runtime.engine",
     "Event": "runtime.execution.requests",
@@ -205,6 +205,7 @@ _HOMES = {
     "Seeds": "runtime.decoding.schema",
     "StepOutcome": "runtime.execution.step_plan",
     "StepPlan": "runtime.execution.step_plan",
+    "StopTest": "runtime.execution.requests",
     "TextStream": "runtime.text.completions",
     "TextTokenizer": "runtime.text.tokenizer",
     "TokenIds": "runtime.decoding.schema",
@@ -223,6 +224,7 @@ _HOMES = {
     "row_seed": "runtime.execution.rows",
     "row_seeds": "runtime.execution.rows",
     "step_limit": "runtime.execution.pool",
+    "stop_tests": "runtime.text.completions",
 }
 
 if not TYPE_CHECKING:  # so that a type checker knows every name, and no other
