@@ -36,12 +36,13 @@ class TextTokenizer:
           None where the folder has neither.
 
         Raises:
-          CheckpointError: the files are there and cannot be read.
+          CheckpointError: the files are there and cannot be read, or are not files of the folder.
         """
         has_json = (folder.path / "tokenizer.json").is_file()
         has_bpe = all((folder.path / file).is_file() for file in ("vocab.json", "merges.txt"))
         if not has_json and not has_bpe:
             return None
+        folder.side_files()  # none of what is read now is a link to elsewhere, or too large
         # Named classes, never the automatic one: a class named by the folder could be code in the folder.
         from transformers import PreTrainedTokenizerFast, Qwen2TokenizerFast
 
