@@ -1,7 +1,7 @@
 """Check every byte of a checkpoint against its manifest of digests.
 
-  python -m launch.verify --checkpoint=DIR                       canonical, or a Hugging Face folder with a manifest
-  python -m launch.verify --checkpoint=FOLDER --write_manifest   write the manifest of a Hugging Face folder
+  diffumesh verify --checkpoint=DIR                       canonical, or a Hugging Face folder with a manifest
+  diffumesh verify --checkpoint=FOLDER --write_manifest   write the manifest of a Hugging Face folder
 
 Every tensor and every file is read. Names the tensor or the file that is damaged, missing or was added, or the tensors
 that hold NaN or infinity, and exits with 2; prints one line and exits with 0 when all is intact. Documents (README.md,
