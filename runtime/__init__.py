@@ -35,9 +35,11 @@ if TYPE_CHECKING:
         check_given,
         declared_parameters,
         dependents,
+        plain_number,
     )
     from runtime.engine import Engine
     from runtime.execution.executor import Executor
+    from runtime.execution.fair_queue import FairQueue
     from runtime.execution.left_padding import read_rows
     from runtime.execution.offline import OfflineScheduler
     from runtime.execution.pool import PoolShape, step_limit
@@ -94,6 +96,7 @@ __all__ = [
     "Engine",
     "Event",
     "Executor",
+    "FairQueue",
     "FirstToken",
     "GenerationResult",
     "GenerationStats",
@@ -141,6 +144,7 @@ __all__ = [
     "folder_fingerprint",
     "model_layout",
     "parse_config",
+    "plain_number",
     "read_rows",
     "row_seed",
     "row_seeds",
@@ -166,6 +170,7 @@ _HOMES = {
     "Engine": "runtime.engine",
     "Event": "runtime.execution.requests",
     "Executor": "runtime.execution.executor",
+    "FairQueue": "runtime.execution.fair_queue",
     "FirstToken": "runtime.execution.requests",
     "GenerationResult": "runtime.execution.result",
     "GenerationStats": "runtime.execution.result",
@@ -220,6 +225,7 @@ _HOMES = {
     "folder_fingerprint": "checkpoints.fingerprint",
     "model_layout": "runtime.models.families",
     "parse_config": "runtime.models.families",
+    "plain_number": "runtime.decoding.schema",
     "read_rows": "runtime.execution.left_padding",
     "row_seed": "runtime.execution.rows",
     "row_seeds": "runtime.execution.rows",

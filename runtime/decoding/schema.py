@@ -72,6 +72,13 @@ def _wrong(name: str, value: Any, expected: str) -> ParameterError:
     return ParameterError(name, f"is {value!r:.{_SHOWN}}; expected {expected}")
 
 
+def plain_number(value: float) -> str:
+    """A number as people write it: 1000000 and 0.00001, not 1e+06 and 1e-05, unless it is very large or very small."""
+    if value and not 1e-9 <= abs(value) < 1e16:
+        return f"{value:g}"
+    return str(np.format_float_positional(value, trim="-"))
+
+
 @dataclass(frozen=True)
 class Integer:
     """An integer from ``low`` to ``high``, both allowed."""
@@ -120,10 +127,10 @@ class Real:
     def expected(self) -> str:
         """The values in words."""
         if self.exclusive:
-            return f"a number between {self.low:g} and {self.high:g}, both excluded"
+            return f"a number between {plain_number(self.low)} and {plain_number(self.high)}, both excluded"
         if self.smallest:
-            return f"0, or a number from {self.smallest:g} to {self.high:g}"
-        return f"a number from {self.low:g} to {self.high:g}"
+            return f"0, or a number from {plain_number(self.smallest)} to {plain_number(self.high)}"
+        return f"a number from {plain_number(self.low)} to {plain_number(self.high)}"
 
     def read(self, name: str, value: Any) -> float:
         """The value as Python's own, numbers of NumPy too.
