@@ -59,7 +59,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("checkpoint", str(DEMO), "Model folder.", flag_values=values)
     flags.DEFINE_multi_string(
         "server_flag",
-        ["--canvas=128", "--cache=dual", "--block_length=16", "--parallel=threshold", "--early_stop"],
+        ["--canvas=128", "--cache=dual", "--block_length=16", "--parallel=threshold"],
         "Of the server that is started; repeatable.",
         flag_values=values,
     )

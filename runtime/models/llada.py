@@ -26,7 +26,7 @@ from runtime.models.config import (
     check_features,
     transformer_config,
 )
-from runtime.models.declarations import stacked
+from runtime.models.declarations import layers_of
 from runtime.models.forward import Forward
 from runtime.models.layers import (
     Rotary,
@@ -78,10 +78,10 @@ class LLaDALayer:
 
 @flax.struct.dataclass
 class LLaDAWeights(qwen2.Qwen2Weights):
-    """Weights of a LLaDA model, layers stacked."""
+    """Weights of a LLaDA model."""
 
     embedding: Matrix = vocabulary_matrix("model.transformer.wte.weight")
-    layers: Any = stacked(LLaDALayer)
+    layers: Any = layers_of(LLaDALayer)
     final_norm: Array = norm_scale("model.transformer.ln_f.weight")
     lm_head: Matrix = vocabulary_matrix("model.transformer.ff_out.weight")
 
