@@ -22,8 +22,9 @@ import numpy as np
 import pytest
 from absl import flags
 
-from benchmarks import serve
 from benchmarks.load import Ask, Client, closed_loop, open_loop
+from benchmarks.serve import __main__ as serve
+from benchmarks.serve.workload import SIZES
 from launch.serving.limits import Limits
 from runtime import DiffusionConfig, Engine
 from tests.launch.served import PATIENCE, Served, served, wait_for
@@ -141,21 +142,20 @@ def test_requests_that_are_cancelled_leave_nothing(there: Served) -> None:
     settled(there)
 
 
-def test_the_benchmark_of_a_server(there: Served, tmp_path: Path) -> None:
+def test_the_benchmark_of_a_server(there: Served, folder: Path, tmp_path: Path) -> None:
     values = flags.FlagValues()
     serve.define_flags(values)
-    arguments = [f"--address={there.url}", f"--output_dir={tmp_path}", "--requests=12", "--users=3", "--loads=0.7,100"]
-    values(["serve", *arguments, "--max_new_tokens=12", "--slots=2"])
+    values(["serve", f"--address={there.url}", f"--checkpoint={folder}", "--size=short", f"--output_dir={tmp_path}"])
     serve.main(values)
     results = json.loads((tmp_path / "serve.json").read_text())["results"]
     assert (tmp_path / "serve.png").stat().st_size > 0
-    for found in (results["closed_loop"]["3"], *results["open_loop"].values()):
-        assert (found["completed"], found["failed"]) == (12, 0)
-        assert found["output_tokens_per_second"] > 0
+    assert results["capacity"]["new"]["answers"] == SIZES["short"].saturated
+    assert results["capacity"]["new"]["requests_per_second"] > 0
+    for found in results["loads"].values():
+        assert (found["completed"], found["failed"]) == (SIZES["short"].requests, 0)
         assert 0 < found["ttft_ms"]["p50"] <= found["e2e_ms"]["p50"] <= found["e2e_ms"]["p99"]
-    asks = serve.make_asks([PROMPT] * 6, 12, seed=0)
-    ways = asyncio.run(serve.compare(dict.fromkeys(serve.WAYS, there.url), asks, slots=2, repeats=1))
-    assert [ways[name]["texts_that_differ"] for name in serve.WAYS[1:]] == [0, 0]
+    settled(there)
+    asks = [Ask(PROMPT, tokens, seed, {"steps": tokens}) for seed, tokens in enumerate((12, 3, 7, 9, 4, 12))]
     expected = [
         there.engine.generate([PROMPT], CONFIG.replace(max_new_tokens=n, steps=n, seed=ask.seed))[0].text
         for ask in asks
