@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from checkpoints import verify, write_manifest
+from checkpoints import DEMO, verify, write_manifest
 from launch.convert import open_model
 from launch.startup import progress_bar, run_launcher
 from runtime import InputError
@@ -21,7 +21,9 @@ from runtime import InputError
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this launcher's flags."""
-    flags.DEFINE_string("checkpoint", None, "Checkpoint to verify.", flag_values=values)
+    flags.DEFINE_string(
+        "checkpoint", str(DEMO), "Checkpoint to verify. Default: the demo in the package.", flag_values=values
+    )
     flags.DEFINE_bool(
         "write_manifest", False, "Take a Hugging Face folder as it is now and write its manifest.", flag_values=values
     )

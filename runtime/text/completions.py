@@ -161,21 +161,21 @@ class CompletionBuilder:
 
 def certain_prefixes(
     canvases: Iterable[tuple[int, np.ndarray]], width: int, mask_token_id: int | None
-) -> Iterator[list[int]]:
-    """New tokens of one row that will not change any more, as it is generated, and at last all of them.
+) -> Iterator[list[list[int]]]:
+    """New tokens of each row that will not change any more, as they are generated, and at last all of them.
 
     Args:
-      canvases: (steps done, canvas int32 ``[1, S + N]``).
+      canvases: (steps done, canvas int32 ``[B, S + N]``).
       width: S.
       mask_token_id: what is still open; None for an autoregressive model, which makes a token a step.
     """
-    new: list[int] = []
+    new: list[list[int]] = []
     for done, canvas in canvases:
-        new = canvas[0, width:].tolist()
+        new = canvas[:, width:].tolist()
         if mask_token_id is None:
-            yield new[:done]
+            yield [row[:done] for row in new]
         else:
-            yield new[: new.index(mask_token_id)] if mask_token_id in new else new
+            yield [row[: row.index(mask_token_id)] if mask_token_id in row else row for row in new]
     yield new
 
 
@@ -218,14 +218,18 @@ class TextStream:
         return piece
 
 
-def stream_text(
-    tokenizer: TextTokenizer, prefixes: Iterable[Sequence[int]], end_token_ids: Collection[int], stop: Sequence[str]
-) -> Iterator[str]:
-    """The pieces of a :class:`TextStream` of these prefixes."""
-    stream = TextStream(tokenizer, end_token_ids, stop)
-    tokens: Sequence[int] = ()
-    for tokens in prefixes:
-        if piece := stream.push(tokens):
-            yield piece
-    if piece := stream.push(tokens, whole=True):
-        yield piece
+def stream_texts(
+    tokenizer: TextTokenizer,
+    prefixes: Iterable[Sequence[Sequence[int]]],
+    end_token_ids: Collection[int],
+    stop: Sequence[str],
+) -> Iterator[tuple[str, ...]]:
+    """The pieces of a :class:`TextStream` for each row of these prefixes, whenever there is one of any row."""
+    streams: list[TextStream] = []
+    rows: Sequence[Sequence[int]] = ()
+    for rows in prefixes:
+        streams = streams or [TextStream(tokenizer, end_token_ids, stop) for _ in rows]
+        if any(pieces := tuple(stream.push(tokens) for stream, tokens in zip(streams, rows, strict=True))):
+            yield pieces
+    if any(pieces := tuple(stream.push(tokens, whole=True) for stream, tokens in zip(streams, rows, strict=True))):
+        yield pieces
