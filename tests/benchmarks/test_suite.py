@@ -156,8 +156,8 @@ def test_tables(record: dict[str, Any]) -> None:
 def test_parity_notices_a_wrong_layer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from benchmarks.suite import parity
 
-    def wrong(leaf: Any, array: Any) -> Any:
-        found = source_tensor(leaf, array)
+    def wrong(leaf: Any, number: int, array: Any) -> Any:
+        found = source_tensor(leaf, number, array)
         return found * 1.01 if leaf.name.endswith("o_proj") else found
 
     engine = Engine.load(DEMO, mesh="data=1")
@@ -172,9 +172,9 @@ def test_weights_go_back_to_what_the_checkpoint_has() -> None:
     stored = open_tensors(open_folder(DEMO))
     named = engine.layout.named(engine.weights)
     for leaf in engine.layout.leaves:
-        if leaf.is_stacked:
-            found = source_tensor(leaf, np.asarray(named[leaf.name][1]))
-            np.testing.assert_array_equal(found, stored[leaf.sources[1]].whole().astype(np.float32))
+        for number, source in zip(leaf.layers, leaf.sources, strict=False):
+            found = source_tensor(leaf, number, np.asarray(named[leaf.name]))
+            np.testing.assert_array_equal(found, stored[source].whole().astype(np.float32))
 
 
 def test_a_sheet_says_why(capsys: pytest.CaptureFixture[str]) -> None:
