@@ -27,7 +27,7 @@ from runtime.models.families import Weights, model_layout, parse_config
 from runtime.models.placement import place_weights
 from runtime.models.random_weights import random_weights
 from runtime.planner.default import choose_layout
-from runtime.text.completions import Completion, CompletionBuilder, certain_prefixes, stop_tests, stream_text
+from runtime.text.completions import Completion, CompletionBuilder, certain_prefixes, stop_tests, stream_texts
 from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
@@ -213,7 +213,7 @@ class Engine(TokenEngine):
 
     def generate(
         self,
-        prompts: Sequence[str],
+        prompts: str | Sequence[str],
         config: GenerationConfig | None = None,
         *,
         chat: bool = False,
@@ -223,7 +223,7 @@ class Engine(TokenEngine):
         """Complete texts: each prompt's ``num_return_sequences`` completions in turn.
 
         Args:
-          prompts: texts; mask tokens written in them (``<|mask|>``) are filled too.
+          prompts: a text or several; mask tokens written in them (``<|mask|>``) are filled too.
           config: as for :meth:`generate_tokens`; rows end early unless ``early_stop`` is false.
           chat: each prompt is a user's message in the checkpoint's chat template.
           num_return_sequences: completions of each prompt.
@@ -241,24 +241,48 @@ class Engine(TokenEngine):
 
     def stream(
         self,
-        prompt: str,
+        prompts: str | Sequence[str],
         config: GenerationConfig | None = None,
         *,
         chat: bool = False,
         stop: Sequence[str] = (),
         every: int = 1,
-    ) -> Iterator[str]:
-        """Complete one text, in pieces as they become certain; arguments and errors as of :meth:`generate`.
+    ) -> Iterator[Any]:
+        """Complete a text in pieces, each a string, as they become certain; of several texts, tuples of pieces.
 
-        A diffusion model hands out what is before its first mask, so blocks (``block_length``) make it flow. ``every``
-        is the number of steps or tokens between two looks.
+        Arguments and errors are those of :meth:`generate`. A diffusion model hands out what is before its first mask,
+        so blocks (``block_length``) make it flow. ``every`` is the number of steps or tokens between two looks.
         """
-        ids, mask = self.encode([prompt], chat=chat)
+        ids, mask = self.encode(prompts, chat=chat)
         config = self.with_end_tokens(config)
         canvases = self.stream_tokens(ids, mask, config, every=every)
         masked = self.config.mask_token_id if isinstance(config, DiffusionConfig) else None
         ends = (*self.end_token_ids, *config.stop_token_ids)
-        yield from stream_text(self.tokenizer, certain_prefixes(canvases, ids.shape[1], masked), ends, stop)
+        pieces = stream_texts(self.tokenizer, certain_prefixes(canvases, ids.shape[1], masked), ends, stop)
+        return (piece for (piece,) in pieces) if isinstance(prompts, str) else pieces
+
+    def score(
+        self,
+        input_ids: Any,
+        targets: Any = None,
+        attention_mask: Any = None,
+        *,
+        temperature: float = 1.0,
+        width: int | None = None,
+        batch: int | None = None,
+    ) -> Any:
+        """Log-probabilities of tokens, float32 ``[B, S]``; of a text's own tokens ``[S]``, of several texts' a list.
+
+        See :func:`runtime.execution.scoring.score_batch` for token ids, the ``targets`` they have, and the options.
+        """
+        options: dict[str, Any] = {"temperature": temperature, "width": width, "batch": batch}
+        texts = [input_ids] if isinstance(input_ids, str) else input_ids
+        if targets is not None or not (isinstance(texts, Sequence) and texts and isinstance(texts[0], str)):
+            return super().score(input_ids, targets, attention_mask, **options)
+        ids, mask = self.encode(texts)
+        rows = super().score(ids, ids, mask, **options)
+        found = [row[kept == 1] for row, kept in zip(rows, mask, strict=True)]
+        return found[0] if isinstance(input_ids, str) else found
 
     def with_end_tokens(self, config: GenerationConfig | None) -> GenerationConfig:
         """A configuration whose rows end with the checkpoint's end tokens too, unless its ``early_stop`` is false."""
@@ -269,13 +293,13 @@ class Engine(TokenEngine):
         """For each row, whose stop strings these are, the test that ends it; see :meth:`generate_tokens`."""
         return stop_tests(self.tokenizer, (*self.end_token_ids, *stop_token_ids), stops)
 
-    def encode(self, prompts: Sequence[str], *, chat: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, prompts: str | Sequence[str], *, chat: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize prompts into left-padded rows: int32 ``[B, S]`` and their attention mask ``[B, S]``."""
         return encode_prompts(self.tokenizer, prompts, self.config.pad_token_id, chat=chat)
 
     def completions(
         self,
-        prompts: Sequence[str],
+        prompts: str | Sequence[str],
         ids: np.ndarray,
         mask: np.ndarray,
         result: GenerationResult,
@@ -284,6 +308,7 @@ class Engine(TokenEngine):
         stop_token_ids: Sequence[int] = (),
     ) -> list[Completion]:
         """Turn a result for :meth:`encode`'s rows into completions, prompt by prompt, sample by sample."""
+        prompts = [prompts] if isinstance(prompts, str) else prompts
         ends = (*self.end_token_ids, *stop_token_ids)
         builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, ends)
         return builder.build_batch(prompts, ids, mask, result, stop)
