@@ -27,7 +27,7 @@ from runtime.execution.requests import (
     ScheduledRow,
 )
 from runtime.execution.result import committed_tokens
-from runtime.execution.row_request import RowResult
+from runtime.execution.row_request import RowResult, certain_tokens
 from runtime.execution.step_plan import Insertion, PoolOutcome, PoolPlan, StepOutcome, StepPlan
 
 # Iterations of a row after each of which it is looked at while nothing of it has been seen.
@@ -288,13 +288,12 @@ class Scheduler:
         for number, canvas in outcome.canvases.items():
             row = self._rows[number]
             prompt = len(row.request.tokens)
-            new = canvas[prompt:]
-            prefix = int(np.argmax(np.append(new, -1) < 0))
-            self._note_prefix(row, prefix, now)
+            certain = certain_tokens(canvas, prompt)
+            self._note_prefix(row, len(certain), now)
             if (canvas[:prompt] >= 0).all():  # else masks of the prompt are still to be filled
-                row.look(new[:prefix], whole=False)
+                row.look(certain, whole=False)
             if row.handle.stream:
-                self._events.append(CanvasChanged(row.handle, row.index, new))
+                self._events.append(CanvasChanged(row.handle, row.index, canvas[prompt:]))
         for result in outcome.results:
             self._finish_row(pool, result, now)
 
