@@ -19,8 +19,8 @@ from launch.hosts.secret import SECRET, SECRET_FILE, is_proof, new_secret, nonce
 from launch.hosts.supervisor import greet
 from launch.local import environment, free_port
 from sharding.errors import InputError
-from tests.launch.test_hub import Peer, judge
 from tests.launch.test_hub import SECRET as OWN
+from tests.launch.test_hub import Peer, judge
 
 STRANGERS = (b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "hello"}\n', b"\xff\n", b"[" * 4000 + b"\n", b"{}\n", b"\n")
 
