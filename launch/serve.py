@@ -201,7 +201,7 @@ def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: Mod
         raise InputError('--log_probabilities: a request asks for its own, as "logprobs"')
     tokenizer = read_tokenizer(folder)
     end_token_ids = end_tokens(model, folder, tokenizer)
-    config = decoding_config(values, folder, model, end_token_ids)
+    config = decoding_config(values, folder, model)
     return Defaults(
         model_name=values.served_model_name or default_name(folder),
         model=model,

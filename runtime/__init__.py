@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from runtime.decoding.parameters import (
         AUTOREGRESSIVE_PARAMETERS,
         CACHES,
-        EARLY_STOP,
         EXPOSED_PARAMETERS,
         MAX_SEED,
         MAX_STEPS,
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
         RowFinished,
         RowInserted,
         RowsScored,
+        StopTest,
     )
     from runtime.execution.result import GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from runtime.models.families import model_layout, parse_config
     from runtime.models.kv_cache import CACHE_DTYPES
     from runtime.models.quantization import QUANTIZATIONS
-    from runtime.text.completions import Completion, CompletionBuilder, TextStream
+    from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
     from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
     from sharding.errors import InputError, MeshError
     from sharding.mesh import MeshSpec
@@ -76,7 +76,6 @@ __all__ = [
     "AUTOREGRESSIVE_PARAMETERS",
     "CACHES",
     "CACHE_DTYPES",
-    "EARLY_STOP",
     "EXPOSED_PARAMETERS",
     "MAX_SAMPLES",
     "MAX_SEED",
@@ -130,6 +129,7 @@ __all__ = [
     "Seeds",
     "StepOutcome",
     "StepPlan",
+    "StopTest",
     "TextStream",
     "TextTokenizer",
     "TokenIds",
@@ -149,6 +149,7 @@ __all__ = [
     "row_seed",
     "row_seeds",
     "step_limit",
+    "stop_tests",
 ]
 
 _HOMES = {
@@ -165,7 +166,6 @@ _HOMES = {
     "CompletionBuilder": "runtime.text.completions",
     "ConfigError": "runtime.models.config",
     "DiffusionConfig": "runtime.decoding.parameters",
-    "EARLY_STOP": "runtime.decoding.parameters",
     "EXPOSED_PARAMETERS": "runtime.decoding.parameters",
     "Engine": "runtime.engine",
     "Event": "runtime.execution.requests",
@@ -210,6 +210,7 @@ _HOMES = {
     "Seeds": "runtime.decoding.schema",
     "StepOutcome": "runtime.execution.step_plan",
     "StepPlan": "runtime.execution.step_plan",
+    "StopTest": "runtime.execution.requests",
     "TextStream": "runtime.text.completions",
     "TextTokenizer": "runtime.text.tokenizer",
     "TokenIds": "runtime.decoding.schema",
@@ -229,6 +230,7 @@ _HOMES = {
     "row_seed": "runtime.execution.rows",
     "row_seeds": "runtime.execution.rows",
     "step_limit": "runtime.execution.pool",
+    "stop_tests": "runtime.text.completions",
 }
 
 if not TYPE_CHECKING:  # so that a type checker knows every name, and no other

@@ -11,7 +11,6 @@ from typing import Any
 
 from runtime import (
     AUTOREGRESSIVE_PARAMETERS,
-    EARLY_STOP,
     EXPOSED_PARAMETERS,
     MAX_SAMPLES,
     MAX_SEED,
@@ -171,7 +170,7 @@ def read_asked(fields: Mapping[str, Any], defaults: Defaults) -> Asked:
     Raises:
       InputError: a field is wrong, or the model cannot run the request.
     """
-    config = read_config(fields, defaults)
+    config = read_config(fields, defaults).with_end_tokens(defaults.end_token_ids, default=True)
     samples = _SAMPLES.read("n", fields.get(_SAMPLES_NAME, defaults.samples))
     seed = _SEED.read("seed", fields.get("seed", defaults.seed))
     prompt, tokens = _prompt(fields, defaults)
@@ -192,7 +191,7 @@ def nothing_else(fields: Mapping[str, Any], silent: str = " ".join(_SILENT)) -> 
 
 
 def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConfig | SamplingConfig:
-    """The decoding parameters of a body, over the defaults.
+    """The decoding parameters of a body, over the defaults; ``early_stop`` is not decided yet.
 
     Raises:
       InputError: a parameter is wrong, or this model's decoder does not have it.
@@ -205,8 +204,6 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
             f"{', '.join(wrong)}: for diffusion models, and this checkpoint is autoregressive", field=wrong[0]
         )
     fields = {name: EXPOSED_PARAMETERS[name].from_request(changes[name]) for name in given}
-    if EARLY_STOP.name in fields:
-        fields["stop_token_ids"] = defaults.end_token_ids if EARLY_STOP.read(fields.pop(EARLY_STOP.name)) else ()
     if "log_probabilities" in fields:
         fields["log_probabilities"] = _log_probabilities(fields["log_probabilities"])
     # Parameters of one cache or one parallel rule do not carry over to another one.

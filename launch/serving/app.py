@@ -157,6 +157,7 @@ class Routes:
             pool=reading.pool,
             rows=reading.rows,
             stream=streamed,
+            stop_tests=reading.stop_tests(self._defaults),
         )
         responses = ResponseStream(arrived, deadline)
         answering = Answering(reading, responses, self._defaults, self._metrics, chat)

@@ -20,10 +20,12 @@ from runtime import (
     RowRequest,
     SamplingConfig,
     ScorePass,
+    StopTest,
     can_run,
     compiled_values,
     declared_parameters,
     row_seeds,
+    stop_tests,
 )
 
 # Seeds that are made here are exact in JavaScript too.
@@ -43,6 +45,11 @@ class Reading:
     asked: Sequence[Asked]
     rows: Sequence[RowRequest]
     pool: int
+
+    def stop_tests(self, defaults: Defaults) -> list[StopTest | None]:
+        """The tests that end rows at their stop strings."""
+        stops = [self.of(row).stop for row in range(len(self.rows))]
+        return stop_tests(defaults.tokenizer, defaults.end_token_ids, stops)
 
     def of(self, index: int) -> Asked:
         """What was asked of a row."""

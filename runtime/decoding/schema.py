@@ -296,7 +296,6 @@ class Parameter:
       requires: settings of other parameters without which it has no effect.
       mode: a server's ``--mode`` can set it.
       exposed: flags and requests can set it, not only Python.
-      exposed_as: the parameter that flags and requests have in its place; the launchers translate.
       flag_default: the flag's value when it is not given; None leaves the value to the preset and the checkpoint.
       flag_help: what the flag's help says after ``help``.
       in_checkpoint: its key in a checkpoint's ``generation_config.json``; empty if it has none.
@@ -313,7 +312,6 @@ class Parameter:
     compiled: bool | Requirement = False
     requires: tuple[Requirement, ...] = ()
     mode: bool = False
-    exposed_as: Parameter | None = None
     exposed: bool = True
     flag_default: Any = None
     flag_help: str = ""
@@ -368,8 +366,7 @@ def exposed_parameters(*configs: type) -> dict[str, Parameter]:
     for config in configs:
         for one in declared_parameters(config):
             if one.exposed:
-                said = one.exposed_as or one
-                found.setdefault(said.name, said)
+                found.setdefault(one.name, one)
     return found
 
 

@@ -170,11 +170,11 @@ def encode_prompts(
     return ids, mask
 
 
-def end_tokens(config: ModelConfig, folder: CheckpointFolder, tokenizer: TextTokenizer) -> tuple[int, ...]:
-    """Tokens that end a completion: the configurations' and the tokenizer's.
+def end_tokens(config: ModelConfig, folder: CheckpointFolder, tokenizer: TextTokenizer | None) -> tuple[int, ...]:
+    """Tokens that end a completion: the configurations', and the tokenizer's where there is one.
 
     Raises:
       ConfigError: the generation config names one that is no token.
     """
     ids = [*config.end_token_ids, *token_ids(folder.generation_config, "eos_token_id", config.vocab_size - 1)]
-    return tuple(dict.fromkeys([*ids, *tokenizer.end_token_ids]))
+    return tuple(dict.fromkeys([*ids, *(() if tokenizer is None else tokenizer.end_token_ids)]))
