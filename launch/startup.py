@@ -228,6 +228,9 @@ def start_devices(values: flags.FlagValues, inputs: Mapping[str, str] | None = N
     preflight.check(
         _host, values, inputs or {}, lambda table: preflight.print_table(table) if is_main_process() else None
     )
+    if _host.count > 1 and jax.default_backend() == "cpu":
+        # XLA loses the order of collectives when it reads a CPU program from the cache, and hosts get out of step.
+        jax.config.update("jax_compilation_cache_dir", None)
 
 
 def compile_only() -> None:
