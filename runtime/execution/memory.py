@@ -176,7 +176,8 @@ def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> 
         else:
             arrays = [residuals(3)]
     else:
-        arrays = [residuals(3 if reduced else 2), *mlp]
+        # Around an all-reduce the sum of the residual and both updates of a layer is put off to where it is read.
+        arrays = [residuals(4 if reduced else 2), *mlp]
     if shape.attention == "xla":
         scores = positions * layout.query_heads_per_device * shape.keys * (_FLOAT + item)
         if scores > _bytes(arrays):
