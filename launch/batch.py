@@ -1,8 +1,8 @@
 """Complete a file of prompts, each exactly once, whatever happens on the way.
 
-  python -m launch.batch --input=prompts.jsonl --output_dir=DIR                 the demo checkpoint, on whatever is here
-  python -m launch.batch --input=... --output_dir=DIR --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --chat
-  python -m launch.batch --input=HumanEval.jsonl --output_dir=DIR --format=evalplus ...    samples.jsonl for EvalPlus
+  diffumesh batch --input=prompts.jsonl --output_dir=DIR                 the demo checkpoint, on whatever is here
+  diffumesh batch --input=... --output_dir=DIR --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --chat
+  diffumesh batch --input=HumanEval.jsonl --output_dir=DIR --format=evalplus ...    samples.jsonl for EvalPlus
 
 Lines are {"id": "1", "prompt": "def f("}, with decoding parameters of their own beside them where they differ, or
 OpenAI batch requests {"custom_id": "1", "body": {"messages": [...], "max_tokens": 256}}. DIR/results.jsonl grows by a

@@ -1,9 +1,9 @@
 """Convert a Hugging Face folder into a canonical checkpoint: Orbax, unpadded, mesh-free, with a manifest of digests.
 
-  python -m launch.convert --source=FOLDER --output=DIR                 as stored
-  python -m launch.convert --source=FOLDER --output=DIR --dtype=bfloat16
-  python -m launch.convert --source=FOLDER --output=DIR --quantize=int8
-  python -m launch.convert --source=params.pkl --config=FOLDER/config.json --output=DIR --biases_from=FOLDER
+  diffumesh convert --source=FOLDER --output=DIR                 as stored
+  diffumesh convert --source=FOLDER --output=DIR --dtype=bfloat16
+  diffumesh convert --source=FOLDER --output=DIR --quantize=int8
+  diffumesh convert --source=params.pkl --config=FOLDER/config.json --output=DIR --biases_from=FOLDER
 
 Tensors stream through a few blocks at a time: peak host memory is a small multiple of the largest tensor, never the
 model. Started in several processes, each reads and writes its share; they need an output that all of them see, and the

@@ -1,10 +1,10 @@
 """Complete prompts with a diffusion or autoregressive language model on any mesh.
 
-  python -m launch.generate --prompt='def fibonacci(n):'              the demo checkpoint, on whatever is here
-  python -m launch.generate --checkpoint=apple/DiffuCoder-7B-cpGRPO --chat --mesh=tensor=8 --prompt='Sort a list.'
-  python -m launch.generate --devices=8 --mesh=data=2,tensor=4 ...    the same on 8 simulated CPU devices
-  python -m launch.generate --checkpoint=DIR --mesh=tensor=8 --explain    how the weights would lie, and stop
-  python -m launch.generate --cache=dual --parallel=threshold --early_stop ...    in blocks, faster than exact
+  diffumesh generate --prompt='def fibonacci(n):'              the demo checkpoint, on whatever is here
+  diffumesh generate --checkpoint=apple/DiffuCoder-7B-cpGRPO --chat --mesh=tensor=8 --prompt='Sort a list.'
+  diffumesh generate --devices=8 --mesh=data=2,tensor=4 ...    the same on 8 simulated CPU devices
+  diffumesh generate --checkpoint=DIR --mesh=tensor=8 --explain    how the weights would lie, and stop
+  diffumesh generate --cache=dual --parallel=threshold --early_stop ...    in blocks, faster than exact
 
 Prompts come from --prompt, --prompt_file or standard input. Completions go to standard output, everything else to
 standard error. Decoding flags that are not given come from the preset (entropy, top_p .95, top_k 50, as many steps as

@@ -1,9 +1,9 @@
 """Serve a model over HTTP, to the clients of OpenAI's API.
 
-  python -m launch.serve                                              the demo checkpoint, on 127.0.0.1:8000
-  python -m launch.serve --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --canvas=512 --canvas=2048 --slots=16
-  python -m launch.serve --mode=cache=dual,parallel=threshold ...     a second way of decoding, for requests that ask
-  python -m launch.serve --host=0.0.0.0 --api_key_file=keys.txt ...   to others, who have a key
+  diffumesh serve                                              the demo checkpoint, on 127.0.0.1:8000
+  diffumesh serve --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --canvas=512 --canvas=2048 --slots=16
+  diffumesh serve --mode=cache=dual,parallel=threshold ...     a second way of decoding, for requests that ask
+  diffumesh serve --host=0.0.0.0 --api_key_file=keys.txt ...   to others, who have a key
 
 /v1/completions, /v1/chat/completions, /v1/score, /v1/models, /health, /metrics, /version, /openapi.json. Requests share
 a fixed number of slots on the mesh, into which rows are inserted one by one; programs are compiled before /health says

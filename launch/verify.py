@@ -1,7 +1,7 @@
 """Check every byte of a checkpoint against its manifest of digests.
 
-  python -m launch.verify --checkpoint=DIR                       canonical, or a Hugging Face folder with a manifest
-  python -m launch.verify --checkpoint=FOLDER --write_manifest   write the manifest of a Hugging Face folder
+  diffumesh verify --checkpoint=DIR                       canonical, or a Hugging Face folder with a manifest
+  diffumesh verify --checkpoint=FOLDER --write_manifest   write the manifest of a Hugging Face folder
 
 Names the tensor or the file that is damaged and exits with 2; prints one line and exits with 0 when all is intact.
 """

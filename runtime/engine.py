@@ -24,6 +24,7 @@ from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights, model_layout, parse_config
 from runtime.models.placement import place_weights
+from runtime.models.random_weights import random_weights
 from runtime.planner.default import choose_layout
 from runtime.text.completions import Completion, CompletionBuilder, certain_prefixes, stream_text
 from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
@@ -135,7 +136,7 @@ class Engine(TokenEngine):
         """
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         layout, _, _ = choose_layout(config, spec, devices, dtype, quantize=quantize)
-        return cls(layout, layout.random_weights(seed, dtype), **options)
+        return cls(layout, random_weights(layout, seed, dtype), **options)
 
     # ---- what there is ----------------------------------------------------------------------------------------
 

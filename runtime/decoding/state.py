@@ -99,7 +99,7 @@ class DenoiseState:
       done: bool ``[B]``.
       iteration: int32, iterations so far.
       log_probabilities: float32 ``[B, S]`` of committed tokens, or None.
-      cache: a :class:`runtime.models.kv_cache.KVCache`, or None.
+      cache: of keys and values, see :data:`runtime.models.kv_cache.Cache`, or None.
     """
 
     canvas: Leaf = array("batch", "positions", dtype=_INTEGER)

@@ -28,7 +28,7 @@ from runtime.models.arrays import abstract, shardings
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
-from runtime.models.kv_cache import KVCache, abstract_cache
+from runtime.models.kv_cache import Cache, abstract_cache
 from runtime.models.transformer import hidden_states, project_logits
 
 Array = jax.Array
@@ -64,7 +64,7 @@ def put_tree(layout: ModelLayout, tree: Any) -> Any:
     return jax.tree.map(put, tree, shardings(layout, tree))
 
 
-def empty_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> KVCache:
+def empty_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> Cache:
     """An empty cache on the mesh; arguments as for :func:`runtime.models.kv_cache.abstract_cache`."""
     shapes = abstract_cache(layout, batch, length, dtype)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)

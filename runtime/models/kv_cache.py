@@ -31,7 +31,7 @@ _INT8_MAX = 127.0
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys and values of every layer.
+    """Keys and values of layers.
 
     Attributes:
       keys, values: ``[L, B, K, T, H]``.
@@ -43,6 +43,9 @@ class KVCache:
     key_scales: Leaf = array("layers", "batch", "kv_heads", "length", dtype=jnp.float32, optional=True)
     value_scales: Leaf = array("layers", "batch", "kv_heads", "length", dtype=jnp.float32, optional=True)
 
+
+# All layers of a model: one cache of them where they are scanned, else a tuple with a cache of one layer for each.
+Cache = KVCache | tuple[KVCache, ...]
 
 _SCALES = ("key_scales", "value_scales")
 
@@ -58,8 +61,8 @@ def cache_dtype(name: str, model_dtype: Any) -> Any:
     return jnp.dtype(model_dtype if name == "model" else name)
 
 
-def abstract_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> KVCache:
-    """A cache as ``ShapeDtypeStruct``, with shardings where the layout has a mesh.
+def abstract_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> Cache:
+    """A model's cache as ``ShapeDtypeStruct``, with shardings where the layout has a mesh.
 
     Args:
       layout: the model on its mesh.
@@ -67,8 +70,16 @@ def abstract_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> 
       length: T, a multiple of the sequence axis.
       dtype: of keys and values; int8 brings scales.
     """
-    sizes = layout.config.dimensions | {"batch": batch, "length": length}
-    return abstract(layout, KVCache, sizes, () if jnp.dtype(dtype) == jnp.int8 else _SCALES, dtype)
+    layers = layout.config.num_layers
+    sizes = layout.config.dimensions | {"batch": batch, "length": length, "layers": layers if layout.scan_layers else 1}
+    part = abstract(layout, KVCache, sizes, () if jnp.dtype(dtype) == jnp.int8 else _SCALES, dtype)
+    return part if layout.scan_layers else (part,) * layers
+
+
+def cache_length(cache: Cache) -> int:
+    """T of a model's cache."""
+    length: int = jax.tree.leaves(cache)[0].shape[3]
+    return length
 
 
 def cache_bytes_per_device(layout: ModelLayout, batch: int, length: int, dtype: Any) -> int:
@@ -147,7 +158,9 @@ def _write_window(shard: Any, stack: Array, spans: Array, new: Array, layer: Arr
     return jax.lax.dynamic_update_index_in_dim(stack, _as_it_lies(own), layer, 0)
 
 
-def _write(layout: ModelLayout, cache: KVCache, how: Any, k: Array, v: Array, where: Array, layer: Array) -> KVCache:
+def _write(
+    layout: ModelLayout, cache: KVCache, how: Any, k: Array, v: Array, where: Array, layer: Array | int
+) -> KVCache:
     written = {}
     for name, new in (("key", k), ("value", v)):
         stack = getattr(cache, f"{name}s")
@@ -155,17 +168,17 @@ def _write(layout: ModelLayout, cache: KVCache, how: Any, k: Array, v: Array, wh
         if stack.dtype == jnp.int8:
             parts = dict(zip((f"{name}s", f"{name}_scales"), _quantized(new), strict=True))
         for field, part in parts.items():
-            written[field] = _on_shards(layout, how, where, part, layer)(getattr(cache, field))
+            written[field] = _on_shards(layout, how, where, part, jnp.asarray(layer))(getattr(cache, field))
     return dataclasses.replace(cache, **written)
 
 
-def write_rows(layout: ModelLayout, cache: KVCache, layer: Array, k: Array, v: Array, first: Array) -> KVCache:
+def write_rows(layout: ModelLayout, cache: KVCache, layer: Array | int, k: Array, v: Array, first: Array) -> KVCache:
     """Replace whole rows of one layer, from position 0.
 
     Args:
       layout: the model on its mesh.
       cache: what to write into.
-      layer: int32, which layer.
+      layer: which of its layers.
       k: ``[R, S, K, H]``, as many rows for each shard of ``data``, whole on every shard of ``sequence``.
       v: like ``k``.
       first: int32 ``[data]``, the row of each data shard's own rows that its first new row replaces; -1 for none.
@@ -182,7 +195,7 @@ def _copy_row(shard: Any, stack: Array, rows: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(stack, _as_it_lies(piece), target, axis=1)
 
 
-def copy_row(layout: ModelLayout, cache: KVCache, source: Array, target: Array) -> KVCache:
+def copy_row(layout: ModelLayout, cache: Cache, source: Array, target: Array) -> Cache:
     """Copy a row of every layer over another one.
 
     Args:
@@ -192,21 +205,21 @@ def copy_row(layout: ModelLayout, cache: KVCache, source: Array, target: Array) 
       target: like ``source``.
     """
     with jax.named_scope("cache_copy"):
-        copied: KVCache = jax.tree.map(
+        copied: Cache = jax.tree.map(
             lambda stack: _on_shards(layout, _copy_row, jnp.stack([source, target], axis=1))(stack), cache
         )
         return copied
 
 
 def write_window(
-    layout: ModelLayout, cache: KVCache, layer: Array, k: Array, v: Array, starts: Array, stops: Array
+    layout: ModelLayout, cache: KVCache, layer: Array | int, k: Array, v: Array, starts: Array, stops: Array
 ) -> KVCache:
     """Replace a window of every row of one layer.
 
     Args:
       layout: the model on its mesh.
       cache: what to write into.
-      layer: int32, which layer.
+      layer: which of its layers.
       k: ``[B, W, K, H]``, whole on every shard of ``sequence``.
       v: like ``k``.
       starts: int32 ``[B]``, position of each row's window; what lies outside the cache is not written.
@@ -216,7 +229,7 @@ def write_window(
         return _write(layout, cache, _write_window, k, v, jnp.stack([starts, stops], axis=1), layer)
 
 
-def attend(cache: KVCache, layer: Array, q: Array, visible: Array) -> Array:
+def attend(cache: KVCache, layer: Array | int, q: Array, visible: Array) -> Array:
     """Attention of ``q`` ``[B, S, K, G, H]`` to one layer of a cache; ``visible`` bool ``[B, S or 1, T]``."""
 
     own: KVCache = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False), cache)

@@ -22,6 +22,7 @@ from runtime.models.families import model_layout, parse_config
 from runtime.models.forward import Forward
 from runtime.models.kv_cache import abstract_cache
 from runtime.models.masks import AttentionMask
+from runtime.models.random_weights import random_weights
 from runtime.models.splash import splash_attention
 from runtime.models.transformer import hidden_states
 from sharding.errors import InputError
@@ -139,7 +140,7 @@ def test_cudnn_is_asked_for_the_reference(mask: AttentionMask, monkeypatch: pyte
 def test_windows_against_a_cache_are_whole_rows(mask: AttentionMask, mesh: str) -> None:
     """Every window of a row, computed again against the cache of the row, gives what the whole row gave there."""
     layout = layout_of(mask, mesh)
-    forward, weights = Forward(layout), layout.random_weights(0, "float32", scale=0.3)
+    forward, weights = Forward(layout), random_weights(layout, 0, "float32", scale=0.3)
     rows = layout.sharding("batch")
     tokens = np.random.default_rng(1).integers(0, 90, (B, S)).astype(np.int32)
     lengths = jax.device_put(LENGTHS, rows)
@@ -164,7 +165,7 @@ def test_windows_against_a_cache_are_whole_rows(mask: AttentionMask, mesh: str) 
 @pytest.mark.parametrize("mask", [KINDS[1], KINDS[3]], ids=str)
 def test_what_is_hidden_changes_nothing(mask: AttentionMask) -> None:
     layout = layout_of(mask)
-    forward, weights = Forward(layout), layout.random_weights(0, "float32", scale=0.3)
+    forward, weights = Forward(layout), random_weights(layout, 0, "float32", scale=0.3)
     tokens = np.random.default_rng(1).integers(0, 90, (1, S)).astype(np.int32)
     other = tokens.copy()
     other[0, 10] += 1
