@@ -18,6 +18,9 @@ _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+((?:[A-Z]{2},?\s*)*):\s*((?:>\s*)
 _EXIT = re.compile(r"scmp\.\w+\.[su]32\.totalorder (?:\([^)]*\), )?%(\w+), (\d+) /\* loop exit test")
 _STAGE = re.compile(r"iteration index, stage = (\d+)")
 _STEP = re.compile(r"%(\w+) = sadd\.s32 (?:\([^)]*\), )?(\d+), ")
+# A branch past what only the first, or the last, of some tiles needs.
+_NOT_AT = re.compile(r"%(\w+) = scmp\.ne\.s32\.totalorder %\w+, (\d+) ")
+_SKIP = re.compile(r"sbr\.rel \(%(\w+)\) target")
 _PRODUCT = re.compile(r"vmatmul\.(lmr\.|)(?:\w+\.)*?(bf16|f32|s8)\.(?:\w+\.)*?mxu(\d)")
 # A loop that overlaps copies with work runs up to two iterations more than it has tiles, and does no work in them.
 _COPY_STAGES = 2
@@ -37,14 +40,25 @@ class _Loop:
     depth: int
     trips: int | None = None
     bundles: int = 0
+    seldom: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    tests: dict[str, int] = field(default_factory=dict)
+    skipping: int | None = None
     stages: int = 0
     inner: list[_Loop] = field(default_factory=list)
     steps: dict[str, int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
-    def read(self, words: str) -> None:
+    def read(self, marks: str, words: str) -> None:
         """Add a bundle of its own."""
-        self.bundles += 1
+        if "PF" in marks:
+            self.skipping = None
+        if self.skipping is None:
+            self.bundles += 1
+        else:
+            self.seldom[self.skipping] += 1
+        self.tests |= {name: int(tile) for name, tile in _NOT_AT.findall(words)}
+        if (skip := _SKIP.search(words)) and skip[1] in self.tests:
+            self.skipping = self.tests[skip[1]]
         for stage in _STAGE.findall(words):
             self.stages = max(self.stages, int(stage) + 1)
         for name, step in _STEP.findall(words):
@@ -62,7 +76,9 @@ class _Loop:
             trips = tiles
         elif self.stages == _COPY_STAGES:
             trips = max(1, trips - _COPY_STAGES)
-        own = max(self.bundles, *self.rows.values(), 0)
+        last = max(self.seldom, default=0)
+        seldom = sum(bundles / ((tile or last) + 1) for tile, bundles in self.seldom.items())
+        own = max(self.bundles + round(seldom), *self.rows.values(), 0)
         return trips * (own + sum(cycles for cycles, _ in inside)), (
             sum(unknown for _, unknown in inside) + (self.trips is None)
         )
@@ -74,7 +90,7 @@ class Kernel:
 
     Attributes:
       cycles: bundles that it issues, or those its matrix units are busy for where that is longer, loop by loop; loops
-        are multiplied out, and both sides of a branch count.
+        are multiplied out, and branches count as taken, but for what only the first or the last of some tiles needs.
       unknown_loops: loops whose length is not in the text; they count once.
     """
 
@@ -100,7 +116,7 @@ def read_kernel(text: str, tiles: int = 0) -> Kernel:
                 loop = _Loop(depth)
                 open_loops[-1].inner.append(loop)
                 open_loops.append(loop)
-        open_loops[-1].read(words)
+        open_loops[-1].read(marks, words)
     return Kernel(*kernel.issued(tiles))
 
 

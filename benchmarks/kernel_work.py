@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from benchmarks.bundles import Kernel
 from benchmarks.pass_times import Device, Work
 from runtime.planner.hlo import HloCollective, Instruction, Module, array_bytes
-from sharding.links import Wiring
+from sharding.links import HOP_SECONDS, Wiring
 from sharding.topology import Chip
 
 # Cores of a chip, and numbers that the matrix units of one multiply in a cycle: the clock follows from the peak.
@@ -109,6 +109,9 @@ def link_times(wiring: Wiring, sizes: Mapping[str, int]) -> Links:
     def seconds(one: HloCollective) -> float:
         axes = one.axes(sizes)
         members = wiring.members(axes)
+        if one.kind == "collective-permute":
+            # To a neighbour, through one link.
+            return one.payload / wiring.topology.chip.link_bandwidth + HOP_SECONDS["interconnect"]
         return wiring.link(axes).seconds(one.kind, one.payload, members) if members > 1 else 0.0
 
     return seconds

@@ -6,8 +6,9 @@ The optimized HLO lists instructions in the order in which a device runs them. W
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from runtime.planner.hlo import KINDS, HloCollective, Instruction, Module, array_bytes, read_collective
 
@@ -16,6 +17,8 @@ _FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "while", "conditional", "call", "domain", "add-dependency",
 }  # fmt: skip
+# A fused all-reduce and slice: TPUs run it as a reduce-scatter.
+_REDUCE_SCATTER = "all-reduce-scatter"
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 
 
@@ -71,14 +74,14 @@ class Spent:
 
 @dataclass
 class _Queue:
-    """Transfers that run one after another beside the kernels."""
+    """Transfers beside the kernels: those of one lane run one after another."""
 
-    free_at: float = 0.0
+    free_at: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     until: dict[str, float] = field(default_factory=dict)
 
-    def start(self, key: str, now: float, seconds: float) -> None:
-        self.free_at = max(self.free_at, now) + seconds
-        self.until[key] = self.free_at
+    def start(self, key: str, now: float, seconds: float, lane: str = "") -> None:
+        self.free_at[lane] = max(self.free_at[lane], now) + seconds
+        self.until[key] = self.free_at[lane]
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,9 @@ class _Walk:
                 wait = queue.until.get(one.operands[0], 0.0) - now
                 spend(one, "collective" if queue is links else "memory", max(0.0, wait))
             elif one.operation.endswith("-start") and kind in KINDS:
-                links.start(one.name, now, self.device.collective(read_collective(one)))
+                # Permutations in two directions use the links at the same time.
+                pairs = re.search(r"source_target_pairs=\{[^=]*\}\}", one.rest)
+                links.start(one.name, now, self.device.collective(read_collective(one)), pairs[0] if pairs else "")
             elif one.operation.endswith("-start"):
                 amount = array_bytes(one.shape) / 2
                 moved += amount
@@ -167,11 +172,14 @@ class _Walk:
         """Collectives inside a fusion, with their channels: the compiler spreads one over several fusions."""
         if one.operation != "fusion":
             return []
-        found = []
-        for inner in self.module.computations.get(one.called.get("calls", ""), ()):
+        found, name = [], one.called.get("calls", "")
+        for inner in self.module.computations.get(name, ()):
             if inner.operation.removesuffix("-start") in KINDS:
                 channel = re.search(r"channel_id=(\d+)", inner.rest)
-                found.append((channel[1] if channel else inner.name, read_collective(inner)))
+                collective = read_collective(inner)
+                if name.startswith(_REDUCE_SCATTER):
+                    collective = replace(collective, kind="reduce-scatter")
+                found.append((channel[1] if channel else inner.name, collective))
             found += self._fused_collectives(inner)
         return found
 

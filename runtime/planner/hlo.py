@@ -121,7 +121,8 @@ class Module:
 
     def trips(self, loop: Instruction) -> int | None:
         """How often a ``while`` runs where the text says so: the compiler's count, or a counter against a constant."""
-        return _trips(loop, self.computations.get(loop.called["condition"], ()))
+        condition, body = (self.computations.get(loop.called[role], ()) for role in ("condition", "body"))
+        return _trips(loop, condition, body)
 
 
 def read_collectives(text: str) -> list[HloCollective]:
@@ -212,21 +213,41 @@ def read_module(text: str) -> Module:
     return Module(computations, entry)
 
 
-def _trips(loop: Instruction, condition: Sequence[Instruction]) -> int | None:
+def _trips(loop: Instruction, condition: Sequence[Instruction], body: Sequence[Instruction]) -> int | None:
     known = re.search(r'known_trip_count[^}]*?"n":"(\d+)"', loop.rest)
     if known:
         return int(known[1])
-    constants = {
-        one.name: int(one.rest.split(")")[0])
-        for one in condition
-        if one.operation == "constant" and one.shape.startswith("s32[]") and one.rest.split(")")[0].isdigit()
-    }
+    limits = _integers(condition)
     for one in condition:
         if one.operation == "compare" and "direction=LT" in one.rest:
-            operands = re.findall(r"%([\w.\-]+)", one.rest.split(")")[0])
-            if len(operands) == 2 and operands[1] in constants:
-                return constants[operands[1]]
+            operands = one.operands
+            if len(operands) == 2 and operands[1] in limits:
+                return -(-limits[operands[1]] // _step(operands[0], condition, body))
     return None
+
+
+def _integers(instructions: Sequence[Instruction]) -> dict[str, int]:
+    """Values of the integer constants among instructions."""
+    return {
+        one.name: int(one.rest.split(")")[0])
+        for one in instructions
+        if one.operation == "constant" and one.shape[:5] in ("s32[]", "u32[]") and one.rest.split(")")[0].isdigit()
+    }
+
+
+def _step(counter: str, condition: Sequence[Instruction], body: Sequence[Instruction]) -> int:
+    """What a turn of a loop adds to its counter: more than 1 where the compiler has unrolled it."""
+    place = next((re.search(r"index=(\d+)", one.rest) for one in condition if one.name == counter), None)
+    if place is None or not body or body[-1].operation != "tuple":
+        return 1
+    constants, results = _integers(body), body[-1].operands
+    named = {one.name: one for one in body}
+    total, at = 0, results[int(place[1])] if int(place[1]) < len(results) else ""
+    while at in named and named[at].operation in ("add", "copy", "bitcast"):
+        operands = named[at].operands
+        total += sum(constants.get(name, 0) for name in operands)
+        at = next((name for name in operands if name not in constants), "")
+    return max(1, total)
 
 
 def read_collective(instruction: Instruction, repeats: int = 1, within: tuple[str, ...] = ()) -> HloCollective:
