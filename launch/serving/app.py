@@ -87,12 +87,14 @@ class Routes:
         return self._page
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine can be expected to answer."""
+        """200 while the engine can be expected to answer, and how many buckets are still compiled."""
         state = self._serving.state
         healthy = self._serving.healthy(self._limits.stall_seconds)
         if state in ("ready", "draining") and not healthy:
             state = "stalled"  # type: ignore[assignment]
-        return JSONResponse({"status": state}, 200 if healthy and state == "ready" else 503)
+        if healthy and state == "ready":
+            return JSONResponse({"status": state, "programs_remaining": self._serving.remaining})
+        return JSONResponse({"status": state}, 503)
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""

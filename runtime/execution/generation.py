@@ -23,7 +23,7 @@ from runtime.execution.pool import uses_cache
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, masks_left
 from runtime.execution.row_request import RowResult, masked_span
 from runtime.execution.runner import Runner
-from runtime.execution.slots import DiffusionSlots, open_slots_for
+from runtime.execution.slot_kinds import DiffusionSlots, open_slots_for
 from sharding.errors import InputError
 
 # How often a generation says how far it is.
@@ -203,8 +203,8 @@ def _schedule(
     scheduler = OfflineScheduler(runner, rows.requests, slots, width)
     stats.batches = math.ceil(count / slots)
     total = stats.steps * stats.batches
-    # Rows that all have a slot run to their end in one call of the program, unless somebody waits for news.
-    iterations = None if count > slots else _ALL_ITERATIONS
+    # Rows that stay together run to their end in one call of the program, unless somebody waits for news.
+    iterations = _ALL_ITERATIONS if scheduler.in_one_run else None
     if progress is not None:
         iterations = max(1, stats.steps // _PROGRESS_REPORTS)
         progress(0, total)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from runtime.decoding.parameters import DiffusionConfig
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.step_plan import ScorePass
 
@@ -71,6 +72,19 @@ class ScheduledRow:
     def request(self) -> RowRequest:
         """The row to generate."""
         return self.handle.rows[self.index]
+
+    @property
+    def remaining(self) -> int:
+        """Iterations that are still to come, at most, about."""
+        return max(1, iterations_of(self.request) - self.iterations)
+
+
+def iterations_of(request: RowRequest) -> int:
+    """Iterations that a row takes at most, masks in its prompt left out."""
+    config = request.config
+    if not isinstance(config, DiffusionConfig) or config.parallel != "none":
+        return max(1, config.max_new_tokens)
+    return max(1, min(config.steps, config.max_new_tokens or config.steps))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
-from runtime.models.arrays import Leaf, abstract, array
+from runtime.models.arrays import Leaf, abstract, array, declarations
 from runtime.models.attention import cached_attention
 from runtime.models.declarations import ModelLayout
 from sharding.errors import InputError
@@ -27,6 +27,7 @@ from sharding.errors import InputError
 Array = jax.Array
 CACHE_DTYPES = ("model", "bfloat16", "float32", "int8")
 _INT8_MAX = 127.0
+_FLOAT_BYTES = 4
 
 
 @flax.struct.dataclass
@@ -196,6 +197,109 @@ def copy_row(layout: ModelLayout, cache: KVCache, source: Array, target: Array) 
             lambda stack: _on_shards(layout, _copy_row, jnp.stack([source, target], axis=1))(stack), cache
         )
         return copied
+
+
+def _axis(layout: ModelLayout, name: str) -> tuple[tuple[str, ...], Any]:
+    """Mesh axes of more than one device that a logical axis is cut over, and this device's shard of it."""
+    axes = tuple(axis for axis in layout.rules.mesh_axes(name) if layout.mesh_axis_sizes[axis] > 1)
+    return axes, jax.lax.axis_index(axes) if axes else 0
+
+
+def _packed(cache: KVCache) -> Array:
+    """All arrays of a cache as one, ``[L, B, K, T, ...]``; numbers beside a head's lie after them, bit by bit."""
+    stacks: list[Array] = [cache.keys, cache.values]
+    for scales in (cache.key_scales, cache.value_scales):
+        if scales is not None:
+            stacks.append(jax.lax.bitcast_convert_type(scales, cache.keys.dtype))
+    return jnp.concatenate(stacks, axis=-1)
+
+
+def _unpacked(packed: Array, like: KVCache) -> KVCache:
+    """The inverse of :func:`_packed`, in the dtypes of another cache."""
+    size = like.keys.shape[-1]
+    scales = [
+        jax.lax.bitcast_convert_type(packed[..., start : start + _FLOAT_BYTES], jnp.float32)
+        for start in range(2 * size, packed.shape[-1], _FLOAT_BYTES)
+    ]
+    return KVCache(packed[..., :size], packed[..., size : 2 * size], *scales)
+
+
+def _on_mesh(layout: ModelLayout, function: Callable[..., Any], specs: Any, out: Any, *arguments: Any) -> Any:
+    """``function`` on every device's part of its arguments."""
+    if layout.mesh is None or layout.mesh.size == 1:
+        return function(*arguments)
+    return jax.shard_map(function, mesh=layout.mesh, in_specs=specs, out_specs=out, check_vma=False)(*arguments)
+
+
+def _specs(layout: ModelLayout, cache: KVCache) -> KVCache:
+    declared = declarations(KVCache)
+    there = {name: layout.rules.spec(*one.axes) for name, one in declared.items() if getattr(cache, name) is not None}
+    return KVCache(**there)
+
+
+def take_row(layout: ModelLayout, cache: KVCache, row: Array, length: int) -> Array:
+    """One row of every layer, on every shard of ``data`` and ``sequence``: a copy that other caches can take in.
+
+    It crosses the mesh in one collective, where more than one shard of rows or positions has a part of it.
+
+    Args:
+      layout: the model on its mesh.
+      cache: where it is.
+      row: int32, its number among all rows.
+      length: positions of the copy, at least as many as the cache has; zero where it has none.
+
+    Returns:
+      All arrays of the row side by side, ``[L, 1, K, length, ...]``.
+    """
+
+    def take(row: Array, cache: KVCache) -> Array:
+        own, positions = cache.keys.shape[1], cache.keys.shape[3]
+        batch, shard = _axis(layout, "batch")
+        sequence, part = _axis(layout, "length")
+        piece = _packed(jax.tree.map(lambda stack: jax.lax.dynamic_slice_in_dim(stack, row % own, 1, axis=1), cache))
+        piece = jnp.where(row // own == shard, piece, jnp.zeros((), piece.dtype))
+        whole = jnp.zeros((*piece.shape[:3], length, piece.shape[4]), piece.dtype)
+        whole = jax.lax.dynamic_update_slice_in_dim(whole, piece, part * positions, axis=3)
+        return jax.lax.psum(whole, (*batch, *sequence)) if batch or sequence else whole
+
+    with jax.named_scope("cache_take"):
+        taken: Array = _on_mesh(layout, take, (PartitionSpec(), _specs(layout, cache)), row_spec(layout), row, cache)
+        return taken
+
+
+def put_row(layout: ModelLayout, cache: KVCache, row: Array, taken: Array) -> KVCache:
+    """Write a row that :func:`take_row` has taken over a row of a cache; no device needs anything of another.
+
+    Args:
+      layout: the model on its mesh.
+      cache: where to.
+      row: int32, its number among all rows.
+      taken: of at least as many positions as the cache has.
+    """
+
+    def put(row: Array, taken: Array, cache: KVCache) -> KVCache:
+        own, positions = cache.keys.shape[1], cache.keys.shape[3]
+        _, shard = _axis(layout, "batch")
+        _, part = _axis(layout, "length")
+        piece = _unpacked(jax.lax.dynamic_slice_in_dim(taken, part * positions, positions, axis=3), cache)
+
+        def write(stack: Array, new: Array) -> Array:
+            old = jax.lax.dynamic_slice_in_dim(stack, row % own, 1, axis=1)
+            new = jnp.where(row // own == shard, new, old)
+            return jax.lax.dynamic_update_slice_in_dim(stack, _as_it_lies(new), row % own, axis=1)
+
+        written: KVCache = jax.tree.map(write, cache, piece)
+        return written
+
+    specs = _specs(layout, cache)
+    with jax.named_scope("cache_put"):
+        written: KVCache = _on_mesh(layout, put, (PartitionSpec(), row_spec(layout), specs), specs, row, taken, cache)
+        return written
+
+
+def row_spec(layout: ModelLayout) -> PartitionSpec:
+    """How a row on its way from one cache to another lies on the mesh."""
+    return layout.rules.spec("layers", None, "kv_heads", None, "head_dim")
 
 
 def write_window(
