@@ -164,10 +164,7 @@ def completer(engine: Engine, mode: Mode, base: DiffusionConfig) -> Callable[[np
             engine, base.max_new_tokens, mode.baseline_block, engine.end_token_ids if mode.baseline_stops else ()
         )
         return lambda prompt: baseline(prompt[None])
-    changes = dict(mode.changes)
-    if changes.pop("early_stop", False):
-        changes["stop_token_ids"] = engine.end_token_ids
-    config = base.replace(**changes)
+    config = base.replace(**mode.changes)
 
     def complete(prompt: np.ndarray) -> tuple[np.ndarray, int, int]:
         made = engine.generate_tokens(prompt[None], None, config)

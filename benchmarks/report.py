@@ -23,7 +23,7 @@ from benchmarks.autoregressive import autoregressive_table
 from benchmarks.compare_torch import comparison_table
 from benchmarks.diffusion_modes import modes_table
 from benchmarks.records import check_output
-from benchmarks.serve_tables import serve_tables
+from benchmarks.serve.tables import serve_tables
 from benchmarks.suite.tables import suite_tables
 from launch.startup import run_launcher
 from sharding.errors import InputError

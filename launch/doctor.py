@@ -1,7 +1,7 @@
 """Look the machine over: what one pastes into a bug report, and runs first on a new slice.
 
-  python -m launch.doctor                                        on whatever is here, one host or many
-  python -m launch.doctor --checkpoint=DIR --mesh=data=2,tensor=8    this checkpoint, and each axis of this mesh
+  diffumesh doctor                                        on whatever is here, one host or many
+  diffumesh doctor --checkpoint=DIR --mesh=data=2,tensor=8    this checkpoint, and each axis of this mesh
 
 It says versions, settings of the environment that matter, devices and their memory, the meshes that the checkpoint's
 model divides over and fits, whether collectives over each axis of a mesh add up and at what bandwidth, whether every
@@ -160,7 +160,7 @@ def checkpoint_lines(folder: CheckpointFolder) -> Iterator[str]:
     """What the checkpoint is, and whether it is what it was."""
     yield f"{folder.path}, fingerprint {folder_fingerprint(folder)}"
     if read_manifest(folder) is None:
-        yield "no manifest of digests: nothing to verify against (launch.verify --write_manifest makes one)"
+        yield "no manifest of digests: nothing to verify against (diffumesh verify --write_manifest makes one)"
         return
     start = time.perf_counter()
     with progress_bar("verifying", of_bytes=True) as progress:

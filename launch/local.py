@@ -1,6 +1,6 @@
 """Run a launcher as several processes on this machine: what a user tries first, and the bench that tests run on.
 
-  python -m launch.local --num_processes=4 --devices_per_process=2 -- python -m launch.generate --mesh=tensor=8 ...
+  diffumesh local --num_processes=4 --devices_per_process=2 -- diffumesh generate --mesh=tensor=8 ...
 
 Each process simulates its devices on the CPU, and they talk through gloo. Process 0 has the standard input, and what it
 prints on standard output goes to standard output; every other line goes to standard error with the index of its
@@ -156,7 +156,7 @@ def _pass_on(stream: IO[bytes], process_index: int | None) -> None:
 def main(values: flags.FlagValues, command: Sequence[str]) -> int:
     """Run the processes. Returns the exit code."""
     if not command:
-        raise InputError("no command: write it after --, such as -- python -m launch.generate --prompt='def f(x):'")
+        raise InputError("no command: write it after --, such as -- diffumesh generate --prompt='def f(x):'")
     processes = Processes(command, values.num_processes, values.devices_per_process, values.port or free_port())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, frame: processes.send(received))

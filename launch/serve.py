@@ -1,9 +1,9 @@
 """Serve a model over HTTP, to the clients of OpenAI's API.
 
-  python -m launch.serve                                              the demo checkpoint, on 127.0.0.1:8000
-  python -m launch.serve --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --canvas=512 --canvas=2048 --slots=16
-  python -m launch.serve --mode=cache=dual,parallel=threshold ...     a second way of decoding, for requests that ask
-  python -m launch.serve --host=0.0.0.0 --api_key_file=keys.txt ...   to others, who have a key
+  diffumesh serve                                              the demo checkpoint, on 127.0.0.1:8000
+  diffumesh serve --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --canvas=512 --canvas=2048 --slots=16
+  diffumesh serve --mode=cache=dual,parallel=threshold ...     a second way of decoding, for requests that ask
+  diffumesh serve --host=0.0.0.0 --api_key_file=keys.txt ...   to others, who have a key
 
 /v1/completions, /v1/chat/completions, /v1/score, /v1/models, /health, /metrics, /version, /openapi.json. Requests share
 a number of slots on the mesh, in buckets of several shapes: what is computed follows the rows that are there. Once
@@ -68,6 +68,8 @@ _DEFAULT_CANVAS = 512
 _DEFAULT_SLOTS = 8
 # Open files beside connections: weights, devices, logs.
 _OTHER_FILES = 128
+# After the grace period: answers are flushed, a trace is written.
+_ENDING_SECONDS = 15.0
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -203,7 +205,7 @@ def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: Mod
         raise InputError('--log_probabilities: a request asks for its own, as "logprobs"')
     tokenizer = read_tokenizer(folder)
     end_token_ids = end_tokens(model, folder, tokenizer)
-    config = decoding_config(values, folder, model, end_token_ids)
+    config = decoding_config(values, folder, model)
     return Defaults(
         model_name=values.served_model_name or default_name(folder),
         model=model,
@@ -289,6 +291,7 @@ def main(values: flags.FlagValues) -> None:
     engine = load_engine(values, folder, values.slots)
     say(describe(defaults.config))
     executor = Executor(engine.runner, made)
+    this_host().end_within(limits.grace_period + _ENDING_SECONDS)
     if server is None or own is None:
         with traced(values):
             follow(executor, this_host())

@@ -35,6 +35,15 @@ from runtime import InputError
 MAX_SIMULATED_DEVICES = 4096
 SECONDS_BETWEEN_LINES = 10.0
 
+# What ``--help`` shows of a launcher with many flags, in this order; ``--helpfull`` shows every one.
+_FIRST_FLAGS = (
+    "prompt", "prompt_file", "input", "output_dir", "format", "source", "output", "chat", "checkpoint", "mesh",
+    "devices", "host", "port", "canvas", "slots", "max_new_tokens", "temperature", "seed", "cache", "parallel",
+    "early_stop", "quantize", "watch", "verbose", "json",
+)  # fmt: skip
+# Launchers with no more than these show all.
+_MANY_FLAGS = 24
+
 # A function of (done, in all).
 Report = Callable[[int, int], None]
 
@@ -117,12 +126,31 @@ def run_launcher(
 def _print_help(values: flags.FlagValues, doc: str, arguments: Sequence[str]) -> bool:
     """Print the help or the version where an argument asks for it; whether one did."""
     if {"--help", "-help", "-h", "--helpfull"} & set(arguments):
-        print(doc.strip(), "\n\nFlags:\n", values.get_help().partition("\n")[2], sep="", flush=True)
+        everything = "--helpfull" in arguments or len(values) <= _MANY_FLAGS
+        print(
+            doc.strip(), "\n\nFlags:\n", _all_flags(values) if everything else _first_flags(values), sep="", flush=True
+        )
         return True
     if "--version" in arguments:
         print(f"diffumesh {version()}")
         return True
     return False
+
+
+def _all_flags(values: flags.FlagValues) -> str:
+    """Help of every flag, under the module that defines it."""
+    return values.get_help().partition("\n")[2]
+
+
+def _first_flags(values: flags.FlagValues) -> str:
+    """Help of the flags that people need first, in the order of ``_FIRST_FLAGS``."""
+    shown = [name for name in _FIRST_FLAGS if name in values]
+    lines = []
+    for name in shown:
+        alone = flags.FlagValues()
+        alone[name] = values[name]
+        lines.append(alone.get_help(prefix="  ", include_special_flags=False))
+    return "\n".join([*lines, "", f"{len(values) - len(shown)} more flags: --helpfull"])
 
 
 def _find_host(argv: Sequence[str], together: bool) -> Host:

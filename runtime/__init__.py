@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from runtime.decoding.parameters import (
         AUTOREGRESSIVE_PARAMETERS,
         CACHES,
-        EARLY_STOP,
         EXPOSED_PARAMETERS,
         MAX_SEED,
         MAX_STEPS,
@@ -36,11 +35,13 @@ if TYPE_CHECKING:
         check_given,
         declared_parameters,
         dependents,
+        plain_number,
     )
     from runtime.engine import Engine
     from runtime.execution.background import BackgroundCompiler
     from runtime.execution.buckets import MAX_PROGRAMS, Bucket, Grid
     from runtime.execution.executor import Executor, Programs
+    from runtime.execution.fair_queue import FairQueue
     from runtime.execution.left_padding import read_rows
     from runtime.execution.offline import OfflineScheduler
     from runtime.execution.pool import PoolShape, step_limit
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
         RowFinished,
         RowInserted,
         RowsScored,
+        StopTest,
     )
     from runtime.execution.result import GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
@@ -67,7 +69,7 @@ if TYPE_CHECKING:
     from runtime.models.families import model_layout, parse_config
     from runtime.models.kv_cache import CACHE_DTYPES
     from runtime.models.quantization import QUANTIZATIONS
-    from runtime.text.completions import Completion, CompletionBuilder, TextStream
+    from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
     from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
     from sharding.errors import InputError, MeshError
     from sharding.mesh import MeshSpec
@@ -77,7 +79,6 @@ __all__ = [
     "AUTOREGRESSIVE_PARAMETERS",
     "CACHES",
     "CACHE_DTYPES",
-    "EARLY_STOP",
     "EXPOSED_PARAMETERS",
     "MAX_PROGRAMS",
     "MAX_SAMPLES",
@@ -101,6 +102,7 @@ __all__ = [
     "Engine",
     "Event",
     "Executor",
+    "FairQueue",
     "FirstToken",
     "GenerationResult",
     "GenerationStats",
@@ -135,6 +137,7 @@ __all__ = [
     "Seeds",
     "StepOutcome",
     "StepPlan",
+    "StopTest",
     "TextStream",
     "TextTokenizer",
     "TokenIds",
@@ -149,10 +152,12 @@ __all__ = [
     "folder_fingerprint",
     "model_layout",
     "parse_config",
+    "plain_number",
     "read_rows",
     "row_seed",
     "row_seeds",
     "step_limit",
+    "stop_tests",
 ]
 
 _HOMES = {
@@ -169,13 +174,13 @@ _HOMES = {
     "CompletionBuilder": "runtime.text.completions",
     "ConfigError": "runtime.models.config",
     "DiffusionConfig": "runtime.decoding.parameters",
-    "EARLY_STOP": "runtime.decoding.parameters",
     "EXPOSED_PARAMETERS": "runtime.decoding.parameters",
     "Engine": "runtime.engine",
     "Event": "runtime.execution.requests",
     "BackgroundCompiler": "runtime.execution.background",
     "Bucket": "runtime.execution.buckets",
     "Executor": "runtime.execution.executor",
+    "FairQueue": "runtime.execution.fair_queue",
     "Grid": "runtime.execution.buckets",
     "MAX_PROGRAMS": "runtime.execution.buckets",
     "Programs": "runtime.execution.executor",
@@ -218,6 +223,7 @@ _HOMES = {
     "Seeds": "runtime.decoding.schema",
     "StepOutcome": "runtime.execution.step_plan",
     "StepPlan": "runtime.execution.step_plan",
+    "StopTest": "runtime.execution.requests",
     "TextStream": "runtime.text.completions",
     "TextTokenizer": "runtime.text.tokenizer",
     "TokenIds": "runtime.decoding.schema",
@@ -232,10 +238,12 @@ _HOMES = {
     "folder_fingerprint": "checkpoints.fingerprint",
     "model_layout": "runtime.models.families",
     "parse_config": "runtime.models.families",
+    "plain_number": "runtime.decoding.schema",
     "read_rows": "runtime.execution.left_padding",
     "row_seed": "runtime.execution.rows",
     "row_seeds": "runtime.execution.rows",
     "step_limit": "runtime.execution.pool",
+    "stop_tests": "runtime.text.completions",
 }
 
 if not TYPE_CHECKING:  # so that a type checker knows every name, and no other

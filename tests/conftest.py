@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 
 # libtpu reads these when it is loaded: describe a slice instead of looking for one.
@@ -20,6 +23,49 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 16)
+
+_START = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of a run of some of the slow tests; see :func:`pytest_collection_modifyitems`."""
+    group = parser.getgroup("diffumesh")
+    group.addoption(
+        "--slow-quarter", type=int, metavar="DAY", help="Of the slow tests one quarter, which is another one each day."
+    )
+    group.addoption(
+        "--begin-within", type=float, metavar="MINUTES", help="Skip, and name, the tests that would begin after this."
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one quarter of each file's slow tests.
+
+    A quarter is a run of neighbours, which share fixtures and compiled programs. The file's name says which quarter it
+    begins with, so that files with a single slow test do not all have it on the same day.
+    """
+    day = config.getoption("--slow-quarter")
+    if day is None:
+        return
+    files: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") is not None:
+            files[item.nodeid.partition("::")[0]].append(item)
+    kept = {
+        id(item)
+        for name, slow in files.items()
+        for place, item in enumerate(slow)
+        if (4 * place // len(slow) + zlib.crc32(name.encode())) % 4 == day % 4
+    }
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test for which ``--begin-within`` leaves no time."""
+    minutes = item.config.getoption("--begin-within")
+    if minutes is not None and time.monotonic() - _START > 60 * minutes:
+        pytest.skip(f"not begun within {minutes:g} minutes")
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-
 # Between two turns of threads in the interpreter; Python's own are ten times as long.
 _SWITCH_SECONDS = 0.0005
 

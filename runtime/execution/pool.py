@@ -278,9 +278,9 @@ class Pool:
         return self.config.replace(**changes)
 
     def execute(self, plan: PoolPlan) -> PoolOutcome:
-        """Put rows where the plan says, run iterations, and collect the rows that are done."""
+        """Finish rows, put the others where the plan says, run iterations, and collect the rows that are done."""
+        results = self._finish(plan.finish)
         self._arrange(plan)
-        results: list[RowResult] = []
         canvases: dict[int, np.ndarray] = {}
         runs = []
         for one in plan.buckets:
@@ -298,6 +298,14 @@ class Pool:
                 canvas = there.slots.canvas()
                 canvases |= {row: _as_long(canvas[slot], request) for slot, (row, request) in there.held.items()}
         return PoolOutcome(plan.pool, results, canvases, runs)
+
+    def _finish(self, rows: Sequence[int]) -> list[RowResult]:
+        """Results of rows that are done with what they have; they are evicted as the plan has no slots for them."""
+        results: list[RowResult] = []
+        for there in self._open.values():
+            ended = {slot: held for slot, held in there.held.items() if held[0] in rows}
+            results += there.slots.collect(ended, ended_early=True) if ended else []
+        return results
 
     # ---- rows that come, go and move --------------------------------------------------------------------------
 

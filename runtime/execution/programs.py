@@ -30,7 +30,7 @@ from runtime.models.arrays import abstract, shardings
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
-from runtime.models.kv_cache import KVCache, abstract_cache, put_row, row_spec, take_row
+from runtime.models.kv_cache import Cache, abstract_cache, put_row, row_spec, take_row
 from runtime.models.transformer import hidden_states, project_logits
 
 Array = jax.Array
@@ -170,26 +170,26 @@ def lower_empty_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) 
     """Lower what makes an empty cache; arguments as for :func:`runtime.models.kv_cache.abstract_cache`."""
     shapes = abstract_cache(layout, batch, length, dtype)
 
-    def make() -> KVCache:
-        made: KVCache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    def make() -> Cache:
+        made: Cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         return made
 
     return jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes)).lower()
 
 
-def lower_take_row(layout: ModelLayout, length: int, cache: KVCache, row: Array) -> jax.stages.Lowered:
+def lower_take_row(layout: ModelLayout, length: int, cache: Cache, row: Array) -> jax.stages.Lowered:
     """Lower the copy of one row of a cache, ``length`` positions long; see :func:`runtime.models.kv_cache.take_row`."""
 
-    def take(cache: KVCache, row: Array) -> Array:
+    def take(cache: Cache, row: Array) -> Array:
         return take_row(layout, cache, row, length)
 
     return jax.jit(take, out_shardings=_on_layout(layout, row_spec(layout))).lower(cache, row)
 
 
-def lower_put_row(layout: ModelLayout, cache: KVCache, row: Array, taken: Array) -> jax.stages.Lowered:
+def lower_put_row(layout: ModelLayout, cache: Cache, row: Array, taken: Array) -> jax.stages.Lowered:
     """Lower the insertion of such a copy into a cache, in place; see :func:`runtime.models.kv_cache.put_row`."""
 
-    def place(cache: KVCache, row: Array, taken: Array) -> KVCache:
+    def place(cache: Cache, row: Array, taken: Array) -> Cache:
         return put_row(layout, cache, row, taken)
 
     out = jax.tree.map(lambda leaf: leaf.sharding, cache)

@@ -8,7 +8,7 @@ The policy:
 * A step takes about ``step_seconds``. Buckets run in it in the order of the time that their rows have had, each row
   counting alike, and new rows first: a long canvas has as much of the devices as a short row, and not more.
 * A bucket runs as many iterations as its share of the step holds, but no more than until its first row is done, and
-  one if a row in it has never been looked at.
+  one at a time while a row in it is new and has shown nothing.
 
 The scheduler decides and the devices execute: :meth:`Scheduler.schedule` makes a plan, :meth:`Scheduler.update` takes
 what came of it. It has no threads, no clock and no devices of its own. Whatever it decides, a row's tokens are those
@@ -41,11 +41,15 @@ from runtime.execution.requests import (
     ScheduledRow,
     iterations_of,
 )
+from runtime.execution.result import committed_tokens
 from runtime.execution.row_request import RowResult
 from runtime.execution.step_plan import BucketPlan, Insertion, PoolOutcome, PoolPlan, StepOutcome, StepPlan
 
 # Positions that a growing row gets beside those that it needs next.
 _ROOM_TO_GROW = 64
+
+# Iterations of a row after each of which it is looked at while nothing of it has been seen.
+FIRST_LOOKS = 2
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class SchedulerStats:
 
     Attributes:
       rows: rows that are done.
-      tokens: tokens committed in them.
+      tokens: tokens committed in them, without what follows the end of a row.
       forwards: forward passes, prefills included.
       slot_iterations: iterations of each bucket times its slots.
       busy_iterations: those in which a row that is done now committed a token.
@@ -214,17 +218,17 @@ class Scheduler:
             self._aborted = False
             for queue in (*(pool.queue for pool in self._pools), self._score_queue):
                 self.waiting -= len(queue.remove(lambda row: row.handle.closed))
-        insertions, changed = {}, set()
+        insertions, finish, changed = {}, {}, set()
         for number, pool in enumerate(self._pools):
             before = pool.buckets
-            self._evict(pool)
+            finish[number] = self._evict(pool)
             insertions[number] = self._admit(pool, now) if admit else []
             self._assign(pool, [one.row for one in insertions[number]])
             if before != pool.buckets:
                 changed.add(number)
         iterations = self._share_step()
         plans = [
-            PoolPlan(number, insertions[number], self._bucket_plans(number, iterations))
+            PoolPlan(number, insertions[number], self._bucket_plans(number, iterations), finish[number])
             for number, pool in enumerate(self._pools)
             if number in changed or any((number, one.number) in iterations for one in pool.buckets)
         ]
@@ -233,13 +237,16 @@ class Scheduler:
             self.waiting -= 1
         return StepPlan(plans, None if row is None else row.handle.score_passes[row.index])
 
-    def _evict(self, pool: PoolState) -> None:
-        """Free the slots of aborted rows."""
+    def _evict(self, pool: PoolState) -> list[int]:
+        """Free the slots of aborted rows, and of those that their stop tests have ended, which are returned."""
         aborted = {row for row in pool.rows if self._rows[row].handle.closed}
         for row in aborted:
             del self._rows[row]
-        if aborted:
-            pool.buckets = [_without(one, aborted) for one in pool.buckets]
+        # These are there until their results are.
+        ended = [row for row in pool.rows if row not in aborted and self._rows[row].counted is not None]
+        if aborted or ended:
+            pool.buckets = [_without(one, {*aborted, *ended}) for one in pool.buckets]
+        return ended
 
     def _admit(self, pool: PoolState, now: float) -> list[Insertion]:
         """Waiting rows that get a slot now."""
@@ -314,9 +321,12 @@ class Scheduler:
         return min(row.remaining for row in rows) if len(rows) > 1 else self.policy.max_iterations
 
     def _is_news(self, bucket: OpenBucket) -> bool:
-        """Whether somebody waits to see a row after its first iteration."""
+        """Whether somebody waits to see a row after one of its first iterations."""
         rows = (self._rows[row] for row in bucket.rows)
-        return any(row.iterations == 0 and (row.handle.stream or self.policy.first_tokens) for row in rows)
+        return any(
+            not row.prefix and row.iterations < FIRST_LOOKS and (row.handle.stream or self.policy.first_tokens)
+            for row in rows
+        )
 
     def _bucket_plans(self, number: int, iterations: Mapping[tuple[int, int], int]) -> list[BucketPlan]:
         plans = []
@@ -328,7 +338,8 @@ class Scheduler:
 
     def _canvases_wanted(self, bucket: OpenBucket) -> bool:
         rows = [self._rows[number] for number in bucket.rows]
-        return any(row.handle.stream or (self.policy.first_tokens and row.first_token is None) for row in rows)
+        watched = self.policy.first_tokens
+        return any(row.handle.stream or row.stop_test or (watched and row.first_token is None) for row in rows)
 
     # ---- its outcome ------------------------------------------------------------------------------------------
 
@@ -371,8 +382,12 @@ class Scheduler:
                 self._rows[held].iterations += run.iterations
         for number, canvas in outcome.canvases.items():
             row = self._rows[number]
-            new = canvas[len(row.request.tokens) :]
-            self._note_prefix(row, int(np.argmax(np.append(new, -1) < 0)), now)
+            prompt = len(row.request.tokens)
+            new = canvas[prompt:]
+            prefix = int(np.argmax(np.append(new, -1) < 0))
+            self._note_prefix(row, prefix, now)
+            if (canvas[:prompt] >= 0).all():  # else masks of the prompt are still to be filled
+                row.look(new[:prefix], whole=False)
             if row.handle.stream:
                 self._events.append(CanvasChanged(row.handle, row.index, new))
         for result in outcome.results:
@@ -381,13 +396,15 @@ class Scheduler:
     def _finish_row(self, pool: PoolState, result: RowResult, now: float) -> None:
         row = self._rows.pop(result.number)
         pool.buckets = [_without(one, {result.number}) for one in pool.buckets]
-        committed = result.commit_steps[result.commit_steps >= 0]
-        tokens, steps = len(committed), len(np.unique(committed))
+        config, prompt = row.request.config, len(row.request.tokens)
+        row.look(result.sequence[prompt:], whole=True)
+        steps = len(np.unique(result.commit_steps[result.commit_steps >= 0]))
+        tokens = committed_tokens(result.sequence, result.commit_steps, prompt, config.stop_token_ids, row.counted)
         self.stats.rows += 1
         self.stats.tokens += tokens
         self.stats.busy_iterations += steps
         self.stats.busy_positions += steps * row.request.length
-        self._note_prefix(row, max(1, row.request.config.max_new_tokens), now)
+        self._note_prefix(row, max(1, config.max_new_tokens), now)
         per_token = None
         if row.first_token is not None and tokens > 1:
             per_token = (now - row.first_token) / (tokens - 1)

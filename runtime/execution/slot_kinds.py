@@ -108,17 +108,20 @@ class DiffusionSlots(Slots):
     def _canvases(self) -> tuple[np.ndarray, np.ndarray]:
         """Canvases, padded after the end of rows that ended early, and commit steps: int32 ``[B, S]`` each."""
         canvas, commit_steps = fetch(self.state.canvas), fetch(self.state.commit_steps)
-        stop_tokens = fetch(self.request.stop_tokens)
-        return pad_after_end(canvas, commit_steps, stop_tokens, self._runner.layout.config), commit_steps
+        prompts, stop_tokens = fetch(self.request.prompts), fetch(self.request.stop_tokens)
+        return pad_after_end(canvas, commit_steps, prompts, stop_tokens, self._runner.layout.config), commit_steps
 
     def canvas(self) -> np.ndarray:
         """See :meth:`Slots.canvas`; masks of a prompt are -1 too."""
         canvas, _ = self._canvases()
         return np.where(canvas == self._runner.layout.config.mask_token_id, -1, canvas)
 
-    def collect(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
+    def collect(self, taken: Mapping[int, tuple[int, RowRequest]], ended_early: bool = False) -> list[RowResult]:
         """See :meth:`Slots.collect`."""
         canvas, commit_steps = self._canvases()
+        if ended_early:
+            model = self._runner.layout.config
+            canvas = np.where(canvas == model.mask_token_id, model.pad_token_id, canvas)
         log_probabilities, refreshes = self._log_probabilities(), fetch(self.state.refreshes)
         windows = fetch(self.state.window_positions)
         return [
@@ -249,8 +252,9 @@ class AutoregressiveSlots(Slots):
         tokens, lengths = fetch(self.state.tokens), fetch(self.state.lengths)
         return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, -1)
 
-    def collect(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
+    def collect(self, taken: Mapping[int, tuple[int, RowRequest]], ended_early: bool = False) -> list[RowResult]:
         """See :meth:`Slots.collect`; the step of a token is its place among the new ones."""
+        del ended_early  # what is not generated is padding anyway
         tokens, lengths = fetch(self.state.tokens), fetch(self.state.lengths)
         log_probabilities = self._log_probabilities()
         found = []
@@ -258,8 +262,9 @@ class AutoregressiveSlots(Slots):
             prompt, length = len(request.tokens), int(lengths[slot])
             steps = np.arange(request.length, dtype=np.int32) - prompt
             steps[length:] = -1
-            own = None if log_probabilities is None else log_probabilities[slot, : request.length].copy()
-            sequence = tokens[slot, : request.length].copy()
+            own = None if log_probabilities is None else _at_length(log_probabilities[slot], request.length, 0)
+            # A row that grows may be in slots that are narrower than its end.
+            sequence = _at_length(tokens[slot], request.length, self._runner.layout.config.pad_token_id)
             positions = self._positions(slot, prompt, length - prompt)
             found.append(RowResult(number, sequence, np.maximum(steps, -1), own, positions))
         return found
@@ -269,6 +274,12 @@ class AutoregressiveSlots(Slots):
         if not self._config.use_cache:
             return new * prompt + new * (new - 1) // 2
         return (prompt if self._own_prompt[slot] else 0) + max(0, new - 1)
+
+
+def _at_length(values: np.ndarray, length: int, fill: float) -> np.ndarray:
+    """The first ``length`` values of a row, ``fill`` where there are not as many."""
+    own = values[:length]
+    return np.append(own, np.full(length - len(own), fill, values.dtype))
 
 
 def _samples(prompts: Sequence[Sequence[int]], slots: int) -> int:

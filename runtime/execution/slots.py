@@ -93,8 +93,13 @@ class Slots(abc.ABC):
         """The tokens in the slots now: int32 ``[B, S]``, -1 where nothing is committed or generated yet."""
 
     @abc.abstractmethod
-    def collect(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
-        """Results of slots: slot to the number of its request, and the request. Evicts nothing."""
+    def collect(self, taken: Mapping[int, tuple[int, RowRequest]], ended_early: bool = False) -> list[RowResult]:
+        """Results of slots: slot to the number of its request, and the request. Evicts nothing.
+
+        Args:
+          taken: the slots.
+          ended_early: the rows are done as they are: padding takes the place of their masks.
+        """
 
     @abc.abstractmethod
     def compile(self) -> None:

@@ -62,11 +62,13 @@ class PoolPlan:
       pool: index of the pool.
       insert: rows that get a slot for the first time.
       buckets: all that are open from now on.
+      finish: rows that are done with what they have: results of the outcome, evicted before anything else.
     """
 
     pool: int
     insert: Sequence[Insertion]
     buckets: Sequence[BucketPlan]
+    finish: Sequence[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class StepPlan:
                 pool["pool"],
                 [_insertion(one) for one in pool["insert"]],
                 [BucketPlan(**bucket) for bucket in pool["buckets"]],
+                pool["finish"],
             )
             for pool in plan["pools"]
         ]

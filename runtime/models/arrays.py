@@ -84,6 +84,8 @@ def shardings(layout: ModelLayout, tree: Struct) -> Struct:
             found[field.name] = None
         elif field.name in declared:
             found[field.name] = layout.sharding(*declared[field.name].axes)
+        elif isinstance(value, tuple):
+            found[field.name] = tuple(shardings(layout, one) for one in value)
         else:
             found[field.name] = shardings(layout, value)
     return type(tree)(**found)

@@ -190,7 +190,7 @@ def dense_layer_cost(layout: ModelLayout) -> LayerCost:
     Every number of the declared weights counts as one multiplication and one addition a position.
     """
     config = layout.config
-    numbers = sum(math.prod(shard_shape(leaf, layout)) for leaf in layout.leaves if leaf.is_stacked)
+    numbers = sum(math.prod(shard_shape(leaf, layout)) for leaf in layout.leaves if leaf.layers)
     width, mlp, head_dim = (layout.size_per_device(axis) for axis in ("embed", "mlp", "head_dim"))
     query_heads, kv_heads = layout.query_heads_per_device, layout.size_per_device("kv_heads")
     # The residual in and out of both halves and around their norms; gate and up out, their product in and out.

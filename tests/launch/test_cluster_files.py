@@ -122,7 +122,7 @@ def test_container_file_copies_what_the_package_needs() -> None:
 
     text = (CLUSTER / "Containerfile").read_text()
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-    roots = {package.split(".")[0] for package in settings["tool"]["setuptools"]["packages"]}
+    roots = set(settings["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
     copied = set(re.findall(r"^COPY (\w+) \1$", text, re.MULTILINE))
     assert copied == roots
     extras = set(re.findall(r"EXTRA=(\w+)", text))

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from absl import flags
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import DEMO
@@ -208,8 +209,20 @@ def test_folder_without_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     generate.run(["generate", "--help"])
     text = capsys.readouterr().out
-    for flag in ("--checkpoint", "--mesh", "--algorithm", "--[no]watch"):
-        assert flag in text
+    assert "  diffumesh generate --prompt=" in text
+    first = re.findall(r"^  --(?:\[no\])?(\w+):", text, re.MULTILINE)
+    assert first[:4] == ["prompt", "prompt_file", "chat", "checkpoint"]
+    assert {"mesh", "max_new_tokens", "temperature", "watch"} < set(first)
+    assert 12 <= len(first) <= 16
+    more = re.search(r"^(\d+) more flags: --helpfull$", text, re.MULTILINE)
+    generate.run(["generate", "--helpfull"])
+    full = capsys.readouterr().out
+    for flag in (*first, "algorithm", "compile_cache"):
+        assert re.search(rf"^  --(\[no\])?{flag}:", full, re.MULTILINE), flag
+    assert more is not None
+    values = flags.FlagValues()
+    generate.define_flags(values)
+    assert len(first) + int(more[1]) == len(values)
     generate.run(["generate", "--version"])
     assert capsys.readouterr().out.startswith("diffumesh ")
 

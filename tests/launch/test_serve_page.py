@@ -122,6 +122,7 @@ def test_the_canvas_unmasks_and_is_the_answer(page: Any, there: Served, monkeypa
     monkeypatch.setattr(executor, "execute", lambda plan: (time.sleep(0.05), execute(plan))[1])
     page.evaluate(WATCH)
     page.fill("#prompt", PROMPT)
+    page.uncheck("[name=early_stop]")
     fill(page, max_tokens="96", steps="64", temperature="0.6", seed="9223372036854775807", n="2")
     fill(page, more='{"alg_temp": 0.1}')
     generate(page)
@@ -138,6 +139,17 @@ def test_the_canvas_unmasks_and_is_the_answer(page: Any, there: Served, monkeypa
     assert masks == sorted(masks, reverse=True), "what stands stays"
     assert "192 tokens set" in page.inner_text("#status")
     assert there.defaults.model_name in page.inner_text("header")
+
+
+def test_positions_after_an_early_end_are_not_shown(page: Any, there: Served) -> None:
+    page.fill("#prompt", PROMPT)
+    fill(page, max_tokens="96", temperature="0", seed="1")
+    generate(page)
+    (expected,) = there.engine.generate([PROMPT], CONFIG.replace(max_new_tokens=96, steps=96, temperature=0.0, seed=1))
+    assert expected.finish_reason == "stop"
+    assert tokens(page) == visible(there, expected)
+    assert page.locator("#rows .masked").count() == 0
+    assert f"{len(expected.tokens) + 1} of 96 tokens set, stop" in page.locator(".count").inner_text()
 
 
 def test_a_chat(page: Any, there: Served) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from runtime.models.config import Family, ModelConfig
 from runtime.models.costs import LayerCollective, LayerCost, LiveArrays
-from runtime.models.declarations import ModelLayout, shard_shape, stacked
+from runtime.models.declarations import ModelLayout, layers_of, shard_shape
 from runtime.models.families import model_layout
 from runtime.models.forward import Forward
 from runtime.models.layers import (
@@ -143,7 +143,7 @@ def test_a_plan_of_qwen3(model: str, parameters: int, tensor: int) -> None:
     assert sharded.memory.total < one.memory.total
     # A token takes every matrix once, the head among them and no embedding beside it, and attends to its whole row.
     config, layout, decode = one.workload.config, one.layout, one.phases[1]
-    matrices = sum(math.prod(leaf.shape) for leaf in layout.leaves if leaf.contracted and leaf.is_stacked)
+    matrices = sum(math.prod(leaf.shape) for leaf in layout.leaves if leaf.contracted and leaf.layers)
     matrices += math.prod(layout.head.padded_shape)
     heads, kept = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
     assert decode.flops == pytest.approx(2 * matrices + 4 * heads * 512 * config.num_layers, rel=1e-3)
@@ -167,7 +167,7 @@ class ParallelLayer:
 class ParallelWeights(Qwen2Weights):
     """The weights of such a model."""
 
-    layers: Any = stacked(ParallelLayer)
+    layers: Any = layers_of(ParallelLayer)
 
     @staticmethod
     def cost(layout: ModelLayout) -> LayerCost:
@@ -194,7 +194,7 @@ class NormedLayer(Qwen2Layer):
 class NormedWeights(Qwen2Weights):
     """The weights of such a model."""
 
-    layers: Any = stacked(NormedLayer)
+    layers: Any = layers_of(NormedLayer)
 
 
 def toy(**changes: Any) -> ModelConfig:
