@@ -24,7 +24,7 @@ from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, masks_left
 from runtime.execution.row_request import RowResult, certain_tokens, masked_span
 from runtime.execution.runner import Runner
-from runtime.execution.slots import DiffusionSlots, open_slots_for
+from runtime.execution.slot_kinds import DiffusionSlots, open_slots_for
 from sharding.errors import InputError
 
 # How often a generation says how far it is.
@@ -239,8 +239,8 @@ def _schedule(
     scheduler = OfflineScheduler(runner, rows.requests, slots, width, tests)
     stats.batches = math.ceil(count / slots)
     total = stats.steps * stats.batches
-    # Rows that all have a slot run to their end in one call of the program, unless somebody looks at them.
-    iterations = None if count > slots or any(tests) else _ALL_ITERATIONS
+    # Rows that stay together run to their end in one call of the program, unless somebody looks at them.
+    iterations = _ALL_ITERATIONS if scheduler.in_one_run and not any(tests) else None
     if progress is not None:
         iterations = max(1, stats.steps // _PROGRESS_REPORTS)
         progress(0, total)
