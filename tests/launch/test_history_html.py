@@ -141,11 +141,11 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 # ---- in a browser -------------------------------------------------------------------------------------------------
 
 
-def browse(tmp_path, path, fragment=""):
+def browse(tmp_path, path, fragment="", *more):
     """The page's elements after its script has run."""
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
     options += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={tmp_path / 'user'}"]
-    command = [CHROMIUM, *options, "--dump-dom", path.as_uri() + fragment]
+    command = [CHROMIUM, *options, *more, "--dump-dom", path.as_uri() + fragment]
     done = subprocess.run(command, capture_output=True, timeout=120, check=True)
     return elements(done.stdout.decode("utf-8"))
 
@@ -168,8 +168,7 @@ class TestBrowser:
             ("#step=2", "2", 8, 1, "step 2 of 4"),
             ("#step=4", "4", 1, 0, "finished, 4 steps"),
             ("#step=77", "4", 1, 0, "finished, 4 steps"),
-            ("#nonsense", "4", 1, 0, "finished, 4 steps"),
-            ("", "4", 1, 0, "finished, 4 steps"),
+            ("#nonsense", "0", 10, 0, "step 0 of 4"),
         ],
     )
     def test_the_address_sets_the_step(self, tmp_path, fragment, step, masked, now, output):
@@ -191,11 +190,20 @@ class TestBrowser:
         assert text_of(found, "h1") == ["A page"]
         assert text_of(found, "dd") == ["tensor=2"]
 
+    def test_it_opens_at_the_first_step_and_plays(self, tmp_path):
+        path = tmp_path / "page.html"
+        write_history_html(path, [small_row()], title="A page", settings={})
+        played = browse(tmp_path, path, "", "--virtual-time-budget=9000")
+        assert played[0][1]["data-step"] == "4"
+        assert text_of(played, "output") == ["finished, 4 steps"]
+        still = browse(tmp_path, path, "", "--force-prefers-reduced-motion", "--virtual-time-budget=9000")
+        assert still[0][1]["data-step"] == "0"
+
     def test_a_hostile_prompt_stays_text(self, tmp_path):
         path = tmp_path / "page.html"
         row = hostile_row()
         write_history_html(path, [row, small_row(HOSTILE)], title=HOSTILE, settings={HOSTILE: HOSTILE})
-        found = browse(tmp_path, path)
+        found = browse(tmp_path, path, "#step=4")
         assert found[0][1] == {"lang": "en", "data-step": "4"}  # the script ran, and none of theirs
         assert "img" not in [tag for tag, _, _ in found]
         assert len(text_of(found, "script")) == 2
