@@ -103,6 +103,11 @@ class HostProcesses:
     def _path(self, number: int, kind: str) -> Path:
         return self._folder / f"{number}.{kind}"
 
+    @property
+    def numbers(self) -> list[int]:
+        """Process numbers of the hosts that were started."""
+        return [process.pid for process in self._processes if process is not None]
+
     def running(self) -> bool:
         """Whether any process of any host is still there, workers too."""
         for process in self._processes:

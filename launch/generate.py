@@ -4,7 +4,7 @@
   diffumesh generate --checkpoint=apple/DiffuCoder-7B-cpGRPO --chat --mesh=tensor=8 --prompt='Sort a list.'
   diffumesh generate --devices=8 --mesh=data=2,tensor=4 ...    the same on 8 simulated CPU devices
   diffumesh generate --checkpoint=DIR --mesh=tensor=8 --explain    how the weights would lie, and stop
-  diffumesh generate --cache=dual --parallel=threshold --early_stop ...    in blocks, faster than exact
+  diffumesh generate --cache=dual --parallel=threshold ...    in blocks, faster than exact
 
 Prompts come from --prompt, --prompt_file or standard input. Completions go to standard output, everything else to
 standard error. Decoding flags that are not given come from the preset (entropy, top_p .95, top_k 50, as many steps as
@@ -46,6 +46,7 @@ from runtime import (
     GenerationResult,
     InputError,
     SamplingConfig,
+    StopTest,
     check_request,
     encode_prompts,
     end_tokens,
@@ -127,7 +128,8 @@ def main(values: flags.FlagValues) -> None:
         explain(values, folder, model)
         return
     tokenizer = read_tokenizer(folder)
-    config = decoding_config(values, folder, model, end_tokens(model, folder, tokenizer))
+    config = decoding_config(values, folder, model)
+    config = config.with_end_tokens(end_tokens(model, folder, tokenizer), default=True)
     if values.history_html is not None and isinstance(config, SamplingConfig):
         raise InputError(f"--history_html is of denoise steps, and {folder.name} is autoregressive")
     prompts = read_prompts(values)
@@ -143,18 +145,21 @@ def main(values: flags.FlagValues) -> None:
     say(describe(config))
     view, titles = CanvasView(engine, ids, mask, samples), row_titles(prompts, samples)
     with traced(values):
+        tests = engine.stop_tests([values.stop] * (len(prompts) * samples), config.stop_token_ids)
         if values.watch:
-            result = generate_watched(engine, ids, mask, config, samples, view, titles)
+            result = generate_watched(engine, ids, mask, config, samples, view, titles, tests)
         else:
             with progress_bar("compiling and decoding, steps") as progress:
-                result = engine.generate_tokens(ids, mask, config, num_return_sequences=samples, progress=progress)
+                result = engine.generate_tokens(
+                    ids, mask, config, num_return_sequences=samples, progress=progress, stop_tests=tests
+                )
     if values.dump_hlo is not None:
         write_programs(values, engine.program_texts())
     completions = engine.completions(prompts, ids, mask, result, stop=values.stop, stop_token_ids=config.stop_token_ids)
     if is_main_process():
         write_completions(completions, titles, result, values)
         if values.history_html is not None and isinstance(config, DiffusionConfig):
-            write_history(values.history_html, view, result, titles, config)
+            write_history(values.history_html, view, result, titles, config, completions)
     stats = result.stats
     say(
         f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens / max(stats.seconds, 1e-9):.1f} tokens/s), "
@@ -171,6 +176,7 @@ def generate_watched(
     samples: int,
     view: CanvasView,
     titles: Sequence[str],
+    stop_tests: Sequence[StopTest | None],
 ) -> GenerationResult:
     """Generate step by step, showing the canvas on an interactive terminal."""
     with CanvasWatcher(1, titles=titles) as watcher:
@@ -183,7 +189,9 @@ def generate_watched(
                 watcher.update(step, view.rows(canvas))
 
         # All hosts go step by step; host 0 draws.
-        return engine.generate_tokens(ids, mask, config, num_return_sequences=samples, watch=show, progress=expect)
+        return engine.generate_tokens(
+            ids, mask, config, num_return_sequences=samples, watch=show, progress=expect, stop_tests=stop_tests
+        )
 
 
 def write_completions(

@@ -74,7 +74,7 @@ class HarnessModel(LM):
         try:
             if self.engine.config.objective == "autoregressive":
                 return self.engine.with_end_tokens(SamplingConfig(**fields))
-            return DiffusionConfig.published(**fields)
+            return self.engine.with_end_tokens(DiffusionConfig.published(**fields))
         except TypeError as error:
             raise InputError(f"model_args: {error}") from error
 
@@ -137,7 +137,7 @@ class HarnessModel(LM):
             stops.append([until] if isinstance(until, str) else list(until))
         texts = [""] * len(rows)
         builder = CompletionBuilder(self.engine.tokenizer, self.engine.config.mask_token_id, self.engine.end_token_ids)
-        for results in self.engine.scheduler(rows, self._slots).run():
+        for results in self.engine.scheduler(rows, self._slots, self.engine.stop_tests(stops)).run():
             for result in results:
                 number = result.number
                 texts[number] = builder.build(result.sequence, rows[number].tokens, stop=stops[number]).text

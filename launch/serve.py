@@ -66,6 +66,8 @@ _DEFAULT_CANVAS = 512
 _DEFAULT_SLOTS = 8
 # Open files beside connections: weights, devices, logs.
 _OTHER_FILES = 128
+# After the grace period: answers are flushed, a trace is written.
+_ENDING_SECONDS = 15.0
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -199,7 +201,7 @@ def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: Mod
         raise InputError('--log_probabilities: a request asks for its own, as "logprobs"')
     tokenizer = read_tokenizer(folder)
     end_token_ids = end_tokens(model, folder, tokenizer)
-    config = decoding_config(values, folder, model, end_token_ids)
+    config = decoding_config(values, folder, model)
     return Defaults(
         model_name=values.served_model_name or default_name(folder),
         model=model,
@@ -285,6 +287,7 @@ def main(values: flags.FlagValues) -> None:
     engine = load_engine(values, folder, values.slots)
     say(describe(defaults.config))
     executor = Executor(engine.runner, made)
+    this_host().end_within(limits.grace_period + _ENDING_SECONDS)
     if server is None or own is None:
         with traced(values):
             follow(executor, this_host())

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from runtime.decoding.parameters import (
         AUTOREGRESSIVE_PARAMETERS,
         CACHES,
-        EARLY_STOP,
         EXPOSED_PARAMETERS,
         MAX_SEED,
         MAX_STEPS,
@@ -36,9 +35,11 @@ if TYPE_CHECKING:
         check_given,
         declared_parameters,
         dependents,
+        plain_number,
     )
     from runtime.engine import Engine
     from runtime.execution.executor import Executor
+    from runtime.execution.fair_queue import FairQueue
     from runtime.execution.left_padding import read_rows
     from runtime.execution.offline import OfflineScheduler
     from runtime.execution.pool import PoolShape, step_limit
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         RowFinished,
         RowInserted,
         RowsScored,
+        StopTest,
     )
     from runtime.execution.result import GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
@@ -64,7 +66,7 @@ if TYPE_CHECKING:
     from runtime.models.families import model_layout, parse_config
     from runtime.models.kv_cache import CACHE_DTYPES
     from runtime.models.quantization import QUANTIZATIONS
-    from runtime.text.completions import Completion, CompletionBuilder, TextStream
+    from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
     from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
     from sharding.errors import InputError, MeshError
     from sharding.mesh import MeshSpec
@@ -74,7 +76,6 @@ __all__ = [
     "AUTOREGRESSIVE_PARAMETERS",
     "CACHES",
     "CACHE_DTYPES",
-    "EARLY_STOP",
     "EXPOSED_PARAMETERS",
     "MAX_SAMPLES",
     "MAX_SEED",
@@ -95,6 +96,7 @@ __all__ = [
     "Engine",
     "Event",
     "Executor",
+    "FairQueue",
     "FirstToken",
     "GenerationResult",
     "GenerationStats",
@@ -127,6 +129,7 @@ __all__ = [
     "Seeds",
     "StepOutcome",
     "StepPlan",
+    "StopTest",
     "TextStream",
     "TextTokenizer",
     "TokenIds",
@@ -141,10 +144,12 @@ __all__ = [
     "folder_fingerprint",
     "model_layout",
     "parse_config",
+    "plain_number",
     "read_rows",
     "row_seed",
     "row_seeds",
     "step_limit",
+    "stop_tests",
 ]
 
 _HOMES = {
@@ -161,11 +166,11 @@ _HOMES = {
     "CompletionBuilder": "runtime.text.completions",
     "ConfigError": "runtime.models.config",
     "DiffusionConfig": "runtime.decoding.parameters",
-    "EARLY_STOP": "runtime.decoding.parameters",
     "EXPOSED_PARAMETERS": "runtime.decoding.parameters",
     "Engine": "runtime.engine",
     "Event": "runtime.execution.requests",
     "Executor": "runtime.execution.executor",
+    "FairQueue": "runtime.execution.fair_queue",
     "FirstToken": "runtime.execution.requests",
     "GenerationResult": "runtime.execution.result",
     "GenerationStats": "runtime.execution.result",
@@ -205,6 +210,7 @@ _HOMES = {
     "Seeds": "runtime.decoding.schema",
     "StepOutcome": "runtime.execution.step_plan",
     "StepPlan": "runtime.execution.step_plan",
+    "StopTest": "runtime.execution.requests",
     "TextStream": "runtime.text.completions",
     "TextTokenizer": "runtime.text.tokenizer",
     "TokenIds": "runtime.decoding.schema",
@@ -219,10 +225,12 @@ _HOMES = {
     "folder_fingerprint": "checkpoints.fingerprint",
     "model_layout": "runtime.models.families",
     "parse_config": "runtime.models.families",
+    "plain_number": "runtime.decoding.schema",
     "read_rows": "runtime.execution.left_padding",
     "row_seed": "runtime.execution.rows",
     "row_seeds": "runtime.execution.rows",
     "step_limit": "runtime.execution.pool",
+    "stop_tests": "runtime.text.completions",
 }
 
 if not TYPE_CHECKING:  # so that a type checker knows every name, and no other

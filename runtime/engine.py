@@ -16,6 +16,7 @@ from checkpoints import CheckpointError, CheckpointFolder, load_weights, open_fo
 from checkpoints.loading import LoadedBytes, Progress, check_weights
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.options import check_options
+from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
 from runtime.execution.rows import default_config
 from runtime.execution.runner import Runner, check_attention
@@ -26,7 +27,7 @@ from runtime.models.families import Weights, model_layout, parse_config
 from runtime.models.placement import place_weights
 from runtime.models.random_weights import random_weights
 from runtime.planner.default import choose_layout
-from runtime.text.completions import Completion, CompletionBuilder, certain_prefixes, stream_texts
+from runtime.text.completions import Completion, CompletionBuilder, certain_prefixes, stop_tests, stream_texts
 from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
@@ -175,13 +176,17 @@ class Engine(TokenEngine):
         Raises:
           CheckpointError: the checkpoint has none.
         """
-        if self._tokenizer is None and self._folder is not None:
-            self._tokenizer = TextTokenizer.from_folder(self._folder)
-        if self._tokenizer is None:
+        found = self._read_tokenizer()
+        if found is None:
             raise CheckpointError(
                 "this checkpoint has no tokenizer (tokenizer.json, or vocab.json and merges.txt); "
                 "it serves the token-level calls only"
             )
+        return found
+
+    def _read_tokenizer(self) -> TextTokenizer | None:
+        if self._tokenizer is None and self._folder is not None:
+            self._tokenizer = TextTokenizer.from_folder(self._folder)
         return self._tokenizer
 
     @property
@@ -190,6 +195,12 @@ class Engine(TokenEngine):
         tokenizer = self.tokenizer
         assert self._folder is not None, "a tokenizer comes from a folder"
         return end_tokens(self.config, self._folder, tokenizer)
+
+    def known_end_tokens(self) -> tuple[int, ...]:
+        """:attr:`end_token_ids`, without the tokenizer's where there is none."""
+        if self._folder is None:
+            return super().known_end_tokens()
+        return end_tokens(self.config, self._folder, self._read_tokenizer())
 
     def published(self, **overrides: Any) -> GenerationConfig:
         """The settings that the model's authors publish for this checkpoint, with these changes."""
@@ -213,7 +224,7 @@ class Engine(TokenEngine):
 
         Args:
           prompts: a text or several; mask tokens written in them (``<|mask|>``) are filled too.
-          config: as for :meth:`generate_tokens`; an autoregressive row ends with the checkpoint's end tokens too.
+          config: as for :meth:`generate_tokens`; rows end early unless ``early_stop`` is false.
           chat: each prompt is a user's message in the checkpoint's chat template.
           num_return_sequences: completions of each prompt.
           stop: strings that end a completion.
@@ -224,7 +235,8 @@ class Engine(TokenEngine):
         """
         ids, mask = self.encode(prompts, chat=chat)
         config = self.with_end_tokens(config)
-        result = self.generate_tokens(ids, mask, config, num_return_sequences=num_return_sequences)
+        tests = self.stop_tests([stop] * (len(ids) * num_return_sequences), config.stop_token_ids)
+        result = self.generate_tokens(ids, mask, config, num_return_sequences=num_return_sequences, stop_tests=tests)
         return self.completions(prompts, ids, mask, result, stop=stop, stop_token_ids=config.stop_token_ids)
 
     def stream(
@@ -273,11 +285,13 @@ class Engine(TokenEngine):
         return found[0] if isinstance(input_ids, str) else found
 
     def with_end_tokens(self, config: GenerationConfig | None) -> GenerationConfig:
-        """A configuration whose rows end with the checkpoint's end tokens too, where rows end at all."""
+        """A configuration whose rows end with the checkpoint's end tokens too, unless its ``early_stop`` is false."""
         config = config or default_config(self.config)
-        if not isinstance(config, SamplingConfig):
-            return config
-        return config.replace(stop_token_ids=tuple(dict.fromkeys([*config.stop_token_ids, *self.end_token_ids])))
+        return config.with_end_tokens(self.end_token_ids, default=True)
+
+    def stop_tests(self, stops: Sequence[Sequence[str]], stop_token_ids: Sequence[int] = ()) -> list[StopTest | None]:
+        """For each row, whose stop strings these are, the test that ends it; see :meth:`generate_tokens`."""
+        return stop_tests(self.tokenizer, (*self.end_token_ids, *stop_token_ids), stops)
 
     def encode(self, prompts: str | Sequence[str], *, chat: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize prompts into left-padded rows: int32 ``[B, S]`` and their attention mask ``[B, S]``."""

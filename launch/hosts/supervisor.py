@@ -105,6 +105,7 @@ class Supervisor:
         self._ended = False
         self._begun = False
         self._terminated = False
+        self._grace_period: float | None = None
         self._heartbeat = (0, time.monotonic())
         self._last_words = False
 
@@ -207,6 +208,8 @@ class Supervisor:
                     self._send("gather", topic=message["topic"], value=message["value"])
                 case "last words":
                     self._last_words = True
+                case "grace period":
+                    self._grace_period = float(message["seconds"])
                 case "told":
                     if not self._worker_told.done():
                         self._worker_told.set_result(None)
@@ -340,6 +343,9 @@ class Supervisor:
         self._say(f"{self._name}: SIGTERM: finishing what is in flight; a second one stops at once")
         if self._link is not None:
             self._link.write(encode("drain"))
+        if self._grace_period is not None:
+            late = Fault("stopped", f"not ended within {self._grace_period:.0f} s after SIGTERM")
+            asyncio.get_running_loop().call_later(self._grace_period, self._report, late)
 
     def _on_interrupt(self) -> None:
         self._report(Fault("stopped", "interrupted", EXIT_INTERRUPTED))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from runtime import (
     AUTOREGRESSIVE_PARAMETERS,
-    EARLY_STOP,
     EXPOSED_PARAMETERS,
     MAX_SAMPLES,
     MAX_SEED,
@@ -28,6 +29,10 @@ from runtime import (
 )
 
 MAX_STOPS, MAX_STOP = 16, 1024
+
+# No token has more characters than this: a text that is longer than so many for each position does not fit.
+_LONGEST_TOKEN = 256
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # Fields of a request that are no decoding parameters.
 _SAMPLES, _SAMPLES_NAME = Integer(1, MAX_SAMPLES), "num_return_sequences"
@@ -94,23 +99,30 @@ class Asked:
     stop: tuple[str, ...]
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, Any]], most: int | None = None) -> dict[str, Any]:
+    if most is not None and len(pairs) > most:
+        raise InputError(f"an object has {len(pairs)} names; at most {most}")
     found = dict(pairs)
     if len(found) < len(pairs):
         raise InputError("an object says a name twice")
     return found
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
+def parse_object(raw: bytes, names: int | None = None) -> dict[str, Any]:
     """A JSON object from bytes.
 
+    Args:
+      raw: UTF-8.
+      names: that an object may have at most; None for any number.
+
     Raises:
-      InputError: not UTF-8, not JSON, not an object, or an object that says something twice.
+      InputError: not UTF-8, not JSON, not an object, an object that says something twice, or one with too many names.
     """
     try:
-        record = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
-        # Half a character, written as an escape, is no text.
-        json.dumps(record, ensure_ascii=False).encode("utf-8")
+        record = json.loads(raw.decode("utf-8"), object_pairs_hook=partial(_once, most=names))
+        # Half a character, which only an escape can write, is no text.
+        if _SURROGATE.search(raw):
+            json.dumps(record, ensure_ascii=False).encode("utf-8")
     except InputError:
         raise
     except UnicodeError as error:
@@ -158,7 +170,7 @@ def read_asked(fields: Mapping[str, Any], defaults: Defaults) -> Asked:
     Raises:
       InputError: a field is wrong, or the model cannot run the request.
     """
-    config = read_config(fields, defaults)
+    config = read_config(fields, defaults).with_end_tokens(defaults.end_token_ids, default=True)
     samples = _SAMPLES.read("n", fields.get(_SAMPLES_NAME, defaults.samples))
     seed = _SEED.read("seed", fields.get("seed", defaults.seed))
     prompt, tokens = _prompt(fields, defaults)
@@ -179,7 +191,7 @@ def nothing_else(fields: Mapping[str, Any], silent: str = " ".join(_SILENT)) -> 
 
 
 def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConfig | SamplingConfig:
-    """The decoding parameters of a body, over the defaults.
+    """The decoding parameters of a body, over the defaults; ``early_stop`` is not decided yet.
 
     Raises:
       InputError: a parameter is wrong, or this model's decoder does not have it.
@@ -192,8 +204,6 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
             f"{', '.join(wrong)}: for diffusion models, and this checkpoint is autoregressive", field=wrong[0]
         )
     fields = {name: EXPOSED_PARAMETERS[name].from_request(changes[name]) for name in given}
-    if EARLY_STOP.name in fields:
-        fields["stop_token_ids"] = defaults.end_token_ids if EARLY_STOP.read(fields.pop(EARLY_STOP.name)) else ()
     if "log_probabilities" in fields:
         fields["log_probabilities"] = _log_probabilities(fields["log_probabilities"])
     # Parameters of one cache or one parallel rule do not carry over to another one.
@@ -226,26 +236,44 @@ def _stops(changes: Mapping[str, Any], defaults: Defaults) -> tuple[str, ...]:
     return tuple(found)
 
 
+def check_prompt_size(prompt: Any, positions: int) -> None:
+    """Refuse a prompt, a text or token ids, that cannot fit. It costs no time, and tokenizing a long text does.
+
+    Raises:
+      InputError: it has more tokens than there are positions.
+    """
+    least = len(prompt) // _LONGEST_TOKEN if isinstance(prompt, str) else len(prompt)
+    if least > positions:
+        raise InputError(
+            f"the prompt is too long; there is room for {positions} tokens, new ones included", field="prompt"
+        )
+
+
 def _prompt(changes: Mapping[str, Any], defaults: Defaults) -> tuple[str, list[int]]:
     """The prompt's text and its tokens."""
     if ("prompt" in changes) == ("messages" in changes):
         raise InputError("expected either a prompt or messages", field="prompt")
     tokenizer, vocabulary = defaults.tokenizer, defaults.model.vocab_size
     if "messages" in changes:
-        return "", _not_empty(tokenizer.encode_messages(_messages(changes["messages"])))
+        return "", _encode(tokenizer.render_messages(_messages(changes["messages"])), defaults)
     prompt = changes["prompt"]
+    if not isinstance(prompt, (str, list)):
+        raise InputError("prompt: expected a text or a list of token ids", field="prompt")
+    check_prompt_size(_not_empty(prompt), defaults.model.max_positions)
     if isinstance(prompt, list):
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
                 raise InputError(
                     f"prompt: {token!r:.80} is no token; expected one text, or ids below {vocabulary}", field="prompt"
                 )
-        return tokenizer.decode(_not_empty(prompt), skip_special_tokens=False), list(prompt)
-    if not isinstance(prompt, str):
-        raise InputError("prompt: expected a text or a list of token ids", field="prompt")
-    encode: Callable[[str], list[int]] = tokenizer.encode_chat if defaults.chat else tokenizer.encode
-    _not_empty(prompt)
-    return prompt, _not_empty(encode(prompt))
+        return tokenizer.decode(prompt, skip_special_tokens=False), list(prompt)
+    chat = [{"role": "user", "content": prompt}]
+    return prompt, _encode(tokenizer.render_messages(chat) if defaults.chat else prompt, defaults)
+
+
+def _encode(text: str, defaults: Defaults) -> list[int]:
+    check_prompt_size(text, defaults.model.max_positions)
+    return list(_not_empty(defaults.tokenizer.encode(text)))
 
 
 def _not_empty(prompt: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from runtime.execution.hooks import HookedSteps, LogitsHook, TokensHook
 from runtime.execution.left_padding import Rows
 from runtime.execution.offline import OfflineScheduler
 from runtime.execution.pool import uses_cache
+from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, masks_left
 from runtime.execution.row_request import RowResult, masked_span
 from runtime.execution.runner import Runner
@@ -40,6 +41,8 @@ class Observers:
       tokens_hook, logits_hook: see :mod:`runtime.execution.hooks` (diffusion, original algorithm).
       watch: called with (steps done, canvas int32 ``[B, S + N]``) before the first step and after each.
       progress: called with (steps done, steps in all at most) along the way.
+      stop_tests: of each row, see :data:`runtime.execution.requests.StopTest`; empty for none. Where somebody watches,
+        rows go on to their end, and what follows the stop is not counted.
     """
 
     history: bool = False
@@ -47,6 +50,7 @@ class Observers:
     logits_hook: LogitsHook | None = None
     watch: Callable[[int, np.ndarray], None] | None = None
     progress: Callable[[int, int], None] | None = None
+    stop_tests: Sequence[StopTest | None] = ()
 
     @property
     def hooked(self) -> bool:
@@ -61,7 +65,7 @@ class Observers:
         """
         if isinstance(config, SamplingConfig) and (self.hooked or self.history):
             raise InputError("hooks and history are of denoise steps; this checkpoint is autoregressive")
-        if isinstance(config, DiffusionConfig) and config.in_blocks and self.hooked:
+        if isinstance(config, DiffusionConfig) and (config.in_blocks or config.stop_token_ids) and self.hooked:
             raise InputError("hooks are of the original algorithm: leave cache, blocks, parallel and stop tokens off")
 
 
@@ -95,6 +99,8 @@ class WatchedBatch:
         # In the original algorithm a step is a denoise step of every row; else an iteration, in which each row makes a
         # step of its own.
         self._denoise_steps = isinstance(config, DiffusionConfig) and not config.in_blocks
+        # The original goes through all of its steps.
+        self._may_end = bool(config.stop_token_ids)
 
     def advance_by(self, steps: int) -> Iterator[int]:
         """Run to the end, so many steps at a time, yielding how many have been made."""
@@ -102,10 +108,10 @@ class WatchedBatch:
         while made < self.steps:
             limit = min(made + steps, self.steps)
             if self._denoise_steps:
-                self.slots.run(step_limit=limit)
-                made = limit
+                done = self.slots.run(step_limit=limit).all() and self._may_end
             else:
-                made = self.steps if self.slots.run(max_iterations=limit - made).all() else limit
+                done = self.slots.run(max_iterations=limit - made).all()
+            made = self.steps if done else limit
             yield made
 
     def canvas(self) -> np.ndarray:
@@ -162,18 +168,35 @@ def generate_rows(
             _watch(batch, observers)
         results, stats.forwards, stats.batches = batch.results(), batch.slots.forwards, 1
     else:
-        results = _schedule(runner, own, config, width, stats, observers.progress)
+        results = _schedule(runner, own, config, width, stats, observers)
     if observers.history and history is None:
         history = own.history(results, stats.steps)
     sequences, commit_steps = own.sequences(results), own.commit_steps(results)
     real = np.pad(rows.real, ((0, 0), (0, config.max_new_tokens)), constant_values=True)
     stats.positions = sum(one.positions for one in results)
-    stats.tokens = committed_tokens(commit_steps)
+    stats.tokens = _counted(sequences, commit_steps, rows.original.shape[1], config, observers.stop_tests)
     stats.masks_left = int(masks_left(sequences, real, runner.layout.config.mask_token_id).sum())
     stats.compiled_programs = programs.compiled - compiled
     stats.compile_seconds = programs.seconds - compile_seconds
     stats.seconds = time.perf_counter() - start
     return GenerationResult(sequences, commit_steps, history, seeds, own.log_probabilities(results), stats)
+
+
+def _counted(
+    sequences: np.ndarray,
+    commit_steps: np.ndarray,
+    prompt: int,
+    config: DiffusionConfig | SamplingConfig,
+    stop_tests: Sequence[StopTest | None],
+) -> int:
+    """Tokens committed in all rows ``[B, S + N]`` up to their ends, where prompts are ``prompt`` wide."""
+    tests = stop_tests or [None] * len(sequences)
+    return sum(
+        committed_tokens(
+            sequence, steps, prompt, config.stop_token_ids, test(sequence[prompt:].tolist(), True) if test else None
+        )
+        for sequence, steps, test in zip(sequences, commit_steps, tests, strict=True)
+    )
 
 
 def _watch(batch: WatchedBatch, observers: Observers) -> None:
@@ -195,16 +218,16 @@ def _schedule(
     config: DiffusionConfig | SamplingConfig,
     width: int,
     stats: GenerationStats,
-    progress: Callable[[int, int], None] | None,
+    observers: Observers,
 ) -> list[RowResult]:
     """Run all rows through the scheduler, as many at a time as memory allows; counts forward passes and batches."""
-    count = len(rows.requests)
+    count, progress, tests = len(rows.requests), observers.progress, observers.stop_tests
     slots = runner.batch_size(count, width, uses_cache(config))
-    scheduler = OfflineScheduler(runner, rows.requests, slots, width)
+    scheduler = OfflineScheduler(runner, rows.requests, slots, width, tests)
     stats.batches = math.ceil(count / slots)
     total = stats.steps * stats.batches
-    # Rows that all have a slot run to their end in one call of the program, unless somebody waits for news.
-    iterations = None if count > slots else _ALL_ITERATIONS
+    # Rows that all have a slot run to their end in one call of the program, unless somebody looks at them.
+    iterations = None if count > slots or any(tests) else _ALL_ITERATIONS
     if progress is not None:
         iterations = max(1, stats.steps // _PROGRESS_REPORTS)
         progress(0, total)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from runtime.execution.pool import Pool, slot_count, steps_per_block, uses_cache
-from runtime.execution.requests import RequestHandle, RowFinished
+from runtime.execution.requests import RequestHandle, RowFinished, StopTest
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import Runner
 from runtime.execution.scheduler import PoolLimits, Scheduler, SchedulerPolicy, SchedulerStats
@@ -50,7 +50,12 @@ class OfflineScheduler:
     """
 
     def __init__(
-        self, runner: Runner, requests: Sequence[RowRequest], slots: int | None = None, width: int | None = None
+        self,
+        runner: Runner,
+        requests: Sequence[RowRequest],
+        slots: int | None = None,
+        width: int | None = None,
+        stop_tests: Sequence[StopTest | None] = (),
     ) -> None:
         """Sort requests into groups.
 
@@ -60,8 +65,10 @@ class OfflineScheduler:
           slots: rows on the devices at a time, rounded down to a multiple of the data axis and limited by memory;
             default :data:`DEFAULT_SLOTS` for each shard of it.
           width: bucket of all canvases; default each row's own.
+          stop_tests: of each request, see :data:`runtime.execution.requests.StopTest`; empty for none.
         """
         self._runner, self._requests = runner, requests
+        self._stop_tests = stop_tests or [None] * len(requests)
         self.stats = SchedulerStats()
         groups: dict[tuple[int, Hashable], list[int]] = {}
         for number, request in enumerate(requests):
@@ -114,7 +121,8 @@ class OfflineScheduler:
             share = min(_MAX_ITERATIONS, max(1, longest // _STEPS_PER_ROW))
             policy = SchedulerPolicy(iterations or share, step_seconds=None, first_tokens=False)
             scheduler = Scheduler([PoolLimits(pool.count)], policy, self.stats)
-            scheduler.add(RequestHandle(rows=[self._requests[number] for number in numbers]))
+            rows, tests = zip(*((self._requests[number], self._stop_tests[number]) for number in numbers), strict=True)
+            scheduler.add(RequestHandle(rows=rows, stop_tests=tests))
             while scheduler.waiting or scheduler.running:
                 admit = admit and more()
                 plan = scheduler.schedule(0.0, admit)

@@ -13,7 +13,7 @@ import numpy as np
 
 from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.execution.row_request import RowRequest, RowResult
+from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import check_kind
 from runtime.execution.runner import Runner, weight_bytes
 from runtime.execution.slots import Slots, open_slots
@@ -166,9 +166,11 @@ class Pool:
         return self.config.replace(**changes)
 
     def execute(self, plan: PoolPlan) -> PoolOutcome:
-        """Evict, insert, run iterations, and collect the rows that are done."""
+        """Finish, evict, insert, run iterations, and collect the rows that are done."""
         slots, forwards = self._slots, self._slots.forwards
-        changes: dict[int, RowRequest | None] = dict.fromkeys(plan.evict)
+        ended = {slot: self.held.pop(slot) for slot in plan.finish}
+        results = slots.collect(ended, ended_early=True) if ended else []
+        changes: dict[int, RowRequest | None] = dict.fromkeys([*plan.finish, *plan.evict])
         for slot in plan.evict:
             self.held.pop(slot, None)
         for one in plan.insert:
@@ -176,7 +178,6 @@ class Pool:
             self.held[one.slot] = one.row, one.request
         if changes:
             slots.insert(changes)
-        results: list[RowResult] = []
         canvases: dict[int, np.ndarray] = {}
         seconds, iterations = 0.0, slots.iterations
         if self.held and plan.iterations:
@@ -184,7 +185,7 @@ class Pool:
             done = slots.run(plan.iterations)
             seconds = time.perf_counter() - start
             finished = {slot: self.held.pop(slot) for slot in list(self.held) if done[slot]}
-            results = slots.collect(finished) if finished else []
+            results += slots.collect(finished) if finished else []
             if plan.canvases and self.held:
                 canvas = slots.canvas()
                 canvases = {row: canvas[slot, : request.length] for slot, (row, request) in self.held.items()}

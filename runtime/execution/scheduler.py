@@ -26,8 +26,12 @@ from runtime.execution.requests import (
     RowsScored,
     ScheduledRow,
 )
+from runtime.execution.result import committed_tokens
 from runtime.execution.row_request import RowResult
 from runtime.execution.step_plan import Insertion, PoolOutcome, PoolPlan, StepOutcome, StepPlan
+
+# Iterations of a row after each of which it is looked at while nothing of it has been seen.
+FIRST_LOOKS = 2
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class SchedulerPolicy:
     """How long a step runs, and what is looked at after it.
 
     Attributes:
-      max_iterations: of a step.
+      max_iterations: of a step; a row that nobody has seen anything of is looked at after each of its first
+        :data:`FIRST_LOOKS`.
       step_seconds: that a step takes, about, by the iterations of the step before; None runs ``max_iterations``.
       first_tokens: whether the first token of every row is watched for, streamed or not.
     """
@@ -64,7 +69,7 @@ class SchedulerStats:
 
     Attributes:
       rows: rows that are done.
-      tokens: tokens committed in them.
+      tokens: tokens committed in them, without what follows the end of a row.
       forwards: forward passes, prefills included.
       slot_iterations: iterations of each pool times its slots.
       busy_iterations: those in which a row that is done now committed a token.
@@ -206,12 +211,17 @@ class Scheduler:
         aborted = [slot for slot, row in pool.slots.items() if self._rows[row].handle.closed]
         for slot in aborted:
             del self._rows[pool.slots.pop(slot)]
+        # Rows whose stop test has ended them are there until their results are.
+        finish = [slot for slot, row in pool.slots.items() if self._rows[row].counted is not None]
+        for slot in finish:
+            del pool.slots[slot]
         insertions = self._insert(pool, now) if admit else []
         inserted = {one.slot for one in insertions}
         evict = [slot for slot in aborted if slot not in inserted]
-        if not (pool.slots or evict):
+        if not (pool.slots or evict or finish):
             return None
-        return PoolPlan(number, evict, insertions, self._iterations(pool), self._canvases_wanted(pool))
+        canvases = self._canvases_wanted(pool)
+        return PoolPlan(number, evict, insertions, self._iterations(pool, canvases), canvases, finish)
 
     def _insert(self, pool: _PoolState, now: float) -> list[Insertion]:
         """Give free slots to waiting rows."""
@@ -229,17 +239,19 @@ class Scheduler:
             self._events.append(RowInserted(row.handle, row.index, now - row.handle.arrived))
         return insertions
 
-    def _iterations(self, pool: _PoolState) -> int:
+    def _iterations(self, pool: _PoolState, canvases: bool) -> int:
         policy = self.policy
         if policy.step_seconds is None:
             return policy.max_iterations
-        if not pool.seconds:
+        rows = [self._rows[number] for number in pool.slots.values()]
+        if not pool.seconds or (canvases and any(not row.prefix and row.iterations < FIRST_LOOKS for row in rows)):
             return 1
         return max(1, min(policy.max_iterations, int(policy.step_seconds / pool.seconds)))
 
     def _canvases_wanted(self, pool: _PoolState) -> bool:
         rows = [self._rows[number] for number in pool.slots.values()]
-        return any(row.handle.stream or (self.policy.first_tokens and row.first_token is None) for row in rows)
+        watched = self.policy.first_tokens
+        return any(row.handle.stream or row.stop_test or (watched and row.first_token is None) for row in rows)
 
     # ---- its outcome ------------------------------------------------------------------------------------------
 
@@ -269,14 +281,18 @@ class Scheduler:
         pool = self._pools[outcome.pool]
         self.stats.forwards += outcome.forwards
         self.stats.slot_iterations += outcome.iterations * pool.limits.slots
-        if outcome.seconds:
-            pool.seconds = outcome.seconds / max(1, outcome.iterations)
+        if outcome.iterations:
+            pool.seconds = outcome.seconds / outcome.iterations
         for number in pool.slots.values():
             self._rows[number].iterations += outcome.iterations
         for number, canvas in outcome.canvases.items():
             row = self._rows[number]
-            new = canvas[len(row.request.tokens) :]
-            self._note_prefix(row, int(np.argmax(np.append(new, -1) < 0)), now)
+            prompt = len(row.request.tokens)
+            new = canvas[prompt:]
+            prefix = int(np.argmax(np.append(new, -1) < 0))
+            self._note_prefix(row, prefix, now)
+            if (canvas[:prompt] >= 0).all():  # else masks of the prompt are still to be filled
+                row.look(new[:prefix], whole=False)
             if row.handle.stream:
                 self._events.append(CanvasChanged(row.handle, row.index, new))
         for result in outcome.results:
@@ -285,12 +301,14 @@ class Scheduler:
     def _finish_row(self, pool: _PoolState, result: RowResult, now: float) -> None:
         row = self._rows.pop(result.number)
         pool.slots = {slot: number for slot, number in pool.slots.items() if number != result.number}
-        committed = result.commit_steps[result.commit_steps >= 0]
-        tokens, steps = len(committed), len(np.unique(committed))
+        config, prompt = row.request.config, len(row.request.tokens)
+        row.look(result.sequence[prompt:], whole=True)
+        steps = len(np.unique(result.commit_steps[result.commit_steps >= 0]))
+        tokens = committed_tokens(result.sequence, result.commit_steps, prompt, config.stop_token_ids, row.counted)
         self.stats.rows += 1
         self.stats.tokens += tokens
         self.stats.busy_iterations += steps
-        self._note_prefix(row, max(1, row.request.config.max_new_tokens), now)
+        self._note_prefix(row, max(1, config.max_new_tokens), now)
         per_token = None
         if row.first_token is not None and tokens > 1:
             per_token = (now - row.first_token) / (tokens - 1)

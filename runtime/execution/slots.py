@@ -81,8 +81,13 @@ class Slots(abc.ABC):
         """The tokens in the slots now: int32 ``[B, S]``, -1 where nothing is committed or generated yet."""
 
     @abc.abstractmethod
-    def collect(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
-        """Results of slots: slot to the number of its request, and the request. Evicts nothing."""
+    def collect(self, taken: Mapping[int, tuple[int, RowRequest]], ended_early: bool = False) -> list[RowResult]:
+        """Results of slots: slot to the number of its request, and the request. Evicts nothing.
+
+        Args:
+          taken: the slots.
+          ended_early: the rows are done as they are: padding takes the place of their masks.
+        """
 
     def _place(self, requests: Mapping[int, RowRequest | None]) -> None:
         """Put all slots onto the mesh anew: these requests, and nothing in the others."""
@@ -201,17 +206,20 @@ class DiffusionSlots(Slots):
     def _canvases(self) -> tuple[np.ndarray, np.ndarray]:
         """Canvases, padded after the end of rows that ended early, and commit steps: int32 ``[B, S]`` each."""
         canvas, commit_steps = fetch(self.state.canvas), fetch(self.state.commit_steps)
-        stop_tokens = fetch(self.request.stop_tokens)
-        return pad_after_end(canvas, commit_steps, stop_tokens, self._runner.layout.config), commit_steps
+        prompts, stop_tokens = fetch(self.request.prompts), fetch(self.request.stop_tokens)
+        return pad_after_end(canvas, commit_steps, prompts, stop_tokens, self._runner.layout.config), commit_steps
 
     def canvas(self) -> np.ndarray:
         """See :meth:`Slots.canvas`; masks of a prompt are -1 too."""
         canvas, _ = self._canvases()
         return np.where(canvas == self._runner.layout.config.mask_token_id, -1, canvas)
 
-    def collect(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
+    def collect(self, taken: Mapping[int, tuple[int, RowRequest]], ended_early: bool = False) -> list[RowResult]:
         """See :meth:`Slots.collect`."""
         canvas, commit_steps = self._canvases()
+        if ended_early:
+            model = self._runner.layout.config
+            canvas = np.where(canvas == model.mask_token_id, model.pad_token_id, canvas)
         log_probabilities, refreshes = self._log_probabilities(), fetch(self.state.refreshes)
         windows = fetch(self.state.window_positions)
         return [
@@ -314,8 +322,9 @@ class AutoregressiveSlots(Slots):
         tokens, lengths = fetch(self.state.tokens), fetch(self.state.lengths)
         return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, -1)
 
-    def collect(self, taken: Mapping[int, tuple[int, RowRequest]]) -> list[RowResult]:
+    def collect(self, taken: Mapping[int, tuple[int, RowRequest]], ended_early: bool = False) -> list[RowResult]:
         """See :meth:`Slots.collect`; the step of a token is its place among the new ones."""
+        del ended_early  # what is not generated is padding anyway
         tokens, lengths = fetch(self.state.tokens), fetch(self.state.lengths)
         log_probabilities = self._log_probabilities()
         found = []

@@ -45,6 +45,7 @@ class PoolPlan:
       insert: rows that get a slot; one that was taken is evicted from it.
       iterations: denoise steps, or tokens, to run at most.
       canvases: whether the outcome has the canvases of unfinished rows.
+      finish: slots whose rows are done with what they have: results of the outcome, evicted before anything else.
     """
 
     pool: int
@@ -52,6 +53,7 @@ class PoolPlan:
     insert: Sequence[Insertion]
     iterations: int
     canvases: bool
+    finish: Sequence[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

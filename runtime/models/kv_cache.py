@@ -3,7 +3,8 @@
 Declared like the weights, by logical axes: rows over ``data``, KV heads over ``tensor`` (its ``kv`` part), positions
 over ``sequence``. A loop carries it and its writes are in place: nothing here makes a copy of it.
 
-Dimension letters: L layers, B batch, R rows that are written whole, W window, T cache length, K kv heads, H head dim.
+Dimension letters: L layers, B batch, R rows that are written whole, W window, T cache length, K kv heads,
+G query heads per KV head, H head dim.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from runtime.models.arrays import Leaf, abstract, array
-from runtime.models.attention import cached_attention
 from runtime.models.declarations import ModelLayout
+from runtime.models.xla_attention import xla_attention
 from sharding.errors import InputError
 
 Array = jax.Array
@@ -229,8 +230,17 @@ def write_window(
         return _write(layout, cache, _write_window, k, v, jnp.stack([starts, stops], axis=1), layer)
 
 
-def attend(cache: KVCache, layer: Array | int, q: Array, visible: Array) -> Array:
-    """Attention of ``q`` ``[B, S, K, G, H]`` to one layer of a cache; ``visible`` bool ``[B, S or 1, T]``."""
+def attend(layout: ModelLayout, cache: KVCache, layer: Array | int, q: Array, starts: Array, lengths: Array) -> Array:
+    """Attention of a window of every row to one layer of a cache, under the attention mask of the model.
 
+    Args:
+      layout: the model on its mesh.
+      cache: with the window's own keys and values in it.
+      layer: int32, which layer.
+      q: ``[B, W, K, G, H]``, whole on every shard of ``sequence``.
+      starts: int32 ``[B]``, position of each row's window.
+      lengths: int32 ``[B]``, positions at or after them are not attended to.
+    """
     own: KVCache = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False), cache)
-    return cached_attention(q, own.keys, own.values, visible, own.key_scales, own.value_scales)
+    arrays = (q, own.keys, own.values, starts, lengths, own.key_scales, own.value_scales)
+    return xla_attention(layout, *arrays, queries=None, keys="length")

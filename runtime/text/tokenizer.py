@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-import jinja2
 import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.folder import CheckpointFolder
 from runtime.models.config import ModelConfig, token_ids
+from runtime.text.chat_template import TemplateRenderer
 from sharding.errors import InputError
+
+Result = TypeVar("Result")
 
 # Tokens that end a completion, where a checkpoint's vocabulary has them.
 END_TOKENS = ("<|im_end|>", "<|dlm_pad|>", "<|endoftext|>")
@@ -24,6 +26,7 @@ class TextTokenizer:
         """Wrap a fast tokenizer of transformers; ``name`` is the folder's, for messages."""
         self._tokenizer = tokenizer
         self._name = name
+        self._renderer = TemplateRenderer()
 
     @classmethod
     def from_folder(cls, folder: CheckpointFolder) -> TextTokenizer | None:
@@ -33,25 +36,46 @@ class TextTokenizer:
           None where the folder has neither.
 
         Raises:
-          CheckpointError: the files are there and cannot be read.
+          CheckpointError: the files are there and cannot be read, or are not files of the folder.
         """
         has_json = (folder.path / "tokenizer.json").is_file()
         has_bpe = all((folder.path / file).is_file() for file in ("vocab.json", "merges.txt"))
         if not has_json and not has_bpe:
             return None
+        folder.side_files()  # none of what is read now is a link to elsewhere, or too large
         # Named classes, never the automatic one: a class named by the folder could be code in the folder.
         from transformers import PreTrainedTokenizerFast, Qwen2TokenizerFast
 
         loader = PreTrainedTokenizerFast if has_json else Qwen2TokenizerFast
         try:
             return cls(loader.from_pretrained(str(folder.path), local_files_only=True), folder.name)
-        except Exception as error:  # the library raises many kinds for a damaged file
-            raise CheckpointError(f"{folder.path}: the tokenizer cannot be read ({error})") from error
+        except BaseException as error:  # the library raises many kinds for a damaged file
+            if not _is_of_library(error):
+                raise
+            raise CheckpointError(f"{folder.path}: the tokenizer cannot be read ({error!s:.300})") from error
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; special tokens written in it are recognised, none is added."""
+        """Token ids of a text; special tokens written in it are recognised, none is added.
+
+        Raises:
+          InputError: the tokenizer fails on this text.
+        """
         # Not verbose: how long a prompt may be is checked where the model is known.
-        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        ids = self._guarded(lambda: self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        return list(ids)
+
+    def _guarded(self, work: Callable[[], Result]) -> Result:
+        """What ``work`` returns.
+
+        Raises:
+          InputError: the tokenizers library raises an error or panics.
+        """
+        try:
+            return work()
+        except BaseException as error:
+            if not _is_of_library(error):
+                raise
+            raise InputError("prompt: the tokenizer cannot take this text", field="prompt", detail=error) from error
 
     def encode_chat(self, text: str) -> list[int]:
         """Token ids of a user's message in the chat template, ready for the assistant's answer.
@@ -72,9 +96,12 @@ class TextTokenizer:
         Raises:
           CheckpointError: it has none.
         """
-        if not self._tokenizer.chat_template:
+        found = self._tokenizer.chat_template
+        if isinstance(found, dict):  # several by name, of which this one is for conversations
+            found = found.get("default")
+        if not found:
             raise CheckpointError(f"{self._name}: the tokenizer has no chat template; leave --chat off")
-        return str(self._tokenizer.chat_template)
+        return str(found)
 
     @chat_template.setter
     def chat_template(self, template: str | None) -> None:
@@ -86,23 +113,25 @@ class TextTokenizer:
 
         Raises:
           CheckpointError: the checkpoint has no chat template.
-          InputError: its template does not take these messages.
+          InputError: its template refuses these messages, fails, or does not end.
         """
-        template = self.chat_template
-        try:
-            return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=answer,
-            )
-        except jinja2.TemplateError as error:
-            raise InputError("messages: the chat template refuses them", field="messages", detail=error) from error
+        special = self._tokenizer.special_tokens_map
+        return self._renderer.render(self.chat_template, [dict(message) for message in messages], special, answer)
+
+    def start_renderer(self) -> None:
+        """Start what renders conversations, so that the first one need not wait for it."""
+        self._renderer.start()
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids, without special tokens unless asked."""
-        return self._tokenizer.decode(
-            list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        """Text of token ids, without special tokens unless asked.
+
+        Raises:
+          InputError: the tokenizer fails on these ids.
+        """
+        return self._guarded(
+            lambda: self._tokenizer.decode(
+                list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
         )
 
     @property
@@ -110,6 +139,11 @@ class TextTokenizer:
         """Ids of the tokens in :data:`END_TOKENS` that the vocabulary has."""
         vocabulary = self._tokenizer.get_vocab()
         return tuple(vocabulary[token] for token in END_TOKENS if token in vocabulary)
+
+
+def _is_of_library(error: BaseException) -> bool:
+    """Whether a library raised it: a panic of Rust is no :class:`Exception`, and its class has no public name."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def encode_prompts(
@@ -137,11 +171,11 @@ def encode_prompts(
     return ids, mask
 
 
-def end_tokens(config: ModelConfig, folder: CheckpointFolder, tokenizer: TextTokenizer) -> tuple[int, ...]:
-    """Tokens that end a completion: the configurations' and the tokenizer's.
+def end_tokens(config: ModelConfig, folder: CheckpointFolder, tokenizer: TextTokenizer | None) -> tuple[int, ...]:
+    """Tokens that end a completion: the configurations', and the tokenizer's where there is one.
 
     Raises:
       ConfigError: the generation config names one that is no token.
     """
     ids = [*config.end_token_ids, *token_ids(folder.generation_config, "eos_token_id", config.vocab_size - 1)]
-    return tuple(dict.fromkeys([*ids, *tokenizer.end_token_ids]))
+    return tuple(dict.fromkeys([*ids, *(() if tokenizer is None else tokenizer.end_token_ids)]))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import CheckpointError, open_folder
+from checkpoints.file_list import FILES_FILE
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.output import FolderOutput
 from checkpoints.processes import Processes
@@ -54,11 +55,11 @@ def convert_together(source: Path, output: Path | str, count: int, how: str | No
 
 
 def small_files(checkpoint: Path) -> dict[str, bytes]:
-    """Every file that is not of the database of tensors, by its path."""
+    """Every file that is not of the database of tensors or the list of its files, by its path."""
     return {
         str(path.relative_to(checkpoint)): path.read_bytes()
         for path in checkpoint.rglob("*")
-        if path.is_file() and "d" not in path.parts and path.name != "manifest.ocdbt"
+        if path.is_file() and "d" not in path.parts and path.name not in ("manifest.ocdbt", FILES_FILE)
     }
 
 

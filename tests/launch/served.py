@@ -58,8 +58,8 @@ class Served:
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def wait_for(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
+def wait_for(true: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)

@@ -123,6 +123,7 @@ def test_the_canvas_unmasks_and_is_the_answer(page: Any, there: Served, monkeypa
     monkeypatch.setattr(executor, "execute", lambda plan: (time.sleep(0.05), execute(plan))[1])
     page.evaluate(WATCH)
     page.fill("#prompt", PROMPT)
+    page.uncheck("[name=early_stop]")
     fill(page, max_tokens="96", steps="64", temperature="0.6", seed="9223372036854775807", n="2")
     fill(page, more='{"alg_temp": 0.1}')
     generate(page)
@@ -152,15 +153,16 @@ def test_an_example_until_the_first_answer(page: Any) -> None:
 
 
 def test_what_follows_the_end_is_folded_and_rates_agree(page: Any, there: Served) -> None:
-    fill(page, max_tokens="24", seed="5")
-    fill(page, more='{"stop": "e"}')
+    fill(page, max_tokens="96", steps="64", temperature="0", seed="1")
+    page.uncheck("[name=early_stop]")
     generate(page)
     status = page.inner_text("#status")
-    found = re.fullmatch(r"24 tokens set, (\d+) of them text, in ([\d.]+) s: ([\d.]+) tokens of text a second", status)
+    found = re.fullmatch(r"96 tokens set, (\d+) of them text, in ([\d.]+) s: ([\d.]+) tokens of text a second", status)
     assert found is not None, status
+    assert 0 < int(found[1]) < 96
     assert float(found[3]) == pytest.approx(int(found[1]) / float(found[2]), abs=0.051)
     behind = page.locator("#rows .after").count()
-    assert behind > 0
+    assert behind == 96 - int(found[1])
     assert page.inner_text("#rows .end") == f"end \u00d7 {behind}"
     assert page.locator("#rows .after").first.is_hidden()
     page.click("#rows .end")
@@ -197,6 +199,17 @@ def test_menus_are_the_servers_modes(page: Any, there: Served, monkeypatch: pyte
         page.click("#run")
     assert not asked.keys() & sent.value.post_data_json.keys()
     page.wait_for_selector("html[data-state=done]")
+
+
+def test_positions_after_an_early_end_are_not_shown(page: Any, there: Served) -> None:
+    page.fill("#prompt", PROMPT)
+    fill(page, max_tokens="96", steps="64", temperature="0", seed="1")
+    generate(page)
+    (expected,) = there.engine.generate([PROMPT], CONFIG.replace(max_new_tokens=96, steps=64, temperature=0.0, seed=1))
+    assert expected.finish_reason == "stop"
+    assert tokens(page) == visible(there, expected)
+    assert page.locator("#rows .masked").count() == 0
+    assert f"{len(expected.tokens) + 1} of 96 tokens set, stop" in page.locator(".count").inner_text()
 
 
 def test_a_chat(page: Any, there: Served) -> None:

@@ -269,10 +269,11 @@ def test_masks_that_the_model_chose_are_left() -> None:
     mask, pad, stop = model.mask_token_id, model.pad_token_id, 7
     canvas = np.array([[1, mask, 2, mask], [1, stop, mask, mask], [1, mask, stop, mask], [stop, 2, mask, 3]])
     committed = np.array([[-1, -1, 3, -1], [-1, 4, -1, -1], [-1, -1, 5, -1], [-1, 0, -1, 1]])
-    found = pad_after_end(canvas, committed, stop_rows([stop], 4), model)
+    prompts = np.array([1, 1, 1, 1])
+    found = pad_after_end(canvas, committed, prompts, stop_rows([stop], 4), model)
     expected = [[1, mask, 2, mask], [1, stop, pad, pad], [1, mask, stop, mask], [stop, 2, mask, 3]]
     np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(pad_after_end(canvas, committed, stop_rows([], 4), model), canvas)
+    np.testing.assert_array_equal(pad_after_end(canvas, committed, prompts, stop_rows([], 4), model), canvas)
 
 
 def test_histories_of_batches_with_more_and_fewer_steps() -> None:
