@@ -35,6 +35,9 @@ PROMPT = "def is_even(number):\n"
 HOSTILE = "</textarea><img src=x onerror=\"document.documentElement.dataset.executed='yes'\"><script>alert(1)</script>"
 KEY = "key-of-somebody-1"
 
+# A seed with which the model, hot, ends after 30 of 96 tokens.
+ENDING = 2836120490288708350
+
 # Counts what stands and what is masked whenever the page changes.
 WATCH = """() => {
   window.seen = [];
@@ -153,7 +156,7 @@ def test_an_example_until_the_first_answer(page: Any) -> None:
 
 
 def test_what_follows_the_end_is_folded_and_rates_agree(page: Any, there: Served) -> None:
-    fill(page, max_tokens="96", steps="64", temperature="0", seed="1")
+    fill(page, max_tokens="96", steps="48", temperature="5", seed=str(ENDING))
     page.uncheck("[name=early_stop]")
     generate(page)
     status = page.inner_text("#status")
@@ -203,9 +206,11 @@ def test_menus_are_the_servers_modes(page: Any, there: Served, monkeypatch: pyte
 
 def test_positions_after_an_early_end_are_not_shown(page: Any, there: Served) -> None:
     page.fill("#prompt", PROMPT)
-    fill(page, max_tokens="96", steps="64", temperature="0", seed="1")
+    fill(page, max_tokens="96", steps="48", temperature="5", seed=str(ENDING))
     generate(page)
-    (expected,) = there.engine.generate([PROMPT], CONFIG.replace(max_new_tokens=96, steps=64, temperature=0.0, seed=1))
+    (expected,) = there.engine.generate(
+        [PROMPT], CONFIG.replace(max_new_tokens=96, steps=48, temperature=5.0, seed=ENDING)
+    )
     assert expected.finish_reason == "stop"
     assert tokens(page) == visible(there, expected)
     assert page.locator("#rows .masked").count() == 0
