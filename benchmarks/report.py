@@ -25,6 +25,7 @@ from benchmarks.compare_torch import comparison_table
 from benchmarks.diffusion_modes import modes_table
 from benchmarks.records import check_output
 from benchmarks.scaling_plots import Group, plot_scaling
+from benchmarks.schedule import schedule_table
 from benchmarks.serve.tables import serve_tables
 from benchmarks.suite.tables import suite_tables
 from launch.startup import run_launcher
@@ -37,6 +38,7 @@ _TABLES = {
     "autoregressive": autoregressive_table,
     "compare_torch": comparison_table,
     "diffusion_modes": modes_table,
+    "schedule": schedule_table,
     "serve": serve_tables,
     "suite": suite_tables,
 }

@@ -26,6 +26,7 @@ from typing import IO
 from absl import flags
 
 from launch.hosts.faults import EXIT_RESTART
+from launch.hosts.secret import SECRET, SECRET_FILE, new_secret
 from launch.startup import run_launcher
 from runtime import InputError
 
@@ -57,9 +58,11 @@ def free_port() -> int:
             return port
 
 
-def environment(process_index: int, count: int, port: int, devices: int) -> dict[str, str]:
-    """Variables of one process."""
-    return os.environ | {
+def environment(process_index: int, count: int, port: int, devices: int, secret: str) -> dict[str, str]:
+    """Variables of one process; all of a run have one secret."""
+    around = {name: value for name, value in os.environ.items() if name != SECRET_FILE}
+    return around | {
+        SECRET: secret,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
@@ -85,11 +88,12 @@ class Processes:
         """
         self._started: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
+        secret = new_secret()
         for process_index in range(count):
             try:
                 process = subprocess.Popen(
                     command,
-                    env=environment(process_index, count, port, devices),
+                    env=environment(process_index, count, port, devices, secret),
                     stdin=None if process_index == 0 else subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

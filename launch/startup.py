@@ -30,6 +30,7 @@ from rich.progress import (
 
 from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER_ERROR, Timeouts
 from launch.hosts.host import Host, join
+from launch.hosts.messages import printable
 from launch.hosts.place import define_place_flags, find_place
 from runtime import InputError
 
@@ -179,7 +180,7 @@ def _find_host(argv: Sequence[str], together: bool) -> Host:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {printable(message)}", file=sys.stderr)
     sys.exit(EXIT_USER_ERROR)
 
 
@@ -227,6 +228,9 @@ def start_devices(values: flags.FlagValues, inputs: Mapping[str, str] | None = N
     preflight.check(
         _host, values, inputs or {}, lambda table: preflight.print_table(table) if is_main_process() else None
     )
+    if _host.count > 1 and jax.default_backend() == "cpu":
+        # XLA loses the order of collectives when it reads a CPU program from the cache, and hosts get out of step.
+        jax.config.update("jax_compilation_cache_dir", None)
 
 
 def compile_only() -> None:

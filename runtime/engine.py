@@ -192,9 +192,8 @@ class Engine(TokenEngine):
     @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a completion: the configurations' and the tokenizer's."""
-        tokenizer = self.tokenizer
-        assert self._folder is not None, "a tokenizer comes from a folder"
-        return end_tokens(self.config, self._folder, tokenizer)
+        assert self.tokenizer is not None  # its absence raises
+        return self.known_end_tokens()
 
     def known_end_tokens(self) -> tuple[int, ...]:
         """:attr:`end_token_ids`, without the tokenizer's where there is none."""
@@ -206,8 +205,8 @@ class Engine(TokenEngine):
         """The settings that the model's authors publish for this checkpoint, with these changes."""
         name = "" if self._folder is None else f"{self._folder.name} {self._folder.config.get('_name_or_path', '')}"
         settings = self.config.family.published_settings(name) | overrides
-        is_diffusion = isinstance(default_config(self.config), DiffusionConfig)
-        return DiffusionConfig.published(**settings) if is_diffusion else SamplingConfig(**settings)
+        diffusion = isinstance(default_config(self.config), DiffusionConfig)
+        return DiffusionConfig.published(**settings) if diffusion else SamplingConfig(**settings)
 
     # ---- generation -------------------------------------------------------------------------------------------
 
@@ -257,37 +256,25 @@ class Engine(TokenEngine):
         config = self.with_end_tokens(config)
         canvases = self.stream_tokens(ids, mask, config, every=every)
         masked = self.config.mask_token_id if isinstance(config, DiffusionConfig) else None
-        ends = (*self.end_token_ids, *config.stop_token_ids)
-        pieces = stream_texts(self.tokenizer, certain_prefixes(canvases, ids.shape[1], masked), ends, stop)
+        prefixes = certain_prefixes(canvases, ids.shape[1], masked)
+        pieces = stream_texts(self.tokenizer, prefixes, (*self.end_token_ids, *config.stop_token_ids), stop)
         return (piece for (piece,) in pieces) if isinstance(prompts, str) else pieces
 
-    def score(
-        self,
-        input_ids: Any,
-        targets: Any = None,
-        attention_mask: Any = None,
-        *,
-        temperature: float = 1.0,
-        width: int | None = None,
-        batch: int | None = None,
-    ) -> Any:
+    def score(self, input_ids: Any, targets: Any = None, attention_mask: Any = None, **options: Any) -> Any:
         """Log-probabilities of tokens, float32 ``[B, S]``; of a text's own tokens ``[S]``, of several texts' a list.
 
         See :func:`runtime.execution.scoring.score_batch` for token ids, the ``targets`` they have, and the options.
         """
-        options: dict[str, Any] = {"temperature": temperature, "width": width, "batch": batch}
         texts = [input_ids] if isinstance(input_ids, str) else input_ids
         if targets is not None or not (isinstance(texts, Sequence) and texts and isinstance(texts[0], str)):
             return super().score(input_ids, targets, attention_mask, **options)
         ids, mask = self.encode(texts)
-        rows = super().score(ids, ids, mask, **options)
-        found = [row[kept == 1] for row, kept in zip(rows, mask, strict=True)]
+        found = [row[real == 1] for row, real in zip(super().score(ids, ids, mask, **options), mask, strict=True)]
         return found[0] if isinstance(input_ids, str) else found
 
     def with_end_tokens(self, config: GenerationConfig | None) -> GenerationConfig:
         """A configuration whose rows end with the checkpoint's end tokens too, unless its ``early_stop`` is false."""
-        config = config or default_config(self.config)
-        return config.with_end_tokens(self.end_token_ids, default=True)
+        return (config or default_config(self.config)).with_end_tokens(self.end_token_ids, default=True)
 
     def stop_tests(self, stops: Sequence[Sequence[str]], stop_token_ids: Sequence[int] = ()) -> list[StopTest | None]:
         """For each row, whose stop strings these are, the test that ends it; see :meth:`generate_tokens`."""
@@ -309,6 +296,5 @@ class Engine(TokenEngine):
     ) -> list[Completion]:
         """Turn a result for :meth:`encode`'s rows into completions, prompt by prompt, sample by sample."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
-        ends = (*self.end_token_ids, *stop_token_ids)
-        builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, ends)
+        builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, (*self.end_token_ids, *stop_token_ids))
         return builder.build_batch(prompts, ids, mask, result, stop)

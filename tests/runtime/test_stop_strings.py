@@ -109,9 +109,18 @@ def check_tokens(engine: Engine, config: DiffusionConfig | SamplingConfig) -> No
     new = [config.max_new_tokens if count is None else count - 1 for count in counts]
     assert found.stats.tokens == sum(new) + int((whole.commit_steps[:, :width] >= 0).sum())
     assert found.stats.positions < whole.stats.positions
+    # Under somebody's eyes the last one to end is the last one to be seen.
+    seen: list[int] = []
+    tests = [ends_after(count) for count in (3, 6, 2, 5)]
+    watched = engine.generate_tokens(ids, mask, config, stop_tests=tests, watch=lambda done, _: seen.append(done))
+    assert len(seen) < whole.stats.forwards
+    np.testing.assert_array_equal(watched.sequences[:, : width + 2], whole.sequences[:, : width + 2])
+    assert watched.stats.masks_left == 0
+    assert watched.stats.tokens == 2 + 5 + 1 + 4 + int((whole.commit_steps[:, :width] >= 0).sum())
     # Through few slots, in which others follow those that have ended.
     requests = [RowRequest(ids[row, mask[row] > 0].tolist(), config, seed) for row, seed in enumerate(whole.seeds)]
     results: dict[int, RowResult] = {}
+    tests = [None if count is None else ends_after(count) for count in counts]
     for some in engine.scheduler(requests, 1, tests).run():
         results |= {one.number: one for one in some}
     for row, count in enumerate(counts):
