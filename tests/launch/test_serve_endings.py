@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from runtime import DiffusionConfig, StepOutcome, StepPlan
-from tests.launch.served import Served, demo, offline, served, wait_for
+from tests.launch.served import Served, demo, offline, served, timed, wait_for
 
 PROMPT = "def is_even(number):\n"
 CONFIG = DiffusionConfig.published(32, 0.2)
@@ -33,8 +32,7 @@ def steps(there: Served, monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepPlan
     execute = executor.execute
 
     def record(plan: StepPlan) -> StepOutcome:
-        outcome = execute(plan)
-        outcome = StepOutcome([replace(one, seconds=one.iterations / 100) for one in outcome.pools], outcome.scores)
+        outcome = timed(execute(plan), 0.01)
         if plan.pools:
             made.append((plan, outcome))
             time.sleep(0.02)  # for whoever reads the stream
