@@ -105,8 +105,8 @@ class HostProcesses:
         return self._folder / f"{number}.{kind}"
 
     @property
-    def numbers(self) -> list[int]:
-        """Process numbers of the hosts that were started."""
+    def groups(self) -> list[int]:
+        """Process groups of the hosts that were started, each of a supervisor and what it has started."""
         return [process.pid for process in self._processes if process is not None]
 
     def running(self) -> bool:

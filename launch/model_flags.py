@@ -49,12 +49,25 @@ def define_model_flags(values: flags.FlagValues) -> None:
     choice("kv_cache", "model", CACHE_DTYPES, "Dtype of keys and values that are kept.")
 
 
+def check_named(values: flags.FlagValues) -> None:
+    """Check that ``--checkpoint`` names something.
+
+    Raises:
+      InputError: it is empty, as when a shell variable is not set.
+    """
+    if not values.checkpoint:
+        raise InputError(
+            "--checkpoint is empty: name a folder, a URL or a Hub name, or leave the flag out for the demo"
+        )
+
+
 def open_checkpoint(values: flags.FlagValues) -> tuple[CheckpointFolder, ModelConfig]:
     """The folder that flags name, and its model. Nothing is loaded, and no device touched.
 
     Raises:
       InputError: there is none, it is not a model's, or ``--mesh`` names no mesh.
     """
+    check_named(values)
     folder = open_folder(values.checkpoint, revision=values.revision, offline=values.offline)
     model = parse_config(folder.config)
     if values.mesh is not None:

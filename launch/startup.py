@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import sys
@@ -196,7 +197,7 @@ def define_device_flags(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_string(
         "compile_cache",
-        str(Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "diffumesh" / "compiled"),
+        str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "diffumesh" / "compiled"),
         "Private folder where compiled programs are kept between runs; empty for none.",
         flag_values=values,
     )
@@ -210,7 +211,7 @@ def start_devices(values: flags.FlagValues, inputs: Mapping[str, str] | None = N
       inputs: digests of what was read, by name: all hosts must have read the same.
 
     Raises:
-      InputError: the compile cache is not a folder of this user alone; or hosts differ.
+      InputError: hosts differ.
     """
     import jax
 
@@ -219,14 +220,17 @@ def start_devices(values: flags.FlagValues, inputs: Mapping[str, str] | None = N
     if values.devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", values.devices)
-    if values.compile_cache:
+    if values.compile_cache and (folder := _private_folder(values.compile_cache)) is not None:
         # JAX writes it on host 0 only.
-        jax.config.update("jax_compilation_cache_dir", str(_private_folder(values.compile_cache)))
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     _host.mark()
     preflight.check(
         _host, values, inputs or {}, lambda table: preflight.print_table(table) if is_main_process() else None
     )
+    if _host.count > 1 and jax.default_backend() == "cpu":
+        # XLA loses the order of collectives when it reads a CPU program from the cache, and hosts get out of step.
+        jax.config.update("jax_compilation_cache_dir", None)
 
 
 def compile_only() -> None:
@@ -242,18 +246,23 @@ def compile_only() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def _private_folder(path: str) -> Path:
+def _private_folder(path: str) -> Path | None:
+    """The folder for compiled programs, of this user alone; None, and a line that says why, where there can be none."""
     # Compiled programs are code: nobody else may be able to put any there.
-    folder = Path(path).expanduser()
     try:
+        folder = Path(path).expanduser()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         state = folder.stat()
         if state.st_uid != os.getuid():
-            raise InputError(f"--compile_cache={path}: the folder belongs to another user")
+            raise PermissionError(errno.EPERM, "it belongs to another user")
         if stat.S_IMODE(state.st_mode) & 0o077:
             folder.chmod(0o700)
-    except OSError as error:
-        raise InputError(f"--compile_cache={path}: {error.strerror or error}; name another folder, or none") from error
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "it may not be written")
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        say(f"warning: --compile_cache={path}: {why}; programs are compiled anew in every run")
+        return None
     return folder
 
 

@@ -246,7 +246,7 @@ def measure_load(
       Latencies, and from the server's metrics the positions that it computed and the share of them that were of live
       rows up to their own length; None of a server that has no such metrics.
     """
-    names = ("useful_positions_total", "computed_positions_total")
+    names = ("useful_positions", "computed_positions")
     before = [metric(address, name) for name in names]
 
     async def arrive(client: Client) -> list[Answer]:

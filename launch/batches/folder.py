@@ -120,9 +120,7 @@ class BatchFolder:
                 raise
             raise InputError(f"{path}: cannot be read ({error}); name another --output_dir") from error
         different = [
-            f"{name} was {_short(said.get(name))} and is {_short(value)}"
-            for name, value in facts.items()
-            if said.get(name) != value
+            f"{name}: was {_short(before)}, now {_short(now)}" for name, before, now in _differences(said, facts)
         ]
         if different:
             raise InputError(
@@ -246,6 +244,16 @@ def _end_of_last_line(handle: int, size: int) -> int:
             return start + at + 1
         end = start
     return 0
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Name, earlier and present value of what differs; of objects, of what differs in them."""
+    for name, value in now.items():
+        other = before.get(name)
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            yield from _differences(other, value)
+        elif other != value:
+            yield name, other, value
 
 
 def _short(value: Any) -> str:

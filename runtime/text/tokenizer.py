@@ -212,16 +212,17 @@ def _each(
 
 
 def encode_prompts(
-    tokenizer: TextTokenizer, prompts: Sequence[str], pad_token_id: int, *, chat: bool = False
+    tokenizer: TextTokenizer, prompts: str | Sequence[str], pad_token_id: int, *, chat: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenize prompts into left-padded rows: int32 ``[B, S]`` and their attention mask ``[B, S]``.
+    """Tokenize a prompt, or several, into left-padded rows: int32 ``[B, S]`` and their attention mask ``[B, S]``.
 
     Raises:
-      InputError: no prompts, or one without tokens.
+      InputError: no prompts, one that is no text, or one without tokens.
       CheckpointError: ``chat``, and no chat template.
     """
-    if isinstance(prompts, str) or not prompts:
-        raise InputError("prompts: expected a list of at least one text")
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if not prompts or not all(isinstance(text, str) for text in prompts):
+        raise InputError("prompts: expected a text, or a list of at least one")
     encoded = [tokenizer.encode_chat(text) if chat else tokenizer.encode(text) for text in prompts]
     empty = [number for number, tokens in enumerate(encoded) if not tokens]
     if empty:

@@ -83,6 +83,7 @@ def served(
     limits: Limits | None = None,
     template: str | None = None,
     name: str = "demo",
+    programs: int = 1,
 ) -> Iterator[Served]:
     """Serve an engine with these ways of decoding until the block ends."""
     tokenizer = engine.tokenizer
@@ -90,8 +91,9 @@ def served(
         tokenizer.chat_template = template
     defaults = Defaults(name, engine.config, tokenizer, config, True, engine.end_token_ids, 0, False, 1, ())
     configs = [config, *more]
-    shapes = [PoolShape(one, width, slots, steps) for one in configs for width in canvas]
-    modes = [Mode(one, range(n * len(canvas), (n + 1) * len(canvas))) for n, one in enumerate(configs)]
+    widths = tuple(canvas) if len(canvas) > 1 else None
+    shapes = [PoolShape(one, max(canvas), slots, steps, widths, programs) for one in configs]
+    modes = [Mode(one, number) for number, one in enumerate(configs)]
     host, own = OneHost(), listen("127.0.0.1", 0)
     server = Server(own, defaults, modes, limits or Limits(), keys or Keys(), names, host, "1.2.3")
     url = f"http://127.0.0.1:{own.getsockname()[1]}"

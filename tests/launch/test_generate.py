@@ -206,6 +206,19 @@ def test_folder_without_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no tokenizer" in fails(capsys, f"--checkpoint={golden_cases.FOLDER}", f"--prompt={PROMPT}")
 
 
+def test_an_empty_checkpoint_is_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--checkpoint is empty" in fails(capsys, "--checkpoint=", f"--prompt={PROMPT}")
+
+
+@pytest.mark.parametrize("cache", ["/proc/none", "/dev/null/cache", "~nobody_of_this_name/cache"])
+def test_without_a_compile_cache_it_goes_on(capsys: pytest.CaptureFixture[str], cache: str) -> None:
+    launch(f"--prompt={PROMPT}", f"--compile_cache={cache}")
+    said = capsys.readouterr()
+    assert said.out.startswith(PROMPT)
+    assert f"warning: --compile_cache={cache}: " in said.err
+    assert "compiled anew" in said.err
+
+
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     generate.run(["generate", "--help"])
     text = capsys.readouterr().out

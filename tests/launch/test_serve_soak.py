@@ -138,6 +138,14 @@ def settled(found: Served) -> None:
     assert not any(pool.held for pool in executor.pools)
 
 
+def group_of(process: Path) -> int | None:
+    """The process group of a folder in /proc; None of a process that has ended meanwhile."""
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[2])
+    except OSError:
+        return None
+
+
 class Hosts:
     """A server on two hosts: processes of this machine that share a mesh, of which the first one answers."""
 
@@ -157,15 +165,18 @@ class Hosts:
         wait_for(lambda: self.metric("num_requests_running") + self.metric("num_requests_waiting") == 0)
 
     def resources(self) -> list[tuple[int, int, int]]:
-        """Bytes in memory, open files and threads of each host."""
-        return [
-            (
-                int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
-                len(list((process / "fd").iterdir())),
-                len(list((process / "task").iterdir())),
+        """Bytes in memory, open files and threads of each host: of its supervisor and the process that works."""
+        found = []
+        for group in self.processes.groups:
+            own = [one for one in Path("/proc").glob("[0-9]*") if group_of(one) == group]
+            found.append(
+                (
+                    sum(int((one / "statm").read_text().split()[1]) for one in own) * os.sysconf("SC_PAGE_SIZE"),
+                    sum(len(list((one / "fd").iterdir())) for one in own),
+                    sum(len(list((one / "task").iterdir())) for one in own),
+                )
             )
-            for process in (Path("/proc", str(number)) for number in self.processes.numbers)
-        ]
+        return found
 
     def end(self) -> None:
         """End it, and see that both hosts leave as they should."""
@@ -174,11 +185,11 @@ class Hosts:
 
 
 @contextmanager
-def two_hosts(checkpoint: Path, logs: Path) -> Iterator[Hosts]:
+def two_hosts(checkpoint: Path, logs: Path, *more: str) -> Iterator[Hosts]:
     """A server on two hosts, each with one device."""
     command = [sys.executable, "-m", "launch.serve", f"--checkpoint={checkpoint}", "--served_model_name=demo"]
     command += ["--port=0", "--mesh=data=2", "--canvas=128", "--slots=4", "--max_new_tokens=16"]
-    command += [f"--mode={','.join(f'{name}={value}' for name, value in DUAL.items())}"]
+    command += [f"--mode={','.join(f'{name}={value}' for name, value in DUAL.items())}", *more]
     with HostProcesses([command] * 2, logs) as processes:
         yield Hosts(processes)
 
@@ -228,6 +239,14 @@ def test_two_hosts_for_a_moment(folder: Path, engine: Engine, tmp_path: Path) ->
         hosts.end()
     assert done + cancelled == 60
     assert done > 10
+
+
+@pytest.mark.slow
+def test_two_hosts_that_have_been_there_before(folder: Path, tmp_path: Path, compiled: str) -> None:
+    """XLA loses the order of collectives in a program that it reads from the cache of compiled ones."""
+    for _ in range(2):
+        with two_hosts(folder, tmp_path, f"--compile_cache={compiled}") as hosts:
+            hosts.end()
 
 
 @pytest.mark.slow

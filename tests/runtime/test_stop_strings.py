@@ -27,7 +27,6 @@ from runtime import (
     StopTest,
     TextStream,
 )
-from runtime.execution.scheduler import PoolLimits
 from tests import golden_cases
 from tests.runtime.decoding.block_rows import BASE, BLOCK, ragged_rows
 from tests.runtime.test_early_stop import GOLDEN
@@ -109,9 +108,18 @@ def check_tokens(engine: Engine, config: DiffusionConfig | SamplingConfig) -> No
     new = [config.max_new_tokens if count is None else count - 1 for count in counts]
     assert found.stats.tokens == sum(new) + int((whole.commit_steps[:, :width] >= 0).sum())
     assert found.stats.positions < whole.stats.positions
+    # Under somebody's eyes the last one to end is the last one to be seen.
+    seen: list[int] = []
+    tests = [ends_after(count) for count in (3, 6, 2, 5)]
+    watched = engine.generate_tokens(ids, mask, config, stop_tests=tests, watch=lambda done, _: seen.append(done))
+    assert len(seen) < whole.stats.forwards
+    np.testing.assert_array_equal(watched.sequences[:, : width + 2], whole.sequences[:, : width + 2])
+    assert watched.stats.masks_left == 0
+    assert watched.stats.tokens == 2 + 5 + 1 + 4 + int((whole.commit_steps[:, :width] >= 0).sum())
     # Through few slots, in which others follow those that have ended.
     requests = [RowRequest(ids[row, mask[row] > 0].tolist(), config, seed) for row, seed in enumerate(whole.seeds)]
     results: dict[int, RowResult] = {}
+    tests = [None if count is None else ends_after(count) for count in counts]
     for some in engine.scheduler(requests, 1, tests).run():
         results |= {one.number: one for one in some}
     for row, count in enumerate(counts):
@@ -139,6 +147,15 @@ def test_autoregressive_rows_of_a_batch_end_one_by_one(use_cache: bool) -> None:
     check_tokens(golden_cases.engine(folder=GOLDEN / "qwen3_tiny"), config)
 
 
+def by_the_clock(outcome: StepOutcome, seconds: float) -> tuple[StepOutcome, int]:
+    """An outcome whose iterations took so many seconds each, whatever this machine needs, and how many there were."""
+    pools = [
+        replace(pool, runs=[replace(run, seconds=run.iterations * seconds) for run in pool.runs])
+        for pool in outcome.pools
+    ]
+    return StepOutcome(pools, outcome.scores), sum(run.iterations for pool in pools for run in pool.runs)
+
+
 def serve_alone(
     engine: Engine, config: DiffusionConfig, stop: tuple[str, ...] = ()
 ) -> tuple[list[tuple[int, str]], RowFinished, list[int]]:
@@ -147,8 +164,8 @@ def serve_alone(
     Returns:
       Pieces of text with the iterations until each, what came of the row, and the iterations of the steps.
     """
-    executor = Executor(engine.runner, [PoolShape(config, 64, 1)])
-    scheduler = Scheduler([PoolLimits(pool.count) for pool in executor.pools], SchedulerPolicy())
+    executor = Executor(engine.runner, [PoolShape(config, 64, 1, max_programs=1)])
+    scheduler = Scheduler([pool.limits for pool in executor.pools], SchedulerPolicy())
     tokens = engine.tokenizer.encode(PROMPTS[0])
     request = RowRequest(tokens, config.with_end_tokens(engine.end_token_ids, default=True), 0)
     tests = engine.stop_tests([stop])
@@ -158,11 +175,9 @@ def serve_alone(
     while True:
         plan = scheduler.schedule(now)
         outcome = executor.execute(plan)
-        ran = outcome.pools[0].iterations
+        outcome, ran = by_the_clock(outcome, 0.002)
         steps.append(ran)
         now += 0.002 * ran
-        # The time that the test's clock says, not this machine's.
-        outcome = StepOutcome([replace(pool, seconds=0.002 * pool.iterations) for pool in outcome.pools])
         for event in scheduler.update(outcome, now):
             if isinstance(event, CanvasChanged):
                 new = event.canvas.tolist()
