@@ -226,9 +226,11 @@ def test_the_benchmark_of_a_server(there: Served, folder: Path, tmp_path: Path) 
     assert results["capacity"]["new"]["requests_per_second"] > 0
     for found in results["loads"].values():
         assert (found["completed"], found["failed"]) == (SIZES["short"].requests, 0)
-        assert 0 < found["ttft_ms"]["p50"] <= found["e2e_ms"]["p50"] <= found["e2e_ms"]["p99"]
+        assert 0 < found["e2e_ms"]["p50"] <= found["e2e_ms"]["p99"]
     settled(there)
-    asks = [Ask(PROMPT, tokens, seed, {"steps": tokens}) for seed, tokens in enumerate((12, 3, 7, 9, 4, 12))]
+    asks = [
+        Ask(PROMPT, tokens, seed, {"steps": tokens}, seed % 2 == 0) for seed, tokens in enumerate((12, 3, 7, 9, 4, 12))
+    ]
     expected = [
         there.engine.generate([PROMPT], CONFIG.replace(max_new_tokens=n, steps=n, seed=ask.seed))[0].text
         for ask in asks
@@ -321,7 +323,7 @@ def ten_times_too_much(url: str, seconds: float, asks: Sequence[Ask]) -> dict[st
             await asyncio.sleep(seconds)
             start = time.perf_counter()
             async with asyncio.timeout(PATIENCE):
-                while (await client.send(Ask("x", 4, 0), start)).status != 200:
+                while (await client.send(Ask("x", 4, 0, stream=True), start)).status != 200:
                     await asyncio.sleep(0.05)
             recovered = time.perf_counter() - start
             said, _ = await asyncio.to_thread(watcher.communicate, timeout=PATIENCE)
@@ -350,7 +352,7 @@ def ten_times_too_much(url: str, seconds: float, asks: Sequence[Ask]) -> dict[st
 def test_ten_times_too_much_for_a_moment(engine: Engine) -> None:
     # So few that both ends of each may be open in this process.
     with served(engine, CONFIG, canvas=(128,), slots=4, limits=Limits(queue=QUEUE, rows=1)) as found:
-        ten_times_too_much(found.url, 1.0, [Ask("x", 16, number) for number in range(300)])
+        ten_times_too_much(found.url, 1.0, [Ask("x", 16, number, stream=True) for number in range(300)])
         settled(found)
 
 
@@ -359,7 +361,7 @@ def test_ten_times_too_much(folder: Path, tmp_path: Path) -> None:
     flags = [f"--checkpoint={folder}", "--served_model_name=demo", "--mesh=tensor=1"]
     flags += [f"--max_queue={QUEUE}", "--max_rows=1", "--slots=4", "--canvas=128"]
     with started(tmp_path, *flags) as (url, _, _):
-        found = ten_times_too_much(url, 8.0, [Ask("x", 100, number) for number in range(10_000)])
+        found = ten_times_too_much(url, 8.0, [Ask("x", 100, number, stream=True) for number in range(10_000)])
     # Those in the queue at the end are answered too; some room for a capacity that was measured before.
     assert found["refused"] + found["answered"] >= 8 * (found["answered"] - QUEUE)
     assert found["refusal at most"] <= 0.1
