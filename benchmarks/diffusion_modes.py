@@ -23,7 +23,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -51,7 +51,6 @@ from sharding.errors import InputError
 
 # Noised copies of each completion for the bound of its likelihood.
 _COPIES = 8
-_MARKERS = "osD^v"
 
 
 @dataclass(frozen=True)
@@ -103,6 +102,15 @@ MODES = {
     "dual_threshold_8_stop_once_bfloat16": Mode(_ONCE, dtype="bfloat16"),
     "dual_threshold_8_stop_once_int8": Mode(_ONCE, "int8"),
     "dual_threshold_8_stop_once_int8_cache": Mode(_ONCE, "int8", kv_cache="int8"),
+}
+# The modes of the plot: what they are called there, and where beside the point.
+_SHOWN: dict[str, tuple[str, Literal["left", "center", "right"], Literal["bottom", "top"]]] = {
+    "exact": ("exact", "center", "bottom"),
+    "exact_early_stop": ("exact, early stop", "center", "bottom"),
+    "dual_8": ("dual cache, blocks of 8", "center", "bottom"),
+    "rival_8_stop": ("Fast-dLLM baseline", "right", "top"),
+    "dual_threshold_8_stop": ("dual, threshold, early stop", "right", "bottom"),
+    "dual_threshold_8_stop_once": ("the same, one refresh", "left", "bottom"),
 }
 # Modes that only make a step between two others; --modes names them where they are wanted.
 _BETWEEN = ("blocks_32", "dual_threshold_16", "dual_threshold_8_stop_2")
@@ -264,33 +272,43 @@ def modes_table(record: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Speed against quality, a point for each mode."""
-    import matplotlib
+    """Speed against quality of the modes that matter, named beside their points."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(11, 5.5))
-    # Points lie close to one another: a number at each, and the names beside the plot.
-    for number, (name, row) in enumerate(results.items(), 1):
-        low, high = row["parse_rate_95"]
-        rate, speed = row["parse_rate"], row["tokens_per_second"]
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    shown = [(place, results[name]) for name, place in _SHOWN.items() if name in results]
+    for number, ((label, side, edge), row) in enumerate(shown):
+        (low, high), rate, speed = row["parse_rate_95"], row["parse_rate"], row["tokens_per_second"]
         axes.errorbar(
             speed,
             rate,
             xerr=row["tokens_per_second_deviation"],
             yerr=[[rate - low], [high - rate]],
-            fmt=_MARKERS[number % len(_MARKERS)],
-            capsize=3,
-            label=f"{number} {name}",
+            fmt="o",
+            color=f"C{number}",
+            elinewidth=0.8,
+            capsize=2,
         )
-        axes.annotate(str(number), (speed, rate), textcoords="offset points", xytext=(5, 4), fontsize=8)
+        axes.annotate(
+            label,
+            (speed, high if edge == "bottom" else low),
+            (0, 5 if edge == "bottom" else -5),
+            textcoords="offset points",
+            fontsize=9,
+            color=f"C{number}",
+            horizontalalignment=side,
+            verticalalignment=edge,
+        )
+    axes.set_xscale("log")
+    axes.set_xticks([25, 50, 100, 200, 400, 800], ["25", "50", "100", "200", "400", "800"])
+    axes.minorticks_off()
+    axes.margins(x=0.15, y=0.2)
     axes.set_xlabel("tokens per second, one prompt at a time")
     axes.set_ylabel("share of completions that parse (95 % interval)")
-    axes.set_title("Demo checkpoint, held-out prompts: speed against quality")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
-    figure.tight_layout()
+    axes.set_title("Demo checkpoint, held-out prompts: speed against quality", fontsize=11, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 

@@ -134,6 +134,7 @@ class Routes:
             "owned_by": "diffumesh",
             "max_model_len": self._reader.widest or None,
             "chat_template": self._reader.can_chat,
+            "modes": self._reader.modes,
         }
 
     # ---- work for the engine ----------------------------------------------------------------------------------

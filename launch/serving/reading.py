@@ -78,6 +78,11 @@ class Reader:
         self.widest = 0
         self._executor: Executor | None = None
 
+    @property
+    def modes(self) -> list[dict[str, Any]]:
+        """What is compiled into each way of decoding, the default first."""
+        return [compiled_values(mode.config) for mode in self._modes]
+
     def serve(self, executor: Executor) -> None:
         """Read for these slots from now on."""
         self._executor = executor

@@ -281,9 +281,11 @@ class ProgramCache:
         """The program for ``key``, about to run; lowered and compiled when it is first asked for."""
         return self._get(key, lower, self.before_run)
 
-    def prepare(self, key: Hashable, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        """The same for a program that is not about to run: nobody is told of it."""
-        return self._get(key, lower, None)
+    def prepare(
+        self, key: Hashable, lower: Callable[[], jax.stages.Lowered], counts: bool = True
+    ) -> jax.stages.Compiled:
+        """The same for a program that is not about to run, or ``counts`` as none: nobody is told of it."""
+        return self._get(key, lower, None, counts)
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether the program is there."""
@@ -295,6 +297,7 @@ class ProgramCache:
         key: Hashable,
         lower: Callable[[], jax.stages.Lowered],
         tell: Callable[[jax.stages.Lowered | None], None] | None,
+        counts: bool = True,
     ) -> jax.stages.Compiled:
         with self._lock:
             program = self._programs.get(key)
@@ -306,7 +309,7 @@ class ProgramCache:
                 tell(None)
             return program.result()
         try:
-            program.set_result(self._compile(lower, tell))
+            program.set_result(self._compile(lower, tell, counts))
         except BaseException as error:
             # Whoever asks next tries again.
             del self._programs[key]
@@ -315,7 +318,10 @@ class ProgramCache:
         return program.result()
 
     def _compile(
-        self, lower: Callable[[], jax.stages.Lowered], tell: Callable[[jax.stages.Lowered | None], None] | None
+        self,
+        lower: Callable[[], jax.stages.Lowered],
+        tell: Callable[[jax.stages.Lowered | None], None] | None,
+        counts: bool,
     ) -> jax.stages.Compiled:
         start = time.perf_counter()
         lowered = lower()
@@ -324,7 +330,7 @@ class ProgramCache:
         program = lowered.compile(compiler_options=self._options)
         with self._lock:
             self.seconds += time.perf_counter() - start
-            self.compiled += 1
+            self.compiled += counts
         return program
 
     def texts(self) -> dict[str, str]:
