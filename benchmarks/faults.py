@@ -27,6 +27,7 @@ from absl import flags
 
 from benchmarks.records import build_record, define_record_flags, write_record
 from checkpoints import DEMO
+from launch.hosts.secret import new_secret
 from launch.local import environment, free_port, worst
 from launch.startup import run_launcher
 from sharding.errors import InputError
@@ -73,7 +74,7 @@ class HostProcesses:
         """Start a process for each command that is not None, its output in files of ``folder``."""
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes] | None] = []
-        port = free_port()
+        port, secret = free_port(), new_secret()
         for number, command in enumerate(commands):
             if command is None:
                 self._processes.append(None)
@@ -82,7 +83,7 @@ class HostProcesses:
                 self._processes.append(
                     subprocess.Popen(
                         command,
-                        env=environment(number, len(commands), port, devices),
+                        env=environment(number, len(commands), port, devices, secret),
                         stdin=subprocess.DEVNULL,
                         stdout=out,
                         stderr=err,
@@ -102,6 +103,11 @@ class HostProcesses:
 
     def _path(self, number: int, kind: str) -> Path:
         return self._folder / f"{number}.{kind}"
+
+    @property
+    def groups(self) -> list[int]:
+        """Process groups of the hosts that were started, each of a supervisor and what it has started."""
+        return [process.pid for process in self._processes if process is not None]
 
     def running(self) -> bool:
         """Whether any process of any host is still there, workers too."""

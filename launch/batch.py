@@ -96,7 +96,7 @@ def read_input(values: flags.FlagValues, folder: CheckpointFolder, model: ModelC
     """
     tokenizer = read_tokenizer(folder)
     end_token_ids = end_tokens(model, folder, tokenizer)
-    config = decoding_config(values, folder, model, end_token_ids)
+    config = decoding_config(values, folder, model)
     if not isinstance(config.seed, int):
         raise InputError(f"--seed={values.seed}: a batch has one; a line may have its own, as a field")
     defaults = Defaults(
@@ -236,7 +236,7 @@ def complete(
     """
     rows = LineRows(lines, defaults)
     skip = rows.of_records(done)
-    scheduler = engine.scheduler(rows.requests, slots)
+    scheduler = engine.scheduler(rows.requests, slots, engine.stop_tests(rows.stops))
     total, count = len(rows.requests) - len(skip), 0
     report = _Report(scheduler.stats, total)
     with progress_bar("rows") as progress:

@@ -150,10 +150,11 @@ def all_hosts() -> Processes:
 
 def say_licence(folder: CheckpointFolder) -> None:
     """Print the notice of the weights' licence, where the folder carries one."""
-    for path in sorted(path for path in folder.path.glob("LICENSE*") if path.is_file()):
-        lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-        first = next((line for line in lines if line), "")
-        say(f"the weights' licence, {path.name}: {first[:200]}")
+    for name in folder.side_files():
+        if name.startswith("LICENSE"):
+            lines = [line.strip() for line in folder.read_bytes(name).decode("utf-8", "replace").splitlines()]
+            first = next((line for line in lines if line), "")
+            say(f"the weights' licence, {name}: {first[:200]}")
 
 
 def main(values: flags.FlagValues) -> None:

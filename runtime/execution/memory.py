@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from runtime.models.costs import LiveArrays
 from runtime.models.declarations import ModelLayout
 from runtime.models.kv_cache import cache_bytes_per_device
+from runtime.models.xla_attention import query_block
 
 _FLOAT = 4
 # Numbers that lie side by side in a register of a TPU.
@@ -74,7 +75,7 @@ class PassShape:
       positions: S.
       keys: T, that each position attends to.
       head: P, of each row.
-      attention: implementation; ``xla`` keeps scores whole.
+      attention: implementation; ``xla`` holds scores, see :mod:`runtime.models.xla_attention`.
     """
 
     rows: int
@@ -155,7 +156,7 @@ def _bytes(arrays: Iterable[_Arrays]) -> int:
 
 
 def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> tuple[Tensor, ...]:
-    """What is alive in the MLP of a layer, or in attention where scores are kept whole."""
+    """What is alive in the MLP of a layer, or in attention where scores are held."""
     cost, positions = layout.layer_cost, shape.rows * shape.positions
     residual = positions * layout.size_per_device("embed") * item
 
@@ -176,12 +177,25 @@ def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> 
         else:
             arrays = [residuals(3)]
     else:
-        arrays = [residuals(3 if reduced else 2), *mlp]
+        # Around an all-reduce the sum of the residual and both updates of a layer is put off to where it is read.
+        arrays = [residuals(4 if reduced else 2), *mlp]
     if shape.attention == "xla":
-        scores = positions * layout.query_heads_per_device * shape.keys * (_FLOAT + item)
-        if scores > _bytes(arrays):
-            arrays = [residuals(2), ("attention scores", 1, scores, _FEWER_POSITIONS)]
+        attention = [residuals(2), *_scores(layout, item, device, shape)]
+        if _bytes(attention[1:]) > _bytes(arrays):
+            arrays = attention
     return _outside_fast_memory(arrays, device)
+
+
+def _scores(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> list[_Arrays]:
+    """What XLA attention holds: all scores, or those of one block and the arrays that it loops over."""
+    heads, positions = layout.query_heads_per_device, shape.rows * shape.positions
+    block = query_block(device.platform, shape.rows, heads, shape.positions, shape.keys)
+    if block is None:
+        count, arrays = positions * heads, []
+    else:
+        count = block * layout.size_per_device("queries_per_kv")
+        arrays = _live(layout.layer_cost.live_in_attention, positions, item, _FEWER_POSITIONS)
+    return [("attention scores", 1, count * shape.keys * (_FLOAT + item), _FEWER_POSITIONS), *arrays]
 
 
 def _head(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> tuple[Tensor, ...]:

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import report, scaling, serve
+from benchmarks import report, scaling
 from benchmarks.records import NotRunError, Timing, time_alternating
+from benchmarks.serve import __main__ as serve
 from benchmarks.suite import __main__ as suite
 from benchmarks.suite import acceptance, subject
 from benchmarks.suite.generation import GENERATIONS
