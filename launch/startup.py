@@ -50,6 +50,13 @@ _MANY_FLAGS = 24
 # A function of (done, in all).
 Report = Callable[[int, int], None]
 
+# Of files and ports: what is missing, forbidden, full or taken is so after a restart too.
+_OF_USERS = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    *(errno.EADDRINUSE, errno.EADDRNOTAVAIL),
+)
+
 _host = Host()
 
 
@@ -90,8 +97,11 @@ def run_launcher(
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     values = flags.FlagValues()
     define(values)
-    if _print_help(values, doc, argv[1:]):
-        return
+    try:
+        if _print_help(values, doc, argv[1:]):
+            return
+    except OSError as error:
+        _fail(f"standard output: {error.strerror}")
     global _host
     together = "devices" in values and "coordinator_address" in values
     _host = _find_host(argv, together) if "coordinator_address" in values else Host()
@@ -107,23 +117,44 @@ def run_launcher(
             if len(rest) > 1:
                 raise InputError(f'"{rest[1]}" is not a flag; see --help')
             main(values)
+            sys.stdout.flush()
             _host.finish()
-    except (InputError, flags.Error) as error:
-        _host.fail(error if isinstance(error, InputError) else InputError(str(error)))
-        _fail(str(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader of a pipe went away: nothing more to say, and nothing to say it to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(0)
     except Exception as error:
-        _host.fail(error)
-        traceback.print_exc()
-        sys.exit(EXIT_RESTART)
+        _end_with(error)
     finally:
         _host = Host()
+
+
+def _end_with(error: Exception) -> NoReturn:
+    """Tell all hosts of an error that nobody caught, say it, and exit with 2 or 42."""
+    if (message := _message_to_user(error)) is not None:
+        _host.fail(error if isinstance(error, InputError) else InputError(message))
+        _fail(message)
+    _host.fail(error)
+    traceback.print_exception(error)
+    sys.exit(EXIT_RESTART)
+
+
+def _message_to_user(error: Exception) -> str | None:
+    """What to say of an error that its user can fix and a restart cannot; None of any other."""
+    if isinstance(error, (InputError, flags.Error)):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in _OF_USERS:
+        where = "standard output or a file" if error.filename is None else error.filename
+        return f"{where}: {os.strerror(error.errno)}"
+    return None
+
+
+def _drop_output() -> None:
+    """Let what is still to be written to standard output go nowhere: Python would fail once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_help(values: flags.FlagValues, doc: str, arguments: Sequence[str]) -> bool:
@@ -182,6 +213,10 @@ def _find_host(argv: Sequence[str], together: bool) -> Host:
 
 def _fail(message: str) -> NoReturn:
     print(f"error: {printable(message)}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
     sys.exit(EXIT_USER_ERROR)
 
 
