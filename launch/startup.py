@@ -7,13 +7,14 @@ import errno
 import os
 import stat
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from absl import flags
 from rich.console import Console
@@ -301,6 +302,22 @@ def _private_folder(path: str) -> Path | None:
     return folder
 
 
+def check_writable(flag: str, path: str) -> None:
+    """Check before anything is computed that a file can be written there.
+
+    Raises:
+      InputError: it is a folder, its folder is not there, or this user may not write.
+    """
+    file = Path(path).resolve()
+    if file.is_dir():
+        raise InputError(f"--{flag}={path}: that is a folder; name a file")
+    if not file.parent.is_dir():
+        raise InputError(f"--{flag}={path}: there is no such folder")
+    # A file is replaced whole, so that its folder must take a new one.
+    if not os.access(file.parent, os.W_OK | os.X_OK) or (file.exists() and not os.access(file, os.W_OK)):
+        raise InputError(f"--{flag}={path}: this user may not write there")
+
+
 def is_main_process() -> bool:
     """Whether this is the process that speaks: host 0."""
     return _host.process_index == 0
@@ -314,7 +331,7 @@ def say(message: str) -> None:
 
 @contextlib.contextmanager
 def progress_bar(title: str, *, of_bytes: bool = False) -> Iterator[Report]:
-    """A progress bar with rate and remaining time on an interactive terminal; of bytes, elsewhere a line now and then.
+    """A progress bar with rate and remaining time on an interactive terminal; elsewhere a line every 10 seconds.
 
     Yields:
       What to report to; host 0 alone shows it. All hosts report alike, so that the work they do between two reports is
@@ -322,14 +339,13 @@ def progress_bar(title: str, *, of_bytes: bool = False) -> Iterator[Report]:
     """
     host = _host
     if not sys.stderr.isatty() or not is_main_process():
-        lines = _ByteLines(title)
+        with _Lines(title, of_bytes) as lines:
 
-        def report_lines(done: int, total: int) -> None:
-            host.mark()
-            if of_bytes:
-                lines.at_times(done, total)
+            def report_lines(done: int, total: int) -> None:
+                host.mark()
+                lines.done, lines.total = done, total
 
-        yield report_lines
+            yield report_lines
         return
     amount = (DownloadColumn(), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimeElapsedColumn(), TimeRemainingColumn())
@@ -343,19 +359,34 @@ def progress_bar(title: str, *, of_bytes: bool = False) -> Iterator[Report]:
         yield report
 
 
-class _ByteLines:
-    """Lines about how far bytes are, from host 0, for a log that cannot show a bar."""
+class _Lines:
+    """Lines about how far something is, from host 0, for a log that cannot show a bar; also while nothing is reported.
 
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._start = self._last = time.monotonic()
+    Attributes:
+      done, total: what was reported last.
+    """
 
-    def at_times(self, done: int, total: int) -> None:
-        """Say it when the last time is a while ago."""
-        now = time.monotonic()
-        if now - self._last < SECONDS_BETWEEN_LINES:
-            return
-        self._last = now
-        rate = done / max(now - self._start, 1e-9)
-        left = f", about {timedelta(seconds=round((total - done) / rate))} left" if done else ""
-        say(f"{self._title}: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s{left}")
+    def __init__(self, title: str, of_bytes: bool) -> None:
+        self._title, self._of_bytes = title, of_bytes
+        self._start = time.monotonic()
+        self._over = threading.Event()
+        self.done = self.total = 0
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._speak, name="progress", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+
+    def _speak(self) -> None:
+        while not self._over.wait(SECONDS_BETWEEN_LINES):
+            say(self._line(max(time.monotonic() - self._start, 1e-9)))
+
+    def _line(self, seconds: float) -> str:
+        done, total = self.done, self.total
+        left = f", about {timedelta(seconds=round((total - done) * seconds / done))} left" if done else ""
+        if self._of_bytes:
+            rate = f"{done / seconds / 1e6:.0f} MB/s"
+            return f"{self._title}: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {rate}{left}"
+        return f"{self._title}: {done} of {total}, {timedelta(seconds=round(seconds))}{left}"

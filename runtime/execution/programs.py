@@ -9,6 +9,7 @@ a block.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -266,7 +267,10 @@ class ProgramCache:
       compiled: programs compiled so far.
       seconds: time that took.
       before_run: called before each run of a program, with its lowering where it is about to be compiled.
+      fingerprint: of the programs that were compiled without being told of, the same on all hosts; empty on one host.
     """
+
+    fingerprint = ""
 
     def __init__(self, platform: str) -> None:
         """Make an empty cache for devices of one platform."""
@@ -281,9 +285,11 @@ class ProgramCache:
         """The program for ``key``, about to run; lowered and compiled when it is first asked for."""
         return self._get(key, lower, self.before_run)
 
-    def prepare(self, key: Hashable, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        """The same for a program that is not about to run: nobody is told of it."""
-        return self._get(key, lower, None)
+    def prepare(
+        self, key: Hashable, lower: Callable[[], jax.stages.Lowered], counts: bool = True
+    ) -> jax.stages.Compiled:
+        """The same for a program that is not about to run, or ``counts`` as none: nobody is told of it."""
+        return self._get(key, lower, None, counts)
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether the program is there."""
@@ -295,6 +301,7 @@ class ProgramCache:
         key: Hashable,
         lower: Callable[[], jax.stages.Lowered],
         tell: Callable[[jax.stages.Lowered | None], None] | None,
+        counts: bool = True,
     ) -> jax.stages.Compiled:
         with self._lock:
             program = self._programs.get(key)
@@ -306,7 +313,7 @@ class ProgramCache:
                 tell(None)
             return program.result()
         try:
-            program.set_result(self._compile(lower, tell))
+            program.set_result(self._compile(lower, tell, counts))
         except BaseException as error:
             # Whoever asks next tries again.
             del self._programs[key]
@@ -315,16 +322,21 @@ class ProgramCache:
         return program.result()
 
     def _compile(
-        self, lower: Callable[[], jax.stages.Lowered], tell: Callable[[jax.stages.Lowered | None], None] | None
+        self,
+        lower: Callable[[], jax.stages.Lowered],
+        tell: Callable[[jax.stages.Lowered | None], None] | None,
+        counts: bool,
     ) -> jax.stages.Compiled:
         start = time.perf_counter()
         lowered = lower()
         if tell is not None:
             tell(lowered)
+        elif counts and jax.process_count() > 1:
+            self.fingerprint = hashlib.sha256((self.fingerprint + lowered.as_text()).encode()).hexdigest()
         program = lowered.compile(compiler_options=self._options)
         with self._lock:
             self.seconds += time.perf_counter() - start
-            self.compiled += 1
+            self.compiled += counts
         return program
 
     def texts(self) -> dict[str, str]:

@@ -220,11 +220,11 @@ class Scheduler:
                 self.waiting -= len(queue.remove(lambda row: row.handle.closed))
         insertions, finish, changed = {}, {}, set()
         for number, pool in enumerate(self._pools):
-            before = pool.buckets
+            before = _held(pool)
             finish[number] = self._evict(pool)
             insertions[number] = self._admit(pool, now) if admit else []
             self._assign(pool, [one.row for one in insertions[number]])
-            if before != pool.buckets:
+            if before != _held(pool):
                 changed.add(number)
         iterations = self._share_step()
         plans = [
@@ -435,6 +435,11 @@ def _without(bucket: OpenBucket, rows: Collection[int]) -> OpenBucket:
     if not set(rows) & set(bucket.rows):
         return bucket
     return OpenBucket(bucket.number, bucket.bucket, [None if row in rows else row for row in bucket.slots])
+
+
+def _held(pool: PoolState) -> dict[int, list[int | None]]:
+    """Slots of the buckets that have rows; one without is closed when something else changes."""
+    return {one.number: one.slots for one in pool.buckets if one.rows}
 
 
 def _all(pool: PoolState) -> tuple[Sequence[Bucket], Callable[[Bucket], float]]:

@@ -9,6 +9,7 @@ Dimension letters: B slots, S canvas of a request (its prompt and its new tokens
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -189,7 +190,9 @@ class Slots(abc.ABC):
     def _emptying(self) -> jax.stages.Compiled:
         runner, shape = self._runner, (self.count, self.width)
         key = ("empty", *shape)
-        return runner.programs.prepare(key, lambda: lower_empty_cache(runner.layout, *shape, runner.cache_dtype))
+        # It fills memory and computes nothing, which is no program to those who count them.
+        lower = functools.partial(lower_empty_cache, runner.layout, *shape, runner.cache_dtype)
+        return runner.programs.prepare(key, lower, counts=False)
 
     def compile_moves(self, length: int) -> None:
         """Compile what moves rows between these slots and others up to ``length`` positions wide, from any thread."""

@@ -166,6 +166,11 @@ class PoolOutcome:
     runs: Sequence[BucketRun]
 
     @property
+    def iterations(self) -> int:
+        """Iterations of all buckets."""
+        return sum(run.iterations for run in self.runs)
+
+    @property
     def forwards(self) -> int:
         """Forward passes, prefills included."""
         return sum(run.forwards for run in self.runs)

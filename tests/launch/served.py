@@ -21,7 +21,7 @@ from launch.serving.keys import Keys
 from launch.serving.limits import Limits
 from launch.serving.reading import Mode
 from launch.serving.server import Server
-from runtime import DiffusionConfig, Engine, Executor, PoolShape, SamplingConfig
+from runtime import DiffusionConfig, Engine, Executor, PoolShape, SamplingConfig, StepOutcome
 
 PATIENCE = 60.0
 
@@ -63,6 +63,17 @@ def wait_for(true: Callable[[], bool], seconds: float = PATIENCE) -> None:
     while not true():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
+
+
+def timed(outcome: StepOutcome, seconds: float) -> StepOutcome:
+    """An outcome whose iterations took so long each."""
+    pools = [
+        dataclasses.replace(
+            pool, runs=[dataclasses.replace(run, seconds=seconds * run.iterations) for run in pool.runs]
+        )
+        for pool in outcome.pools
+    ]
+    return dataclasses.replace(outcome, pools=pools)
 
 
 def demo(mesh: str = "tensor=1", devices: int = 1) -> Engine:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from runtime import DiffusionConfig, StepOutcome, StepPlan
-from tests.launch.served import Served, demo, offline, served, wait_for
-from tests.runtime.test_stop_strings import by_the_clock
+from tests.launch.served import Served, demo, offline, served, timed, wait_for
 
 PROMPT = "def is_even(number):\n"
 CONFIG = DiffusionConfig.published(32, 0.2)
@@ -33,7 +32,7 @@ def steps(there: Served, monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepPlan
     execute = executor.execute
 
     def record(plan: StepPlan) -> StepOutcome:
-        outcome, _ = by_the_clock(execute(plan), 0.01)
+        outcome = timed(execute(plan), 0.01)
         if any(one.buckets or one.finish for one in plan.pools):  # else slots are closed after the last row
             made.append((plan, outcome))
             time.sleep(0.02)  # for whoever reads the stream

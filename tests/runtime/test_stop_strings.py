@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,11 @@ from runtime import (
     SamplingConfig,
     Scheduler,
     SchedulerPolicy,
-    StepOutcome,
     StopTest,
     TextStream,
 )
 from tests import golden_cases
+from tests.launch.served import timed
 from tests.runtime.decoding.block_rows import BASE, BLOCK, ragged_rows
 from tests.runtime.test_early_stop import GOLDEN
 
@@ -147,15 +146,6 @@ def test_autoregressive_rows_of_a_batch_end_one_by_one(use_cache: bool) -> None:
     check_tokens(golden_cases.engine(folder=GOLDEN / "qwen3_tiny"), config)
 
 
-def by_the_clock(outcome: StepOutcome, seconds: float) -> tuple[StepOutcome, int]:
-    """An outcome whose iterations took so many seconds each, whatever this machine needs, and how many there were."""
-    pools = [
-        replace(pool, runs=[replace(run, seconds=run.iterations * seconds) for run in pool.runs])
-        for pool in outcome.pools
-    ]
-    return StepOutcome(pools, outcome.scores), sum(run.iterations for pool in pools for run in pool.runs)
-
-
 def serve_alone(
     engine: Engine, config: DiffusionConfig, stop: tuple[str, ...] = ()
 ) -> tuple[list[tuple[int, str]], RowFinished, list[int]]:
@@ -175,7 +165,9 @@ def serve_alone(
     while True:
         plan = scheduler.schedule(now)
         outcome = executor.execute(plan)
-        outcome, ran = by_the_clock(outcome, 0.002)
+        # The time that the test's clock says, not this machine's.
+        outcome = timed(outcome, 0.002)
+        ran = sum(run.iterations for pool in outcome.pools for run in pool.runs)
         steps.append(ran)
         now += 0.002 * ran
         for event in scheduler.update(outcome, now):
