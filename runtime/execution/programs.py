@@ -41,6 +41,12 @@ _SEED_WORDS = 2
 
 def compiler_options(platform: str) -> dict[str, str | bool] | None:
     """Compiler options for programs of this platform, beside the defaults; None for none."""
+    if platform == "tpu":
+        # Gather a residual beside each of the products that need it, also where they are several: gate and up.
+        return {
+            "xla_tpu_decompose_all_gather_with_multiple_einsums": True,
+            "xla_tpu_skip_checking_windowed_einsum_users": True,
+        }
     if platform != "cpu":
         return None
     # XLA would widen all the stacked bfloat16 layers to float32 before the scan; layer by layer is also faster.
