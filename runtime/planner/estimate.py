@@ -14,6 +14,7 @@ from functools import cached_property
 
 import jax.numpy as jnp
 
+from runtime.decoding.sampling import threshold_passes
 from runtime.execution.memory import Memory
 from runtime.models.declarations import ModelLayout, shard_shape, tensor_sizes
 from runtime.models.families import weights_class
@@ -28,8 +29,9 @@ from sharding.topology import Topology
 # Shares of the peaks that large products and copies reach: as measured on one H200 (790 of 990 TF/s, 4.3 of 4.8 TB/s).
 ACHIEVABLE_FLOPS, ACHIEVABLE_BANDWIDTH = 0.8, 0.9
 
-# Passes over float32 logits while a token is chosen: the thresholds are searched by halving, 32 times over two arrays.
-_LOGIT_PASSES, _THRESHOLD_PASSES = 12, 64
+# Passes over float32 logits while a token is chosen, beside the search for thresholds; each pass of that reads two
+# arrays.
+_LOGIT_PASSES, _SEARCHED_ARRAYS = 12, 2
 
 
 @dataclass(frozen=True)
@@ -176,8 +178,9 @@ class Estimate:
             cache = cache_bytes_per_device(layout, phase.rows * self.spec.data, canvas, dtype)
         logits = chunk * layout.size_per_device("vocab") * 4
         diffusion = config.objective == "masked_diffusion"
-        in_fast_memory = diffusion and 2 * logits <= chip.fast_memory_bytes
-        passes = _LOGIT_PASSES + (_THRESHOLD_PASSES if diffusion and not in_fast_memory else 0)
+        passes = _LOGIT_PASSES
+        if diffusion and _SEARCHED_ARRAYS * logits > chip.fast_memory_bytes:
+            passes += _SEARCHED_ARRAYS * threshold_passes(workload.sampling_rule().confidence_dtype)
         return layout.bytes_read_per_pass(dtype) + activations + cache + logits * phase.chunks * passes
 
     def _seconds(self, one: Collective) -> float:
