@@ -116,7 +116,7 @@ def forward_flops(
       keys: what each position attends to; by default S, one another.
     """
     layout = model_layout(config)
-    layers = sum(math.prod(leaf.shape) for leaf in layout.leaves if leaf.is_stacked and leaf.contracted)
+    layers = sum(math.prod(leaf.shape) for leaf in layout.leaves if leaf.layers and leaf.contracted)
     # Scores, and the weighted sum of values; a mask is not taken off, for not every implementation skips what it hides.
     attention = 2 * (keys or canvas) * config.num_heads * config.head_dim * config.num_layers
     return 2.0 * (batch * canvas * (layers + attention) + head_positions * math.prod(layout.head.shape))

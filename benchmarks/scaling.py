@@ -43,6 +43,7 @@ from runtime.models.config import STORED_DTYPES
 from runtime.models.dream import DREAM
 from runtime.models.families import model_layout
 from runtime.models.qwen2 import QWEN2
+from runtime.models.random_weights import random_weights
 from runtime.planner.compiled import CompiledPhase, compile_workload
 from runtime.planner.estimate import Estimate, PhaseEstimate, rank
 from runtime.planner.presets import preset
@@ -155,7 +156,7 @@ def measure(
     workload = workload_of(values, what, batch, canvas)
     layout = model_layout(workload.config, spec, devices)
     # Larger than usual, so that masked positions differ by much more than rounding and tokens can be compared.
-    weights = layout.random_weights(0, workload.dtype, scale=2 * workload.config.hidden_size**-0.5)
+    weights = random_weights(layout, 0, workload.dtype, scale=2 * workload.config.hidden_size**-0.5)
     engine = Engine(layout, weights)
     ids = np.random.default_rng(0).integers(0, workload.config.vocab_size - 2, (batch, workload.prompt))
     requests = timed_requests(workload, what)

@@ -29,10 +29,12 @@ _POSITIONS = 64
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 
 
-def source_tensor(leaf: WeightLeaf, array: np.ndarray) -> np.ndarray:
-    """One layer's weight as a checkpoint has it, of its logical axes, padding included."""
-    axes = leaf.axes[1:]
-    cut = array[tuple(slice(size) for size in leaf.shape[1:])]
+def source_tensor(leaf: WeightLeaf, number: int, array: np.ndarray) -> np.ndarray:
+    """A layer's weight as a checkpoint has it, of a leaf's array, padding included, that has the layer."""
+    axes, shape = leaf.axes, leaf.shape
+    if leaf.is_stacked:
+        axes, shape, array = axes[1:], shape[1:], array[leaf.layers.index(number)]
+    cut = array[tuple(slice(size) for size in shape)]
     order = [axes.index(axis) for merge in leaf.source_axes for axis in merge]
     return np.ascontiguousarray(cut.transpose(order)).reshape(leaf.source_shape)
 
@@ -63,22 +65,21 @@ def layer_parity(subject: Subject) -> dict[str, Any]:
     weights = engine.weights
     x = jax.jit(lambda weights, tokens: weights.embed(forward, tokens, positions))(weights, tokens)
 
-    def run(weights: Any, x: jax.Array, number: jax.Array) -> jax.Array:
-        layer = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, number, 0, False), weights.layers)
-        tables = weights.position_tables(forward, positions, x.dtype)
-        return block(forward, layer, x, lengths, tables)[0]
-
-    program = jax.jit(run)
-    leaves = [leaf for leaf in layout.leaves if leaf.is_stacked]
+    tables = weights.position_tables(forward, positions, x.dtype)
     named = layout.named(weights)
+    program = jax.jit(lambda layer, x: block(forward, layer, x, lengths, tables)[0])
     shares = []
     for number in range(config.num_layers):
         before = fetch(x)[:1].astype(np.float32)
-        x = program(weights, x, jnp.int32(number))
+        x = program(layout.layer(weights, number), x)
         here = fetch(x)[:1].astype(np.float32)
         state = {
-            leaf.sources[0]: torch.from_numpy(source_tensor(leaf, fetch(named[leaf.name][number]).astype(np.float32)))
-            for leaf in leaves
+            # PyTorch's model has this one layer.
+            leaf.sources[leaf.layers.index(number)].replace(f".{number}.", ".0.", 1): torch.from_numpy(
+                source_tensor(leaf, number, fetch(named[leaf.name]).astype(np.float32))
+            )
+            for leaf in layout.leaves
+            if number in leaf.layers
         }
         reference.load_state_dict(state, strict=False)
         with torch.inference_mode():

@@ -70,7 +70,7 @@ class DecodeState:
       done: bool ``[B]``.
       iteration: int32, iterations so far; in each, a row that is not done runs one forward pass and gets one token.
       log_probabilities: float32 ``[B, T]``, or None.
-      cache: a :class:`runtime.models.kv_cache.KVCache`, or None to run without one.
+      cache: of keys and values, see :data:`runtime.models.kv_cache.Cache`, or None to run without one.
     """
 
     tokens: Leaf = array("batch", "positions", dtype=jnp.int32)

@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from runtime.models.costs import LiveArrays
-from runtime.models.declarations import ModelLayout, shard_shape
+from runtime.models.declarations import ModelLayout
 from runtime.models.kv_cache import cache_bytes_per_device
 from runtime.models.xla_attention import query_block
 
@@ -177,10 +177,8 @@ def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> 
         else:
             arrays = [residuals(3)]
     else:
-        # Each layer's weights are cut out of the stack: one matrix at a time, two around an all-reduce.
-        matrix = max(math.prod(shard_shape(leaf, layout)[1:]) for leaf in layout.leaves if leaf.is_stacked) * item
-        weights = ("weights of the layer", 2 if reduced else 1, matrix, "a larger tensor axis")
-        arrays = [residuals(3 if reduced else 2), *mlp, weights]
+        # Around an all-reduce the sum of the residual and both updates of a layer is put off to where it is read.
+        arrays = [residuals(4 if reduced else 2), *mlp]
     if shape.attention == "xla":
         attention = [residuals(2), *_scores(layout, item, device, shape)]
         if _bytes(attention[1:]) > _bytes(arrays):

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from runtime.models.families import Weights
 from runtime.models.forward import KV_HEADS, Forward
-from runtime.models.kv_cache import KVCache, attend, write_rows, write_window
-from runtime.models.transformer import block
+from runtime.models.kv_cache import Cache, KVCache, attend, cache_length, write_rows, write_window
+from runtime.models.transformer import block, run_layers
 
 Array = jax.Array
 
@@ -21,12 +21,12 @@ Array = jax.Array
 def fill_rows(
     forward: Forward,
     weights: Weights,
-    cache: KVCache,
+    cache: Cache,
     tokens: Array,
     lengths: Array,
     first: Array,
     copies: int = 1,
-) -> tuple[Array, KVCache]:
+) -> tuple[Array, Cache]:
     """Run whole rows and keep their keys and values: a prefill, or a refresh.
 
     Args:
@@ -41,33 +41,31 @@ def fill_rows(
     Returns:
       Final-norm activations ``[R, S, D]`` and the cache.
     """
+    forward = forward.for_rows(*tokens.shape)
     positions = jnp.arange(tokens.shape[1])
     with jax.named_scope("embed"):
         x = weights.embed(forward, tokens, positions)
     tables = weights.position_tables(forward, positions, x.dtype)
 
-    def step(carry: tuple[Array, KVCache], layer: tuple[Array, Any]) -> tuple[tuple[Array, KVCache], None]:
-        x, cache = carry
-        with jax.named_scope("layer"):
-            x, k, v = block(forward, layer[1], x, lengths, tables)
-            k, v = (jnp.repeat(part, copies, axis=0) if copies > 1 else part for part in (k, v))
-            return (x, write_rows(forward.layout, cache, layer[0], k, v, first)), None
+    def step(x: Array, layer: Any, cache: KVCache, number: Any) -> tuple[Array, KVCache]:
+        x, k, v = block(forward, layer, x, lengths, tables)
+        k, v = (jnp.repeat(part, copies, axis=0) if copies > 1 else part for part in (k, v))
+        return x, write_rows(forward.layout, cache, number, k, v, first)
 
-    numbers = jnp.arange(forward.config.num_layers)
-    (x, cache), _ = jax.lax.scan(step, (x, cache), (numbers, weights.layers))
+    x, cache = run_layers(forward, weights, x, step, cache)
     with jax.named_scope("final_norm"):
-        return weights.normalize(forward, x), cache
+        return forward.constrain(weights.normalize(forward, x), "batch", "canvas", "embed"), cache
 
 
 def run_window(
     forward: Forward,
     weights: Weights,
-    cache: KVCache,
+    cache: Cache,
     tokens: Array,
     starts: Array,
     lengths: Array,
     stops: Array | None = None,
-) -> tuple[Array, KVCache]:
+) -> tuple[Array, Cache]:
     """Run a window of every row against the cache, replacing the window's own keys and values first.
 
     Args:
@@ -86,23 +84,20 @@ def run_window(
     """
     layout, forward = forward.layout, forward.window
     positions = starts[:, None] + jnp.arange(tokens.shape[1])
-    stops = jnp.full_like(starts, cache.keys.shape[3]) if stops is None else stops
+    stops = jnp.full_like(starts, cache_length(cache)) if stops is None else stops
     with jax.named_scope("embed"):
         x = weights.embed(forward, tokens, positions)
     tables = weights.position_tables(forward, positions, x.dtype)
 
-    def step(carry: tuple[Array, KVCache], layer: tuple[Array, Any]) -> tuple[tuple[Array, KVCache], None]:
-        x, cache = carry
-        with jax.named_scope("layer"):
-            with jax.named_scope("attention"):
-                q, k, v = layer[1].project_qkv(forward, x, tables)
-                k = forward.constrain(k, "batch", None, *KV_HEADS)
-                v = forward.constrain(v, "batch", None, *KV_HEADS)
-                cache = write_window(layout, cache, layer[0], k, v, starts, stops)
-                attended = attend(layout, cache, layer[0], q, starts, lengths)
-            return (layer[1].finish(forward, x, attended), cache), None
+    def step(x: Array, layer: Any, cache: KVCache, number: Any) -> tuple[Array, KVCache]:
+        with jax.named_scope("attention"):
+            q, k, v = layer.project_qkv(forward, x, tables)
+            k = forward.constrain(k, "batch", None, *KV_HEADS)
+            v = forward.constrain(v, "batch", None, *KV_HEADS)
+            cache = write_window(layout, cache, number, k, v, starts, stops)
+            attended = attend(layout, cache, number, q, starts, lengths)
+        return layer.finish(forward, x, attended), cache
 
-    numbers = jnp.arange(forward.config.num_layers)
-    (x, cache), _ = jax.lax.scan(step, (x, cache), (numbers, weights.layers))
+    x, cache = run_layers(forward, weights, x, step, cache)
     with jax.named_scope("final_norm"):
         return weights.normalize(forward, x), cache

@@ -8,6 +8,8 @@ abstract tree, random weights, the parameter count, the memory table, loading) i
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,9 +67,18 @@ def weight(
     return flax.struct.field(metadata={"weight": WeightDeclaration(axes, source, source_axes, init, contracted)})
 
 
-def stacked(layer_class: type) -> Any:
-    """Declare a field that holds ``layer_class`` with every weight stacked over a leading ``layers`` axis."""
-    return flax.struct.field(metadata={"stacked": layer_class})
+def layers_of(layer_class: type) -> Any:
+    """Declare a field that holds the layers, in the form of the layout; see :attr:`ModelLayout.scan_layers`."""
+    return flax.struct.field(metadata={"layers": layer_class})
+
+
+def scans_layers(platform: str) -> bool:
+    """Whether programs for this platform scan stacked layers.
+
+    TPU programs do: the compiler reads a layer where it lies in the stack. Compilers for GPU and CPU copy each layer
+    out of the stack before they use it, so that each layer's weights are arrays of their own there.
+    """
+    return platform == "tpu"
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,9 @@ class WeightLeaf:
     """One leaf of the weights' tree on the devices: a declaration with its sizes.
 
     Attributes:
-      name: dotted path, ``layers.q_proj``.
+      name: dotted path, ``layers.q_proj`` of stacked layers, ``layers.3.q_proj`` of one.
+      number: of its declaration, counted from 0; the same for all layers.
+      layers: layers that it holds; none for a weight outside of them.
       axes: logical axes, ``layers`` first where the leaf is stacked.
       shape: unpadded sizes.
       padded_shape: sizes on the devices.
@@ -88,6 +101,8 @@ class WeightLeaf:
     """
 
     name: str
+    number: int
+    layers: tuple[int, ...]
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     padded_shape: tuple[int, ...]
@@ -120,6 +135,8 @@ class WeightLeaf:
         sizes = {axis: pair for axis, *pair in zip(self.axes, self.shape, self.padded_shape, strict=True)}
         return WeightLeaf(
             name=f"{self.name}.scales",
+            number=self.number,
+            layers=self.layers,
             axes=self.scale_axes,
             shape=tuple(sizes[axis][0] for axis in self.scale_axes),
             padded_shape=tuple(sizes[axis][1] for axis in self.scale_axes),
@@ -132,21 +149,23 @@ class WeightLeaf:
         )
 
 
-def _fields(
-    weights_class: type, prefix: str = "", layered: bool = False
-) -> Iterator[tuple[str, WeightDeclaration, bool]]:
+def _fields(weights_class: type) -> Iterator[tuple[str, WeightDeclaration, str]]:
+    """Every declared weight: its name, and the field that holds the layers where it belongs to them."""
     for field in dataclasses.fields(weights_class):
-        if "stacked" in field.metadata:
-            yield from _fields(field.metadata["stacked"], f"{prefix}{field.name}.", layered=True)
+        if "layers" in field.metadata:
+            for name, declaration, _ in _fields(field.metadata["layers"]):
+                yield name, declaration, field.name
         else:
-            yield prefix + field.name, field.metadata["weight"], layered
+            yield field.name, field.metadata["weight"], ""
 
 
 @dataclass(frozen=True)
 class ModelLayout:
     """A model on a mesh: what every weight looks like there, and where each part of it lives.
 
-    ``mesh`` is None for a layout that is only looked at (parameter counts, tables), never compiled.
+    ``mesh`` is None for a layout that is only looked at (parameter counts, tables), never compiled. ``scan_layers``
+    says how layers lie: every weight stacked over a leading ``layers`` axis and the layers scanned, or a tuple of
+    layers and a loop in Python.
     """
 
     config: ModelConfig
@@ -156,6 +175,7 @@ class ModelLayout:
     rules: PartitionRules
     mesh: Mesh | None
     quantization: str = "none"
+    scan_layers: bool = True
 
     @classmethod
     def create(
@@ -165,6 +185,7 @@ class ModelLayout:
         spec: MeshSpec | None = None,
         devices: Any = None,
         quantization: str = "none",
+        scan_layers: bool | None = None,
     ) -> ModelLayout:
         """Check that the model divides over the mesh, then build it.
 
@@ -174,6 +195,8 @@ class ModelLayout:
           spec: axes with no -1 left; default one device.
           devices: devices to build the mesh of, real or of an AOT topology; None for a layout that is only looked at.
           quantization: ``none``, or ``int8`` for matrices as :class:`runtime.models.quantization.Quantized`.
+          scan_layers: whether layers are stacked and scanned; default as :func:`scans_layers` says of the devices'
+            platform, and stacked without devices.
 
         Raises:
           InputError: an unknown quantization.
@@ -185,7 +208,10 @@ class ModelLayout:
         check_mesh(named_shapes(config, weights_class), resolved, config.num_heads, config.num_kv_heads)
         heads = HeadLayout.for_tensor(config.num_heads, config.num_kv_heads, resolved.tensor)
         mesh = None if devices is None else build_mesh(resolved, heads, devices)
-        return cls(config, weights_class, resolved, heads, PartitionRules.for_heads(heads), mesh, quantization)
+        if scan_layers is None:
+            scan_layers = mesh is None or scans_layers(mesh.devices.flat[0].platform)
+        rules = PartitionRules.for_heads(heads)
+        return cls(config, weights_class, resolved, heads, rules, mesh, quantization, scan_layers)
 
     @property
     def padded_vocab(self) -> int:
@@ -232,27 +258,39 @@ class ModelLayout:
 
     @cached_property
     def leaves(self) -> list[WeightLeaf]:
-        """Every weight, in the order of the tree."""
-        sizes, padded = self.config.dimensions, self.padded_dimensions
-        found = []
-        for name, declaration, layered in _fields(self.weights_class):
-            axes = ("layers", *declaration.axes) if layered else declaration.axes
-            layers = range(sizes["layers"]) if layered else [0]
-            found.append(
-                WeightLeaf(
-                    name=name,
-                    axes=axes,
-                    shape=tuple(sizes[axis] for axis in axes),
-                    padded_shape=tuple(padded[axis] for axis in axes),
-                    sources=tuple(declaration.source.format(layer=layer) for layer in layers),
-                    source_axes=declaration.source_axes,
-                    source_shape=tuple(math.prod(sizes[axis] for axis in merge) for merge in declaration.source_axes),
-                    initializer=declaration.initializer,
-                    contracted=declaration.contracted,
-                    quantized=self.quantization != "none" and bool(declaration.contracted),
-                )
-            )
+        """Every array of the weights, in the order of the tree."""
+        layers = tuple(range(self.config.num_layers))
+        found: list[WeightLeaf] = []
+        declared = enumerate(_fields(self.weights_class))
+        for holder, fields in itertools.groupby(declared, key=lambda field: field[1][2]):
+            if not holder:
+                parts: dict[str, tuple[int, ...]] = {"": ()}
+            elif self.scan_layers:
+                parts = {f"{holder}.": layers}
+            else:
+                parts = {f"{holder}.{layer}.": (layer,) for layer in layers}
+            names = [(number, name, declaration) for number, (name, declaration, _) in fields]
+            for prefix, held in parts.items():
+                found += [self._leaf(prefix + name, number, declaration, held) for number, name, declaration in names]
         return found
+
+    def _leaf(self, name: str, number: int, declaration: WeightDeclaration, layers: tuple[int, ...]) -> WeightLeaf:
+        sizes, padded = self.config.dimensions, self.padded_dimensions
+        axes = ("layers", *declaration.axes) if layers and self.scan_layers else declaration.axes
+        return WeightLeaf(
+            name=name,
+            number=number,
+            layers=layers,
+            axes=axes,
+            shape=tuple(sizes[axis] for axis in axes),
+            padded_shape=tuple(padded[axis] for axis in axes),
+            sources=tuple(declaration.source.format(layer=layer) for layer in layers or (0,)),
+            source_axes=declaration.source_axes,
+            source_shape=tuple(math.prod(sizes[axis] for axis in merge) for merge in declaration.source_axes),
+            initializer=declaration.initializer,
+            contracted=declaration.contracted,
+            quantized=self.quantization != "none" and bool(declaration.contracted),
+        )
 
     @property
     def stored_leaves(self) -> list[WeightLeaf]:
@@ -274,27 +312,38 @@ class ModelLayout:
         values = {leaf.name: make(leaf) for leaf in self.leaves}
 
         def assemble(weights_class: type, prefix: str) -> Any:
-            return weights_class(
-                **{
-                    field.name: assemble(field.metadata["stacked"], f"{prefix}{field.name}.")
-                    if "stacked" in field.metadata
-                    else values[prefix + field.name]
-                    for field in dataclasses.fields(weights_class)
-                }
-            )
+            return weights_class(**{field.name: value(field, prefix) for field in dataclasses.fields(weights_class)})
+
+        def value(field: dataclasses.Field[Any], prefix: str) -> Any:
+            name, layer_class = prefix + field.name, field.metadata.get("layers")
+            if layer_class is None:
+                return values[name]
+            if self.scan_layers:
+                return assemble(layer_class, f"{name}.")
+            return tuple(assemble(layer_class, f"{name}.{layer}.") for layer in range(self.config.num_layers))
 
         return assemble(self.weights_class, "")
 
     def named(self, weights: Any) -> dict[str, Any]:
-        """A weights' tree by the names of its leaves."""
+        """A weights' tree by the names of its leaves.
+
+        Raises:
+          AttributeError, IndexError, TypeError: no tree of this layout.
+        """
 
         def part(name: str) -> Any:
             value = weights
             for field in name.split("."):
-                value = getattr(value, field)
+                value = value[int(field)] if field.isdigit() else getattr(value, field)
             return value
 
         return {leaf.name: part(leaf.name) for leaf in self.leaves}
+
+    def layer(self, weights: Any, number: int) -> Any:
+        """The weights of one layer, a tree of the class that declares a layer; of stacked layers a copy."""
+        if self.scan_layers:
+            return jax.tree.map(lambda stack: stack[number], weights.layers)
+        return weights.layers[number]
 
     def abstract_weights(self, dtype: Any) -> Any:
         """The weights' tree as ``ShapeDtypeStruct``, with shardings where there is a mesh."""
@@ -325,8 +374,7 @@ class ModelLayout:
         skip = 1 if leaf.is_stacked and not layered else 0
         axes, scales = leaf.axes[skip:], leaf.scale_axes[skip:]
         contracted = tuple(place for place, axis in enumerate(axes) if axis in leaf.contracted)
-        out = Quantized(self.sharding(*axes), self.sharding(*scales))
-        return jax.jit(partial(quantize, contracted=contracted), out_shardings=out)
+        return _quantizer(contracted, self.sharding(*axes), self.sharding(*scales))
 
     @property
     def parameter_count(self) -> int:
@@ -354,27 +402,13 @@ class ModelLayout:
             return count + 4 * math.prod(sizes[axis] for axis in leaf.scale_axes)
         return count * jnp.dtype(dtype).itemsize
 
-    def random_weights(self, seed: int, dtype: Any, scale: float = 0.02) -> Any:
-        """Random weights on the mesh, the same on every mesh: normal with this standard deviation, zero in padding.
 
-        Every device makes its own part; the whole never exists anywhere.
-        """
-        leaves = self.leaves
-
-        def make(leaf: WeightLeaf, number: int) -> jax.Array:
-            if leaf.initializer == "normal":
-                key = jax.random.fold_in(jax.random.key(seed), number)
-                values = scale * jax.random.normal(key, leaf.shape, jnp.float32)
-            else:
-                values = jnp.full(leaf.shape, 1.0 if leaf.initializer == "ones" else 0.0, jnp.float32)
-            padding = [(0, padded - size) for size, padded in zip(leaf.shape, leaf.padded_shape, strict=True)]
-            return jnp.pad(values, padding).astype(dtype)
-
-        made = {}
-        for number, leaf in enumerate(leaves):
-            array = jax.jit(make, static_argnums=(0, 1), out_shardings=self.sharding(*leaf.axes))(leaf, number)
-            made[leaf.name] = self.quantizer(leaf)(array)
-        return self.build(lambda leaf: made[leaf.name])
+# Kept, so that the layers of a model share one program.
+@functools.lru_cache(256)
+def _quantizer(
+    contracted: tuple[int, ...], values: NamedSharding, scales: NamedSharding
+) -> Callable[[jax.Array], Quantized]:
+    return jax.jit(partial(quantize, contracted=contracted), out_shardings=Quantized(values, scales))
 
 
 def named_shapes(config: ModelConfig, weights_class: type) -> list[NamedShape]:

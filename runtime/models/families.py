@@ -23,7 +23,7 @@ FAMILIES: tuple[Family, ...] = (DREAM, QWEN2, QWEN3, GPT2)
 
 
 class Weights(Protocol):
-    """A model's weights, a pytree with the layers stacked, and the parts of the forward pass around the layers.
+    """A model's weights, a pytree, and the parts of the forward pass around the layers.
 
     Dimension letters: B batch, S sequence (positions that are computed), P positions of one head chunk, D embed,
     V vocab.
@@ -80,11 +80,15 @@ def weights_class(config: ModelConfig) -> type[Any]:
 
 
 def model_layout(
-    config: ModelConfig, spec: MeshSpec | None = None, devices: Any = None, quantization: str = "none"
+    config: ModelConfig,
+    spec: MeshSpec | None = None,
+    devices: Any = None,
+    quantization: str = "none",
+    scan_layers: bool | None = None,
 ) -> ModelLayout:
     """A model on a mesh; see :meth:`runtime.models.declarations.ModelLayout.create`.
 
     Raises:
       MeshError: the model does not divide over the mesh.
     """
-    return ModelLayout.create(config, weights_class(config), spec, devices, quantization)
+    return ModelLayout.create(config, weights_class(config), spec, devices, quantization, scan_layers)

@@ -17,7 +17,7 @@ import jax
 
 from runtime.models.config import Family, ModelConfig, check_features, transformer_config
 from runtime.models.costs import LayerCost
-from runtime.models.declarations import ModelLayout, stacked, weight
+from runtime.models.declarations import ModelLayout, layers_of, weight
 from runtime.models.forward import KV_HEADS, QUERY_HEADS, Forward
 from runtime.models.layers import (
     dense_layer_cost,
@@ -88,17 +88,19 @@ class GPT2Layer:
         with jax.named_scope("mlp"):
             hidden = jax.nn.gelu(forward.einsum("bsd,fd->bsf", x, self.up_proj) + self.up_bias, approximate=True)
             hidden = forward.constrain(hidden, "batch", "canvas", "mlp")
-            down = forward.constrain(forward.einsum("bsf,fd->bsd", hidden, self.down_proj), "batch", "canvas", "embed")
+            down = forward.constrain(
+                forward.einsum("bsf,fd->bsd", hidden, self.down_proj), "batch", "residual", "embed"
+            )
             return down + self.down_bias
 
 
 @flax.struct.dataclass
 class GPT2Weights:
-    """Weights of a GPT-2 model, layers stacked. The head is the embedding."""
+    """Weights of a GPT-2 model. The head is the embedding."""
 
     embedding: Matrix = vocabulary_matrix(_PREFIX + "wte.weight")
     position_embedding: Array = weight("positions", "embed", source=_PREFIX + "wpe.weight")
-    layers: GPT2Layer = stacked(GPT2Layer)
+    layers: GPT2Layer = layers_of(GPT2Layer)
     final_norm: Array = weight("embed", source=_PREFIX + "ln_f.weight", init="ones")
     final_norm_bias: Array = weight("embed", source=_PREFIX + "ln_f.bias", init="zeros")
 

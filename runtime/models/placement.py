@@ -28,8 +28,14 @@ def place_weights(layout: ModelLayout, weights: Any, dtype: Any) -> Any:
     """
     try:
         have = layout.named(weights)
-    except AttributeError:
-        raise InputError(f"weights: expected a checkpoint or a tree of {layout.weights_class.__name__}") from None
+        extra = len(jax.tree.leaves(weights)) - len(jax.tree.leaves(layout.build(lambda leaf: have[leaf.name])))
+    except (AttributeError, IndexError, TypeError):
+        form = "stacked layers" if layout.scan_layers else "a tuple of layers"
+        raise InputError(
+            f"weights: expected a checkpoint or a tree of {layout.weights_class.__name__} with {form}"
+        ) from None
+    if extra:
+        raise InputError(f"weights: {extra} arrays more than the model has")
     wanted = layout.abstract_weights(dtype)
     want = layout.named(wanted)
 

@@ -14,7 +14,7 @@ import jax
 
 from runtime.models.config import Family, ModelConfig, check_features, transformer_config
 from runtime.models.costs import LayerCost
-from runtime.models.declarations import ModelLayout, stacked
+from runtime.models.declarations import ModelLayout, layers_of
 from runtime.models.forward import Forward
 from runtime.models.layers import (
     Rotary,
@@ -88,10 +88,10 @@ class Qwen2Layer:
 
 @flax.struct.dataclass
 class TiedQwen2Weights:
-    """Weights of a Qwen2 model whose head is its embedding, layers stacked."""
+    """Weights of a Qwen2 model whose head is its embedding."""
 
     embedding: Matrix = vocabulary_matrix("model.embed_tokens.weight")
-    layers: Any = stacked(Qwen2Layer)
+    layers: Any = layers_of(Qwen2Layer)
     final_norm: Array = norm_scale("model.norm.weight")
 
     @staticmethod
@@ -119,7 +119,7 @@ class TiedQwen2Weights:
 
 @flax.struct.dataclass
 class Qwen2Weights(TiedQwen2Weights):
-    """Weights of a Qwen2 or Dream model with a head of its own, layers stacked."""
+    """Weights of a Qwen2 or Dream model with a head of its own."""
 
     lm_head: Matrix = vocabulary_matrix("lm_head.weight")
 

@@ -14,7 +14,7 @@ import jax
 
 from runtime.models import qwen2
 from runtime.models.config import Family, ModelConfig, check_features, read_integer, transformer_config
-from runtime.models.declarations import stacked
+from runtime.models.declarations import layers_of
 from runtime.models.forward import Forward
 from runtime.models.layers import (
     Rotary,
@@ -74,16 +74,16 @@ class Qwen3Layer:
 
 @flax.struct.dataclass
 class TiedQwen3Weights(qwen2.TiedQwen2Weights):
-    """Weights of a Qwen3 model whose head is its embedding, layers stacked."""
+    """Weights of a Qwen3 model whose head is its embedding."""
 
-    layers: Any = stacked(Qwen3Layer)
+    layers: Any = layers_of(Qwen3Layer)
 
 
 @flax.struct.dataclass
 class Qwen3Weights(qwen2.Qwen2Weights):
-    """Weights of a Qwen3 model with a head of its own, layers stacked."""
+    """Weights of a Qwen3 model with a head of its own."""
 
-    layers: Any = stacked(Qwen3Layer)
+    layers: Any = layers_of(Qwen3Layer)
 
 
 # What the forward pass supports: key of config.json -> (what an absent key means, supported values).

@@ -8,6 +8,7 @@ are ``arange`` and padding is one ``lengths`` vector.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,6 +43,39 @@ def block(forward: Forward, layer: Any, x: Array, lengths: Array, tables: Any) -
     return layer.finish(forward, x, attended), k, v
 
 
+def run_layers(
+    forward: Forward, weights: Weights, x: Array, step: Callable[..., tuple[Array, Any]], cache: Any = None
+) -> tuple[Array, Any]:
+    """Run every layer, in the form in which the layout has them.
+
+    Args:
+      forward: the layout.
+      weights: the model.
+      x: ``[B, S, D]``, what goes into the first layer.
+      step: ``step(x, layer, cache, number)``: a layer's weights, the cache that it is part of and its number there, to
+        the layer's output and that cache.
+      cache: a cache of this layout, or None, which every layer then gets and gives.
+
+    Returns:
+      What comes out of the last layer, and the cache.
+    """
+
+    def named(x: Array, layer: Any, cache: Any, number: Any) -> tuple[Array, Any]:
+        with jax.named_scope("layer"):
+            return step(x, layer, cache, number)
+
+    if forward.layout.scan_layers:
+        numbers = jnp.arange(forward.config.num_layers)
+        return jax.lax.scan(
+            lambda carry, own: (named(carry[0], own[1], carry[1], own[0]), None), (x, cache), (numbers, weights.layers)
+        )[0]
+    caches = []
+    for layer, own in zip(weights.layers, cache or [None] * len(weights.layers), strict=True):
+        x, own = named(x, layer, own, 0)
+        caches.append(own)
+    return x, cache and tuple(caches)
+
+
 def hidden_states(forward: Forward, weights: Weights, tokens: Array, lengths: Array) -> Array:
     """The transformer without its head.
 
@@ -54,18 +88,18 @@ def hidden_states(forward: Forward, weights: Weights, tokens: Array, lengths: Ar
     Returns:
       Final-norm activations ``[B, S, D]`` in the weights' dtype; those after ``lengths`` mean nothing.
     """
+    forward = forward.for_rows(*tokens.shape)
     positions = jnp.arange(tokens.shape[1])
     with jax.named_scope("embed"):
         x = weights.embed(forward, tokens, positions)
     tables = weights.position_tables(forward, positions, x.dtype)
 
-    def step(x: Array, layer: Any) -> tuple[Array, None]:
-        with jax.named_scope("layer"):
-            return block(forward, layer, x, lengths, tables)[0], None
+    def step(x: Array, layer: Any, cache: None, number: Any) -> tuple[Array, None]:
+        return block(forward, layer, x, lengths, tables)[0], None
 
-    x, _ = jax.lax.scan(step, x, weights.layers)
+    x, _ = run_layers(forward, weights, x, step)
     with jax.named_scope("final_norm"):
-        return weights.normalize(forward, x)
+        return forward.constrain(weights.normalize(forward, x), "batch", "canvas", "embed")
 
 
 def pick_positions(forward: Forward, hidden: Array, positions: Array, *, whole: bool = False) -> Array:

@@ -331,9 +331,16 @@ def test_weights_are_replaced_without_compiling(folders: dict[str, Path], tmp_pa
     np.testing.assert_array_equal(found.sequences, expected.sequences)
     own.replace_weights(jax.tree.map(np.asarray, old))
     np.testing.assert_array_equal(own.generate_tokens(ids, mask, config).sequences, before.sequences)
-    wrong = old.replace(layers=old.layers.replace(q_proj=old.layers.q_proj[:1]))
-    with pytest.raises(InputError, match=r"layers\.q_proj is float32"):
-        own.replace_weights(wrong)
+    first, *others = old.layers
+    wrong = {
+        r"layers\.0\.q_proj is float32": (first.replace(q_proj=first.q_proj[:1]), *others),
+        "36 arrays more": (*old.layers, *old.layers),
+        "a tree of Qwen2Weights with a tuple of layers": jax.tree.map(lambda *layers: np.stack(layers), *old.layers),
+        "Qwen2Weights with a tuple": others,
+    }
+    for message, layers in wrong.items():
+        with pytest.raises(InputError, match=message):
+            own.replace_weights(old.replace(layers=layers))
     with pytest.raises(InputError, match=r"another model than this engine's \(architecture: qwen2 and gpt2"):
         own.replace_weights(folders["gpt2"])
     settings = json.loads((tmp_path / "config.json").read_text())

@@ -58,7 +58,7 @@ def test_cost_of_a_layer_is_that_of_its_matrices(name: str) -> None:
     layout = model_layout(config)
 
     def layer_parameters(layout: ModelLayout) -> float:
-        return sum(np.prod(leaf.shape) for leaf in layout.leaves if leaf.is_stacked) / config.num_layers
+        return sum(np.prod(leaf.shape) for leaf in layout.leaves if leaf.layers) / config.num_layers
 
     cost = layout.layer_cost
     assert cost.flops_per_position == 2 * layer_parameters(layout)

@@ -27,6 +27,7 @@ from runtime.models.families import model_layout, parse_config
 from runtime.models.forward import Forward
 from runtime.models.kv_cache import abstract_cache, attend
 from runtime.models.masks import AttentionMask
+from runtime.models.random_weights import random_weights
 from runtime.models.transformer import hidden_states
 from sharding.aot import missing_compiler
 from sharding.errors import InputError
@@ -158,7 +159,7 @@ def test_blocks_of_a_window_are_all_at_once(
     for limit in (xla_attention.SCORES_AT_ONCE["cpu"], 0):
         monkeypatch.setitem(xla_attention.SCORES_AT_ONCE, "cpu", limit)
         monkeypatch.setattr(xla_attention, "BLOCK", 3)
-        run = jax.jit(lambda *arrays: attend(layout, cache, jnp.int32(1), *arrays))
+        run = jax.jit(lambda *arrays: attend(layout, cache[1], 0, *arrays))
         found.append(np.asarray(run(q, *(jax.device_put(one, layout.sharding("batch")) for one in (starts, lengths)))))
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-5)
 
@@ -207,7 +208,7 @@ def test_cudnn_is_xla_on_a_gpu() -> None:
 def test_windows_against_a_cache_are_whole_rows(mask: AttentionMask, mesh: str) -> None:
     """Every window of a row, computed again against the cache of the row, gives what the whole row gave there."""
     layout = layout_of(mask, mesh)
-    forward, weights = Forward(layout), layout.random_weights(0, "float32", scale=0.3)
+    forward, weights = Forward(layout), random_weights(layout, 0, "float32", scale=0.3)
     rows = layout.sharding("batch")
     tokens = np.random.default_rng(1).integers(0, 90, (B, S)).astype(np.int32)
     lengths = jax.device_put(LENGTHS, rows)
@@ -232,7 +233,7 @@ def test_windows_against_a_cache_are_whole_rows(mask: AttentionMask, mesh: str) 
 @pytest.mark.parametrize("mask", [KINDS[1], KINDS[3]], ids=str)
 def test_what_is_hidden_changes_nothing(mask: AttentionMask) -> None:
     layout = layout_of(mask)
-    forward, weights = Forward(layout), layout.random_weights(0, "float32", scale=0.3)
+    forward, weights = Forward(layout), random_weights(layout, 0, "float32", scale=0.3)
     tokens = np.random.default_rng(1).integers(0, 90, (1, S)).astype(np.int32)
     other = tokens.copy()
     other[0, 10] += 1

@@ -254,7 +254,7 @@ def check_modules(reference: Reference, ids: np.ndarray, compare) -> None:
     compare("cosine", rotary[0], to_jax(cosine[0]))
     compare("sine", rotary[1], to_jax(sine[0]))
     for number in range(config.num_layers):
-        layer = jax.tree.map(lambda stack, number=number: stack[number], weights.layers)
+        layer = weights.layers[number]
         name = f"model.layers.{number}"
         norm = rms_norm(given(f"{name}.input_layernorm"), layer.input_norm, config.norm_eps)
         compare(f"{name} input norm", norm, output(f"{name}.input_layernorm"))
