@@ -43,6 +43,8 @@ _WIDTH_STEP_DEFAULT = 64
 # Logits positions per device that the head is run on at a time: enough to fill the matrix units.
 _HEAD_POSITIONS = {"cpu": 64}
 _HEAD_POSITIONS_DEFAULT = 512
+# Positions of one row at a time at most: of a few rows only what is still masked is run, and logits stay small.
+_HEAD_POSITIONS_OF_A_ROW = 128
 
 
 class Runner:
@@ -209,7 +211,8 @@ def head_chunk(rows: int, canvas: int, layout: ModelLayout, platform: str) -> in
     target = _HEAD_POSITIONS.get(platform, _HEAD_POSITIONS_DEFAULT)
     sequence = layout.spec.sequence
     per_shard = max(1, target * layout.spec.data // rows)
-    return min(canvas, max(math.lcm(16, sequence), (1 << per_shard.bit_length() - 1) * sequence))
+    power_of_two = 1 << per_shard.bit_length() - 1
+    return min(canvas, max(math.lcm(16, sequence), min(_HEAD_POSITIONS_OF_A_ROW, power_of_two * sequence)))
 
 
 def device_memory(device: Any) -> int | None:

@@ -69,6 +69,12 @@ class Forward:
         rules = replace(self.layout.rules, canvas=(), residual=())
         return replace(self, layout=replace(self.layout, rules=rules), attention="xla")
 
+    @property
+    def alone_on_cpu(self) -> bool:
+        """Whether a single CPU device runs it, on which some loops are faster and no array is cut."""
+        mesh = self.layout.mesh
+        return mesh is not None and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+
     def for_rows(self, rows: int, positions: int) -> Forward:
         """The same for whole rows ``[rows, positions]``: see :func:`residual_over_tensor`."""
         layout = self.layout
@@ -87,11 +93,10 @@ class Forward:
 
     def einsum(self, expression: str, left: Array, right: Matrix) -> Array:
         """A product of activations and a weight; see :func:`runtime.models.quantization.einsum`."""
-        mesh = self.layout.mesh
         # On CPU, XLA transposes a weight of several output dimensions before every product, and writes an int8 weight
         # out in float32, which for a few positions cost more than the product. TPU and GPU do neither. A block, and
         # the dimensions that are one, would have to lie within a shard.
-        alone = mesh is not None and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+        alone = self.alone_on_cpu
         few = math.prod(left.shape[:-1]) <= _FEW_POSITIONS
         return einsum(expression, left, right, as_matrix=alone, in_blocks=alone and few)
 

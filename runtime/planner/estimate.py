@@ -17,6 +17,7 @@ from functools import cached_property
 
 import jax.numpy as jnp
 
+from runtime.decoding.sampling import threshold_passes
 from runtime.execution.memory import Memory
 from runtime.models.attention import choose_attention
 from runtime.models.declarations import ModelLayout, shard_shape, tensor_sizes
@@ -38,9 +39,9 @@ _TPU_FLOPS_OF_OTHERS = 0.92
 _ATTENTION_FLOPS = {"splash": 0.18, "cudnn": 0.6, "xla": 0.3}
 _SPLASH_FLOPS = {"v4": 0.085, "v5p": 0.1}
 
-# Passes over float32 logits while a token is chosen, and over each of two arrays in which thresholds are searched
-# by halving.
-_LOGIT_PASSES, _THRESHOLD_PASSES, _THRESHOLD_ARRAYS = 12, 32, 2
+# Passes over float32 logits while a token is chosen, beside the search for thresholds; each pass of that reads two
+# arrays.
+_LOGIT_PASSES, _THRESHOLD_ARRAYS = 12, 2
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ class Estimate:
         diffusion = workload.config.objective == "masked_diffusion"
         # Of the two arrays those that fit stay on the chip.
         outside = max(0, _THRESHOLD_ARRAYS - chip.fast_memory_bytes // logits) if diffusion else 0
-        passes = _LOGIT_PASSES + _THRESHOLD_PASSES * outside
+        passes = _LOGIT_PASSES + threshold_passes(workload.sampling_rule().confidence_dtype) * outside
         flops = 2.0 * chunk * phase.chunks * math.prod(shard_shape(layout.head, layout))
         share = _TPU_FLOPS_OF_OTHERS if chip.platform == "tpu" else ACHIEVABLE_FLOPS
         return (

@@ -11,14 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from runtime.decoding.sampling import SamplingRule
+from runtime.decoding.sampling import SUMS_OF_A_PASS, SamplingRule, threshold_passes
 from runtime.models.declarations import ModelLayout
 from runtime.models.forward import residual_over_tensor
 from runtime.planner.workload import Phase, Workload
 
 _INTEGER = _FLOAT = 4
-# Halvings of the search for the threshold of top-p and top-k, and the integer sums of each.
-_HALVINGS, _SUMS = 32, 2
 # Sums and maxima over the vocabulary that wait for one another, beside those of the thresholds.
 _SERIAL_SUMS = 9
 # Of a residual over tensor: the share of its scattering that schedules hide behind the product before it (after the
@@ -64,16 +62,17 @@ def choose_tokens_reductions(rule: SamplingRule, ranked: bool) -> int:
       ranked: whether their confidences are asked for too.
     """
     softmax = 1 + _DIGITS
-    count = softmax + 2  # the token: a maximum, and the lowest index that has it
+    token = 2  # a maximum, and the lowest index that has it
+    count = softmax + token
+    if rule.sampled:
+        count += token
     if rule.filtered:
-        count += softmax + 1 + _HALVINGS * _SUMS
+        count += softmax + threshold_passes(rule.confidence_dtype) * SUMS_OF_A_PASS
     if not ranked:
         return count
     if rule.confidence == "entropy":
         count += _DIGITS
-    elif rule.confidence == "topk_margin":
-        count += 3
-    else:
+    elif rule.confidence == "topk_margin" or rule.sampled:
         count += 1
     return count
 
@@ -96,10 +95,10 @@ def phase_collectives(
     elif phase.whole:
         found += _picked_positions(workload, layout, platform, phase)
     if layout.spec.tensor > 1:
-        ranked = workload.config.objective == "masked_diffusion"
-        numbers = choose_tokens_reductions(workload.sampling_rule(), ranked)
+        rule, ranked = workload.sampling_rule(), workload.config.objective == "masked_diffusion"
+        numbers = choose_tokens_reductions(rule, ranked)
         size = phase.rows * phase.chunk // phase.head_shards(layout) * _FLOAT * numbers
-        rounds = _SERIAL_SUMS + (_HALVINGS if workload.sampling_rule().filtered else 0)
+        rounds = _SERIAL_SUMS + (threshold_passes(rule.confidence_dtype) if rule.filtered else 0)
         found.append(Collective("all-reduce", ("kv", "group"), size, phase.chunks, "vocabulary sums", rounds=rounds))
     return found + _whether_to_go_on(layout, platform, phase, slices)
 
@@ -180,7 +179,8 @@ def _picked_positions(workload: Workload, layout: ModelLayout, platform: str, ph
     # The TPU compiler reduces the whole and cuts it where a device has one row.
     scatter = "all-reduce" if platform == "tpu" and phase.rows == 1 else "reduce-scatter"
     # It gathers by reducing where a device's part does not fill whole registers.
-    gather = "all-reduce" if platform == "tpu" and phase.chunk // layout.spec.sequence % _LANES else "all-gather"
+    partly_filled = positions // layout.spec.sequence % _LANES
+    gather = "all-reduce" if platform == "tpu" and partly_filled else "all-gather"
     size = positions * layout.size_per_device("embed") * workload.item
     found = [
         Collective(scatter, ("sequence",), size, phase.chunks, "picked positions"),
