@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,9 +12,7 @@ from runtime import (
     Bucket,
     CanvasChanged,
     DiffusionConfig,
-    Event,
     FirstToken,
-    Grid,
     PoolLimits,
     PrefixGrown,
     RequestFinished,
@@ -23,130 +20,25 @@ from runtime import (
     RowFinished,
     RowInserted,
     RowRequest,
-    RowResult,
     RowsScored,
     SamplingConfig,
     Scheduler,
     SchedulerPolicy,
     ScorePass,
-    StepOutcome,
     StepPlan,
-    StopTest,
 )
 from runtime.execution.buckets import PassCost, make_grid
-from runtime.execution.step_plan import BucketPlan, BucketRun, Insertion, PoolOutcome, PoolPlan
-
-PROMPT = [7, 7]
-WIDTH = 512
-# A pass costs its positions, and so many seconds for each.
-COST = PassCost(0.0, 0.0)
-
-
-class CountedSlots:
-    """Executes plans on no device: a row commits a token in every iteration, from left to right."""
-
-    def __init__(self, seconds: float, per_position: float = 0.0, hidden: int = 0) -> None:
-        """Take what a row is.
-
-        Args:
-          seconds: that an iteration takes.
-          per_position: that each position of a bucket adds.
-          hidden: first iterations of a row that commit nothing to be seen. A row with such iterations has a mask in its
-            prompt, which is filled last of all that is hidden.
-        """
-        self.now = 100.0
-        self._hidden = hidden
-        self._hidden = hidden
-        self.order: list[RowRequest] = []
-        self.plans: list[PoolPlan] = []
-        self._seconds, self._per_position = seconds, per_position
-        # What each row is, and how many tokens it has; and the slots of each open bucket.
-        self._made: dict[int, tuple[RowRequest, int]] = {}
-        self._slots: dict[int, dict[int, list[int | None]]] = {}
-
-    def rows(self, pool: int = 0) -> dict[int, int]:
-        """Number of the row in each slot that is taken, bucket by bucket."""
-        slots = [row for bucket in self._slots.get(pool, {}).values() for row in bucket]
-        return {slot: row for slot, row in enumerate(slots) if row is not None}
-
-    def execute(self, plan: StepPlan) -> StepOutcome:
-        """What real slots would make of a plan that has crossed from one host to another."""
-        plan = StepPlan.from_json(json.loads(json.dumps(plan.to_json())))
-        scores = None if plan.score is None else [np.full(len(row), -1.0, np.float32) for row in plan.score.rows]
-        return StepOutcome([self._execute(pool) for pool in plan.pools], scores)
-
-    def _execute(self, plan: PoolPlan) -> PoolOutcome:
-        self.plans.append(plan)
-        for one in plan.insert:
-            self._made[one.row] = one.request, 0
-            self.order.append(one.request)
-        held = [row for bucket in plan.buckets for row in bucket.slots if row is not None]
-        assert len(set(held)) == len(held), "a row has one slot"
-        results, canvases, runs = [self._result(row) for row in plan.finish], {}, []
-        for bucket in plan.buckets:
-            rows = [row for row in bucket.slots if row is not None]
-            assert rows, "a bucket without rows is closed"
-            assert all(self._made[row][0].length <= bucket.width for row in rows)
-            left = [self._made[row][0].config.max_new_tokens - self._made[row][1] for row in rows]
-            ran = min(bucket.iterations, max(left))
-            seconds = ran * (self._seconds + self._per_position * bucket.rows * bucket.width)
-            self.now += seconds
-            if bucket.iterations:
-                runs.append(BucketRun(bucket.number, ran, ran, seconds))
-            for row in rows:
-                request, made = self._made[row]
-                new = request.config.max_new_tokens
-                self._made[row] = request, (made := min(new, made + ran))
-                if made == new:
-                    results.append(self._result(row))
-                elif bucket.canvases:
-                    positions = np.arange(request.length) - len(request.tokens)
-                    canvas = np.where(positions < made - self._hidden, request.seed, -1).astype(np.int32)
-                    canvas[0] = request.seed if made >= self._hidden else -1
-                    canvases[row] = canvas
-        self._slots[plan.pool] = {
-            bucket.number: [row if row in self._made else None for row in bucket.slots] for bucket in plan.buckets
-        }
-        return PoolOutcome(plan.pool, results, canvases, runs)
-
-    def _result(self, row: int) -> RowResult:
-        request, made = self._made.pop(row)
-        positions = np.arange(request.length) - len(request.tokens)
-        steps = np.where(positions < made, np.maximum(positions, -1), -1).astype(np.int32)
-        return RowResult(row, np.full(request.length, request.seed, np.int32), steps, None)
-
-
-def rows(*tokens: int, seed: int = 0) -> list[RowRequest]:
-    """Rows of so many new tokens each."""
-    return [RowRequest(PROMPT, SamplingConfig(max_new_tokens=new), seed) for new in tokens]
-
-
-def step(scheduler: Scheduler, slots: CountedSlots) -> list[Event]:
-    plan = scheduler.schedule(slots.now)
-    return scheduler.update(slots.execute(plan), slots.now)
-
-
-def drain(scheduler: Scheduler, slots: CountedSlots, most: int = 1000) -> list[Event]:
-    events: list[Event] = []
-    while scheduler.waiting or scheduler.running:
-        events += step(scheduler, slots)
-        most -= 1
-        assert most, "it does not end"
-    return events
-
-
-def finished(events: Sequence[Event]) -> list[RequestHandle]:
-    return [event.handle for event in events if isinstance(event, RequestFinished)]
-
-
-def one_bucket(slots: int) -> Grid:
-    """A grid of all slots together."""
-    return Grid(slots, WIDTH, (Bucket(slots, WIDTH),), COST)
-
-
-def single(slots: int, prefill_limit: int | None = None, **policy: object) -> Scheduler:
-    limits = PoolLimits(one_bucket(slots), prefill_limit)
-    return Scheduler([limits], SchedulerPolicy(**policy))  # type: ignore[arg-type]
+from runtime.execution.step_plan import BucketPlan, Insertion, PoolPlan
+from tests.runtime.execution.counted_slots import (
+    WIDTH,
+    CountedSlots,
+    drain,
+    finished,
+    one_bucket,
+    rows,
+    single,
+    step,
+)
 
 
 def test_owners_share_the_slots() -> None:
@@ -290,108 +182,6 @@ def test_canvases_are_looked_at_for_streams_and_first_tokens_alone() -> None:
     del slots.plans[:]
     drain(scheduler, slots)
     assert not any(plan.buckets[0].canvases for plan in slots.plans)
-
-
-def test_an_outcome_without_a_forward_pass_says_nothing_about_how_long_one_takes() -> None:
-    scheduler, slots = single(1), CountedSlots(0.02)
-    first = RequestHandle(rows=rows(9))
-    scheduler.add(first)
-    scheduler.schedule(slots.now)
-    scheduler.abort(first)
-    # As it is where the row was done before its first iteration.
-    scheduler.update(StepOutcome([PoolOutcome(0, [], {}, [BucketRun(0, 0, 0, 0.001)])]), slots.now)
-    scheduler.policy = SchedulerPolicy(first_tokens=False)
-    scheduler.add(RequestHandle(rows=rows(9)))
-    assert scheduler.schedule(slots.now).pools[0].buckets[0].iterations == 1
-
-
-def test_a_row_is_looked_at_after_its_first_iterations_until_it_has_shown_something() -> None:
-    """A stream in the midst of others, and after a pause, does not wait for a whole step of theirs."""
-    for hidden, looks in ((0, 1), (1, 2), (5, 2)):
-        scheduler, slots = single(2), CountedSlots(0.0005, hidden=hidden)
-        scheduler.add(RequestHandle(rows=rows(99)))
-        for _ in range(4):
-            step(scheduler, slots)
-        assert [plan.buckets[0].iterations for plan in slots.plans[looks:]] == [16] * (4 - looks)
-        streamed = RequestHandle(rows=rows(40), stream=True, arrived=slots.now)
-        scheduler.add(streamed)
-        del slots.plans[:]
-        events = [step(scheduler, slots) for _ in range(3)]
-        assert [plan.buckets[0].iterations for plan in slots.plans] == [1] * looks + [16] * (3 - looks)
-        shown = [any(isinstance(event, FirstToken) and event.handle is streamed for event in some) for some in events]
-        assert shown.index(True) == (looks - 1 if hidden < 2 else looks)
-
-
-def after(count: int, kept: int) -> StopTest:
-    """Ends a row with so many tokens kept once there are ``count``."""
-    return lambda tokens, whole: kept if len(tokens) >= count else None
-
-
-def test_a_stop_test_frees_the_slot_at_the_next_decision() -> None:
-    scheduler, slots = single(2, max_iterations=4, step_seconds=None, first_tokens=False), CountedSlots(0.01)
-    stopped, other = RequestHandle(rows=rows(50), stop_tests=[after(6, 5)]), RequestHandle(rows=rows(50))
-    waiting = RequestHandle(rows=rows(50, seed=2))
-    for handle in (stopped, other, waiting):
-        scheduler.add(handle)
-    assert not [event for _ in range(2) for event in step(scheduler, slots) if isinstance(event, RowFinished)]
-    assert [plan.buckets[0].canvases for plan in slots.plans] == [True, True]
-    events = step(scheduler, slots)
-    # Eight tokens were made when it was seen; its slot goes to the next row in the same step.
-    inserted = [Insertion(2, waiting.rows[0])]
-    assert slots.plans[-1] == PoolPlan(0, inserted, [BucketPlan(0, 2, WIDTH, [2, 1], 4, False)], [0])
-    assert slots.rows() == {0: 2, 1: 1}
-    (row,) = (event for event in events if isinstance(event, RowFinished))
-    assert (row.handle, row.tokens, row.steps) == (stopped, 5, 8)
-    assert (row.result.commit_steps >= 0).sum() == 8
-    assert finished(events) == [stopped]
-    assert (scheduler.stats.rows, scheduler.stats.tokens) == (1, 5)
-    assert scheduler.running == 2
-    assert finished(drain(scheduler, slots)) == [other, waiting]
-
-
-def test_a_stop_in_the_last_step_of_a_row_is_counted_too() -> None:
-    scheduler, slots = single(1, max_iterations=16), CountedSlots(0.0001)
-    scheduler.add(RequestHandle(rows=rows(9), stop_tests=[after(9, 3)]))
-    events = drain(scheduler, slots)
-    assert [event.tokens for event in events if isinstance(event, RowFinished)] == [3]
-    assert not any(plan.finish for plan in slots.plans)
-
-
-def test_what_follows_a_stop_token_is_not_counted() -> None:
-    scheduler, slots = single(1), CountedSlots(0.01)
-    ending = SamplingConfig(max_new_tokens=9, stop_token_ids=[4])
-    scheduler.add(RequestHandle(rows=[RowRequest(PROMPT, ending, 4)]))
-    events = drain(scheduler, slots)
-    assert [event.tokens for event in events if isinstance(event, RowFinished)] == [1]
-    assert scheduler.stats.tokens == 1
-
-
-def test_a_stopped_row_that_is_aborted_is_evicted_without_a_result() -> None:
-    scheduler, slots = single(1, max_iterations=4, step_seconds=None), CountedSlots(0.01)
-    scheduler.add(handle := RequestHandle(rows=rows(50), stop_tests=[after(1, 1)]))
-    step(scheduler, slots)
-    scheduler.abort(handle)
-    assert step(scheduler, slots) == []
-    assert (slots.plans[-1].buckets, slots.plans[-1].finish, scheduler.running) == ([], [], 0)
-    # Aborted while the step is under way that brings its result.
-    scheduler.add(handle := RequestHandle(rows=rows(50), stop_tests=[after(1, 1)]))
-    step(scheduler, slots)
-    outcome = slots.execute(scheduler.schedule(slots.now))
-    scheduler.abort(handle)
-    assert finished(scheduler.update(outcome, slots.now)) == []
-    assert (scheduler.running, scheduler.schedule(slots.now)) == (0, StepPlan())
-
-
-def test_nothing_stops_a_row_before_the_masks_of_its_prompt_are_filled() -> None:
-    scheduler, slots = single(1, max_iterations=1), CountedSlots(0.01, hidden=3)
-    seen: list[int] = []
-
-    def look(tokens: Sequence[int], whole: bool) -> None:
-        seen.append(len(tokens))
-
-    scheduler.add(RequestHandle(rows=rows(6), stop_tests=[look]))
-    drain(scheduler, slots)
-    assert seen == [0, 1, 2, 6]
 
 
 def test_score_passes_take_turns_beside_the_rows() -> None:
