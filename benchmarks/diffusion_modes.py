@@ -23,7 +23,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from absl import flags
 
 from benchmarks.demo_quality import parses, read_held_out, wilson_interval
 from benchmarks.fast_dllm_baseline import FastDLLMBaseline
+from benchmarks.mode_plots import draw_modes
 from benchmarks.records import (
     Timing,
     build_record,
@@ -102,15 +103,6 @@ MODES = {
     "dual_threshold_8_stop_once_bfloat16": Mode(_ONCE, dtype="bfloat16"),
     "dual_threshold_8_stop_once_int8": Mode(_ONCE, "int8"),
     "dual_threshold_8_stop_once_int8_cache": Mode(_ONCE, "int8", kv_cache="int8"),
-}
-# The modes of the plot: what they are called there, and where beside the point.
-_SHOWN: dict[str, tuple[str, Literal["left", "center", "right"], Literal["bottom", "top"]]] = {
-    "exact": ("exact", "center", "bottom"),
-    "exact_early_stop": ("exact, early stop", "center", "bottom"),
-    "dual_8": ("dual cache, blocks of 8", "center", "bottom"),
-    "rival_8_stop": ("Fast-dLLM baseline", "right", "top"),
-    "dual_threshold_8_stop": ("dual, threshold, early stop", "right", "bottom"),
-    "dual_threshold_8_stop_once": ("the same, one refresh", "left", "bottom"),
 }
 # Modes that only make a step between two others; --modes names them where they are wanted.
 _BETWEEN = ("blocks_32", "dual_threshold_16", "dual_threshold_8_stop_2")
@@ -271,48 +263,6 @@ def modes_table(record: dict[str, Any]) -> str:
     return "\n".join([*lines, *note_lines(record)])
 
 
-def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Speed against quality of the modes that matter, named beside their points."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    shown = [(place, results[name]) for name, place in _SHOWN.items() if name in results]
-    for number, ((label, side, edge), row) in enumerate(shown):
-        (low, high), rate, speed = row["parse_rate_95"], row["parse_rate"], row["tokens_per_second"]
-        axes.errorbar(
-            speed,
-            rate,
-            xerr=row["tokens_per_second_deviation"],
-            yerr=[[rate - low], [high - rate]],
-            fmt="o",
-            color=f"C{number}",
-            elinewidth=0.8,
-            capsize=2,
-        )
-        axes.annotate(
-            label,
-            (speed, high if edge == "bottom" else low),
-            (0, 5 if edge == "bottom" else -5),
-            textcoords="offset points",
-            fontsize=9,
-            color=f"C{number}",
-            horizontalalignment=side,
-            verticalalignment=edge,
-        )
-    axes.set_xscale("log")
-    axes.set_xticks([25, 50, 100, 200, 400, 800], ["25", "50", "100", "200", "400", "800"])
-    axes.minorticks_off()
-    axes.margins(x=0.15, y=0.2)
-    axes.set_xlabel("tokens per second, one prompt at a time")
-    axes.set_ylabel("share of completions that parse (95 % interval)")
-    axes.set_title("Demo checkpoint, held-out prompts: speed against quality", fontsize=11, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-
-
 def check_flags(values: flags.FlagValues) -> None:
     """Check what can be checked before anything is loaded.
 
@@ -446,7 +396,7 @@ def main(values: flags.FlagValues) -> None:
     path = write_record(record, values.output_dir, values.record)
     print(path)
     plot = Path(values.plot) if values.plot else path.with_suffix(".png")
-    draw(results, plot)
+    draw_modes(results, plot)
     print(plot)
 
 

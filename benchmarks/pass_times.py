@@ -10,15 +10,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from runtime.planner.hlo import KINDS, HloCollective, Instruction, Module, array_bytes, read_collective
+from runtime.planner.hlo import KINDS, HloCollective, Instruction, Module, array_bytes, fused_slice, read_collective
 
 # They describe values and take no time.
 _FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "while", "conditional", "call", "domain", "add-dependency",
 }  # fmt: skip
-# A fused all-reduce and slice: TPUs run it as a reduce-scatter.
-_REDUCE_SCATTER = "all-reduce-scatter"
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 
 
@@ -58,7 +56,7 @@ class Spent:
 
     Attributes:
       name: of the instruction.
-      kind: ``kernel``, ``collective`` (what of it nothing hides) ``memory`` (waiting for copies) or ``launch`` (of
+      kind: ``kernel``, ``collective`` (what of it nothing hides), ``memory`` (waiting for copies) or ``launch`` (of
         all kernels of a computation).
       scope: the named scopes that it was written in.
       seconds: of all its runs in the pass.
@@ -177,7 +175,7 @@ class _Walk:
             if inner.operation.removesuffix("-start") in KINDS:
                 channel = re.search(r"channel_id=(\d+)", inner.rest)
                 collective = read_collective(inner)
-                if name.startswith(_REDUCE_SCATTER):
+                if fused_slice(name):
                     collective = replace(collective, kind="reduce-scatter")
                 found.append((channel[1] if channel else inner.name, collective))
             found += self._fused_collectives(inner)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from benchmarks.kernel_work import LAUNCH_SECONDS, TPU_BANDWIDTH_SHARE, gpu_devi
 from benchmarks.pass_times import Spent, pass_times
 from benchmarks.records import build_record, define_record_flags, note_lines, write_record
 from launch.startup import compile_only, run_launcher
+from runtime.planner.estimate import Estimate, estimate_workload
 from runtime.planner.hlo import read_module
 from runtime.planner.presets import preset
 from runtime.planner.workload import Workload
@@ -39,6 +40,7 @@ from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
 
 _MODEL, _MASKED = "diffucoder-7b", 128
+_STEP, _QWEN = "denoise step", {"model": "qwen2.5-7b"}
 _TIMEOUT = 1800
 # Instructions of a record, and parts of a table row.
 _LARGEST, _SHOWN = 12, 4
@@ -66,14 +68,31 @@ class Target:
         """What :mod:`benchmarks.compile_phases` is told."""
         return {"model": _MODEL, "topology": self.topology, "mesh": self.mesh, "dtype": "bfloat16", **self.workload}
 
+    @property
+    def estimate(self) -> Estimate:
+        """What the planner of this checkout says of the workload."""
+        fields = {name: value for name, value in self.child.items() if name not in ("model", "topology", "mesh")}
+        workload = Workload(preset(self.child["model"]), **fields)
+        return estimate_workload(workload, parse_topology(self.topology), MeshSpec.parse(self.mesh))
+
+    def chunks(self, chunk: int) -> float:
+        """How often the head runs in the pass, with chunks of this many positions."""
+        return -(-_MASKED // chunk) if self.phase == _STEP else 1
+
+    def planned_ms(self) -> float:
+        """The planner's time of the pass."""
+        found = self.estimate
+        phase = next(one.phase for one in found.phases if one.phase.name == self.phase)
+        return round(1e3 * found.of_phase(replace(phase, chunks=self.chunks(phase.chunk))).seconds, 3)
+
 
 def _canvas(rows: int, positions: int) -> dict[str, Any]:
     half = positions // 2
     return {"batch": rows, "prompt": half, "new_tokens": half, "steps": half}
 
 
-_STEP, _QWEN = "denoise step", {"model": "qwen2.5-7b"}
-_BLOCKS = _canvas(1, 512) | {"cache": "dual"}
+_INT8 = {"quantization": "int8"}
+_BLOCKS = {"cache": "dual"}
 TARGETS = {
     "v5e-t8-b1": Target("v5e:2x4", "tensor=8", _STEP, _canvas(1, 512), 8.5),
     "v5e-t8-b16": Target("v5e:2x4", "tensor=8", _STEP, _canvas(16, 512), 110),
@@ -82,10 +101,20 @@ TARGETS = {
     "v5p-b1": Target("v5p:2x2x1", "data=1", _STEP, _canvas(1, 512), 20),
     "v5p-b1-2048": Target("v5p:2x2x1", "data=1", _STEP, _canvas(1, 2048), 75),
     "v4-d8-t2-b16": Target("v4:2x2x4", "data=8,tensor=2", _STEP, _canvas(16, 512), 40),
+    "v5p-s8-b1-2048": Target("v5p:2x2x2", "sequence=8", _STEP, _canvas(1, 2048)),
+    "v5e-t8-block": Target("v5e:2x4", "tensor=8", "block step", _canvas(8, 512) | _BLOCKS),
+    "v5p-block": Target("v5p:2x2x1", "data=1", "block step", _canvas(1, 512) | _BLOCKS),
+    "v4-t4-block": Target("v4:2x2x1", "tensor=4", "block step", _canvas(8, 512) | _BLOCKS),
+    "v5e-t8-prefill": Target("v5e:2x4", "tensor=8", "prefill", _canvas(8, 512) | _QWEN),
+    "v5e-t8-decode": Target("v5e:2x4", "tensor=8", "decode", _canvas(8, 512) | _QWEN),
+    "v5p-prefill": Target("v5p:2x2x1", "data=1", "prefill", _canvas(4, 1024) | _QWEN),
+    "v5p-decode": Target("v5p:2x2x1", "data=1", "decode", _canvas(4, 1024) | _QWEN),
+    "v4-t4-prefill": Target("v4:2x2x1", "tensor=4", "prefill", _canvas(16, 1024) | _QWEN),
+    "v4-t4-decode": Target("v4:2x2x1", "tensor=4", "decode", _canvas(16, 1024) | _QWEN),
     "h200-b1": Target("1xh200", "data=1", _STEP, _canvas(1, 512), 12.5),
-    "h200-block": Target("1xh200", "data=1", "block step", _BLOCKS, 4.5),
+    "h200-block": Target("1xh200", "data=1", "block step", _canvas(1, 512) | _BLOCKS, 4.5),
     "h200-decode": Target("1xh200", "data=1", "decode", _canvas(1, 512) | _QWEN, 4),
-    "h200-decode-int8": Target("1xh200", "data=1", "decode", _canvas(1, 512) | _QWEN | {"quantization": "int8"}, 2.2),
+    "h200-decode-int8": Target("1xh200", "data=1", "decode", _canvas(1, 512) | _QWEN | _INT8, 2.2),
 }
 
 
@@ -96,47 +125,45 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("before", None, "Another checkout, whose programs stand beside these.", flag_values=values)
 
 
-def measure(target: Target, checkout: Path) -> dict[str, Any]:
-    """Compile a target in a child process and add up what its pass takes.
-
-    Args:
-      target: which.
-      checkout: of the project, whose programs they are.
+def compile_target(target: Target, checkout: Path, folder: Path) -> None:
+    """Compile a target's programs in a child process; their HLO and, on TPU, their bundles go into a folder.
 
     Raises:
       InputError: the compiler refuses.
     """
-    topology = parse_topology(target.topology)
-    on_tpu = topology.chip.platform == "tpu"
-    child = target.child
-    with tempfile.TemporaryDirectory(prefix="schedule-") as name:
-        folder, dump = Path(name), Path(name) / "dump"
-        dump.mkdir()
-        environment = os.environ | {"PYTHONPATH": str(checkout)}
-        environment |= {"LIBTPU_INIT_ARGS": dump_options(dump)} if on_tpu else {}
-        environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # what comes from a cache is not compiled, and not dumped
-        script = Path(__file__).with_name("compile_phases.py")
-        done = subprocess.run(
-            [sys.executable, "-P", str(script), name, json.dumps(child)],
-            env=environment, cwd=name, timeout=_TIMEOUT, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise InputError(f"{target.topology} {target.mesh}: {done.stderr.strip()[-2000:]}")
-        described = json.loads((folder / "phases.json").read_text(encoding="utf-8"))
-        program = "blocks" if target.phase in ("block step", "refresh") else target.phase
-        module = read_module((folder / f"{program.replace(' ', '_')}.hlo").read_text(encoding="utf-8"))
-        fields = {name: value for name, value in child.items() if name not in ("model", "topology", "mesh")}
-        workload = Workload(preset(child["model"]), **fields)
-        layout = workload.layout(MeshSpec.parse(target.mesh).resolve(topology.num_devices))
-        links = link_times(Wiring(topology, layout.spec, layout.heads), layout.mesh_axis_sizes)
-        missing: set[str] = set()
-        if on_tpu:
-            kernels = read_dump(dump, tiles_of(module))
-            device = tpu_device(topology.chip, kernels, module, links, missing)
-        else:
-            device = gpu_device(links)
-    chunk = described["passes"][target.phase]["chunk"]
-    spent = pass_times(module, target.phase, device, -(-_MASKED // chunk))
+    (folder / "dump").mkdir()
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    if parse_topology(target.topology).chip.platform == "tpu":
+        environment["LIBTPU_INIT_ARGS"] = dump_options(folder / "dump")
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # what comes from a cache is not compiled, and not dumped
+    script = Path(__file__).with_name("compile_phases.py")
+    done = subprocess.run(
+        [sys.executable, "-P", str(script), str(folder), json.dumps(target.child)],
+        env=environment, cwd=folder, timeout=_TIMEOUT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise InputError(f"{target.topology} {target.mesh}: {done.stderr.strip()[-2000:]}")
+
+
+def measure(target: Target, folder: Path) -> dict[str, Any]:
+    """Add up what a target's pass takes.
+
+    Args:
+      target: which.
+      folder: that :func:`compile_target` has filled.
+    """
+    described = json.loads((folder / "phases.json").read_text(encoding="utf-8"))
+    program = "blocks" if target.phase in ("block step", "refresh") else target.phase
+    module = read_module((folder / f"{program.replace(' ', '_')}.hlo").read_text(encoding="utf-8"))
+    topology, layout = parse_topology(target.topology), target.estimate.layout
+    links = link_times(Wiring(topology, layout.spec, layout.heads), layout.mesh_axis_sizes)
+    missing: set[str] = set()
+    if topology.chip.platform == "tpu":
+        kernels = read_dump(folder / "dump", tiles_of(module))
+        device = tpu_device(topology.chip, kernels, module, links, missing)
+    else:
+        device = gpu_device(links)
+    spent = pass_times(module, target.phase, device, target.chunks(described["passes"][target.phase]["chunk"]))
     return _summary(spent, described, target, missing)
 
 
@@ -193,7 +220,7 @@ def schedule_table(record: Mapping[str, Any]) -> str:
             f"{before['ms']:.1f}" if before else "",
             f"{now['ms']:.1f}",
             f"{result['goal_ms']:g}" if result["goal_ms"] else "",
-            f"{now['planned_ms']:.1f}",
+            f"{result['planned_ms']:.1f}",
             ", ".join(parts),
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -209,6 +236,21 @@ def schedule_table(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *note_lines(record)])
 
 
+def _measure_all(targets: Mapping[str, Target], checkouts: Mapping[str, Path]) -> dict[str, Any]:
+    """Results of targets of one workload, of each checkout."""
+    results: dict[str, Any] = {
+        name: {**one.child, "pass": one.phase, "goal_ms": one.goal, "planned_ms": one.planned_ms()}
+        for name, one in targets.items()
+    }
+    for version, checkout in checkouts.items():
+        with tempfile.TemporaryDirectory(prefix="schedule-") as folder:
+            compile_target(next(iter(targets.values())), checkout, Path(folder))
+            for name, target in targets.items():
+                found = results[name][version] = measure(target, Path(folder))
+                print(f"{name} {version}: {found['ms']:.2f} ms {found['parts']}", flush=True)
+    return results
+
+
 def main(values: flags.FlagValues) -> None:
     """Measure every target, print a line each, write the record."""
     compile_only()
@@ -219,18 +261,16 @@ def main(values: flags.FlagValues) -> None:
     checkouts = {"now": here} | ({"before": Path(values.before).resolve()} if values.before else {})
     results: dict[str, Any] = {}
     missing: list[str] = []
-    for name in values.only or TARGETS:
-        target = TARGETS[name]
+    wanted = {name: TARGETS[name] for name in values.only or TARGETS}
+    for name, target in wanted.items():
         install = missing_compiler(parse_topology(target.topology).chip.platform)
         if install is not None:
             missing.append(f"{name} was not compiled: {install}")
             print(missing[-1], flush=True)
-            continue
-        result: dict[str, Any] = {**target.child, "pass": target.phase, "goal_ms": target.goal}
-        for version, checkout in checkouts.items():
-            result[version] = measure(target, checkout)
-            print(f"{name} {version}: {result[version]['ms']:.2f} ms {result[version]['parts']}", flush=True)
-        results[name] = result
+        elif name not in results:
+            # Passes of one workload are in programs that are compiled together.
+            alike = {other: one for other, one in wanted.items() if one.child == target.child}
+            results |= _measure_all(alike, checkouts)
     record = build_record(
         "schedule",
         kind="estimated",

@@ -165,13 +165,14 @@ def main(values: flags.FlagValues, command: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, frame: processes.send(received))
     failed_at = None
+    late: list[int] = []
     try:
         while None in (codes := processes.codes()):
             if failed_at is None and any(codes):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > values.grace:
-                late = [str(process_index) for process_index, code in enumerate(codes) if code is None]
-                print(f"killing process {', '.join(late)}: another has failed", file=sys.stderr, flush=True)
+                late = [process_index for process_index, code in enumerate(codes) if code is None]
+                print(f"killing process {', '.join(map(str, late))}: another has failed", file=sys.stderr, flush=True)
                 break
             time.sleep(0.05)
     finally:
@@ -180,7 +181,8 @@ def main(values: flags.FlagValues, command: Sequence[str]) -> int:
     codes = processes.codes()
     if any(codes):
         print(f"exit codes: {', '.join(map(str, codes))}", file=sys.stderr, flush=True)
-    return worst([code for code in codes if code is not None])
+    # What was frozen is no fault of the user's: it was killed here, and another start may do better.
+    return worst([EXIT_RESTART if number in late else code for number, code in enumerate(codes) if code is not None])
 
 
 def run(argv: Sequence[str] | None = None) -> None:

@@ -110,10 +110,10 @@ def load_engine(values: flags.FlagValues, folder: CheckpointFolder, rows: int, m
             progress=progress,
         )
     engine.runner.programs.before_run = agree_on_programs(this_host())
-    for note in engine.notes:
-        say(note)
-    if engine.loaded is not None:
-        say(describe_loaded(engine.loaded))
+    lines = [*engine.notes, *([] if engine.loaded is None else [describe_loaded(engine.loaded)])]
+    # A launcher that has the flag is quiet without it.
+    for line in lines if "verbose" not in values or values.verbose else ():
+        say(line)
     return engine
 
 

@@ -30,7 +30,7 @@ class Link:
     bandwidth: float
     latency: float
 
-    def seconds(self, kind: str, payload: int, members: int) -> float:
+    def seconds(self, kind: str, payload: float, members: int) -> float:
         """Time of one collective by the ring algorithms.
 
         Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import mmap
 import os
 import signal
@@ -122,6 +123,26 @@ async def greet(
     return None
 
 
+def check_coordinator_port(place: Place) -> None:
+    """Check that JAX's coordination service can listen on host 0, which this one is.
+
+    Raises:
+      InputError: another program does.
+    """
+    address, port = place.bind.strip("[]"), int(place.coordinator.rpartition(":")[2])
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what has just ended is no obstacle
+            tried.bind((address, port))
+            tried.listen()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise InputError(
+                f"host 0 cannot listen on {place.bind}:{port} ({error.strerror}); --coordinator_port names another port"
+            ) from error
+
+
 class Supervisor:
     """What one host does around its worker."""
 
@@ -167,6 +188,7 @@ class Supervisor:
         watching = None
         try:
             if hub is not None:
+                check_coordinator_port(self._place)
                 await hub.listen(self._place.bind, self._place.control_port)
                 watching = loop.create_task(self._guard(hub.watch()))
             tasks.append(loop.create_task(self._guard(self._hear_hub())))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 from runtime import BackgroundCompiler, Executor, Programs, Scheduler
 
+# What one host has compiled: a fingerprint each, or None.
+Report = Sequence[str | None]
 # Seconds of compilation that people are told of.
 _LONG = 10.0
 
@@ -31,9 +33,9 @@ class Compilation:
         self.remaining = len(self._left)
 
     @property
-    def report(self) -> list[bool]:
-        """Whether what this host has compiled so far was a success, in the order of all hosts."""
-        return [one.error is None for one in self._compiler.done]
+    def report(self) -> Report:
+        """Fingerprints of what this host has compiled so far, in the order of all hosts; None for what failed."""
+        return [one.fingerprint for one in self._compiler.done]
 
     def choose(self, scheduler: Scheduler) -> Programs | None:
         """What to compile next, on host 0: what rows would have used most often; None to go on with what there is."""
@@ -53,19 +55,25 @@ class Compilation:
         self._order.append(programs)
         self._compiler.put(str(programs), lambda: self._executor.compile(programs))
 
-    def settle(self, reports: Sequence[Sequence[bool]], scheduler: Scheduler, say: Callable[[str], None]) -> None:
+    def settle(self, reports: Sequence[Report], scheduler: Scheduler, say: Callable[[str], None]) -> None:
         """Let the scheduler use what every host has compiled, on host 0.
 
         Args:
           reports: of all hosts.
           scheduler: what decides which buckets are used.
           say: tells people.
+
+        Raises:
+          RuntimeError: hosts have compiled different programs.
         """
         before = self._settled
         while self._settled < min(map(len, reports)):
             programs = self._order[self._settled]
-            if not all(report[self._settled] for report in reports):
+            prints = {report[self._settled] for report in reports}
+            if None in prints:
                 say(f"left out, since it cannot be compiled: {programs}: {self._compiler.done[self._settled].error}")
+            elif len(prints) > 1:
+                raise RuntimeError(f"the hosts have compiled different programs: {programs}")
             elif programs.pool is None:
                 self._executor.allow_scoring(programs.bucket.width)
             else:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from launch.serving.compilation import Compilation
+from launch.serving.compilation import Compilation, Report
 from launch.serving.errors import ENGINE_FAILED, ApiError, busy, too_late, unavailable
 from launch.serving.metrics import Metrics
 from launch.serving.response_stream import ResponseStream
@@ -93,7 +93,7 @@ class HostStep:
         return cls(StepPlan.from_json(step["plan"]), compiled, step["check_drain"], step["last"])
 
 
-def agree(hosts: Hosts, step: HostStep | None, compiled: Sequence[bool]) -> tuple[HostStep, list[Sequence[bool]]]:
+def agree(hosts: Hosts, step: HostStep | None, compiled: Report) -> tuple[HostStep, list[Report]]:
     """The step that host 0 has decided, on all hosts, and what each has compiled; the others pass None."""
     hosts.mark()
     if hosts.count == 1:

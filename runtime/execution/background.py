@@ -20,12 +20,14 @@ class Compiled:
     Attributes:
       name: of it.
       seconds: that it took.
-      error: why it failed, None where it has not.
+      fingerprint: of what was compiled, None where that failed.
+      error: why it failed.
     """
 
     name: str
     seconds: float
-    error: str | None = None
+    fingerprint: str | None
+    error: str = ""
 
 
 class BackgroundCompiler:
@@ -38,13 +40,13 @@ class BackgroundCompiler:
     def __init__(self) -> None:
         """Start to wait."""
         self.done: list[Compiled] = []
-        self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[str, Callable[[], str]] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="compiler", daemon=True)
         self._thread.start()
 
-    def put(self, name: str, task: Callable[[], None]) -> None:
-        """Compile this too, after what was given before."""
+    def put(self, name: str, task: Callable[[], str]) -> None:
+        """Compile this too, after what was given before; ``task`` returns the fingerprint."""
         self._tasks.put((name, task))
 
     def stop(self, patience: float) -> None:
@@ -58,9 +60,10 @@ class BackgroundCompiler:
         sys.setswitchinterval(_SWITCH_SECONDS)
         while (given := self._tasks.get()) is not None and not self._stopped.is_set():
             name, task = given
-            start, error = time.perf_counter(), None
+            start = time.perf_counter()
+            fingerprint, error = None, ""
             try:
-                task()
+                fingerprint = task()
             except Exception as failure:  # what cannot be compiled is left out; the rest goes on
                 error = f"{type(failure).__name__}: {failure}"
-            self.done.append(Compiled(name, time.perf_counter() - start, error))
+            self.done.append(Compiled(name, time.perf_counter() - start, fingerprint, error))

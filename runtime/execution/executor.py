@@ -88,12 +88,17 @@ class Executor:
         ranked = sorted(buckets, key=lambda one: self.pools[one.pool or 0].grid.buckets.index(one.bucket))
         return ranked + [Programs(None, Bucket(self.score_rows, width)) for width in self._score_widths[-2::-1]]
 
-    def compile(self, programs: Programs) -> None:
-        """Compile all programs of a bucket, from any thread."""
+    def compile(self, programs: Programs) -> str:
+        """Compile all programs of a bucket, from any thread.
+
+        Returns:
+          What all hosts have alike that have compiled the same so far.
+        """
         if programs.pool is not None:
             self.pools[programs.pool].compile(programs.bucket)
         else:
             compile_scoring(self._runner, programs.bucket.rows, programs.bucket.width)
+        return self._runner.programs.fingerprint
 
     def allow_scoring(self, width: int) -> None:
         """Let score passes have this width from now on."""

@@ -29,6 +29,7 @@ from sharding.errors import InputError
 
 # How often a generation says how far it is.
 _PROGRESS_REPORTS = 64
+_MOST_STEPS_A_REPORT = 16
 _ALL_ITERATIONS = 1 << 30
 
 
@@ -242,7 +243,7 @@ def _schedule(
     # Rows that stay together run to their end in one call of the program, unless somebody looks at them.
     iterations = _ALL_ITERATIONS if scheduler.in_one_run and not any(tests) else None
     if progress is not None:
-        iterations = max(1, stats.steps // _PROGRESS_REPORTS)
+        iterations = max(1, min(stats.steps // _PROGRESS_REPORTS, _MOST_STEPS_A_REPORT))
         progress(0, total)
     found: dict[int, Any] = {}
     for results in scheduler.run(iterations=iterations):

@@ -9,6 +9,7 @@ a block.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -40,6 +41,12 @@ _SEED_WORDS = 2
 
 def compiler_options(platform: str) -> dict[str, str | bool] | None:
     """Compiler options for programs of this platform, beside the defaults; None for none."""
+    if platform == "tpu":
+        # Gather a residual beside each of the products that need it, also where they are several: gate and up.
+        return {
+            "xla_tpu_decompose_all_gather_with_multiple_einsums": True,
+            "xla_tpu_skip_checking_windowed_einsum_users": True,
+        }
     if platform != "cpu":
         return None
     # XLA would widen all the stacked bfloat16 layers to float32 before the scan; layer by layer is also faster.
@@ -266,7 +273,10 @@ class ProgramCache:
       compiled: programs compiled so far.
       seconds: time that took.
       before_run: called before each run of a program, with its lowering where it is about to be compiled.
+      fingerprint: of the programs that were compiled without being told of, the same on all hosts; empty on one host.
     """
+
+    fingerprint = ""
 
     def __init__(self, platform: str) -> None:
         """Make an empty cache for devices of one platform."""
@@ -327,6 +337,8 @@ class ProgramCache:
         lowered = lower()
         if tell is not None:
             tell(lowered)
+        elif counts and jax.process_count() > 1:
+            self.fingerprint = hashlib.sha256((self.fingerprint + lowered.as_text()).encode()).hexdigest()
         program = lowered.compile(compiler_options=self._options)
         with self._lock:
             self.seconds += time.perf_counter() - start

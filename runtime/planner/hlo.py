@@ -23,6 +23,7 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(r"(body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_PAIR = re.compile(r"\{(\d+),(\d+)\}")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 
@@ -128,7 +129,8 @@ class Module:
 def read_collectives(text: str) -> list[HloCollective]:
     """Every collective of a module's optimized HLO, loops multiplied out.
 
-    A collective that the compiler has spread over several fusions has one channel in all of them, and counts once.
+    A collective that the compiler has spread over several fusions has one channel in all of them, and counts once; so
+    does an array that is gathered piece by piece beside several products.
     """
     module = read_module(text)
     found: list[HloCollective] = []
@@ -137,16 +139,27 @@ def read_collectives(text: str) -> list[HloCollective]:
     def walk(name: str, repeats: int, within: tuple[str, ...], fused: bool = False) -> None:
         for instruction in module.computations.get(name, ()):
             kind = instruction.operation.removesuffix("-start")
+            if kind == "collective-permute" and "dot_general" in instruction.rest:
+                continue  # of a windowed product, which its loop stands for
             if kind in KINDS or (kind == "send" and _BETWEEN_SLICES in instruction.rest):
                 channel = re.search(r"channel_id=(\d+)", instruction.rest)
                 key = (kind, channel[1] if channel else instruction.name)
                 if not fused or key not in seen:
-                    found.append(read_collective(instruction, repeats, within))
+                    collective = read_collective(instruction, repeats, within)
+                    # An all-reduce fused with the slice of it: TPUs run it as a reduce-scatter.
+                    found.append(replace(collective, kind="reduce-scatter") if fused_slice(name) else collective)
                 if fused:
                     seen.add(key)
                 continue
             called = instruction.called
             if instruction.operation == "while":
+                if windowed := read_windowed_product(module, instruction, repeats, within):
+                    # Gate and up gather the same array, each beside itself.
+                    gathered = windowed.kind, windowed.scope.rsplit("/", 2)[0]
+                    if windowed.kind == "reduce-scatter" or gathered not in seen:
+                        found.append(windowed)
+                    seen.add(gathered)
+                    continue
                 trips = module.trips(instruction)
                 inner = (repeats * trips, within) if trips is not None else (repeats, (*within, "loop"))
                 walk(called["condition"], *inner)
@@ -159,6 +172,30 @@ def read_collectives(text: str) -> list[HloCollective]:
 
     walk(module.entry, 1, ())
     return found
+
+
+def fused_slice(computation: str) -> bool:
+    """Whether a fused computation is an all-reduce and a slice of it."""
+    return computation.startswith("all-reduce-scatter")
+
+
+def read_windowed_product(
+    module: Module, loop: Instruction, repeats: int = 1, within: tuple[str, ...] = ()
+) -> HloCollective | None:
+    """What a loop gathers or scatters in pieces beside those of a product; None for other loops."""
+    body = loop.called["body"]
+    named = re.search(r"windowed_dot_general_body_(ag|rs)", body)
+    permutes = [one for one in module.computations.get(body, ()) if one.operation.startswith("collective-permute")]
+    if named is None or not permutes:
+        return None
+    one = read_collective(permutes[0], repeats, within)
+    following = dict(_PAIR.findall(re.sub(r"\s", "", permutes[0].rest)))
+    first = next(iter(following))
+    ring = [first]
+    while (last := following.get(ring[-1], first)) != first:
+        ring.append(last)
+    kind = {"ag": "all-gather", "rs": "reduce-scatter"}[named[1]]
+    return replace(one, kind=kind, payload=one.payload * len(ring), group=tuple(sorted(map(int, ring))))
 
 
 def bytes_by_axis(
