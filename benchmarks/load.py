@@ -26,12 +26,14 @@ class Ask:
       max_tokens: new tokens at most.
       seed: its own.
       fields: fields of the body beside these.
+      stream: whether the answer is streamed.
     """
 
     prompt: str
     max_tokens: int
     seed: int
     fields: Mapping[str, Any] = field(default_factory=dict)
+    stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Answer:
       end: until the end.
       tokens: completion tokens that the server counted.
       text: the completion.
-      pieces: events with text in them.
+      pieces: events with text in them; none of an answer that is not streamed.
       committed_at_first: tokens on the canvas when the first text came, if the request asked for canvases.
     """
 
@@ -76,39 +78,67 @@ class Client:
         await self._http.aclose()
 
     async def send(self, ask: Ask, due: float) -> Answer:
-        """Send a request and read its stream; ``due`` is on the clock of ``time.perf_counter``."""
+        """Send a request and read its answer; ``due`` is on the clock of ``time.perf_counter``."""
         body = {
             "model": self._model,
             "prompt": ask.prompt,
             "max_tokens": ask.max_tokens,
             "seed": ask.seed,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            **({"stream": True, "stream_options": {"include_usage": True}} if ask.stream else {}),
             **ask.fields,
         }
-        first, committed, tokens, pieces, text, status = None, None, 0, 0, "", 0
+        read = _Streamed(due) if ask.stream else _Whole()
         try:
             async with self._http.stream("POST", "/v1/completions", json=body) as response:
-                whole = response.status_code != 200
                 async for line in response.aiter_lines():
-                    if line == "data: [DONE]":
-                        whole = True
-                    elif line.startswith("data: "):
-                        event = json.loads(line.removeprefix("data: "))
-                        choices = event.get("choices", ())
-                        new = "".join(choice["text"] for choice in choices)
-                        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-                        pieces += bool(new)
-                        if new and first is None:
-                            first = time.perf_counter() - due
-                            if canvas := choices[0].get("canvas"):
-                                committed = sum(token is not None for token in canvas)
-                        text += new
-                status = response.status_code if whole else 0
+                    if response.status_code == 200:
+                        read.line(line)
+                status = response.status_code if response.status_code != 200 or read.whole else 0
         except httpx.HTTPError:
-            pass
+            status = 0
         end = time.perf_counter() - due
-        return Answer(status, end if first is None else first, end, tokens, text, pieces, committed)
+        first = end if read.first is None else read.first
+        return Answer(status, first, end, read.tokens, read.text, read.pieces, read.committed_at_first)
+
+
+class _Whole:
+    """An answer that is one object."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.committed_at_first: int | None = None
+        self.tokens = self.pieces = 0
+        self.text, self.whole = "", False
+
+    def line(self, line: str) -> None:
+        """Read the line that the answer is."""
+        answer = json.loads(line)
+        self.text, self.tokens = answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
+        self.whole = True
+
+
+class _Streamed(_Whole):
+    """An answer that comes in events."""
+
+    def __init__(self, due: float) -> None:
+        super().__init__()
+        self._due = due
+
+    def line(self, line: str) -> None:
+        """Read a line of the stream."""
+        if line == "data: [DONE]":
+            self.whole = True
+        elif line.startswith("data: "):
+            event = json.loads(line.removeprefix("data: "))
+            choices = event.get("choices", ())
+            new = "".join(choice["text"] for choice in choices)
+            self.tokens = (event.get("usage") or {}).get("completion_tokens", self.tokens)
+            self.pieces += bool(new)
+            if new and self.first is None:
+                self.first = time.perf_counter() - self._due
+                if canvas := choices[0].get("canvas"):
+                    self.committed_at_first = sum(token is not None for token in canvas)
+            self.text += new
 
 
 async def open_loop(
@@ -220,7 +250,7 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
 
     Returns:
       How many were answered, refused and failed; and in milliseconds, over requests that were answered, percentiles of
-      the time to the first text (``ttft``) and to the end (``e2e``).
+      the time to the first text (``ttft``, None unless they are streamed) and to the end (``e2e``).
     """
     done = [answer for answer in answers if answer.status == 200]
     return {
@@ -228,7 +258,7 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
         "completed": len(done),
         "refused": sum(answer.status == 429 for answer in answers),
         "failed": sum(answer.status not in (200, 429) for answer in answers),
-        "ttft_ms": percentiles([answer.first for answer in done]),
+        "ttft_ms": percentiles([answer.first for answer in done if answer.pieces]),
         "e2e_ms": percentiles([answer.end for answer in done]),
     }
 

@@ -194,11 +194,15 @@ def _to_devices(layout: ModelLayout, leaf: WeightLeaf, dtype: Any) -> Callable[[
     wanted = leaf.axes[1:] if leaf.is_stacked else leaf.axes
     order = tuple(axes.index(axis) for axis in wanted)
     transpose = _transpose(order, layout.sharding(*wanted))
+    sharding = layout.sharding(*axes)
+    places = sharding.addressable_devices_indices_map(shape)
 
     def put(parts: _Parts) -> jax.Array:
-        array = jax.make_array_from_callback(
-            shape, layout.sharding(*axes), lambda index: parts[_key(index, shape)], dtype=dtype
-        )
+        # A CPU device could take a host buffer as its own, and would keep alive what the buffer is a part of.
+        shards = [
+            jax.device_put(parts[_key(index, shape)], device, may_alias=False) for device, index in places.items()
+        ]
+        array = jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
         # Wait for the copies: the host buffers of one tensor are gone before the next is put.
         return (array if order == tuple(range(len(order))) else transpose(array)).block_until_ready()
 

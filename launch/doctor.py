@@ -26,6 +26,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from checkpoints import DEMO, CheckpointFolder, folder_fingerprint, open_folder, read_manifest, verify
 from launch.hosts.preflight import version_facts
+from launch.model_flags import check_named
 from launch.startup import define_device_flags, is_main_process, progress_bar, run_launcher, start_devices, this_host
 from runtime import MeshSpec, ModelConfig, model_layout, parse_config
 from runtime.planner import (
@@ -176,6 +177,9 @@ def cache_lines(path: str) -> Iterator[str]:
     folder = Path(path).expanduser()
     files = [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
     size = sum(file.stat().st_size for file in files)
+    if not folder.is_dir():
+        yield f"{folder}: there is none"
+        return
     yield f"{folder}: mode {folder.stat().st_mode & 0o777:o}, {len(files)} files, {size / 1e6:.1f} MB"
     if files:
         newest = max(file.stat().st_mtime for file in files)
@@ -195,6 +199,7 @@ def main(values: flags.FlagValues) -> None:
     """Run the launcher."""
     if values.mesh is not None:
         MeshSpec.parse(values.mesh)
+    check_named(values)
     folder = open_folder(values.checkpoint)
     config = parse_config(folder.config)
     section("versions", version_lines())

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,9 +27,11 @@ from launch.canvas_view import CanvasView, row_titles, write_history
 from launch.decoding_flags import decoding_config, define_decoding_flags, describe
 from launch.explain import explain
 from launch.hosts.preflight import digest
+from launch.interruption import Interruption
 from launch.model_flags import define_model_flags, load_engine, open_checkpoint, read_tokenizer
 from launch.profiling import check_profiling, define_profiling_flags, traced, write_programs
 from launch.startup import (
+    check_writable,
     define_device_flags,
     is_main_process,
     progress_bar,
@@ -44,6 +47,7 @@ from runtime import (
     DiffusionConfig,
     Engine,
     GenerationResult,
+    GenerationStats,
     InputError,
     SamplingConfig,
     StopTest,
@@ -77,6 +81,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "history_html", None, "Write a page that replays the generation step by step.", flag_values=values
     )
+    switch("verbose", "Say every decoding parameter, the mesh, and what was read.")
     switch("explain", "Print how every weight lies on the mesh, and stop.")
     define_profiling_flags(values)
     define_device_flags(values)
@@ -136,22 +141,35 @@ def main(values: flags.FlagValues) -> None:
     ids, mask = encode_prompts(tokenizer, prompts, model.pad_token_id, chat=values.chat)
     check_request(read_rows(ids, mask, model), model, config)
     row_seeds(config.seed, len(prompts), values.num_return_sequences)
-    if values.history_html is not None and not Path(values.history_html).resolve().parent.is_dir():
-        raise InputError(f"--history_html={values.history_html}: there is no such folder")
+    if values.history_html is not None:
+        check_writable("history_html", values.history_html)
 
     start_devices(values, {"checkpoint": folder_fingerprint(folder), "prompts": digest("\0".join(prompts))})
     samples = values.num_return_sequences
     engine = load_engine(values, folder, len(prompts) * samples, values.max_batch)
-    say(describe(config))
+    if values.verbose:
+        say(describe(config))
     view, titles = CanvasView(engine, ids, mask, samples), row_titles(prompts, samples)
-    with traced(values):
-        tests = engine.stop_tests([values.stop] * (len(prompts) * samples), config.stop_token_ids)
+
+    def show(rows: Sequence[Sequence[int]]) -> None:
+        for title, tokens in zip(titles, rows, strict=True):
+            print(f"=== {title} ===\n{engine.tokenizer.decode(list(tokens))}")
+
+    tests = engine.stop_tests([values.stop] * (len(prompts) * samples), config.stop_token_ids)
+    interruption = Interruption(len(tests), show)
+    with traced(values), interruption:
+        tests = interruption.stop_tests(tests)
         if values.watch:
-            result = generate_watched(engine, ids, mask, config, samples, view, titles, tests)
+            result = generate_watched(engine, ids, mask, config, samples, view, titles, tests, interruption)
         else:
             with progress_bar("compiling and decoding, steps") as progress:
                 result = engine.generate_tokens(
-                    ids, mask, config, num_return_sequences=samples, progress=progress, stop_tests=tests
+                    ids,
+                    mask,
+                    config,
+                    num_return_sequences=samples,
+                    progress=interruption.report(progress),
+                    stop_tests=tests,
                 )
     if values.dump_hlo is not None:
         write_programs(values, engine.program_texts())
@@ -160,12 +178,23 @@ def main(values: flags.FlagValues) -> None:
         write_completions(completions, titles, result, values)
         if values.history_html is not None and isinstance(config, DiffusionConfig):
             write_history(values.history_html, view, result, titles, config, completions)
-    stats = result.stats
-    say(
-        f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens / max(stats.seconds, 1e-9):.1f} tokens/s), "
-        f"{stats.forwards} forward passes, {stats.compiled_programs} programs compiled in {stats.compile_seconds:.1f} s"
-        + (f", {stats.masks_left} masks left" if stats.masks_left else "")
-    )
+    say(summary(completions, result.stats, interruption.signal))
+    if interruption.signal is not None:
+        sys.exit(interruption.exit_code)
+
+
+def summary(completions: Sequence[Completion], stats: GenerationStats, stopped_by: signal.Signals | None) -> str:
+    """What was done, in a line: tokens of text, without ends and what follows them."""
+    tokens = sum(len(completion.tokens) for completion in completions)
+    decoding = max(stats.seconds - stats.compile_seconds, 1e-9)
+    parts = [
+        f"{tokens} tokens of text in {stats.seconds:.2f} s",
+        f"{stats.compile_seconds:.1f} s of them compiling" if stats.compiled_programs else "nothing compiled",
+        f"{stats.forwards} forward passes, {tokens / decoding:.1f} tokens/s",
+    ]
+    if stats.masks_left:
+        parts.append(f"{stats.masks_left} masks left")
+    return (f"stopped by {stopped_by.name}: " if stopped_by is not None else "") + "; ".join(parts)
 
 
 def generate_watched(
@@ -177,6 +206,7 @@ def generate_watched(
     view: CanvasView,
     titles: Sequence[str],
     stop_tests: Sequence[StopTest | None],
+    interruption: Interruption,
 ) -> GenerationResult:
     """Generate step by step, showing the canvas on an interactive terminal."""
     with CanvasWatcher(1, titles=titles) as watcher:
@@ -190,7 +220,13 @@ def generate_watched(
 
         # All hosts go step by step; host 0 draws.
         return engine.generate_tokens(
-            ids, mask, config, num_return_sequences=samples, watch=show, progress=expect, stop_tests=stop_tests
+            ids,
+            mask,
+            config,
+            num_return_sequences=samples,
+            watch=show,
+            progress=interruption.report(expect),
+            stop_tests=stop_tests,
         )
 
 

@@ -18,10 +18,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.model import LM
-from lm_eval.api.registry import register_model
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ModuleNotFoundError as missing:
+    hint = f"the adapter needs lm-evaluation-harness ({missing}): pip install 'diffumesh[eval]'"
+    if __name__ == "__main__":
+        print(f"error: {hint}", file=sys.stderr)
+        sys.exit(2)
+    raise ImportError(hint) from missing
 
 from checkpoints import DEMO
 from launch.hosts.faults import EXIT_USER_ERROR

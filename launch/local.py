@@ -26,6 +26,7 @@ from typing import IO
 from absl import flags
 
 from launch.hosts.faults import EXIT_RESTART
+from launch.hosts.secret import SECRET, SECRET_FILE, new_secret
 from launch.startup import run_launcher
 from runtime import InputError
 
@@ -57,9 +58,11 @@ def free_port() -> int:
             return port
 
 
-def environment(process_index: int, count: int, port: int, devices: int) -> dict[str, str]:
-    """Variables of one process."""
-    return os.environ | {
+def environment(process_index: int, count: int, port: int, devices: int, secret: str) -> dict[str, str]:
+    """Variables of one process; all of a run have one secret."""
+    around = {name: value for name, value in os.environ.items() if name != SECRET_FILE}
+    return around | {
+        SECRET: secret,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
@@ -85,11 +88,12 @@ class Processes:
         """
         self._started: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
+        secret = new_secret()
         for process_index in range(count):
             try:
                 process = subprocess.Popen(
                     command,
-                    env=environment(process_index, count, port, devices),
+                    env=environment(process_index, count, port, devices, secret),
                     stdin=None if process_index == 0 else subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -161,13 +165,14 @@ def main(values: flags.FlagValues, command: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, frame: processes.send(received))
     failed_at = None
+    late: list[int] = []
     try:
         while None in (codes := processes.codes()):
             if failed_at is None and any(codes):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > values.grace:
-                late = [str(process_index) for process_index, code in enumerate(codes) if code is None]
-                print(f"killing process {', '.join(late)}: another has failed", file=sys.stderr, flush=True)
+                late = [process_index for process_index, code in enumerate(codes) if code is None]
+                print(f"killing process {', '.join(map(str, late))}: another has failed", file=sys.stderr, flush=True)
                 break
             time.sleep(0.05)
     finally:
@@ -176,7 +181,8 @@ def main(values: flags.FlagValues, command: Sequence[str]) -> int:
     codes = processes.codes()
     if any(codes):
         print(f"exit codes: {', '.join(map(str, codes))}", file=sys.stderr, flush=True)
-    return worst([code for code in codes if code is not None])
+    # What was frozen is no fault of the user's: it was killed here, and another start may do better.
+    return worst([EXIT_RESTART if number in late else code for number, code in enumerate(codes) if code is not None])
 
 
 def run(argv: Sequence[str] | None = None) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.startup import check_writable
 from launch.topology_plan import TopologyPlan
 from runtime import InputError
 from runtime.planner import Estimate, Workload
@@ -34,13 +34,7 @@ def check_plot(path: str) -> None:
     formats = FigureCanvasBase.get_supported_filetypes()
     if Path(path).suffix.lower().removeprefix(".") not in formats:
         raise InputError(f"--plot={path}: the name must end with one of .{', .'.join(formats)}")
-    file = Path(path).resolve()
-    if file.is_dir():
-        raise InputError(f"--plot={path}: that is a folder; name a file")
-    if not file.parent.is_dir():
-        raise InputError(f"--plot={path}: there is no such folder")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise InputError(f"--plot={path}: this user may not write there")
+    check_writable("plot", path)
 
 
 def plot_plans(

@@ -6,9 +6,10 @@
   diffumesh serve --host=0.0.0.0 --api_key_file=keys.txt ...   to others, who have a key
 
 /v1/completions, /v1/chat/completions, /v1/score, /v1/models, /health, /metrics, /version, /openapi.json. Requests share
-a fixed number of slots on the mesh, into which rows are inserted one by one; programs are compiled before /health says
-ready, and never after. The tokens of a request depend on it and its seed alone. Decoding flags say what a request
-starts from. SIGTERM finishes what was accepted, within --grace; a second one stops at once.
+a number of slots on the mesh, in buckets of several shapes: what is computed follows the rows that are there. Once
+/health says ready no request waits for a compiler; further shapes are compiled beside the requests. The tokens of a
+request depend on it and its seed alone. Decoding flags say what a request starts from. SIGTERM finishes what was
+accepted, within --grace; a second one stops at once.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from launch.startup import (
 )
 from runtime import (
     EXPOSED_PARAMETERS,
+    MAX_PROGRAMS,
     MAX_STEPS,
     CheckpointFolder,
     DiffusionConfig,
@@ -95,12 +97,14 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_multi_integer(
         "canvas",
         [],
-        f"Positions of a slot, prompt and new tokens; repeatable. Default: {_DEFAULT_CANVAS}.",
+        f"Positions of the widest slot, prompt and new tokens; given several times, the widths that there are to be. "
+        f"Default: {_DEFAULT_CANVAS}, and widths up to it.",
         2,
         1 << 20,
         flag_values=values,
     )
-    integer("slots", _DEFAULT_SLOTS, "Rows on the devices at a time, of each canvas and mode.", 1, 1 << 16)
+    integer("slots", _DEFAULT_SLOTS, "Rows on the devices at a time, of each mode.", 1, 1 << 16)
+    integer("max_programs", MAX_PROGRAMS, "Shapes that programs are compiled for, of each mode, at most.", 1, 1 << 10)
     flags.DEFINE_multi_string(
         "mode",
         [],
@@ -259,11 +263,11 @@ def shapes(
             step_limit(config, widths[-1], values.max_steps)
     except InputError as error:
         raise InputError(f"--{error}") from error
-    made = [PoolShape(config, width, values.slots, values.max_steps) for config in configs for width in widths]
-    modes = [
-        Mode(config, range(number * len(widths), (number + 1) * len(widths))) for number, config in enumerate(configs)
+    own = tuple(widths) if len(widths) > 1 else None
+    made = [
+        PoolShape(config, widths[-1], values.slots, values.max_steps, own, values.max_programs) for config in configs
     ]
-    return made, modes
+    return made, [Mode(config, number) for number, config in enumerate(configs)]
 
 
 def main(values: flags.FlagValues) -> None:
@@ -295,6 +299,7 @@ def main(values: flags.FlagValues) -> None:
     name, port = own.getsockname()[:2]
     address = f"http://{f'[{name}]' if ':' in name else name}:{port}"
     slots = ", ".join(f"{pool.count} slots of {pool.width}" for pool in executor.pools)
+    server.serving.say = say
     with traced(values):
         server.run(executor, lambda: say(f"serving {defaults.model_name} on {address} ({slots})"))
     if values.dump_hlo is not None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from checkpoints import uncovered_files, verify, write_manifest
+from checkpoints import DEMO, uncovered_files, verify, write_manifest
 from launch.convert import open_model
 from launch.startup import progress_bar, run_launcher, say
 from runtime import InputError
@@ -24,7 +24,9 @@ from runtime import InputError
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this launcher's flags."""
-    flags.DEFINE_string("checkpoint", None, "Checkpoint to verify.", flag_values=values)
+    flags.DEFINE_string(
+        "checkpoint", str(DEMO), "Checkpoint to verify. Default: the demo in the package.", flag_values=values
+    )
     flags.DEFINE_bool(
         "write_manifest",
         False,

@@ -38,11 +38,14 @@ if TYPE_CHECKING:
         plain_number,
     )
     from runtime.engine import Engine
-    from runtime.execution.executor import Executor
+    from runtime.execution.background import BackgroundCompiler
+    from runtime.execution.buckets import MAX_PROGRAMS, Bucket, Grid
+    from runtime.execution.executor import Executor, Programs
     from runtime.execution.fair_queue import FairQueue
     from runtime.execution.left_padding import read_rows
     from runtime.execution.offline import OfflineScheduler
     from runtime.execution.pool import PoolShape, step_limit
+    from runtime.execution.pool_state import PoolLimits
     from runtime.execution.requests import (
         CanvasChanged,
         Event,
@@ -58,7 +61,7 @@ if TYPE_CHECKING:
     from runtime.execution.result import GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
     from runtime.execution.rows import MAX_SAMPLES, check_request, row_seed, row_seeds
-    from runtime.execution.scheduler import PoolLimits, Scheduler, SchedulerPolicy, SchedulerStats
+    from runtime.execution.scheduler import Scheduler, SchedulerPolicy, SchedulerStats
     from runtime.execution.step_plan import ScorePass, StepOutcome, StepPlan
     from runtime.models.attention import ATTENTION_IMPLEMENTATIONS
     from runtime.models.config import STORED_DTYPES, ConfigError, ModelConfig
@@ -77,6 +80,7 @@ __all__ = [
     "CACHES",
     "CACHE_DTYPES",
     "EXPOSED_PARAMETERS",
+    "MAX_PROGRAMS",
     "MAX_SAMPLES",
     "MAX_SEED",
     "MAX_STEPS",
@@ -84,7 +88,9 @@ __all__ = [
     "MIN_TEMPERATURE",
     "QUANTIZATIONS",
     "STORED_DTYPES",
+    "BackgroundCompiler",
     "Boolean",
+    "Bucket",
     "CanvasChanged",
     "CheckpointError",
     "CheckpointFolder",
@@ -100,6 +106,7 @@ __all__ = [
     "FirstToken",
     "GenerationResult",
     "GenerationStats",
+    "Grid",
     "InputError",
     "Integer",
     "MeshError",
@@ -112,6 +119,7 @@ __all__ = [
     "PoolLimits",
     "PoolShape",
     "PrefixGrown",
+    "Programs",
     "Real",
     "RequestFinished",
     "RequestHandle",
@@ -169,8 +177,13 @@ _HOMES = {
     "EXPOSED_PARAMETERS": "runtime.decoding.parameters",
     "Engine": "runtime.engine",
     "Event": "runtime.execution.requests",
+    "BackgroundCompiler": "runtime.execution.background",
+    "Bucket": "runtime.execution.buckets",
     "Executor": "runtime.execution.executor",
     "FairQueue": "runtime.execution.fair_queue",
+    "Grid": "runtime.execution.buckets",
+    "MAX_PROGRAMS": "runtime.execution.buckets",
+    "Programs": "runtime.execution.executor",
     "FirstToken": "runtime.execution.requests",
     "GenerationResult": "runtime.execution.result",
     "GenerationStats": "runtime.execution.result",
@@ -188,7 +201,7 @@ _HOMES = {
     "OfflineScheduler": "runtime.execution.offline",
     "Parameter": "runtime.decoding.schema",
     "ParameterError": "runtime.decoding.schema",
-    "PoolLimits": "runtime.execution.scheduler",
+    "PoolLimits": "runtime.execution.pool_state",
     "PoolShape": "runtime.execution.pool",
     "PrefixGrown": "runtime.execution.requests",
     "QUANTIZATIONS": "runtime.models.quantization",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 # libtpu reads these when it is loaded: describe a slice instead of looking for one.
 os.environ.update(
@@ -25,6 +28,8 @@ from jax.experimental.compilation_cache import compilation_cache
 jax.config.update("jax_num_cpu_devices", 16)
 
 _START = time.monotonic()
+# Regions of memory that a process has mapped, above which programs are dropped; Linux allows 65,530.
+_MANY_REGIONS = 30_000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,3 +80,22 @@ def _no_compilation_cache_left_behind() -> Iterator[None]:
     if jax.config.jax_compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def _programs_do_not_pile_up() -> Iterator[None]:
+    """XLA maps a few regions of memory for each program on CPU, and crashes when a process has no more of them.
+
+    Engines that test modules keep for one another are dropped, with their programs; the next test makes its own.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") < _MANY_REGIONS:
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tests"):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+    jax.clear_caches()
+    gc.collect()

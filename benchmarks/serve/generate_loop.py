@@ -33,7 +33,7 @@ def timed_warm(engine: Engine, call: Callable[[], Any]) -> tuple[float, Any]:
 
 def generate(engine: Engine, prompt: str, max_tokens: int, seed: int) -> dict[str, Any]:
     """Generate one request, with the settings that a server starts from and the whole canvas."""
-    config = engine.published(max_new_tokens=max_tokens, steps=max_tokens, seed=seed)
+    config = engine.published(max_new_tokens=max_tokens, steps=max_tokens, seed=seed, early_stop=False)
     seconds, [completion] = timed_warm(engine, lambda: engine.generate([prompt], config))
     return {
         "seconds": seconds,
@@ -46,7 +46,7 @@ def rate(engine: Engine, rows: int, canvas: int) -> dict[str, Any]:
     """Positions of full rows that are denoised a second, half of each masked at the start."""
     new = canvas // 2
     ids = np.random.default_rng(0).integers(5, engine.config.vocab_size, (rows, canvas - new)).astype(np.int32)
-    config = engine.published(max_new_tokens=new, steps=_STEPS)
+    config = engine.published(max_new_tokens=new, steps=_STEPS, early_stop=False)
     forwards, seconds = 0, 0.0
     while seconds < _SECONDS:
         took, result = timed_warm(engine, lambda: engine.generate_tokens(ids, config=config))

@@ -34,7 +34,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 def draw_lone(results: dict[str, Any], axes: Any) -> None:
     """Time to the last token of a lone request, over its new tokens."""
-    names = {"generate": "engine.generate", "new": "server", "old": "server before"}
+    names = {"generate": "engine.generate", "new": "server", "streamed": "server, streamed", "old": "server before"}
     for name, label in names.items():
         rows = [row for row in results["lone"] if f"{name}_ms" in row]
         seconds = [median_of(row[f"{name}_ms"]) / 1e3 for row in rows]

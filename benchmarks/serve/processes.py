@@ -115,8 +115,8 @@ class Server:
 
     def remaining(self) -> int:
         """Programs that are still to be compiled; none of a server that compiles all of them before it is ready."""
-        found: dict[str, Any] = httpx.get(f"{self.address}/health", timeout=PATIENCE).json()
-        return int(found.get("programs_remaining", 0))
+        answer = httpx.get(f"{self.address}/health", timeout=PATIENCE).raise_for_status()
+        return int(answer.json().get("programs_remaining", 0))
 
     def wait_for_programs(self) -> float:
         """Wait until all programs are there. Returns seconds from the start of the process."""

@@ -121,11 +121,12 @@ def measure_lone(
 ) -> list[dict[str, Any]]:
     """Lone requests: time to the last token, beside ``engine.generate`` for the same row, taking turns.
 
-    The older server gets those of ``sizes.old_lone`` once each, because one takes it up to a minute.
+    This checkout's server answers each request whole, which is what is compared, and as a stream. The older server
+    gets those of ``sizes.old_lone`` once each, because one takes it up to a minute.
     """
     rows = []
     for ask in asks:
-        seconds: dict[str, list[float]] = {"generate": [], "new": []}
+        seconds: dict[str, list[float]] = {"generate": [], "new": [], "streamed": []}
         texts = {}
 
         def generated(ask: Ask = ask) -> tuple[float, str]:
@@ -133,24 +134,30 @@ def measure_lone(
             return answer["seconds"], answer["text"]
 
         def served(name: str, ask: Ask = ask) -> tuple[float, str]:
-            answer = lone(servers[name].address, ask)
+            streams = name == "streamed"
+            one = servers["new" if streams else name]
+            answer = lone(one.address, dataclasses.replace(ask, stream=streams))
             return answer.end, answer.text
 
         generated()  # with its program
         for number in range(sizes.repeats):
-            for name in ("generate", "new")[:: 1 if number % 2 else -1]:
+            for name in tuple(seconds)[:: 1 if number % 2 else -1]:
                 took, texts[name] = generated() if name == "generate" else served(name)
                 seconds[name].append(took)
         if "old" in servers and ask.max_tokens in sizes.old_lone:
             took, texts["old"] = served("old")
             seconds["old"] = [took]
         timings = {name: timing(each) for name, each in seconds.items()}
-        ratios = [ours / theirs for ours, theirs in zip(seconds["new"], seconds["generate"], strict=True)]
+        ratios = {
+            name: [ours / theirs for ours, theirs in zip(seconds[name], seconds["generate"], strict=True)]
+            for name in ("new", "streamed")
+        }
         rows.append(
             {
                 "new_tokens": ask.max_tokens,
                 **{f"{name}_ms": one for name, one in timings.items()},
-                "times_generate": round(statistics.median(ratios), 3),
+                "times_generate": round(statistics.median(ratios["new"]), 3),
+                "streamed_times_generate": round(statistics.median(ratios["streamed"]), 3),
                 "same_text": len(set(texts.values())) == 1,
             }
         )
@@ -167,7 +174,7 @@ def measure_first_text(servers: Mapping[str, Server], ask: Ask) -> list[dict[str
     rows = []
     for (name, one), length in itertools.product(servers.items(), _BLOCK_LENGTHS):
         fields = {**ask.fields, "block_length": length, "canvas": True}
-        answer = lone(one.address, dataclasses.replace(ask, max_tokens=_STREAMED_TOKENS, fields=fields))
+        answer = lone(one.address, dataclasses.replace(ask, max_tokens=_STREAMED_TOKENS, fields=fields, stream=True))
         rows.append(
             {
                 "server": name,
@@ -246,7 +253,7 @@ def measure_load(
       Latencies, and from the server's metrics the positions that it computed and the share of them that were of live
       rows up to their own length; None of a server that has no such metrics.
     """
-    names = ("useful_positions_total", "computed_positions_total")
+    names = ("useful_positions", "computed_positions")
     before = [metric(address, name) for name in names]
 
     async def arrive(client: Client) -> list[Answer]:

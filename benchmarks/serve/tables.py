@@ -51,12 +51,13 @@ def lone_table(results: dict[str, Any]) -> str:
                 seconds(row["generate_ms"]["median"]),
                 seconds(row["new_ms"]["median"]),
                 f"{row['times_generate']:.2f}x",
+                f"{row['streamed_times_generate']:.2f}x",
                 ", ".join(f"{one:.2f}x" for one in from_ready.get(tokens, ())),
                 seconds(old["median"]) if old else "",
                 "yes" if row["same_text"] else "NO",
             ]
         )
-    head = ["", "`engine.generate`", "server", "ratio", "from ready on", "server before", "same text"]
+    head = ["", "`engine.generate`", "server", "ratio", "streamed", "from ready on", "server before", "same text"]
     return table(head, rows)
 
 

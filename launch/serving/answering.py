@@ -159,7 +159,9 @@ class Answering:
         self._metrics.completed(completion.finish_reason, len(completion.tokens))
         values = completion.log_probabilities
         kept = None if values is None else logprobs(defaults.tokenizer, completion.tokens, values, self._chat)
-        found = choice(row, completion.text, completion.finish_reason, kept, self._chat) | {"seed": request.seed}
+        found = choice(row, completion.text, completion.finish_reason, kept, self._chat)
+        # Beside what OpenAI's API has: the seed, and how many tokens of the row are the text.
+        found |= {"seed": request.seed, "completion_tokens": len(completion.tokens)}
         if isinstance(asked.config, DiffusionConfig):
             found["masks_left"] = completion.masks_left
         if completion.filled_prompt is not None:

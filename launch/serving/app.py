@@ -94,13 +94,15 @@ class Routes:
         return self._page
 
     async def health(self, request: Request) -> Response:
-        """200 while requests can be expected to be read and answered."""
+        """200 while requests can be expected to be read and answered; and how many buckets are still compiled."""
         state = self._serving.state
         busy = max(readers.busy_seconds() for readers in (self._readers, self._chat_readers))
         healthy = self._serving.healthy(self._limits.stall_seconds) and busy < self._limits.stall_seconds
         if state in ("ready", "draining") and not healthy:
             state = "stalled"  # type: ignore[assignment]
-        return JSONResponse({"status": state}, 200 if healthy and state == "ready" else 503)
+        if healthy and state == "ready":
+            return JSONResponse({"status": state, "programs_remaining": self._serving.remaining})
+        return JSONResponse({"status": state}, 503)
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""
@@ -132,6 +134,7 @@ class Routes:
             "owned_by": "diffumesh",
             "max_model_len": self._reader.widest or None,
             "chat_template": self._reader.can_chat,
+            "modes": self._reader.modes,
         }
 
     # ---- work for the engine ----------------------------------------------------------------------------------

@@ -62,11 +62,11 @@ class Mode:
 
     Attributes:
       config: what a request has in common with all of its slots.
-      pools: indices of its pools, narrow ones first.
+      pool: index of its pool.
     """
 
     config: DiffusionConfig | SamplingConfig
-    pools: Sequence[int]
+    pool: int
 
 
 class Reader:
@@ -77,6 +77,11 @@ class Reader:
         self._defaults, self._modes, self._limits = defaults, modes, limits
         self.widest = 0
         self._executor: Executor | None = None
+
+    @property
+    def modes(self) -> list[dict[str, Any]]:
+        """What is compiled into each way of decoding, the default first."""
+        return [compiled_values(mode.config) for mode in self._modes]
 
     def serve(self, executor: Executor) -> None:
         """Read for these slots from now on."""
@@ -146,11 +151,10 @@ class Reader:
         if [len(row) for row in rows] != [len(row) for row in targets]:
             raise invalid("targets: as many rows as input, of as many tokens each", "targets")
         longest = max(map(len, rows))
-        fitting = [pool.width for pool in self._executor.pools if pool.width >= longest]
-        if not fitting:
+        if longest > self.widest:
             raise self._too_long(longest, "input")
-        width = min(fitting)
-        batch = self._executor.score_batch(width)
+        width = min(width for width in self._executor.score_widths if width >= longest)
+        batch = self._executor.score_rows
         temperature = 1.0 if body.temperature is None else body.temperature
         passes = [
             ScorePass(rows[start : start + batch], targets[start : start + batch], temperature, width, batch)
@@ -191,7 +195,7 @@ class Reader:
         return invalid(f"{length} tokens, new ones included; this server has room for {self.widest}", name)
 
     def _pool(self, asked: Asked) -> int:
-        """The narrowest slots in which a row can be done.
+        """The slots in which a row can be done.
 
         Raises:
           ApiError: there are none.
@@ -204,11 +208,10 @@ class Reader:
         if mode is None:
             there = "; ".join(describe(mode.config) for mode in self._modes)
             raise invalid(f"{describe(asked.config)}: no such programs are compiled here, but {there} (--mode)")
-        number = next(number for number in mode.pools if self._executor.pools[number].width >= length)
-        pool = self._executor.pools[number]
+        pool = self._executor.pools[mode.pool]
         if (steps := pool.steps_per_block(asked.config)) > pool.max_steps:
             raise invalid(f"{steps} steps a block; at most {pool.max_steps}", "steps")
-        return number
+        return mode.pool
 
 
 def describe(config: DiffusionConfig | SamplingConfig) -> str:

@@ -48,7 +48,7 @@ def choose(
     """
     keys = position_keys(request.seeds, step, TOKEN_STREAM, positions)
     tokens, confidences = choose_tokens(
-        forward.config, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
+        forward, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
     )
     if program.algorithm == "random" and program.parallel == "none":
         draws = position_keys(request.seeds, step, TRANSFER_STREAM, positions)
@@ -65,6 +65,22 @@ def guide(logits: Array, unconditional: Array, scale: Array) -> Array:
     # The vocabulary's padding is at -inf in both.
     guided = jnp.where(jnp.isfinite(unconditional), unconditional + (weight + 1) * (logits - unconditional), -jnp.inf)
     return jnp.where(weight > 0, guided, logits)
+
+
+def _logits_at(
+    forward: Forward,
+    weights: Weights,
+    request: DenoiseRequest,
+    hidden: Array,
+    unconditional: Array | None,
+    outputs: Array,
+) -> Array:
+    """Logits ``[B, P, V]`` at positions int32 ``[B, P]``, guided where there are ``unconditional`` activations."""
+    logits = project_logits(forward, weights, pick_positions(forward, hidden, outputs))
+    if unconditional is None:
+        return logits
+    without = project_logits(forward, weights, pick_positions(forward, unconditional, outputs))
+    return guide(logits, without, request.cfg_scale)
 
 
 def choose_on_canvas(
@@ -99,10 +115,7 @@ def choose_on_canvas(
     def choose_at(positions: Array) -> Choices:
         # The first position of a row has no output before it, and reads its own.
         outputs = jnp.maximum(positions - forward.config.family.prediction_offset, 0)
-        logits = project_logits(forward, weights, pick_positions(forward, hidden, outputs))
-        if unconditional is not None:
-            without = project_logits(forward, weights, pick_positions(forward, unconditional, outputs))
-            logits = guide(logits, without, request.cfg_scale)
+        logits = _logits_at(forward, weights, request, hidden, unconditional, outputs)
         places = positions if offset is None else positions + offset[:, None]
         return choose(forward, program, request, step, logits, places)
 

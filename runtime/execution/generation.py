@@ -22,13 +22,14 @@ from runtime.execution.offline import OfflineScheduler
 from runtime.execution.pool import uses_cache
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, masks_left
-from runtime.execution.row_request import RowResult, block_span
+from runtime.execution.row_request import RowResult, block_span, certain_tokens
 from runtime.execution.runner import Runner
-from runtime.execution.slots import DiffusionSlots, open_slots_for
+from runtime.execution.slot_kinds import DiffusionSlots, open_slots_for
 from sharding.errors import InputError
 
 # How often a generation says how far it is.
 _PROGRESS_REPORTS = 64
+_MOST_STEPS_A_REPORT = 16
 _ALL_ITERATIONS = 1 << 30
 
 
@@ -42,7 +43,7 @@ class Observers:
       watch: called with (steps done, canvas int32 ``[B, S + N]``) before the first step and after each.
       progress: called with (steps done, steps in all at most) along the way.
       stop_tests: of each row, see :data:`runtime.execution.requests.StopTest`; empty for none. Where somebody watches,
-        rows go on to their end, and what follows the stop is not counted.
+        a row goes on beside the others until all have ended, and what follows its own end is not counted.
     """
 
     history: bool = False
@@ -118,9 +119,20 @@ class WatchedBatch:
         """The canvas as it is now, in the caller's rows: int32 ``[B, S + N]``."""
         return self.rows.canvas(self.slots.canvas())
 
-    def results(self) -> list[RowResult]:
-        """What came of each row."""
-        return self.slots.collect(dict(enumerate(enumerate(self.rows.requests))))
+    def have_stopped(self, tests: Sequence[StopTest | None]) -> bool:
+        """Whether every row has a stop test that has ended it."""
+        if not tests or not all(tests):
+            return False
+        stopped = True
+        for canvas, request, test in zip(self.slots.canvas(), self.rows.requests, tests, strict=False):
+            prompt, own = len(request.tokens), canvas[: request.length]
+            certain = certain_tokens(own, prompt).tolist() if (own[:prompt] >= 0).all() else []
+            stopped &= test is not None and test(certain, False) is not None
+        return stopped
+
+    def results(self, stopped: bool = False) -> list[RowResult]:
+        """What came of each row, at its end or where all rows were ``stopped``."""
+        return self.slots.collect(dict(enumerate(enumerate(self.rows.requests))), ended_early=stopped)
 
 
 def most_steps(runner: Runner, rows: CallerRows, config: DiffusionConfig | SamplingConfig, width: int) -> int:
@@ -164,9 +176,8 @@ def generate_rows(
             assert isinstance(batch.slots, DiffusionSlots)
             steps = HookedSteps(runner, own, batch.slots, stats.steps)
             history = steps.run(observers.tokens_hook, observers.logits_hook, observers.history)
-        else:
-            _watch(batch, observers)
-        results, stats.forwards, stats.batches = batch.results(), batch.slots.forwards, 1
+        stopped = not observers.hooked and _watch(batch, observers)
+        results, stats.forwards, stats.batches = batch.results(stopped), batch.slots.forwards, 1
     else:
         results = _schedule(runner, own, config, width, stats, observers)
     if observers.history and history is None:
@@ -199,8 +210,8 @@ def _counted(
     )
 
 
-def _watch(batch: WatchedBatch, observers: Observers) -> None:
-    """Run a batch a step at a time, telling who watches."""
+def _watch(batch: WatchedBatch, observers: Observers) -> bool:
+    """Run a batch a step at a time, telling who watches; whether stop tests have ended all rows before their end."""
     watch, progress = observers.watch, observers.progress
     assert watch is not None
     if progress is not None:
@@ -210,6 +221,9 @@ def _watch(batch: WatchedBatch, observers: Observers) -> None:
         if progress is not None:
             progress(done, batch.steps)
         watch(done, batch.canvas())
+        if done < batch.steps and batch.have_stopped(observers.stop_tests):
+            return True
+    return False
 
 
 def _schedule(
@@ -226,10 +240,10 @@ def _schedule(
     scheduler = OfflineScheduler(runner, rows.requests, slots, width, tests)
     stats.batches = math.ceil(count / slots)
     total = stats.steps * stats.batches
-    # Rows that all have a slot run to their end in one call of the program, unless somebody looks at them.
-    iterations = None if count > slots or any(tests) else _ALL_ITERATIONS
+    # Rows that stay together run to their end in one call of the program, unless somebody looks at them.
+    iterations = _ALL_ITERATIONS if scheduler.in_one_run and not any(tests) else None
     if progress is not None:
-        iterations = max(1, stats.steps // _PROGRESS_REPORTS)
+        iterations = max(1, min(stats.steps // _PROGRESS_REPORTS, _MOST_STEPS_A_REPORT))
         progress(0, total)
     found: dict[int, Any] = {}
     for results in scheduler.run(iterations=iterations):

@@ -177,7 +177,8 @@ def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> 
         else:
             arrays = [residuals(3)]
     else:
-        arrays = [residuals(3 if reduced else 2), *mlp]
+        # Around an all-reduce the sum of the residual and both updates of a layer is put off to where it is read.
+        arrays = [residuals(4 if reduced else 2), *mlp]
     if shape.attention == "xla":
         attention = [residuals(2), *_scores(layout, item, device, shape)]
         if _bytes(attention[1:]) > _bytes(arrays):
@@ -201,8 +202,8 @@ def _head(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> t
     """What is alive while tokens are chosen from one chunk of logits."""
     logits = shape.rows * shape.head * layout.size_per_device("vocab") * _FLOAT
     residual = shape.rows * shape.positions * layout.size_per_device("embed") * item
-    # Logits, and for the thresholds order and masks as integers; a TPU without room on the chip copies one.
-    count = 4 if device.platform == "tpu" and not device.fast_memory_bytes else 3
+    # XLA on CPU keeps products and their quotients that the other compilers fuse into what reads them.
+    count = 4 if device.platform == "cpu" else 2
     return _outside_fast_memory(
         [
             ("logits of one head chunk", count, logits, _FEWER_CHANNELS),

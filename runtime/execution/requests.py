@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from runtime.decoding.parameters import DiffusionConfig
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.step_plan import ScorePass
 
@@ -82,6 +83,11 @@ class ScheduledRow:
         return self.handle.rows[self.index]
 
     @property
+    def remaining(self) -> int:
+        """Iterations that are still to come, at most, about."""
+        return max(1, iterations_of(self.request) - self.iterations)
+
+    @property
     def stop_test(self) -> StopTest | None:
         """The row's stop test, None if it has none."""
         return self.handle.stop_tests[self.index] if self.handle.stop_tests else None
@@ -90,6 +96,14 @@ class ScheduledRow:
         """Put new tokens that will not change any more to the row's stop test."""
         if self.stop_test is not None and self.counted is None:
             self.counted = self.stop_test(tokens.tolist(), whole)
+
+
+def iterations_of(request: RowRequest) -> int:
+    """Iterations that a row takes at most, masks in its prompt left out."""
+    config = request.config
+    if not isinstance(config, DiffusionConfig) or config.parallel != "none":
+        return max(1, config.max_new_tokens)
+    return max(1, min(config.steps, config.max_new_tokens or config.steps))
 
 
 @dataclass(frozen=True)

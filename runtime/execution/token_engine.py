@@ -6,7 +6,6 @@ Dimension letters: B batch, S the caller's width, N new tokens, V vocab.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -153,12 +152,19 @@ class TokenEngine:
         Raises:
           InputError: a row that cannot be generated.
         """
+        # Requests by the million share a few configurations.
+        configs: dict[int, GenerationConfig] = {}
+        decided = []
         for number, request in enumerate(requests):
+            is_new = id(request.config) not in configs
             try:
-                check_request(request.rows, self.config, request.config)
+                if is_new or not 0 < request.config.max_new_tokens <= self.config.max_positions - len(request.tokens):
+                    check_request(request.rows, self.config, request.config)
             except InputError as error:
                 raise InputError(f"request {number}: {error}") from error
-        decided = [replace(request, config=self._decided(request.config)) for request in requests]
+            if is_new:
+                configs[id(request.config)] = self._decided(request.config)
+            decided.append(RowRequest(request.tokens, configs[id(request.config)], request.seed))
         return OfflineScheduler(self.runner, decided, slots, stop_tests=stop_tests)
 
     # ---- scoring ----------------------------------------------------------------------------------------------

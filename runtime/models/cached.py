@@ -41,6 +41,7 @@ def fill_rows(
     Returns:
       Final-norm activations ``[R, S, D]`` and the cache.
     """
+    forward = forward.for_rows(*tokens.shape)
     positions = jnp.arange(tokens.shape[1])
     with jax.named_scope("embed"):
         x = weights.embed(forward, tokens, positions)
@@ -53,7 +54,7 @@ def fill_rows(
 
     x, cache = run_layers(forward, weights, x, step, cache)
     with jax.named_scope("final_norm"):
-        return weights.normalize(forward, x), cache
+        return forward.constrain(weights.normalize(forward, x), "batch", "canvas", "embed"), cache
 
 
 def run_window(

@@ -25,7 +25,12 @@ _START_SECONDS = 120.0
 # After a child should have ended by itself.
 _KILL_SECONDS = 1.0
 _MAX_ANSWER_BYTES = 256 << 20
+_REFUSED = "messages: the chat template refuses them"
 _PROGRAM = Path(__file__).with_name("render_process.py")
+
+
+class TemplateTimeoutError(InputError):
+    """A template that does not end in time, or takes too much memory."""
 
 
 class TemplateRenderer:
@@ -46,22 +51,27 @@ class TemplateRenderer:
         self._give_back(_Child())
 
     def render(
-        self, template: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, Any], answer: bool
-    ) -> str:
-        """The text of a conversation.
+        self,
+        template: str,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        special_tokens: Mapping[str, Any],
+        answer: bool,
+    ) -> list[str]:
+        """The texts of conversations.
 
         Args:
           template: a Jinja template, with what transformers offers to one.
-          messages: ``{"role", "content"}`` each.
+          conversations: messages, ``{"role", "content"}`` each.
           special_tokens: texts of the tokenizer's special tokens by name, for the template.
           answer: whether the assistant's answer begins at the end.
 
         Raises:
-          InputError: the template refuses the messages, is none, fails, or does not end in time.
+          TemplateTimeoutError: the template does not end in time.
+          InputError: the template refuses the messages of a conversation, is none, or fails.
         """
         request = {
             **special_tokens,
-            "conversations": [list(messages)],
+            "conversations": [list(messages) for messages in conversations],
             "chat_template": template,
             "add_generation_prompt": answer,
             "seconds": self._seconds,
@@ -74,14 +84,15 @@ class TemplateRenderer:
             said = child.ask(json.dumps(request, default=str).encode(), self._seconds + _KILL_SECONDS)
         except EOFError as error:
             child.end()
-            raise _refused(f"it does not end within {self._seconds:g} s, or takes too much memory") from error
+            why = f"it does not end within {self._seconds:g} s, or takes too much memory"
+            raise TemplateTimeoutError(_REFUSED, field="messages", detail=why) from error
         except BaseException:
             child.end()
             raise
         self._give_back(child)
-        if "text" not in said:
-            raise _refused(said.get("error"))
-        return str(said["text"])
+        if "texts" not in said:
+            raise InputError(_REFUSED, field="messages", detail=said.get("error"))
+        return list(said["texts"])
 
     def _give_back(self, child: _Child) -> None:
         with self._lock:
@@ -154,10 +165,6 @@ class _Child:
             with contextlib.suppress(OSError):  # what was not sent any more
                 pipe.close()
         self._process.wait()
-
-
-def _refused(why: object) -> InputError:
-    return InputError("messages: the chat template refuses them", field="messages", detail=why)
 
 
 def _end_all(children: list[_Child]) -> None:

@@ -170,21 +170,21 @@ class CompletionBuilder:
 
 def certain_prefixes(
     canvases: Iterable[tuple[int, np.ndarray]], width: int, mask_token_id: int | None
-) -> Iterator[list[int]]:
-    """New tokens of one row that will not change any more, as it is generated, and at last all of them.
+) -> Iterator[list[list[int]]]:
+    """New tokens of each row that will not change any more, as they are generated, and at last all of them.
 
     Args:
-      canvases: (steps done, canvas int32 ``[1, S + N]``).
+      canvases: (steps done, canvas int32 ``[B, S + N]``).
       width: S.
       mask_token_id: what is still open; None for an autoregressive model, which makes a token a step.
     """
-    new: list[int] = []
+    new: list[list[int]] = []
     for done, canvas in canvases:
-        new = canvas[0, width:].tolist()
+        new = canvas[:, width:].tolist()
         if mask_token_id is None:
-            yield new[:done]
+            yield [row[:done] for row in new]
         else:
-            yield new[: new.index(mask_token_id)] if mask_token_id in new else new
+            yield [row[: row.index(mask_token_id)] if mask_token_id in row else row for row in new]
     yield new
 
 
@@ -260,21 +260,6 @@ class TextStream:
         return next((place for place in places if any(own.startswith(text[place:]) for own in self._stop)), len(text))
 
 
-def stream_text(
-    tokenizer: TextTokenizer, prefixes: Iterable[Sequence[int]], end_token_ids: Collection[int], stop: Sequence[str]
-) -> Iterator[str]:
-    """The pieces of a :class:`TextStream` of these prefixes; none is asked for once the text is all there."""
-    stream = TextStream(tokenizer, end_token_ids, stop)
-    tokens: Sequence[int] = ()
-    for tokens in prefixes:
-        if piece := stream.push(tokens):
-            yield piece
-        if stream.ended:
-            return
-    if piece := stream.push(tokens, whole=True):
-        yield piece
-
-
 class StopSearch:
     """Looks for stop strings in the new tokens of one row as they become certain; see :data:`StopTest`."""
 
@@ -303,3 +288,25 @@ def stop_tests(
 ) -> list[StopTest | None]:
     """A :class:`StopSearch` for each row that has stop strings, None for the others."""
     return [StopSearch(tokenizer, end_token_ids, stop) if stop else None for stop in stops]
+
+
+def stream_texts(
+    tokenizer: TextTokenizer,
+    prefixes: Iterable[Sequence[Sequence[int]]],
+    end_token_ids: Collection[int],
+    stop: Sequence[str],
+) -> Iterator[tuple[str, ...]]:
+    """The pieces of a :class:`TextStream` for each row of these prefixes, whenever there is one of any row.
+
+    No prefixes are asked for once all texts are complete.
+    """
+    streams: list[TextStream] = []
+    rows: Sequence[Sequence[int]] = ()
+    for rows in prefixes:
+        streams = streams or [TextStream(tokenizer, end_token_ids, stop) for _ in rows]
+        if any(pieces := tuple(stream.push(tokens) for stream, tokens in zip(streams, rows, strict=True))):
+            yield pieces
+        if streams and all(stream.ended for stream in streams):
+            return
+    if any(pieces := tuple(stream.push(tokens, whole=True) for stream, tokens in zip(streams, rows, strict=True))):
+        yield pieces

@@ -1,8 +1,8 @@
 """Renders chat templates in a process of its own: a template that does not end, or fills the memory, ends this alone.
 
 :mod:`runtime.text.chat_template` starts it. It reads a JSON object a line from standard input, the arguments of
-transformers' ``render_jinja_template`` and ``seconds`` to do it in, and writes an object a line, ``text`` or ``error``.
-An empty object says that it is ready.
+transformers' ``render_jinja_template`` and ``seconds`` to do it in, and writes an object a line: ``texts``, or an
+``error``. An empty object says that it is ready.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _bound_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _render(render: Any, request: dict[str, Any]) -> dict[str, str]:
+def _render(render: Any, request: dict[str, Any]) -> dict[str, Any]:
     # What this signal does by default ends the process, even within one call of C.
     signal.setitimer(signal.ITIMER_REAL, request.pop("seconds"))
     try:
@@ -40,9 +40,9 @@ def _render(render: Any, request: dict[str, Any]) -> dict[str, str]:
         return {"error": f"{type(error).__name__}: {error!s:.300}"}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    if len(texts[0]) > _MAX_CHARACTERS:
+    if max(map(len, texts)) > _MAX_CHARACTERS:
         return {"error": f"it makes a text of more than {_MAX_CHARACTERS} characters"}
-    return {"text": texts[0]}
+    return {"texts": texts}
 
 
 def main() -> None:

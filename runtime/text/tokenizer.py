@@ -10,23 +10,29 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 from checkpoints.folder import CheckpointFolder
 from runtime.models.config import ModelConfig, token_ids
-from runtime.text.chat_template import TemplateRenderer
+from runtime.text.chat_template import TemplateRenderer, TemplateTimeoutError
 from sharding.errors import InputError
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 # Tokens that end a completion, where a checkpoint's vocabulary has them.
 END_TOKENS = ("<|im_end|>", "<|dlm_pad|>", "<|endoftext|>")
 
 
+# Conversations of a batch that may take a chat template too long: with more of them, it is the template's fault.
+_MAX_TIMEOUTS = 3
+
+
 class TextTokenizer:
     """A folder's tokenizer."""
 
-    def __init__(self, tokenizer: Any, name: str) -> None:
+    def __init__(self, tokenizer: Any, name: str, renderer: TemplateRenderer | None = None) -> None:
         """Wrap a fast tokenizer of transformers; ``name`` is the folder's, for messages."""
         self._tokenizer = tokenizer
         self._name = name
-        self._renderer = TemplateRenderer()
+        self._renderer = renderer or TemplateRenderer()
+        self._timeouts = 0
 
     @classmethod
     def from_folder(cls, folder: CheckpointFolder) -> TextTokenizer | None:
@@ -115,8 +121,49 @@ class TextTokenizer:
           CheckpointError: the checkpoint has no chat template.
           InputError: its template refuses these messages, fails, or does not end.
         """
+        return self._render([messages], answer)[0]
+
+    def _render(self, conversations: Sequence[Sequence[Mapping[str, str]]], answer: bool) -> list[str]:
         special = self._tokenizer.special_tokens_map
-        return self._renderer.render(self.chat_template, [dict(message) for message in messages], special, answer)
+        return self._renderer.render(self.chat_template, conversations, special, answer)
+
+    def render_batch(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[str | InputError]:
+        """Texts of conversations, as :meth:`render_messages` makes each, or why there is none.
+
+        Raises:
+          CheckpointError: the chat template does not end, for several of them.
+        """
+
+        def one(messages: Sequence[Mapping[str, str]]) -> str:
+            if self._timeouts > _MAX_TIMEOUTS:
+                raise TemplateTimeoutError("messages: the chat template does not end", field="messages")
+            try:
+                return self.render_messages(messages)
+            except TemplateTimeoutError:
+                self._timeouts += 1
+                raise
+
+        found = _each(lambda: self._render(conversations, True), one, conversations)
+        if self._timeouts > _MAX_TIMEOUTS:
+            raise CheckpointError(
+                f"{self._name}: the chat template does not end: {self._timeouts} conversations were tried"
+            )
+        return found
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int] | InputError]:
+        """Token ids of texts, as :meth:`encode` makes each, or why there are none. All cores take part."""
+
+        def whole() -> list[list[int]]:
+            found = self._tokenizer(
+                list(texts),
+                add_special_tokens=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+            return [list(ids) for ids in found["input_ids"]]
+
+        return _each(lambda: self._guarded(whole), self.encode, texts)
 
     def start_renderer(self) -> None:
         """Start what renders conversations, so that the first one need not wait for it."""
@@ -146,17 +193,36 @@ def _is_of_library(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
+def _each(
+    whole: Callable[[], list[Result]], one: Callable[[Item], Result], items: Sequence[Item]
+) -> list[Result | InputError]:
+    """What ``whole`` makes of all items; where it fails, what ``one`` makes of each, or why it does not."""
+    if not items:
+        return []
+    try:
+        return list(whole())
+    except InputError:
+        found: list[Result | InputError] = []
+    for item in items:
+        try:
+            found.append(one(item))
+        except InputError as error:
+            found.append(error)
+    return found
+
+
 def encode_prompts(
-    tokenizer: TextTokenizer, prompts: Sequence[str], pad_token_id: int, *, chat: bool = False
+    tokenizer: TextTokenizer, prompts: str | Sequence[str], pad_token_id: int, *, chat: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenize prompts into left-padded rows: int32 ``[B, S]`` and their attention mask ``[B, S]``.
+    """Tokenize a prompt, or several, into left-padded rows: int32 ``[B, S]`` and their attention mask ``[B, S]``.
 
     Raises:
-      InputError: no prompts, or one without tokens.
+      InputError: no prompts, one that is no text, or one without tokens.
       CheckpointError: ``chat``, and no chat template.
     """
-    if isinstance(prompts, str) or not prompts:
-        raise InputError("prompts: expected a list of at least one text")
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if not prompts or not all(isinstance(text, str) for text in prompts):
+        raise InputError("prompts: expected a text, or a list of at least one")
     encoded = [tokenizer.encode_chat(text) if chat else tokenizer.encode(text) for text in prompts]
     empty = [number for number, tokens in enumerate(encoded) if not tokens]
     if empty:

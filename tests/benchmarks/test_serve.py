@@ -51,12 +51,13 @@ def asks_of(lengths: Sequence[int]) -> list[Ask]:
 
 
 def test_what_is_counted() -> None:
-    answers = [Answer(200, 0.1, 0.1 + 0.01 * number, 11, "x") for number in range(99)]
-    answers += [Answer(200, 5.0, 6.0, 1, "x"), Answer(429, 0.01, 0.01, 0, ""), Answer(0, 0.1, 0.2, 3, "x")]
+    answers = [Answer(200, 0.1, 0.1 + 0.01 * number, 11, "x", 2) for number in range(99)]
+    answers += [Answer(200, 5.0, 6.0, 1, "x", 2), Answer(429, 0.01, 0.01, 0, ""), Answer(0, 0.1, 0.2, 3, "x")]
     found = summary(answers)
     assert (found["requests"], found["completed"], found["refused"], found["failed"]) == (102, 100, 1, 1)
     assert found["ttft_ms"] == {"p50": 100, "p90": 100, "p99": pytest.approx(149, abs=0.1)}
     assert found["e2e_ms"]["p99"] == pytest.approx(1129.2, abs=0.1)
+    assert summary([Answer(200, 1.0, 1.0, 1, "x")])["ttft_ms"] is None
     assert summary([Answer(429, 0.1, 0.1, 0, "")])["e2e_ms"] is None
 
 
@@ -126,7 +127,8 @@ def results(old: bool) -> dict[str, Any]:
 
     lone: dict[str, Any] = {
         "new_tokens": 32, "generate_ms": Timing.of([0.5, 0.5], [0]), "new_ms": Timing.of([0.6, 0.6], [0]),
-        "times_generate": 1.2, "same_text": True,
+        "streamed_ms": Timing.of([0.7, 0.7], [0]),
+        "times_generate": 1.2, "streamed_times_generate": 1.4, "same_text": True,
     }  # fmt: skip
     streamed = {
         "server": "new", "block_length": 1, "new_tokens": 16, "committed_at_first_text": 2, "first_text_ms": 12.0,
@@ -190,7 +192,7 @@ def test_tables_and_plots_of_a_record(tmp_path: Path) -> None:
         )
         lines = serve_tables(json.loads(written)).splitlines()
         before = "30 s" if old else ""
-        assert f"| one request, 32 new tokens | 0.5 s | 0.6 s | 1.20x | 1.30x | {before} | yes |" in lines
+        assert f"| one request, 32 new tokens | 0.5 s | 0.6 s | 1.20x | 1.40x | 1.30x | {before} | yes |" in lines
         assert "| server, blocks of 1, 16 tokens | 2 | 0.012 s | 0.099 s | 7 |" in lines
         assert "| 30% of 2.00 requests/s | 0.7 s | 1.4 s | 2.1 s | 83% | 3 |" in lines
         assert "| 60% of 2.00 requests/s | 0.7 s | 1.4 s | 2.1 s |  | 3 |" in lines

@@ -10,35 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.attacks import ADDED, CHANGES, change, put_back, refusal
 from checkpoints import CheckpointError, CheckpointFolder, open_folder
 from checkpoints.file_list import FILES_FILE
 from checkpoints.huggingface import INDEX_FILE
 from checkpoints.manifest import MANIFEST_FILE, Manifest
-from checkpoints.opening import check_files, covered_files, open_tensors, read_manifest
+from checkpoints.opening import check_files, open_tensors, read_manifest
 from checkpoints.verification import uncovered_files, verify, write_manifest
 from launch.convert import open_model
 from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, write_source
-
-KINDS = ("flip", "truncate", "zero", "append", "delete", "swap", "add")
-# Files that some reader of models would use, were they there.
-READ = (
-    *("chat_template.jinja", "additional_chat_templates/tools.jinja", "added_tokens.json", "special_tokens_map.json"),
-    *(
-        "model.safetensors",
-        "model-00003-of-00003.safetensors",
-        "pytorch_model.bin",
-        "adapter_config.json",
-        "vocab.json",
-    ),
-    *(
-        "modeling_dream.py",
-        "tokenizer.model",
-        "weights/state/d/0",
-        "weights/_METADATA",
-        "weights/.hidden",
-        "LICENSE.txt",
-    ),
-)
 
 
 def write_folder(folder: Path) -> Path:
@@ -75,69 +55,6 @@ def orbax(huggingface: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return to_canonical(huggingface, tmp_path_factory.mktemp("orbax") / "checkpoint")
 
 
-def change(folder: Path, kind: str, generator: random.Random) -> dict[Path, bytes | None] | None:
-    """Change one file of a folder; what was there before by path, None where nothing was changed."""
-    names = [*covered_files(open_folder(folder)), MANIFEST_FILE]
-    names += [FILES_FILE] if (folder / FILES_FILE).exists() else []
-    path = folder / generator.choice(names)
-    data = path.read_bytes()
-    at = generator.randrange(len(data) + 1)
-    new: bytes | None = data
-    match kind:
-        case "flip" if at < len(data):
-            new = data[:at] + bytes([data[at] ^ 1 << generator.randrange(8)]) + data[at + 1 :]
-        case "truncate":
-            new = data[:at]
-        case "zero":
-            end = min(len(data), at + generator.choice([1, 4, 64, 4096]))
-            new = data[:at] + bytes(end - at) + data[end:]
-        case "append":
-            new = data + generator.choice([b"\n", b" ", b"\0", generator.randbytes(9)])
-        case "delete":
-            new = None
-        case "swap":
-            other = folder / generator.choice(names)
-            there = other.read_bytes()
-            if there == data:
-                return None
-            path.write_bytes(there)
-            other.write_bytes(data)
-            return {path: data, other: there}
-        case "add":
-            path = folder / generator.choice(READ)
-            if path.exists():
-                return None
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(generator.choice([b"", b"{}", data]))
-            return {path: None}
-    if new == data:
-        return None
-    path.unlink()
-    if new is not None:
-        path.write_bytes(new)
-    return {path: data}
-
-
-def put_back(path: Path, data: bytes | None) -> None:
-    """Give a file the bytes that it had; None where it was not there."""
-    if data is not None:
-        path.write_bytes(data)
-        return
-    path.unlink()
-    while not any(path.parent.iterdir()):
-        path = path.parent
-        path.rmdir()
-
-
-def refusal(folder: Path) -> str:
-    """What :func:`verify` says is wrong with a folder, empty where it finds nothing."""
-    try:
-        verify(open_folder(folder))
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("layout", ["huggingface", "orbax"])
 @pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.slow)])
 def test_every_change_is_found(request: pytest.FixtureRequest, layout: str, count: int, tmp_path: Path) -> None:
@@ -146,7 +63,7 @@ def test_every_change_is_found(request: pytest.FixtureRequest, layout: str, coun
     verify(open_folder(folder))
     generator, tried = random.Random(f"{layout} {count}"), Counter[str]()
     while tried.total() < count:
-        kind = KINDS[tried.total() % len(KINDS)]
+        kind = CHANGES[tried.total() % len(CHANGES)]
         before = change(folder, kind, generator)
         if before is None:
             continue
@@ -157,14 +74,14 @@ def test_every_change_is_found(request: pytest.FixtureRequest, layout: str, coun
         for path, data in before.items():
             put_back(path, data)
     verify(open_folder(folder))
-    assert set(tried) == set(KINDS)
+    assert set(tried) == set(CHANGES)
 
 
 @pytest.mark.parametrize("layout", ["huggingface", "orbax"])
 def test_loading_refuses_what_was_added(request: pytest.FixtureRequest, layout: str, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(request.getfixturevalue(layout), folder)
-    for name in READ:
+    for name in ADDED:
         path = folder / name
         if path.exists():
             continue

@@ -15,6 +15,7 @@ from checkpoints.file_list import FILES_FILE
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.output import FolderOutput
 from checkpoints.processes import Processes
+from launch.hosts.secret import new_secret
 from launch.local import environment, free_port
 from runtime import Engine
 from tests.checkpoints.small import MICRO, contents, to_canonical, write_source
@@ -29,7 +30,7 @@ def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_processes(module: str, count: int, devices: int, *arguments: str) -> list[tuple[int, str]]:
     """Run a launcher on several hosts with so many devices each; exit code and output of each."""
-    port = free_port()
+    port, secret = free_port(), new_secret()
     started = [
         subprocess.Popen(
             [sys.executable, "-m", module, "--compile_cache=", *arguments],
@@ -37,7 +38,7 @@ def run_processes(module: str, count: int, devices: int, *arguments: str) -> lis
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env=environment(index, count, port, devices),
+            env=environment(index, count, port, devices, secret),
         )
         for index in range(count)
     ]

@@ -29,6 +29,7 @@ from benchmarks.serve.processes import metric
 from benchmarks.serve.workload import SIZES
 from launch.serving.limits import Limits
 from runtime import DiffusionConfig, Engine
+from tests.launch.moving_worker import moving
 from tests.launch.served import PATIENCE, Served, served, wait_for
 from tests.launch.test_serve_processes import started, streams
 from tests.launch.tiny import write_tiny_checkpoint
@@ -58,7 +59,7 @@ def engine(folder: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def there(engine: Engine) -> Iterator[Served]:
-    with served(engine, CONFIG, [CONFIG.replace(**DUAL)], canvas=(128,), slots=4) as found:
+    with moving(), served(engine, CONFIG, [CONFIG.replace(**DUAL)], slots=4, programs=3) as found:
         yield found
 
 
@@ -138,6 +139,14 @@ def settled(found: Served) -> None:
     assert not any(pool.held for pool in executor.pools)
 
 
+def group_of(process: Path) -> int | None:
+    """The process group of a folder in /proc; None of a process that has ended meanwhile."""
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[2])
+    except OSError:
+        return None
+
+
 class Hosts:
     """A server on two hosts: processes of this machine that share a mesh, of which the first one answers."""
 
@@ -157,15 +166,18 @@ class Hosts:
         wait_for(lambda: self.metric("num_requests_running") + self.metric("num_requests_waiting") == 0)
 
     def resources(self) -> list[tuple[int, int, int]]:
-        """Bytes in memory, open files and threads of each host."""
-        return [
-            (
-                int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
-                len(list((process / "fd").iterdir())),
-                len(list((process / "task").iterdir())),
+        """Bytes in memory, open files and threads of each host: of its supervisor and the process that works."""
+        found = []
+        for group in self.processes.groups:
+            own = [one for one in Path("/proc").glob("[0-9]*") if group_of(one) == group]
+            found.append(
+                (
+                    sum(int((one / "statm").read_text().split()[1]) for one in own) * os.sysconf("SC_PAGE_SIZE"),
+                    sum(len(list((one / "fd").iterdir())) for one in own),
+                    sum(len(list((one / "task").iterdir())) for one in own),
+                )
             )
-            for process in (Path("/proc", str(number)) for number in self.processes.numbers)
-        ]
+        return found
 
     def end(self) -> None:
         """End it, and see that both hosts leave as they should."""
@@ -174,11 +186,18 @@ class Hosts:
 
 
 @contextmanager
-def two_hosts(checkpoint: Path, logs: Path) -> Iterator[Hosts]:
-    """A server on two hosts, each with one device."""
-    command = [sys.executable, "-m", "launch.serve", f"--checkpoint={checkpoint}", "--served_model_name=demo"]
-    command += ["--port=0", "--mesh=data=2", "--canvas=128", "--slots=4", "--max_new_tokens=16"]
-    command += [f"--mode={','.join(f'{name}={value}' for name, value in DUAL.items())}"]
+def two_hosts(checkpoint: Path, logs: Path, *more: str) -> Iterator[Hosts]:
+    """A server on two hosts, each with one device; its rows move before every step."""
+    command = [sys.executable, "-m", "tests.launch.moving_worker", f"--checkpoint={checkpoint}"]
+    command += [
+        "--served_model_name=demo",
+        "--port=0",
+        "--mesh=data=2",
+        "--canvas=128",
+        "--slots=4",
+        "--max_new_tokens=16",
+    ]
+    command += [f"--mode={','.join(f'{name}={value}' for name, value in DUAL.items())}", *more]
     with HostProcesses([command] * 2, logs) as processes:
         yield Hosts(processes)
 
@@ -186,11 +205,14 @@ def two_hosts(checkpoint: Path, logs: Path) -> Iterator[Hosts]:
 def test_requests_that_are_cancelled_leave_nothing(there: Served) -> None:
     asked = Asked(there.engine, PLAIN)
     assert asked.stopped >= 2
-    done, cancelled = asyncio.run(soak(there.url, asked, 100, seed=1))
-    assert done + cancelled == 100
+    done, cancelled = asyncio.run(soak(there.url, asked, 60, seed=1))
+    assert done + cancelled == 60
     assert done > 20
     assert cancelled > 5
     settled(there)
+    scheduler = there.server.serving.scheduler
+    assert scheduler is not None
+    assert scheduler.stats.moves > 100
 
 
 def test_the_benchmark_of_a_server(there: Served, folder: Path, tmp_path: Path) -> None:
@@ -204,9 +226,11 @@ def test_the_benchmark_of_a_server(there: Served, folder: Path, tmp_path: Path) 
     assert results["capacity"]["new"]["requests_per_second"] > 0
     for found in results["loads"].values():
         assert (found["completed"], found["failed"]) == (SIZES["short"].requests, 0)
-        assert 0 < found["ttft_ms"]["p50"] <= found["e2e_ms"]["p50"] <= found["e2e_ms"]["p99"]
+        assert 0 < found["e2e_ms"]["p50"] <= found["e2e_ms"]["p99"]
     settled(there)
-    asks = [Ask(PROMPT, tokens, seed, {"steps": tokens}) for seed, tokens in enumerate((12, 3, 7, 9, 4, 12))]
+    asks = [
+        Ask(PROMPT, tokens, seed, {"steps": tokens}, seed % 2 == 0) for seed, tokens in enumerate((12, 3, 7, 9, 4, 12))
+    ]
     expected = [
         there.engine.generate([PROMPT], CONFIG.replace(max_new_tokens=n, steps=n, seed=ask.seed))[0].text
         for ask in asks
@@ -228,6 +252,14 @@ def test_two_hosts_for_a_moment(folder: Path, engine: Engine, tmp_path: Path) ->
         hosts.end()
     assert done + cancelled == 60
     assert done > 10
+
+
+@pytest.mark.slow
+def test_two_hosts_that_have_been_there_before(folder: Path, tmp_path: Path, compiled: str) -> None:
+    """XLA loses the order of collectives in a program that it reads from the cache of compiled ones."""
+    for _ in range(2):
+        with two_hosts(folder, tmp_path, f"--compile_cache={compiled}") as hosts:
+            hosts.end()
 
 
 @pytest.mark.slow
@@ -291,7 +323,7 @@ def ten_times_too_much(url: str, seconds: float, asks: Sequence[Ask]) -> dict[st
             await asyncio.sleep(seconds)
             start = time.perf_counter()
             async with asyncio.timeout(PATIENCE):
-                while (await client.send(Ask("x", 4, 0), start)).status != 200:
+                while (await client.send(Ask("x", 4, 0, stream=True), start)).status != 200:
                     await asyncio.sleep(0.05)
             recovered = time.perf_counter() - start
             said, _ = await asyncio.to_thread(watcher.communicate, timeout=PATIENCE)
@@ -320,7 +352,7 @@ def ten_times_too_much(url: str, seconds: float, asks: Sequence[Ask]) -> dict[st
 def test_ten_times_too_much_for_a_moment(engine: Engine) -> None:
     # So few that both ends of each may be open in this process.
     with served(engine, CONFIG, canvas=(128,), slots=4, limits=Limits(queue=QUEUE, rows=1)) as found:
-        ten_times_too_much(found.url, 1.0, [Ask("x", 16, number) for number in range(300)])
+        ten_times_too_much(found.url, 1.0, [Ask("x", 16, number, stream=True) for number in range(300)])
         settled(found)
 
 
@@ -329,7 +361,7 @@ def test_ten_times_too_much(folder: Path, tmp_path: Path) -> None:
     flags = [f"--checkpoint={folder}", "--served_model_name=demo", "--mesh=tensor=1"]
     flags += [f"--max_queue={QUEUE}", "--max_rows=1", "--slots=4", "--canvas=128"]
     with started(tmp_path, *flags) as (url, _, _):
-        found = ten_times_too_much(url, 8.0, [Ask("x", 100, number) for number in range(10_000)])
+        found = ten_times_too_much(url, 8.0, [Ask("x", 100, number, stream=True) for number in range(10_000)])
     # Those in the queue at the end are answered too; some room for a capacity that was measured before.
     assert found["refused"] + found["answered"] >= 8 * (found["answered"] - QUEUE)
     assert found["refusal at most"] <= 0.1

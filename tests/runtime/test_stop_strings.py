@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,11 @@ from runtime import (
     SamplingConfig,
     Scheduler,
     SchedulerPolicy,
-    StepOutcome,
     StopTest,
     TextStream,
 )
-from runtime.execution.scheduler import PoolLimits
 from tests import golden_cases
+from tests.launch.served import timed
 from tests.runtime.decoding.block_rows import BASE, BLOCK, ragged_rows
 from tests.runtime.test_early_stop import GOLDEN
 
@@ -109,9 +107,18 @@ def check_tokens(engine: Engine, config: DiffusionConfig | SamplingConfig) -> No
     new = [config.max_new_tokens if count is None else count - 1 for count in counts]
     assert found.stats.tokens == sum(new) + int((whole.commit_steps[:, :width] >= 0).sum())
     assert found.stats.positions < whole.stats.positions
+    # Under somebody's eyes the last one to end is the last one to be seen.
+    seen: list[int] = []
+    tests = [ends_after(count) for count in (3, 6, 2, 5)]
+    watched = engine.generate_tokens(ids, mask, config, stop_tests=tests, watch=lambda done, _: seen.append(done))
+    assert len(seen) < whole.stats.forwards
+    np.testing.assert_array_equal(watched.sequences[:, : width + 2], whole.sequences[:, : width + 2])
+    assert watched.stats.masks_left == 0
+    assert watched.stats.tokens == 2 + 5 + 1 + 4 + int((whole.commit_steps[:, :width] >= 0).sum())
     # Through few slots, in which others follow those that have ended.
     requests = [RowRequest(ids[row, mask[row] > 0].tolist(), config, seed) for row, seed in enumerate(whole.seeds)]
     results: dict[int, RowResult] = {}
+    tests = [None if count is None else ends_after(count) for count in counts]
     for some in engine.scheduler(requests, 1, tests).run():
         results |= {one.number: one for one in some}
     for row, count in enumerate(counts):
@@ -147,8 +154,8 @@ def serve_alone(
     Returns:
       Pieces of text with the iterations until each, what came of the row, and the iterations of the steps.
     """
-    executor = Executor(engine.runner, [PoolShape(config, 64, 1)])
-    scheduler = Scheduler([PoolLimits(pool.count) for pool in executor.pools], SchedulerPolicy())
+    executor = Executor(engine.runner, [PoolShape(config, 64, 1, max_programs=1)])
+    scheduler = Scheduler([pool.limits for pool in executor.pools], SchedulerPolicy())
     tokens = engine.tokenizer.encode(PROMPTS[0])
     request = RowRequest(tokens, config.with_end_tokens(engine.end_token_ids, default=True), 0)
     tests = engine.stop_tests([stop])
@@ -158,11 +165,11 @@ def serve_alone(
     while True:
         plan = scheduler.schedule(now)
         outcome = executor.execute(plan)
-        ran = outcome.pools[0].iterations
+        # The time that the test's clock says, not this machine's.
+        outcome = timed(outcome, 0.002)
+        ran = sum(run.iterations for pool in outcome.pools for run in pool.runs)
         steps.append(ran)
         now += 0.002 * ran
-        # The time that the test's clock says, not this machine's.
-        outcome = StepOutcome([replace(pool, seconds=0.002 * pool.iterations) for pool in outcome.pools])
         for event in scheduler.update(outcome, now):
             if isinstance(event, CanvasChanged):
                 new = event.canvas.tolist()

@@ -15,7 +15,7 @@ import pytest
 
 from runtime import Engine
 from runtime.execution.canvas import pad_after_end
-from runtime.execution.programs import empty_cache
+from runtime.execution.programs import lower_empty_cache
 from runtime.execution.rows import stop_rows
 from runtime.models.cached import fill_rows, run_window
 from runtime.models.dream import DREAM
@@ -130,7 +130,7 @@ def test_blocks_entered_without_a_refresh() -> None:
     forward, lengths = runner.forward(width), jnp.array([length])
     canvas = np.zeros((1, width), np.int32)
     canvas[0, :length] = [*prompt, *[mask_token] * NEW_TOKENS]
-    cache = empty_cache(engine.layout, 1, width, jnp.float32)
+    cache = lower_empty_cache(engine.layout, 1, width, jnp.float32).compile()()
     common = (forward, engine.weights)
 
     @jax.jit

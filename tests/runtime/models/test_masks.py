@@ -5,7 +5,11 @@ Dimension letters: B batch, S sequence, K kv heads, G query heads per KV head, H
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,8 +28,8 @@ from runtime.models.forward import Forward
 from runtime.models.kv_cache import abstract_cache, attend
 from runtime.models.masks import AttentionMask
 from runtime.models.random_weights import random_weights
-from runtime.models.splash import splash_attention
 from runtime.models.transformer import hidden_states
+from sharding.aot import missing_compiler
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
 
@@ -174,17 +178,6 @@ def test_memory_of_blocks_is_linear_in_the_canvas() -> None:
     assert long < 4.2 * short
 
 
-@pytest.mark.parametrize("mask", [KINDS[0], KINDS[1], KINDS[3], AttentionMask("block_causal", 32)], ids=str)
-def test_splash_is_the_reference(mask: AttentionMask) -> None:
-    """The kernel, interpreted on CPU."""
-    q, k, v = random_heads(2, 256, 128)
-    q, k, v = q[:, :, :1], k[:, :, :1], v[:, :, :1]
-    lengths = np.array([256, 150], np.int32)
-    found = splash_attention(*map(jnp.asarray, (q, k, v, lengths)), mask, interpret=True)
-    # The kernel multiplies in the default precision of what interprets it.
-    np.testing.assert_allclose(found, reference(q, k, v, lengths, mask), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("mask", KINDS, ids=str)
 def test_cudnn_is_asked_for_the_reference(mask: AttentionMask, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cuDNN is given, computed by JAX's own implementation of the same call."""
@@ -198,6 +191,17 @@ def test_cudnn_is_asked_for_the_reference(mask: AttentionMask, monkeypatch: pyte
     q, k, v = random_heads(B, S, 4)
     found = dot_product_attention("cudnn", layout_of(mask), *map(jnp.asarray, (q, k, v, LENGTHS)))
     np.testing.assert_allclose(found, reference(q, k, v, LENGTHS, mask), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(
+    missing_compiler("gpu") is not None or not Path("/dev/nvidia0").exists(),
+    reason="needs an NVIDIA GPU and JAX's CUDA plugin",
+)
+def test_cudnn_is_xla_on_a_gpu() -> None:
+    """In a process of its own: this one simulates devices on CPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-m", "tests.runtime.models.gpu_attention"]
+    subprocess.run(command, env=environment, check=True, timeout=600)
 
 
 @pytest.mark.parametrize(("mask", "mesh"), GRID, ids=str)

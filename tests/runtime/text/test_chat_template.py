@@ -66,10 +66,10 @@ def renderer() -> TemplateRenderer:
 def test_templates_that_fail(renderer: TemplateRenderer, template: str, said: str) -> None:
     began = time.monotonic()
     with pytest.raises(InputError, match="messages: the chat template refuses them") as error:
-        renderer.render(template, MESSAGES, {}, True)
+        renderer.render(template, [MESSAGES], {}, True)
     assert said in str(error.value)
     assert time.monotonic() - began < 60, "the deadline of a child"
-    assert renderer.render("{{ messages[0].role }}", MESSAGES, {}, True) == "user", "the next one is as before"
+    assert renderer.render("{{ messages[0].role }}", [MESSAGES] * 2, {}, True) == ["user"] * 2, "as before"
 
 
 def test_a_panic_of_the_tokenizer_is_an_error(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runtime.text.completions import StopSearch, TextStream, cut_completion, stop_tests, stream_text
+from runtime.text.completions import StopSearch, TextStream, cut_completion, stop_tests, stream_texts
 
 END = 256
 
@@ -46,8 +46,8 @@ def test_pieces_are_the_text_whatever_stops_it(seed: int) -> None:
         assert (found, len(kept)) == popped(text, stop)
         assert reason == ("stop" if found != text or END in tokens else "length")
         looks = sorted(chance.randint(0, len(tokens)) for _ in range(chance.randint(0, 8)))
-        pieces = stream_text(anything, [tokens[:count] for count in (*looks, len(tokens))], [END], stop)
-        assert "".join(pieces) == found, (text, stop, looks)
+        pieces = stream_texts(anything, [[tokens[:count]] for count in (*looks, len(tokens))], [END], stop)
+        assert "".join(piece for (piece,) in pieces) == found, (text, stop, looks)
 
 
 def test_a_long_text_is_not_decoded_once_for_every_token() -> None:
