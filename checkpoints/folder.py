@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import fnmatch
 import hashlib
 import json
+import logging
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +18,8 @@ from typing import Any
 
 from checkpoints.errors import CheckpointError
 from checkpoints.storage import STORAGE_SCHEMES, Storage
+
+logger = logging.getLogger("diffumesh")
 
 DEMO = Path(__file__).parent / "demo"
 
@@ -285,7 +291,6 @@ def _fetch_url(url: str, patterns: Sequence[str]) -> Path:
         }
         # The cache is of these very files: a change at the source, of the same size too, is another folder here.
         cache = _cache_folder("\n".join([url, *(f"{name} {system.ukey(remote)}" for name, remote in wanted.items())]))
-        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name, remote in wanted.items():
             target = cache / name
             if not target.is_file():
@@ -302,5 +307,17 @@ def _fetch_url(url: str, patterns: Sequence[str]) -> Path:
 
 
 def _cache_folder(identity: str) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "diffumesh" / "checkpoints"
-    return base / hashlib.sha256(identity.encode()).hexdigest()[:32]
+    """A private folder for copies of small files; a temporary one of this process where the user's cache has none."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        folder = base / "diffumesh" / "checkpoints" / hashlib.sha256(identity.encode()).hexdigest()[:32]
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+        why: object = "it may not be written"
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
+        why = error
+    logger.warning("no cache folder (%s): small files of the checkpoint are fetched anew in every run", why)
+    temporary = Path(tempfile.mkdtemp(prefix="diffumesh-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return temporary

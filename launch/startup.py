@@ -260,6 +260,9 @@ def start_devices(values: flags.FlagValues, inputs: Mapping[str, str] | None = N
         # JAX writes it on host 0 only.
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    if _host.count > 1:
+        # CPU devices may run independent programs in another order than they were sent in, and another on each host.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
     _host.mark()
     preflight.check(
         _host, values, inputs or {}, lambda table: preflight.print_table(table) if is_main_process() else None

@@ -41,7 +41,7 @@ State = Literal["warming up", "ready", "draining", "dead"]
 
 _IDLE_SECONDS = 0.25  # between two steps without work
 _DRAIN_CHECK_SECONDS = 0.5  # between two questions whether to end
-_COMPILER_SECONDS = 30.0  # for what is being compiled when the server ends
+_COMPILER_SECONDS = 10.0  # for what is being compiled when the server ends
 _RATE_SAMPLES = 64  # rows over which the rate of service is measured
 _MAX_RETRY_SECONDS = 60
 

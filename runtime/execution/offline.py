@@ -74,7 +74,7 @@ class OfflineScheduler:
         self._runner, self._requests = runner, requests
         self._stop_tests = stop_tests or [None] * len(requests)
         self.stats = SchedulerStats()
-        widest = width or runner.bucket(max(request.length for request in requests))
+        widest = width or runner.bucket(max((request.length for request in requests), default=1))
         groups: dict[Hashable, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(compiled_in(runner, request.config, widest), []).append(number)

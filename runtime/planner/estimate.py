@@ -1,4 +1,4 @@
-"""Roofline estimate: the memory and the time of a generation on a mesh of a topology, and which mesh is fastest.
+"""Estimate: the memory and the time of a generation on a mesh of a topology, and which mesh is fastest.
 
 Nothing here needs a device, a compiler or weights: sizes come from the declared weights, the work of a layer from the
 cost that its family states (:class:`runtime.models.costs.LayerCost`). A pass is a sequence of stages: the products of
@@ -147,7 +147,7 @@ class Estimate:
 
     @cached_property
     def phases(self) -> tuple[PhaseEstimate, ...]:
-        """The roofline of every phase."""
+        """The estimate of every phase."""
         return tuple(self.of_phase(phase) for phase in self.workload.phases(self.layout, self.topology.chip.platform))
 
     @property

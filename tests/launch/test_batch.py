@@ -135,7 +135,6 @@ def test_a_batch_its_order_and_its_resumption(
     assert "input: was" in fails(capsys, backwards, output)
 
 
-@pytest.mark.slow
 def test_an_autoregressive_checkpoint(
     gpt2: Path, tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

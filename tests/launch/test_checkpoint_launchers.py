@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from checkpoints import CheckpointFolder
+from checkpoints import CheckpointFolder, open_folder
 from checkpoints.manifest import MANIFEST_FILE
 from launch import convert, export, inspect, startup, verify
 from sharding.errors import InputError
@@ -215,3 +215,10 @@ def test_progress_where_there_is_no_terminal(
         convert.run(["convert", f"--source={source}", f"--output={tmp_path / 'out'}", "--overwrite", NO_CACHE])
         said = capsys.readouterr().err
         assert ("\nconverting: 0.00 of 0.00 GB, " in said and " MB/s, about 0:00:00 left\n" in said) == lines
+
+
+@pytest.mark.parametrize("cache", ["/proc/none", "~nobody_of_this_name"])
+def test_a_url_without_a_cache_folder(source: Path, monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
+    """Its small files are kept for this process alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    assert open_folder(source.as_uri()).config == open_folder(source).config

@@ -396,7 +396,6 @@ def test_keys_names_and_slow_clients(engine: Engine, tmp_path: Path) -> None:
         assert found.get("/health", headers=right).status_code == 200
 
 
-@pytest.mark.slow
 def test_an_autoregressive_model(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     vocabulary = json.loads((DEMO / "config.json").read_text())["vocab_size"]

@@ -33,7 +33,7 @@ CASES = [
     ("decode", "data=2,sequence=2,tensor=2", "int8"),
     pytest.param("prefill", "tensor=8", "bfloat16", marks=pytest.mark.slow),
     pytest.param("prefill", "sequence=2,tensor=4", "bfloat16", marks=pytest.mark.slow),
-    pytest.param("dual", "tensor=8", "bfloat16", marks=pytest.mark.slow),
+    ("dual", "tensor=8", "bfloat16"),
     pytest.param("dual", "tensor=8", "int8", marks=pytest.mark.slow),
     pytest.param("dual", "sequence=2,tensor=2", "bfloat16", marks=pytest.mark.slow),
     pytest.param("prefix", "data=2,tensor=4", "bfloat16", marks=pytest.mark.slow),

@@ -91,7 +91,7 @@ def compiled(topology: str, mesh: str, attention: str) -> Program:
 
 TENSOR = [
     ("v5e:2x4", "tensor=8", "splash"),
-    pytest.param(("v4:2x2x1", "tensor=4", "xla"), marks=pytest.mark.slow),
+    ("v4:2x2x1", "tensor=4", "xla"),
 ]
 SEQUENCE = [("v4:2x2x1", "sequence=4", "xla")]
 MIXED = [pytest.param(("v5e:2x4", "sequence=2,tensor=4", "splash"), marks=pytest.mark.slow)]

@@ -68,14 +68,15 @@ def test_objects_of_many_names_are_refused(there: Served, body: dict[str, Any]) 
 
 
 def test_rows_are_counted_before_they_are_tokenized(there: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded: list[str] = []
-    encode = TextTokenizer.encode
+    encoded: list[object] = []
+    for name in ("encode", "encode_batch"):
+        encode = getattr(TextTokenizer, name)
 
-    def counted(self: TextTokenizer, text: str) -> list[int]:
-        encoded.append(text)
-        return encode(self, text)
+        def counted(self: TextTokenizer, text: Any, encode: Any = encode) -> Any:
+            encoded.extend(text)
+            return encode(self, text)
 
-    monkeypatch.setattr(TextTokenizer, "encode", counted)
+        monkeypatch.setattr(TextTokenizer, name, counted)
     too_long = "x " * (300 * 128 // 2)
     for path, body in (
         ("/v1/score", {"input": ["x"] * 33}),
@@ -87,6 +88,8 @@ def test_rows_are_counted_before_they_are_tokenized(there: Served, monkeypatch: 
         answer = there.post(path, body)
         check_refusal(answer.status_code, answer.content)
         assert not encoded
+    assert there.post("/v1/completions", GOOD).status_code == 200
+    assert encoded
 
 
 def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -115,14 +118,14 @@ def test_a_template_that_does_not_end(there: Served) -> None:
 
 def test_readers_that_hang_show_and_do_not_keep_the_server(there: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
-    encode = TextTokenizer.encode
+    encode = TextTokenizer.encode_batch
 
-    def hang(self: TextTokenizer, text: str) -> list[int]:
-        if text == "hang":
+    def hang(self: TextTokenizer, texts: Any) -> Any:
+        if "hang" in texts:
             released.wait(PATIENCE)
-        return encode(self, text)
+        return encode(self, texts)
 
-    monkeypatch.setattr(TextTokenizer, "encode", hang)
+    monkeypatch.setattr(TextTokenizer, "encode_batch", hang)
     try:
         with served(there.engine, CONFIG, canvas=(128,), limits=Limits(stall_seconds=1.0)) as found:
             assert found.get("/health").json()["status"] == "ready"

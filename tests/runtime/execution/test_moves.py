@@ -6,15 +6,32 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from runtime import DiffusionConfig, Engine, SamplingConfig
+from runtime import (
+    DiffusionConfig,
+    Engine,
+    Executor,
+    PoolShape,
+    RequestHandle,
+    RowFinished,
+    SamplingConfig,
+    Scheduler,
+    SchedulerPolicy,
+    model_layout,
+)
+from runtime.execution.programs import abstract_taken_row, lower_put_row, lower_take_row
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import Runner
 from runtime.execution.slot_kinds import open_slots
 from runtime.execution.slots import Slots
 from runtime.execution.specialization import general
+from runtime.models.kv_cache import abstract_cache
+from sharding.aot import aot_devices, missing_compiler
+from sharding.mesh import MeshSpec
+from sharding.topology import parse_topology
 from tests import golden_cases
 from tests.runtime.execution.test_offline import alone, autoregressive, prompts, qwen2
 
@@ -147,6 +164,40 @@ def test_a_move_is_one_collective(mesh: str, collectives: int, kind: str) -> Non
     found = {name.partition("_")[2]: re.findall(_COLLECTIVES, text) for name, text in texts.items()}
     assert len(found["take"]) == collectives, found
     assert not found["put"], found
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_a_move_on_a_tpu_slice_is_one_collective(dtype: Any) -> None:
+    if missing_compiler("tpu") is not None:
+        pytest.skip("no compiler for TPUs")
+    config = golden_cases.engine("tensor=1").config
+    layout = model_layout(config, MeshSpec(data=2, sequence=2, tensor=2), aot_devices(parse_topology("v5e:2x4")))
+    cache, taken = abstract_cache(layout, 4, 256, dtype), abstract_taken_row(layout, 512, dtype)
+    row: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated)
+    take = lower_take_row(layout, 512, cache, row).compile().as_text()
+    assert len(re.findall(_COLLECTIVES, take)) == 1
+    put: Any = lower_put_row(layout, cache, row, taken).compile().as_text()  # type: ignore[arg-type]
+    assert not re.findall(_COLLECTIVES, put)
+
+
+def test_an_autoregressive_row_grows_into_wider_buckets() -> None:
+    engine = golden_cases.engine(folder=golden_cases.FOLDER.parent / "qwen3_tiny")
+    config = SamplingConfig(max_new_tokens=150, temperature=0.9, log_probabilities=True)
+    executor = Executor(engine.runner, [PoolShape(config, 192, 2, widths=(128,), max_programs=2)])
+    scheduler = Scheduler([pool.limits for pool in executor.pools], SchedulerPolicy(step_seconds=None))
+    request = RowRequest([3, 1, 4], config, 5)
+    scheduler.add(RequestHandle(rows=[request]))
+    widths, found = [], []
+    while scheduler.waiting or scheduler.running:
+        plan = scheduler.schedule(0.0)
+        widths += [bucket.width for pool in plan.pools for bucket in pool.buckets]
+        events = scheduler.update(executor.execute(plan), 0.0)
+        found += [event.result for event in events if isinstance(event, RowFinished)]
+    assert sorted(set(widths)) == [128, 192]
+    assert scheduler.stats.moves == 1
+    expected = alone(engine, request)
+    np.testing.assert_array_equal(found[0].sequence, expected.sequence)
+    np.testing.assert_allclose(found[0].log_probabilities, expected.log_probabilities, atol=1e-4)
 
 
 _COLLECTIVES = r" = .*? (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from runtime import (
-    Bucket,
     CanvasChanged,
     DiffusionConfig,
-    Event,
     FirstToken,
-    Grid,
     PoolLimits,
     PrefixGrown,
     RequestFinished,
@@ -23,130 +17,24 @@ from runtime import (
     RowFinished,
     RowInserted,
     RowRequest,
-    RowResult,
     RowsScored,
     SamplingConfig,
     Scheduler,
     SchedulerPolicy,
     ScorePass,
-    StepOutcome,
     StepPlan,
-    StopTest,
 )
-from runtime.execution.buckets import PassCost, make_grid
-from runtime.execution.step_plan import BucketPlan, BucketRun, Insertion, PoolOutcome, PoolPlan
-
-PROMPT = [7, 7]
-WIDTH = 512
-# A pass costs its positions, and so many seconds for each.
-COST = PassCost(0.0, 0.0)
-
-
-class CountedSlots:
-    """Executes plans on no device: a row commits a token in every iteration, from left to right."""
-
-    def __init__(self, seconds: float, per_position: float = 0.0, hidden: int = 0) -> None:
-        """Take what a row is.
-
-        Args:
-          seconds: that an iteration takes.
-          per_position: that each position of a bucket adds.
-          hidden: first iterations of a row that commit nothing to be seen. A row with such iterations has a mask in its
-            prompt, which is filled last of all that is hidden.
-        """
-        self.now = 100.0
-        self._hidden = hidden
-        self._hidden = hidden
-        self.order: list[RowRequest] = []
-        self.plans: list[PoolPlan] = []
-        self._seconds, self._per_position = seconds, per_position
-        # What each row is, and how many tokens it has; and the slots of each open bucket.
-        self._made: dict[int, tuple[RowRequest, int]] = {}
-        self._slots: dict[int, dict[int, list[int | None]]] = {}
-
-    def rows(self, pool: int = 0) -> dict[int, int]:
-        """Number of the row in each slot that is taken, bucket by bucket."""
-        slots = [row for bucket in self._slots.get(pool, {}).values() for row in bucket]
-        return {slot: row for slot, row in enumerate(slots) if row is not None}
-
-    def execute(self, plan: StepPlan) -> StepOutcome:
-        """What real slots would make of a plan that has crossed from one host to another."""
-        plan = StepPlan.from_json(json.loads(json.dumps(plan.to_json())))
-        scores = None if plan.score is None else [np.full(len(row), -1.0, np.float32) for row in plan.score.rows]
-        return StepOutcome([self._execute(pool) for pool in plan.pools], scores)
-
-    def _execute(self, plan: PoolPlan) -> PoolOutcome:
-        self.plans.append(plan)
-        for one in plan.insert:
-            self._made[one.row] = one.request, 0
-            self.order.append(one.request)
-        held = [row for bucket in plan.buckets for row in bucket.slots if row is not None]
-        assert len(set(held)) == len(held), "a row has one slot"
-        results, canvases, runs = [self._result(row) for row in plan.finish], {}, []
-        for bucket in plan.buckets:
-            rows = [row for row in bucket.slots if row is not None]
-            assert rows, "a bucket without rows is closed"
-            assert all(self._made[row][0].length <= bucket.width for row in rows)
-            left = [self._made[row][0].config.max_new_tokens - self._made[row][1] for row in rows]
-            ran = min(bucket.iterations, max(left))
-            seconds = ran * (self._seconds + self._per_position * bucket.rows * bucket.width)
-            self.now += seconds
-            if bucket.iterations:
-                runs.append(BucketRun(bucket.number, ran, ran, seconds))
-            for row in rows:
-                request, made = self._made[row]
-                new = request.config.max_new_tokens
-                self._made[row] = request, (made := min(new, made + ran))
-                if made == new:
-                    results.append(self._result(row))
-                elif bucket.canvases:
-                    positions = np.arange(request.length) - len(request.tokens)
-                    canvas = np.where(positions < made - self._hidden, request.seed, -1).astype(np.int32)
-                    canvas[0] = request.seed if made >= self._hidden else -1
-                    canvases[row] = canvas
-        self._slots[plan.pool] = {
-            bucket.number: [row if row in self._made else None for row in bucket.slots] for bucket in plan.buckets
-        }
-        return PoolOutcome(plan.pool, results, canvases, runs)
-
-    def _result(self, row: int) -> RowResult:
-        request, made = self._made.pop(row)
-        positions = np.arange(request.length) - len(request.tokens)
-        steps = np.where(positions < made, np.maximum(positions, -1), -1).astype(np.int32)
-        return RowResult(row, np.full(request.length, request.seed, np.int32), steps, None)
-
-
-def rows(*tokens: int, seed: int = 0) -> list[RowRequest]:
-    """Rows of so many new tokens each."""
-    return [RowRequest(PROMPT, SamplingConfig(max_new_tokens=new), seed) for new in tokens]
-
-
-def step(scheduler: Scheduler, slots: CountedSlots) -> list[Event]:
-    plan = scheduler.schedule(slots.now)
-    return scheduler.update(slots.execute(plan), slots.now)
-
-
-def drain(scheduler: Scheduler, slots: CountedSlots, most: int = 1000) -> list[Event]:
-    events: list[Event] = []
-    while scheduler.waiting or scheduler.running:
-        events += step(scheduler, slots)
-        most -= 1
-        assert most, "it does not end"
-    return events
-
-
-def finished(events: Sequence[Event]) -> list[RequestHandle]:
-    return [event.handle for event in events if isinstance(event, RequestFinished)]
-
-
-def one_bucket(slots: int) -> Grid:
-    """A grid of all slots together."""
-    return Grid(slots, WIDTH, (Bucket(slots, WIDTH),), COST)
-
-
-def single(slots: int, prefill_limit: int | None = None, **policy: object) -> Scheduler:
-    limits = PoolLimits(one_bucket(slots), prefill_limit)
-    return Scheduler([limits], SchedulerPolicy(**policy))  # type: ignore[arg-type]
+from runtime.execution.step_plan import BucketPlan, Insertion, PoolPlan
+from tests.runtime.execution.counted_slots import (
+    WIDTH,
+    CountedSlots,
+    drain,
+    finished,
+    one_bucket,
+    rows,
+    single,
+    step,
+)
 
 
 def test_owners_share_the_slots() -> None:
@@ -292,108 +180,6 @@ def test_canvases_are_looked_at_for_streams_and_first_tokens_alone() -> None:
     assert not any(plan.buckets[0].canvases for plan in slots.plans)
 
 
-def test_an_outcome_without_a_forward_pass_says_nothing_about_how_long_one_takes() -> None:
-    scheduler, slots = single(1), CountedSlots(0.02)
-    first = RequestHandle(rows=rows(9))
-    scheduler.add(first)
-    scheduler.schedule(slots.now)
-    scheduler.abort(first)
-    # As it is where the row was done before its first iteration.
-    scheduler.update(StepOutcome([PoolOutcome(0, [], {}, [BucketRun(0, 0, 0, 0.001)])]), slots.now)
-    scheduler.policy = SchedulerPolicy(first_tokens=False)
-    scheduler.add(RequestHandle(rows=rows(9)))
-    assert scheduler.schedule(slots.now).pools[0].buckets[0].iterations == 1
-
-
-def test_a_row_is_looked_at_after_its_first_iterations_until_it_has_shown_something() -> None:
-    """A stream in the midst of others, and after a pause, does not wait for a whole step of theirs."""
-    for hidden, looks in ((0, 1), (1, 2), (5, 2)):
-        scheduler, slots = single(2), CountedSlots(0.0005, hidden=hidden)
-        scheduler.add(RequestHandle(rows=rows(99)))
-        for _ in range(4):
-            step(scheduler, slots)
-        assert [plan.buckets[0].iterations for plan in slots.plans[looks:]] == [16] * (4 - looks)
-        streamed = RequestHandle(rows=rows(40), stream=True, arrived=slots.now)
-        scheduler.add(streamed)
-        del slots.plans[:]
-        events = [step(scheduler, slots) for _ in range(3)]
-        assert [plan.buckets[0].iterations for plan in slots.plans] == [1] * looks + [16] * (3 - looks)
-        shown = [any(isinstance(event, FirstToken) and event.handle is streamed for event in some) for some in events]
-        assert shown.index(True) == (looks - 1 if hidden < 2 else looks)
-
-
-def after(count: int, kept: int) -> StopTest:
-    """Ends a row with so many tokens kept once there are ``count``."""
-    return lambda tokens, whole: kept if len(tokens) >= count else None
-
-
-def test_a_stop_test_frees_the_slot_at_the_next_decision() -> None:
-    scheduler, slots = single(2, max_iterations=4, step_seconds=None, first_tokens=False), CountedSlots(0.01)
-    stopped, other = RequestHandle(rows=rows(50), stop_tests=[after(6, 5)]), RequestHandle(rows=rows(50))
-    waiting = RequestHandle(rows=rows(50, seed=2))
-    for handle in (stopped, other, waiting):
-        scheduler.add(handle)
-    assert not [event for _ in range(2) for event in step(scheduler, slots) if isinstance(event, RowFinished)]
-    assert [plan.buckets[0].canvases for plan in slots.plans] == [True, True]
-    events = step(scheduler, slots)
-    # Eight tokens were made when it was seen; its slot goes to the next row in the same step.
-    inserted = [Insertion(2, waiting.rows[0])]
-    assert slots.plans[-1] == PoolPlan(0, inserted, [BucketPlan(0, 2, WIDTH, [2, 1], 4, False)], [0])
-    assert slots.rows() == {0: 2, 1: 1}
-    (row,) = (event for event in events if isinstance(event, RowFinished))
-    assert (row.handle, row.tokens, row.steps) == (stopped, 5, 8)
-    assert (row.result.commit_steps >= 0).sum() == 8
-    assert finished(events) == [stopped]
-    assert (scheduler.stats.rows, scheduler.stats.tokens) == (1, 5)
-    assert scheduler.running == 2
-    assert finished(drain(scheduler, slots)) == [other, waiting]
-
-
-def test_a_stop_in_the_last_step_of_a_row_is_counted_too() -> None:
-    scheduler, slots = single(1, max_iterations=16), CountedSlots(0.0001)
-    scheduler.add(RequestHandle(rows=rows(9), stop_tests=[after(9, 3)]))
-    events = drain(scheduler, slots)
-    assert [event.tokens for event in events if isinstance(event, RowFinished)] == [3]
-    assert not any(plan.finish for plan in slots.plans)
-
-
-def test_what_follows_a_stop_token_is_not_counted() -> None:
-    scheduler, slots = single(1), CountedSlots(0.01)
-    ending = SamplingConfig(max_new_tokens=9, stop_token_ids=[4])
-    scheduler.add(RequestHandle(rows=[RowRequest(PROMPT, ending, 4)]))
-    events = drain(scheduler, slots)
-    assert [event.tokens for event in events if isinstance(event, RowFinished)] == [1]
-    assert scheduler.stats.tokens == 1
-
-
-def test_a_stopped_row_that_is_aborted_is_evicted_without_a_result() -> None:
-    scheduler, slots = single(1, max_iterations=4, step_seconds=None), CountedSlots(0.01)
-    scheduler.add(handle := RequestHandle(rows=rows(50), stop_tests=[after(1, 1)]))
-    step(scheduler, slots)
-    scheduler.abort(handle)
-    assert step(scheduler, slots) == []
-    assert (slots.plans[-1].buckets, slots.plans[-1].finish, scheduler.running) == ([], [], 0)
-    # Aborted while the step is under way that brings its result.
-    scheduler.add(handle := RequestHandle(rows=rows(50), stop_tests=[after(1, 1)]))
-    step(scheduler, slots)
-    outcome = slots.execute(scheduler.schedule(slots.now))
-    scheduler.abort(handle)
-    assert finished(scheduler.update(outcome, slots.now)) == []
-    assert (scheduler.running, scheduler.schedule(slots.now)) == (0, StepPlan())
-
-
-def test_nothing_stops_a_row_before_the_masks_of_its_prompt_are_filled() -> None:
-    scheduler, slots = single(1, max_iterations=1), CountedSlots(0.01, hidden=3)
-    seen: list[int] = []
-
-    def look(tokens: Sequence[int], whole: bool) -> None:
-        seen.append(len(tokens))
-
-    scheduler.add(RequestHandle(rows=rows(6), stop_tests=[look]))
-    drain(scheduler, slots)
-    assert seen == [0, 1, 2, 6]
-
-
 def test_score_passes_take_turns_beside_the_rows() -> None:
     scheduler, slots = single(1, max_iterations=1), CountedSlots(0.01)
     passes = [ScorePass([[1, 2, 3], [4]], [[1, 2, 3], [4]], 1.0, 64, 2), ScorePass([[5, 6]], [[5, 6]], 1.0, 64, 2)]
@@ -447,183 +233,3 @@ def test_plans_as_json() -> None:
     )
     assert StepPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     assert StepPlan.from_json(json.loads(json.dumps(StepPlan().to_json()))) == StepPlan([])
-
-
-# ---- buckets --------------------------------------------------------------------------------------------------------
-
-
-def laddered(slots: int = 8, **policy: object) -> Scheduler:
-    """A scheduler over a grid of many buckets, with a cost of its own for each pass."""
-    grid = make_grid(slots, WIDTH, PassCost(0.0, 64.0), data=1, step=32)
-    return Scheduler([PoolLimits(grid)], SchedulerPolicy(**policy))  # type: ignore[arg-type]
-
-
-def shapes(plan: StepPlan) -> list[tuple[int, int]]:
-    return sorted((one.rows, one.width) for pool in plan.pools for one in pool.buckets)
-
-
-def test_a_lone_row_is_computed_alone_and_at_its_length() -> None:
-    scheduler, slots = laddered(), CountedSlots(0.0, 1e-5)
-    scheduler.add(RequestHandle(rows=rows(46)))
-    plan = scheduler.schedule(slots.now)
-    assert shapes(plan) == [(1, 64)]
-    scheduler.update(slots.execute(plan), slots.now)
-    drain(scheduler, slots)
-    assert scheduler.stats.useful_share == 48 / 64
-    assert scheduler.stats.utilisation == 1.0
-
-
-def test_a_row_that_has_shown_nothing_is_looked_at_after_its_first_iteration() -> None:
-    scheduler, slots = laddered(), CountedSlots(0.0001)
-    for _ in range(3):
-        # Also after idle turns and turns in which nothing ran: neither says how long an iteration takes.
-        step(scheduler, slots)
-        scheduler.add(RequestHandle(rows=rows(40), stream=True))
-        plan = scheduler.schedule(slots.now)
-        assert [one.iterations for one in plan.pools[0].buckets] == [1]
-        events = scheduler.update(slots.execute(plan), slots.now)
-        assert len([event for event in events if isinstance(event, CanvasChanged)]) == 1
-        step(scheduler, slots)
-        assert slots.plans[-1].buckets[0].iterations > 1, "it has shown something"
-        drain(scheduler, slots)
-
-
-def test_rows_move_where_a_pass_becomes_cheaper_and_only_there() -> None:
-    scheduler, slots = laddered(max_iterations=1), CountedSlots(0.01)
-    scheduler.add(RequestHandle(rows=rows(10, 11, 12, 30, seed=1)))
-    step(scheduler, slots)
-    assert [(one.rows, one.width) for one in slots.plans[-1].buckets] == [(4, 32)]
-    (number,) = (one.number for one in slots.plans[-1].buckets)
-    for _ in range(10):
-        step(scheduler, slots)
-    assert [one.number for one in slots.plans[-1].buckets] == [number], "three rows of four stay where they are"
-    assert scheduler.stats.moves == 0
-    for _ in range(2):
-        step(scheduler, slots)
-    assert [(one.rows, one.width) for one in slots.plans[-1].buckets] == [(1, 32)]
-    assert scheduler.stats.moves == 3, "two of them into a bucket of two, and one of those into one of its own"
-    drain(scheduler, slots)
-
-
-def test_buckets_whose_programs_are_not_there_are_only_wanted() -> None:
-    scheduler, slots = laddered(), CountedSlots(0.01)
-    widest = Bucket(1, WIDTH)
-    scheduler.restrict(0, [widest])
-    scheduler.add(RequestHandle(rows=rows(46, 100)))
-    step(scheduler, slots)
-    assert [(one.rows, one.width) for one in slots.plans[-1].buckets] == [(1, WIDTH)] * 2
-    assert set(scheduler.demand(0)) == {Bucket(1, 64), Bucket(1, 128)}
-    scheduler.restrict(0, [widest, Bucket(1, 128)])
-    step(scheduler, slots)
-    assert [(one.rows, one.width) for one in slots.plans[-1].buckets] == [(1, 128)] * 2
-    assert scheduler.stats.moves == 2
-    drain(scheduler, slots)
-
-
-def test_caches_of_all_buckets_stay_within_what_was_counted() -> None:
-    grid = make_grid(4, WIDTH, PassCost(0.0, 200.0), data=1, step=32)
-    scheduler = Scheduler([PoolLimits(grid, None, 4 * WIDTH)], SchedulerPolicy(max_iterations=2))
-    slots, random = CountedSlots(0.0, 1e-5), np.random.default_rng(0)
-    before = 0
-    for _ in range(300):
-        if random.random() < 0.5:
-            scheduler.add(RequestHandle(rows=rows(int(random.integers(1, WIDTH - 2)))))
-        plan = scheduler.schedule(slots.now)
-        if plan.pools:
-            now = sum(one.rows * one.width for one in plan.pools[0].buckets)
-            assert now <= 4 * WIDTH
-            assert now + before <= 2 * 4 * WIDTH, "while rows move both are there"
-            before = now
-        scheduler.update(slots.execute(plan), slots.now)
-
-
-# ---- the policy, simulated ------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Arrival:
-    """A request, and when it comes."""
-
-    at: float
-    handle: RequestHandle
-
-
-def simulate(scheduler: Scheduler, slots: CountedSlots, arrivals: list[Arrival]) -> dict[RequestHandle, float]:
-    """Seconds from the arrival of each request to its end."""
-    waiting, latency, start = sorted(arrivals, key=lambda one: one.at), {}, slots.now
-    while waiting or scheduler.waiting or scheduler.running:
-        if not (scheduler.waiting or scheduler.running):
-            slots.now = max(slots.now, start + waiting[0].at)
-        while waiting and start + waiting[0].at <= slots.now:
-            one = waiting.pop(0)
-            one.handle.arrived = start + one.at
-            scheduler.add(one.handle)
-        for event in step(scheduler, slots):
-            if isinstance(event, RequestFinished):
-                latency[event.handle] = event.seconds
-    return latency
-
-
-def log_normal(count: int, seed: int) -> list[tuple[int, int]]:
-    """Prompts of 20 to 200 tokens and answers of 8 to 256."""
-    random = np.random.default_rng(seed)
-
-    def draw(low: int, high: int) -> list[int]:
-        middle, spread = (np.log(low) + np.log(high)) / 2, (np.log(high) - np.log(low)) / 4
-        return [int(value) for value in np.clip(np.exp(random.normal(middle, spread, count)), low, high)]
-
-    return list(zip(draw(20, 200), draw(8, 256), strict=True))
-
-
-def poisson(load: float, seconds_per_position: float, count: int = 300) -> list[Arrival]:
-    """Requests that ask for a share of the positions that there are."""
-    lengths = log_normal(count, 1)
-    work = [(prompt + new) * new for prompt, new in lengths]
-    gap = np.mean(work) * seconds_per_position / load
-    times = np.cumsum(np.random.default_rng(2).exponential(gap, count))
-    requests = [RowRequest([7] * prompt, SamplingConfig(max_new_tokens=new), 0) for prompt, new in lengths]
-    return [Arrival(float(at), RequestHandle(rows=[one])) for at, one in zip(times, requests, strict=True)]
-
-
-def test_at_sixty_percent_load_four_in_five_positions_are_of_use() -> None:
-    scheduler, slots = laddered(), CountedSlots(0.0, 6e-5)
-    latency = simulate(scheduler, slots, poisson(0.6, 6e-5))
-    assert len(latency) == 300
-    assert scheduler.stats.useful_share >= 0.8
-
-
-def test_a_long_canvas_does_not_starve_short_ones() -> None:
-    per_position = 1e-4
-    scheduler, slots = laddered(slots=2), CountedSlots(64 * per_position, per_position)
-    # Something has run before: it is known what a pass takes.
-    simulate(scheduler, slots, [Arrival(0.0, RequestHandle(rows=rows(30)))])
-    long = [Arrival(0.0, RequestHandle(rows=rows(500))) for _ in range(6)]
-    short = [Arrival(0.5 + 2 * number, RequestHandle(rows=rows(30))) for number in range(10)]
-    latency = simulate(scheduler, slots, [*long, *short])
-    alone = 500 * (WIDTH + 64) * per_position
-    assert len(latency) == 16
-    # Two long ones have the slots when the short ones come, and the other four begin after these.
-    assert max(latency[one.handle] for one in short) < 2.2 * alone
-    assert sum(latency[one.handle] > 2.2 * alone for one in long) == 4
-    # Beside a long one in another slot, a short one has half of the devices.
-    scheduler, slots = laddered(slots=8), CountedSlots(64 * per_position, per_position)
-    latency = simulate(
-        scheduler, slots, [Arrival(at, RequestHandle(rows=rows(new))) for at, new in ((0, 500), (1, 30))]
-    )
-    assert min(latency.values()) < 3 * 30 * (32 + 64) * per_position
-
-
-def test_a_new_request_waits_about_a_step() -> None:
-    scheduler, slots = laddered(), CountedSlots(0.0, 1e-4)
-    scheduler.add(RequestHandle(rows=rows(*[200] * 7)))
-    for _ in range(20):
-        step(scheduler, slots)
-    for _ in range(10):
-        before = slots.now
-        step(scheduler, slots)
-        # A pass of the widest bucket is the least that a step can be.
-        assert slots.now - before <= max(SchedulerPolicy().step_seconds or 0, 1e-4 * 256) * 1.01
-    scheduler.add(late := RequestHandle(rows=rows(4), stream=True))
-    seen = [event for _ in range(2) for event in step(scheduler, slots) if isinstance(event, CanvasChanged)]
-    assert [event.handle for event in seen] == [late] * len(seen)
-    assert seen

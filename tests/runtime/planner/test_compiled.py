@@ -159,7 +159,6 @@ def test_cached_passes_are_what_the_gpu_compiler_says(case: tuple[str, str, str,
     check_cached(*case)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_models_are_what_the_tpu_compiler_says(case: tuple[Workload, str, str]) -> None:
     check(*case)

@@ -1,0 +1,130 @@
+"""When the scheduler first looks at a row, and how a stop test ends one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from runtime import (
+    FirstToken,
+    RequestHandle,
+    RowFinished,
+    RowRequest,
+    SamplingConfig,
+    SchedulerPolicy,
+    StepOutcome,
+    StepPlan,
+    StopTest,
+)
+from runtime.execution.step_plan import BucketPlan, BucketRun, Insertion, PoolOutcome, PoolPlan
+from tests.runtime.execution.counted_slots import (
+    PROMPT,
+    WIDTH,
+    CountedSlots,
+    drain,
+    finished,
+    rows,
+    single,
+    step,
+)
+
+
+def test_an_outcome_without_a_forward_pass_says_nothing_about_how_long_one_takes() -> None:
+    scheduler, slots = single(1), CountedSlots(0.02)
+    first = RequestHandle(rows=rows(9))
+    scheduler.add(first)
+    scheduler.schedule(slots.now)
+    scheduler.abort(first)
+    # As it is where the row was done before its first iteration.
+    scheduler.update(StepOutcome([PoolOutcome(0, [], {}, [BucketRun(0, 0, 0, 0.001)])]), slots.now)
+    scheduler.policy = SchedulerPolicy(first_tokens=False)
+    scheduler.add(RequestHandle(rows=rows(9)))
+    assert scheduler.schedule(slots.now).pools[0].buckets[0].iterations == 1
+
+
+def test_a_row_is_looked_at_after_its_first_iterations_until_it_has_shown_something() -> None:
+    """A stream in the midst of others, and after a pause, does not wait for a whole step of theirs."""
+    for hidden, looks in ((0, 1), (1, 2), (5, 2)):
+        scheduler, slots = single(2), CountedSlots(0.0005, hidden=hidden)
+        scheduler.add(RequestHandle(rows=rows(99)))
+        for _ in range(4):
+            step(scheduler, slots)
+        assert [plan.buckets[0].iterations for plan in slots.plans[looks:]] == [16] * (4 - looks)
+        streamed = RequestHandle(rows=rows(40), stream=True, arrived=slots.now)
+        scheduler.add(streamed)
+        del slots.plans[:]
+        events = [step(scheduler, slots) for _ in range(3)]
+        assert [plan.buckets[0].iterations for plan in slots.plans] == [1] * looks + [16] * (3 - looks)
+        shown = [any(isinstance(event, FirstToken) and event.handle is streamed for event in some) for some in events]
+        assert shown.index(True) == (looks - 1 if hidden < 2 else looks)
+
+
+def after(count: int, kept: int) -> StopTest:
+    """Ends a row with so many tokens kept once there are ``count``."""
+    return lambda tokens, whole: kept if len(tokens) >= count else None
+
+
+def test_a_stop_test_frees_the_slot_at_the_next_decision() -> None:
+    scheduler, slots = single(2, max_iterations=4, step_seconds=None, first_tokens=False), CountedSlots(0.01)
+    stopped, other = RequestHandle(rows=rows(50), stop_tests=[after(6, 5)]), RequestHandle(rows=rows(50))
+    waiting = RequestHandle(rows=rows(50, seed=2))
+    for handle in (stopped, other, waiting):
+        scheduler.add(handle)
+    assert not [event for _ in range(2) for event in step(scheduler, slots) if isinstance(event, RowFinished)]
+    assert [plan.buckets[0].canvases for plan in slots.plans] == [True, True]
+    events = step(scheduler, slots)
+    # Eight tokens were made when it was seen; its slot goes to the next row in the same step.
+    inserted = [Insertion(2, waiting.rows[0])]
+    assert slots.plans[-1] == PoolPlan(0, inserted, [BucketPlan(0, 2, WIDTH, [2, 1], 4, False)], [0])
+    assert slots.rows() == {0: 2, 1: 1}
+    (row,) = (event for event in events if isinstance(event, RowFinished))
+    assert (row.handle, row.tokens, row.steps) == (stopped, 5, 8)
+    assert (row.result.commit_steps >= 0).sum() == 8
+    assert finished(events) == [stopped]
+    assert (scheduler.stats.rows, scheduler.stats.tokens) == (1, 5)
+    assert scheduler.running == 2
+    assert finished(drain(scheduler, slots)) == [other, waiting]
+
+
+def test_a_stop_in_the_last_step_of_a_row_is_counted_too() -> None:
+    scheduler, slots = single(1, max_iterations=16), CountedSlots(0.0001)
+    scheduler.add(RequestHandle(rows=rows(9), stop_tests=[after(9, 3)]))
+    events = drain(scheduler, slots)
+    assert [event.tokens for event in events if isinstance(event, RowFinished)] == [3]
+    assert not any(plan.finish for plan in slots.plans)
+
+
+def test_what_follows_a_stop_token_is_not_counted() -> None:
+    scheduler, slots = single(1), CountedSlots(0.01)
+    ending = SamplingConfig(max_new_tokens=9, stop_token_ids=[4])
+    scheduler.add(RequestHandle(rows=[RowRequest(PROMPT, ending, 4)]))
+    events = drain(scheduler, slots)
+    assert [event.tokens for event in events if isinstance(event, RowFinished)] == [1]
+    assert scheduler.stats.tokens == 1
+
+
+def test_a_stopped_row_that_is_aborted_is_evicted_without_a_result() -> None:
+    scheduler, slots = single(1, max_iterations=4, step_seconds=None), CountedSlots(0.01)
+    scheduler.add(handle := RequestHandle(rows=rows(50), stop_tests=[after(1, 1)]))
+    step(scheduler, slots)
+    scheduler.abort(handle)
+    assert step(scheduler, slots) == []
+    assert (slots.plans[-1].buckets, slots.plans[-1].finish, scheduler.running) == ([], [], 0)
+    # Aborted while the step is under way that brings its result.
+    scheduler.add(handle := RequestHandle(rows=rows(50), stop_tests=[after(1, 1)]))
+    step(scheduler, slots)
+    outcome = slots.execute(scheduler.schedule(slots.now))
+    scheduler.abort(handle)
+    assert finished(scheduler.update(outcome, slots.now)) == []
+    assert (scheduler.running, scheduler.schedule(slots.now)) == (0, StepPlan())
+
+
+def test_nothing_stops_a_row_before_the_masks_of_its_prompt_are_filled() -> None:
+    scheduler, slots = single(1, max_iterations=1), CountedSlots(0.01, hidden=3)
+    seen: list[int] = []
+
+    def look(tokens: Sequence[int], whole: bool) -> None:
+        seen.append(len(tokens))
+
+    scheduler.add(RequestHandle(rows=rows(6), stop_tests=[look]))
+    drain(scheduler, slots)
+    assert seen == [0, 1, 2, 6]
