@@ -176,8 +176,7 @@ def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> 
         else:
             arrays = [residuals(3)]
     else:
-        # Around an all-reduce the sum of the residual and both updates of a layer is put off to where it is read.
-        arrays = [residuals(4 if reduced else 2), *mlp]
+        arrays = [residuals(3 if reduced else 2), *mlp]
     if shape.attention == "xla":
         scores = positions * layout.query_heads_per_device * shape.keys * (_FLOAT + item)
         if scores > _bytes(arrays):
