@@ -31,6 +31,7 @@ from absl import flags
 
 from benchmarks.demo_quality import parses, read_held_out, wilson_interval
 from benchmarks.fast_dllm_baseline import FastDLLMBaseline
+from benchmarks.mode_plots import draw_modes
 from benchmarks.records import (
     Timing,
     build_record,
@@ -51,7 +52,6 @@ from sharding.errors import InputError
 
 # Noised copies of each completion for the bound of its likelihood.
 _COPIES = 8
-_MARKERS = "osD^v"
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,7 @@ def completer(engine: Engine, mode: Mode, base: DiffusionConfig) -> Callable[[np
             engine, base.max_new_tokens, mode.baseline_block, engine.end_token_ids if mode.baseline_stops else ()
         )
         return lambda prompt: baseline(prompt[None])
-    changes = dict(mode.changes)
-    if changes.pop("early_stop", False):
-        changes["stop_token_ids"] = engine.end_token_ids
-    config = base.replace(**changes)
+    config = base.replace(**mode.changes)
 
     def complete(prompt: np.ndarray) -> tuple[np.ndarray, int, int]:
         made = engine.generate_tokens(prompt[None], None, config)
@@ -264,38 +261,6 @@ def modes_table(record: dict[str, Any]) -> str:
     )
     lines += ["", f"Measured: {where}, jax {record['versions']['jax']}, {machine['processor']}."]
     return "\n".join([*lines, *note_lines(record)])
-
-
-def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Speed against quality, a point for each mode."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(11, 5.5))
-    # Points lie close to one another: a number at each, and the names beside the plot.
-    for number, (name, row) in enumerate(results.items(), 1):
-        low, high = row["parse_rate_95"]
-        rate, speed = row["parse_rate"], row["tokens_per_second"]
-        axes.errorbar(
-            speed,
-            rate,
-            xerr=row["tokens_per_second_deviation"],
-            yerr=[[rate - low], [high - rate]],
-            fmt=_MARKERS[number % len(_MARKERS)],
-            capsize=3,
-            label=f"{number} {name}",
-        )
-        axes.annotate(str(number), (speed, rate), textcoords="offset points", xytext=(5, 4), fontsize=8)
-    axes.set_xlabel("tokens per second, one prompt at a time")
-    axes.set_ylabel("share of completions that parse (95 % interval)")
-    axes.set_title("Demo checkpoint, held-out prompts: speed against quality")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
 
 
 def check_flags(values: flags.FlagValues) -> None:
@@ -431,7 +396,7 @@ def main(values: flags.FlagValues) -> None:
     path = write_record(record, values.output_dir, values.record)
     print(path)
     plot = Path(values.plot) if values.plot else path.with_suffix(".png")
-    draw(results, plot)
+    draw_modes(results, plot)
     print(plot)
 
 

@@ -2,6 +2,7 @@
 
   python -m benchmarks.faults              the whole table: each fault on the first rank and on another
   python -m benchmarks.faults --only=kill,stuck
+  python -m benchmarks.faults --attacks    hostile files, bodies, templates, connections and batches: the long forms
 
 For each case: seconds from the fault until every process of every host is down, the exit codes, and whether host 0 (or,
 where host 0 itself is gone, the survivors) named the host at fault. A missing host counts from the end of the
@@ -11,6 +12,7 @@ initialisation timeout, a stuck one from its fault with the stall timeout includ
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -25,8 +27,10 @@ from pathlib import Path
 
 from absl import flags
 
+from benchmarks.attacks import LONG
 from benchmarks.records import build_record, define_record_flags, write_record
 from checkpoints import DEMO
+from launch.hosts.secret import new_secret
 from launch.local import environment, free_port, worst
 from launch.startup import run_launcher
 from sharding.errors import InputError
@@ -73,7 +77,7 @@ class HostProcesses:
         """Start a process for each command that is not None, its output in files of ``folder``."""
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes] | None] = []
-        port = free_port()
+        port, secret = free_port(), new_secret()
         for number, command in enumerate(commands):
             if command is None:
                 self._processes.append(None)
@@ -82,7 +86,7 @@ class HostProcesses:
                 self._processes.append(
                     subprocess.Popen(
                         command,
-                        env=environment(number, len(commands), port, devices),
+                        env=environment(number, len(commands), port, devices, secret),
                         stdin=subprocess.DEVNULL,
                         stdout=out,
                         stderr=err,
@@ -102,6 +106,11 @@ class HostProcesses:
 
     def _path(self, number: int, kind: str) -> Path:
         return self._folder / f"{number}.{kind}"
+
+    @property
+    def groups(self) -> list[int]:
+        """Process groups of the hosts that were started, each of a supervisor and what it has started."""
+        return [process.pid for process in self._processes if process is not None]
 
     def running(self) -> bool:
         """Whether any process of any host is still there, workers too."""
@@ -209,11 +218,20 @@ def define_flags(values: flags.FlagValues) -> None:
     """Define this benchmark's flags."""
     define_record_flags(values)
     flags.DEFINE_list("only", list(CASES), "Cases to run.", flag_values=values)
+    flags.DEFINE_bool("attacks", False, "Run the attacks of benchmarks.attacks instead.", flag_values=values)
     flags.DEFINE_integer("hosts", 3, "Hosts, each one process with one device.", 2, 8, flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
     """Run the benchmark."""
+    if values.attacks:
+        found = {}
+        for name, attack in LONG.items():
+            found[name] = attack()
+            print(name, json.dumps(found[name]), flush=True)
+        record = build_record("faults", kind="measured", settings={"attacks": list(LONG)}, results=found)
+        print(write_record(record, values.output_dir, values.record or "attacks"))
+        return
     if unknown := set(values.only) - set(CASES):
         raise InputError(f"--only: there is no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     outcomes = []

@@ -1,4 +1,4 @@
-"""Requests as clients of a server send them, at their own pace or at that of the answers, and how long each waits.
+"""Requests as clients of a server send them, at their own pace or at that of the answers, and how long each takes.
 
 Any server with OpenAI's completions will do. Times count from the moment at which a request was due, so that a client
 that falls behind hides nothing.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -25,11 +25,15 @@ class Ask:
       prompt: its text.
       max_tokens: new tokens at most.
       seed: its own.
+      fields: fields of the body beside these.
+      stream: whether the answer is streamed.
     """
 
     prompt: str
     max_tokens: int
     seed: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,13 @@ class Answer:
     """What came of a request; seconds count from when it was due.
 
     Attributes:
-      status: of HTTP, 0 where the answer broke off.
-      first: until the first text, or the end where there was none.
+      status: HTTP status, 0 if the answer broke off.
+      first: until the first text, or the end if there was none.
       end: until the end.
-      tokens: that the server counted.
+      tokens: completion tokens that the server counted.
       text: the completion.
+      pieces: events with text in them; none of an answer that is not streamed.
+      committed_at_first: tokens on the canvas when the first text came, if the request asked for canvases.
     """
 
     status: int
@@ -49,6 +55,8 @@ class Answer:
     end: float
     tokens: int
     text: str
+    pieces: int = 0
+    committed_at_first: int | None = None
 
 
 class Client:
@@ -70,113 +78,193 @@ class Client:
         await self._http.aclose()
 
     async def send(self, ask: Ask, due: float) -> Answer:
-        """Send a request, read its stream; ``due`` is on the clock of ``time.perf_counter``."""
+        """Send a request and read its answer; ``due`` is on the clock of ``time.perf_counter``."""
         body = {
             "model": self._model,
             "prompt": ask.prompt,
             "max_tokens": ask.max_tokens,
             "seed": ask.seed,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            **({"stream": True, "stream_options": {"include_usage": True}} if ask.stream else {}),
+            **ask.fields,
         }
-        first, tokens, text, status = None, 0, "", 0
+        read = _Streamed(due) if ask.stream else _Whole()
         try:
             async with self._http.stream("POST", "/v1/completions", json=body) as response:
-                whole = response.status_code != 200
                 async for line in response.aiter_lines():
-                    if line == "data: [DONE]":
-                        whole = True
-                    elif line.startswith("data: "):
-                        event = json.loads(line.removeprefix("data: "))
-                        text += "".join(choice["text"] for choice in event.get("choices", ()))
-                        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-                        if text and first is None:
-                            first = time.perf_counter() - due
-                status = response.status_code if whole else 0
+                    if response.status_code == 200:
+                        read.line(line)
+                status = response.status_code if response.status_code != 200 or read.whole else 0
         except httpx.HTTPError:
-            pass
+            status = 0
         end = time.perf_counter() - due
-        return Answer(status, end if first is None else first, end, tokens, text)
+        first = end if read.first is None else read.first
+        return Answer(status, first, end, read.tokens, read.text, read.pieces, read.committed_at_first)
 
 
-async def open_loop(client: Client, asks: Sequence[Ask], rate: float, seed: int) -> list[Answer]:
-    """Requests that arrive as a Poisson process of ``rate`` a second, whatever becomes of those before."""
-    gaps = np.random.default_rng(seed).exponential(1 / rate, len(asks))
+class _Whole:
+    """An answer that is one object."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.committed_at_first: int | None = None
+        self.tokens = self.pieces = 0
+        self.text, self.whole = "", False
+
+    def line(self, line: str) -> None:
+        """Read the line that the answer is."""
+        answer = json.loads(line)
+        self.text, self.tokens = answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
+        self.whole = True
+
+
+class _Streamed(_Whole):
+    """An answer that comes in events."""
+
+    def __init__(self, due: float) -> None:
+        super().__init__()
+        self._due = due
+
+    def line(self, line: str) -> None:
+        """Read a line of the stream."""
+        if line == "data: [DONE]":
+            self.whole = True
+        elif line.startswith("data: "):
+            event = json.loads(line.removeprefix("data: "))
+            choices = event.get("choices", ())
+            new = "".join(choice["text"] for choice in choices)
+            self.tokens = (event.get("usage") or {}).get("completion_tokens", self.tokens)
+            self.pieces += bool(new)
+            if new and self.first is None:
+                self.first = time.perf_counter() - self._due
+                if canvas := choices[0].get("canvas"):
+                    self.committed_at_first = sum(token is not None for token in canvas)
+            self.text += new
+
+
+async def open_loop(
+    client: Client, asks: Sequence[Ask], rate: float, seed: int, longest_idle: float | None = None
+) -> list[Answer]:
+    """Requests that arrive as a Poisson process, whatever becomes of those before.
+
+    Args:
+      client: the server.
+      asks: the requests, in the order of their arrivals.
+      rate: arrivals a second.
+      seed: of the arrivals.
+      longest_idle: seconds. While the server has no request, a longer wait for the next arrival is cut to this: an
+        idle server keeps nothing of the time before, so no answer is faster for it, and the load is over sooner.
+    """
+    arrivals = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(asks))).tolist()
     start = time.perf_counter()
+    tasks: list[asyncio.Task[Answer]] = []
+    in_flight: set[asyncio.Task[Answer]] = set()
+    for ask, arrival in zip(asks, arrivals, strict=True):
+        while (wait := start + arrival - time.perf_counter()) > 0:
+            if in_flight:
+                _, in_flight = await asyncio.wait(in_flight, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+            elif longest_idle is not None and wait > longest_idle:
+                start -= wait - longest_idle
+            else:
+                await asyncio.sleep(wait)
+        task = asyncio.create_task(client.send(ask, start + arrival))
+        tasks.append(task)
+        in_flight.add(task)
+    return await asyncio.gather(*tasks)
 
-    async def one(ask: Ask, due: float) -> Answer:
-        await asyncio.sleep(due - time.perf_counter())
-        return await client.send(ask, due)
 
-    return await asyncio.gather(*map(one, asks, (start + np.cumsum(gaps)).tolist()))
-
-
-async def closed_loop(client: Client, asks: Sequence[Ask], users: int, *, due_at_once: bool = False) -> list[Answer]:
-    """So many users, each of whom sends the next request when the last one is answered.
+async def closed_loop(client: Client, asks: Sequence[Ask], users: int) -> list[Answer]:
+    """So many users, each of whom sends the next request when the last one is answered; answers in order of requests.
 
     Args:
       client: the server.
       asks: the requests, in this order.
       users: at a time.
-      due_at_once: all were due at the start.
     """
-    start = time.perf_counter()
     answers: list[Answer | None] = [None] * len(asks)
     left = iter(enumerate(asks))
 
     async def user() -> None:
         for number, ask in left:
-            answers[number] = await client.send(ask, start if due_at_once else time.perf_counter())
+            answers[number] = await client.send(ask, time.perf_counter())
 
     await asyncio.gather(*[user() for _ in range(users)])
     return [answer for answer in answers if answer is not None]
 
 
-async def fixed_batches(client: Client, asks: Sequence[Ask], size: int) -> list[Answer]:
-    """All due at once; ``size`` are sent together, answered together, and only then the next ones are sent."""
-    start = time.perf_counter()
-    answers: list[Answer] = []
-    for place in range(0, len(asks), size):
-        batch = await asyncio.gather(*[client.send(ask, start) for ask in asks[place : place + size]])
-        end = time.perf_counter() - start
-        answers += [replace(answer, first=end, end=end) for answer in batch]
-    return answers
+@dataclass(frozen=True)
+class Saturated:
+    """What a server did while more requests waited than it had slots.
+
+    Attributes:
+      seconds: from the answer before the first that counts to the last one.
+      asks: the requests whose answers count, in the order in which they were answered.
+      answers: those answers.
+    """
+
+    seconds: float
+    asks: list[Ask]
+    answers: list[Answer]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens that were asked for, a second; they decide the work, whether an end token is among them or not."""
+        return sum(ask.max_tokens for ask in self.asks) / self.seconds
 
 
-def summary(answers: Sequence[Answer], seconds: float, ttft: float, tpot: float) -> dict[str, Any]:
+async def saturate(client: Client, asks: Sequence[Ask], users: int, warmup: int) -> Saturated:
+    """Keep a server full: ``users`` requests are there at any time, from the first answer that counts to the last.
+
+    The requests that are unanswered when the first user has none left to send are given up, so that no tail counts in
+    which slots stand empty.
+
+    Args:
+      client: the server.
+      asks: the requests, in this order.
+      users: at a time, more than the server has slots.
+      warmup: answers at the start that do not count: the first rows begin together, and short ones end first.
+    """
+    done: list[tuple[float, Ask, Answer]] = []
+    left = iter(asks)
+
+    async def user() -> None:
+        for ask in left:
+            answer = await client.send(ask, time.perf_counter())
+            done.append((time.perf_counter(), ask, answer))
+
+    tasks = [asyncio.create_task(user()) for _ in range(users)]
+    ended, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    counted = done[warmup : len(asks) - users + 1]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.gather(*ended)
+    seconds = counted[-1][0] - done[warmup - 1][0]
+    return Saturated(seconds, [ask for _, ask, _ in counted], [answer for _, _, answer in counted])
+
+
+def summary(answers: Sequence[Answer]) -> dict[str, Any]:
     """What a load got.
 
     Args:
       answers: to all requests.
-      seconds: that it took altogether.
-      ttft: milliseconds until the first text, for a request that counts as good.
-      tpot: milliseconds a token after that, likewise.
 
     Returns:
-      Rates a second; and in milliseconds, over requests that were answered, percentiles of the time to the first text
-      (``ttft``), of the time a token from there to the end (``tpot``), and of the whole (``e2e``).
+      How many were answered, refused and failed; and in milliseconds, over requests that were answered, percentiles of
+      the time to the first text (``ttft``, None unless they are streamed) and to the end (``e2e``).
     """
     done = [answer for answer in answers if answer.status == 200]
-    first = np.array([1e3 * answer.first for answer in done])
-    whole = np.array([1e3 * answer.end for answer in done])
-    pace = np.array([1e3 * (answer.end - answer.first) / max(1, answer.tokens - 1) for answer in done])
     return {
         "requests": len(answers),
         "completed": len(done),
         "refused": sum(answer.status == 429 for answer in answers),
         "failed": sum(answer.status not in (200, 429) for answer in answers),
-        "seconds": round(seconds, 3),
-        "requests_per_second": round(len(done) / seconds, 3),
-        "output_tokens_per_second": round(sum(answer.tokens for answer in done) / seconds, 2),
-        "goodput_requests_per_second": round(int(((first <= ttft) & (pace <= tpot)).sum()) / seconds, 3),
-        "ttft_ms": percentiles(first),
-        "tpot_ms": percentiles(pace),
-        "e2e_ms": percentiles(whole),
+        "ttft_ms": percentiles([answer.first for answer in done if answer.pieces]),
+        "e2e_ms": percentiles([answer.end for answer in done]),
     }
 
 
-def percentiles(values: np.ndarray) -> dict[str, float] | None:
-    """The 50th, 90th and 99th; None of nothing."""
-    if not len(values):
+def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    """The 50th, 90th and 99th in milliseconds; None of nothing."""
+    if not seconds:
         return None
-    return {f"p{rank}": round(float(np.percentile(values, rank)), 2) for rank in (50, 90, 99)}
+    return {f"p{rank}": round(1e3 * float(np.percentile(seconds, rank)), 2) for rank in (50, 90, 99)}

@@ -1,12 +1,13 @@
 """Tables and plots, from records.
 
   python -m benchmarks.report --folder=benchmarks/results/scaling            Markdown on standard output
-  python -m benchmarks.report --folder=... --plots=DIR --output=FILE.md      and a plot for each table
+  python -m benchmarks.report --folder=... --plots=DIR --output=FILE.md      and plots: small multiples
   python -m benchmarks.report --readme=README.md                             the tables in it, anew from their records
 
 Scaling: records of one kind (measured, simulated devices, estimated), pass, mode and axis make one table; plots show
-the speed-up with its spread over the timed runs, beside the ideal line. In a README a table stands between two
-comments, ``<!-- table: benchmarks/results/NAME.json -->`` and ``<!-- end of table -->``.
+the speed-up with its spread over the timed runs, beside the ideal line, and of simulated devices traffic and memory. In
+a README a table stands between two comments, ``<!-- table: benchmarks/results/NAME.json -->`` and ``<!-- end of table
+-->``.
 """
 
 from __future__ import annotations
@@ -23,25 +24,27 @@ from benchmarks.autoregressive import autoregressive_table
 from benchmarks.compare_torch import comparison_table
 from benchmarks.diffusion_modes import modes_table
 from benchmarks.records import check_output
-from benchmarks.serve_tables import serve_tables
+from benchmarks.scaling_plots import Group, plot_scaling
+from benchmarks.schedule import schedule_table
+from benchmarks.serve.tables import serve_tables
 from benchmarks.suite.tables import suite_tables
 from launch.startup import run_launcher
 from sharding.errors import InputError
 
 _MAX_RECORD_BYTES = 16 << 20
-# What makes a table: kind, pass, mode, axis (or chip).
-_Group = tuple[str, str, str, str]
+
 # Benchmarks whose records make tables of a README.
 _TABLES = {
     "autoregressive": autoregressive_table,
     "compare_torch": comparison_table,
     "diffusion_modes": modes_table,
+    "schedule": schedule_table,
     "serve": serve_tables,
     "suite": suite_tables,
 }
 # Below tables of scaling.
 _SIMULATED = (
-    "Simulated devices share the cores of one host: times, speed-up and efficiency say nothing about speed. What is "
+    "Simulated devices share the cores of one host: times say nothing about speed. What is "
     "measured is the bytes moved, memory and tokens."
 )
 _ABOVE_IDEAL = (
@@ -96,7 +99,7 @@ def fill_tables(text: str, folder: Path) -> str:
     return _TABLE.sub(fill, text)
 
 
-def read_groups(folder: Path) -> dict[_Group, list[dict[str, Any]]]:
+def read_groups(folder: Path) -> dict[Group, list[dict[str, Any]]]:
     """Points of scaling records below a folder, by table, ascending in devices.
 
     Raises:
@@ -104,7 +107,7 @@ def read_groups(folder: Path) -> dict[_Group, list[dict[str, Any]]]:
     """
     if not folder.is_dir():
         raise InputError(f"--folder={folder}: there is no such folder")
-    groups: dict[_Group, list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[Group, list[dict[str, Any]]] = defaultdict(list)
     for path in sorted(folder.rglob("*.json")):
         try:
             record = read_record(path)
@@ -120,15 +123,17 @@ def read_groups(folder: Path) -> dict[_Group, list[dict[str, Any]]]:
     return {key: sorted(points, key=lambda point: point["devices"]) for key, points in sorted(groups.items())}
 
 
-def table(group: _Group, points: list[dict[str, Any]]) -> str:
+def table(group: Group, points: list[dict[str, Any]]) -> str:
     """One Markdown table."""
     kind, what, mode, axis = group
+    simulated = kind == "simulated devices"
+    faster = "" if simulated else " speed-up | efficiency |"
     lines = [
         f"### {what}, {mode} scaling, {axis} ({kind})",
         "",
-        "| devices | mesh | rows | canvas | ms | minimum to maximum | speed-up | efficiency | moved MB | GB/device "
+        f"| devices | mesh | rows | canvas | ms | minimum to maximum |{faster} moved MB | GB/device "
         "| compile s | same tokens |",
-        "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+        f"|---:|---|---:|---:|---:|---:|{'' if simulated else '---:|---:|'}---:|---:|---:|---|",
     ]
     for point in points:
         times, same = point["ms"], point.get("same_tokens_as_on_the_first")
@@ -139,8 +144,7 @@ def table(group: _Group, points: list[dict[str, Any]]) -> str:
             point["canvas"],
             f"{times['median']:.3f}",
             f"{times['minimum']:.3f} to {times['maximum']:.3f}",
-            f"{point['speedup']:.2f}",
-            f"{point['efficiency']:.2f}",
+            *([] if simulated else [f"{point['speedup']:.2f}", f"{point['efficiency']:.2f}"]),
             f"{point['collective_bytes_of_a_pass'] / 1e6:.3f}",
             f"{point['memory_bytes_per_device'] / 1e9:.3f}",
             point.get("compile_seconds", ""),
@@ -148,47 +152,14 @@ def table(group: _Group, points: list[dict[str, Any]]) -> str:
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     remarks = [f"{note}." for note in dict.fromkeys(note for point in points for note in point["notes"])]
-    if points[0]["devices"] > 1:
+    if points[0]["devices"] > 1 and not simulated:
         remarks.append(f"Speed-up and efficiency are relative to {points[0]['devices']} devices, the first row.")
-    if kind == "simulated devices":
+    if simulated:
         remarks.append(_SIMULATED)
     elif any(point["efficiency"] > 1.005 and not point["mesh"].endswith("tensor=1") for point in points):
         remarks.append(_ABOVE_IDEAL)
     below = ["", " ".join(one[:1].upper() + one[1:] for one in remarks)] if remarks else []
     return "\n".join([*lines, "", f"`{points[-1]['command']}`", *below, ""])
-
-
-def plot(group: _Group, points: list[dict[str, Any]], folder: Path) -> Path:
-    """Speed-up over devices with its spread, and the ideal line.
-
-    Raises:
-      InputError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError("--plots needs matplotlib: pip install 'diffumesh[bench]'") from error
-    figure = Figure(figsize=(5, 4), layout="constrained")
-    axes = figure.subplots()
-    devices = [point["devices"] for point in points]
-    speed = [point["speedup"] for point in points]
-    # A faster run is a larger speed-up: the spread of times, turned round.
-    low = [one * (1 - point["ms"]["median"] / point["ms"]["maximum"]) for one, point in zip(speed, points, strict=True)]
-    high = [
-        one * (point["ms"]["median"] / point["ms"]["minimum"] - 1) for one, point in zip(speed, points, strict=True)
-    ]
-    axes.plot(devices, [count / devices[0] for count in devices], "--", color="grey", label="ideal")
-    axes.errorbar(devices, speed, yerr=[low, high], marker="o", capsize=3, label=group[0])
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_xlabel("devices")
-    axes.set_ylabel("speed-up")
-    axes.set_title(f"{group[1]}, {group[2]} scaling, {group[3]}", fontsize=10)
-    axes.legend()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ("_".join(group).replace(" ", "_") + ".svg")
-    figure.savefig(path)
-    return path
 
 
 def main(values: flags.FlagValues) -> None:
@@ -207,8 +178,7 @@ def main(values: flags.FlagValues) -> None:
     groups = read_groups(Path(values.folder))
     text = "\n".join(table(group, points) for group, points in groups.items())
     if values.plots is not None:
-        for group, points in groups.items():
-            plot(group, points, Path(values.plots))
+        plot_scaling(groups, Path(values.plots))
     if values.output is None:
         print(text)
         return

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from checkpoints.opening import VERIFY, open_tensors, read_manifest
     from checkpoints.output import FolderOutput, Output, output_at
     from checkpoints.processes import Processes
-    from checkpoints.verification import verify, write_manifest
+    from checkpoints.verification import uncovered_files, verify, write_manifest
 
 __all__ = [
     "DEMO",
@@ -44,6 +44,7 @@ __all__ = [
     "output_at",
     "read_manifest",
     "stored_leaves",
+    "uncovered_files",
     "verify",
     "write_manifest",
 ]
@@ -71,6 +72,7 @@ _HOMES = {
     "output_at": "checkpoints.output",
     "read_manifest": "checkpoints.opening",
     "stored_leaves": "checkpoints.loading",
+    "uncovered_files": "checkpoints.verification",
     "verify": "checkpoints.verification",
     "write_manifest": "checkpoints.verification",
 }

@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.folder import QUANTIZATION_KEY, SIDE_FILES, WEIGHTS_FOLDER, CheckpointFolder
+from checkpoints.file_list import FILES_FILE, StoredFile, dump_files, list_files, parse_files
+from checkpoints.folder import QUANTIZATION_KEY, WEIGHTS_FOLDER, CheckpointFolder
 from checkpoints.huggingface import INDEX_FILE
 from checkpoints.loading import Progress, check_tensors, stored_leaves
 from checkpoints.manifest import MANIFEST_FILE, Digester, Manifest, TensorEntry, chunk_shape, digest, grids
+from checkpoints.non_finite import NonFinite
 from checkpoints.opening import open_tensors
 from checkpoints.orbax import TensorWriter, finish_weights, storage_chunk
 from checkpoints.output import MARK_FILE, Output
@@ -57,8 +58,8 @@ def convert(
       processes: this one among those that convert together; default it alone.
 
     Raises:
-      CheckpointError: the source is not whole, or not the model that its configuration describes; the output cannot be
-        written; another process failed.
+      CheckpointError: the source is not whole, or not the model that its configuration describes; a tensor holds NaN
+        or infinity, or would in ``dtype``; the output cannot be written; another process failed.
     """
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -123,24 +124,36 @@ class _Conversion:
         if self.source.quantization != self.target.quantization:
             stored = quantized_tensors(stored, self.target)
         names = self.processes.share({name: stored[name].bytes for name in stored.by_name})
-        with TensorWriter(self.output.storage.child(WEIGHTS_FOLDER), self.processes.index) as writer:
-            entries = _write_tensors(writer, stored, names, grids(self.target, 4), self.dtype, progress)
-        return Manifest(entries, {}).dump()
+        weights = self.output.storage.child(WEIGHTS_FOLDER)
+        with TensorWriter(weights, self.processes.index) as writer:
+            entries = _write_tensors(
+                writer, stored, names, self.source.place, grids(self.target, 4), self.dtype, progress
+            )
+        own = weights.child(writer.folder)
+        files = {
+            f"{WEIGHTS_FOLDER}/{writer.folder}/{name}": file for name, file in list_files(own, own.names()).items()
+        }
+        return json.dumps([Manifest(entries, {}).dump(), dump_files(files)])
 
     def finish(self, parts: Sequence[str]) -> str:
         """On process 0: join the parts of the manifest, write the other files and, last, the manifest."""
         if not self.processes.is_first:
             return ""
         entries: dict[str, TensorEntry] = {}
+        written: dict[str, StoredFile] = {}
         for part in parts:
-            entries |= Manifest.parse(json.loads(part), self.output.place).tensors
+            manifest, files = json.loads(part)
+            entries |= Manifest.parse(manifest, self.output.place).tensors
+            written |= parse_files(files, self.output.place)
         storage = self.output.storage
         finish_weights(storage.child(WEIGHTS_FOLDER), entries, self.processes.count)
         changes = _dtype_changes(self.source, self.dtype)
         if self.target.quantization != "none":
             changes[QUANTIZATION_KEY] = self.target.quantization
-        files = copy_side_files(self.source, storage, changes)
-        storage.write(MANIFEST_FILE, Manifest(entries, files).dump().encode())
+        own = [name for name in storage.names() if name.startswith(f"{WEIGHTS_FOLDER}/") and name not in written]
+        storage.write(FILES_FILE, dump_files(written | list_files(storage, own)).encode())
+        side_files = copy_side_files(self.source, storage, changes)
+        storage.write(MANIFEST_FILE, Manifest(entries, side_files).dump().encode())
         self.output.finish()
         return ""
 
@@ -157,15 +170,21 @@ def _write_tensors(
     writer: TensorWriter,
     found: StoredTensors,
     names: list[str],
+    place: str,
     cuts: dict[str, tuple[int, ...]],
     dtype: str | None,
     progress: Progress | None,
 ) -> dict[str, TensorEntry]:
     """Write tensors, making their entries on the way. Reading, digesting and writing overlap."""
 
+    wrong = NonFinite()
+
     def read(name: str, block: Index) -> np.ndarray:
         data = found[name].read(block)
-        return np.ascontiguousarray(data if dtype is None else data.astype(dtype, copy=False))
+        with np.errstate(over="ignore"):  # what becomes infinite is counted
+            data = np.ascontiguousarray(data if dtype is None else data.astype(dtype, copy=False))
+        wrong.count(name, data)
+        return data
 
     described, blocks = {}, []
     for name in names:
@@ -189,27 +208,19 @@ def _write_tensors(
         del data
         if progress is not None:
             progress(done, total)
+    wrong.check(place)
     return entries
-
-
-def side_files(source: CheckpointFolder) -> list[Path]:
-    """Configuration, tokenizer, licence and index: what a checkpoint has beside its weights and their manifest."""
-    return [
-        path
-        for path in sorted(source.path.iterdir())
-        if path.is_file() and any(path.match(pattern) for pattern in SIDE_FILES) and path.name != MANIFEST_FILE
-    ]
 
 
 def copy_side_files(source: CheckpointFolder, target: Storage, changes: Mapping[str, str]) -> dict[str, str]:
     """Copy configuration, tokenizer and licence, and say their digests. Changes are written into the config."""
     digests = {}
-    for path in side_files(source):
-        if path.name == INDEX_FILE:
+    for name in source.side_files():
+        if name in (INDEX_FILE, MANIFEST_FILE, FILES_FILE):
             continue
-        data = path.read_bytes()
-        if path.name == "config.json" and changes:
+        data = source.read_bytes(name)
+        if name == "config.json" and changes:
             data = (json.dumps(source.config | dict(changes), indent=2) + "\n").encode()
-        target.write(path.name, data)
-        digests[path.name] = digest(data)
+        target.write(name, data)
+        digests[name] = digest(data)
     return digests

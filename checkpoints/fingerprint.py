@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from checkpoints.errors import CheckpointError
-from checkpoints.folder import SIDE_FILES, CheckpointFolder
+from checkpoints.folder import CheckpointFolder
 from checkpoints.manifest import MANIFEST_FILE
 
 _SAMPLES = 64
@@ -23,12 +23,13 @@ def folder_fingerprint(folder: CheckpointFolder) -> str:
       CheckpointError: a file cannot be read.
     """
     state = hashlib.sha256()
-    patterns = (MANIFEST_FILE, "config.json") if (folder.path / MANIFEST_FILE).is_file() else SIDE_FILES
+    has_manifest = (folder.path / MANIFEST_FILE).is_file()
     try:
-        for path in _files(folder.path, patterns):
-            state.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-        if MANIFEST_FILE not in patterns:
-            for path in _files(folder.path, ("*.safetensors",)):
+        for name in folder.side_files():
+            if not has_manifest or name in (MANIFEST_FILE, "config.json"):
+                state.update(name.encode() + b"\0" + hashlib.sha256(folder.read_bytes(name)).digest())
+        if not has_manifest:
+            for path in sorted(path for path in folder.path.glob("*.safetensors") if path.is_file()):
                 _sample(path, state, path.name)
     except OSError as error:
         raise CheckpointError(f"{folder.place}: cannot be read ({error})") from error
@@ -47,10 +48,6 @@ def file_fingerprint(path: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     return state.hexdigest()[:16]
-
-
-def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
 def _sample(path: Path, state: hashlib._Hash, name: str) -> None:

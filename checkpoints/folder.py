@@ -20,7 +20,8 @@ DEMO = Path(__file__).parent / "demo"
 # Where the config.json of a checkpoint that was quantized when it was converted says so.
 QUANTIZATION_KEY = "diffumesh_quantization"
 
-MAX_JSON_BYTES = 64 << 20
+# Of a file beside the weights. Nothing larger is read, whatever its name.
+MAX_SIDE_FILE_BYTES = 64 << 20
 
 # The folder of tensors within a canonical checkpoint.
 WEIGHTS_FOLDER = "weights"
@@ -29,6 +30,8 @@ STAGING_SUFFIX = ".converting"
 
 # What belongs to a checkpoint beside its weights: configuration, tokenizer, licence. Never code, never pickles.
 SIDE_FILES = ("*.json", "*.jinja", "merges.txt", "LICENSE*")
+# The one folder beside them that transformers reads.
+TEMPLATES_FOLDER = "additional_chat_templates"
 _FETCHED = (*SIDE_FILES, "*.safetensors")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -39,6 +42,14 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         raise ValueError(f'"{next(key for key in keys if keys.count(key) > 1)}" stands twice')
     return found
+
+
+def is_side_file(name: str) -> bool:
+    """Whether a file, by its path within a folder, is one of those that belong to a checkpoint beside its weights."""
+    folder, _, file = name.rpartition("/")
+    if folder == TEMPLATES_FOLDER:
+        return file.endswith(".jinja")
+    return not folder and any(fnmatch.fnmatchcase(file, pattern) for pattern in SIDE_FILES)
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,64 @@ class CheckpointFolder:
         """Where it is, for messages."""
         return str(self.path) if self.remote is None else self.remote.place
 
+    def names(self) -> list[str]:
+        """Every file, those of folders within included, by its path with slashes; sorted.
+
+        Raises:
+          CheckpointError: the folder cannot be listed.
+        """
+        if self.remote is not None:
+            return self.remote.names()
+        found = []
+        for parent, folders, files in os.walk(self.path, onerror=_cannot_list):
+            # A link to a folder is walked into by nobody here, and counts as what it is: one entry.
+            links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+            found += [Path(parent, name).relative_to(self.path).as_posix() for name in (*files, *links)]
+        return sorted(found)
+
+    def side_files(self) -> list[str]:
+        """The files beside the weights, by name: configuration, tokenizer, chat templates, licence.
+
+        Raises:
+          CheckpointError: one is a link that leaves the folder, or is too large.
+        """
+        templates = self.path / TEMPLATES_FOLDER
+        paths = [*self.path.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
+        names = sorted(path.relative_to(self.path).as_posix() for path in paths if path.is_file())
+        found = [name for name in names if is_side_file(name)]
+        for name in found:
+            self._check_side_file(name)
+        return found
+
+    def read_bytes(self, name: str) -> bytes:
+        """A side file's bytes.
+
+        Raises:
+          CheckpointError: it cannot be read, is too large, or is a link that leaves the folder.
+        """
+        self._check_side_file(name)
+        try:
+            return (self.path / name).read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{self.path / name}: cannot be read ({error.strerror or error})") from error
+
+    def _check_side_file(self, name: str) -> None:
+        """Check that a file is one of this folder, and of a size that can be read.
+
+        What it says may be copied, printed or served: a link to a file elsewhere would hand that on. A snapshot of the
+        Hub's cache consists of links to the blobs beside it.
+        """
+        path = self.path / name
+        try:
+            real, root, size = path.resolve(strict=True), self.path.resolve(), path.stat().st_size
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({error})") from error
+        blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
+        if not (real.is_relative_to(root) or real.is_relative_to(blobs)):
+            raise CheckpointError(f"{path}: a link to {real}, which is outside of the folder")
+        if size > MAX_SIDE_FILE_BYTES:
+            raise CheckpointError(f"{path}: {size} bytes are too many for a {Path(name).name}")
+
     def read_json(self, file: str) -> dict[str, Any] | None:
         """A JSON object from the folder, None where there is no such file.
 
@@ -79,11 +148,11 @@ class CheckpointFolder:
         path = self.path / file
         if not path.is_file():
             return None
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for a {file}")
         try:
-            value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_reject_duplicates)
-        except (OSError, ValueError, RecursionError) as error:
+            value = json.loads(self.read_bytes(file).decode("utf-8"), object_pairs_hook=_reject_duplicates)
+        except CheckpointError:
+            raise
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a readable JSON file ({error!s:.300})") from error
         if not isinstance(value, dict):
             raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -117,6 +186,10 @@ class CheckpointFolder:
     def generation_config(self) -> dict[str, Any]:
         """The parsed ``generation_config.json``, empty where there is none."""
         return self.read_json("generation_config.json") or {}
+
+
+def _cannot_list(error: OSError) -> None:
+    raise CheckpointError(f"{error.filename}: cannot be listed ({error.strerror or error})") from error
 
 
 def open_folder(
@@ -184,13 +257,13 @@ def _open_canonical(url: str) -> CheckpointFolder | None:
     names = storage.names()
     if not any(name.startswith(f"{WEIGHTS_FOLDER}/") for name in names):
         return None
-    wanted = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in SIDE_FILES)]
-    files = {name: storage.read(name) or b"" for name in wanted if "/" not in name}
+    files = {name: storage.read(name) or b"" for name in names if is_side_file(name)}
     identity = [url, *(f"{name} {hashlib.sha256(data).hexdigest()}" for name, data in files.items())]
     cache = _cache_folder("\n".join(identity))
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, data in files.items():
         partial = cache / f"{name}.{os.getpid()}.partial"
+        partial.parent.mkdir(exist_ok=True)
         partial.write_bytes(data)
         partial.replace(cache / name)
     return CheckpointFolder(cache, url, storage)
@@ -216,6 +289,8 @@ def _fetch_url(url: str, patterns: Sequence[str]) -> Path:
         for name, remote in wanted.items():
             target = cache / name
             if not target.is_file():
+                if is_side_file(name) and (size := system.size(remote) or 0) > MAX_SIDE_FILE_BYTES:
+                    raise CheckpointError(f"{remote}: {size} bytes are too many for a {name}")
                 partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
                 system.get_file(remote, str(partial))
                 partial.replace(target)

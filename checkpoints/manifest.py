@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,9 @@ from runtime.models.declarations import ModelLayout, WeightLeaf
 
 MANIFEST_FILE = "diffumesh.manifest.json"
 _FORMAT = "diffumesh checkpoint manifest"
-_VERSION = 1
+# Version 1 listed the small files beside the weights alone, and nobody looked for files that it does not list.
+_VERSION = 2
+_OLDER_VERSION = 1
 
 # Chunks are not cut below this size: a digest of a few bytes is a waste.
 _MIN_CHUNK_BYTES = 128 << 10
@@ -34,7 +36,7 @@ _MAX_PARTS = 64
 _MIN_COMMON_PARTS = 8
 _MAX_TENSORS = 1 << 20
 _MAX_DIMENSIONS = 8
-_MAX_NAME = 200
+_MAX_PATH = 1000
 _MAX_SIZE = 1 << 48
 _HEAD_AXES = ("kv_heads", "queries_per_kv")
 
@@ -42,6 +44,33 @@ _HEAD_AXES = ("kv_heads", "queries_per_kv")
 def digest(data: bytes | memoryview) -> str:
     """XXH3-128 of bytes, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def seal(body: dict[str, Any]) -> str:
+    """A JSON object as text, with a digest of itself."""
+    text = json.dumps(body, sort_keys=True)
+    return json.dumps({"body": json.loads(text), "self": digest(text.encode())}, sort_keys=True) + "\n"
+
+
+def unseal(text: str, where: str) -> dict[str, Any]:
+    """The object that :func:`seal` has written.
+
+    Raises:
+      CorruptCheckpointError: the text is any other, if only by a space.
+    """
+    try:
+        body = json.loads(text)["body"]
+        if isinstance(body, dict) and seal(body) == text:
+            return body
+    except (KeyError, TypeError, ValueError, RecursionError):
+        pass
+    raise CorruptCheckpointError(f"{where}: damaged: its own digest is wrong")
+
+
+def is_inside(name: str) -> bool:
+    """Whether a path, relative and with slashes, is one of a file within the folder."""
+    path = PurePosixPath(name)
+    return 0 < len(name) <= _MAX_PATH and str(path) == name and not path.is_absolute() and ".." not in path.parts
 
 
 @dataclass(frozen=True)
@@ -192,17 +221,20 @@ class Manifest:
 
     Attributes:
       tensors: by name.
-      files: digests of the small files beside the weights (configuration, tokenizer), by name.
+      files: digests by name of what the folder holds beside a canonical checkpoint's weights: configuration,
+        tokenizer, licence; of a Hugging Face folder every file.
+      covers_folder: whether a file that it does not list is one that was added; older ones list some files alone.
     """
 
     tensors: dict[str, TensorEntry]
     files: dict[str, str]
+    covers_folder: bool = True
 
     def dump(self) -> str:
         """As JSON, with a digest of itself."""
         body = {
             "format": _FORMAT,
-            "version": _VERSION,
+            "version": _VERSION if self.covers_folder else _OLDER_VERSION,
             "digest": "xxh3-128",
             "files": self.files,
             "tensors": {
@@ -210,36 +242,34 @@ class Manifest:
                 for name, entry in self.tensors.items()
             },
         }
-        text = json.dumps(body, sort_keys=True)
-        return json.dumps({"body": json.loads(text), "self": digest(text.encode())}, sort_keys=True) + "\n"
+        return seal(body)
 
     @classmethod
-    def parse(cls, raw: dict[str, Any], where: str) -> Manifest:
-        """Read a parsed manifest.
+    def parse(cls, text: str, where: str) -> Manifest:
+        """Read a manifest.
 
         Raises:
           CorruptCheckpointError: it is not what :meth:`dump` wrote.
           MismatchedCheckpointError: it is of a version that this one does not read.
         """
-        body = raw.get("body")
-        if not isinstance(body, dict) or raw.get("self") != digest(json.dumps(body, sort_keys=True).encode()):
-            raise CorruptCheckpointError(f"{where}: the manifest is damaged: its own digest is wrong")
-        if body.get("format") != _FORMAT or body.get("version") != _VERSION:
+        body = unseal(text, where)
+        version = body.get("version")
+        if body.get("format") != _FORMAT or version not in (_OLDER_VERSION, _VERSION):
             raise MismatchedCheckpointError(
-                f"{where}: manifest of format {body.get('format')!r:.200}, version {body.get('version')!r:.200}; "
-                f"this version of diffumesh reads {_FORMAT!r}, version {_VERSION}"
+                f"{where}: manifest of format {body.get('format')!r:.200}, version {version!r:.200}; this version of "
+                f"diffumesh reads {_FORMAT!r}, versions {_OLDER_VERSION} and {_VERSION}"
             )
         try:
             tensors = {name: _parse_entry(entry) for name, entry in body["tensors"].items()}
             files = {str(name): str(value) for name, value in body["files"].items()}
             if len(tensors) > _MAX_TENSORS:
                 raise ValueError(f"{len(tensors)} tensors")
-            outside = [name for name in files if name != Path(name).name or len(name) > _MAX_NAME]
+            outside = [name for name in files if not is_inside(name)]
             if outside:
                 raise ValueError(f"{outside[0]!r:.200} is not the name of a file in this folder")
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{where}: the manifest makes no sense ({error!s:.300})") from error
-        return cls(tensors, files)
+        return cls(tensors, files, version == _VERSION)
 
 
 def _parse_entry(raw: dict[str, Any]) -> TensorEntry:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from checkpoints.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
-from checkpoints.folder import MAX_JSON_BYTES, STAGING_SUFFIX, CheckpointFolder
+from checkpoints.file_list import FILES_FILE, StoredFile, parse_files
+from checkpoints.folder import STAGING_SUFFIX, WEIGHTS_FOLDER, CheckpointFolder, is_side_file
 from checkpoints.huggingface import open_safetensors
 from checkpoints.manifest import MANIFEST_FILE, Manifest, digest, verified
 from checkpoints.orbax import open_canonical
+from checkpoints.output import MARK_FILE
 from checkpoints.source import StoredTensors
+
+# What people read beside a model, and no program does.
+_DOCUMENTS = (".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf")
 
 VERIFY = ("full", "sizes", "none")
 
@@ -21,12 +26,9 @@ def read_manifest(folder: CheckpointFolder) -> Manifest | None:
     """
     if folder.path.name.endswith(STAGING_SUFFIX):
         raise IncompleteCheckpointError(f"{folder.place}: what a conversion was interrupted in; convert again")
-    try:
-        raw = folder.read_json(MANIFEST_FILE)
-    except CheckpointError as error:
-        raise CorruptCheckpointError(str(error)) from error
-    if raw is not None:
-        return Manifest.parse(raw, f"{folder.place}/{MANIFEST_FILE}")
+    text = _own_file(folder, MANIFEST_FILE)
+    if text is not None:
+        return Manifest.parse(text, f"{folder.place}/{MANIFEST_FILE}")
     if folder.is_canonical:
         raise IncompleteCheckpointError(
             f"{folder.place}: there is no {MANIFEST_FILE}, so this checkpoint was not finished; convert it again"
@@ -86,14 +88,73 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
 
 
 def check_files(folder: CheckpointFolder, manifest: Manifest) -> None:
-    """Check the small files beside the weights against their digests.
+    """Check the files beside the weights against their digests, and that no other file is there.
+
+    Of files of weights only names and, on a disk, sizes are looked at: their tensors have digests of their own.
 
     Raises:
-      CorruptCheckpointError: names a file that is absent or changed.
+      CorruptCheckpointError: names a file that is absent, changed or added.
     """
     for name, wanted in manifest.files.items():
         path = folder.path / name
         if not path.is_file():
             raise CorruptCheckpointError(f"{path}: the manifest lists this file, and it is not there")
-        if path.stat().st_size > MAX_JSON_BYTES or digest(path.read_bytes()) != wanted:
+        if is_side_file(name) and digest(_side_file(folder, name)) != wanted:
             raise CorruptCheckpointError(f"{path}: not what was written: its digest is wrong")
+    if not manifest.covers_folder:
+        return
+    weights = weight_files(folder)
+    there = set(covered_files(folder))
+    if absent := sorted(weights.keys() - there):
+        raise CorruptCheckpointError(f"{folder.place}/{absent[0]}: the checkpoint had this file, and it is not there")
+    if added := sorted(there - weights.keys() - manifest.files.keys()):
+        raise CorruptCheckpointError(
+            f"{folder.place}: files that are not of this checkpoint were added to it: {', '.join(added)!s:.1000}"
+        )
+    if folder.remote is None:
+        for name, file in weights.items():
+            if (size := (folder.path / name).stat().st_size) != file.size:
+                raise CorruptCheckpointError(f"{folder.path / name}: {size} bytes; {file.size} were written")
+
+
+def _side_file(folder: CheckpointFolder, name: str) -> bytes:
+    try:
+        return folder.read_bytes(name)
+    except CheckpointError as error:
+        raise CorruptCheckpointError(str(error)) from error
+
+
+def weight_files(folder: CheckpointFolder) -> dict[str, StoredFile]:
+    """The files of a canonical checkpoint's tensors, as its own list has them; none of any other folder.
+
+    Raises:
+      CorruptCheckpointError: the list is not there or is damaged.
+    """
+    if not folder.is_canonical:
+        return {}
+    text = _own_file(folder, FILES_FILE)
+    if text is None:
+        raise CorruptCheckpointError(f"{folder.place}: the list of its files, {FILES_FILE}, is not there")
+    return parse_files(text, f"{folder.place}/{FILES_FILE}")
+
+
+def _own_file(folder: CheckpointFolder, name: str) -> str | None:
+    """The text of a manifest or a list of files, None where there is none."""
+    try:
+        return _side_file(folder, name).decode("utf-8") if (folder.path / name).is_file() else None
+    except UnicodeDecodeError as error:
+        raise CorruptCheckpointError(f"{folder.place}/{name}: damaged: not UTF-8") from error
+
+
+def covered_files(folder: CheckpointFolder) -> list[str]:
+    """The files of a folder that a manifest accounts for, by name: all that a program may read as a part of the model.
+
+    Documents and what is hidden are left out, and so are the manifest and the list of files, which have digests of
+    themselves.
+    """
+    return [
+        name
+        for name in folder.names()
+        if name not in (MANIFEST_FILE, FILES_FILE, MARK_FILE)
+        and (name.startswith(f"{WEIGHTS_FOLDER}/") or not (name.startswith(".") or name.lower().endswith(_DOCUMENTS)))
+    ]

@@ -62,15 +62,16 @@ class TensorWriter:
     What has been written is on the disk when the ``with`` ends; where it ends with an error, nothing is under way.
 
     Attributes:
-      weights: the folder of the tensors.
-      process: index of this process.
+      folder: what this process writes into, within the folder of the tensors.
 
     Raises:
       CheckpointError: something cannot be written.
     """
 
     def __init__(self, weights: Storage, process: int) -> None:
-        self._part = weights.child(_TREE).child(f"ocdbt.process_{process}")
+        """Take the folder of the tensors, and the index of this process."""
+        self.folder = f"{_TREE}/ocdbt.process_{process}"
+        self._part = weights.child(self.folder)
         self._pending: deque[tuple[Any, int]] = deque()
         self._in_flight = 0
 

@@ -1,9 +1,10 @@
 """Where a checkpoint is written, and the moment from which it is one.
 
-On disk it is made in a folder of another name and renamed when it is whole, so that what it replaces stays whole until
-then. An object store has no renaming: there the manifest, written last, completes the checkpoint, and what it replaces
-loses its own manifest first. Either way a file that only an unfinished conversion has marks what may be cleaned up; on
-disk a conversion that runs holds a lock on it.
+On disk it is made in a folder of another name, which is exchanged with what it replaces when it is whole, so that a
+reader finds the one or the other at any moment. Where a system cannot exchange names, two renamings leave a moment
+without either. An object store has no renaming: there the manifest, written last, completes the checkpoint, and what it
+replaces loses its own manifest first. Either way a file that only an unfinished conversion has marks what may be
+cleaned up; on disk a conversion that runs holds a lock on it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from checkpoints.errors import CheckpointError
+from checkpoints.exchange import exchange
 from checkpoints.folder import STAGING_SUFFIX
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.storage import Storage
@@ -54,7 +56,13 @@ class FolderOutput:
 
     @property
     def _set_aside(self) -> Path:
+        """What is being replaced, whole, on systems that cannot exchange names."""
         return self.path.with_name(self.path.name + ".replaced")
+
+    @property
+    def _removing(self) -> Path:
+        """What was replaced, or what is left of it. It is never brought back."""
+        return self.path.with_name(self.path.name + ".removing")
 
     def prepare(self, overwrite: bool) -> list[str]:
         """Make way: clean up after an interrupted conversion.
@@ -98,7 +106,7 @@ class FolderOutput:
                 said.append(
                     f"an earlier conversion was interrupted while it replaced {self.path}: the old checkpoint is back"
                 )
-            for path in (self.staging, self._set_aside):
+            for path in (self.staging, self._set_aside, self._removing):
                 if path.exists():
                     shutil.rmtree(path)
                     said.append(f"an earlier conversion was interrupted: removed {path}")
@@ -129,20 +137,32 @@ class FolderOutput:
         """
         with self._writing():
             _sync(self.staging)
-            if self.path.exists():
-                self.path.rename(self._set_aside)
-            self.staging.rename(self.path)
+            replaced = self._give_name()
             # Not before: what has no mark and is still called an unfinished one may be removed by anybody.
             (self.path / MARK_FILE).unlink()
             _sync(self.path)
             _sync(self.path.parent)
+        if replaced is None:
+            return
         try:
-            if self._set_aside.exists():
-                shutil.rmtree(self._set_aside)
+            # Under a name from which nothing is brought back: what is removed in part is no checkpoint.
+            replaced.rename(self._removing)
+            shutil.rmtree(self._removing)
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} is written, but what it replaced cannot be removed ({error})"
             ) from error
+
+    def _give_name(self) -> Path | None:
+        """Give what was made its name; where what had that name is now, None if nothing had it."""
+        if not self.path.exists():
+            self.staging.rename(self.path)
+            return None
+        if exchange(self.staging, self.path):
+            return self.staging
+        self.path.rename(self._set_aside)
+        self.staging.rename(self.path)
+        return self._set_aside
 
     def close(self) -> None:
         """Let go of it, finished or not."""

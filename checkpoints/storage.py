@@ -7,17 +7,23 @@ the application default ones); ``TENSORSTORE_GCS_HTTP_URL`` names another server
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tensorstore
+import xxhash
 
 from checkpoints.errors import CheckpointError
 
 # Of URLs that TensorStore reads and writes.
 STORAGE_SCHEMES = ("gs", "s3", "file")
+
+_BLOCK_BYTES = 4 << 20
 
 # A server that does not answer is given up after some half a minute.
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
@@ -90,6 +96,32 @@ class Storage:
         except Exception as error:  # the library raises many kinds
             raise CheckpointError(f"{self.place}/{name}: cannot be read ({first_line(error)})") from error
         return bytes(found.value) if found.state == "value" else None
+
+    def digest(self, name: str) -> tuple[int, str]:
+        """Size of a file, and XXH3-128 of its bytes in hexadecimal.
+
+        Raises:
+          CheckpointError: it cannot be read, or is not there.
+        """
+        state, size = xxhash.xxh3_128(), 0
+        try:
+            for block in self._blocks(name):
+                state.update(block)
+                size += len(block)
+        except OSError as error:
+            raise CheckpointError(f"{self.place}/{name}: cannot be read ({error.strerror or error})") from error
+        return size, state.hexdigest()
+
+    def _blocks(self, name: str) -> Iterator[bytes]:
+        if self.spec["driver"] != "file":
+            data = self.read(name)
+            if data is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+            yield data
+            return
+        with open(f"{self.spec['path']}{name}", "rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                yield block
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file; it is there, whole and durable, when this returns.

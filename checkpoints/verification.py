@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-from checkpoints.conversion import side_files
-from checkpoints.errors import IncompleteCheckpointError
-from checkpoints.folder import CheckpointFolder
+import numpy as np
+
+from checkpoints.errors import CorruptCheckpointError, IncompleteCheckpointError
+from checkpoints.file_list import FILES_FILE, dump_files, list_files
+from checkpoints.folder import WEIGHTS_FOLDER, CheckpointFolder
 from checkpoints.loading import Progress, check_tensors
-from checkpoints.manifest import MANIFEST_FILE, Digester, Manifest, TensorEntry, digest, grids
-from checkpoints.opening import open_tensors, read_manifest
-from checkpoints.source import read_ahead
+from checkpoints.manifest import MANIFEST_FILE, Digester, Manifest, TensorEntry, grids
+from checkpoints.non_finite import NonFinite
+from checkpoints.opening import covered_files, open_tensors, read_manifest, weight_files
+from checkpoints.source import Index, StoredTensors, read_ahead
 from checkpoints.storage import Storage
 from runtime.models.declarations import ModelLayout
 
@@ -19,14 +22,37 @@ _READERS = 3
 
 
 def write_manifest(folder: CheckpointFolder, layout: ModelLayout, *, progress: Progress | None = None) -> None:
-    """Write the manifest of a Hugging Face folder from what it holds now.
+    """Write the manifest of a folder on disk from what it holds now.
+
+    A canonical checkpoint has one already, which is checked in full first. Where an older version wrote it, it comes to
+    cover what that version left out.
 
     Raises:
-      CheckpointError: the folder is not whole, or not the model that its configuration describes.
+      CheckpointError: the folder is not whole, not what its manifest says, or not the model that its configuration
+        describes.
     """
-    found = open_tensors(folder, verify="none")
-    check_tensors(folder, layout.leaves, found)
-    cuts = grids(layout, 4)
+    storage = Storage.at(folder.path)
+    if folder.is_canonical:
+        verify(folder, progress=progress)
+        manifest = read_manifest(folder)
+        assert manifest is not None
+        entries = manifest.tensors
+        weights = [name for name in covered_files(folder) if name.startswith(f"{WEIGHTS_FOLDER}/")]
+        storage.write(FILES_FILE, dump_files(list_files(storage, weights)).encode())
+    else:
+        found = open_tensors(folder, verify="none")
+        check_tensors(folder, layout.leaves, found)
+        entries = _digest_tensors(found, grids(layout, 4), progress)
+        weights = []
+    folder.side_files()  # raises where one of them is no file of the folder
+    names = [name for name in covered_files(folder) if name not in weights]
+    files = {name: file.digest for name, file in list_files(storage, names).items()}
+    storage.write(MANIFEST_FILE, Manifest(entries, files).dump().encode())
+
+
+def _digest_tensors(
+    found: StoredTensors, cuts: dict[str, tuple[int, ...]], progress: Progress | None
+) -> dict[str, TensorEntry]:
     blocks = [(name, block) for name in found.by_name for block in found[name].blocks()]
     entries: dict[str, TensorEntry] = {}
     done = 0
@@ -41,29 +67,60 @@ def write_manifest(folder: CheckpointFolder, layout: ModelLayout, *, progress: P
         done += data.nbytes
         if progress is not None:
             progress(done, found.bytes)
-    files = {path.name: digest(path.read_bytes()) for path in side_files(folder)}
-    Storage.at(folder.path).write(MANIFEST_FILE, Manifest(entries, files).dump().encode())
+    return entries
 
 
 def verify(folder: CheckpointFolder, *, progress: Progress | None = None) -> int:
-    """Read a whole checkpoint through its digests.
+    """Read a whole checkpoint through its digests: every tensor, and every file.
 
     Returns:
       Bytes of tensors verified.
 
     Raises:
       IncompleteCheckpointError: there is no manifest to verify against.
-      CorruptCheckpointError: names the tensor or the file that is damaged.
+      CorruptCheckpointError: names the tensor or the file that is damaged, missing or added.
+      CheckpointError: all is as it was written, and tensors hold numbers that are none.
     """
-    if read_manifest(folder) is None:
+    manifest = read_manifest(folder)
+    if manifest is None:
         raise IncompleteCheckpointError(
             f"{folder.place}: there is no manifest to verify against; --write_manifest makes it"
         )
     found = open_tensors(folder)
-    reads = (partial(found[name].read, block) for name in found.by_name for block in found[name].blocks())
+    blocks = [(name, block) for name in found.by_name for block in found[name].blocks()]
+    wrong = NonFinite()
     done = 0
-    for data in read_ahead(reads, _READERS):
+    for data in read_ahead((partial(_read, found, name, block, wrong) for name, block in blocks), _READERS):
         done += data.nbytes
         if progress is not None:
             progress(done, found.bytes)
+    # After the tensors, which say by name what is damaged; a header or a database may be damaged beside them.
+    _verify_files(folder, manifest)
+    wrong.check(folder.place)
     return done
+
+
+def _read(found: StoredTensors, name: str, block: Index, wrong: NonFinite) -> np.ndarray:
+    data = found[name].read(block)
+    wrong.count(name, data)
+    return data
+
+
+def _verify_files(folder: CheckpointFolder, manifest: Manifest) -> None:
+    storage = folder.remote or Storage.at(folder.path)
+    wanted = dict(manifest.files)
+    if manifest.covers_folder:
+        wanted |= {name: file.digest for name, file in weight_files(folder).items()}
+    reads = (partial(list_files, storage, [name]) for name in wanted)
+    for files in read_ahead(reads, _READERS):
+        for name, file in files.items():
+            if file.digest != wanted[name]:
+                raise CorruptCheckpointError(f"{folder.place}/{name}: not what was written: its digest is wrong")
+
+
+def uncovered_files(folder: CheckpointFolder) -> list[str]:
+    """Files that the manifest of an older version does not cover; none where it covers the folder."""
+    manifest = read_manifest(folder)
+    if manifest is None or manifest.covers_folder:
+        return []
+    return [name for name in covered_files(folder) if name not in manifest.files]

@@ -1,8 +1,8 @@
 """Complete a file of prompts, each exactly once, whatever happens on the way.
 
-  python -m launch.batch --input=prompts.jsonl --output_dir=DIR                 the demo checkpoint, on whatever is here
-  python -m launch.batch --input=... --output_dir=DIR --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --chat
-  python -m launch.batch --input=HumanEval.jsonl --output_dir=DIR --format=evalplus ...    samples.jsonl for EvalPlus
+  diffumesh batch --input=prompts.jsonl --output_dir=DIR                 the demo checkpoint, on whatever is here
+  diffumesh batch --input=... --output_dir=DIR --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --chat
+  diffumesh batch --input=HumanEval.jsonl --output_dir=DIR --format=evalplus ...    samples.jsonl for EvalPlus
 
 Lines are {"id": "1", "prompt": "def f("}, with decoding parameters of their own beside them where they differ, or
 OpenAI batch requests {"custom_id": "1", "body": {"messages": [...], "max_tokens": 256}}. DIR/results.jsonl grows by a
@@ -96,7 +96,7 @@ def read_input(values: flags.FlagValues, folder: CheckpointFolder, model: ModelC
     """
     tokenizer = read_tokenizer(folder)
     end_token_ids = end_tokens(model, folder, tokenizer)
-    config = decoding_config(values, folder, model, end_token_ids)
+    config = decoding_config(values, folder, model)
     if not isinstance(config.seed, int):
         raise InputError(f"--seed={values.seed}: a batch has one; a line may have its own, as a field")
     defaults = Defaults(
@@ -236,7 +236,7 @@ def complete(
     """
     rows = LineRows(lines, defaults)
     skip = rows.of_records(done)
-    scheduler = engine.scheduler(rows.requests, slots)
+    scheduler = engine.scheduler(rows.requests, slots, engine.stop_tests(rows.stops))
     total, count = len(rows.requests) - len(skip), 0
     report = _Report(scheduler.stats, total)
     with progress_bar("rows") as progress:

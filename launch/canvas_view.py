@@ -14,7 +14,7 @@ import numpy as np
 
 from launch.history_html import HistoryRow, HistoryToken, write_history_html
 from launch.watch import TokenKind
-from runtime import DiffusionConfig, Engine, GenerationResult
+from runtime import Completion, DiffusionConfig, Engine, GenerationResult
 
 
 class CanvasView:
@@ -36,17 +36,28 @@ class CanvasView:
             for tokens, kinds in (self._row(number, row) for number, row in enumerate(canvas))
         ]
 
-    def history_rows(self, result: GenerationResult, titles: Sequence[str], steps: int) -> list[HistoryRow]:
-        """A finished generation for :func:`launch.history_html.write_history_html`."""
-        rows = []
-        for number, (sequence, title) in enumerate(zip(result.sequences, titles, strict=True)):
+    def history_rows(
+        self, result: GenerationResult, titles: Sequence[str], completions: Sequence[Completion]
+    ) -> list[HistoryRow]:
+        """A finished generation for :func:`launch.history_html.write_history_html`.
+
+        A row that ended early has the steps that it made, and without the positions that it never came to.
+        """
+        rows, width = [], self._real.shape[1]
+        for number, (sequence, title, completion) in enumerate(zip(result.sequences, titles, completions, strict=True)):
             tokens, kinds = self._row(number, sequence)
-            set_at = result.commit_steps[number][len(sequence) - len(tokens) :]
-            pieces = [
-                HistoryToken(self._text(int(token)), None if kind == "mask" else int(step), end=kind == "end")
-                for token, kind, step in zip(tokens, kinds, set_at, strict=True)
-            ]
-            rows.append(HistoryRow(title, pieces, steps))
+            start = len(sequence) - len(tokens)
+            set_at = result.commit_steps[number][start:].tolist()
+            # The text may end with a stop string, which no token shows.
+            cut = width + len(completion.tokens) - start if completion.finish_reason == "stop" else len(tokens)
+            pieces, ended_early = [], False
+            for place, (token, kind, step) in enumerate(zip(tokens.tolist(), kinds, set_at, strict=True)):
+                if place + start >= width and kind != "mask" and step < 0:
+                    ended_early = True
+                    continue
+                end = kind == "end" or place >= cut
+                pieces.append(HistoryToken(self._text(token), None if kind == "mask" else step, end=end))
+            rows.append(HistoryRow(title, pieces, max(set_at) + 1 if ended_early else result.stats.steps))
         return rows
 
     def _row(self, number: int, row: np.ndarray) -> tuple[np.ndarray, list[TokenKind]]:
@@ -76,7 +87,12 @@ def row_titles(prompts: Sequence[str], samples: int) -> list[str]:
 
 
 def write_history(
-    path: str | Path, view: CanvasView, result: GenerationResult, titles: Sequence[str], config: DiffusionConfig
+    path: str | Path,
+    view: CanvasView,
+    result: GenerationResult,
+    titles: Sequence[str],
+    config: DiffusionConfig,
+    completions: Sequence[Completion],
 ) -> None:
     """Write the page of ``--history_html``.
 
@@ -84,5 +100,5 @@ def write_history(
       OSError: the file cannot be written.
     """
     settings = {name: str(value) for name, value in dataclasses.asdict(config).items()}
-    rows = view.history_rows(result, titles, result.stats.steps)
+    rows = view.history_rows(result, titles, completions)
     write_history_html(path, rows, title="diffumesh: how it was generated", settings=settings)

@@ -1,9 +1,9 @@
 """Convert a Hugging Face folder into a canonical checkpoint: Orbax, unpadded, mesh-free, with a manifest of digests.
 
-  python -m launch.convert --source=FOLDER --output=DIR                 as stored
-  python -m launch.convert --source=FOLDER --output=DIR --dtype=bfloat16
-  python -m launch.convert --source=FOLDER --output=DIR --quantize=int8
-  python -m launch.convert --source=params.pkl --config=FOLDER/config.json --output=DIR --biases_from=FOLDER
+  diffumesh convert --source=FOLDER --output=DIR                 as stored
+  diffumesh convert --source=FOLDER --output=DIR --dtype=bfloat16
+  diffumesh convert --source=FOLDER --output=DIR --quantize=int8
+  diffumesh convert --source=params.pkl --config=FOLDER/config.json --output=DIR --biases_from=FOLDER
 
 Tensors stream through a few blocks at a time: peak host memory is a small multiple of the largest tensor, never the
 model. Started in several processes, each reads and writes its share; they need an output that all of them see, and the
@@ -150,10 +150,11 @@ def all_hosts() -> Processes:
 
 def say_licence(folder: CheckpointFolder) -> None:
     """Print the notice of the weights' licence, where the folder carries one."""
-    for path in sorted(path for path in folder.path.glob("LICENSE*") if path.is_file()):
-        lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-        first = next((line for line in lines if line), "")
-        say(f"the weights' licence, {path.name}: {first[:200]}")
+    for name in folder.side_files():
+        if name.startswith("LICENSE"):
+            lines = [line.strip() for line in folder.read_bytes(name).decode("utf-8", "replace").splitlines()]
+            first = next((line for line in lines if line), "")
+            say(f"the weights' licence, {name}: {first[:200]}")
 
 
 def main(values: flags.FlagValues) -> None:

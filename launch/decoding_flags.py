@@ -88,15 +88,17 @@ def steps_follow_tokens(values: flags.FlagValues, folder: CheckpointFolder) -> b
 
 
 def decoding_config(
-    values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig, end_token_ids: tuple[int, ...]
+    values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig
 ) -> DiffusionConfig | SamplingConfig:
     """The decoding configuration: flags over the checkpoint's generation config over the preset.
+
+    Its ``early_stop`` is that of the flag. The end tokens are not in it yet, see ``with_end_tokens``: a request may
+    have another opinion.
 
     Args:
       values: flags as :func:`define_decoding_flags` defines them.
       folder: the checkpoint.
       model: its architecture, which decides the decoder.
-      end_token_ids: tokens that end a completion.
 
     Raises:
       InputError: a parameter is out of its range, or this model's decoder does not have it.
@@ -104,8 +106,8 @@ def decoding_config(
     given = given_flags(values)
     try:
         if model.objective == "autoregressive":
-            return _sampling_config(values, folder, given, end_token_ids)
-        return _diffusion_config(values, folder, model, given, end_token_ids)
+            return _sampling_config(values, folder, given).replace(early_stop=values.early_stop)
+        return _diffusion_config(values, folder, model, given).replace(early_stop=values.early_stop)
     except ParameterError as error:
         # A value from the checkpoint's generation config is not a flag.
         wrong = error.field
@@ -118,7 +120,6 @@ def _diffusion_config(
     folder: CheckpointFolder,
     model: ModelConfig,
     given: dict[str, Any],
-    end_token_ids: tuple[int, ...],
 ) -> DiffusionConfig:
     said: dict[str, Any] = {}
     defaults = DiffusionConfig()
@@ -129,16 +130,12 @@ def _diffusion_config(
     fields = said | given
     if steps_follow_tokens(values, folder):
         fields["steps"] = min(MAX_STEPS, max(1, fields.get("max_new_tokens", defaults.max_new_tokens)))
-    if fields.pop("early_stop", False):
-        fields["stop_token_ids"] = end_token_ids
     config = defaults.replace(**fields)
     check_given(config, given)
     return config
 
 
-def _sampling_config(
-    values: flags.FlagValues, folder: CheckpointFolder, given: dict[str, Any], end_token_ids: tuple[int, ...]
-) -> SamplingConfig:
+def _sampling_config(values: flags.FlagValues, folder: CheckpointFolder, given: dict[str, Any]) -> SamplingConfig:
     fields = dict(given)
     use_cache = fields.get("cache") != "none"
     if not use_cache:
@@ -155,7 +152,7 @@ def _sampling_config(
     # The authors' sampling parameters count where they sample at all.
     if values.preset == "published" and folder.generation_config.get("do_sample") is True:
         said |= {"temperature": 1.0} | _generation_config(folder, SamplingConfig)
-    return SamplingConfig(**(said | fields), stop_token_ids=end_token_ids, use_cache=use_cache)
+    return SamplingConfig(**(said | fields), use_cache=use_cache)
 
 
 def _generation_config(folder: CheckpointFolder, kind: type) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Look the machine over: what one pastes into a bug report, and runs first on a new slice.
 
-  python -m launch.doctor                                        on whatever is here, one host or many
-  python -m launch.doctor --checkpoint=DIR --mesh=data=2,tensor=8    this checkpoint, and each axis of this mesh
+  diffumesh doctor                                        on whatever is here, one host or many
+  diffumesh doctor --checkpoint=DIR --mesh=data=2,tensor=8    this checkpoint, and each axis of this mesh
 
 It says versions, settings of the environment that matter, devices and their memory, the meshes that the checkpoint's
 model divides over and fits, whether collectives over each axis of a mesh add up and at what bandwidth, whether every
@@ -26,6 +26,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from checkpoints import DEMO, CheckpointFolder, folder_fingerprint, open_folder, read_manifest, verify
 from launch.hosts.preflight import version_facts
+from launch.model_flags import check_named
 from launch.startup import define_device_flags, is_main_process, progress_bar, run_launcher, start_devices, this_host
 from runtime import MeshSpec, ModelConfig, model_layout, parse_config
 from runtime.planner import (
@@ -160,7 +161,7 @@ def checkpoint_lines(folder: CheckpointFolder) -> Iterator[str]:
     """What the checkpoint is, and whether it is what it was."""
     yield f"{folder.path}, fingerprint {folder_fingerprint(folder)}"
     if read_manifest(folder) is None:
-        yield "no manifest of digests: nothing to verify against (launch.verify --write_manifest makes one)"
+        yield "no manifest of digests: nothing to verify against (diffumesh verify --write_manifest makes one)"
         return
     start = time.perf_counter()
     with progress_bar("verifying", of_bytes=True) as progress:
@@ -176,6 +177,9 @@ def cache_lines(path: str) -> Iterator[str]:
     folder = Path(path).expanduser()
     files = [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
     size = sum(file.stat().st_size for file in files)
+    if not folder.is_dir():
+        yield f"{folder}: there is none"
+        return
     yield f"{folder}: mode {folder.stat().st_mode & 0o777:o}, {len(files)} files, {size / 1e6:.1f} MB"
     if files:
         newest = max(file.stat().st_mtime for file in files)
@@ -195,6 +199,7 @@ def main(values: flags.FlagValues) -> None:
     """Run the launcher."""
     if values.mesh is not None:
         MeshSpec.parse(values.mesh)
+    check_named(values)
     folder = open_folder(values.checkpoint)
     config = parse_config(folder.config)
     section("versions", version_lines())

@@ -1,6 +1,6 @@
 """Export a checkpoint as a Hugging Face folder of safetensors, bit for bit.
 
-  python -m launch.export --checkpoint=DIR --output=FOLDER
+  diffumesh export --checkpoint=DIR --output=FOLDER
 
 transformers loads the folder (for Dream: the original code does). Tensors are verified against their digests on the
 way and written a gigabyte at a time. Started on several hosts, the first does the work.

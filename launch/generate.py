@@ -1,10 +1,10 @@
 """Complete prompts with a diffusion or autoregressive language model on any mesh.
 
-  python -m launch.generate --prompt='def fibonacci(n):'              the demo checkpoint, on whatever is here
-  python -m launch.generate --checkpoint=apple/DiffuCoder-7B-cpGRPO --chat --mesh=tensor=8 --prompt='Sort a list.'
-  python -m launch.generate --devices=8 --mesh=data=2,tensor=4 ...    the same on 8 simulated CPU devices
-  python -m launch.generate --checkpoint=DIR --mesh=tensor=8 --explain    how the weights would lie, and stop
-  python -m launch.generate --cache=dual --parallel=threshold --early_stop ...    in blocks, faster than exact
+  diffumesh generate --prompt='def fibonacci(n):'              the demo checkpoint, on whatever is here
+  diffumesh generate --checkpoint=apple/DiffuCoder-7B-cpGRPO --chat --mesh=tensor=8 --prompt='Sort a list.'
+  diffumesh generate --devices=8 --mesh=data=2,tensor=4 ...    the same on 8 simulated CPU devices
+  diffumesh generate --checkpoint=DIR --mesh=tensor=8 --explain    how the weights would lie, and stop
+  diffumesh generate --cache=dual --parallel=threshold ...    in blocks, faster than exact
 
 Prompts come from --prompt, --prompt_file or standard input. Completions go to standard output, everything else to
 standard error. Decoding flags that are not given come from the preset (entropy, top_p .95, top_k 50, as many steps as
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,9 +27,11 @@ from launch.canvas_view import CanvasView, row_titles, write_history
 from launch.decoding_flags import decoding_config, define_decoding_flags, describe
 from launch.explain import explain
 from launch.hosts.preflight import digest
+from launch.interruption import Interruption
 from launch.model_flags import define_model_flags, load_engine, open_checkpoint, read_tokenizer
 from launch.profiling import check_profiling, define_profiling_flags, traced, write_programs
 from launch.startup import (
+    check_writable,
     define_device_flags,
     is_main_process,
     progress_bar,
@@ -44,8 +47,10 @@ from runtime import (
     DiffusionConfig,
     Engine,
     GenerationResult,
+    GenerationStats,
     InputError,
     SamplingConfig,
+    StopTest,
     check_request,
     encode_prompts,
     end_tokens,
@@ -76,6 +81,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "history_html", None, "Write a page that replays the generation step by step.", flag_values=values
     )
+    switch("verbose", "Say every decoding parameter, the mesh, and what was read.")
     switch("explain", "Print how every weight lies on the mesh, and stop.")
     define_profiling_flags(values)
     define_device_flags(values)
@@ -127,40 +133,68 @@ def main(values: flags.FlagValues) -> None:
         explain(values, folder, model)
         return
     tokenizer = read_tokenizer(folder)
-    config = decoding_config(values, folder, model, end_tokens(model, folder, tokenizer))
+    config = decoding_config(values, folder, model)
+    config = config.with_end_tokens(end_tokens(model, folder, tokenizer), default=True)
     if values.history_html is not None and isinstance(config, SamplingConfig):
         raise InputError(f"--history_html is of denoise steps, and {folder.name} is autoregressive")
     prompts = read_prompts(values)
     ids, mask = encode_prompts(tokenizer, prompts, model.pad_token_id, chat=values.chat)
     check_request(read_rows(ids, mask, model), model, config)
     row_seeds(config.seed, len(prompts), values.num_return_sequences)
-    if values.history_html is not None and not Path(values.history_html).resolve().parent.is_dir():
-        raise InputError(f"--history_html={values.history_html}: there is no such folder")
+    if values.history_html is not None:
+        check_writable("history_html", values.history_html)
 
     start_devices(values, {"checkpoint": folder_fingerprint(folder), "prompts": digest("\0".join(prompts))})
     samples = values.num_return_sequences
     engine = load_engine(values, folder, len(prompts) * samples, values.max_batch)
-    say(describe(config))
+    if values.verbose:
+        say(describe(config))
     view, titles = CanvasView(engine, ids, mask, samples), row_titles(prompts, samples)
-    with traced(values):
+
+    def show(rows: Sequence[Sequence[int]]) -> None:
+        for title, tokens in zip(titles, rows, strict=True):
+            print(f"=== {title} ===\n{engine.tokenizer.decode(list(tokens))}")
+
+    tests = engine.stop_tests([values.stop] * (len(prompts) * samples), config.stop_token_ids)
+    interruption = Interruption(len(tests), show)
+    with traced(values), interruption:
+        tests = interruption.stop_tests(tests)
         if values.watch:
-            result = generate_watched(engine, ids, mask, config, samples, view, titles)
+            result = generate_watched(engine, ids, mask, config, samples, view, titles, tests, interruption)
         else:
             with progress_bar("compiling and decoding, steps") as progress:
-                result = engine.generate_tokens(ids, mask, config, num_return_sequences=samples, progress=progress)
+                result = engine.generate_tokens(
+                    ids,
+                    mask,
+                    config,
+                    num_return_sequences=samples,
+                    progress=interruption.report(progress),
+                    stop_tests=tests,
+                )
     if values.dump_hlo is not None:
         write_programs(values, engine.program_texts())
     completions = engine.completions(prompts, ids, mask, result, stop=values.stop, stop_token_ids=config.stop_token_ids)
     if is_main_process():
         write_completions(completions, titles, result, values)
         if values.history_html is not None and isinstance(config, DiffusionConfig):
-            write_history(values.history_html, view, result, titles, config)
-    stats = result.stats
-    say(
-        f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens / max(stats.seconds, 1e-9):.1f} tokens/s), "
-        f"{stats.forwards} forward passes, {stats.compiled_programs} programs compiled in {stats.compile_seconds:.1f} s"
-        + (f", {stats.masks_left} masks left" if stats.masks_left else "")
-    )
+            write_history(values.history_html, view, result, titles, config, completions)
+    say(summary(completions, result.stats, interruption.signal))
+    if interruption.signal is not None:
+        sys.exit(interruption.exit_code)
+
+
+def summary(completions: Sequence[Completion], stats: GenerationStats, stopped_by: signal.Signals | None) -> str:
+    """What was done, in a line: tokens of text, without ends and what follows them."""
+    tokens = sum(len(completion.tokens) for completion in completions)
+    decoding = max(stats.seconds - stats.compile_seconds, 1e-9)
+    parts = [
+        f"{tokens} tokens of text in {stats.seconds:.2f} s",
+        f"{stats.compile_seconds:.1f} s of them compiling" if stats.compiled_programs else "nothing compiled",
+        f"{stats.forwards} forward passes, {tokens / decoding:.1f} tokens/s",
+    ]
+    if stats.masks_left:
+        parts.append(f"{stats.masks_left} masks left")
+    return (f"stopped by {stopped_by.name}: " if stopped_by is not None else "") + "; ".join(parts)
 
 
 def generate_watched(
@@ -171,6 +205,8 @@ def generate_watched(
     samples: int,
     view: CanvasView,
     titles: Sequence[str],
+    stop_tests: Sequence[StopTest | None],
+    interruption: Interruption,
 ) -> GenerationResult:
     """Generate step by step, showing the canvas on an interactive terminal."""
     with CanvasWatcher(1, titles=titles) as watcher:
@@ -183,7 +219,15 @@ def generate_watched(
                 watcher.update(step, view.rows(canvas))
 
         # All hosts go step by step; host 0 draws.
-        return engine.generate_tokens(ids, mask, config, num_return_sequences=samples, watch=show, progress=expect)
+        return engine.generate_tokens(
+            ids,
+            mask,
+            config,
+            num_return_sequences=samples,
+            watch=show,
+            progress=interruption.report(expect),
+            stop_tests=stop_tests,
+        )
 
 
 def write_completions(

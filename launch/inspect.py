@@ -1,7 +1,7 @@
 """Say what is inside a checkpoint: architecture, parameters, dtype, bytes, tensors, digests, and which meshes fit.
 
-  python -m launch.inspect --checkpoint=DIR [--tensors] [--device_memory=16]        canonical or Hugging Face
-  python -m launch.inspect --checkpoint=params.pkl --config=FOLDER/config.json       a legacy pickle
+  diffumesh inspect --checkpoint=DIR [--tensors] [--device_memory=16]        canonical or Hugging Face
+  diffumesh inspect --checkpoint=params.pkl --config=FOLDER/config.json       a legacy pickle
 
 Headers and manifests are read, and no weights.
 """
@@ -50,7 +50,7 @@ def main(values: flags.FlagValues) -> None:
     tensors = [copies[0] for copies in found.by_name.values()]
     print_tensors(
         [(tensor.name, tensor.dtype, tensor.shape, tensor.bytes) for tensor in tensors],
-        "none; launch.verify --write_manifest makes them" if manifest is None else "of every chunk",
+        "none; diffumesh verify --write_manifest makes them" if manifest is None else "of every chunk",
     )
     print_meshes(layout, {tensor.dtype for tensor in tensors if tensor.dtype != "int8"}, values.device_memory)
     if values.tensors:

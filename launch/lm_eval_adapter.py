@@ -18,10 +18,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.model import LM
-from lm_eval.api.registry import register_model
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ModuleNotFoundError as missing:
+    hint = f"the adapter needs lm-evaluation-harness ({missing}): pip install 'diffumesh[eval]'"
+    if __name__ == "__main__":
+        print(f"error: {hint}", file=sys.stderr)
+        sys.exit(2)
+    raise ImportError(hint) from missing
 
 from checkpoints import DEMO
 from launch.hosts.faults import EXIT_USER_ERROR
@@ -67,7 +74,7 @@ class HarnessModel(LM):
         try:
             if self.engine.config.objective == "autoregressive":
                 return self.engine.with_end_tokens(SamplingConfig(**fields))
-            return DiffusionConfig.published(**fields)
+            return self.engine.with_end_tokens(DiffusionConfig.published(**fields))
         except TypeError as error:
             raise InputError(f"model_args: {error}") from error
 
@@ -130,7 +137,7 @@ class HarnessModel(LM):
             stops.append([until] if isinstance(until, str) else list(until))
         texts = [""] * len(rows)
         builder = CompletionBuilder(self.engine.tokenizer, self.engine.config.mask_token_id, self.engine.end_token_ids)
-        for results in self.engine.scheduler(rows, self._slots).run():
+        for results in self.engine.scheduler(rows, self._slots, self.engine.stop_tests(stops)).run():
             for result in results:
                 number = result.number
                 texts[number] = builder.build(result.sequence, rows[number].tokens, stop=stops[number]).text

@@ -1,6 +1,6 @@
 """Run a launcher as several processes on this machine: what a user tries first, and the bench that tests run on.
 
-  python -m launch.local --num_processes=4 --devices_per_process=2 -- python -m launch.generate --mesh=tensor=8 ...
+  diffumesh local --num_processes=4 --devices_per_process=2 -- diffumesh generate --mesh=tensor=8 ...
 
 Each process simulates its devices on the CPU, and they talk through gloo. Process 0 has the standard input, and what it
 prints on standard output goes to standard output; every other line goes to standard error with the index of its
@@ -26,6 +26,7 @@ from typing import IO
 from absl import flags
 
 from launch.hosts.faults import EXIT_RESTART
+from launch.hosts.secret import SECRET, SECRET_FILE, new_secret
 from launch.startup import run_launcher
 from runtime import InputError
 
@@ -57,9 +58,11 @@ def free_port() -> int:
             return port
 
 
-def environment(process_index: int, count: int, port: int, devices: int) -> dict[str, str]:
-    """Variables of one process."""
-    return os.environ | {
+def environment(process_index: int, count: int, port: int, devices: int, secret: str) -> dict[str, str]:
+    """Variables of one process; all of a run have one secret."""
+    around = {name: value for name, value in os.environ.items() if name != SECRET_FILE}
+    return around | {
+        SECRET: secret,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
@@ -85,11 +88,12 @@ class Processes:
         """
         self._started: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
+        secret = new_secret()
         for process_index in range(count):
             try:
                 process = subprocess.Popen(
                     command,
-                    env=environment(process_index, count, port, devices),
+                    env=environment(process_index, count, port, devices, secret),
                     stdin=None if process_index == 0 else subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -156,18 +160,19 @@ def _pass_on(stream: IO[bytes], process_index: int | None) -> None:
 def main(values: flags.FlagValues, command: Sequence[str]) -> int:
     """Run the processes. Returns the exit code."""
     if not command:
-        raise InputError("no command: write it after --, such as -- python -m launch.generate --prompt='def f(x):'")
+        raise InputError("no command: write it after --, such as -- diffumesh generate --prompt='def f(x):'")
     processes = Processes(command, values.num_processes, values.devices_per_process, values.port or free_port())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, frame: processes.send(received))
     failed_at = None
+    late: list[int] = []
     try:
         while None in (codes := processes.codes()):
             if failed_at is None and any(codes):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > values.grace:
-                late = [str(process_index) for process_index, code in enumerate(codes) if code is None]
-                print(f"killing process {', '.join(late)}: another has failed", file=sys.stderr, flush=True)
+                late = [process_index for process_index, code in enumerate(codes) if code is None]
+                print(f"killing process {', '.join(map(str, late))}: another has failed", file=sys.stderr, flush=True)
                 break
             time.sleep(0.05)
     finally:
@@ -176,7 +181,8 @@ def main(values: flags.FlagValues, command: Sequence[str]) -> int:
     codes = processes.codes()
     if any(codes):
         print(f"exit codes: {', '.join(map(str, codes))}", file=sys.stderr, flush=True)
-    return worst([code for code in codes if code is not None])
+    # What was frozen is no fault of the user's: it was killed here, and another start may do better.
+    return worst([EXIT_RESTART if number in late else code for number, code in enumerate(codes) if code is not None])
 
 
 def run(argv: Sequence[str] | None = None) -> None:

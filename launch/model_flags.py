@@ -49,12 +49,25 @@ def define_model_flags(values: flags.FlagValues) -> None:
     choice("kv_cache", "model", CACHE_DTYPES, "Dtype of keys and values that are kept.")
 
 
+def check_named(values: flags.FlagValues) -> None:
+    """Check that ``--checkpoint`` names something.
+
+    Raises:
+      InputError: it is empty, as when a shell variable is not set.
+    """
+    if not values.checkpoint:
+        raise InputError(
+            "--checkpoint is empty: name a folder, a URL or a Hub name, or leave the flag out for the demo"
+        )
+
+
 def open_checkpoint(values: flags.FlagValues) -> tuple[CheckpointFolder, ModelConfig]:
     """The folder that flags name, and its model. Nothing is loaded, and no device touched.
 
     Raises:
       InputError: there is none, it is not a model's, or ``--mesh`` names no mesh.
     """
+    check_named(values)
     folder = open_folder(values.checkpoint, revision=values.revision, offline=values.offline)
     model = parse_config(folder.config)
     if values.mesh is not None:
@@ -97,10 +110,10 @@ def load_engine(values: flags.FlagValues, folder: CheckpointFolder, rows: int, m
             progress=progress,
         )
     engine.runner.programs.before_run = agree_on_programs(this_host())
-    for note in engine.notes:
-        say(note)
-    if engine.loaded is not None:
-        say(describe_loaded(engine.loaded))
+    lines = [*engine.notes, *([] if engine.loaded is None else [describe_loaded(engine.loaded)])]
+    # A launcher that has the flag is quiet without it.
+    for line in lines if "verbose" not in values or values.verbose else ():
+        say(line)
     return engine
 
 

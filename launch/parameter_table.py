@@ -28,8 +28,6 @@ def table(configs: dict[str, type] = _CONFIGS) -> str:
     for models, config in configs.items():
         for one in declared_parameters(config):
             rows.setdefault(one, []).append(models)
-            if one.exposed_as is not None:
-                rows.setdefault(one.exposed_as, []).append(models)
     lines = [_HEAD, ("---",) * len(_HEAD)]
     lines += [_row(one, models, everywhere=len(models) == len(configs)) for one, models in rows.items()]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -57,7 +55,7 @@ def _row(one: Parameter, models: Sequence[str], everywhere: bool) -> tuple[str, 
         f"`{_written(one.default)}`",
         compiled,
         " and ".join(_setting(requirement) for requirement in one.requires),
-        one.help if one.exposed and one.exposed_as is None else f"{one.help} (in Python)",
+        one.help if one.exposed else f"{one.help} (in Python)",
     )
 
 

@@ -1,14 +1,14 @@
 """Know before you rent: does a model fit a machine, on which mesh, how fast, at what cost. Needs no accelerator.
 
-  python -m launch.plan --model=diffucoder-7b --topology=v5e:2x4               every mesh, ranked; the best compiled
-  python -m launch.plan --model=diffucoder-7b --topology=8xh100 --batch=8 --mesh=data=2,tensor=4
-  python -m launch.plan --checkpoint=DIR --topology=all --price_per_chip_hour=1.2 --plot=plan.png
+  diffumesh plan --model=diffucoder-7b --topology=v5e-8                 every mesh, ranked; the best compiled
+  diffumesh plan --model=diffucoder-7b --topology=8xH100 --batch=8 --mesh=data=2,tensor=4
+  diffumesh plan --checkpoint=DIR --topology=all --price_per_chip_hour=1.2 --plot=plan.png
 
-Topologies: v5e:2x4, v4:2x2x4, v5p:4x4x4, v6e:4x4; 2xv5e:16x16 for two slices; 8xh100; 2x8xh200 for two hosts. Times,
-rates and costs are estimated by a roofline at rates that large products and copies reach; speeds of networks between
-hosts and slices are assumptions, and a collective between GPU hosts uses the network cards of all its GPUs. Memory and
-collectives of the best meshes are the compiler's own, of the very program that generates, where the compiler is
-installed (libtpu for TPU, JAX's CUDA plugin for GPU).
+Topologies: v5e-8 or v5e:2x4, v4-32 or v4:2x2x4, v5p:4x4x4, v6e:4x4; 2xv5e:16x16 for two slices; l4, rtx4090, a100-40gb,
+8xH100; 2x8xh200 for two hosts. Times, rates and costs are estimated by a roofline at rates that large products and
+copies reach; speeds of networks between hosts and slices are assumptions, and a collective between GPU hosts uses the
+network cards of all its GPUs. Memory and collectives of the best meshes are the compiler's own, of the very program
+that generates, where the compiler is installed (libtpu for TPU, JAX's CUDA plugin for GPU).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from runtime.planner import (
 
 # What --topology=all compares: machines that are rented as they are.
 MACHINES = (
-    "v4:2x2x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5p:2x2x1", "v5p:2x2x2", "v6e:2x2", "v6e:2x4", "1xa100", "8xa100",
-    "1xh100", "8xh100", "1xh200", "8xh200", "2x8xh200",
+    "v4:2x2x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5p:2x2x1", "v5p:2x2x2", "v6e:2x2", "v6e:2x4", "1xl4", "4xl4",
+    "1xrtx4090", "1xa100-40gb", "8xa100-40gb", "1xa100", "8xa100", "1xh100", "8xh100", "1xh200", "8xh200", "2x8xh200",
 )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
     flags.DEFINE_enum("model", None, tuple(PRESETS), "Architecture by name; no download.", flag_values=values)
     string("checkpoint", None, "Model folder, URL or Hub name; only its config.json is read.")
-    string("topology", None, "Machine, such as v5e:2x4, 2xv5e:16x16, 8xh100, 2x8xh200, or all.")
+    string("topology", None, "Machine, such as v5e-8, 2xv5e:16x16, l4, 8xH100, 2x8xh200, or all.")
     string("mesh", None, "Plan this mesh alone, such as data=2,tensor=4; one axis may be -1.")
     flags.DEFINE_enum("dtype", None, STORED_DTYPES, "Default: as stored.", flag_values=values)
     integer("batch", 1, "Rows that are generated together.")
@@ -80,9 +80,15 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer(
         "compile", None, "Best meshes to compile. Default: 1, and none with --topology=all.", 0, 64, flag_values=values
     )
-    flags.DEFINE_float("price_per_chip_hour", None, "For the cost of a million tokens.", 0.0, flag_values=values)
+    flags.DEFINE_float(
+        "price_per_chip_hour",
+        None,
+        "Dollars for a chip and an hour: adds dollars per million tokens.",
+        0.0,
+        flag_values=values,
+    )
     flags.DEFINE_bool("json", False, "One JSON object instead of a table.", flag_values=values)
-    string("plot", None, "Write step time and memory over chips, by mesh, to this file (PNG, SVG or PDF).")
+    string("plot", None, "Write time, memory and rate or cost of each mesh to this file (PNG, SVG or PDF).")
     string("dump_hlo", None, "Write the optimized HLO of what is compiled into this folder.")
 
 
@@ -148,7 +154,7 @@ def main(values: flags.FlagValues) -> None:
     else:
         print_plans(name, workload, plans, values.price_per_chip_hour)
     if values.plot is not None:
-        plot_plans(values.plot, name, workload, plans)
+        plot_plans(values.plot, name, workload, plans, values.price_per_chip_hour)
 
 
 def plan_topology(
@@ -244,16 +250,19 @@ def print_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pr
     title = (
         f"{name}, {workload.dtype}, batch {workload.batch}, {workload.prompt} + {workload.new_tokens} tokens"
         + ("" if workload.config.objective == "autoregressive" else f", cache {workload.cache}")
+        + ("" if price is None else f", at ${price:g} a chip-hour")
         + "; all but the compiler's column is estimated"
     )
     table = Table(box=box.SIMPLE_HEAD, title=title)
     table.add_column("topology" if several else "mesh", no_wrap=True)
     if several:
         table.add_column("best mesh", no_wrap=True)
-    for column in ("GB/chip", "compiler", "pass", "ms/pass", "bound", "moved MB", "tokens/s", "tok/s/chip"):
+    for column in (
+        "GB/chip", "compiler", "usable", "headroom", "pass", "ms/pass", "bound", "moved MB", "tokens/s", "tok/s/chip",
+    ):  # fmt: skip
         table.add_column(column, justify="left" if column in ("pass", "bound") else "right")
     if price is not None:
-        table.add_column("per million", justify="right")
+        table.add_column("$/M tokens", justify="right")
     for plan in plans:
         shown = list(enumerate(plan.fitting[:1] if several else plan.fitting))
         for number, found in shown:
@@ -263,9 +272,12 @@ def print_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pr
             idle = plan.topology.num_devices - found.spec.size
             mesh = f"{found.spec}, {idle} chips idle" if idle else str(found.spec)
             cells = [str(plan.topology), mesh] if several else [mesh]
+            usable = plan.topology.chip.usable_bytes
             cells += [
                 f"{found.memory.total / 1e9:.2f}",
                 f"{most / 1e9:.2f}" if most else "-",
+                f"{usable / 1e9:.2f}",
+                f"{(usable - (most or found.memory.total)) / 1e9:.2f}",
                 phase.phase.name,
                 f"{1e3 * phase.seconds:.2f}",
                 phase.bound,
@@ -280,7 +292,10 @@ def print_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pr
             table.add_row(str(plan.topology), _why_not(plan), *[""] * (len(table.columns) - 2))
         if not several:
             for found in plan.others:
-                cells = [str(found.spec), f"{found.memory.total / 1e9:.2f}", "", "does not fit"]
+                usable = plan.topology.chip.usable_bytes
+                lacks = f"{(usable - found.memory.total) / 1e9:.2f}"
+                cells = [str(found.spec), f"{found.memory.total / 1e9:.2f}", "", f"{usable / 1e9:.2f}", lacks]
+                cells.append("does not fit")
                 table.add_row(*cells, *[""] * (len(table.columns) - len(cells)))
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)

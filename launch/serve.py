@@ -1,14 +1,15 @@
 """Serve a model over HTTP, to the clients of OpenAI's API.
 
-  python -m launch.serve                                              the demo checkpoint, on 127.0.0.1:8000
-  python -m launch.serve --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --canvas=512 --canvas=2048 --slots=16
-  python -m launch.serve --mode=cache=dual,parallel=threshold ...     a second way of decoding, for requests that ask
-  python -m launch.serve --host=0.0.0.0 --api_key_file=keys.txt ...   to others, who have a key
+  diffumesh serve                                              the demo checkpoint, on 127.0.0.1:8000
+  diffumesh serve --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --canvas=512 --canvas=2048 --slots=16
+  diffumesh serve --mode=cache=dual,parallel=threshold ...     a second way of decoding, for requests that ask
+  diffumesh serve --host=0.0.0.0 --api_key_file=keys.txt ...   to others, who have a key
 
 /v1/completions, /v1/chat/completions, /v1/score, /v1/models, /health, /metrics, /version, /openapi.json. Requests share
-a fixed number of slots on the mesh, into which rows are inserted one by one; programs are compiled before /health says
-ready, and never after. The tokens of a request depend on it and its seed alone. Decoding flags say what a request
-starts from. SIGTERM finishes what was accepted, within --grace; a second one stops at once.
+a number of slots on the mesh, in buckets of several shapes: what is computed follows the rows that are there. Once
+/health says ready no request waits for a compiler; further shapes are compiled beside the requests. The tokens of a
+request depend on it and its seed alone. Decoding flags say what a request starts from. SIGTERM finishes what was
+accepted, within --grace; a second one stops at once.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from launch.startup import (
 )
 from runtime import (
     EXPOSED_PARAMETERS,
+    MAX_PROGRAMS,
     MAX_STEPS,
     CheckpointFolder,
     DiffusionConfig,
@@ -66,6 +68,8 @@ _DEFAULT_CANVAS = 512
 _DEFAULT_SLOTS = 8
 # Open files beside connections: weights, devices, logs.
 _OTHER_FILES = 128
+# After the grace period: answers are flushed, a trace is written.
+_ENDING_SECONDS = 15.0
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -93,12 +97,14 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_multi_integer(
         "canvas",
         [],
-        f"Positions of a slot, prompt and new tokens; repeatable. Default: {_DEFAULT_CANVAS}.",
+        f"Positions of the widest slot, prompt and new tokens; given several times, the widths that there are to be. "
+        f"Default: {_DEFAULT_CANVAS}, and widths up to it.",
         2,
         1 << 20,
         flag_values=values,
     )
-    integer("slots", _DEFAULT_SLOTS, "Rows on the devices at a time, of each canvas and mode.", 1, 1 << 16)
+    integer("slots", _DEFAULT_SLOTS, "Rows on the devices at a time, of each mode.", 1, 1 << 16)
+    integer("max_programs", MAX_PROGRAMS, "Shapes that programs are compiled for, of each mode, at most.", 1, 1 << 10)
     flags.DEFINE_multi_string(
         "mode",
         [],
@@ -199,7 +205,7 @@ def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: Mod
         raise InputError('--log_probabilities: a request asks for its own, as "logprobs"')
     tokenizer = read_tokenizer(folder)
     end_token_ids = end_tokens(model, folder, tokenizer)
-    config = decoding_config(values, folder, model, end_token_ids)
+    config = decoding_config(values, folder, model)
     return Defaults(
         model_name=values.served_model_name or default_name(folder),
         model=model,
@@ -257,11 +263,11 @@ def shapes(
             step_limit(config, widths[-1], values.max_steps)
     except InputError as error:
         raise InputError(f"--{error}") from error
-    made = [PoolShape(config, width, values.slots, values.max_steps) for config in configs for width in widths]
-    modes = [
-        Mode(config, range(number * len(widths), (number + 1) * len(widths))) for number, config in enumerate(configs)
+    own = tuple(widths) if len(widths) > 1 else None
+    made = [
+        PoolShape(config, widths[-1], values.slots, values.max_steps, own, values.max_programs) for config in configs
     ]
-    return made, modes
+    return made, [Mode(config, number) for number, config in enumerate(configs)]
 
 
 def main(values: flags.FlagValues) -> None:
@@ -285,6 +291,7 @@ def main(values: flags.FlagValues) -> None:
     engine = load_engine(values, folder, values.slots)
     say(describe(defaults.config))
     executor = Executor(engine.runner, made)
+    this_host().end_within(limits.grace_period + _ENDING_SECONDS)
     if server is None or own is None:
         with traced(values):
             follow(executor, this_host())
@@ -292,6 +299,7 @@ def main(values: flags.FlagValues) -> None:
     name, port = own.getsockname()[:2]
     address = f"http://{f'[{name}]' if ':' in name else name}:{port}"
     slots = ", ".join(f"{pool.count} slots of {pool.width}" for pool in executor.pools)
+    server.serving.say = say
     with traced(values):
         server.run(executor, lambda: say(f"serving {defaults.model_name} on {address} ({slots})"))
     if values.dump_hlo is not None:

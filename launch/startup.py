@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from absl import flags
 from rich.console import Console
@@ -29,14 +31,31 @@ from rich.progress import (
 
 from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER_ERROR, Timeouts
 from launch.hosts.host import Host, join
+from launch.hosts.messages import printable
 from launch.hosts.place import define_place_flags, find_place
 from runtime import InputError
 
 MAX_SIMULATED_DEVICES = 4096
 SECONDS_BETWEEN_LINES = 10.0
 
+# What ``--help`` shows of a launcher with many flags, in this order; ``--helpfull`` shows every one.
+_FIRST_FLAGS = (
+    "prompt", "prompt_file", "input", "output_dir", "format", "source", "output", "chat", "checkpoint", "mesh",
+    "devices", "host", "port", "canvas", "slots", "max_new_tokens", "temperature", "seed", "cache", "parallel",
+    "early_stop", "quantize", "watch", "verbose", "json",
+)  # fmt: skip
+# Launchers with no more than these show all.
+_MANY_FLAGS = 24
+
 # A function of (done, in all).
 Report = Callable[[int, int], None]
+
+# Of files and ports: what is missing, forbidden, full or taken is so after a restart too.
+_OF_USERS = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    *(errno.EADDRINUSE, errno.EADDRNOTAVAIL),
+)
 
 _host = Host()
 
@@ -78,8 +97,11 @@ def run_launcher(
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     values = flags.FlagValues()
     define(values)
-    if _print_help(values, doc, argv[1:]):
-        return
+    try:
+        if _print_help(values, doc, argv[1:]):
+            return
+    except OSError as error:
+        _fail(f"standard output: {error.strerror}")
     global _host
     together = "devices" in values and "coordinator_address" in values
     _host = _find_host(argv, together) if "coordinator_address" in values else Host()
@@ -95,34 +117,74 @@ def run_launcher(
             if len(rest) > 1:
                 raise InputError(f'"{rest[1]}" is not a flag; see --help')
             main(values)
+            sys.stdout.flush()
             _host.finish()
-    except (InputError, flags.Error) as error:
-        _host.fail(error if isinstance(error, InputError) else InputError(str(error)))
-        _fail(str(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader of a pipe went away: nothing more to say, and nothing to say it to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(0)
     except Exception as error:
-        _host.fail(error)
-        traceback.print_exc()
-        sys.exit(EXIT_RESTART)
+        _end_with(error)
     finally:
         _host = Host()
+
+
+def _end_with(error: Exception) -> NoReturn:
+    """Tell all hosts of an error that nobody caught, say it, and exit with 2 or 42."""
+    if (message := _message_to_user(error)) is not None:
+        _host.fail(error if isinstance(error, InputError) else InputError(message))
+        _fail(message)
+    _host.fail(error)
+    traceback.print_exception(error)
+    sys.exit(EXIT_RESTART)
+
+
+def _message_to_user(error: Exception) -> str | None:
+    """What to say of an error that its user can fix and a restart cannot; None of any other."""
+    if isinstance(error, (InputError, flags.Error)):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in _OF_USERS:
+        where = "standard output or a file" if error.filename is None else error.filename
+        return f"{where}: {os.strerror(error.errno)}"
+    return None
+
+
+def _drop_output() -> None:
+    """Let what is still to be written to standard output go nowhere: Python would fail once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_help(values: flags.FlagValues, doc: str, arguments: Sequence[str]) -> bool:
     """Print the help or the version where an argument asks for it; whether one did."""
     if {"--help", "-help", "-h", "--helpfull"} & set(arguments):
-        print(doc.strip(), "\n\nFlags:\n", values.get_help().partition("\n")[2], sep="", flush=True)
+        everything = "--helpfull" in arguments or len(values) <= _MANY_FLAGS
+        print(
+            doc.strip(), "\n\nFlags:\n", _all_flags(values) if everything else _first_flags(values), sep="", flush=True
+        )
         return True
     if "--version" in arguments:
         print(f"diffumesh {version()}")
         return True
     return False
+
+
+def _all_flags(values: flags.FlagValues) -> str:
+    """Help of every flag, under the module that defines it."""
+    return values.get_help().partition("\n")[2]
+
+
+def _first_flags(values: flags.FlagValues) -> str:
+    """Help of the flags that people need first, in the order of ``_FIRST_FLAGS``."""
+    shown = [name for name in _FIRST_FLAGS if name in values]
+    lines = []
+    for name in shown:
+        alone = flags.FlagValues()
+        alone[name] = values[name]
+        lines.append(alone.get_help(prefix="  ", include_special_flags=False))
+    return "\n".join([*lines, "", f"{len(values) - len(shown)} more flags: --helpfull"])
 
 
 def _find_host(argv: Sequence[str], together: bool) -> Host:
@@ -150,7 +212,11 @@ def _find_host(argv: Sequence[str], together: bool) -> Host:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {printable(message)}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
     sys.exit(EXIT_USER_ERROR)
 
 
@@ -167,7 +233,7 @@ def define_device_flags(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_string(
         "compile_cache",
-        str(Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "diffumesh" / "compiled"),
+        str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "diffumesh" / "compiled"),
         "Private folder where compiled programs are kept between runs; empty for none.",
         flag_values=values,
     )
@@ -181,7 +247,7 @@ def start_devices(values: flags.FlagValues, inputs: Mapping[str, str] | None = N
       inputs: digests of what was read, by name: all hosts must have read the same.
 
     Raises:
-      InputError: the compile cache is not a folder of this user alone; or hosts differ.
+      InputError: hosts differ.
     """
     import jax
 
@@ -190,14 +256,17 @@ def start_devices(values: flags.FlagValues, inputs: Mapping[str, str] | None = N
     if values.devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", values.devices)
-    if values.compile_cache:
+    if values.compile_cache and (folder := _private_folder(values.compile_cache)) is not None:
         # JAX writes it on host 0 only.
-        jax.config.update("jax_compilation_cache_dir", str(_private_folder(values.compile_cache)))
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     _host.mark()
     preflight.check(
         _host, values, inputs or {}, lambda table: preflight.print_table(table) if is_main_process() else None
     )
+    if _host.count > 1 and jax.default_backend() == "cpu":
+        # XLA loses the order of collectives when it reads a CPU program from the cache, and hosts get out of step.
+        jax.config.update("jax_compilation_cache_dir", None)
 
 
 def compile_only() -> None:
@@ -213,19 +282,40 @@ def compile_only() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def _private_folder(path: str) -> Path:
+def _private_folder(path: str) -> Path | None:
+    """The folder for compiled programs, of this user alone; None, and a line that says why, where there can be none."""
     # Compiled programs are code: nobody else may be able to put any there.
-    folder = Path(path).expanduser()
     try:
+        folder = Path(path).expanduser()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         state = folder.stat()
         if state.st_uid != os.getuid():
-            raise InputError(f"--compile_cache={path}: the folder belongs to another user")
+            raise PermissionError(errno.EPERM, "it belongs to another user")
         if stat.S_IMODE(state.st_mode) & 0o077:
             folder.chmod(0o700)
-    except OSError as error:
-        raise InputError(f"--compile_cache={path}: {error.strerror or error}; name another folder, or none") from error
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "it may not be written")
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        say(f"warning: --compile_cache={path}: {why}; programs are compiled anew in every run")
+        return None
     return folder
+
+
+def check_writable(flag: str, path: str) -> None:
+    """Check before anything is computed that a file can be written there.
+
+    Raises:
+      InputError: it is a folder, its folder is not there, or this user may not write.
+    """
+    file = Path(path).resolve()
+    if file.is_dir():
+        raise InputError(f"--{flag}={path}: that is a folder; name a file")
+    if not file.parent.is_dir():
+        raise InputError(f"--{flag}={path}: there is no such folder")
+    # A file is replaced whole, so that its folder must take a new one.
+    if not os.access(file.parent, os.W_OK | os.X_OK) or (file.exists() and not os.access(file, os.W_OK)):
+        raise InputError(f"--{flag}={path}: this user may not write there")
 
 
 def is_main_process() -> bool:
@@ -241,7 +331,7 @@ def say(message: str) -> None:
 
 @contextlib.contextmanager
 def progress_bar(title: str, *, of_bytes: bool = False) -> Iterator[Report]:
-    """A progress bar with rate and remaining time on an interactive terminal; of bytes, elsewhere a line now and then.
+    """A progress bar with rate and remaining time on an interactive terminal; elsewhere a line every 10 seconds.
 
     Yields:
       What to report to; host 0 alone shows it. All hosts report alike, so that the work they do between two reports is
@@ -249,14 +339,13 @@ def progress_bar(title: str, *, of_bytes: bool = False) -> Iterator[Report]:
     """
     host = _host
     if not sys.stderr.isatty() or not is_main_process():
-        lines = _ByteLines(title)
+        with _Lines(title, of_bytes) as lines:
 
-        def report_lines(done: int, total: int) -> None:
-            host.mark()
-            if of_bytes:
-                lines.at_times(done, total)
+            def report_lines(done: int, total: int) -> None:
+                host.mark()
+                lines.done, lines.total = done, total
 
-        yield report_lines
+            yield report_lines
         return
     amount = (DownloadColumn(), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimeElapsedColumn(), TimeRemainingColumn())
@@ -270,19 +359,34 @@ def progress_bar(title: str, *, of_bytes: bool = False) -> Iterator[Report]:
         yield report
 
 
-class _ByteLines:
-    """Lines about how far bytes are, from host 0, for a log that cannot show a bar."""
+class _Lines:
+    """Lines about how far something is, from host 0, for a log that cannot show a bar; also while nothing is reported.
 
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._start = self._last = time.monotonic()
+    Attributes:
+      done, total: what was reported last.
+    """
 
-    def at_times(self, done: int, total: int) -> None:
-        """Say it when the last time is a while ago."""
-        now = time.monotonic()
-        if now - self._last < SECONDS_BETWEEN_LINES:
-            return
-        self._last = now
-        rate = done / max(now - self._start, 1e-9)
-        left = f", about {timedelta(seconds=round((total - done) / rate))} left" if done else ""
-        say(f"{self._title}: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s{left}")
+    def __init__(self, title: str, of_bytes: bool) -> None:
+        self._title, self._of_bytes = title, of_bytes
+        self._start = time.monotonic()
+        self._over = threading.Event()
+        self.done = self.total = 0
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._speak, name="progress", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+
+    def _speak(self) -> None:
+        while not self._over.wait(SECONDS_BETWEEN_LINES):
+            say(self._line(max(time.monotonic() - self._start, 1e-9)))
+
+    def _line(self, seconds: float) -> str:
+        done, total = self.done, self.total
+        left = f", about {timedelta(seconds=round((total - done) * seconds / done))} left" if done else ""
+        if self._of_bytes:
+            rate = f"{done / seconds / 1e6:.0f} MB/s"
+            return f"{self._title}: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {rate}{left}"
+        return f"{self._title}: {done} of {total}, {timedelta(seconds=round(seconds))}{left}"

@@ -1,9 +1,12 @@
 """Check every byte of a checkpoint against its manifest of digests.
 
-  python -m launch.verify --checkpoint=DIR                       canonical, or a Hugging Face folder with a manifest
-  python -m launch.verify --checkpoint=FOLDER --write_manifest   write the manifest of a Hugging Face folder
+  diffumesh verify --checkpoint=DIR                       canonical, or a Hugging Face folder with a manifest
+  diffumesh verify --checkpoint=FOLDER --write_manifest   write the manifest of a Hugging Face folder
 
-Names the tensor or the file that is damaged and exits with 2; prints one line and exits with 0 when all is intact.
+Every tensor and every file is read. Names the tensor or the file that is damaged, missing or was added, or the tensors
+that hold NaN or infinity, and exits with 2; prints one line and exits with 0 when all is intact. Documents (README.md,
+pictures) and hidden files may come and go. A manifest of version 1 covers fewer files, and is said to: --write_manifest
+checks such a checkpoint, and makes its manifest cover all of it.
 """
 
 from __future__ import annotations
@@ -13,17 +16,22 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from checkpoints import verify, write_manifest
+from checkpoints import DEMO, uncovered_files, verify, write_manifest
 from launch.convert import open_model
-from launch.startup import progress_bar, run_launcher
+from launch.startup import progress_bar, run_launcher, say
 from runtime import InputError
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this launcher's flags."""
-    flags.DEFINE_string("checkpoint", None, "Checkpoint to verify.", flag_values=values)
+    flags.DEFINE_string(
+        "checkpoint", str(DEMO), "Checkpoint to verify. Default: the demo in the package.", flag_values=values
+    )
     flags.DEFINE_bool(
-        "write_manifest", False, "Take a Hugging Face folder as it is now and write its manifest.", flag_values=values
+        "write_manifest",
+        False,
+        "Write the manifest of a Hugging Face folder as it is now, or bring a canonical checkpoint's up to date.",
+        flag_values=values,
     )
 
 
@@ -34,12 +42,15 @@ def main(values: flags.FlagValues) -> None:
     if values.write_manifest:
         if "://" in values.checkpoint:
             raise InputError(f"--checkpoint={values.checkpoint}: --write_manifest goes with a folder on this machine")
-        if folder.is_canonical:
-            raise InputError(f"{folder.place}: a canonical checkpoint has the manifest it was converted with")
         with progress_bar("digesting", of_bytes=True) as progress:
             write_manifest(folder, layout, progress=progress)
     with progress_bar("verifying", of_bytes=True) as progress:
         count = verify(folder, progress=progress)
+    if uncovered := uncovered_files(folder):
+        say(
+            f"the manifest is of an older version and does not cover {len(uncovered)} files: "
+            f"{', '.join(uncovered):.300}; --write_manifest makes it"
+        )
     seconds = time.perf_counter() - start
     print(f"{folder.place}: {count:,} bytes of weights intact ({count / seconds / 1e9:.2f} GB/s)")
 

@@ -30,6 +30,7 @@ NEW_STYLE = "bold reverse green"
 HEADING_STYLE = "bold cyan"
 MASK, END = "░", "·"
 END_RUN = 8  # as many end tokens between other tokens become one mark
+COMPILING = "compiling: the canvas follows"
 SHARE = 0.1  # of the time may go into drawing
 LINES_PER_ROW = 4  # rows that would get fewer lines, heading included, are counted instead of shown
 
@@ -257,6 +258,7 @@ class CanvasWatcher:
                 vertical_overflow="crop",
             )
             self._live.start()
+            self._live.update(Text(COMPILING, style="dim"), refresh=True)
         return self
 
     def __exit__(
@@ -330,9 +332,11 @@ class CanvasWatcher:
         for column in range(3):
             grid.add_column(no_wrap=True, overflow="crop", ratio=1 if column == 1 else None)
         seconds = self._clock() - self._started
+        # The legend is in the line itself: what a mask looks like, and a token that was just set.
+        sign = "#" if self._console.options.ascii_only else MASK
         grid.add_row(
-            Text(f"step {step:>{len(str(self.steps))}}/{self.steps}"),
+            Text(f"step {step:>{len(str(self.steps))}}/{self.steps}" + ("" if step else ", compiling")),
             ProgressBar(total=self.steps, completed=step),
-            Text(f"{masks} masked  {seconds:.1f} s"),
+            Text.assemble((sign, STYLES["mask"]), f" {masks} masked  ", ("new", NEW_STYLE), f"  {seconds:.1f} s"),
         )
         return grid

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from runtime.decoding.parameters import (
         AUTOREGRESSIVE_PARAMETERS,
         CACHES,
-        EARLY_STOP,
         EXPOSED_PARAMETERS,
         MAX_SEED,
         MAX_STEPS,
@@ -36,12 +35,17 @@ if TYPE_CHECKING:
         check_given,
         declared_parameters,
         dependents,
+        plain_number,
     )
     from runtime.engine import Engine
-    from runtime.execution.executor import Executor
+    from runtime.execution.background import BackgroundCompiler
+    from runtime.execution.buckets import MAX_PROGRAMS, Bucket, Grid
+    from runtime.execution.executor import Executor, Programs
+    from runtime.execution.fair_queue import FairQueue
     from runtime.execution.left_padding import read_rows
     from runtime.execution.offline import OfflineScheduler
     from runtime.execution.pool import PoolShape, step_limit
+    from runtime.execution.pool_state import PoolLimits
     from runtime.execution.requests import (
         CanvasChanged,
         Event,
@@ -52,11 +56,12 @@ if TYPE_CHECKING:
         RowFinished,
         RowInserted,
         RowsScored,
+        StopTest,
     )
     from runtime.execution.result import GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
     from runtime.execution.rows import MAX_SAMPLES, check_request, row_seed, row_seeds
-    from runtime.execution.scheduler import PoolLimits, Scheduler, SchedulerPolicy, SchedulerStats
+    from runtime.execution.scheduler import Scheduler, SchedulerPolicy, SchedulerStats
     from runtime.execution.step_plan import ScorePass, StepOutcome, StepPlan
     from runtime.models.attention import ATTENTION_IMPLEMENTATIONS
     from runtime.models.config import STORED_DTYPES, ConfigError, ModelConfig
@@ -64,7 +69,7 @@ if TYPE_CHECKING:
     from runtime.models.families import model_layout, parse_config
     from runtime.models.kv_cache import CACHE_DTYPES
     from runtime.models.quantization import QUANTIZATIONS
-    from runtime.text.completions import Completion, CompletionBuilder, TextStream
+    from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
     from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
     from sharding.errors import InputError, MeshError
     from sharding.mesh import MeshSpec
@@ -74,8 +79,8 @@ __all__ = [
     "AUTOREGRESSIVE_PARAMETERS",
     "CACHES",
     "CACHE_DTYPES",
-    "EARLY_STOP",
     "EXPOSED_PARAMETERS",
+    "MAX_PROGRAMS",
     "MAX_SAMPLES",
     "MAX_SEED",
     "MAX_STEPS",
@@ -83,7 +88,9 @@ __all__ = [
     "MIN_TEMPERATURE",
     "QUANTIZATIONS",
     "STORED_DTYPES",
+    "BackgroundCompiler",
     "Boolean",
+    "Bucket",
     "CanvasChanged",
     "CheckpointError",
     "CheckpointFolder",
@@ -95,9 +102,11 @@ __all__ = [
     "Engine",
     "Event",
     "Executor",
+    "FairQueue",
     "FirstToken",
     "GenerationResult",
     "GenerationStats",
+    "Grid",
     "InputError",
     "Integer",
     "MeshError",
@@ -110,6 +119,7 @@ __all__ = [
     "PoolLimits",
     "PoolShape",
     "PrefixGrown",
+    "Programs",
     "Real",
     "RequestFinished",
     "RequestHandle",
@@ -127,6 +137,7 @@ __all__ = [
     "Seeds",
     "StepOutcome",
     "StepPlan",
+    "StopTest",
     "TextStream",
     "TextTokenizer",
     "TokenIds",
@@ -141,10 +152,12 @@ __all__ = [
     "folder_fingerprint",
     "model_layout",
     "parse_config",
+    "plain_number",
     "read_rows",
     "row_seed",
     "row_seeds",
     "step_limit",
+    "stop_tests",
 ]
 
 _HOMES = {
@@ -161,11 +174,16 @@ _HOMES = {
     "CompletionBuilder": "runtime.text.completions",
     "ConfigError": "runtime.models.config",
     "DiffusionConfig": "runtime.decoding.parameters",
-    "EARLY_STOP": "runtime.decoding.parameters",
     "EXPOSED_PARAMETERS": "runtime.decoding.parameters",
     "Engine": "runtime.engine",
     "Event": "runtime.execution.requests",
+    "BackgroundCompiler": "runtime.execution.background",
+    "Bucket": "runtime.execution.buckets",
     "Executor": "runtime.execution.executor",
+    "FairQueue": "runtime.execution.fair_queue",
+    "Grid": "runtime.execution.buckets",
+    "MAX_PROGRAMS": "runtime.execution.buckets",
+    "Programs": "runtime.execution.executor",
     "FirstToken": "runtime.execution.requests",
     "GenerationResult": "runtime.execution.result",
     "GenerationStats": "runtime.execution.result",
@@ -183,7 +201,7 @@ _HOMES = {
     "OfflineScheduler": "runtime.execution.offline",
     "Parameter": "runtime.decoding.schema",
     "ParameterError": "runtime.decoding.schema",
-    "PoolLimits": "runtime.execution.scheduler",
+    "PoolLimits": "runtime.execution.pool_state",
     "PoolShape": "runtime.execution.pool",
     "PrefixGrown": "runtime.execution.requests",
     "QUANTIZATIONS": "runtime.models.quantization",
@@ -205,6 +223,7 @@ _HOMES = {
     "Seeds": "runtime.decoding.schema",
     "StepOutcome": "runtime.execution.step_plan",
     "StepPlan": "runtime.execution.step_plan",
+    "StopTest": "runtime.execution.requests",
     "TextStream": "runtime.text.completions",
     "TextTokenizer": "runtime.text.tokenizer",
     "TokenIds": "runtime.decoding.schema",
@@ -219,10 +238,12 @@ _HOMES = {
     "folder_fingerprint": "checkpoints.fingerprint",
     "model_layout": "runtime.models.families",
     "parse_config": "runtime.models.families",
+    "plain_number": "runtime.decoding.schema",
     "read_rows": "runtime.execution.left_padding",
     "row_seed": "runtime.execution.rows",
     "row_seeds": "runtime.execution.rows",
     "step_limit": "runtime.execution.pool",
+    "stop_tests": "runtime.text.completions",
 }
 
 if not TYPE_CHECKING:  # so that a type checker knows every name, and no other

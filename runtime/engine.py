@@ -16,6 +16,7 @@ from checkpoints import CheckpointError, CheckpointFolder, load_weights, open_fo
 from checkpoints.loading import LoadedBytes, Progress, check_weights
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.options import check_options
+from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
 from runtime.execution.rows import default_config
 from runtime.execution.runner import Runner, check_attention
@@ -26,7 +27,7 @@ from runtime.models.families import Weights, model_layout, parse_config
 from runtime.models.placement import place_weights
 from runtime.models.random_weights import random_weights
 from runtime.planner.default import choose_layout
-from runtime.text.completions import Completion, CompletionBuilder, certain_prefixes, stream_text
+from runtime.text.completions import Completion, CompletionBuilder, certain_prefixes, stop_tests, stream_texts
 from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
@@ -175,34 +176,43 @@ class Engine(TokenEngine):
         Raises:
           CheckpointError: the checkpoint has none.
         """
-        if self._tokenizer is None and self._folder is not None:
-            self._tokenizer = TextTokenizer.from_folder(self._folder)
-        if self._tokenizer is None:
+        found = self._read_tokenizer()
+        if found is None:
             raise CheckpointError(
                 "this checkpoint has no tokenizer (tokenizer.json, or vocab.json and merges.txt); "
                 "it serves the token-level calls only"
             )
+        return found
+
+    def _read_tokenizer(self) -> TextTokenizer | None:
+        if self._tokenizer is None and self._folder is not None:
+            self._tokenizer = TextTokenizer.from_folder(self._folder)
         return self._tokenizer
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a completion: the configurations' and the tokenizer's."""
-        tokenizer = self.tokenizer
-        assert self._folder is not None, "a tokenizer comes from a folder"
-        return end_tokens(self.config, self._folder, tokenizer)
+        assert self.tokenizer is not None  # its absence raises
+        return self.known_end_tokens()
+
+    def known_end_tokens(self) -> tuple[int, ...]:
+        """:attr:`end_token_ids`, without the tokenizer's where there is none."""
+        if self._folder is None:
+            return super().known_end_tokens()
+        return end_tokens(self.config, self._folder, self._read_tokenizer())
 
     def published(self, **overrides: Any) -> GenerationConfig:
         """The settings that the model's authors publish for this checkpoint, with these changes."""
         name = "" if self._folder is None else f"{self._folder.name} {self._folder.config.get('_name_or_path', '')}"
         settings = self.config.family.published_settings(name) | overrides
-        is_diffusion = isinstance(default_config(self.config), DiffusionConfig)
-        return DiffusionConfig.published(**settings) if is_diffusion else SamplingConfig(**settings)
+        diffusion = isinstance(default_config(self.config), DiffusionConfig)
+        return DiffusionConfig.published(**settings) if diffusion else SamplingConfig(**settings)
 
     # ---- generation -------------------------------------------------------------------------------------------
 
     def generate(
         self,
-        prompts: Sequence[str],
+        prompts: str | Sequence[str],
         config: GenerationConfig | None = None,
         *,
         chat: bool = False,
@@ -212,8 +222,8 @@ class Engine(TokenEngine):
         """Complete texts: each prompt's ``num_return_sequences`` completions in turn.
 
         Args:
-          prompts: texts; mask tokens written in them (``<|mask|>``) are filled too.
-          config: as for :meth:`generate_tokens`; an autoregressive row ends with the checkpoint's end tokens too.
+          prompts: a text or several; mask tokens written in them (``<|mask|>``) are filled too.
+          config: as for :meth:`generate_tokens`; rows end early unless ``early_stop`` is false.
           chat: each prompt is a user's message in the checkpoint's chat template.
           num_return_sequences: completions of each prompt.
           stop: strings that end a completion.
@@ -224,44 +234,59 @@ class Engine(TokenEngine):
         """
         ids, mask = self.encode(prompts, chat=chat)
         config = self.with_end_tokens(config)
-        result = self.generate_tokens(ids, mask, config, num_return_sequences=num_return_sequences)
+        tests = self.stop_tests([stop] * (len(ids) * num_return_sequences), config.stop_token_ids)
+        result = self.generate_tokens(ids, mask, config, num_return_sequences=num_return_sequences, stop_tests=tests)
         return self.completions(prompts, ids, mask, result, stop=stop, stop_token_ids=config.stop_token_ids)
 
     def stream(
         self,
-        prompt: str,
+        prompts: str | Sequence[str],
         config: GenerationConfig | None = None,
         *,
         chat: bool = False,
         stop: Sequence[str] = (),
         every: int = 1,
-    ) -> Iterator[str]:
-        """Complete one text, in pieces as they become certain; arguments and errors as of :meth:`generate`.
+    ) -> Iterator[Any]:
+        """Complete a text in pieces, each a string, as they become certain; of several texts, tuples of pieces.
 
-        A diffusion model hands out what is before its first mask, so blocks (``block_length``) make it flow. ``every``
-        is the number of steps or tokens between two looks.
+        Arguments and errors are those of :meth:`generate`. A diffusion model hands out what is before its first mask,
+        so blocks (``block_length``) make it flow. ``every`` is the number of steps or tokens between two looks.
         """
-        ids, mask = self.encode([prompt], chat=chat)
+        ids, mask = self.encode(prompts, chat=chat)
         config = self.with_end_tokens(config)
         canvases = self.stream_tokens(ids, mask, config, every=every)
         masked = self.config.mask_token_id if isinstance(config, DiffusionConfig) else None
-        ends = (*self.end_token_ids, *config.stop_token_ids)
-        yield from stream_text(self.tokenizer, certain_prefixes(canvases, ids.shape[1], masked), ends, stop)
+        prefixes = certain_prefixes(canvases, ids.shape[1], masked)
+        pieces = stream_texts(self.tokenizer, prefixes, (*self.end_token_ids, *config.stop_token_ids), stop)
+        return (piece for (piece,) in pieces) if isinstance(prompts, str) else pieces
+
+    def score(self, input_ids: Any, targets: Any = None, attention_mask: Any = None, **options: Any) -> Any:
+        """Log-probabilities of tokens, float32 ``[B, S]``; of a text's own tokens ``[S]``, of several texts' a list.
+
+        See :func:`runtime.execution.scoring.score_batch` for token ids, the ``targets`` they have, and the options.
+        """
+        texts = [input_ids] if isinstance(input_ids, str) else input_ids
+        if targets is not None or not (isinstance(texts, Sequence) and texts and isinstance(texts[0], str)):
+            return super().score(input_ids, targets, attention_mask, **options)
+        ids, mask = self.encode(texts)
+        found = [row[real == 1] for row, real in zip(super().score(ids, ids, mask, **options), mask, strict=True)]
+        return found[0] if isinstance(input_ids, str) else found
 
     def with_end_tokens(self, config: GenerationConfig | None) -> GenerationConfig:
-        """A configuration whose rows end with the checkpoint's end tokens too, where rows end at all."""
-        config = config or default_config(self.config)
-        if not isinstance(config, SamplingConfig):
-            return config
-        return config.replace(stop_token_ids=tuple(dict.fromkeys([*config.stop_token_ids, *self.end_token_ids])))
+        """A configuration whose rows end with the checkpoint's end tokens too, unless its ``early_stop`` is false."""
+        return (config or default_config(self.config)).with_end_tokens(self.end_token_ids, default=True)
 
-    def encode(self, prompts: Sequence[str], *, chat: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def stop_tests(self, stops: Sequence[Sequence[str]], stop_token_ids: Sequence[int] = ()) -> list[StopTest | None]:
+        """For each row, whose stop strings these are, the test that ends it; see :meth:`generate_tokens`."""
+        return stop_tests(self.tokenizer, (*self.end_token_ids, *stop_token_ids), stops)
+
+    def encode(self, prompts: str | Sequence[str], *, chat: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize prompts into left-padded rows: int32 ``[B, S]`` and their attention mask ``[B, S]``."""
         return encode_prompts(self.tokenizer, prompts, self.config.pad_token_id, chat=chat)
 
     def completions(
         self,
-        prompts: Sequence[str],
+        prompts: str | Sequence[str],
         ids: np.ndarray,
         mask: np.ndarray,
         result: GenerationResult,
@@ -270,6 +295,6 @@ class Engine(TokenEngine):
         stop_token_ids: Sequence[int] = (),
     ) -> list[Completion]:
         """Turn a result for :meth:`encode`'s rows into completions, prompt by prompt, sample by sample."""
-        ends = (*self.end_token_ids, *stop_token_ids)
-        builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, ends)
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, (*self.end_token_ids, *stop_token_ids))
         return builder.build_batch(prompts, ids, mask, result, stop)

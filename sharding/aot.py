@@ -29,10 +29,13 @@ _CUBIC: dict[str, Any] = {"chip_config_name": "megacore", "chips_per_host_bounds
 
 # What the GPU compiler wants to know of a chip: cores, float32 units a core, shared memory of a core and of a block,
 # L2 cache, clock, compute capability.
-_GPU_CORES: dict[str, tuple[int, int, int, int, int, float, int]] = {
-    "a100": (108, 64, 167936, 166912, 41943040, 1.41, 8),
-    "h100": (132, 128, 233472, 232448, 52428800, 1.98, 9),
-    "h200": (132, 128, 233472, 232448, 52428800, 1.98, 9),
+_GPU_CORES: dict[str, tuple[int, int, int, int, int, float, tuple[int, int]]] = {
+    "l4": (58, 128, 102400, 101376, 50331648, 2.04, (8, 9)),
+    "rtx4090": (128, 128, 102400, 101376, 75497472, 2.52, (8, 9)),
+    "a100-40gb": (108, 64, 167936, 166912, 41943040, 1.41, (8, 0)),
+    "a100": (108, 64, 167936, 166912, 41943040, 1.41, (8, 0)),
+    "h100": (132, 128, 233472, 232448, 52428800, 1.98, (9, 0)),
+    "h200": (132, 128, 233472, 232448, 52428800, 1.98, (9, 0)),
 }
 _TARGET = """
 gpu_device_info {{
@@ -41,7 +44,7 @@ gpu_device_info {{
   shared_memory_per_block_optin: {block} registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: {bandwidth} l2_cache_size: {cache} clock_rate_ghz: {clock} device_memory_size: {memory}
-  cuda_compute_capability {{ major: {capability} }}
+  cuda_compute_capability {{ major: {capability[0]} minor: {capability[1]} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}

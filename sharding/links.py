@@ -13,7 +13,7 @@ from sharding.mesh import MESH_AXES, MeshSpec, arrange_devices
 from sharding.topology import Topology, places
 
 # Time for a message to get to a neighbour, in seconds: an assumption, of the order that vendors give.
-_HOP_SECONDS = {"interconnect": 1e-6, "NVLink": 3e-6, "network": 10e-6}
+HOP_SECONDS = {"interconnect": 1e-6, "NVLink": 3e-6, "network": 10e-6}
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Link:
     bandwidth: float
     latency: float
 
-    def seconds(self, kind: str, payload: int, members: int) -> float:
+    def seconds(self, kind: str, payload: float, members: int) -> float:
         """Time of one collective by the ring algorithms.
 
         Args:
@@ -78,13 +78,13 @@ class Wiring:
         if chip.platform == "gpu":
             hosts, cards = np.unique(group[:, 4], return_counts=True)
             if len(hosts) == 1:
-                return Link("NVLink", chip.link_bandwidth, _HOP_SECONDS["NVLink"])
+                return Link("NVLink", chip.link_bandwidth, HOP_SECONDS["NVLink"])
             bandwidth = min(int(cards.min()) * chip.network_bandwidth, chip.link_bandwidth)
-            return Link("network", bandwidth, (len(hosts) - 1) * _HOP_SECONDS["network"])
+            return Link("network", bandwidth, (len(hosts) - 1) * HOP_SECONDS["network"])
         spans = [len(set(group[:, column])) for column in range(4)]
         # The network lies between slices; the interconnect joins a slice's hosts.
         if spans[3] > 1:
-            return Link("network", chip.network_bandwidth, (spans[3] - 1) * _HOP_SECONDS["network"])
+            return Link("network", chip.network_bandwidth, (spans[3] - 1) * HOP_SECONDS["network"])
         sides = (*self.topology.shape, 1)[:3]
         wraps = (*self.topology.wraps, False)[:3]
         directions = sum(
@@ -93,7 +93,7 @@ class Wiring:
             if span > 1
         )
         hops = sum(span - 1 for span in spans[:3])
-        return Link("interconnect", max(1, directions) * chip.link_bandwidth, hops * _HOP_SECONDS["interconnect"])
+        return Link("interconnect", max(1, directions) * chip.link_bandwidth, hops * HOP_SECONDS["interconnect"])
 
     def members(self, axes: Sequence[str], inside_slices: bool = False) -> int:
         """How many chips such a group has."""

@@ -21,6 +21,7 @@ class PartitionRules:
 
     batch: MeshAxes = ("data",)
     canvas: MeshAxes = ("sequence",)
+    residual: MeshAxes = ("sequence",)
     length: MeshAxes = ("sequence",)
     layers: MeshAxes = ()
     embed: MeshAxes = ()

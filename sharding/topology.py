@@ -1,8 +1,10 @@
 """Chips and slices as data: what a machine is, without the machine.
 
-A topology is written as its chips are sold: ``v5e:2x4`` (a TPU slice, shape in chips), ``2xv5e:16x16`` (two such
-slices), ``8xh100`` (a GPU host), ``2x8xh200`` (two hosts of eight). Rates are the vendors' peaks in bytes and
-operations per second; what is not published by them is marked as an assumption.
+A topology is written as its chips are sold: ``v5e:2x4`` (a TPU slice, shape in chips) or ``v5e-8`` (the same by the
+name of its accelerator type), ``2xv5e:16x16`` (two slices), ``8xh100`` (a GPU host), ``2x8xh200`` (two hosts of eight).
+Rates are the vendors' peaks in bytes and operations per second, without sparsity: Google Cloud's pages of each TPU
+version, NVIDIA's data sheets of A100, H100, H200 and L4, and its Ada whitepaper for the RTX 4090. What they do not
+publish is marked as an assumption.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class Chip:
         of its own) or slices (TPU).
       chips_per_host: chips that share a host; more are another host.
       torus_dimensions: dimensions of a TPU's interconnect, 0 for a switch that joins all chips of a host.
+      cores_in_name: what an accelerator type such as ``v4-32`` counts for each chip: TensorCores on v4 and v5p, which
+        have two, and chips on v5e and v6e.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Chip:
     network_bandwidth: float
     chips_per_host: int
     torus_dimensions: int
+    cores_in_name: int = 1
 
 
 def _tpu(
@@ -62,7 +67,7 @@ def _tpu(
     hosts = {2: 8, 3: 4}[dimensions]
     return Chip(
         name, "tpu", kind, gib * _GIB, int(usable_gib * _GIB), fast_mib << 20, bandwidth * 1e12, tera * 1e12,
-        int8 * 1e12, link * 1e9, network * 1e9, hosts, dimensions,
+        int8 * 1e12, link * 1e9, network * 1e9, hosts, dimensions, 2 if dimensions == 3 else 1,
     )  # fmt: skip
 
 
@@ -75,7 +80,8 @@ def _gpu(
     )  # fmt: skip
 
 
-# Networks are assumptions: 400 Gb/s InfiniBand a card for H100 and H200, 200 Gb/s for A100; 50 Gb/s a TPU chip.
+# Networks are assumptions: 400 Gb/s InfiniBand a card for H100 and H200, 200 Gb/s for A100, 25 Gb/s of the host's
+# network for L4 and RTX 4090; 50 Gb/s a TPU chip. L4 and RTX 4090 have no NVLink: their link is PCIe 4.0 x16.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -83,11 +89,20 @@ CHIPS = {
         _tpu("v5e", "TPU v5 lite", 16, 15.75, 128, 0.81, 197, 394, 45, 6.25, 2),
         _tpu("v5p", "TPU v5", 95, 94.75, 0, 2.8, 459, 918, 90, 6.25, 3),
         _tpu("v6e", "TPU v6 lite", 32, 31.25, 128, 1.6, 920, 1840, 90, 6.25, 2),
+        _gpu("l4", "NVIDIA L4", 24, 0.3, 121, 242, 32, 3.125),
+        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 24, 1.008, 165, 660, 32, 3.125),
+        _gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 40, 1.555, 312, 624, 300, 25),
         _gpu("a100", "NVIDIA A100-SXM4-80GB", 80, 2.0, 312, 624, 300, 25),
         _gpu("h100", "NVIDIA H100 80GB HBM3", 80, 3.35, 990, 1980, 450, 50),
         _gpu("h200", "NVIDIA H200", 141, 4.8, 990, 1980, 450, 50),
     )
 }
+
+# Other names of these chips.
+_ALIASES = {
+    "v5litepod": "v5e", "a100-80gb": "a100", "h100-80gb": "h100", "h200-141gb": "h200", "4090": "rtx4090",
+    "rtx-4090": "rtx4090",
+}  # fmt: skip
 
 # Slices of the two-dimensional generations.
 _FLAT_SLICES: tuple[tuple[int, ...], ...] = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
@@ -162,29 +177,37 @@ class Place:
 
 
 def parse_topology(text: str) -> Topology:
-    """Parse ``v5e:2x4``, ``2xv5e:16x16``, ``8xh100`` or ``2x8xh200``.
+    """Parse ``v5e:2x4``, ``v5e-8``, ``2xv5e:16x16``, ``8xH100`` or ``2x8xh200``; capitals do not matter.
 
     Raises:
       MeshError: an unknown chip, a spelling that is not one of these, or a slice that does not exist.
     """
-    spellings = "write for example v5e:2x4, 2xv5e:16x16 (two slices), 8xh100 or 2x8xh200 (two hosts)"
-    tpu = re.fullmatch(r"(?:(\d{1,4})x)?([a-z]\w*):(\d{1,3}(?:x\d{1,3})*)", text)
-    gpu = re.fullmatch(r"(?:(\d{1,4})x)?(?:(\d{1,4})x)?([a-z]\w*)", text)
-    name = tpu[2] if tpu else gpu[3] if gpu else None
-    if name is None:
+    spellings = "write for example v5e-8 or v5e:2x4, 2xv5e:16x16 (two slices), 8xh100 or 2x8xh200 (two hosts)"
+    found = re.fullmatch(
+        r"(?:(?P<count>\d{1,4})x)?(?:(?P<chips>\d{1,4})x)?"
+        r"(?P<name>[a-z][a-z\d]*(?:-\d+gb|-4090)?|4090)(?::(?P<shape>\d{1,3}(?:x\d{1,3})*)|-(?P<size>\d{1,5}))?",
+        text.strip().lower(),
+    )
+    if found is None:
         raise MeshError(f'topology "{text}" cannot be read; {spellings}')
+    name = _ALIASES.get(found["name"], found["name"])
     chip = CHIPS.get(name)
     if chip is None:
-        raise MeshError(f'topology "{text}": there is no chip "{name}"; known: {", ".join(CHIPS)}; {spellings}')
-    if (chip.platform == "tpu") != bool(tpu):
+        raise MeshError(
+            f'topology "{text}": there is no chip "{found["name"]}"; known: {", ".join(CHIPS)}; {spellings}'
+        )
+    sized = found["shape"] is not None or found["size"] is not None
+    if (chip.platform == "tpu") != sized or (sized and found["chips"] is not None):
         right = f"{name}:{'x'.join(['2'] * chip.torus_dimensions)}" if chip.platform == "tpu" else f"8x{name}"
         raise MeshError(f'topology "{text}": write {right} or the like for {name}; {spellings}')
-    if tpu:
-        count, shape = int(tpu[1] or 1), tuple(map(int, tpu[3].split("x")))
+    count = int(found["count"] or 1)
+    if found["shape"] is not None:
+        shape = tuple(map(int, found["shape"].split("x")))
         _check_slice(text, chip, shape)
+    elif found["size"] is not None:
+        shape = _shape_of_size(text, chip, int(found["size"]))
     else:
-        assert gpu is not None
-        count, shape = (int(gpu[1] or 1), (int(gpu[2]),)) if gpu[2] else (1, (int(gpu[1] or 1),))
+        count, shape = (count, (int(found["chips"]),)) if found["chips"] else (1, (count,))
         if not 1 <= shape[0] <= chip.chips_per_host:
             raise MeshError(
                 f'topology "{text}": a host has 1 to {chip.chips_per_host} {name}; more are several hosts, such as '
@@ -193,6 +216,16 @@ def parse_topology(text: str) -> Topology:
     if not 1 <= count <= MAX_HOSTS:
         raise MeshError(f'topology "{text}": expected 1 to {MAX_HOSTS} slices or hosts')
     return Topology(chip, shape, count)
+
+
+def _shape_of_size(text: str, chip: Chip, size: int) -> tuple[int, ...]:
+    """The shape of the slice whose accelerator type ends with this number."""
+    chips, rest = divmod(size, chip.cores_in_name)
+    found = None if rest else machine_of(chip, chips)
+    if found is None:
+        what = "chips" if chip.cores_in_name == 1 else f"TensorCores, {chip.cores_in_name} a chip"
+        raise MeshError(f'topology "{text}": {chip.name} has no such slice of {size} {what}; its shapes can be written')
+    return found.shape
 
 
 def _check_slice(text: str, chip: Chip, shape: tuple[int, ...]) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+import time
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 # libtpu reads these when it is loaded: describe a slice instead of looking for one.
 os.environ.update(
@@ -21,6 +27,51 @@ from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 16)
 
+_START = time.monotonic()
+# Regions of memory that a process has mapped, above which programs are dropped; Linux allows 65,530.
+_MANY_REGIONS = 30_000
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of a run of some of the slow tests; see :func:`pytest_collection_modifyitems`."""
+    group = parser.getgroup("diffumesh")
+    group.addoption(
+        "--slow-quarter", type=int, metavar="DAY", help="Of the slow tests one quarter, which is another one each day."
+    )
+    group.addoption(
+        "--begin-within", type=float, metavar="MINUTES", help="Skip, and name, the tests that would begin after this."
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one quarter of each file's slow tests.
+
+    A quarter is a run of neighbours, which share fixtures and compiled programs. The file's name says which quarter it
+    begins with, so that files with a single slow test do not all have it on the same day.
+    """
+    day = config.getoption("--slow-quarter")
+    if day is None:
+        return
+    files: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") is not None:
+            files[item.nodeid.partition("::")[0]].append(item)
+    kept = {
+        id(item)
+        for name, slow in files.items()
+        for place, item in enumerate(slow)
+        if (4 * place // len(slow) + zlib.crc32(name.encode())) % 4 == day % 4
+    }
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test for which ``--begin-within`` leaves no time."""
+    minutes = item.config.getoption("--begin-within")
+    if minutes is not None and time.monotonic() - _START > 60 * minutes:
+        pytest.skip(f"not begun within {minutes:g} minutes")
+
 
 @pytest.fixture(autouse=True)
 def _no_compilation_cache_left_behind() -> Iterator[None]:
@@ -29,3 +80,22 @@ def _no_compilation_cache_left_behind() -> Iterator[None]:
     if jax.config.jax_compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def _programs_do_not_pile_up() -> Iterator[None]:
+    """XLA maps a few regions of memory for each program on CPU, and crashes when a process has no more of them.
+
+    Engines that test modules keep for one another are dropped, with their programs; the next test makes its own.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") < _MANY_REGIONS:
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tests"):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+    jax.clear_caches()
+    gc.collect()

@@ -4,7 +4,8 @@
 
 Everything follows from the seed: programs, tokenizer, order and masks. STATE_FOLDER keeps the programs and, every few
 minutes, all that is needed to go on: the same command resumes there. The learning rate falls over the last part of the
-steps; the state before it is kept as well (`before_decay.pt`), so that a run can be made longer from there.
+steps; the state before it is kept as well (`before_decay.pt`), so that a run can be made longer from there. The
+manifest of digests is made anew after it: `diffumesh verify --write_manifest`.
 README.md beside this file says what to expect.
 """
 

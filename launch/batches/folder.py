@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.batches.records import Key, as_line, key_of
+from launch.batches.records import Key, as_line, is_sealed, key_of, sealed
 from runtime import InputError
 
 RUN, RESULTS, ERRORS, SORTED, LOCK = "run.json", "results.jsonl", "errors.jsonl", "sorted.jsonl", ".lock"
@@ -38,22 +38,16 @@ class BatchFolder:
         self.path = path
         self.repaired: list[str] = []
         self._files: dict[str, int] = {}
+        self._locks: list[int] = []
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self._locks.append(os.open(path, os.O_RDONLY))
+            self._locks.append(os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644))
         except OSError as error:
+            self.close()
             raise InputError(f"--output_dir={path}: cannot be written to ({error.strerror or error})") from error
         try:
-            # The system lets go of it when the process ends, however it ends.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise InputError(f"--output_dir={path}: cannot be locked ({error.strerror or error})") from error
-            raise InputError(
-                f"--output_dir={path}: another process is writing there; wait for it, or name another folder"
-            ) from error
-        try:
+            self._lock()
             for name in (RESULTS, ERRORS):
                 self._open(name)
         except InputError:
@@ -62,9 +56,30 @@ class BatchFolder:
 
     def close(self) -> None:
         """Let go of the folder."""
-        for handle in (*self._files.values(), self._lock):
+        for handle in (*self._files.values(), *self._locks):
             os.close(handle)
-        self._files = {}
+        self._files, self._locks = {}, []
+
+    def _lock(self) -> None:
+        """Lock the folder itself, which cannot be removed while it holds results, and a file for other machines.
+
+        Network file systems lock files alone, and a file can be removed by anybody who tidies up. The system lets go of
+        both when the process ends, however it ends.
+        """
+        folder, file = self._locks
+        for handle in (folder, file):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise InputError(
+                        f"--output_dir={self.path}: another process is writing there; wait for it, or name another "
+                        "folder"
+                    ) from error
+                if handle == file:
+                    raise InputError(
+                        f"--output_dir={self.path}: cannot be locked ({error.strerror or error})"
+                    ) from error
 
     def _open(self, name: str) -> None:
         path = self.path / name
@@ -105,9 +120,7 @@ class BatchFolder:
                 raise
             raise InputError(f"{path}: cannot be read ({error}); name another --output_dir") from error
         different = [
-            f"{name} was {_short(said.get(name))} and is {_short(value)}"
-            for name, value in facts.items()
-            if said.get(name) != value
+            f"{name}: was {_short(before)}, now {_short(now)}" for name, before, now in _differences(said, facts)
         ]
         if different:
             raise InputError(
@@ -142,10 +155,15 @@ class BatchFolder:
           known: those that there can be.
 
         Raises:
-          InputError: one that is of no line of the input, or there twice.
+          InputError: one that is not as it was written, of no line of the input, or there twice.
         """
         found: set[Key] = set()
         for number, (_, record) in enumerate(self._records(RESULTS), 1):
+            if not is_sealed(record):
+                raise InputError(
+                    f"{self.path / RESULTS}:{number}: changed since it was written: its digest is wrong; remove the "
+                    "line, and it is done again"
+                )
             key = key_of(record)
             if key is None or key not in known or key in found:
                 why = "twice" if key in found else "of no line of the input"
@@ -159,7 +177,7 @@ class BatchFolder:
         Raises:
           InputError: the disk is full or gone; what was there before is whole.
         """
-        self._append(RESULTS, records)
+        self._append(RESULTS, map(sealed, records))
 
     def add_errors(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Write those errors that are not there yet.
@@ -226,6 +244,16 @@ def _end_of_last_line(handle: int, size: int) -> int:
             return start + at + 1
         end = start
     return 0
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Name, earlier and present value of what differs; of objects, of what differs in them."""
+    for name, value in now.items():
+        other = before.get(name)
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            yield from _differences(other, value)
+        elif other != value:
+            yield name, other, value
 
 
 def _short(value: Any) -> str:

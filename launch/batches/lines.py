@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
-from launch.openai.bodies import Asked, Defaults, by_our_names, known, nothing_else, parse_object, read_asked
+from launch.openai.bodies import (
+    Asked,
+    Defaults,
+    Draft,
+    by_our_names,
+    encode_drafts,
+    finish,
+    known,
+    nothing_else,
+    parse_object,
+    read_draft,
+)
 from runtime import InputError, RowRequest, row_seed
 
 MAX_LINE_BYTES = 16 << 20
+_PART_BYTES = 1 << 20
+# Lines whose prompts are tokenized together: on all cores, and in one call of the library.
+LINES_TOGETHER = 1024
+_BYTES_TOGETHER = 32 << 20
 MAX_ID = 512
 Form = Literal["plain", "completion", "chat"]
 
@@ -67,39 +83,95 @@ def read_batch(path: Path, defaults: Defaults) -> Batch:
     """Read and check every line; blank ones are passed over.
 
     Raises:
-      InputError: the file cannot be read, or has no line.
+      InputError: the file cannot be read, or has no line; or the chat template does not end.
     """
-    digest = hashlib.sha256()
-    lines: list[Line] = []
-    bad: list[BadLine] = []
-    seen: dict[str, int] = {}
-    ignored: dict[str, None] = {}
+    reader = _Reader(defaults)
     try:
         with path.open("rb") as file:
-            number = 0
-            while raw := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                digest.update(raw)
-                if len(raw) > MAX_LINE_BYTES:
-                    raise InputError(f"{path}:{number}: a line of more than {MAX_LINE_BYTES} bytes")
-                if not raw.strip():
-                    continue
-                identity = None
-                try:
-                    record = parse_object(raw)
-                    identity = _identity(record)
-                    if identity in seen:
-                        first, again, identity = seen[identity], identity, None
-                        raise InputError(f"the id {again!r:.80} stands in line {first} too")
-                    seen[identity] = number
-                    lines.append(_read(number, identity, record, defaults, ignored))
-                except InputError as error:
-                    bad.append(BadLine(number, identity, str(error)))
+            for number, raw in enumerate(_raw_lines(file, reader.digest), 1):
+                reader.add(number, raw)
+            reader.finish()
     except OSError as error:
         raise InputError(f"--input={path}: cannot be read ({error.strerror or error})") from error
-    if not lines and not bad:
+    if not reader.lines and not reader.bad:
         raise InputError(f'--input={path}: no line in it; expected lines like {{"id": "1", "prompt": "def f("}}')
-    return Batch(lines, bad, list(ignored), digest.hexdigest()[:16])
+    bad = sorted(reader.bad, key=lambda line: line.number)
+    return Batch(reader.lines, bad, list(reader.ignored), reader.digest.hexdigest()[:16])
+
+
+def _raw_lines(file: IO[bytes], digest: hashlib._Hash) -> Iterator[bytes | None]:
+    """The lines of a file, None for one that is too long, which is not kept in memory."""
+    first = True
+    while raw := file.readline(MAX_LINE_BYTES + 1):
+        digest.update(raw)
+        is_whole = len(raw) <= MAX_LINE_BYTES
+        while not raw.endswith(b"\n") and (rest := file.readline(_PART_BYTES)):
+            digest.update(rest)
+            raw, is_whole = rest, False
+        # Editors on Windows begin a file with a mark that says that it is UTF-8.
+        yield (raw.removeprefix(codecs.BOM_UTF8) if first else raw) if is_whole else None
+        first = False
+
+
+@dataclass(frozen=True)
+class _Drafted:
+    number: int
+    identity: str
+    form: Form
+    draft: Draft
+
+
+class _Reader:
+    """Checks lines one by one, and tokenizes the prompts of many together.
+
+    Attributes:
+      lines, bad, ignored: as in :class:`Batch`, of the lines so far; ``bad`` in any order.
+      digest: of the file so far.
+    """
+
+    def __init__(self, defaults: Defaults) -> None:
+        self._defaults = defaults
+        self._seen: dict[str, int] = {}
+        self._drafts: list[_Drafted] = []
+        self._characters = 0
+        self.lines: list[Line] = []
+        self.bad: list[BadLine] = []
+        self.ignored: dict[str, None] = {}
+        self.digest = hashlib.sha256()
+
+    def add(self, number: int, raw: bytes | None) -> None:
+        """Check a line; None is one that was too long."""
+        identity = None
+        try:
+            if raw is None:
+                raise InputError(f"a line of more than {MAX_LINE_BYTES} bytes")
+            if not raw.strip():
+                return
+            record = parse_object(raw)
+            identity = _identity(record)
+            if identity in self._seen:
+                first, again, identity = self._seen[identity], identity, None
+                raise InputError(f"the id {again!r:.80} stands in line {first} too")
+            self._seen[identity] = number
+            form, fields = _fields(record, self.ignored)
+            self._drafts.append(_Drafted(number, identity, form, read_draft(fields, self._defaults)))
+        except InputError as error:
+            self.bad.append(BadLine(number, identity, str(error)))
+            return
+        self._characters += len(raw)
+        if len(self._drafts) >= LINES_TOGETHER or self._characters > _BYTES_TOGETHER:
+            self.finish()
+
+    def finish(self) -> None:
+        """Tokenize the prompts of the lines that wait for it."""
+        drafts, self._drafts, self._characters = self._drafts, [], 0
+        encoded = encode_drafts([one.draft for one in drafts], self._defaults)
+        for one, tokens in zip(drafts, encoded, strict=True):
+            try:
+                asked = finish(one.draft, tokens, self._defaults)
+                self.lines.append(Line(**vars(asked), number=one.number, id=one.identity, form=one.form))
+            except InputError as error:
+                self.bad.append(BadLine(one.number, one.identity, str(error)))
 
 
 def _identity(record: Mapping[str, Any]) -> str:
@@ -114,7 +186,8 @@ def _identity(record: Mapping[str, Any]) -> str:
     return value
 
 
-def _read(number: int, identity: str, record: dict[str, Any], defaults: Defaults, ignored: dict[str, None]) -> Line:
+def _fields(record: dict[str, Any], ignored: dict[str, None]) -> tuple[Form, dict[str, Any]]:
+    """The form of a line, and what its body says."""
     form: Form = "plain"
     if "custom_id" in record:
         body = record.get("body")
@@ -132,4 +205,4 @@ def _read(number: int, identity: str, record: dict[str, Any], defaults: Defaults
         ignored.update(dict.fromkeys(rest))
     else:
         nothing_else(rest)
-    return Line(**vars(read_asked(fields, defaults)), number=number, id=identity, form=form)
+    return form, fields

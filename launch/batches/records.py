@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from runtime import CompletionBuilder, DiffusionConfig, RowRequest, RowResult, T
 # Which record of results.jsonl: the id of a line, and which of its samples; None for all of them in one.
 Key = tuple[str, int | None]
 
+# The last field of every result.
+DIGEST = "digest"
 _FENCED = re.compile(r"```[\w+-]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
@@ -35,6 +38,18 @@ def key_of(record: Any) -> Key | None:
 def as_line(record: Mapping[str, Any]) -> bytes:
     """A record as it is written."""
     return json.dumps(record, ensure_ascii=False, separators=(", ", ": ")).encode() + b"\n"
+
+
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A result with a digest of itself, by which the next run sees that it is whole."""
+    return {**record, DIGEST: hashlib.blake2b(as_line(record), digest_size=8).hexdigest()}
+
+
+def is_sealed(record: Any) -> bool:
+    """Whether a result is what :func:`sealed` has made."""
+    if not isinstance(record, dict):
+        return False
+    return sealed({name: value for name, value in record.items() if name != DIGEST}) == record
 
 
 def sample_record(

@@ -16,12 +16,14 @@ class LineRows:
 
     Attributes:
       requests: the rows to generate.
+      stops: strings that end each of them.
     """
 
     def __init__(self, lines: Sequence[Line], defaults: Defaults) -> None:
         """Take all lines of the input, and what they were read with."""
         self._defaults = defaults
         self.requests: list[RowRequest] = [request for line in lines for request in line.requests()]
+        self.stops = [line.stop for line in lines for _ in range(line.samples)]
         self._owners = [(line, sample) for line in lines for sample in range(line.samples)]
         self._samples: dict[str, dict[int, dict[str, Any]]] = {}  # of OpenAI lines that are not complete, by line id
 

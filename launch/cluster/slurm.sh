@@ -29,6 +29,12 @@ fi
 # Ports of this job's own, should two jobs share host 0: an even one for JAX, the next for the supervisors.
 export JAX_COORDINATOR_PORT=$((20000 + 2 * (SLURM_JOB_ID % 20000)))
 
+# By which the hosts of this job know one another; srun hands it on.
+if [[ -z ${DIFFUMESH_HOSTS_SECRET_FILE:-} ]]; then
+  DIFFUMESH_HOSTS_SECRET=${DIFFUMESH_HOSTS_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+  export DIFFUMESH_HOSTS_SECRET
+fi
+
 # The hosts end one another, by name; Slurm need not kill anybody for it.
 srun --kill-on-bad-exit=0 --label "$PYTHON" -m launch.main "$@" | sed -u 's/^ *0: //'
 code=${PIPESTATUS[0]}

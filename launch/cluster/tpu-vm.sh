@@ -16,6 +16,7 @@ set -uo pipefail
 LOG=${LOG:-diffumesh.log}
 MAX_RESTARTS=${MAX_RESTARTS:-5}
 ENVIRONMENT="\$HOME/diffumesh"
+SECRET=diffumesh-hosts.secret # by which the hosts know one another; made by setup, in every home
 
 usage() {
   sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2
@@ -45,12 +46,19 @@ copy_to_all_hosts() {
 }
 
 setup() {
-  local wheel
+  local wheel made
   wheel=$(basename "$1")
   copy_to_all_hosts "$1" || return
+  made=$(mktemp -d) || return # readable by its owner alone
+  od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$made/$SECRET" && chmod 600 "$made/$SECRET" &&
+    copy_to_all_hosts "$made/$SECRET"
+  local copied=$?
+  rm -r "$made"
+  [[ $copied -eq 0 ]] || return "$copied"
   # The image's own Python may be too old; uv brings one.
   on_all_hosts "python3 -m pip install --quiet --user uv &&
     python3 -m uv venv --quiet --allow-existing --python 3.12 $ENVIRONMENT &&
+    chmod 600 $SECRET &&
     python3 -m uv pip install --quiet --python $ENVIRONMENT/bin/python '${wheel}[tpu]' &&
     $ENVIRONMENT/bin/diffumesh --version"
 }
@@ -61,6 +69,7 @@ run_once() {
   # Lines are marked on their host: only there is it known whose they are. Results are marked too, and told apart here.
   # shellcheck disable=SC2016
   on_all_hosts "set -o pipefail
+    [ ! -e \"\$HOME/$SECRET\" ] || export DIFFUMESH_HOSTS_SECRET_FILE=\"\$HOME/$SECRET\"
     mark() { sed -u \"s/^/\$1[\$(hostname)] /\"; }
     { $ENVIRONMENT/bin/diffumesh $arguments 2>&3 | mark 'out '; } 3> >(mark 'log ')
     code=\$?; sleep 0.2; echo \"exit [\$(hostname)] \$code\"; exit 0" |

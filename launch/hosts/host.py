@@ -45,6 +45,8 @@ class Host:
         self._terminated = False
         self._stall_timeout = stall_timeout
         self._moved = math.inf  # until the first progress
+        self._grace_period = math.inf
+        self._end_by = math.inf
         self._wakeup: tuple[int, int] | None = None
         self._before: Any = None
 
@@ -78,11 +80,13 @@ class Host:
                     print(f"stopped at once by {text}", file=sys.stderr, flush=True)
                     os._exit(EXIT_RESTART)
                 self._terminated = True
+                self._end_by = time.monotonic() + self._grace_period
                 print("SIGTERM: finishing what is in flight; a second one stops at once", file=sys.stderr, flush=True)
-            if time.monotonic() - self._moved > self._stall_timeout:
-                faulthandler.dump_traceback(all_threads=True)
-                print(f"no progress for {self._stall_timeout:.0f} s; a restart may help", file=sys.stderr, flush=True)
-                os._exit(EXIT_RESTART)
+            now = time.monotonic()
+            if now - self._moved > self._stall_timeout:
+                _give_up(f"no progress for {self._stall_timeout:.0f} s")
+            if now > self._end_by:
+                _give_up(f"not ended within {self._grace_period:.0f} s after SIGTERM")
 
     def mark(self) -> None:
         """Note progress. All hosts of a run do so at the same points, so that one that is behind shows."""
@@ -96,6 +100,10 @@ class Host:
         """Whether to finish what is in flight and end: some host got SIGTERM. All hosts ask, and hear the same."""
         return any(self.gather("drain", self._terminated))
 
+    def end_within(self, seconds: float) -> None:
+        """Once this host gets SIGTERM, let its process last no longer than that, whatever hangs in it."""
+        self._grace_period = seconds
+
     def before_end(self, tell: Callable[[], None]) -> None:
         """What to do, in a few seconds and in another thread, before a fault of any host ends this process."""
 
@@ -104,6 +112,12 @@ class Host:
 
     def fail(self, error: BaseException) -> None:
         """The launcher has failed with an error that nobody caught."""
+
+
+def _give_up(why: str) -> NoReturn:
+    faulthandler.dump_traceback(all_threads=True)
+    print(f"{why}; a restart may help", file=sys.stderr, flush=True)
+    os._exit(EXIT_RESTART)
 
 
 class Member(Host):
@@ -162,6 +176,10 @@ class Member(Host):
         self.mark()
         self._send(encode("gather", topic=f"{topic} {self._asked}", value=value))
         return self._answers.get()
+
+    def end_within(self, seconds: float) -> None:
+        """The supervisor hears the signal."""
+        self._send(encode("grace period", seconds=seconds))
 
     def before_end(self, tell: Callable[[], None]) -> None:
         """The supervisor waits for it."""

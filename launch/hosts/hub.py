@@ -1,9 +1,9 @@
 """Host 0's end of all connections: who is here, what all hosts say to one question, and whose fault it is.
 
-Every supervisor, host 0's own too, is connected to the hub. A connection that closes is a host that is gone; one that
-is silent is a host that is frozen or cut off. What reaches the hub first need not be the cause: when a host dies, the
-collectives of the others fail, often before anything is known of the first one. Such faults wait a little for a better
-reason.
+Every supervisor, host 0's own too, is connected to the hub, after it has proved to know the run's secret. A connection
+that closes is a host that is gone; one that is silent is a host that is frozen or cut off. What reaches the hub first
+need not be the cause: when a host dies, the collectives of the others fail, often before anything is known of the first
+one. Such faults wait a little for a better reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.hosts.faults import EXIT_RESTART, EXIT_USER_ERROR, Fault, Timeouts, host_name
-from launch.hosts.messages import MAX_BYTES, Message, encode, receive, shorten
+from launch.hosts.messages import MAX_BYTES, Message, encode, printable, receive, receive_greeting, shorten
+from launch.hosts.secret import is_proof, nonce, proof
 from runtime import InputError
 
 _TICK = 0.25
@@ -24,6 +25,12 @@ GRACE_PERIOD_SECONDS = 3.0  # that a fault which may be a consequence waits for 
 _STILL = 5.0  # a worker that has not moved for so long, when others fail, is the reason
 _STACKS_WAIT = 5.0
 _CLOSE_WAIT = 2.0
+_GREETING_SECONDS = 10.0
+# Connections that have not proved yet who they are, beyond as many as there are hosts.
+_MORE_STRANGERS = 32
+# A host waits for the answer to one question before it asks the next.
+_MAX_OPEN_TOPICS = 2
+_MAX_TOPIC = 200
 
 # What hosts gather before the run begins, and is worth a line when it takes long.
 _SAID = ("join", "preflight", "devices")
@@ -50,11 +57,13 @@ class _Gather:
 class Hub:
     """Where the supervisors of all hosts meet."""
 
-    def __init__(self, hosts: int, timeouts: Timeouts, say: Callable[[str], None]) -> None:
-        """Take the number of hosts, the patience with them, and where to print."""
+    def __init__(self, hosts: int, timeouts: Timeouts, say: Callable[[str], None], secret: bytes) -> None:
+        """Take the number of hosts, the patience with them, where to print, and what they all know."""
         self._hosts = hosts
         self._timeouts = timeouts
-        self._say = say
+        self._print = say
+        self._secret = secret
+        self._strangers = 0
         self._members: dict[int, _Member] = {}
         self._gathers: dict[str, _Gather] = {}
         self._faults: list[tuple[float, Fault]] = []
@@ -63,6 +72,9 @@ class Hub:
         self._marks = 0
         self._over = False
         self._server: asyncio.Server | None = None
+
+    def _say(self, text: str) -> None:
+        self._print(printable(text))
 
     async def listen(self, address: str, port: int) -> None:
         """Open the port.
@@ -105,21 +117,46 @@ class Hub:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host: int | None = None
         try:
-            hello = await asyncio.wait_for(receive(reader), self._timeouts.heartbeat)
-            host = self._admit(hello, writer)
+            hello = await self._meet(reader, writer)
+            host = None if hello is None else self._admit(hello, writer)
             while host is not None and (message := await receive(reader)) is not None:
                 self._take(host, message)
-        except TimeoutError:
-            pass  # somebody who says nothing
         finally:
             if host is not None and not self._over:
                 self._report(Fault("gone", "its connection closed: the machine or its processes are gone"), host)
             writer.close()
 
-    def _admit(self, hello: Message | None, writer: asyncio.StreamWriter) -> int | None:
-        """The process index of a host that may take part."""
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Message | None:
+        """The greeting of somebody who knows the secret; None of anybody else."""
+        if self._strangers >= self._hosts + _MORE_STRANGERS:
+            return None
+        self._strangers += 1
+        challenge = nonce()
+        try:
+            writer.write(encode("challenge", nonce=challenge))
+            hello = await asyncio.wait_for(receive_greeting(reader), _GREETING_SECONDS)
+        except TimeoutError:  # somebody who says nothing
+            return None
+        finally:
+            self._strangers -= 1
         if hello is None or hello["kind"] != "hello":
             return None
+        said = (challenge, hello.get("nonce"), hello.get("host"), hello.get("hosts"), hello.get("name"))
+        if not is_proof(hello.get("proof"), self._secret, "host", *said):
+            self._refuse(hello, writer, "it does not know the secret of this run")
+            return None
+        writer.write(encode("welcome", proof=proof(self._secret, "hub", hello.get("nonce"))))
+        return hello
+
+    def _refuse(self, hello: Message, writer: asyncio.StreamWriter, problem: str) -> None:
+        """Send somebody away: no reason to stop those who are here, for it may be a stray of another run."""
+        host, name = f"{hello.get('host')!r:.20}", f"{hello.get('name', '')!r:.100}"
+        self._say(f"refused a connection of {name} as host {host}: {problem}")
+        fault = Fault("input", f"refused by host 0: {problem}", EXIT_USER_ERROR, who=f"host {host} ({name})")
+        writer.write(encode("verdict", **fault.fields()))
+
+    def _admit(self, hello: Message, writer: asyncio.StreamWriter) -> int | None:
+        """The process index of a host that may take part."""
         host, hosts, name = hello.get("host"), hello.get("hosts"), str(hello.get("name", ""))[:100]
         problem = None
         if hosts != self._hosts:
@@ -129,10 +166,7 @@ class Hub:
         elif host in self._members:
             problem = f"{self._name(host)} is here already"
         if problem is not None:
-            # Refused, and no reason to stop those who are here: it may be a stray of another run.
-            self._say(f"refused a connection of {name!r} as host {host}: {problem}")
-            fault = Fault("input", f"refused by host 0: {problem}", EXIT_USER_ERROR, who=f"host {host} ({name})")
-            writer.write(encode("verdict", **fault.fields()))
+            self._refuse(hello, writer, problem)
             return None
         assert isinstance(host, int)
         self._members[host] = _Member(name, writer, time.monotonic())
@@ -149,12 +183,16 @@ class Hub:
             case "fault":
                 self._report(Fault.parse(message), host)
             case "stacks":
-                member.stacks = str(message.get("text", ""))
+                member.stacks = shorten(str(message.get("text", "")))
             case "done":
                 member.done = True
 
     def _collect(self, host: int, topic: str, value: Any) -> None:
         now = time.monotonic()
+        asked = sum(host in gather.values for gather in self._gathers.values())
+        if asked >= _MAX_OPEN_TOPICS or len(topic) > _MAX_TOPIC:
+            self._report(Fault("exception", f"asks {asked + 1} questions at a time; {topic!r:.80}"), host)
+            return
         gather = self._gathers.setdefault(topic, _Gather(now, now))
         gather.values[host] = value
         if len(gather.values) == self._hosts:

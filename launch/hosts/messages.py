@@ -8,6 +8,7 @@ from typing import Any
 
 MAX_BYTES = 64 << 20
 MAX_TEXT = 64 << 10  # of a traceback
+MAX_GREETING = 4 << 10  # of what is said before a host is known
 
 Message = dict[str, Any]
 
@@ -36,6 +37,28 @@ async def receive(reader: asyncio.StreamReader) -> Message | None:
         return decode(line) if line else None
     except (ValueError, RecursionError, OSError):
         return None
+
+
+async def receive_greeting(reader: asyncio.StreamReader) -> Message | None:
+    """The next message from somebody who is not known yet; None where it is none, or is longer than one of these."""
+    received = b""
+    try:
+        while not received.endswith(b"\n"):
+            part = await reader.read(MAX_GREETING)
+            received += part
+            if not part or len(received) > MAX_GREETING:
+                return None
+        return decode(received)
+    except (ValueError, RecursionError, OSError):
+        return None
+
+
+def printable(text: str) -> str:
+    """A text of others as a terminal may see it: control characters, but for line feeds and tabs, are escaped."""
+    return "".join(
+        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape", "backslashreplace").decode()
+        for one in text
+    )
 
 
 def shorten(text: str) -> str:

@@ -50,6 +50,11 @@ class Place:
         """Name or address of host 0."""
         return self.coordinator.rpartition(":")[0]
 
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether hosts reach host 0 through loopback, and nobody else does from elsewhere."""
+        return all(_LOOPBACK.fullmatch(name) for name in (self.coordinator_host, self.bind))
+
 
 def define_place_flags(values: flags.FlagValues) -> None:
     """Flags of where a process stands, and of how long hosts wait for one another."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import mmap
 import os
 import signal
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from launch.hosts.faults import (
@@ -26,8 +27,9 @@ from launch.hosts.faults import (
     host_name,
 )
 from launch.hosts.hub import Hub
-from launch.hosts.messages import MAX_BYTES, Message, encode, receive, shorten
+from launch.hosts.messages import MAX_BYTES, Message, encode, printable, receive, receive_greeting, shorten
 from launch.hosts.place import Place
+from launch.hosts.secret import SECRET, SECRET_FILE, is_proof, nonce, proof, read_secret
 from runtime import InputError
 
 # What hosts gather last before they work.
@@ -73,7 +75,11 @@ def supervise(place: Place, timeouts: Timeouts) -> tuple[socket.socket, Shared]:
 
     Returns:
       The worker's end of the link, and what it shares with its supervisor.
+
+    Raises:
+      InputError: the hosts have no secret by which they know one another.
     """
+    secret = _own_secret(place)
     own, workers = socket.socketpair()
     shared = Shared.create()
     sys.stdout.flush()
@@ -83,15 +89,69 @@ def supervise(place: Place, timeouts: Timeouts) -> tuple[socket.socket, Shared]:
         own.close()
         return workers, shared
     workers.close()
-    sys.exit(asyncio.run(Supervisor(place, timeouts, pid, own, shared).run()))
+    sys.exit(asyncio.run(Supervisor(place, timeouts, pid, own, shared, secret).run()))
+
+
+def _own_secret(place: Place) -> bytes:
+    secret = read_secret()
+    if not secret and not place.is_on_one_machine:
+        raise InputError(
+            f"several hosts must have a secret by which they know one another: the same for all, in a file that "
+            f"{SECRET_FILE} names or in {SECRET}; openssl rand -hex 32 makes one"
+        )
+    return secret
+
+
+async def greet(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, place: Place, name: str
+) -> Fault | None:
+    """Make this host and the hub known to one another; why not, where one of them does not know the secret."""
+    own = nonce()
+    challenge = await receive_greeting(reader)
+    if challenge is None or challenge["kind"] != "challenge":
+        return Fault("gone", "closes the connection without a word", host=0)
+    said = (challenge.get("nonce"), own, place.host, place.hosts, name)
+    fields = {"host": place.host, "hosts": place.hosts, "name": name, "nonce": own}
+    writer.write(encode("hello", **fields, proof=proof(secret, "host", *said)))
+    answer = await receive(reader)
+    if answer is None:
+        return Fault("gone", "closes the connection without a word", host=0)
+    if answer["kind"] == "verdict":
+        return Fault.parse(answer)
+    if not is_proof(answer.get("proof"), secret, "hub", own):
+        return Fault("input", "does not know the secret of this run: it is not host 0", EXIT_USER_ERROR, 0)
+    return None
+
+
+def check_coordinator_port(place: Place) -> None:
+    """Check that JAX's coordination service can listen on host 0, which this one is.
+
+    Raises:
+      InputError: another program does.
+    """
+    address, port = place.bind.strip("[]"), int(place.coordinator.rpartition(":")[2])
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what has just ended is no obstacle
+            tried.bind((address, port))
+            tried.listen()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise InputError(
+                f"host 0 cannot listen on {place.bind}:{port} ({error.strerror}); --coordinator_port names another port"
+            ) from error
 
 
 class Supervisor:
     """What one host does around its worker."""
 
-    def __init__(self, place: Place, timeouts: Timeouts, pid: int, link: socket.socket, shared: Shared) -> None:
-        """Take a worker that has just been started."""
+    def __init__(
+        self, place: Place, timeouts: Timeouts, pid: int, link: socket.socket, shared: Shared, secret: bytes
+    ) -> None:
+        """Take a worker that has just been started, and the secret of the run."""
         self._place = place
+        self._secret = secret
         self._timeouts = timeouts
         self._pid = pid
         self._socket = link
@@ -99,17 +159,19 @@ class Supervisor:
         self._name = host_name(place.host, socket.gethostname())
         self._link: asyncio.StreamWriter | None = None
         self._hub: asyncio.StreamWriter | None = None
+        self._is_known = False  # to the hub, which hears nothing else before
         self._waiting: list[bytes] = []  # for the hub, until it is connected
         self._fault: Fault | None = None
         self._done = False
         self._ended = False
         self._begun = False
         self._terminated = False
+        self._grace_period: float | None = None
         self._heartbeat = (0, time.monotonic())
         self._last_words = False
 
     def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
     async def run(self) -> int:
         """Run until all hosts are done or have failed. Returns the exit code."""
@@ -119,13 +181,14 @@ class Supervisor:
         self._worker_told: asyncio.Future[None] = loop.create_future()
         loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
         loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
-        hub = Hub(self._place.hosts, self._timeouts, self._say) if self._place.host == 0 else None
+        hub = Hub(self._place.hosts, self._timeouts, self._say, self._secret) if self._place.host == 0 else None
         tasks = [
             loop.create_task(self._guard(part)) for part in (self._watch_worker(), self._hear_worker(), self._tick())
         ]
         watching = None
         try:
             if hub is not None:
+                check_coordinator_port(self._place)
                 await hub.listen(self._place.bind, self._place.control_port)
                 watching = loop.create_task(self._guard(hub.watch()))
             tasks.append(loop.create_task(self._guard(self._hear_hub())))
@@ -207,6 +270,8 @@ class Supervisor:
                     self._send("gather", topic=message["topic"], value=message["value"])
                 case "last words":
                     self._last_words = True
+                case "grace period":
+                    self._grace_period = float(message["seconds"])
                 case "told":
                     if not self._worker_told.done():
                         self._worker_told.set_result(None)
@@ -264,7 +329,7 @@ class Supervisor:
 
     def _send(self, kind: str, **fields: Any) -> None:
         line = encode(kind, **fields)
-        if self._hub is not None:
+        if self._hub is not None and self._is_known:
             if not self._hub.is_closing():
                 self._hub.write(line)
         elif kind != "heartbeat":
@@ -301,9 +366,15 @@ class Supervisor:
         reader = await self._connect()
         if reader is None or self._hub is None:
             return
-        self._hub.write(
-            encode("hello", host=self._place.host, hosts=self._place.hosts, name=socket.gethostname(), pid=self._pid)
-        )
+        try:
+            greeting = greet(reader, self._hub, self._secret, self._place, socket.gethostname())
+            refusal = await asyncio.wait_for(greeting, self._timeouts.heartbeat)
+        except TimeoutError:
+            refusal = Fault("gone", "does not answer: something else listens there, or it is frozen", host=0)
+        if refusal is not None:
+            self._finish(replace(refusal, who=refusal.who or f"host 0 ({self._place.coordinator_host})"))
+            return
+        self._is_known = True
         for line in self._waiting:
             self._hub.write(line)
         text = "is gone: its connection closed"
@@ -340,6 +411,9 @@ class Supervisor:
         self._say(f"{self._name}: SIGTERM: finishing what is in flight; a second one stops at once")
         if self._link is not None:
             self._link.write(encode("drain"))
+        if self._grace_period is not None:
+            late = Fault("stopped", f"not ended within {self._grace_period:.0f} s after SIGTERM")
+            asyncio.get_running_loop().call_later(self._grace_period, self._report, late)
 
     def _on_interrupt(self) -> None:
         self._report(Fault("stopped", "interrupted", EXIT_INTERRUPTED))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from runtime import (
     AUTOREGRESSIVE_PARAMETERS,
-    EARLY_STOP,
     EXPOSED_PARAMETERS,
     MAX_SAMPLES,
     MAX_SEED,
@@ -29,12 +30,17 @@ from runtime import (
 
 MAX_STOPS, MAX_STOP = 16, 1024
 
+# No token has more characters than this: a text that is longer than so many for each position does not fit.
+_LONGEST_TOKEN = 256
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
 # Fields of a request that are no decoding parameters.
 _SAMPLES, _SAMPLES_NAME = Integer(1, MAX_SAMPLES), "num_return_sequences"
 _READ = {"prompt", "messages", "stop", _SAMPLES_NAME, *EXPOSED_PARAMETERS}
 _OWN_NAMES = {"n": _SAMPLES_NAME} | {alias: one.name for one in EXPOSED_PARAMETERS.values() for alias in one.aliases}
 # A request has a single seed, which is kept beside its configuration.
 _SEED = Integer(0, MAX_SEED)
+_MAX_CONFIGS = 1024
 # What a body may say that changes no token.
 _SILENT = ("model", "user", "metadata", "store", "service_tier")
 
@@ -66,6 +72,22 @@ class Defaults:
     chat: bool
     samples: int
     stop: tuple[str, ...]
+    _configs: dict[str, DiffusionConfig | SamplingConfig] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def decoding(self, fields: Mapping[str, Any]) -> DiffusionConfig | SamplingConfig:
+        """The decoding parameters of a body. Bodies that say the same of them share one object.
+
+        Raises:
+          InputError: a parameter is wrong, or this model's decoder does not have it.
+        """
+        said = json.dumps({name: fields[name] for name in fields if name in EXPOSED_PARAMETERS and name != "seed"})
+        if said not in self._configs:
+            if len(self._configs) >= _MAX_CONFIGS:
+                self._configs.clear()
+            self._configs[said] = read_config(fields, self).with_end_tokens(self.end_token_ids, default=True)
+        return self._configs[said]
 
     @property
     def completions(self) -> CompletionBuilder:
@@ -94,23 +116,30 @@ class Asked:
     stop: tuple[str, ...]
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, Any]], most: int | None = None) -> dict[str, Any]:
+    if most is not None and len(pairs) > most:
+        raise InputError(f"an object has {len(pairs)} names; at most {most}")
     found = dict(pairs)
     if len(found) < len(pairs):
         raise InputError("an object says a name twice")
     return found
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
+def parse_object(raw: bytes, names: int | None = None) -> dict[str, Any]:
     """A JSON object from bytes.
 
+    Args:
+      raw: UTF-8.
+      names: that an object may have at most; None for any number.
+
     Raises:
-      InputError: not UTF-8, not JSON, not an object, or an object that says something twice.
+      InputError: not UTF-8, not JSON, not an object, an object that says something twice, or one with too many names.
     """
     try:
-        record = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
-        # Half a character, written as an escape, is no text.
-        json.dumps(record, ensure_ascii=False).encode("utf-8")
+        record = json.loads(raw.decode("utf-8"), object_pairs_hook=partial(_once, most=names))
+        # Half a character, which only an escape can write, is no text.
+        if _SURROGATE.search(raw):
+            json.dumps(record, ensure_ascii=False).encode("utf-8")
     except InputError:
         raise
     except UnicodeError as error:
@@ -158,12 +187,91 @@ def read_asked(fields: Mapping[str, Any], defaults: Defaults) -> Asked:
     Raises:
       InputError: a field is wrong, or the model cannot run the request.
     """
-    config = read_config(fields, defaults)
-    samples = _SAMPLES.read("n", fields.get(_SAMPLES_NAME, defaults.samples))
-    seed = _SEED.read("seed", fields.get("seed", defaults.seed))
-    prompt, tokens = _prompt(fields, defaults)
-    check_request(RowRequest(tokens, config, 0).rows, defaults.model, config)
-    return Asked(prompt, tokens, config, seed, samples, _stops(fields, defaults))
+    draft = read_draft(fields, defaults)
+    (tokens,) = encode_drafts([draft], defaults)
+    return finish(draft, tokens, defaults)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A request that is checked, but for what only the tokens of its prompt can tell.
+
+    Attributes:
+      prompt: a text, or token ids; a chat's is its messages.
+      config, seed, samples, stop: as in :class:`Asked`.
+    """
+
+    prompt: str | list[int] | list[dict[str, str]]
+    config: DiffusionConfig | SamplingConfig
+    seed: int
+    samples: int
+    stop: tuple[str, ...]
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the prompt is token ids."""
+        return isinstance(self.prompt, list) and isinstance(self.prompt[0], int)
+
+    def messages(self, chat: bool) -> list[dict[str, str]] | None:
+        """The conversation, which a plain prompt begins if it is a ``chat``; None where there is none."""
+        if isinstance(self.prompt, str):
+            return [{"role": "user", "content": self.prompt}] if chat else None
+        return None if self.has_tokens else self.prompt  # type: ignore[return-value]
+
+
+def read_draft(fields: Mapping[str, Any], defaults: Defaults) -> Draft:
+    """Check a request without tokenizing its prompt, which may take long.
+
+    Raises:
+      InputError: a field is wrong.
+    """
+    return Draft(
+        config=defaults.decoding(fields),
+        samples=_SAMPLES.read("n", fields.get(_SAMPLES_NAME, defaults.samples)),
+        seed=_SEED.read("seed", fields.get("seed", defaults.seed)),
+        stop=_stops(fields, defaults),
+        prompt=_prompt(fields, defaults),
+    )
+
+
+def encode_drafts(drafts: Sequence[Draft], defaults: Defaults) -> list[list[int] | InputError]:
+    """Token ids of the prompts of several requests, or why one has none.
+
+    Raises:
+      CheckpointError: the chat template does not end.
+    """
+    tokenizer, positions = defaults.tokenizer, defaults.model.max_positions
+    found: dict[int, Any] = {number: draft.prompt for number, draft in enumerate(drafts)}
+    chats = {number: told for number, draft in enumerate(drafts) if (told := draft.messages(defaults.chat))}
+    found |= zip(chats, tokenizer.render_batch(list(chats.values())), strict=True)
+    texts = {}
+    for number, text in found.items():
+        if isinstance(text, str):
+            try:
+                check_prompt_size(text, positions)
+                texts[number] = text
+            except InputError as error:
+                found[number] = error
+    found |= zip(texts, tokenizer.encode_batch(list(texts.values())), strict=True)
+    return list(found.values())
+
+
+def finish(draft: Draft, tokens: list[int] | InputError, defaults: Defaults) -> Asked:
+    """The request of a draft, from what :func:`encode_drafts` returns for it.
+
+    Raises:
+      InputError: it has no tokens, or the model cannot run it.
+    """
+    if isinstance(tokens, InputError):
+        raise tokens
+    # Most requests need no more than this: millions of lines are checked so.
+    room = defaults.model.max_positions - len(_not_empty(tokens))
+    if not 0 < draft.config.max_new_tokens <= room:
+        check_request(RowRequest(tokens, draft.config, 0).rows, defaults.model, draft.config)
+    prompt = draft.prompt if isinstance(draft.prompt, str) else ""
+    if draft.has_tokens:
+        prompt = defaults.tokenizer.decode(tokens, skip_special_tokens=False)
+    return Asked(prompt, list(tokens), draft.config, draft.seed, draft.samples, draft.stop)
 
 
 def nothing_else(fields: Mapping[str, Any], silent: str = " ".join(_SILENT)) -> None:
@@ -179,7 +287,7 @@ def nothing_else(fields: Mapping[str, Any], silent: str = " ".join(_SILENT)) -> 
 
 
 def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConfig | SamplingConfig:
-    """The decoding parameters of a body, over the defaults.
+    """The decoding parameters of a body, over the defaults; ``early_stop`` is not decided yet.
 
     Raises:
       InputError: a parameter is wrong, or this model's decoder does not have it.
@@ -192,8 +300,6 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
             f"{', '.join(wrong)}: for diffusion models, and this checkpoint is autoregressive", field=wrong[0]
         )
     fields = {name: EXPOSED_PARAMETERS[name].from_request(changes[name]) for name in given}
-    if EARLY_STOP.name in fields:
-        fields["stop_token_ids"] = defaults.end_token_ids if EARLY_STOP.read(fields.pop(EARLY_STOP.name)) else ()
     if "log_probabilities" in fields:
         fields["log_probabilities"] = _log_probabilities(fields["log_probabilities"])
     # Parameters of one cache or one parallel rule do not carry over to another one.
@@ -226,26 +332,36 @@ def _stops(changes: Mapping[str, Any], defaults: Defaults) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _prompt(changes: Mapping[str, Any], defaults: Defaults) -> tuple[str, list[int]]:
-    """The prompt's text and its tokens."""
+def check_prompt_size(prompt: Any, positions: int) -> None:
+    """Refuse a prompt, a text or token ids, that cannot fit. It costs no time, and tokenizing a long text does.
+
+    Raises:
+      InputError: it has more tokens than there are positions.
+    """
+    least = len(prompt) // _LONGEST_TOKEN if isinstance(prompt, str) else len(prompt)
+    if least > positions:
+        raise InputError(
+            f"the prompt is too long; there is room for {positions} tokens, new ones included", field="prompt"
+        )
+
+
+def _prompt(changes: Mapping[str, Any], defaults: Defaults) -> Any:
+    """The prompt of a request, a text, token ids or messages, checked as far as it can be before it is tokenized."""
     if ("prompt" in changes) == ("messages" in changes):
         raise InputError("expected either a prompt or messages", field="prompt")
-    tokenizer, vocabulary = defaults.tokenizer, defaults.model.vocab_size
     if "messages" in changes:
-        return "", _not_empty(tokenizer.encode_messages(_messages(changes["messages"])))
-    prompt = changes["prompt"]
+        return _messages(changes["messages"])
+    prompt, vocabulary = changes["prompt"], defaults.model.vocab_size
+    if not isinstance(prompt, (str, list)):
+        raise InputError("prompt: expected a text or a list of token ids", field="prompt")
+    check_prompt_size(_not_empty(prompt), defaults.model.max_positions)
     if isinstance(prompt, list):
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
                 raise InputError(
                     f"prompt: {token!r:.80} is no token; expected one text, or ids below {vocabulary}", field="prompt"
                 )
-        return tokenizer.decode(_not_empty(prompt), skip_special_tokens=False), list(prompt)
-    if not isinstance(prompt, str):
-        raise InputError("prompt: expected a text or a list of token ids", field="prompt")
-    encode: Callable[[str], list[int]] = tokenizer.encode_chat if defaults.chat else tokenizer.encode
-    _not_empty(prompt)
-    return prompt, _not_empty(encode(prompt))
+    return prompt
 
 
 def _not_empty(prompt: Any) -> Any:

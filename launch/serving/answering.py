@@ -16,7 +16,7 @@ from launch.serving.errors import ApiError
 from launch.serving.metrics import Metrics
 from launch.serving.reading import Reading
 from launch.serving.response_stream import ResponseStream
-from runtime import DiffusionConfig, RowResult, TextStream
+from runtime import Completion, DiffusionConfig, RowResult, TextStream
 
 DONE = b"data: [DONE]\n\n"
 
@@ -48,7 +48,7 @@ class Answering:
         rows = self._reading.rows
         while len(self._responses.results) < len(rows):
             await self._responses.wait()
-        choices = [self._choice(row, self._responses.results[row]) for row in range(len(rows))]
+        choices = [self._choice(row, self._completion(row, self._responses.results[row])) for row in range(len(rows))]
         return self._answer(choices) | {"usage": self._usage()}
 
     async def stream(self, include_usage: bool, canvas: bool) -> AsyncIterator[bytes]:
@@ -56,7 +56,7 @@ class Answering:
 
         Args:
           include_usage: say in the end what it cost.
-          canvas: show all new positions in each piece.
+          canvas: show all new positions in each piece, those after the end of a row as empty texts.
         """
         reading, responses = self._reading, self._responses
         texts = [self._text_stream(row) for row in range(len(reading.rows))]
@@ -70,9 +70,12 @@ class Answering:
                 await responses.wait()
                 canvases, responses.canvases = responses.canvases, {}
                 for row in sorted(left & canvases.keys() - responses.results.keys()):
+                    over = texts[row].ended
                     text = texts[row].push(certain(canvases[row]))
-                    if text or canvas:
-                        more = {"canvas": self._shown(canvases[row])} if canvas else {}
+                    # What a row has after its end is nobody's, also while its slot is not free yet.
+                    shown = canvas and not texts[row].ended
+                    if (text or shown) and not over:
+                        more = {"canvas": self._shown(canvases[row])} if shown else {}
                         yield event(self._chunk([self._piece(row, self._said(text)) | more]) | nothing)
                 for row in sorted(left & responses.results.keys()):
                     left.remove(row)
@@ -97,14 +100,25 @@ class Answering:
     def _last(self, row: int, text: TextStream, canvas: bool) -> list[dict[str, Any]]:
         """The rest of a row's text, then how it ended."""
         result = self._responses.results[row]
-        whole = self._choice(row, result)
-        rest = text.push(self._new_tokens(row, result), whole=True)
+        completion, tokens = self._completion(row, result), self._new_tokens(row, result)
+        whole = self._choice(row, completion)
+        rest = text.push(tokens, whole=True)
         pieces = []
         if rest or canvas:
-            shown = {"canvas": self._shown(np.array(self._new_tokens(row, result)))} if canvas else {}
+            end = self._end(row, completion, tokens)
+            shown = {"canvas": self._shown(np.array(tokens[:end])) + [""] * (len(tokens) - end)} if canvas else {}
             pieces.append(self._piece(row, self._said(rest)) | shown)
         more = {name: value for name, value in whole.items() if name not in ("message", "text", "index")}
         return [*pieces, self._piece(row, self._said("", empty=True)) | more]
+
+    def _end(self, row: int, completion: Completion, tokens: list[int]) -> int:
+        """New tokens of a row up to its end, an end token included; all of them where the whole canvas was wanted."""
+        kept = len(completion.tokens)
+        if completion.finish_reason != "stop":
+            return len(tokens)
+        if tokens[kept] not in self._defaults.end_token_ids:  # a stop string
+            return kept
+        return kept + 1 if self._reading.of(row).config.early_stop else len(tokens)
 
     def _said(self, text: str, empty: bool = False) -> dict[str, Any]:
         if not self._chat:
@@ -127,21 +141,27 @@ class Answering:
     def _usage(self) -> dict[str, int]:
         return usage(sum(len(one.tokens) for one in self._reading.asked), self._made)
 
-    def _choice(self, row: int, result: RowResult) -> dict[str, Any]:
-        asked, request, defaults = self._reading.of(row), self._reading.rows[row], self._defaults
+    def _completion(self, row: int, result: RowResult) -> Completion:
+        asked, request = self._reading.of(row), self._reading.rows[row]
         is_kept = asked.config.log_probabilities
-        completion = defaults.completions.build(
+        return self._defaults.completions.build(
             result.sequence,
             asked.tokens,
             seed=request.seed,
             stop=asked.stop,
             log_probabilities=result.log_probabilities if is_kept else None,
         )
+
+    def _choice(self, row: int, completion: Completion) -> dict[str, Any]:
+        """A finished row as its choice, which is counted."""
+        asked, request, defaults = self._reading.of(row), self._reading.rows[row], self._defaults
         self._made += len(completion.tokens)
         self._metrics.completed(completion.finish_reason, len(completion.tokens))
         values = completion.log_probabilities
         kept = None if values is None else logprobs(defaults.tokenizer, completion.tokens, values, self._chat)
-        found = choice(row, completion.text, completion.finish_reason, kept, self._chat) | {"seed": request.seed}
+        found = choice(row, completion.text, completion.finish_reason, kept, self._chat)
+        # Beside what OpenAI's API has: the seed, and how many tokens of the row are the text.
+        found |= {"seed": request.seed, "completion_tokens": len(completion.tokens)}
         if isinstance(asked.config, DiffusionConfig):
             found["masks_left"] = completion.masks_left
         if completion.filled_prompt is not None:

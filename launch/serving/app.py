@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -19,18 +18,19 @@ from launch.openai.answers import DECIMALS
 from launch.openai.bodies import Defaults, parse_object
 from launch.pages import content_security_policy, page_template
 from launch.serving.answering import Answering
-from launch.serving.bodies import Body, ChatBody, CompletionBody, ScoreBody, validate
+from launch.serving.bodies import MAX_NAMES, Body, ChatBody, CompletionBody, ScoreBody, validate
 from launch.serving.engine import ServingEngine
 from launch.serving.errors import ApiError, from_input_error
 from launch.serving.limits import Limits
 from launch.serving.metrics import Metrics
 from launch.serving.openapi import document
+from launch.serving.readers import Readers
 from launch.serving.reading import Reader
 from launch.serving.response_stream import ResponseStream
 from runtime import InputError, RequestHandle
 
-# Threads that read bodies: tokenizing a long prompt must not hold up the others.
-_READERS = 2
+# Threads that read bodies. Chats have their own: a template of the checkpoint's that does not end holds up chats alone.
+_READERS, _CHAT_READERS = 2, 2
 
 Kind = TypeVar("Kind", bound=Body)
 Read = TypeVar("Read")
@@ -53,7 +53,8 @@ class Routes:
         self._metrics, self._limits, self._version = metrics, limits, version
         self._started = int(time.time())
         self._page = _page()
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="reader")
+        self._readers = Readers(_READERS, limits.queue, "reader")
+        self._chat_readers = Readers(_CHAT_READERS, limits.queue, "chat-reader")
 
     def application(self) -> Starlette:
         """The application, without a guard."""
@@ -71,6 +72,7 @@ class Routes:
         ]
         handlers: dict[Any, Any] = {
             ApiError: _api_error,
+            InputError: _input_error,
             HTTPException: _http_error,
             ClientDisconnect: _nobody_there,
             Exception: _our_mistake,
@@ -80,6 +82,11 @@ class Routes:
         app.router.redirect_slashes = False
         return app
 
+    def close(self) -> None:
+        """Read no more bodies."""
+        for readers in (self._readers, self._chat_readers):
+            readers.close()
+
     # ---- about the server -------------------------------------------------------------------------------------
 
     async def page(self, request: Request) -> Response:
@@ -87,12 +94,15 @@ class Routes:
         return self._page
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine can be expected to answer."""
+        """200 while requests can be expected to be read and answered; and how many buckets are still compiled."""
         state = self._serving.state
-        healthy = self._serving.healthy(self._limits.stall_seconds)
+        busy = max(readers.busy_seconds() for readers in (self._readers, self._chat_readers))
+        healthy = self._serving.healthy(self._limits.stall_seconds) and busy < self._limits.stall_seconds
         if state in ("ready", "draining") and not healthy:
             state = "stalled"  # type: ignore[assignment]
-        return JSONResponse({"status": state}, 200 if healthy and state == "ready" else 503)
+        if healthy and state == "ready":
+            return JSONResponse({"status": state, "programs_remaining": self._serving.remaining})
+        return JSONResponse({"status": state}, 503)
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""
@@ -124,6 +134,7 @@ class Routes:
             "owned_by": "diffumesh",
             "max_model_len": self._reader.widest or None,
             "chat_template": self._reader.can_chat,
+            "modes": self._reader.modes,
         }
 
     # ---- work for the engine ----------------------------------------------------------------------------------
@@ -138,7 +149,8 @@ class Routes:
 
     async def _generate(self, request: Request, kind: type[Any], chat: bool) -> Response:
         arrived = time.monotonic()
-        body, reading = await self._read(request, kind, self._reader.generation)
+        readers = self._chat_readers if chat else self._readers
+        body, reading = await self._read(request, readers, kind, self._reader.generation)
         streamed = bool(body.stream)
         deadline = self._deadline(arrived, body.timeout)
         handle = RequestHandle(
@@ -148,6 +160,7 @@ class Routes:
             pool=reading.pool,
             rows=reading.rows,
             stream=streamed,
+            stop_tests=reading.stop_tests(self._defaults),
         )
         responses = ResponseStream(arrived, deadline)
         answering = Answering(reading, responses, self._defaults, self._metrics, chat)
@@ -162,7 +175,7 @@ class Routes:
     async def score(self, request: Request) -> Response:
         """Log-probabilities of given tokens."""
         arrived = time.monotonic()
-        body, (rows, passes) = await self._read(request, ScoreBody, self._reader.scoring)
+        body, (rows, passes) = await self._read(request, self._readers, ScoreBody, self._reader.scoring)
         deadline = self._deadline(arrived, body.timeout)
         responses = ResponseStream(arrived, deadline)
         handle = RequestHandle(owner=request.state.owner, arrived=arrived, deadline=deadline, score_passes=passes)
@@ -193,7 +206,9 @@ class Routes:
         longest = self._limits.request_seconds
         return arrived + (longest if wanted is None else min(wanted, longest))
 
-    async def _read(self, request: Request, kind: type[Kind], read: Callable[[Kind], Read]) -> tuple[Kind, Read]:
+    async def _read(
+        self, request: Request, readers: Readers, kind: type[Kind], read: Callable[[Kind], Read]
+    ) -> tuple[Kind, Read]:
         # Read first, so that the connection of whoever is refused can be used again.
         raw = await request.body()
         self._serving.check_room()
@@ -205,12 +220,12 @@ class Routes:
             # Again: it may have waited here behind large ones.
             self._serving.check_room()
             try:
-                body = validate(kind, parse_object(raw))
+                body = validate(kind, parse_object(raw, MAX_NAMES))
             except InputError as error:
                 raise from_input_error(error) from None
             return body, read(body)
 
-        return await asyncio.get_running_loop().run_in_executor(self._readers, parse)
+        return await readers.run(request.state.owner, parse)
 
     async def _unless_gone(self, request: Request, handle: RequestHandle, work: Coroutine[Any, Any, Any]) -> Any:
         """The outcome of ``work``; when the client goes away before, the request is aborted."""
@@ -262,6 +277,10 @@ async def _disconnected(request: Request) -> None:
 
 async def _api_error(request: Request, error: ApiError) -> Response:
     return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _input_error(request: Request, error: InputError) -> Response:
+    return await _api_error(request, from_input_error(error))
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

@@ -25,18 +25,21 @@ from runtime import (
     Real,
     Seeds,
     TokenIds,
+    plain_number,
 )
 
 # Absolute bounds; the server's own, from its flags, are tighter.
 MAX_N = 1024
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
+MAX_NAMES = 256  # of an object
 MAX_SECONDS = 86400.0
 
 Text = Annotated[str, Field(max_length=1 << 24)]
 Name = Annotated[str, Field(max_length=512)]
 Token = Annotated[int, Field(ge=0, le=1 << 30)]
-Tokens = Annotated[list[Token], Field(min_length=1, max_length=1 << 20)]
+# The first entry that is wrong ends the validation of a list: an error for each would cost seconds and gigabytes.
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 
 
@@ -72,7 +75,7 @@ def annotation(parameter: Parameter) -> Any:
         found = bool
     else:
         assert isinstance(kind, TokenIds)
-        found = Annotated[list[Annotated[int, Field(ge=0, le=kind.high)]], Field(max_length=kind.count)]
+        found = Annotated[list[Annotated[int, Field(ge=0, le=kind.high)]], Field(max_length=kind.count, fail_fast=True)]
     return Annotated[found | None, Field(description=parameter.help)]
 
 
@@ -100,7 +103,7 @@ class Generate(Decoding):
 
     model: Name | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Said by clients of habit; only the values that ask for nothing.
@@ -128,7 +131,7 @@ class Generate(Decoding):
 class CompletionBody(Generate):
     """``POST /v1/completions``: one prompt or several, texts or token ids."""
 
-    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     echo: Literal[False] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
@@ -152,7 +155,7 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
+    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     name: Name | None = None
 
 
@@ -165,7 +168,7 @@ class ResponseFormat(Body):
 class ChatBody(Generate):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
@@ -188,8 +191,8 @@ class ScoreBody(Body):
     """
 
     model: Name | None = None
-    input: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
-    targets: Tokens | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
+    input: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    targets: Tokens | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)] | None = None
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
 
@@ -219,10 +222,10 @@ _SENTENCES = {
     "dict_type": "expected an object",
     "model_type": "expected an object",
     "literal_error": "expected {expected}",
-    "greater_than": "expected more than {gt:g}",
-    "greater_than_equal": "expected at least {ge:g}",
-    "less_than": "expected less than {lt:g}",
-    "less_than_equal": "expected at most {le:g}",
+    "greater_than": "expected more than {gt}",
+    "greater_than_equal": "expected at least {ge}",
+    "less_than": "expected less than {lt}",
+    "less_than_equal": "expected at most {le}",
     "finite_number": "expected a finite number",
     "string_too_short": "expected at least {min_length} characters",
     "string_too_long": "expected at most {max_length} characters",
@@ -243,7 +246,9 @@ def _first(error: ValidationError) -> ApiError:
         fault: InputError = found["ctx"]["error"]
         return invalid(fault.message, fault.field)
     # Bounds and choices of the context are those that the fields above declare.
-    message = _SENTENCES.get(kind, "not of the form that it must have").format_map(found.get("ctx", {}))
+    context = found.get("ctx", {})
+    bounds = {name: plain_number(value) if isinstance(value, float) else value for name, value in context.items()}
+    message = _SENTENCES.get(kind, "not of the form that it must have").format_map(bounds)
     if not where:
         return invalid(message)
     if kind in ("extra_forbidden", "missing"):

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from launch.serving.compilation import Compilation, Report
 from launch.serving.errors import ENGINE_FAILED, ApiError, busy, too_late, unavailable
 from launch.serving.metrics import Metrics
 from launch.serving.response_stream import ResponseStream
@@ -24,8 +25,8 @@ from runtime import (
     Event,
     Executor,
     FirstToken,
-    PoolLimits,
     PrefixGrown,
+    Programs,
     RequestFinished,
     RequestHandle,
     RowFinished,
@@ -40,6 +41,7 @@ State = Literal["warming up", "ready", "draining", "dead"]
 
 _IDLE_SECONDS = 0.25  # between two steps without work
 _DRAIN_CHECK_SECONDS = 0.5  # between two questions whether to end
+_COMPILER_SECONDS = 10.0  # for what is being compiled when the server ends
 _RATE_SAMPLES = 64  # rows over which the rate of service is measured
 _MAX_RETRY_SECONDS = 60
 
@@ -69,44 +71,52 @@ class HostStep:
 
     Attributes:
       plan: what the devices do.
+      compile: what is compiled next beside it, if anything.
       check_drain: whether the hosts ask one another if the server is to end.
       last: whether no step follows.
     """
 
     plan: StepPlan
+    compile: Programs | None = None
     check_drain: bool = False
     last: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The step as JSON values, for the other hosts."""
-        return {"plan": self.plan.to_json(), "check_drain": self.check_drain, "last": self.last}
+        compiled = None if self.compile is None else self.compile.to_json()
+        return {"plan": self.plan.to_json(), "compile": compiled, "check_drain": self.check_drain, "last": self.last}
 
     @classmethod
     def from_json(cls, step: Any) -> HostStep:
         """The step that :meth:`to_json` wrote."""
-        return cls(StepPlan.from_json(step["plan"]), step["check_drain"], step["last"])
+        compiled = None if step["compile"] is None else Programs.from_json(step["compile"])
+        return cls(StepPlan.from_json(step["plan"]), compiled, step["check_drain"], step["last"])
 
 
-def agree(hosts: Hosts, step: HostStep | None) -> HostStep:
-    """The step that host 0 has decided, on all hosts; the others pass None."""
+def agree(hosts: Hosts, step: HostStep | None, compiled: Report) -> tuple[HostStep, list[Report]]:
+    """The step that host 0 has decided, on all hosts, and what each has compiled; the others pass None."""
     hosts.mark()
     if hosts.count == 1:
         assert step is not None
-        return step
-    said = hosts.gather("step", None if step is None else step.to_json())[0]
-    return step or HostStep.from_json(said)
+        return step, [compiled]
+    said: list[Any] = hosts.gather("step", [None if step is None else step.to_json(), compiled])
+    return step or HostStep.from_json(said[0][0]), [own for _, own in said]
 
 
 def follow(executor: Executor, hosts: Hosts) -> None:
     """Execute what host 0 decides, until it says that a step is the last."""
     if not executor.warm_up(hosts.draining):
         return
+    compilation = Compilation(executor)
     while True:
-        step = agree(hosts, None)
+        step, _ = agree(hosts, None, compilation.report)
+        if step.compile is not None:
+            compilation.begin(step.compile)
         executor.execute(step.plan)
         if step.check_drain:
             hosts.draining()
         if step.last:
+            compilation.stop(_COMPILER_SECONDS)
             return
 
 
@@ -128,6 +138,7 @@ class ServingEngine:
       scheduler: who gets which slot; None while the server is warming up.
       metrics: what is counted.
       cut_short: requests that the grace period was too short for.
+      say: tells people what happens beside the requests.
     """
 
     def __init__(self, hosts: Hosts, metrics: Metrics, max_queue: int, grace_period: float) -> None:
@@ -144,6 +155,8 @@ class ServingEngine:
         self.scheduler: Scheduler | None = None
         self.metrics = metrics
         self.cut_short = 0
+        self.say: Callable[[str], None] = lambda text: None
+        self._compilation: Compilation | None = None
         self._hosts, self._max_queue, self._grace_period = hosts, max_queue, grace_period
         self._lock = threading.Condition()
         self._streams: dict[RequestHandle, ResponseStream] = {}
@@ -164,7 +177,24 @@ class ServingEngine:
             lambda: self.executor.compiled_programs if self.executor else 0,
         )
 
+        metrics.watch("programs_remaining", "Buckets whose programs are still compiled.", lambda: self.remaining)
+        metrics.watch(
+            "computed_positions",
+            "Positions of all slots, for each iteration.",
+            lambda: self.scheduler.stats.computed_positions if self.scheduler else 0,
+        )
+        metrics.watch(
+            "useful_positions",
+            "Those of live rows, up to their own length.",
+            lambda: self.scheduler.stats.useful_positions if self.scheduler else 0,
+        )
+
     # ---- any thread -------------------------------------------------------------------------------------------
+
+    @property
+    def remaining(self) -> int:
+        """Buckets whose programs are still to be compiled, once the server is ready."""
+        return self._compilation.remaining if self._compilation is not None else 0
 
     @property
     def _waiting(self) -> int:
@@ -244,13 +274,19 @@ class ServingEngine:
             if not executor.warm_up(self._hosts.draining):
                 self.state = "draining"
                 return
-            scheduler = Scheduler([PoolLimits(pool.count, pool.prefill_limit) for pool in executor.pools])
+            scheduler = Scheduler([pool.limits for pool in executor.pools])
             self.executor, self.scheduler = executor, scheduler
+            self._compilation = compilation = Compilation(executor)
+            compilation.restrict(scheduler)
             self._heartbeat = time.monotonic()
             self.state = "ready"
             ready()
             while True:
-                step = agree(self._hosts, self._decide(scheduler))
+                step, compiled = agree(self._hosts, self._decide(scheduler), compilation.report)
+                if step.compile is not None:
+                    compilation.begin(step.compile)
+                with self._lock:
+                    compilation.settle(compiled, scheduler, self.say)
                 outcome = executor.execute(step.plan)
                 self.metrics.forwards(sum(pool.forwards for pool in outcome.pools) + (outcome.scores is not None))
                 with self._lock:
@@ -267,6 +303,9 @@ class ServingEngine:
             self.state = "dead"
             self.fail(ENGINE_FAILED)
             raise
+        finally:
+            if self._compilation is not None:
+                self._compilation.stop(_COMPILER_SECONDS)
 
     def _check_drain(self) -> None:
         self._drain_checked = time.monotonic()
@@ -288,8 +327,10 @@ class ServingEngine:
                     self.cut_short = len(late)
                     self.fail(unavailable("the server is shutting down"))
                 if not scheduler.unfinished:
-                    return HostStep(StepPlan(), check_drain, last=True)
-            return HostStep(scheduler.schedule(now), check_drain)
+                    return HostStep(StepPlan(), None, check_drain, last=True)
+            plan = scheduler.schedule(now)
+            compiled = None if self._compilation is None else self._compilation.choose(scheduler)
+            return HostStep(plan, compiled, check_drain)
 
     def _deliver(self, events: Iterable[Event], now: float) -> None:
         """Count what has happened, and put it into the response streams, one update for each."""

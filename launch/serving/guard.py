@@ -82,6 +82,9 @@ class Guard:
                     headers={"WWW-Authenticate": 'Basic realm="diffumesh"'},
                 )
         lengths = [value for name, value in headers if name == b"content-length"]
+        if lengths and any(name == b"transfer-encoding" for name, _ in headers):
+            # Servers that believe one of them, behind proxies that believe the other, see different requests.
+            raise ApiError(400, "either Content-Length or Transfer-Encoding, not both", "invalid_http")
         if any(not value.isdigit() or len(value) > 18 or int(value) > self._limits.body for value in lengths):
             raise self._too_large()
         return owner

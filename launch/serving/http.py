@@ -137,11 +137,20 @@ class HttpServer:
             timeout_graceful_shutdown=_FLUSH_SECONDS,
             h11_max_incomplete_event_size=limits.headers,
         )
-        self._server = uvicorn.Server(config)
+        self._server, self._own = uvicorn.Server(config), own
         self._thread = threading.Thread(target=self._server.run, args=([own],), name="http", daemon=True)
 
     def start(self) -> None:
-        """Answer from now on."""
+        """Answer from now on.
+
+        Raises:
+          InputError: another program listens on the port by now.
+        """
+        try:
+            self._own.listen(_BACKLOG)
+        except OSError as error:
+            host, port = self._own.getsockname()[:2]
+            raise InputError(f"--host={host} --port={port}: cannot listen there ({error.strerror})") from error
         self._thread.start()
 
     def alive(self) -> bool:

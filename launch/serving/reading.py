@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.openai.bodies import Asked, Defaults, by_our_names, read_asked
+from launch.openai.bodies import Asked, Defaults, by_our_names, check_prompt_size, read_asked
 from launch.serving.bodies import ChatBody, CompletionBody, ScoreBody
 from launch.serving.errors import ApiError, from_input_error, invalid
 from launch.serving.limits import Limits
@@ -20,16 +20,16 @@ from runtime import (
     RowRequest,
     SamplingConfig,
     ScorePass,
+    StopTest,
     can_run,
     compiled_values,
     declared_parameters,
     row_seeds,
+    stop_tests,
 )
 
 # Seeds that are made here are exact in JavaScript too.
 _SEED_BITS = 53
-# No token has more characters than this: what is longer than so many for each position does not fit.
-_LONGEST_TOKEN = 256
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class Reading:
     rows: Sequence[RowRequest]
     pool: int
 
+    def stop_tests(self, defaults: Defaults) -> list[StopTest | None]:
+        """The tests that end rows at their stop strings."""
+        stops = [self.of(row).stop for row in range(len(self.rows))]
+        return stop_tests(defaults.tokenizer, defaults.end_token_ids, stops)
+
     def of(self, index: int) -> Asked:
         """What was asked of a row."""
         return self.asked[index // self.asked[0].samples]
@@ -57,11 +62,11 @@ class Mode:
 
     Attributes:
       config: what a request has in common with all of its slots.
-      pools: indices of its pools, narrow ones first.
+      pool: index of its pool.
     """
 
     config: DiffusionConfig | SamplingConfig
-    pools: Sequence[int]
+    pool: int
 
 
 class Reader:
@@ -72,6 +77,11 @@ class Reader:
         self._defaults, self._modes, self._limits = defaults, modes, limits
         self.widest = 0
         self._executor: Executor | None = None
+
+    @property
+    def modes(self) -> list[dict[str, Any]]:
+        """What is compiled into each way of decoding, the default first."""
+        return [compiled_values(mode.config) for mode in self._modes]
 
     def serve(self, executor: Executor) -> None:
         """Read for these slots from now on."""
@@ -130,21 +140,21 @@ class Reader:
         """
         assert self._executor is not None
         self._check_model(body.model)
+        given = _several(body.input)
+        if len(given) > self._limits.rows:
+            raise invalid(f"{len(given)} rows; at most {self._limits.rows} a request", "input")
         try:
-            rows = [self._tokens(row, "input") for row in _several(body.input)]
+            rows = [self._tokens(row, "input") for row in given]
             targets = rows if body.targets is None else [self._tokens(row, "targets") for row in _several(body.targets)]
         except InputError as error:
             raise from_input_error(error) from None
-        if len(rows) > self._limits.rows:
-            raise invalid(f"{len(rows)} rows; at most {self._limits.rows} a request", "input")
         if [len(row) for row in rows] != [len(row) for row in targets]:
             raise invalid("targets: as many rows as input, of as many tokens each", "targets")
         longest = max(map(len, rows))
-        fitting = [pool.width for pool in self._executor.pools if pool.width >= longest]
-        if not fitting:
+        if longest > self.widest:
             raise self._too_long(longest, "input")
-        width = min(fitting)
-        batch = self._executor.score_batch(width)
+        width = min(width for width in self._executor.score_widths if width >= longest)
+        batch = self._executor.score_rows
         temperature = 1.0 if body.temperature is None else body.temperature
         passes = [
             ScorePass(rows[start : start + batch], targets[start : start + batch], temperature, width, batch)
@@ -167,22 +177,25 @@ class Reader:
             raise ApiError(404, "there is no such model here; see /v1/models", "model_not_found", "model")
 
     def _check_size(self, changes: dict[str, Any]) -> None:
-        """Refuse what cannot fit before it is tokenized."""
-        texts = [changes.get("prompt")]
+        """Refuse what cannot fit before it is tokenized.
+
+        Raises:
+          InputError: the prompt, or the texts of all messages, cannot fit.
+        """
+        texts = [changes["prompt"]] if "prompt" in changes else []
         for message in changes.get("messages", []):
             content = message["content"]
             texts += [content] if isinstance(content, str) else [part["text"] for part in content]
-        least = sum(len(text) // _LONGEST_TOKEN if isinstance(text, str) else len(text) for text in texts if text)
-        if least > self.widest:
-            raise invalid(
-                f"the prompt is too long; there is room for {self.widest} tokens, new ones included", "prompt"
-            )
+        for text in texts:
+            check_prompt_size(text, self.widest)
+        if "messages" in changes:
+            check_prompt_size("".join(texts), self.widest)
 
     def _too_long(self, length: int, name: str) -> ApiError:
         return invalid(f"{length} tokens, new ones included; this server has room for {self.widest}", name)
 
     def _pool(self, asked: Asked) -> int:
-        """The narrowest slots in which a row can be done.
+        """The slots in which a row can be done.
 
         Raises:
           ApiError: there are none.
@@ -195,11 +208,10 @@ class Reader:
         if mode is None:
             there = "; ".join(describe(mode.config) for mode in self._modes)
             raise invalid(f"{describe(asked.config)}: no such programs are compiled here, but {there} (--mode)")
-        number = next(number for number in mode.pools if self._executor.pools[number].width >= length)
-        pool = self._executor.pools[number]
+        pool = self._executor.pools[mode.pool]
         if (steps := pool.steps_per_block(asked.config)) > pool.max_steps:
             raise invalid(f"{steps} steps a block; at most {pool.max_steps}", "steps")
-        return number
+        return mode.pool
 
 
 def describe(config: DiffusionConfig | SamplingConfig) -> str:

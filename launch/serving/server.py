@@ -53,8 +53,10 @@ class Server:
         metrics = Metrics(defaults.model_name)
         self.serving = ServingEngine(hosts, metrics, limits.queue, limits.grace_period)
         self.reader = Reader(defaults, modes, limits)
-        routes = Routes(self.serving, self.reader, defaults, metrics, limits, version)
-        self.http = HttpServer(Guard(routes.application(), keys, limits, names), own, limits)
+        self._routes = Routes(self.serving, self.reader, defaults, metrics, limits, version)
+        self.http = HttpServer(Guard(self._routes.application(), keys, limits, names), own, limits)
+        if self.reader.can_chat:
+            defaults.tokenizer.start_renderer()
         self.http.start()
         self._hosts = hosts
 
@@ -70,6 +72,7 @@ class Server:
         try:
             self.serving.run(executor, self.http.alive, ready)
         finally:
+            self._routes.close()
             self.http.stop()
 
     def fail(self) -> None:

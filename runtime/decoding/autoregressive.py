@@ -90,7 +90,7 @@ def _append(
         request.seeds, state.lengths - request.prompts, TOKEN_STREAM, state.lengths[:, None].astype(jnp.int32)
     )
     chosen, _ = choose_tokens(
-        forward.config, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
+        forward.window, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
     )
 
     def write(values: Array, new: Array, lengths: Array, done: Array) -> Array:

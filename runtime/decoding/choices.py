@@ -48,7 +48,7 @@ def choose(
     """
     keys = position_keys(request.seeds, step, TOKEN_STREAM, positions)
     tokens, confidences = choose_tokens(
-        forward.config, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
+        forward, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
     )
     return Choices(tokens, confidences, log_probabilities(logits, tokens) if program.log_probabilities else None)
 

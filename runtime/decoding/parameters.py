@@ -14,7 +14,6 @@ from runtime.decoding.schema import (
     Boolean,
     Choice,
     Integer,
-    Parameter,
     Real,
     Requirement,
     Seeds,
@@ -42,15 +41,6 @@ _TEMPERATURE = Real(0.0, MAX_TEMPERATURE, smallest=MIN_TEMPERATURE)
 _TOKEN_IDS = TokenIds(MAX_STOP_TOKENS, 1 << 30)
 _WITH_CACHE = Requirement("cache", ("dual", "prefix"))
 _SCHEDULED = Requirement("parallel", ("none",))
-
-EARLY_STOP = Parameter(
-    Boolean(),
-    "End a row when an end token and everything before it is committed.",
-    name="early_stop",
-    default=False,
-    flag_default=False,
-    mode=True,
-)
 
 
 @dataclass(frozen=True)
@@ -89,8 +79,20 @@ class SamplingConfig:
         flag_default="0",
         flag_help="Several are separated by commas.",
     )
+    early_stop: bool | None = parameter(
+        None,
+        Boolean(),
+        "End a row when an end token of the model and everything before it is there; off, a row fills all of its "
+        "positions, and its text ends at the same place.",
+        optional=True,
+        mode=True,
+        flag_default=True,
+    )
     stop_token_ids: Sequence[int] = parameter(
-        (), _TOKEN_IDS, "End a row with the first of these tokens.", exposed=False
+        (),
+        _TOKEN_IDS,
+        "End a row when one of these and everything before it is there, whatever early_stop says.",
+        exposed=False,
     )
     log_probabilities: bool = parameter(
         False,
@@ -115,6 +117,10 @@ class SamplingConfig:
     def replace(self, **changes: Any) -> SamplingConfig:
         """A copy with these fields changed, validated again."""
         return replace(self, **changes)
+
+    def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> SamplingConfig:
+        """The configuration with ``early_stop`` decided; see :func:`decide_early_stop`."""
+        return replace(self, **decide_early_stop(self, end_token_ids, default))
 
 
 @dataclass(frozen=True)
@@ -240,9 +246,8 @@ class DiffusionConfig:
         requires=(Requirement("parallel", ("factor",)),),
         mode=True,
     )
-    stop_token_ids: Sequence[int] = parameter(
-        (), _TOKEN_IDS, "End a row when one of these and everything before it is committed.", exposed_as=EARLY_STOP
-    )
+    early_stop: bool | None = same_as(SamplingConfig, "early_stop")
+    stop_token_ids: Sequence[int] = same_as(SamplingConfig, "stop_token_ids")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -250,9 +255,7 @@ class DiffusionConfig:
     @property
     def in_blocks(self) -> bool:
         """Whether the request is for block decoding, else for the original algorithm."""
-        return bool(
-            self.block_length is not None or self.cache != "none" or self.parallel != "none" or self.stop_token_ids
-        )
+        return self.block_length is not None or self.cache != "none" or self.parallel != "none"
 
     @classmethod
     def published(cls, max_new_tokens: int = 256, temperature: float = 0.2, **overrides: Any) -> DiffusionConfig:
@@ -274,6 +277,25 @@ class DiffusionConfig:
     def replace(self, **changes: Any) -> DiffusionConfig:
         """A copy with these fields changed, validated again."""
         return replace(self, **changes)
+
+    def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> DiffusionConfig:
+        """The configuration with ``early_stop`` decided; see :func:`decide_early_stop`."""
+        return replace(self, **decide_early_stop(self, end_token_ids, default))
+
+
+def decide_early_stop(
+    config: DiffusionConfig | SamplingConfig, end_token_ids: Sequence[int], default: bool
+) -> dict[str, Any]:
+    """Decide whether rows end early: the fields ``early_stop`` and ``stop_token_ids`` of the configuration that is run.
+
+    Args:
+      config: as the caller gave it; a value of its ``early_stop`` counts, None leaves it to ``default``.
+      end_token_ids: tokens that end a completion of the model; they join the stop tokens where rows end early.
+      default: of the call: true where text is generated, false where the original algorithm is.
+    """
+    ends = default if config.early_stop is None else config.early_stop
+    stops = [*config.stop_token_ids, *(end_token_ids if ends else ())]
+    return {"early_stop": ends, "stop_token_ids": tuple(dict.fromkeys(stops))}
 
 
 # What flags and requests can set, for any model and for an autoregressive one.

@@ -71,11 +71,13 @@ def _may_step(request: DenoiseRequest, state: DenoiseState) -> Array:
 
 
 def _has_ended(mask_token: int, request: DenoiseRequest, state: DenoiseState) -> Array:
-    """Rows with a committed stop token before which nothing is masked: bool ``[B]``."""
+    """Rows with a stop token among the new tokens before which nothing is masked: bool ``[B]``."""
     places = jnp.arange(state.canvas.shape[1])
     generated = (places >= request.first[:, None]) & (places < request.lengths[:, None])
     masked_before = jnp.cumsum((state.canvas == mask_token) & generated, axis=1)
+    # A stop token that fills a mask of the prompt ends nothing.
     is_stop = (state.canvas[..., None] == request.stop_tokens[:, None]).any(axis=-1)
+    is_stop &= places >= request.prompts[:, None]
     return (is_stop & (state.commit_steps >= 0) & (masked_before == 0)).any(axis=1)
 
 

@@ -72,6 +72,13 @@ def _wrong(name: str, value: Any, expected: str) -> ParameterError:
     return ParameterError(name, f"is {value!r:.{_SHOWN}}; expected {expected}")
 
 
+def plain_number(value: float) -> str:
+    """A number as people write it: 1000000 and 0.00001, not 1e+06 and 1e-05, unless it is very large or very small."""
+    if value and not 1e-9 <= abs(value) < 1e16:
+        return f"{value:g}"
+    return str(np.format_float_positional(value, trim="-"))
+
+
 @dataclass(frozen=True)
 class Integer:
     """An integer from ``low`` to ``high``, both allowed."""
@@ -120,10 +127,10 @@ class Real:
     def expected(self) -> str:
         """The values in words."""
         if self.exclusive:
-            return f"a number between {self.low:g} and {self.high:g}, both excluded"
+            return f"a number between {plain_number(self.low)} and {plain_number(self.high)}, both excluded"
         if self.smallest:
-            return f"0, or a number from {self.smallest:g} to {self.high:g}"
-        return f"a number from {self.low:g} to {self.high:g}"
+            return f"0, or a number from {plain_number(self.smallest)} to {plain_number(self.high)}"
+        return f"a number from {plain_number(self.low)} to {plain_number(self.high)}"
 
     def read(self, name: str, value: Any) -> float:
         """The value as Python's own, numbers of NumPy too.
@@ -289,7 +296,6 @@ class Parameter:
       requires: settings of other parameters without which it has no effect.
       mode: a server's ``--mode`` can set it.
       exposed: flags and requests can set it, not only Python.
-      exposed_as: the parameter that flags and requests have in its place; the launchers translate.
       flag_default: the flag's value when it is not given; None leaves the value to the preset and the checkpoint.
       flag_help: what the flag's help says after ``help``.
       in_checkpoint: its key in a checkpoint's ``generation_config.json``; empty if it has none.
@@ -306,7 +312,6 @@ class Parameter:
     compiled: bool | Requirement = False
     requires: tuple[Requirement, ...] = ()
     mode: bool = False
-    exposed_as: Parameter | None = None
     exposed: bool = True
     flag_default: Any = None
     flag_help: str = ""
@@ -361,8 +366,7 @@ def exposed_parameters(*configs: type) -> dict[str, Parameter]:
     for config in configs:
         for one in declared_parameters(config):
             if one.exposed:
-                said = one.exposed_as or one
-                found.setdefault(said.name, said)
+                found.setdefault(one.name, one)
     return found
 
 

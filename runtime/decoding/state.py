@@ -47,6 +47,7 @@ class DenoiseRequest:
 
     Attributes:
       lengths: int32 ``[B]``, canvas length of each row, prompt and new tokens.
+      prompts: int32 ``[B]``, length of each prompt, its masks included.
       first: int32 ``[B]``, position at which each row's first block starts.
       seeds: uint32 ``[B, 2]``, key data of each row.
       ratios: float32 ``[B, R]``, share of a block's remaining masks that each of its steps commits.
@@ -54,7 +55,8 @@ class DenoiseRequest:
       steps_per_block: int32 ``[B]``, steps of a block at most.
       refresh_interval: int32 ``[B]``, forward passes from one refresh to the next at most, the refresh included.
       refresh_blocks: int32 ``[B]``, refresh on entering every n-th block; 0 for the first block alone.
-      stop_tokens: int32 ``[B, E]``; a row is done when one of these and everything before it is committed; -1 for none.
+      stop_tokens: int32 ``[B, E]``; a row is done when a new token is one of these and all before it is committed. -1
+        for none.
       threshold, factor: float32 ``[B]``, of the parallel rules.
       temperature, top_p, alg_temp: float32 ``[B]``, read where the program uses them; ``alg_temp`` 0 takes the most
         confident positions.
@@ -64,6 +66,7 @@ class DenoiseRequest:
     """
 
     lengths: Leaf = array("batch", dtype=_INTEGER)
+    prompts: Leaf = array("batch", dtype=_INTEGER)
     first: Leaf = array("batch", dtype=_INTEGER)
     seeds: Leaf = array("batch", "seed_words", dtype=jnp.uint32)
     ratios: Leaf = array("batch", "steps", dtype=_REAL)

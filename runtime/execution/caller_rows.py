@@ -81,11 +81,13 @@ class CallerRows:
         """The canvas after each of so many steps, int32 ``[steps, B, S + N]``."""
         sequences = self._stack([one.sequence for one in results], 0)
         commit_steps = self._stack([one.commit_steps for one in results], -1)
+        prompts = np.array([len(one.tokens) for one in self.requests], np.int32)
         stop_tokens = stop_rows(self._config.stop_token_ids, len(results))
-        canvases = (
-            canvas_after(step, self._start, sequences, commit_steps, stop_tokens, self._model) for step in range(steps)
-        )
-        return np.stack([self.align(canvas) for canvas in canvases])
+
+        def after(step: int) -> np.ndarray:
+            return canvas_after(step, self._start, sequences, commit_steps, prompts, stop_tokens, self._model)
+
+        return np.stack([self.align(after(step)) for step in range(steps)])
 
     def _stack(self, rows: Sequence[Any], fill: float) -> np.ndarray:
         """Rows of different lengths as one array ``[B, C]``."""

@@ -11,19 +11,21 @@ from runtime.models.config import ModelConfig
 
 
 def pad_after_end(
-    canvas: np.ndarray, commit_steps: np.ndarray, stop_tokens: np.ndarray, model: ModelConfig
+    canvas: np.ndarray, commit_steps: np.ndarray, prompts: np.ndarray, stop_tokens: np.ndarray, model: ModelConfig
 ) -> np.ndarray:
     """Put padding in the place of masks that a row which ended early has left.
 
     Args:
       canvas: int32 ``[B, S]``.
       commit_steps: int32 ``[B, S]``, -1 where no step has committed a position.
-      stop_tokens: int32 ``[B, E]``; a row ends with the first of these before which nothing is masked.
+      prompts: int32 ``[B]``, length of each prompt.
+      stop_tokens: int32 ``[B, E]``; a row ends with the first of these after its prompt before which nothing is masked.
       model: for its mask and padding tokens.
     """
     masked = canvas == model.mask_token_id
     is_stop = (canvas[..., None] == stop_tokens[:, None]).any(axis=-1)
-    ends = is_stop & (commit_steps >= 0) & (np.cumsum(masked, axis=-1) == 0)
+    is_new = np.arange(canvas.shape[-1]) >= prompts[:, None]
+    ends = is_stop & is_new & (commit_steps >= 0) & (np.cumsum(masked, axis=-1) == 0)
     return np.where(masked & (np.cumsum(ends, axis=-1) > 0), model.pad_token_id, canvas)
 
 
@@ -32,6 +34,7 @@ def canvas_after(
     start: np.ndarray,
     final: np.ndarray,
     commit_steps: np.ndarray,
+    prompts: np.ndarray,
     stop_tokens: np.ndarray,
     model: ModelConfig,
 ) -> np.ndarray:
@@ -42,8 +45,7 @@ def canvas_after(
       start: int32 ``[B, S]``.
       final: int32 ``[B, S]``.
       commit_steps: int32 ``[B, S]``, -1 where no step has committed a position.
-      stop_tokens: int32 ``[B, E]``, see :func:`pad_after_end`.
-      model: likewise.
+      prompts, stop_tokens, model: see :func:`pad_after_end`.
     """
     there = (commit_steps >= 0) & (commit_steps <= step)
-    return pad_after_end(np.where(there, final, start), np.where(there, commit_steps, -1), stop_tokens, model)
+    return pad_after_end(np.where(there, final, start), np.where(there, commit_steps, -1), prompts, stop_tokens, model)

@@ -1,8 +1,10 @@
-"""A queue that is fair among owners: first come first served for each owner, owners in turn."""
+"""A queue that is fair among owners: owners in turn, and the items of each by rank, first come first served."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import heapq
+import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -13,32 +15,39 @@ class FairQueue(Generic[Item]):
     """A round-robin queue over the owners of its items. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._queues: OrderedDict[Hashable, deque[Item]] = OrderedDict()
+        """Begin empty."""
+        self._queues: OrderedDict[Hashable, list[tuple[float, int, Item]]] = OrderedDict()
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    def push(self, owner: Hashable, item: Item) -> None:
-        """Append an item to its owner's queue; an owner without one is served after all the others."""
-        self._queues.setdefault(owner, deque()).append(item)
+    def push(self, owner: Hashable, item: Item, rank: float = 0.0) -> None:
+        """Queue an item behind those of its owner up to this rank; an owner without one is served after the others."""
+        heapq.heappush(self._queues.setdefault(owner, []), (rank, next(self._numbers), item))
 
     def pop(self) -> Item | None:
         """Take the next item, after which its owner is served last. None if the queue is empty."""
         if not self._queues:
             return None
         owner, queue = next(iter(self._queues.items()))
-        item = queue.popleft()
+        _, _, item = heapq.heappop(queue)
         self._queues.move_to_end(owner)
         if not queue:
             del self._queues[owner]
         return item
 
+    def items(self) -> list[Item]:
+        """All that wait, in no order."""
+        return [item for queue in self._queues.values() for _, _, item in queue]
+
     def remove(self, unwanted: Callable[[Item], bool]) -> list[Item]:
         """Remove every item for which ``unwanted`` is true, and return them. Owners keep their turns."""
         removed: list[Item] = []
         for owner, queue in list(self._queues.items()):
-            removed += filter(unwanted, queue)
-            kept = deque(item for item in queue if not unwanted(item))
+            removed += [item for _, _, item in queue if unwanted(item)]
+            kept = [entry for entry in queue if not unwanted(entry[2])]
+            heapq.heapify(kept)
             if kept:
                 self._queues[owner] = kept
             else:

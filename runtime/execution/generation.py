@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,16 @@ from runtime.execution.hooks import HookedSteps, LogitsHook, TokensHook
 from runtime.execution.left_padding import Rows
 from runtime.execution.offline import OfflineScheduler
 from runtime.execution.pool import uses_cache
+from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, masks_left
-from runtime.execution.row_request import RowResult, masked_span
+from runtime.execution.row_request import RowResult, certain_tokens, masked_span
 from runtime.execution.runner import Runner
-from runtime.execution.slots import DiffusionSlots, open_slots_for
+from runtime.execution.slot_kinds import DiffusionSlots, open_slots_for
 from sharding.errors import InputError
 
 # How often a generation says how far it is.
 _PROGRESS_REPORTS = 64
+_MOST_STEPS_A_REPORT = 16
 _ALL_ITERATIONS = 1 << 30
 
 
@@ -40,6 +42,8 @@ class Observers:
       tokens_hook, logits_hook: see :mod:`runtime.execution.hooks` (diffusion, original algorithm).
       watch: called with (steps done, canvas int32 ``[B, S + N]``) before the first step and after each.
       progress: called with (steps done, steps in all at most) along the way.
+      stop_tests: of each row, see :data:`runtime.execution.requests.StopTest`; empty for none. Where somebody watches,
+        a row goes on beside the others until all have ended, and what follows its own end is not counted.
     """
 
     history: bool = False
@@ -47,6 +51,7 @@ class Observers:
     logits_hook: LogitsHook | None = None
     watch: Callable[[int, np.ndarray], None] | None = None
     progress: Callable[[int, int], None] | None = None
+    stop_tests: Sequence[StopTest | None] = ()
 
     @property
     def hooked(self) -> bool:
@@ -61,7 +66,7 @@ class Observers:
         """
         if isinstance(config, SamplingConfig) and (self.hooked or self.history):
             raise InputError("hooks and history are of denoise steps; this checkpoint is autoregressive")
-        if isinstance(config, DiffusionConfig) and config.in_blocks and self.hooked:
+        if isinstance(config, DiffusionConfig) and (config.in_blocks or config.stop_token_ids) and self.hooked:
             raise InputError("hooks are of the original algorithm: leave cache, blocks, parallel and stop tokens off")
 
 
@@ -95,6 +100,8 @@ class WatchedBatch:
         # In the original algorithm a step is a denoise step of every row; else an iteration, in which each row makes a
         # step of its own.
         self._denoise_steps = isinstance(config, DiffusionConfig) and not config.in_blocks
+        # The original goes through all of its steps.
+        self._may_end = bool(config.stop_token_ids)
 
     def advance_by(self, steps: int) -> Iterator[int]:
         """Run to the end, so many steps at a time, yielding how many have been made."""
@@ -102,19 +109,30 @@ class WatchedBatch:
         while made < self.steps:
             limit = min(made + steps, self.steps)
             if self._denoise_steps:
-                self.slots.run(step_limit=limit)
-                made = limit
+                done = self.slots.run(step_limit=limit).all() and self._may_end
             else:
-                made = self.steps if self.slots.run(max_iterations=limit - made).all() else limit
+                done = self.slots.run(max_iterations=limit - made).all()
+            made = self.steps if done else limit
             yield made
 
     def canvas(self) -> np.ndarray:
         """The canvas as it is now, in the caller's rows: int32 ``[B, S + N]``."""
         return self.rows.canvas(self.slots.canvas())
 
-    def results(self) -> list[RowResult]:
-        """What came of each row."""
-        return self.slots.collect(dict(enumerate(enumerate(self.rows.requests))))
+    def have_stopped(self, tests: Sequence[StopTest | None]) -> bool:
+        """Whether every row has a stop test that has ended it."""
+        if not tests or not all(tests):
+            return False
+        stopped = True
+        for canvas, request, test in zip(self.slots.canvas(), self.rows.requests, tests, strict=False):
+            prompt, own = len(request.tokens), canvas[: request.length]
+            certain = certain_tokens(own, prompt).tolist() if (own[:prompt] >= 0).all() else []
+            stopped &= test is not None and test(certain, False) is not None
+        return stopped
+
+    def results(self, stopped: bool = False) -> list[RowResult]:
+        """What came of each row, at its end or where all rows were ``stopped``."""
+        return self.slots.collect(dict(enumerate(enumerate(self.rows.requests))), ended_early=stopped)
 
 
 def most_steps(runner: Runner, rows: CallerRows, config: DiffusionConfig | SamplingConfig, width: int) -> int:
@@ -158,17 +176,16 @@ def generate_rows(
             assert isinstance(batch.slots, DiffusionSlots)
             steps = HookedSteps(runner, own, batch.slots, stats.steps)
             history = steps.run(observers.tokens_hook, observers.logits_hook, observers.history)
-        else:
-            _watch(batch, observers)
-        results, stats.forwards, stats.batches = batch.results(), batch.slots.forwards, 1
+        stopped = not observers.hooked and _watch(batch, observers)
+        results, stats.forwards, stats.batches = batch.results(stopped), batch.slots.forwards, 1
     else:
-        results = _schedule(runner, own, config, width, stats, observers.progress)
+        results = _schedule(runner, own, config, width, stats, observers)
     if observers.history and history is None:
         history = own.history(results, stats.steps)
     sequences, commit_steps = own.sequences(results), own.commit_steps(results)
     real = np.pad(rows.real, ((0, 0), (0, config.max_new_tokens)), constant_values=True)
     stats.positions = sum(one.positions for one in results)
-    stats.tokens = committed_tokens(commit_steps)
+    stats.tokens = _counted(sequences, commit_steps, rows.original.shape[1], config, observers.stop_tests)
     stats.masks_left = int(masks_left(sequences, real, runner.layout.config.mask_token_id).sum())
     stats.compiled_programs = programs.compiled - compiled
     stats.compile_seconds = programs.seconds - compile_seconds
@@ -176,8 +193,25 @@ def generate_rows(
     return GenerationResult(sequences, commit_steps, history, seeds, own.log_probabilities(results), stats)
 
 
-def _watch(batch: WatchedBatch, observers: Observers) -> None:
-    """Run a batch a step at a time, telling who watches."""
+def _counted(
+    sequences: np.ndarray,
+    commit_steps: np.ndarray,
+    prompt: int,
+    config: DiffusionConfig | SamplingConfig,
+    stop_tests: Sequence[StopTest | None],
+) -> int:
+    """Tokens committed in all rows ``[B, S + N]`` up to their ends, where prompts are ``prompt`` wide."""
+    tests = stop_tests or [None] * len(sequences)
+    return sum(
+        committed_tokens(
+            sequence, steps, prompt, config.stop_token_ids, test(sequence[prompt:].tolist(), True) if test else None
+        )
+        for sequence, steps, test in zip(sequences, commit_steps, tests, strict=True)
+    )
+
+
+def _watch(batch: WatchedBatch, observers: Observers) -> bool:
+    """Run a batch a step at a time, telling who watches; whether stop tests have ended all rows before their end."""
     watch, progress = observers.watch, observers.progress
     assert watch is not None
     if progress is not None:
@@ -187,6 +221,9 @@ def _watch(batch: WatchedBatch, observers: Observers) -> None:
         if progress is not None:
             progress(done, batch.steps)
         watch(done, batch.canvas())
+        if done < batch.steps and batch.have_stopped(observers.stop_tests):
+            return True
+    return False
 
 
 def _schedule(
@@ -195,18 +232,18 @@ def _schedule(
     config: DiffusionConfig | SamplingConfig,
     width: int,
     stats: GenerationStats,
-    progress: Callable[[int, int], None] | None,
+    observers: Observers,
 ) -> list[RowResult]:
     """Run all rows through the scheduler, as many at a time as memory allows; counts forward passes and batches."""
-    count = len(rows.requests)
+    count, progress, tests = len(rows.requests), observers.progress, observers.stop_tests
     slots = runner.batch_size(count, width, uses_cache(config))
-    scheduler = OfflineScheduler(runner, rows.requests, slots, width)
+    scheduler = OfflineScheduler(runner, rows.requests, slots, width, tests)
     stats.batches = math.ceil(count / slots)
     total = stats.steps * stats.batches
-    # Rows that all have a slot run to their end in one call of the program, unless somebody waits for news.
-    iterations = None if count > slots else _ALL_ITERATIONS
+    # Rows that stay together run to their end in one call of the program, unless somebody looks at them.
+    iterations = _ALL_ITERATIONS if scheduler.in_one_run and not any(tests) else None
     if progress is not None:
-        iterations = max(1, stats.steps // _PROGRESS_REPORTS)
+        iterations = max(1, min(stats.steps // _PROGRESS_REPORTS, _MOST_STEPS_A_REPORT))
         progress(0, total)
     found: dict[int, Any] = {}
     for results in scheduler.run(iterations=iterations):

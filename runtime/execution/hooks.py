@@ -16,7 +16,7 @@ from runtime.execution.left_padding import end_align, start_align
 from runtime.execution.programs import fetch, lower_denoise_with_logits, put, shapes_of
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import shifted_logits
-from runtime.execution.slots import DiffusionSlots
+from runtime.execution.slot_kinds import DiffusionSlots
 from sharding.errors import InputError
 
 # hook(step, canvas int32 [B, S + N], logits float32 [B, S + N, V] or None) -> canvas, or None for no change.

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from runtime.models.costs import LiveArrays
 from runtime.models.declarations import ModelLayout
 from runtime.models.kv_cache import cache_bytes_per_device
+from runtime.models.xla_attention import query_block
 
 _FLOAT = 4
 # Numbers that lie side by side in a register of a TPU.
@@ -74,7 +75,7 @@ class PassShape:
       positions: S.
       keys: T, that each position attends to.
       head: P, of each row.
-      attention: implementation; ``xla`` keeps scores whole.
+      attention: implementation; ``xla`` holds scores, see :mod:`runtime.models.xla_attention`.
     """
 
     rows: int
@@ -155,7 +156,7 @@ def _bytes(arrays: Iterable[_Arrays]) -> int:
 
 
 def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> tuple[Tensor, ...]:
-    """What is alive in the MLP of a layer, or in attention where scores are kept whole."""
+    """What is alive in the MLP of a layer, or in attention where scores are held."""
     cost, positions = layout.layer_cost, shape.rows * shape.positions
     residual = positions * layout.size_per_device("embed") * item
 
@@ -178,18 +179,30 @@ def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> 
     else:
         arrays = [residuals(3 if reduced else 2), *mlp]
     if shape.attention == "xla":
-        scores = positions * layout.query_heads_per_device * shape.keys * (_FLOAT + item)
-        if scores > _bytes(arrays):
-            arrays = [residuals(2), ("attention scores", 1, scores, _FEWER_POSITIONS)]
+        attention = [residuals(2), *_scores(layout, item, device, shape)]
+        if _bytes(attention[1:]) > _bytes(arrays):
+            arrays = attention
     return _outside_fast_memory(arrays, device)
+
+
+def _scores(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> list[_Arrays]:
+    """What XLA attention holds: all scores, or those of one block and the arrays that it loops over."""
+    heads, positions = layout.query_heads_per_device, shape.rows * shape.positions
+    block = query_block(device.platform, shape.rows, heads, shape.positions, shape.keys)
+    if block is None:
+        count, arrays = positions * heads, []
+    else:
+        count = block * layout.size_per_device("queries_per_kv")
+        arrays = _live(layout.layer_cost.live_in_attention, positions, item, _FEWER_POSITIONS)
+    return [("attention scores", 1, count * shape.keys * (_FLOAT + item), _FEWER_POSITIONS), *arrays]
 
 
 def _head(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> tuple[Tensor, ...]:
     """What is alive while tokens are chosen from one chunk of logits."""
     logits = shape.rows * shape.head * layout.size_per_device("vocab") * _FLOAT
     residual = shape.rows * shape.positions * layout.size_per_device("embed") * item
-    # Logits, and for the thresholds order and masks as integers; a TPU without room on the chip copies one.
-    count = 4 if device.platform == "tpu" and not device.fast_memory_bytes else 3
+    # XLA on CPU keeps products and their quotients that the other compilers fuse into what reads them.
+    count = 4 if device.platform == "cpu" else 2
     return _outside_fast_memory(
         [
             ("logits of one head chunk", count, logits, _FEWER_CHANNELS),

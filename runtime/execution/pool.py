@@ -1,27 +1,35 @@
-"""Slots of one shape, and which rows hold them.
+"""The slots of one way of decoding: buckets of several shapes, and which rows are in them.
 
 Dimension letters: S positions of a slot.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from runtime.decoding.block_schedule import block_schedule
-from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig, SamplingConfig
+from runtime.execution.buckets import MAX_PROGRAMS, MOVE_ROOM, Bucket, Grid, PassCost, make_grid
+from runtime.execution.pool_state import PoolLimits
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.rows import check_kind
 from runtime.execution.runner import Runner, weight_bytes
-from runtime.execution.slots import Slots, open_slots
+from runtime.execution.slot_kinds import open_slots
+from runtime.execution.slots import MovingRow, Row, Slots
 from runtime.execution.specialization import general
-from runtime.execution.step_plan import PoolOutcome, PoolPlan
+from runtime.execution.step_plan import BucketRun, PoolOutcome, PoolPlan
+from runtime.models.kv_cache import cache_bytes_per_device
 from sharding.errors import InputError
 
 GenerationConfig = DiffusionConfig | SamplingConfig
+# Number of a bucket, and a slot of it.
+Place = tuple[int, int]
 
 # Prompts that are read in one step for each shard of ``data``: rows that already generate wait in the meantime.
 _PREFILLS_PER_SHARD = 2
@@ -38,15 +46,19 @@ class PoolShape:
 
     Attributes:
       config: decides what is compiled; rows may differ in everything else.
-      width: S, prompt and new tokens; rounded up to a bucket.
+      canvas: S of the widest bucket, prompt and new tokens; rounded up to a bucket.
       slots: rows at a time; rounded down to a multiple of the data axis, and limited by memory.
       max_steps: denoise steps of a block at most; None for as many as positions, or as ``config`` has.
+      widths: of the other buckets, rounded up likewise; None for a ladder of them.
+      max_programs: shapes of buckets at most.
     """
 
     config: GenerationConfig
-    width: int
+    canvas: int
     slots: int
     max_steps: int | None = None
+    widths: tuple[int, ...] | None = None
+    max_programs: int = MAX_PROGRAMS
 
 
 def steps_per_block(config: GenerationConfig, width: int) -> int:
@@ -73,7 +85,7 @@ def step_limit(config: GenerationConfig, width: int, wanted: int | None) -> int:
     return wanted
 
 
-def slot_count(runner: Runner, config: GenerationConfig, width: int, wanted: int) -> int:
+def slot_count(runner: Runner, config: GenerationConfig, width: int, wanted: int, moves: bool = True) -> int:
     """Slots that are made where ``wanted`` are asked for: a multiple of the data axis, limited by memory.
 
     Args:
@@ -81,9 +93,29 @@ def slot_count(runner: Runner, config: GenerationConfig, width: int, wanted: int
       config: of the rows, for whether they keep a cache.
       width: S, a bucket.
       wanted: at least 1.
+      moves: whether rows move between buckets, so that caches of both must fit.
     """
-    data = runner.layout.spec.data
-    return runner.batch_size(max(data, wanted // data * data), width, uses_cache(config))
+    data, cached = runner.layout.spec.data, uses_cache(config)
+    count, room = runner.batch_size(max(data, wanted // data * data), width, cached), runner.room()
+    while moves and cached and room is not None and count > data:
+        if pool_memory(runner, config, width, count) <= room:
+            break
+        count -= data
+    return count
+
+
+def kept_bytes(runner: Runner, config: GenerationConfig, width: int, count: int) -> int:
+    """Bytes of each device that so many slots keep between passes, weights left out: caches of both ends of moves."""
+    memory = runner.memory(count // runner.layout.spec.data, width, uses_cache(config))
+    kept = sum(tensor.bytes for tensor in memory.resident) - weight_bytes(runner.layout, runner.dtype)
+    return MOVE_ROOM * kept if uses_cache(config) else kept
+
+
+def pool_memory(runner: Runner, config: GenerationConfig, width: int, count: int) -> int:
+    """Bytes of each device that so many slots need while rows move, weights and the largest pass included."""
+    memory = runner.memory(count // runner.layout.spec.data, width, uses_cache(config))
+    peak = sum(tensor.bytes for tensor in memory.peak)
+    return weight_bytes(runner.layout, runner.dtype) + kept_bytes(runner, config, width, count) + peak
 
 
 def check_pools(runner: Runner, shapes: list[PoolShape]) -> None:
@@ -96,17 +128,18 @@ def check_pools(runner: Runner, shapes: list[PoolShape]) -> None:
     model = runner.layout.config
     for shape in shapes:
         check_kind(model, shape.config)
-        if (width := runner.bucket(shape.width)) > model.max_positions:
+        if (width := runner.bucket(shape.canvas)) > model.max_positions:
             raise InputError(f"{width} positions; the model allows {model.max_positions}")
-    room, weights, data = runner.room(), weight_bytes(runner.layout, runner.dtype), runner.layout.spec.data
-    memories = []
+    room, weights = runner.room(), weight_bytes(runner.layout, runner.dtype)
+    kept, peak = 0, 0
     for shape in shapes:
-        width, config = runner.bucket(shape.width), general(shape.config)
-        rows = slot_count(runner, config, width, shape.slots) // data
-        memories.append(runner.memory(rows, width, uses_cache(config)))
+        width, config = runner.bucket(shape.canvas), general(shape.config)
+        count = slot_count(runner, config, width, shape.slots)
+        own = kept_bytes(runner, config, width, count)
+        kept += own
+        peak = max(peak, pool_memory(runner, config, width, count) - weights - own)
     # Forward passes take turns; caches stay.
-    kept = sum(sum(tensor.bytes for tensor in memory.resident) - weights for memory in memories)
-    needed = weights + kept + max(sum(tensor.bytes for tensor in memory.peak) for memory in memories)
+    needed = weights + kept + peak
     if len(shapes) > 1 and room is not None and needed > room:
         raise InputError(
             f"slots of {len(shapes)} kinds need {needed / 1e9:.1f} GB of each device, {kept / 1e9:.1f} GB of it "
@@ -114,32 +147,80 @@ def check_pools(runner: Runner, shapes: list[PoolShape]) -> None:
         )
 
 
+def pass_cost(runner: Runner, config: GenerationConfig) -> PassCost:
+    """What a pass of a bucket costs on these devices: from what they are, not from what was measured."""
+    layout, spec = runner.layout, runner.layout.spec
+    floor, overhead = runner.pass_floor()
+    if isinstance(config, SamplingConfig):
+        if not config.use_cache:
+            return PassCost(floor, overhead)
+        read = cache_bytes_per_device(layout, spec.data, spec.sequence, runner.cache_dtype)
+        return PassCost(floor, overhead, 1, max(floor, 1) * read / weight_bytes(layout, runner.dtype))
+    if config.cache == "none":
+        return PassCost(floor, overhead)
+    length = config.block_length or DEFAULT_BLOCK_LENGTH
+    # A block of so many positions is entered with a pass over whole rows.
+    return PassCost(floor, overhead, length, 1 / length)
+
+
+def pool_grid(
+    runner: Runner,
+    config: GenerationConfig,
+    canvas: int,
+    slots: int,
+    widths: Sequence[int] | None = None,
+    limit: int = MAX_PROGRAMS,
+) -> Grid:
+    """The buckets of a way of decoding.
+
+    Args:
+      runner: the model on its mesh.
+      config: the way of decoding.
+      canvas: S of the widest one.
+      slots: rows at a time.
+      widths: of the others; None for a ladder of them.
+      limit: how many there may be.
+    """
+    step = runner.width_step()
+    own = None if widths is None else sorted({runner.bucket(width) for width in (*widths, canvas)})
+    cost, data = pass_cost(runner, config), runner.layout.spec.data
+    grows = isinstance(config, SamplingConfig)
+    return make_grid(slots, canvas, cost, data=data, step=step, widths=own, limit=limit, grows=grows)
+
+
+@dataclass
+class _Open:
+    """An open bucket: its slots, and the number and request of the row in each slot that is taken."""
+
+    slots: Slots
+    held: dict[int, tuple[int, RowRequest]] = field(default_factory=dict)
+
+
 class Pool:
-    """Slots of one shape, and which rows hold them.
+    """Slots of one way of decoding in buckets of several shapes, and which rows are in them.
 
     Attributes:
       config: what is compiled.
-      width: S, a bucket.
-      count: how many slots there are.
+      grid: the shapes.
       max_steps: denoise steps of a block at most.
       prefill_limit: rows that may be inserted in a step; None for as many as there are free slots.
-      held: number and request of the row in each slot that is taken.
     """
 
-    def __init__(self, slots: Slots, config: GenerationConfig, max_steps: int, data: int = 1) -> None:
-        """Take free slots.
+    def __init__(
+        self, config: GenerationConfig, grid: Grid, max_steps: int, make: Callable[[Bucket], Slots], data: int = 1
+    ) -> None:
+        """Begin without rows.
 
         Args:
-          slots: on the mesh.
-          config: that they were made for.
-          max_steps: of a block, that they have room for.
+          config: what is compiled.
+          grid: the shapes.
+          max_steps: of a block, that slots have room for.
+          make: free slots of a shape.
           data: shards of the batch.
         """
-        self._slots = slots
-        self.config, self.max_steps = config, max_steps
-        self.width, self.count = slots.width, slots.count
+        self.config, self.grid, self.max_steps, self._make, self._data = config, grid, max_steps, make, data
         self.prefill_limit = _PREFILLS_PER_SHARD * data if isinstance(config, SamplingConfig) else None
-        self.held: dict[int, tuple[int, RowRequest]] = {}
+        self._open: dict[int, _Open] = {}
 
     @classmethod
     def open(cls, runner: Runner, shape: PoolShape) -> Pool:
@@ -148,11 +229,42 @@ class Pool:
         Raises:
           InputError: fewer steps than the configuration takes.
         """
-        config, width = general(shape.config), runner.bucket(shape.width)
-        max_steps = step_limit(config, width, shape.max_steps)
-        count = slot_count(runner, config, width, shape.slots)
-        slots = open_slots(runner, config, width, count, max_steps, width)
-        return cls(slots, config, max_steps, runner.layout.spec.data)
+        config, canvas = general(shape.config), runner.bucket(shape.canvas)
+        max_steps = step_limit(config, canvas, shape.max_steps)
+        count = slot_count(runner, config, canvas, shape.slots)
+        grid = pool_grid(runner, config, canvas, count, shape.widths, shape.max_programs)
+
+        def make(bucket: Bucket) -> Slots:
+            return open_slots(runner, config, bucket.width, bucket.rows, max_steps, bucket.width)
+
+        return cls(config, grid, max_steps, make, runner.layout.spec.data)
+
+    @property
+    def width(self) -> int:
+        """S of the widest bucket."""
+        return self.grid.canvas
+
+    @property
+    def count(self) -> int:
+        """Rows at a time, at most."""
+        return self.grid.slots
+
+    @property
+    def limits(self) -> PoolLimits:
+        """What a scheduler has to know of it."""
+        most = self.count * self.width if uses_cache(self.config) else math.inf
+        return PoolLimits(self.grid, self.prefill_limit, most, self._data)
+
+    @property
+    def held(self) -> list[int]:
+        """Numbers of the rows that have a slot."""
+        return [row for one in self._open.values() for row, _ in one.held.values()]
+
+    def compile(self, bucket: Bucket) -> None:
+        """Compile all programs of a bucket, from any thread."""
+        slots = self._make(bucket)
+        slots.compile()
+        slots.compile_moves(self.grid.canvas)
 
     def steps_per_block(self, config: GenerationConfig) -> int:
         """Denoise steps that a block of a row takes at most in these slots; 1 if autoregressive."""
@@ -166,27 +278,95 @@ class Pool:
         return self.config.replace(**changes)
 
     def execute(self, plan: PoolPlan) -> PoolOutcome:
-        """Evict, insert, run iterations, and collect the rows that are done."""
-        slots, forwards = self._slots, self._slots.forwards
-        changes: dict[int, RowRequest | None] = dict.fromkeys(plan.evict)
-        for slot in plan.evict:
-            self.held.pop(slot, None)
-        for one in plan.insert:
-            changes[one.slot] = one.request
-            self.held[one.slot] = one.row, one.request
-        if changes:
-            slots.insert(changes)
-        results: list[RowResult] = []
+        """Finish rows, put the others where the plan says, run iterations, and collect the rows that are done."""
+        results = self._finish(plan.finish)
+        self._arrange(plan)
         canvases: dict[int, np.ndarray] = {}
-        seconds, iterations = 0.0, slots.iterations
-        if self.held and plan.iterations:
-            start = time.perf_counter()
-            done = slots.run(plan.iterations)
-            seconds = time.perf_counter() - start
-            finished = {slot: self.held.pop(slot) for slot in list(self.held) if done[slot]}
-            results = slots.collect(finished) if finished else []
-            if plan.canvases and self.held:
-                canvas = slots.canvas()
-                canvases = {row: canvas[slot, : request.length] for slot, (row, request) in self.held.items()}
-        ran = slots.iterations - iterations
-        return PoolOutcome(plan.pool, results, canvases, slots.forwards - forwards, ran, seconds)
+        runs = []
+        for one in plan.buckets:
+            there = self._open[one.number]
+            if not (there.held and one.iterations):
+                continue
+            slots, start = there.slots, time.perf_counter()
+            done = slots.run(one.iterations)
+            runs.append(BucketRun(one.number, slots.forwards, slots.iterations, time.perf_counter() - start))
+            # Counted from nothing each time.
+            slots.forwards = slots.iterations = 0
+            finished = {slot: there.held.pop(slot) for slot in list(there.held) if done[slot]}
+            results += slots.collect(finished) if finished else []
+            if one.canvases and there.held:
+                canvas = there.slots.canvas()
+                canvases |= {row: _as_long(canvas[slot], request) for slot, (row, request) in there.held.items()}
+        return PoolOutcome(plan.pool, results, canvases, runs)
+
+    def _finish(self, rows: Sequence[int]) -> list[RowResult]:
+        """Results of rows that are done with what they have; they are evicted as the plan has no slots for them."""
+        results: list[RowResult] = []
+        for there in self._open.values():
+            ended = {slot: held for slot, held in there.held.items() if held[0] in rows}
+            results += there.slots.collect(ended, ended_early=True) if ended else []
+        return results
+
+    # ---- rows that come, go and move --------------------------------------------------------------------------
+
+    def _arrange(self, plan: PoolPlan) -> None:
+        """Open and close buckets, insert, move and evict rows, until each slot holds what the plan says."""
+        requests = {one.row: one.request for one in plan.insert}
+        places = {row: (number, slot) for number, one in self._open.items() for slot, (row, _) in one.held.items()}
+        targets = {row: (one.number, slot) for one in plan.buckets for slot, row in enumerate(one.slots)}
+        moves = {row: place for row, place in targets.items() if row in places and places[row] != place}
+        moving = self._take({row: places[row] for row in moves})
+        requests |= {row: self._open[number].held[slot][1] for row, (number, slot) in places.items()}
+        held = {
+            one.number: {slot: (row, requests[row]) for slot, row in enumerate(one.slots) if row is not None}
+            for one in plan.buckets
+        }
+        for one in plan.buckets:
+            if one.number not in self._open:
+                self._open[one.number] = _Open(self._make(Bucket(one.rows, one.width)))
+        # Rows that were somewhere come before new ones, whose prompts may be read over what others leave.
+        for rows in ([*moving, None], list(requests)) if moving else ([*requests, None],):
+            for one in plan.buckets:
+                there = self._open[one.number]
+                changes: dict[int, Row] = {}
+                for slot, row in enumerate(one.slots):
+                    before = there.held.get(slot, (None, None))[0]
+                    if row == before or row not in rows:
+                        continue
+                    changes[slot] = None if row is None else moving.get(row, requests[row])
+                if changes or there.slots.request is None:
+                    there.slots.insert(changes)
+                    there.held |= {slot: held[one.number][slot] for slot, row in changes.items() if row is not None}
+            self._move_caches({row: places[row] for row in moving}, moves)
+            moving = {}
+        self._open = {one.number: self._open[one.number] for one in plan.buckets}
+        for number, own in held.items():
+            self._open[number].held = own
+
+    def _take(self, places: Mapping[int, Place]) -> dict[int, MovingRow]:
+        """What rows at these places have beside their caches."""
+        found: dict[int, MovingRow] = {}
+        for number in {number for number, _ in places.values()}:
+            rows = {row: slot for row, (own, slot) in places.items() if own == number}
+            taken = self._open[number].slots.take(list(rows.values()))
+            found |= {row: taken[slot] for row, slot in rows.items()}
+        return found
+
+    def _move_caches(self, sources: Mapping[int, Place], targets: Mapping[int, Place]) -> None:
+        """Bring caches to where their rows are now: none is written over one that is still to be moved."""
+        left, taken = dict(sources), {}
+        while left:
+            ready = [row for row in left if targets[row] not in left.values()]
+            # One at a time, so that one copy is alive; where rows change places with one another, all at once.
+            for row in ready[:1] or left:
+                number, slot = sources[row]
+                taken[row] = self._open[number].slots.take_cache(slot, self.grid.canvas)
+            for row in list(taken):
+                number, slot = targets[row]
+                self._open[number].slots.put_cache(slot, taken.pop(row))
+                del left[row]
+
+
+def _as_long(tokens: np.ndarray, request: RowRequest) -> np.ndarray:
+    """Tokens of a row at its full length, -1 where its slot does not reach."""
+    return np.append(tokens[: request.length], np.full(max(0, request.length - len(tokens)), -1, np.int32))

@@ -9,8 +9,11 @@ a block.
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import time
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +31,7 @@ from runtime.models.arrays import abstract, shardings
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
-from runtime.models.kv_cache import Cache, abstract_cache
+from runtime.models.kv_cache import Cache, abstract_cache, put_row, row_spec, take_row
 from runtime.models.transformer import hidden_states, project_logits
 
 Array = jax.Array
@@ -38,6 +41,12 @@ _SEED_WORDS = 2
 
 def compiler_options(platform: str) -> dict[str, str | bool] | None:
     """Compiler options for programs of this platform, beside the defaults; None for none."""
+    if platform == "tpu":
+        # Gather a residual beside each of the products that need it, also where they are several: gate and up.
+        return {
+            "xla_tpu_decompose_all_gather_with_multiple_einsums": True,
+            "xla_tpu_skip_checking_windowed_einsum_users": True,
+        }
     if platform != "cpu":
         return None
     # XLA widens bfloat16 and int8 weights to float32 for its products: with these, a layer at a time. Else it widens
@@ -65,13 +74,10 @@ def fetch(array: Array) -> np.ndarray:
 
 def put_tree(layout: ModelLayout, tree: Any) -> Any:
     """Put a struct of declared host arrays onto the mesh, each where its declaration says."""
-    return jax.tree.map(put, tree, shardings(layout, tree))
-
-
-def empty_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> Cache:
-    """An empty cache on the mesh; arguments as for :func:`runtime.models.kv_cache.abstract_cache`."""
-    shapes = abstract_cache(layout, batch, length, dtype)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)
+    places = shardings(layout, tree)
+    if jax.process_count() == 1:
+        return jax.device_put(tree, places)
+    return jax.tree.map(put, tree, places)
 
 
 def shapes_of(tree: Any) -> tuple[Any, ...]:
@@ -171,16 +177,52 @@ def lower_decode(
     return _lower_step(partial(decode, forward, program), forward, weights, request, state)
 
 
-def lower_insert(inserted: Array, old: Any, new: Any) -> jax.stages.Lowered:
-    """Lower the insertion of rows: arrays ``[B, ...]`` of ``new`` where ``inserted`` bool ``[B]``, else of ``old``."""
+def lower_empty_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> jax.stages.Lowered:
+    """Lower what makes an empty cache; arguments as for :func:`runtime.models.kv_cache.abstract_cache`."""
+    shapes = abstract_cache(layout, batch, length, dtype)
 
-    def insert(inserted: Array, old: Any, new: Any) -> Any:
-        def pick(old: Array, new: Array) -> Array:
-            return jnp.where(inserted.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+    def make() -> Cache:
+        made: Cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return made
 
-        return jax.tree.map(pick, old, new)
+    return jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes)).lower()
 
-    return jax.jit(insert, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, old)).lower(inserted, old, new)
+
+def lower_take_row(layout: ModelLayout, length: int, cache: Cache, row: Array) -> jax.stages.Lowered:
+    """Lower the copy of one row of a cache, ``length`` positions long; see :func:`runtime.models.kv_cache.take_row`."""
+
+    def take(cache: Cache, row: Array) -> Array:
+        return take_row(layout, cache, row, length)
+
+    return jax.jit(take, out_shardings=_on_layout(layout, row_spec(layout))).lower(cache, row)
+
+
+def lower_put_row(layout: ModelLayout, cache: Cache, row: Array, taken: Array) -> jax.stages.Lowered:
+    """Lower the insertion of such a copy into a cache, in place; see :func:`runtime.models.kv_cache.put_row`."""
+
+    def place(cache: Cache, row: Array, taken: Array) -> Cache:
+        return put_row(layout, cache, row, taken)
+
+    out = jax.tree.map(lambda leaf: leaf.sharding, cache)
+    return jax.jit(place, out_shardings=out, donate_argnums=0).lower(cache, row, taken)
+
+
+def abstract_taken_row(layout: ModelLayout, length: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    """What :func:`lower_take_row` returns, as ``ShapeDtypeStruct``."""
+    cache = abstract_cache(layout, layout.spec.data, length, dtype)
+    row = jax.ShapeDtypeStruct((), jnp.int32)
+    taken = jax.eval_shape(lambda cache, row: take_row(layout, cache, row, length), cache, row)
+    return jax.ShapeDtypeStruct(taken.shape, taken.dtype, sharding=_on_layout(layout, row_spec(layout)))
+
+
+def _on_layout(layout: ModelLayout, spec: jax.sharding.PartitionSpec) -> jax.sharding.NamedSharding:
+    assert layout.mesh is not None, "programs run on a mesh"
+    return jax.sharding.NamedSharding(layout.mesh, spec)
+
+
+def lower_whole(layout: ModelLayout, tree: Any) -> jax.stages.Lowered:
+    """Lower what brings every array of a tree whole to every device."""
+    return jax.jit(lambda tree: tree, out_shardings=layout.replicated).lower(tree)
 
 
 def lower_hidden(forward: Forward, weights: Weights, tokens: Array, lengths: Array) -> jax.stages.Lowered:
@@ -229,34 +271,83 @@ def lower_denoise_with_logits(
 
 
 class ProgramCache:
-    """Compiled programs by what they are compiled for, and how many there have been.
+    """Compiled programs by what they are compiled for, and how many there have been. Safe for several threads.
 
     Attributes:
       compiled: programs compiled so far.
       seconds: time that took.
       before_run: called before each run of a program, with its lowering where it is about to be compiled.
+      fingerprint: of the programs that were compiled without being told of, the same on all hosts; empty on one host.
     """
+
+    fingerprint = ""
 
     def __init__(self, platform: str) -> None:
         """Make an empty cache for devices of one platform."""
         self._options = compiler_options(platform)
-        self._programs: dict[Hashable, jax.stages.Compiled] = {}
+        self._programs: dict[Hashable, Future[jax.stages.Compiled]] = {}
+        self._lock = threading.Lock()
         self.compiled = 0
         self.seconds = 0.0
         self.before_run: Callable[[jax.stages.Lowered | None], None] | None = None
 
     def get(self, key: Hashable, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        """The program for ``key``, lowered and compiled when it is first asked for."""
-        lowered, start = None, time.perf_counter()
-        if key not in self._programs:
-            lowered = lower()
-        if self.before_run is not None:
-            self.before_run(lowered)
-        if lowered is not None:
-            self._programs[key] = lowered.compile(compiler_options=self._options)
+        """The program for ``key``, about to run; lowered and compiled when it is first asked for."""
+        return self._get(key, lower, self.before_run)
+
+    def prepare(
+        self, key: Hashable, lower: Callable[[], jax.stages.Lowered], counts: bool = True
+    ) -> jax.stages.Compiled:
+        """The same for a program that is not about to run, or ``counts`` as none: nobody is told of it."""
+        return self._get(key, lower, None, counts)
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether the program is there."""
+        program = self._programs.get(key)
+        return program is not None and program.done()
+
+    def _get(
+        self,
+        key: Hashable,
+        lower: Callable[[], jax.stages.Lowered],
+        tell: Callable[[jax.stages.Lowered | None], None] | None,
+        counts: bool = True,
+    ) -> jax.stages.Compiled:
+        with self._lock:
+            program = self._programs.get(key)
+            known = program is not None
+            if program is None:
+                program = self._programs[key] = Future()
+        if known:
+            if tell is not None:
+                tell(None)
+            return program.result()
+        try:
+            program.set_result(self._compile(lower, tell, counts))
+        except BaseException as error:
+            # Whoever asks next tries again.
+            del self._programs[key]
+            program.set_exception(error)
+            raise
+        return program.result()
+
+    def _compile(
+        self,
+        lower: Callable[[], jax.stages.Lowered],
+        tell: Callable[[jax.stages.Lowered | None], None] | None,
+        counts: bool,
+    ) -> jax.stages.Compiled:
+        start = time.perf_counter()
+        lowered = lower()
+        if tell is not None:
+            tell(lowered)
+        elif counts and jax.process_count() > 1:
+            self.fingerprint = hashlib.sha256((self.fingerprint + lowered.as_text()).encode()).hexdigest()
+        program = lowered.compile(compiler_options=self._options)
+        with self._lock:
             self.seconds += time.perf_counter() - start
-            self.compiled += 1
-        return self._programs[key]
+            self.compiled += counts
+        return program
 
     def texts(self) -> dict[str, str]:
         """Optimized HLO of every program, by a name of its kind and number."""
@@ -267,6 +358,6 @@ class ProgramCache:
             return key if isinstance(key, str) else "program"
 
         return {
-            f"{number:02d}_{kind(key)}": compiled.as_text() or ""
-            for number, (key, compiled) in enumerate(self._programs.items())
+            f"{number:02d}_{kind(key)}": program.result().as_text() or ""
+            for number, (key, program) in enumerate(list(self._programs.items()))
         }

@@ -6,13 +6,19 @@ Times are of the caller's clock, in seconds. Dimension letters: N new tokens of 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from runtime.decoding.parameters import DiffusionConfig
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.step_plan import ScorePass
+
+# Whether the text of a row has come to an end that no token marks, as a stop string does. Called with the row's new
+# tokens that will not change any more, and whether they are all; each call has those of the last one, and more. It
+# returns how many of them count, or None while the row goes on.
+StopTest = Callable[[Sequence[int], bool], int | None]
 
 
 @dataclass(eq=False)
@@ -27,6 +33,7 @@ class RequestHandle:
       arrived: when the request came.
       deadline: when it is aborted.
       stream: whether canvases are wanted along the way.
+      stop_tests: of each row, None for one that ends with its tokens alone; empty for none at all.
       remaining: rows and passes that are not done.
       closed: whether the request is finished or aborted.
     """
@@ -38,6 +45,7 @@ class RequestHandle:
     arrived: float = 0.0
     deadline: float = math.inf
     stream: bool = False
+    stop_tests: Sequence[StopTest | None] = ()
     remaining: int = field(init=False)
     closed: bool = field(init=False, default=False)
 
@@ -57,6 +65,7 @@ class ScheduledRow:
       prefix: tokens before its first open position, as far as canvases were looked at.
       first_token: when the first of them was seen, None before.
       last_growth: when they last became more.
+      counted: new tokens that count, once the row's stop test has ended it; None before.
     """
 
     handle: RequestHandle
@@ -66,11 +75,35 @@ class ScheduledRow:
     prefix: int = 0
     first_token: float | None = None
     last_growth: float = 0.0
+    counted: int | None = None
 
     @property
     def request(self) -> RowRequest:
         """The row to generate."""
         return self.handle.rows[self.index]
+
+    @property
+    def remaining(self) -> int:
+        """Iterations that are still to come, at most, about."""
+        return max(1, iterations_of(self.request) - self.iterations)
+
+    @property
+    def stop_test(self) -> StopTest | None:
+        """The row's stop test, None if it has none."""
+        return self.handle.stop_tests[self.index] if self.handle.stop_tests else None
+
+    def look(self, tokens: np.ndarray, whole: bool) -> None:
+        """Put new tokens that will not change any more to the row's stop test."""
+        if self.stop_test is not None and self.counted is None:
+            self.counted = self.stop_test(tokens.tolist(), whole)
+
+
+def iterations_of(request: RowRequest) -> int:
+    """Iterations that a row takes at most, masks in its prompt left out."""
+    config = request.config
+    if not isinstance(config, DiffusionConfig) or config.parallel != "none":
+        return max(1, config.max_new_tokens)
+    return max(1, min(config.steps, config.max_new_tokens or config.steps))
 
 
 @dataclass(frozen=True)
@@ -117,7 +150,7 @@ class RowFinished:
       handle: the request.
       index: of the row.
       result: its tokens.
-      tokens: that were committed.
+      tokens: that were committed, without what follows its end.
       steps: of its own that committed any.
       seconds: from its insertion.
       seconds_per_token: from the first token to the end, for each token after the first; None if there was none.

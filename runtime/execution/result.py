@@ -5,6 +5,7 @@ Dimension letters: B batch, S the caller's prompt width, N new tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +20,7 @@ class GenerationStats:
         rows, one after another, and a window of the others.
       positions: positions that they computed, prompts included, for rows that were not done.
       steps: denoise steps that were asked for; with blocks, the most that any row may take.
-      tokens: tokens committed.
+      tokens: tokens committed, without what follows the end of a row.
       seconds: wall time, compilation included.
       compiled_programs: programs compiled during this call, 0 in steady state.
       compile_seconds: time that took.
@@ -60,9 +61,22 @@ class GenerationResult:
     stats: GenerationStats = field(default_factory=GenerationStats)
 
 
-def committed_tokens(commit_steps: np.ndarray) -> int:
-    """Number of positions that some step has set."""
-    return int((commit_steps >= 0).sum())
+def committed_tokens(
+    sequence: np.ndarray, commit_steps: np.ndarray, prompt: int, stop_token_ids: Sequence[int], limit: int | None = None
+) -> int:
+    """Number of positions of a row that some step has set, without those after its end.
+
+    Args:
+      sequence: int32 ``[W]``.
+      commit_steps: int32 ``[W]``, -1 where no step has set a position.
+      prompt: where the new tokens start.
+      stop_token_ids: a row ends with the first of these among its new tokens.
+      limit: new tokens that count at most; None for no limit.
+    """
+    committed = commit_steps >= 0
+    stops = np.flatnonzero((committed & np.isin(sequence, stop_token_ids))[prompt:])
+    new = len(sequence) if not stops.size else int(stops[0]) + 1
+    return int(committed[: prompt + (new if limit is None else min(new, limit))].sum())
 
 
 def masks_left(sequences: np.ndarray, real: np.ndarray, mask_token_id: int) -> np.ndarray:

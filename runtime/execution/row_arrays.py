@@ -64,6 +64,7 @@ def diffusion_row(
     zero = np.zeros(1, np.int32)
     return DenoiseRequest(
         lengths=lengths,
+        prompts=row.rows.lengths,
         first=first,
         seeds=seed_words([row.seed]),
         ratios=ratios,

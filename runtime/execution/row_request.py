@@ -48,6 +48,17 @@ def masked_span(request: RowRequest, model: ModelConfig) -> int:
     return request.length - first
 
 
+def certain_tokens(canvas: np.ndarray, prompt: int) -> np.ndarray:
+    """The new tokens of an unfinished row that will not change any more: those before its first open position.
+
+    Args:
+      canvas: int32 ``[S]``, -1 where nothing is committed or generated yet.
+      prompt: where the new tokens start.
+    """
+    new = canvas[prompt:]
+    return new[: int(np.argmax(np.append(new, -1) < 0))]
+
+
 @dataclass(frozen=True)
 class RowResult:
     """One row that is done.

@@ -83,7 +83,12 @@ def bucket_length(length: int, multiple: int = 1) -> int:
 
 def default_config(model: ModelConfig) -> DiffusionConfig | SamplingConfig:
     """The decoding parameters of a request that names none."""
-    return SamplingConfig() if model.objective == "autoregressive" else DiffusionConfig()
+    return config_kind(model)()
+
+
+def config_kind(model: ModelConfig) -> type[DiffusionConfig | SamplingConfig]:
+    """The kind of decoding parameters that a model takes."""
+    return SamplingConfig if model.objective == "autoregressive" else DiffusionConfig
 
 
 def prepare_rows(
@@ -122,7 +127,7 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
     Raises:
       InputError: it is for the other.
     """
-    wanted = type(default_config(config))
+    wanted = config_kind(config)
     if not isinstance(request, wanted):
         way = "autoregressive" if wanted is SamplingConfig else "a diffusion model"
         raise InputError(

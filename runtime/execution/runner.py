@@ -8,12 +8,13 @@ from __future__ import annotations
 import bisect
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from runtime.execution.buckets import Bucket
 from runtime.execution.memory import Device, Memory, PassShape, memory_of_passes
 from runtime.execution.programs import ProgramCache
 from runtime.execution.rows import bucket_length
@@ -30,9 +31,20 @@ _ACTIVATION_SHARE = 0.7
 # Rows of one shard of data at a time, whatever memory allows.
 MAX_ROWS_PER_SHARD = 1024
 
+# Positions whose time a pass costs beside those that it computes, where devices do not say more.
+_OVERHEAD_POSITIONS = 64.0
+_OVERHEADS_PER_FLOOR = 4
+# What compiling a program takes and a device computes meanwhile, as far as it decides what is worth compiling.
+_COMPILE_SECONDS, _CPU_COMPILE_SECONDS, _CPU_FLOPS = 30.0, 3.0, 1e11
+# Widths of buckets are multiples of this: fine where a pass costs what it computes, whole blocks on a TPU.
+_WIDTH_STEPS = {"cpu": 32, "tpu": 128}
+_WIDTH_STEP_DEFAULT = 64
+
 # Logits positions per device that the head is run on at a time: enough to fill the matrix units.
 _HEAD_POSITIONS = {"cpu": 64}
 _HEAD_POSITIONS_DEFAULT = 512
+# Positions of one row at a time at most: of a few rows only what is still masked is run, and logits stay small.
+_HEAD_POSITIONS_OF_A_ROW = 128
 
 
 class Runner:
@@ -45,6 +57,7 @@ class Runner:
       cache_dtype: dtype of keys and values that are kept.
       platform: ``cpu``, ``gpu`` or ``tpu``.
       programs: what has been compiled.
+      buckets: those that rows were in, by what their programs depend on beside the shape.
     """
 
     def __init__(
@@ -73,6 +86,7 @@ class Runner:
         self._attention = attention
         self._max_batch = max_batch
         self._row_limits: dict[tuple[int, bool], int] = {}
+        self.buckets: dict[Hashable, set[Bucket]] = {}
         check_attention(layout, attention, self.dtype)
 
     def bucket(self, length: int) -> int:
@@ -117,6 +131,34 @@ class Runner:
             return self.memory(rows, canvas, cached).total <= room
 
         return data * max(1, bisect.bisect_left(range(1, MAX_ROWS_PER_SHARD + 1), True, key=lambda n: not fits(n)))
+
+    def pass_floor(self) -> tuple[float, float]:
+        """Positions at which a pass stops being bound by reading the weights, and what each pass costs beside them.
+
+        Both follow from what the devices are. Where nothing is known of them, as of CPUs, a pass of a small model costs
+        what it computes and as much again as some positions.
+        """
+        chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
+        spec = self.layout.spec
+        copies = spec.data * spec.sequence
+        if not chips:
+            return 0.0, _OVERHEAD_POSITIONS * copies
+        # A weight is two operations for each position, and as many bytes as its dtype has.
+        floor = copies * chips[0].flops / chips[0].memory_bandwidth * self.dtype.itemsize / 2
+        return floor, floor / _OVERHEADS_PER_FLOOR
+
+    def compile_positions(self) -> float:
+        """Positions that could be computed in the time that compiling a bucket takes, about."""
+        chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
+        flops, seconds = (chips[0].flops, _COMPILE_SECONDS) if chips else (_CPU_FLOPS, _CPU_COMPILE_SECONDS)
+        operations = 2 * weight_bytes(self.layout, self.dtype) / self.dtype.itemsize
+        spec = self.layout.spec
+        return seconds * flops * spec.data * spec.sequence / operations
+
+    def width_step(self) -> int:
+        """What widths of buckets are multiples of."""
+        step = _WIDTH_STEPS.get(self.platform, _WIDTH_STEP_DEFAULT)
+        return math.lcm(step, self.layout.spec.sequence)
 
     def room(self) -> float | None:
         """Bytes of each device that weights and what runs may plan to use, None where the device does not say."""
@@ -169,7 +211,8 @@ def head_chunk(rows: int, canvas: int, layout: ModelLayout, platform: str) -> in
     target = _HEAD_POSITIONS.get(platform, _HEAD_POSITIONS_DEFAULT)
     sequence = layout.spec.sequence
     per_shard = max(1, target * layout.spec.data // rows)
-    return min(canvas, max(math.lcm(16, sequence), (1 << per_shard.bit_length() - 1) * sequence))
+    power_of_two = 1 << per_shard.bit_length() - 1
+    return min(canvas, max(math.lcm(16, sequence), min(_HEAD_POSITIONS_OF_A_ROW, power_of_two * sequence)))
 
 
 def device_memory(device: Any) -> int | None:

@@ -16,6 +16,7 @@ from runtime.decoding.parameters import MAX_TEMPERATURE, MIN_TEMPERATURE
 from runtime.execution.left_padding import Rows, end_align, read_rows
 from runtime.execution.programs import fetch, lower_hidden, lower_logits, lower_score, put, shapes_of
 from runtime.execution.runner import Runner
+from runtime.models.forward import Forward
 from sharding.errors import InputError
 
 
@@ -103,8 +104,8 @@ def score_rows(
     bucket = width or runner.bucket(longest)
     if longest > bucket:
         raise InputError(f"{longest} positions; there is room for {bucket}")
-    forward, size = runner.forward(bucket), batch or runner.batch_size(len(rows.lengths), bucket)
-    chunk = math.gcd(bucket, runner.chunk(size, bucket))
+    size = batch or runner.batch_size(len(rows.lengths), bucket)
+    forward, chunk = _scoring(runner, size, bucket)
     out = np.zeros(rows.original.shape, np.float32)
     for first in range(0, len(rows.lengths), size):
         part = slice(first, min(first + size, len(rows.lengths)))
@@ -124,6 +125,23 @@ def score_rows(
         )
         out[part] = end_align(fetch(compiled(*arguments)), own.lengths, out[part])
     return out
+
+
+def _scoring(runner: Runner, rows: int, width: int) -> tuple[Forward, int]:
+    """How so many rows of this width are scored: the forward pass, and positions of one head chunk."""
+    return runner.forward(width), math.gcd(width, runner.chunk(rows, width))
+
+
+def compile_scoring(runner: Runner, rows: int, width: int) -> None:
+    """Compile what scores so many rows of this width, without any row, from any thread."""
+    forward, chunk = _scoring(runner, rows, width)
+    layout = runner.layout
+    tokens = jax.ShapeDtypeStruct((rows, width), np.int32, sharding=layout.sharding("batch", None))
+    lengths = jax.ShapeDtypeStruct((rows,), np.int32, sharding=layout.sharding("batch"))
+    temperature = jax.ShapeDtypeStruct((), np.float32, sharding=layout.replicated)
+    arguments: tuple[Any, ...] = (runner.weights, tokens, tokens, lengths, temperature)
+    key = ("score", forward, chunk, shapes_of(arguments))
+    runner.programs.prepare(key, partial(lower_score, forward, chunk, *arguments))
 
 
 def score_batch(

@@ -22,17 +22,36 @@ _CONFIGS: dict[str, type[DiffusionConfig | SamplingConfig]] = {
 
 @dataclass(frozen=True)
 class Insertion:
-    """A row that is put into a slot.
+    """A row that gets its first slot.
 
     Attributes:
-      slot: index of the slot.
-      row: number of the row, by which outcomes name it.
+      row: number of the row, by which plans and outcomes name it.
       request: what to generate.
     """
 
-    slot: int
     row: int
     request: RowRequest
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One step of one bucket.
+
+    Attributes:
+      number: of the bucket among those of its pool; one that is not open yet is opened.
+      rows, width: its shape.
+      slots: number of the row that each slot is to hold, None for none. A row that other slots hold moves here; one
+        that no slot is to hold any more is evicted.
+      iterations: denoise steps, or tokens, to run at most; 0 for none.
+      canvases: whether the outcome has the canvases of unfinished rows.
+    """
+
+    number: int
+    rows: int
+    width: int
+    slots: Sequence[int | None]
+    iterations: int
+    canvases: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,17 +60,15 @@ class PoolPlan:
 
     Attributes:
       pool: index of the pool.
-      evict: slots whose rows are aborted and which no inserted row takes.
-      insert: rows that get a slot; one that was taken is evicted from it.
-      iterations: denoise steps, or tokens, to run at most.
-      canvases: whether the outcome has the canvases of unfinished rows.
+      insert: rows that get a slot for the first time.
+      buckets: all that are open from now on.
+      finish: rows that are done with what they have: results of the outcome, evicted before anything else.
     """
 
     pool: int
-    evict: Sequence[int]
     insert: Sequence[Insertion]
-    iterations: int
-    canvases: bool
+    buckets: Sequence[BucketPlan]
+    finish: Sequence[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -96,14 +113,39 @@ class StepPlan:
     @classmethod
     def from_json(cls, plan: Mapping[str, Any]) -> StepPlan:
         """The plan that :meth:`to_json` wrote."""
-        pools = [PoolPlan(**(pool | {"insert": [_insertion(one) for one in pool["insert"]]})) for pool in plan["pools"]]
+        pools = [
+            PoolPlan(
+                pool["pool"],
+                [_insertion(one) for one in pool["insert"]],
+                [BucketPlan(**bucket) for bucket in pool["buckets"]],
+                pool["finish"],
+            )
+            for pool in plan["pools"]
+        ]
         return cls(pools, ScorePass(**plan["score"]) if plan["score"] else None)
 
 
 def _insertion(said: Mapping[str, Any]) -> Insertion:
     request = said["request"]
     config = _CONFIGS[request["kind"]](**request["config"])
-    return Insertion(said["slot"], said["row"], RowRequest(request["tokens"], config, request["seed"]))
+    return Insertion(said["row"], RowRequest(request["tokens"], config, request["seed"]))
+
+
+@dataclass(frozen=True)
+class BucketRun:
+    """What a step made of one bucket.
+
+    Attributes:
+      number: of the bucket.
+      forwards: forward passes, prefills included.
+      iterations: iterations that were run, no more than planned.
+      seconds: wall time of the iterations on this host.
+    """
+
+    number: int
+    forwards: int
+    iterations: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -115,17 +157,23 @@ class PoolOutcome:
       results: rows that are done; their slots are free again.
       canvases: int32 ``[S]`` of each unfinished row by its number, -1 where nothing is committed or generated yet;
         empty if the plan did not ask for them.
-      forwards: forward passes, prefills included.
-      iterations: iterations that were run, no more than planned.
-      seconds: wall time of the iterations on this host.
+      runs: of the buckets that had something to do.
     """
 
     pool: int
     results: Sequence[RowResult]
     canvases: Mapping[int, np.ndarray]
-    forwards: int
-    iterations: int
-    seconds: float
+    runs: Sequence[BucketRun]
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of all buckets."""
+        return sum(run.iterations for run in self.runs)
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes, prefills included."""
+        return sum(run.forwards for run in self.runs)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from runtime.execution.hooks import LogitsHook, TokensHook
 from runtime.execution.left_padding import read_rows
 from runtime.execution.likelihood import Pair, estimate_log_likelihoods, log_likelihoods
 from runtime.execution.offline import OfflineScheduler
+from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
 from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import check_request, default_config, prepare_rows
@@ -60,6 +61,15 @@ class TokenEngine:
         """Of ``rows`` rows of ``length`` positions, how many are on the devices at a time, with a cache or without."""
         return self.runner.batch_size(rows, self.runner.bucket(length), cached)
 
+    def known_end_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a text of the model, as far as its files say."""
+        return self.config.end_token_ids
+
+    def _decided(self, config: GenerationConfig | None) -> GenerationConfig:
+        """A configuration as token-level calls run it: rows end early only where it says so itself."""
+        config = config or default_config(self.config)
+        return config.with_end_tokens(self.known_end_tokens(), default=False) if config.early_stop else config
+
     # ---- generation -------------------------------------------------------------------------------------------
 
     def generate_tokens(
@@ -74,19 +84,23 @@ class TokenEngine:
         logits_hook: LogitsHook | None = None,
         watch: Callable[[int, np.ndarray], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        stop_tests: Sequence[StopTest | None] = (),
     ) -> GenerationResult:
         """Generate: by masked diffusion exactly as the original algorithm, or token after token, as the model is.
 
         Args:
           input_ids: integers ``[B, S]``; a diffusion model fills mask tokens in a prompt too.
           attention_mask: ``[B, S]``, 1 for tokens and 0 for padding on the left; None for no padding.
-          config: decoding parameters; default ``DiffusionConfig()``, or ``SamplingConfig()``.
+          config: decoding parameters; default ``DiffusionConfig()``, or ``SamplingConfig()``. Without ``early_stop``
+            a row ends with its ``stop_token_ids`` alone.
           history: return the canvas after each step (diffusion).
           num_return_sequences: samples of each row, adjacent in the result.
           tokens_hook: called between steps, may change the canvas (diffusion).
           logits_hook: called in every step with ``[B, S + N, V]`` float32 logits, may change them (diffusion).
           watch: called with (steps done, canvas int32 ``[B, S + N]``) before the first step and after each.
           progress: called with (steps done, steps in all at most) along the way, all batches counted.
+          stop_tests: for each sequence of the result a test that may end its row early, or None; a row ends a few steps
+            after its test has said so. See :data:`runtime.execution.requests.StopTest`.
 
         Returns:
           Sequences ``[B * num_return_sequences, S + N]`` and what they cost.
@@ -94,8 +108,8 @@ class TokenEngine:
         Raises:
           InputError: what is wrong with the rows or the request.
         """
-        config = config or default_config(self.config)
-        observers = Observers(history, tokens_hook, logits_hook, watch, progress)
+        config = self._decided(config)
+        observers = Observers(history, tokens_hook, logits_hook, watch, progress, stop_tests)
         observers.check(config)
         rows, seeds = prepare_rows(input_ids, attention_mask, config, num_return_sequences, self.config)
         return generate_rows(self.runner, rows, config, seeds, observers)
@@ -112,7 +126,7 @@ class TokenEngine:
         Raises:
           InputError: as :meth:`generate_tokens`; or more rows than memory allows at a time.
         """
-        config = config or default_config(self.config)
+        config = self._decided(config)
         if every < 1:
             raise InputError(f"every is {every}; it must be at least 1")
         rows, seeds = prepare_rows(input_ids, attention_mask, config, 1, self.config)
@@ -122,18 +136,36 @@ class TokenEngine:
         for done in batch.advance_by(every):
             yield done, batch.canvas()
 
-    def scheduler(self, requests: Sequence[RowRequest], slots: int | None = None) -> OfflineScheduler:
+    def scheduler(
+        self,
+        requests: Sequence[RowRequest],
+        slots: int | None = None,
+        stop_tests: Sequence[StopTest | None] = (),
+    ) -> OfflineScheduler:
         """A scheduler over rows that are all known; each gets the tokens of :meth:`generate_tokens` for it alone.
+
+        Args:
+          requests: the rows.
+          slots: rows on the devices at a time; default by memory and mesh.
+          stop_tests: of each request; see :meth:`generate_tokens`.
 
         Raises:
           InputError: a row that cannot be generated.
         """
+        # Requests by the million share a few configurations.
+        configs: dict[int, GenerationConfig] = {}
+        decided = []
         for number, request in enumerate(requests):
+            is_new = id(request.config) not in configs
             try:
-                check_request(request.rows, self.config, request.config)
+                if is_new or not 0 < request.config.max_new_tokens <= self.config.max_positions - len(request.tokens):
+                    check_request(request.rows, self.config, request.config)
             except InputError as error:
                 raise InputError(f"request {number}: {error}") from error
-        return OfflineScheduler(self.runner, requests, slots)
+            if is_new:
+                configs[id(request.config)] = self._decided(request.config)
+            decided.append(RowRequest(request.tokens, configs[id(request.config)], request.seed))
+        return OfflineScheduler(self.runner, decided, slots, stop_tests=stop_tests)
 
     # ---- scoring ----------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import flax.struct
 import jax
+import numpy as np
 
 from runtime.models.declarations import ModelLayout
 
@@ -101,3 +102,20 @@ def rows_alone(tree: Struct) -> Struct:
     """The struct with nothing but the arrays that have an entry for each row."""
     rows = row_fields(tree)
     return type(tree)(**{field.name: rows.get(field.name) for field in dataclasses.fields(tree)})  # type: ignore[arg-type]
+
+
+def resized_row(values: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One row's arrays ``[1, ...]`` in the sizes that they have elsewhere.
+
+    A row leaves slots of one shape for slots of another so: every axis is cut, or goes on as an empty row there does.
+
+    Args:
+      values: of the row, by field, see :func:`row_fields`.
+      like: of an empty row in the new place, by the same fields.
+    """
+    found = {}
+    for name, own in like.items():
+        inside = tuple(slice(0, min(sizes)) for sizes in zip(own.shape, values[name].shape, strict=True))
+        found[name] = own.copy()
+        found[name][inside] = values[name][inside]
+    return found

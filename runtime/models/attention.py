@@ -5,7 +5,6 @@ Dimension letters: B batch, S query positions, T key positions, K kv heads, G qu
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from runtime.models.declarations import ModelLayout
 from runtime.models.masks import AttentionMask
+from runtime.models.xla_attention import xla_attention
 from sharding.errors import InputError
 
 Array = jax.Array
@@ -64,57 +64,6 @@ def choose_attention(requested: str, platform: str, layout: ModelLayout, positio
     return requested
 
 
-def _xla(q: Array, k: Array, v: Array, lengths: Array, mask: AttentionMask) -> Array:
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    # Heads first, so that each product is one plain matrix product: XLA on CPU is four times as fast so, bit for bit.
-    q, k, v = q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    scores = jnp.einsum("bkgsh,bkth->bkgst", q, k, precision=precision, preferred_element_type=jnp.float32)
-    scores = scores / math.sqrt(q.shape[-1])
-    valid = (jnp.arange(k.shape[2]) < lengths[:, None])[:, None, None, None, :]
-    if mask.depends_on_position:
-        valid &= mask.visible(jnp.arange(q.shape[3])[:, None], jnp.arange(k.shape[2]))
-    scores = jnp.where(valid, scores, jnp.finfo(jnp.float32).min)
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgst,bkth->bkgsh", probabilities, v, precision=precision).transpose(0, 3, 1, 2, 4)
-
-
-def cached_attention(
-    q: Array,
-    keys: Array,
-    values: Array,
-    visible: Array,
-    key_scales: Array | None = None,
-    value_scales: Array | None = None,
-) -> Array:
-    """Attention of a few positions to a cache, plain XLA: the cache may be sharded over its length.
-
-    Args:
-      q: ``[B, S, K, G, H]``.
-      keys: ``[B, K, T, H]``.
-      values: like ``keys``.
-      visible: bool ``[B, S or 1, T]``, which keys a position attends to; at least one.
-      key_scales: float32 ``[B, K, T]``, what int8 keys are to be multiplied by; None for other dtypes.
-      value_scales: like ``key_scales``.
-
-    Returns:
-      ``[B, S, K, G, H]`` in the dtype of ``q``. The softmax is in float32.
-    """
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    q = q.transpose(0, 2, 3, 1, 4)
-    scores = jnp.einsum(
-        "bkgsh,bkth->bkgst", q, keys.astype(q.dtype), precision=precision, preferred_element_type=jnp.float32
-    )
-    if key_scales is not None:
-        scores = scores * key_scales[:, :, None, None]
-    scores = jnp.where(visible[:, None, None], scores / math.sqrt(q.shape[-1]), jnp.finfo(jnp.float32).min)
-    probabilities = jax.nn.softmax(scores, axis=-1)
-    if value_scales is not None:
-        probabilities = probabilities * value_scales[:, :, None, None]
-    probabilities = probabilities.astype(q.dtype)
-    out = jnp.einsum("bkgst,bkth->bkgsh", probabilities, values.astype(q.dtype), precision=precision)
-    return out.transpose(0, 3, 1, 2, 4)
-
-
 def _cudnn(q: Array, k: Array, v: Array, lengths: Array, mask: AttentionMask) -> Array:
     B, S, K, G, H = q.shape
     full = jnp.full((B,), S, jnp.int32)
@@ -160,10 +109,10 @@ def dot_product_attention(
     Returns:
       ``[B, S, K, G, H]`` in the dtype of ``v``. The softmax is in float32.
     """
-    mask = layout.config.attention_mask
     if implementation == "xla":
-        return _xla(q, k, v, lengths, mask)
-    kernel = partial({"cudnn": _cudnn, "splash": _splash}[implementation], mask=mask)
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        return xla_attention(layout, q, k, v, jnp.zeros_like(lengths), lengths, queries="canvas", keys=None)
+    kernel = partial({"cudnn": _cudnn, "splash": _splash}[implementation], mask=layout.config.attention_mask)
     if layout.mesh is None:
         return kernel(q, k, v, lengths)
     # Hand-written kernels are not partitioned by the compiler: each device calls its own on its own shard.

@@ -41,6 +41,7 @@ def fill_rows(
     Returns:
       Final-norm activations ``[R, S, D]`` and the cache.
     """
+    forward = forward.for_rows(*tokens.shape)
     positions = jnp.arange(tokens.shape[1])
     with jax.named_scope("embed"):
         x = weights.embed(forward, tokens, positions)
@@ -53,7 +54,7 @@ def fill_rows(
 
     x, cache = run_layers(forward, weights, x, step, cache)
     with jax.named_scope("final_norm"):
-        return weights.normalize(forward, x), cache
+        return forward.constrain(weights.normalize(forward, x), "batch", "canvas", "embed"), cache
 
 
 def run_window(
@@ -83,12 +84,7 @@ def run_window(
     """
     layout, forward = forward.layout, forward.window
     positions = starts[:, None] + jnp.arange(tokens.shape[1])
-    places = jnp.arange(cache_length(cache))
-    visible = (places < lengths[:, None])[:, None]
-    mask = forward.config.attention_mask
-    if mask.depends_on_position:
-        visible &= mask.visible(positions[..., None], places)
-    stops = jnp.full_like(starts, len(places)) if stops is None else stops
+    stops = jnp.full_like(starts, cache_length(cache)) if stops is None else stops
     with jax.named_scope("embed"):
         x = weights.embed(forward, tokens, positions)
     tables = weights.position_tables(forward, positions, x.dtype)
@@ -99,7 +95,7 @@ def run_window(
             k = forward.constrain(k, "batch", None, *KV_HEADS)
             v = forward.constrain(v, "batch", None, *KV_HEADS)
             cache = write_window(layout, cache, number, k, v, starts, stops)
-            attended = attend(cache, number, q, visible)
+            attended = attend(layout, cache, number, q, starts, lengths)
         return layer.finish(forward, x, attended), cache
 
     x, cache = run_layers(forward, weights, x, step, cache)

@@ -3,7 +3,8 @@
 Declared like the weights, by logical axes: rows over ``data``, KV heads over ``tensor`` (its ``kv`` part), positions
 over ``sequence``. A loop carries it and its writes are in place: nothing here makes a copy of it.
 
-Dimension letters: L layers, B batch, R rows that are written whole, W window, T cache length, K kv heads, H head dim.
+Dimension letters: L layers, B batch, R rows that are written whole, W window, T cache length, K kv heads,
+G query heads per KV head, H head dim.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
-from runtime.models.arrays import Leaf, abstract, array
-from runtime.models.attention import cached_attention
+from runtime.models.arrays import Leaf, abstract, array, declarations
 from runtime.models.declarations import ModelLayout
+from runtime.models.xla_attention import xla_attention
 from sharding.errors import InputError
 
 Array = jax.Array
 CACHE_DTYPES = ("model", "bfloat16", "float32", "int8")
 _INT8_MAX = 127.0
+_FLOAT_BYTES = 4
 
 
 @flax.struct.dataclass
@@ -211,6 +213,121 @@ def copy_row(layout: ModelLayout, cache: Cache, source: Array, target: Array) ->
         return copied
 
 
+def _axis(layout: ModelLayout, name: str) -> tuple[tuple[str, ...], Any]:
+    """Mesh axes of more than one device that a logical axis is cut over, and this device's shard of it."""
+    axes = tuple(axis for axis in layout.rules.mesh_axes(name) if layout.mesh_axis_sizes[axis] > 1)
+    return axes, jax.lax.axis_index(axes) if axes else 0
+
+
+def _parts(cache: Cache) -> tuple[KVCache, ...]:
+    return cache if isinstance(cache, tuple) else (cache,)
+
+
+def _packed(cache: Cache) -> Array:
+    """All arrays of a cache as one, ``[L, B, K, T, ...]``; numbers beside a head's lie after them, bit by bit."""
+    layers = []
+    for part in _parts(cache):
+        stacks: list[Array] = [part.keys, part.values]
+        for scales in (part.key_scales, part.value_scales):
+            if scales is not None:
+                stacks.append(jax.lax.bitcast_convert_type(scales, part.keys.dtype))
+        layers.append(jnp.concatenate(stacks, axis=-1))
+    return jnp.concatenate(layers)
+
+
+def _unpacked(packed: Array, like: Cache) -> Cache:
+    """The inverse of :func:`_packed`, in the layers of another cache."""
+    found, first, size = [], 0, _parts(like)[0].keys.shape[-1]
+    for part in _parts(like):
+        own = packed[first : first + part.keys.shape[0]]
+        first += part.keys.shape[0]
+        scales = [
+            jax.lax.bitcast_convert_type(own[..., start : start + _FLOAT_BYTES], jnp.float32)
+            for start in range(2 * size, own.shape[-1], _FLOAT_BYTES)
+        ]
+        found.append(KVCache(own[..., :size], own[..., size : 2 * size], *scales))
+    return tuple(found) if isinstance(like, tuple) else found[0]
+
+
+def _on_mesh(layout: ModelLayout, function: Callable[..., Any], specs: Any, out: Any, *arguments: Any) -> Any:
+    """``function`` on every device's part of its arguments."""
+    if layout.mesh is None or layout.mesh.size == 1:
+        return function(*arguments)
+    return jax.shard_map(function, mesh=layout.mesh, in_specs=specs, out_specs=out, check_vma=False)(*arguments)
+
+
+def _specs(layout: ModelLayout, cache: Cache) -> Cache:
+    if isinstance(cache, tuple):
+        return tuple(_specs(layout, part) for part in cache)  # type: ignore[misc]
+    there = {name: one for name, one in declarations(KVCache).items() if getattr(cache, name) is not None}
+    return KVCache(**{name: layout.rules.spec(*one.axes) for name, one in there.items()})
+
+
+def take_row(layout: ModelLayout, cache: Cache, row: Array, length: int) -> Array:
+    """One row of every layer, on every shard of ``data`` and ``sequence``: a copy that other caches can take in.
+
+    It crosses the mesh in one collective, where more than one shard of rows or positions has a part of it.
+
+    Args:
+      layout: the model on its mesh.
+      cache: where it is.
+      row: int32, its number among all rows.
+      length: positions of the copy, at least as many as the cache has; zero where it has none.
+
+    Returns:
+      All arrays of the row side by side, ``[L, 1, K, length, ...]``.
+    """
+
+    def take(row: Array, cache: Cache) -> Array:
+        own, positions = _parts(cache)[0].keys.shape[1], cache_length(cache)
+        batch, shard = _axis(layout, "batch")
+        sequence, part = _axis(layout, "length")
+        piece = _packed(jax.tree.map(lambda stack: jax.lax.dynamic_slice_in_dim(stack, row % own, 1, axis=1), cache))
+        piece = jnp.where(row // own == shard, piece, jnp.zeros((), piece.dtype))
+        whole = jnp.zeros((*piece.shape[:3], length, piece.shape[4]), piece.dtype)
+        whole = jax.lax.dynamic_update_slice_in_dim(whole, piece, part * positions, axis=3)
+        return jax.lax.psum(whole, (*batch, *sequence)) if batch or sequence else whole
+
+    with jax.named_scope("cache_take"):
+        taken: Array = _on_mesh(layout, take, (PartitionSpec(), _specs(layout, cache)), row_spec(layout), row, cache)
+        return taken
+
+
+def put_row(layout: ModelLayout, cache: Cache, row: Array, taken: Array) -> Cache:
+    """Write a row that :func:`take_row` has taken over a row of a cache; no device needs anything of another.
+
+    Args:
+      layout: the model on its mesh.
+      cache: where to.
+      row: int32, its number among all rows.
+      taken: of at least as many positions as the cache has.
+    """
+
+    def put(row: Array, taken: Array, cache: Cache) -> Cache:
+        own, positions = _parts(cache)[0].keys.shape[1], cache_length(cache)
+        _, shard = _axis(layout, "batch")
+        _, part = _axis(layout, "length")
+        piece = _unpacked(jax.lax.dynamic_slice_in_dim(taken, part * positions, positions, axis=3), cache)
+
+        def write(stack: Array, new: Array) -> Array:
+            old = jax.lax.dynamic_slice_in_dim(stack, row % own, 1, axis=1)
+            new = jnp.where(row // own == shard, new, old)
+            return jax.lax.dynamic_update_slice_in_dim(stack, _as_it_lies(new), row % own, axis=1)
+
+        written: Cache = jax.tree.map(write, cache, piece)
+        return written
+
+    specs = _specs(layout, cache)
+    with jax.named_scope("cache_put"):
+        written: Cache = _on_mesh(layout, put, (PartitionSpec(), row_spec(layout), specs), specs, row, taken, cache)
+        return written
+
+
+def row_spec(layout: ModelLayout) -> PartitionSpec:
+    """How a row on its way from one cache to another lies on the mesh."""
+    return layout.rules.spec("layers", None, "kv_heads", None, "head_dim")
+
+
 def write_window(
     layout: ModelLayout, cache: KVCache, layer: Array | int, k: Array, v: Array, starts: Array, stops: Array
 ) -> KVCache:
@@ -229,8 +346,17 @@ def write_window(
         return _write(layout, cache, _write_window, k, v, jnp.stack([starts, stops], axis=1), layer)
 
 
-def attend(cache: KVCache, layer: Array | int, q: Array, visible: Array) -> Array:
-    """Attention of ``q`` ``[B, S, K, G, H]`` to one layer of a cache; ``visible`` bool ``[B, S or 1, T]``."""
+def attend(layout: ModelLayout, cache: KVCache, layer: Array | int, q: Array, starts: Array, lengths: Array) -> Array:
+    """Attention of a window of every row to one layer of a cache, under the attention mask of the model.
 
+    Args:
+      layout: the model on its mesh.
+      cache: with the window's own keys and values in it.
+      layer: int32, which layer.
+      q: ``[B, W, K, G, H]``, whole on every shard of ``sequence``.
+      starts: int32 ``[B]``, position of each row's window.
+      lengths: int32 ``[B]``, positions at or after them are not attended to.
+    """
     own: KVCache = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False), cache)
-    return cached_attention(q, own.keys, own.values, visible, own.key_scales, own.value_scales)
+    arrays = (q, own.keys, own.values, starts, lengths, own.key_scales, own.value_scales)
+    return xla_attention(layout, *arrays, queries=None, keys="length")

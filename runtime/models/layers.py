@@ -161,7 +161,7 @@ def output_projection(forward: Forward, kernel: Matrix, attended: Array) -> Arra
         kernel = merge_leading(kernel, len(QUERY_HEADS))
         if not isinstance(kernel, Quantized):
             kernel = forward.constrain(kernel, QUERY_HEADS, "embed")
-        return forward.constrain(forward.einsum("bsx,xd->bsd", merged, kernel), "batch", "canvas", "embed")
+        return forward.constrain(forward.einsum("bsx,xd->bsd", merged, kernel), "batch", "residual", "embed")
 
 
 def gated_mlp(forward: Forward, x: Array, gate_proj: Matrix, up_proj: Matrix, down_proj: Matrix) -> Array:
@@ -170,13 +170,15 @@ def gated_mlp(forward: Forward, x: Array, gate_proj: Matrix, up_proj: Matrix, do
         gate = forward.einsum("bsd,fd->bsf", x, gate_proj)
         hidden = jax.nn.silu(gate) * forward.einsum("bsd,fd->bsf", x, up_proj)
         hidden = forward.constrain(hidden, "batch", "canvas", "mlp")
-        return forward.constrain(forward.einsum("bsf,fd->bsd", hidden, down_proj), "batch", "canvas", "embed")
+        return forward.constrain(forward.einsum("bsf,fd->bsd", hidden, down_proj), "batch", "residual", "embed")
 
 
 def embed_tokens(forward: Forward, embedding: Matrix, tokens: Array, dtype: Any) -> Array:
     """Rows of an embedding ``[V, D]``: int32 ``[B, S]`` -> ``[B, S, D]`` in ``dtype``."""
     tokens = forward.constrain(tokens, "batch", "canvas")
-    return forward.constrain(take_rows(embedding, tokens, dtype), "batch", "canvas", "embed")
+    # Whole first: else the compiler divides the tokens and gathers them again.
+    rows = forward.constrain(take_rows(embedding, tokens, dtype), "batch", "canvas", "embed")
+    return forward.constrain(rows, "batch", "residual", "embed")
 
 
 def vocabulary_logits(forward: Forward, hidden: Array, head: Matrix) -> Array:

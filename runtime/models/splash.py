@@ -18,6 +18,12 @@ from runtime.models.masks import AttentionMask
 Array = jax.Array
 
 
+# Positions of one product that the matrix units are fast at, and the most that one may have.
+_LANES, _PRODUCT, _LARGEST_PRODUCT = 128, 512, 1024
+# Keys that are brought into the vector memory at a time: 2048 of 128 numbers in bfloat16.
+_KEY_BLOCK_BYTES = 2048 * 128 * 2
+
+
 class PositionMask(splash_attention_mask.Mask):
     """An attention mask ``[S, T]`` over absolute positions from 0, evaluated a block at a time while tracing."""
 
@@ -50,6 +56,33 @@ def _kernel_mask(mask: AttentionMask, shape: tuple[int, int]) -> Any:
     return PositionMask(mask, shape)
 
 
+def splash_blocks(mask: AttentionMask, queries: int, keys: int, key_bytes: int) -> tuple[int, int, int]:
+    """Sizes of the kernel's blocks: queries, keys that are brought in at a time, and those of one product.
+
+    Products of about 512 by 512 fill the matrix units; at the kernel's own default, 128, most of the time goes by
+    between them. As many keys come in at a time as leave room in the vector memory. Where a mask hides keys, fewer do:
+    the kernel leaves out blocks that are hidden whole.
+
+    Args:
+      mask: of the model.
+      queries: S, a multiple of 128.
+      keys: T, likewise.
+      key_bytes: of one key.
+    """
+    compute = _near_product(keys)
+    at_a_time = compute
+    if not mask.depends_on_position:
+        most = max(compute, min(keys, _KEY_BLOCK_BYTES // key_bytes))
+        at_a_time = max(size for size in range(compute, most + 1, compute) if keys % size == 0)
+    return _near_product(queries), at_a_time, compute
+
+
+def _near_product(positions: int) -> int:
+    """The divisor of ``positions`` nearest in ratio to 512, of multiples of 128 up to 1024."""
+    sizes = [size for size in range(_LANES, _LARGEST_PRODUCT + 1, _LANES) if positions % size == 0]
+    return min(sizes, key=lambda size: max(size / _PRODUCT, _PRODUCT / size))
+
+
 def splash_attention(
     q: Array, k: Array, v: Array, lengths: Array, mask: AttentionMask, *, interpret: bool = False
 ) -> Array:
@@ -68,7 +101,9 @@ def splash_attention(
     """
     S, T, G = q.shape[1], k.shape[1], q.shape[3]
     heads = splash_attention_mask.MultiHeadMask([_kernel_mask(mask, (S, T))] * G)
-    kernel = splash_attention_kernel.make_splash_mqa_single_device(heads, interpret=interpret)
+    sizes = splash_blocks(mask, S, T, k.shape[3] * k.dtype.itemsize)
+    blocks = splash_attention_kernel.BlockSizes(*sizes)
+    kernel = splash_attention_kernel.make_splash_mqa_single_device(heads, block_sizes=blocks, interpret=interpret)
 
     def row(q: Array, k: Array, v: Array, length: Array) -> Array:
         # Keys of segment 0 are filler; every query belongs to segment 1.

@@ -89,6 +89,7 @@ def hidden_states(forward: Forward, weights: Weights, tokens: Array, lengths: Ar
     Returns:
       Final-norm activations ``[B, S, D]`` in the weights' dtype; those after ``lengths`` mean nothing.
     """
+    forward = forward.for_rows(*tokens.shape)
     positions = jnp.arange(tokens.shape[1])
     with jax.named_scope("embed"):
         x = weights.embed(forward, tokens, positions)
@@ -99,7 +100,7 @@ def hidden_states(forward: Forward, weights: Weights, tokens: Array, lengths: Ar
 
     x, _ = run_layers(forward, weights, x, step)
     with jax.named_scope("final_norm"):
-        return weights.normalize(forward, x)
+        return forward.constrain(weights.normalize(forward, x), "batch", "canvas", "embed")
 
 
 def pick_positions(forward: Forward, hidden: Array, positions: Array, *, whole: bool = False) -> Array:

@@ -1,8 +1,11 @@
 """Roofline estimate: the memory and the time of a generation on a mesh of a topology, and which mesh is fastest.
 
 Nothing here needs a device, a compiler or weights: sizes come from the declared weights, the work of a layer from the
-cost that its family states (:class:`runtime.models.costs.LayerCost`). A forward pass takes as long as the slower of its
-arithmetic and its memory traffic at achievable rates; its collectives come on top, none of them overlapped.
+cost that its family states (:class:`runtime.models.costs.LayerCost`). A pass is a sequence of stages: the products of
+the layers, attention, the head, the choice of tokens. Each takes as long as the slower of its arithmetic and its memory
+traffic at achievable rates; one begins when the other has ended. Collectives come on top, less what products hide.
+
+The rates of TPUs were fitted to schedules of compiled programs (``benchmarks.schedule``), those of GPUs were measured.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from functools import cached_property
 
 import jax.numpy as jnp
 
+from runtime.decoding.sampling import threshold_passes
 from runtime.execution.memory import Memory
+from runtime.models.attention import choose_attention
 from runtime.models.declarations import ModelLayout, shard_shape, tensor_sizes
 from runtime.models.families import weights_class
 from runtime.models.kv_cache import cache_bytes_per_device
@@ -25,46 +30,90 @@ from sharding.links import Wiring
 from sharding.mesh import MeshSpec
 from sharding.topology import Topology
 
-# Shares of the peaks that large products and copies reach: as measured on one H200 (790 of 990 TF/s, 4.3 of 4.8 TB/s).
+# Shares of the peaks that large products and copies reach, as measured on one H200 (790 of 990 TF/s, 4.3 of 4.8 TB/s).
 ACHIEVABLE_FLOPS, ACHIEVABLE_BANDWIDTH = 0.8, 0.9
+# The share of a TPU's peak that the products of layers reach, with what is fused into them.
+_TPU_FLOPS = {"v4": 0.82}
+_TPU_FLOPS_OF_OTHERS = 0.92
+# The share of the peak that attention reaches, by implementation, and where that differs by chip.
+_ATTENTION_FLOPS = {"splash": 0.18, "cudnn": 0.6, "xla": 0.3}
+_SPLASH_FLOPS = {"v4": 0.085, "v5p": 0.1}
 
-# Passes over float32 logits while a token is chosen: the thresholds are searched by halving, 32 times over two arrays.
-_LOGIT_PASSES, _THRESHOLD_PASSES = 12, 64
+# Passes over float32 logits while a token is chosen, beside the search for thresholds; each pass of that reads two
+# arrays.
+_LOGIT_PASSES, _THRESHOLD_ARRAYS = 12, 2
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a phase that begins when the part before it has ended.
+
+    Attributes:
+      name: ``layers``, ``attention``, ``head`` or ``choice of tokens``.
+      flops: floating-point operations of one device.
+      hbm_bytes: bytes read and written in its memory.
+      compute_seconds, memory_seconds: time of each alone.
+    """
+
+    name: str
+    flops: float
+    hbm_bytes: float
+    compute_seconds: float
+    memory_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Its time: of the slower."""
+        return max(self.compute_seconds, self.memory_seconds)
 
 
 @dataclass(frozen=True)
 class PhaseEstimate:
-    """The roofline of one phase on one device.
+    """The estimate of one phase on one device.
 
     Attributes:
       phase: the kind of forward pass.
-      flops: floating-point operations of one device.
-      hbm_bytes: bytes read and written in its memory.
+      stages: one after another.
       collectives: collectives that it takes part in.
-      compute_seconds, memory_seconds, network_seconds: time of each alone.
+      network_seconds: time of those, less what products hide.
     """
 
     phase: Phase
-    flops: float
-    hbm_bytes: float
+    stages: tuple[Stage, ...]
     collectives: tuple[Collective, ...]
-    compute_seconds: float
-    memory_seconds: float
     network_seconds: float
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one device."""
+        return sum(stage.flops for stage in self.stages)
+
+    @property
+    def hbm_bytes(self) -> float:
+        """Bytes read and written in its memory."""
+        return sum(stage.hbm_bytes for stage in self.stages)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time of the arithmetic alone."""
+        return sum(stage.compute_seconds for stage in self.stages)
+
+    @property
+    def memory_seconds(self) -> float:
+        """Time of the memory traffic alone."""
+        return sum(stage.memory_seconds for stage in self.stages)
 
     @property
     def seconds(self) -> float:
         """Time of one pass."""
-        return max(self.compute_seconds, self.memory_seconds) + self.network_seconds
+        return sum(stage.seconds for stage in self.stages) + self.network_seconds
 
     @property
     def bound(self) -> str:
-        """What limits it: ``compute``, ``memory`` or ``network``."""
-        times = {
-            "compute": self.compute_seconds,
-            "memory": self.memory_seconds,
-            "network": self.network_seconds,
-        }
+        """What limits most of it: ``compute``, ``memory`` or ``network``."""
+        times = {"compute": 0.0, "memory": 0.0, "network": self.network_seconds}
+        for stage in self.stages:
+            times["compute" if stage.compute_seconds >= stage.memory_seconds else "memory"] += stage.seconds
         return max(times, key=lambda name: times[name])
 
     @property
@@ -99,7 +148,7 @@ class Estimate:
     @cached_property
     def phases(self) -> tuple[PhaseEstimate, ...]:
         """The roofline of every phase."""
-        return tuple(self._phase(phase) for phase in self.workload.phases(self.layout, self.topology.chip.platform))
+        return tuple(self.of_phase(phase) for phase in self.workload.phases(self.layout, self.topology.chip.platform))
 
     @property
     def seconds(self) -> float:
@@ -125,67 +174,84 @@ class Estimate:
         """Cost of a million new tokens, in the currency of the price."""
         return price_per_chip_hour / 3600 / self.tokens_per_second_per_chip * 1e6
 
-    def _phase(self, phase: Phase) -> PhaseEstimate:
-        """The roofline of one phase."""
-        workload, layout, chip = self.workload, self.layout, self.topology.chip
+    def of_phase(self, phase: Phase) -> PhaseEstimate:
+        """The estimate of one phase."""
+        chip = self.topology.chip
         positions = phase.rows * math.ceil(phase.positions / (self.spec.sequence if phase.whole else 1))
-        chunk = phase.rows * phase.chunk // phase.head_shards(layout)
-        flops, traffic = self._flops(phase, positions, chunk), self._traffic(phase, positions, chunk)
-        collectives = phase_collectives(workload, layout, chip.platform, phase, self._wiring.slices)
-        peak = chip.flops if workload.item == 2 else chip.flops / 8
+        chunk = phase.rows * phase.chunk // phase.head_shards(self.layout)
+        collectives = phase_collectives(self.workload, self.layout, chip.platform, phase, self._wiring.slices)
         return PhaseEstimate(
             phase=phase,
-            flops=flops,
-            hbm_bytes=traffic,
+            stages=(*self._layers(phase, positions), *self._choice(phase, chunk)),
             collectives=tuple(collectives),
-            compute_seconds=flops / (peak * ACHIEVABLE_FLOPS),
-            memory_seconds=traffic / (chip.memory_bandwidth * ACHIEVABLE_BANDWIDTH),
             network_seconds=sum(self._seconds(one) for one in collectives),
         )
 
-    def _flops(self, phase: Phase, positions: int, chunk: int) -> float:
-        """Operations of one device: the weights of each layer, attention to what its mask leaves, the head.
+    def _stage(self, name: str, flops: float, hbm_bytes: float, share: float = ACHIEVABLE_FLOPS) -> Stage:
+        chip = self.topology.chip
+        peak = chip.flops if self.workload.item == 2 else chip.flops / 8
+        bandwidth = chip.memory_bandwidth * ACHIEVABLE_BANDWIDTH
+        return Stage(name, flops, hbm_bytes, flops / (peak * share), hbm_bytes / bandwidth)
+
+    def _layers(self, phase: Phase, positions: int) -> tuple[Stage, ...]:
+        """Products of the layers, which read weights once and activations, and attention, which reads the cache.
 
         Args:
           phase: which.
           positions: that the device computes, of all its rows.
-          chunk: those of them that the head is run on at a time.
-        """
-        layout, config = self.layout, self.workload.config
-        keys = phase.keys if phase.whole else math.ceil(phase.keys / self.spec.sequence)
-        visible = config.attention_mask.visible_share(phase.keys) if phase.whole else 1.0
-        cost = layout.layer_cost
-        attention = cost.attention_flops_per_pair * positions * keys * visible
-        layers = config.num_layers * (cost.flops_per_position * positions + attention)
-        return layers + 2.0 * chunk * phase.chunks * math.prod(shard_shape(layout.head, layout))
-
-    def _traffic(self, phase: Phase, positions: int, chunk: int) -> float:
-        """Bytes that one device reads and writes: weights once, activations of each layer, the cache, logits.
-
-        Args:
-          phase: which.
-          positions: that the device computes, of all its rows.
-          chunk: those of them that the head is run on at a time.
         """
         workload, layout, config, chip = self.workload, self.layout, self.workload.config, self.topology.chip
-        dtype = jnp.dtype(workload.dtype)
-        activations = positions * layout.layer_cost.activations_per_position * workload.item * config.num_layers
-        cache = 0.0
+        dtype, cost = jnp.dtype(workload.dtype), layout.layer_cost
+        keys = phase.keys if phase.whole else math.ceil(phase.keys / self.spec.sequence)
+        visible = config.attention_mask.visible_share(phase.keys) if phase.whole else 1.0
+        pairs = positions * keys * visible * config.num_layers
+        canvas, cache = workload.canvas(layout, chip.platform), 0.0
         if workload.has_cache:
-            canvas = workload.canvas(layout, chip.platform)
             cache = cache_bytes_per_device(layout, phase.rows * self.spec.data, canvas, dtype)
+        head = head_bytes(layout, dtype)
+        weights = layout.bytes_read_per_pass(dtype) - head
+        activations = positions * cost.activations_per_position * workload.item * config.num_layers
+        flops = config.num_layers * cost.flops_per_position * positions
+        share = _TPU_FLOPS.get(chip.name, _TPU_FLOPS_OF_OTHERS) if chip.platform == "tpu" else ACHIEVABLE_FLOPS
+        kernel = "xla"
+        if phase.whole:
+            kernel = choose_attention("auto", chip.platform, layout, phase.keys, dtype)
+        attention = cost.attention_flops_per_pair * pairs
+        reached = (
+            _ATTENTION_FLOPS[kernel] if kernel != "splash" else _SPLASH_FLOPS.get(chip.name, _ATTENTION_FLOPS["splash"])
+        )
+        return (
+            self._stage("layers", flops, weights + activations, share),
+            self._stage("attention", attention, cache, reached),
+        )
+
+    def _choice(self, phase: Phase, chunk: int) -> tuple[Stage, ...]:
+        """The head, and the choice of tokens from its logits.
+
+        Args:
+          phase: which.
+          chunk: positions of the device that the head is run on at a time.
+        """
+        layout, chip, workload = self.layout, self.topology.chip, self.workload
         logits = chunk * layout.size_per_device("vocab") * 4
-        diffusion = config.objective == "masked_diffusion"
-        in_fast_memory = diffusion and 2 * logits <= chip.fast_memory_bytes
-        passes = _LOGIT_PASSES + (_THRESHOLD_PASSES if diffusion and not in_fast_memory else 0)
-        return layout.bytes_read_per_pass(dtype) + activations + cache + logits * phase.chunks * passes
+        diffusion = workload.config.objective == "masked_diffusion"
+        # Of the two arrays those that fit stay on the chip.
+        outside = max(0, _THRESHOLD_ARRAYS - chip.fast_memory_bytes // logits) if diffusion else 0
+        passes = _LOGIT_PASSES + threshold_passes(workload.sampling_rule().confidence_dtype) * outside
+        flops = 2.0 * chunk * phase.chunks * math.prod(shard_shape(layout.head, layout))
+        share = _TPU_FLOPS_OF_OTHERS if chip.platform == "tpu" else ACHIEVABLE_FLOPS
+        return (
+            self._stage("head", flops, head_bytes(layout, jnp.dtype(workload.dtype)), share),
+            self._stage("choice of tokens", 0.0, logits * phase.chunks * passes),
+        )
 
     def _seconds(self, one: Collective) -> float:
         members = self._wiring.members(one.axes, one.inside_slices)
         if members == 1 or not one.times:
             return 0.0
         link = self._wiring.link(one.axes, one.inside_slices)
-        return one.times * link.seconds(one.kind, one.payload, members)
+        alone = link.seconds(one.kind, one.payload / one.rounds, members)
+        return one.times * one.rounds * alone * (1 - one.hidden)
 
     @cached_property
     def _wiring(self) -> Wiring:
@@ -201,6 +267,12 @@ class Estimate:
             f"{1e3 * mine.network_seconds:.2f} ms of collectives against {1e3 * theirs.network_seconds:.2f}; "
             f"{self.memory.total / 1e9:.2f} GB a device against {other.memory.total / 1e9:.2f}"
         )
+
+
+def head_bytes(layout: ModelLayout, dtype: jnp.dtype) -> int:
+    """Bytes of a device's part of the head."""
+    item = 1 if layout.head.quantized else dtype.itemsize
+    return item * math.prod(shard_shape(layout.head, layout))
 
 
 def _in_words(moved: dict[tuple[str, tuple[str, ...]], float]) -> str:

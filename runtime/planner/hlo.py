@@ -6,7 +6,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(r"(body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_PAIR = re.compile(r"\{(\d+),(\d+)\}")
+_OPERAND = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 
 
@@ -67,48 +69,133 @@ class HloCollective:
 
 
 @dataclass(frozen=True)
-class _Instruction:
+class Instruction:
+    """One instruction of optimized HLO.
+
+    Attributes:
+      name: without ``%``.
+      shape: of its result, with layout.
+      operation: HLO's name of it.
+      rest: what follows the opening bracket of its operands.
+    """
+
     name: str
     shape: str
     operation: str
     rest: str
 
+    @property
+    def called(self) -> dict[str, str]:
+        """Computations that it calls, by role; see :attr:`branches` for those of a conditional."""
+        return dict(_CALLED.findall(self.rest))
+
+    @property
+    def branches(self) -> list[str]:
+        """Computations of which a conditional runs one."""
+        listed = _BRANCHES.search(self.rest)
+        if listed:
+            return [one.strip().lstrip("%") for one in listed[1].split(",")]
+        called = self.called
+        return [called[role] for role in ("true_computation", "false_computation") if role in called]
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of its operands."""
+        depth, end = 1, 0
+        while depth and end < len(self.rest):
+            depth += (self.rest[end] in "([{") - (self.rest[end] in ")]}")
+            end += 1
+        return _OPERAND.findall(self.rest[:end])
+
+
+@dataclass(frozen=True)
+class Module:
+    """An optimized HLO module.
+
+    Attributes:
+      computations: their instructions, in the order in which they run, by name.
+      entry: name of the one that runs first.
+    """
+
+    computations: Mapping[str, Sequence[Instruction]]
+    entry: str
+
+    def trips(self, loop: Instruction) -> int | None:
+        """How often a ``while`` runs where the text says so: the compiler's count, or a counter against a constant."""
+        condition, body = (self.computations.get(loop.called[role], ()) for role in ("condition", "body"))
+        return _trips(loop, condition, body)
+
 
 def read_collectives(text: str) -> list[HloCollective]:
     """Every collective of a module's optimized HLO, loops multiplied out.
 
-    A collective that the compiler has spread over several fusions has one channel in all of them, and counts once.
+    A collective that the compiler has spread over several fusions has one channel in all of them, and counts once; so
+    does an array that is gathered piece by piece beside several products.
     """
-    computations, entry = _parse(text)
+    module = read_module(text)
     found: list[HloCollective] = []
     seen: set[tuple[str, str]] = set()
 
     def walk(name: str, repeats: int, within: tuple[str, ...], fused: bool = False) -> None:
-        for instruction in computations.get(name, ()):
+        for instruction in module.computations.get(name, ()):
             kind = instruction.operation.removesuffix("-start")
+            if kind == "collective-permute" and "dot_general" in instruction.rest:
+                continue  # of a windowed product, which its loop stands for
             if kind in KINDS or (kind == "send" and _BETWEEN_SLICES in instruction.rest):
                 channel = re.search(r"channel_id=(\d+)", instruction.rest)
                 key = (kind, channel[1] if channel else instruction.name)
                 if not fused or key not in seen:
-                    found.append(_collective(kind, instruction, repeats, within))
+                    collective = read_collective(instruction, repeats, within)
+                    # An all-reduce fused with the slice of it: TPUs run it as a reduce-scatter.
+                    found.append(replace(collective, kind="reduce-scatter") if fused_slice(name) else collective)
                 if fused:
                     seen.add(key)
                 continue
-            called = dict(_CALLED.findall(instruction.rest))
+            called = instruction.called
             if instruction.operation == "while":
-                trips = _trips(instruction, computations.get(called["condition"], []))
+                if windowed := read_windowed_product(module, instruction, repeats, within):
+                    # Gate and up gather the same array, each beside itself.
+                    gathered = windowed.kind, windowed.scope.rsplit("/", 2)[0]
+                    if windowed.kind == "reduce-scatter" or gathered not in seen:
+                        found.append(windowed)
+                    seen.add(gathered)
+                    continue
+                trips = module.trips(instruction)
                 inner = (repeats * trips, within) if trips is not None else (repeats, (*within, "loop"))
                 walk(called["condition"], *inner)
                 walk(called["body"], *inner)
                 continue
-            branches = _BRANCHES.search(instruction.rest)
-            names = [one.strip().lstrip("%") for one in branches[1].split(",")] if branches else list(called.values())
+            names = instruction.branches or list(called.values())
             inside = (*within, "branch") if instruction.operation == "conditional" else within
             for one in names:
                 walk(one, repeats, inside, fused or instruction.operation == "fusion")
 
-    walk(entry, 1, ())
+    walk(module.entry, 1, ())
     return found
+
+
+def fused_slice(computation: str) -> bool:
+    """Whether a fused computation is an all-reduce and a slice of it."""
+    return computation.startswith("all-reduce-scatter")
+
+
+def read_windowed_product(
+    module: Module, loop: Instruction, repeats: int = 1, within: tuple[str, ...] = ()
+) -> HloCollective | None:
+    """What a loop gathers or scatters in pieces beside those of a product; None for other loops."""
+    body = loop.called["body"]
+    named = re.search(r"windowed_dot_general_body_(ag|rs)", body)
+    permutes = [one for one in module.computations.get(body, ()) if one.operation.startswith("collective-permute")]
+    if named is None or not permutes:
+        return None
+    one = read_collective(permutes[0], repeats, within)
+    following = dict(_PAIR.findall(re.sub(r"\s", "", permutes[0].rest)))
+    first = next(iter(following))
+    ring = [first]
+    while (last := following.get(ring[-1], first)) != first:
+        ring.append(last)
+    kind = {"ag": "all-gather", "rs": "reduce-scatter"}[named[1]]
+    return replace(one, kind=kind, payload=one.payload * len(ring), group=tuple(sorted(map(int, ring))))
 
 
 def bytes_by_axis(
@@ -143,8 +230,9 @@ def _run(collectives: Sequence[HloCollective], open_lengths: Sequence[float]) ->
             yield one, times
 
 
-def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    computations: dict[str, list[_Instruction]] = {}
+def read_module(text: str) -> Module:
+    """Parse the optimized HLO of a program."""
+    computations: dict[str, list[Instruction]] = {}
     current, entry = "", ""
     for line in text.splitlines():
         opened = _COMPUTATION.match(line)
@@ -155,40 +243,63 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
             continue
         found = _INSTRUCTION.match(line)
         if found and current:
-            computations[current].append(_Instruction(found[1], found[2], found[3], found[4]))
-    return computations, entry
+            computations[current].append(Instruction(found[1], found[2], found[3], found[4]))
+        elif current and computations[current] and line != "}":  # attributes may run over several lines
+            last = computations[current][-1]
+            computations[current][-1] = replace(last, rest=last.rest + line)
+    return Module(computations, entry)
 
 
-def _trips(loop: _Instruction, condition: Sequence[_Instruction]) -> int | None:
-    """How often a loop runs where the text says so: the compiler's own count, or a counter against a constant."""
+def _trips(loop: Instruction, condition: Sequence[Instruction], body: Sequence[Instruction]) -> int | None:
     known = re.search(r'known_trip_count[^}]*?"n":"(\d+)"', loop.rest)
     if known:
         return int(known[1])
-    constants = {
-        one.name: int(one.rest.split(")")[0])
-        for one in condition
-        if one.operation == "constant" and one.shape.startswith("s32[]") and one.rest.split(")")[0].isdigit()
-    }
+    limits = _integers(condition)
     for one in condition:
         if one.operation == "compare" and "direction=LT" in one.rest:
-            operands = re.findall(r"%([\w.\-]+)", one.rest.split(")")[0])
-            if len(operands) == 2 and operands[1] in constants:
-                return constants[operands[1]]
+            operands = one.operands
+            if len(operands) == 2 and operands[1] in limits:
+                return -(-limits[operands[1]] // _step(operands[0], condition, body))
     return None
 
 
-def _collective(kind: str, instruction: _Instruction, repeats: int, within: tuple[str, ...]) -> HloCollective:
-    shape = instruction.shape
+def _integers(instructions: Sequence[Instruction]) -> dict[str, int]:
+    """Values of the integer constants among instructions."""
+    return {
+        one.name: int(one.rest.split(")")[0])
+        for one in instructions
+        if one.operation == "constant" and one.shape[:5] in ("s32[]", "u32[]") and one.rest.split(")")[0].isdigit()
+    }
+
+
+def _step(counter: str, condition: Sequence[Instruction], body: Sequence[Instruction]) -> int:
+    """What a turn of a loop adds to its counter: more than 1 where the compiler has unrolled it."""
+    place = next((re.search(r"index=(\d+)", one.rest) for one in condition if one.name == counter), None)
+    if place is None or not body or body[-1].operation != "tuple":
+        return 1
+    constants, results = _integers(body), body[-1].operands
+    named = {one.name: one for one in body}
+    total, at = 0, results[int(place[1])] if int(place[1]) < len(results) else ""
+    while at in named and named[at].operation in ("add", "copy", "bitcast"):
+        operands = named[at].operands
+        total += sum(constants.get(name, 0) for name in operands)
+        at = next((name for name in operands if name not in constants), "")
+    return max(1, total)
+
+
+def read_collective(instruction: Instruction, repeats: int = 1, within: tuple[str, ...] = ()) -> HloCollective:
+    """A collective from its instruction, or from the one that starts it."""
+    kind, shape = instruction.operation.removesuffix("-start"), instruction.shape
     starts = instruction.operation.endswith("-start")
     group = _first_group(instruction.rest)
     if kind == "send":
-        payload = _bytes(_top_level(shape[1:-1])[0])
+        payload = array_bytes(_top_level(shape[1:-1])[0])
     elif starts and shape.startswith("(") and kind != "all-reduce":
         # An asynchronous one hands on its operands beside its results.
         parts = _top_level(shape[1:-1])
-        payload = _bytes(parts[1])
+        payload = array_bytes(parts[1])
     else:
-        payload = _bytes(shape)
+        payload = array_bytes(shape)
     if kind == "reduce-scatter":
         payload *= max(1, len(group))
     scope = re.search(r'op_name="([^"]*)"', instruction.rest)
@@ -207,7 +318,8 @@ def _top_level(text: str) -> list[str]:
     return [*parts, text[start:]]
 
 
-def _bytes(shape: str) -> int:
+def array_bytes(shape: str) -> int:
+    """Bytes of the arrays in a shape."""
     return sum(
         _ITEM[kind] * math.prod(int(size) for size in sizes.split(",") if size)
         for kind, sizes in _ARRAY.findall(re.sub(r"\{[^}]*\}", "", shape))

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from runtime.decoding.sampling import SamplingRule
+from runtime.decoding.sampling import SUMS_OF_A_PASS, SamplingRule, threshold_passes
 from runtime.models.declarations import ModelLayout
+from runtime.models.forward import residual_over_tensor
 from runtime.planner.workload import Phase, Workload
 
 _INTEGER = _FLOAT = 4
-# Halvings of the search for the threshold of top-p and top-k, and the integer sums of each.
-_HALVINGS, _SUMS = 32, 2
+# Sums and maxima over the vocabulary that wait for one another, beside those of the thresholds.
+_SERIAL_SUMS = 9
+# Of a residual over tensor: the share of its scattering that schedules hide behind the product before it (after the
+# MLP), and of its gathering (before the MLP), the latter where the axis is long.
+_HIDDEN_SCATTER, _HIDDEN_GATHER, _LONG_AXIS = 0.4, 0.5, 8
 _SLICE_LINE = 512
 # Numbers that lie side by side in a register of a TPU.
 _LANES = 128
@@ -36,6 +40,8 @@ class Collective:
       times: how often in one pass; a mean where the program decides as it runs.
       what: what is moved.
       inside_slices: among the chips of each TPU slice alone, even where the axes cross slices.
+      rounds: collectives that the payload is spread over, one after another.
+      hidden: share of its time that products hide.
     """
 
     kind: str
@@ -44,6 +50,8 @@ class Collective:
     times: float
     what: str
     inside_slices: bool = False
+    rounds: int = 1
+    hidden: float = 0.0
 
 
 def choose_tokens_reductions(rule: SamplingRule, ranked: bool) -> int:
@@ -54,16 +62,17 @@ def choose_tokens_reductions(rule: SamplingRule, ranked: bool) -> int:
       ranked: whether their confidences are asked for too.
     """
     softmax = 1 + _DIGITS
-    count = softmax + 2  # the token: a maximum, and the lowest index that has it
+    token = 2  # a maximum, and the lowest index that has it
+    count = softmax + token
+    if rule.sampled:
+        count += token
     if rule.filtered:
-        count += softmax + 1 + _HALVINGS * _SUMS
+        count += softmax + threshold_passes(rule.confidence_dtype) * SUMS_OF_A_PASS
     if not ranked:
         return count
     if rule.confidence == "entropy":
         count += _DIGITS
-    elif rule.confidence == "topk_margin":
-        count += 3
-    else:
+    elif rule.confidence == "topk_margin" or rule.sampled:
         count += 1
     return count
 
@@ -80,23 +89,31 @@ def phase_collectives(
       phase: which pass.
       slices: TPU slices that the mesh lies over; what crosses them is reduced in each, padded to 512 bytes, sent.
     """
-    found = _whole_rows(workload, layout, phase) if phase.whole else _window(workload, layout, phase)
+    found = _whole_rows(workload, layout, platform, phase) if phase.whole else _window(workload, layout, phase)
     if phase.name == "prefill":
         found += _last_positions(workload, layout, phase)
     elif phase.whole:
         found += _picked_positions(workload, layout, platform, phase)
     if layout.spec.tensor > 1:
-        ranked = workload.config.objective == "masked_diffusion"
-        numbers = choose_tokens_reductions(workload.sampling_rule(), ranked)
+        rule, ranked = workload.sampling_rule(), workload.config.objective == "masked_diffusion"
+        numbers = choose_tokens_reductions(rule, ranked)
         size = phase.rows * phase.chunk // phase.head_shards(layout) * _FLOAT * numbers
-        found.append(Collective("all-reduce", ("kv", "group"), size, phase.chunks, "vocabulary sums"))
+        rounds = _SERIAL_SUMS + (threshold_passes(rule.confidence_dtype) if rule.filtered else 0)
+        found.append(Collective("all-reduce", ("kv", "group"), size, phase.chunks, "vocabulary sums", rounds=rounds))
     return found + _whether_to_go_on(layout, platform, phase, slices)
 
 
-def _over_tensor(workload: Workload, layout: ModelLayout, positions: int) -> list[Collective]:
+def _over_tensor(workload: Workload, layout: ModelLayout, positions: int, divided: bool) -> list[Collective]:
     """Of the transformer over tensor: what each layer says it moves, and the embedding.
 
     Rows of an int8 embedding are summed as they are stored, with a scale each.
+
+    Args:
+      workload: what is run.
+      layout: on which mesh.
+      positions: that the device computes, of all its rows.
+      divided: whether the residual lies over tensor too: a sum then leaves each device its part, and the next product
+        gathers them.
     """
     if layout.spec.tensor == 1:
         return []
@@ -112,13 +129,21 @@ def _over_tensor(workload: Workload, layout: ModelLayout, positions: int) -> lis
         )
         for one in layout.layer_cost.tensor_collectives
     ]
-    return [*found, Collective("all-reduce", ("kv", "group"), embedded, 1, "embedding")]
+    found.append(Collective("all-reduce", ("kv", "group"), embedded, 1, "embedding"))
+    if not divided:
+        return found
+    hidden = _HIDDEN_GATHER if layout.spec.tensor >= _LONG_AXIS else 0.0
+    times = sum(one.times for one in found)
+    gather = Collective("all-gather", ("kv", "group"), numbers * workload.item, times, "residual", hidden=hidden)
+    sums = [replace(one, kind="reduce-scatter", hidden=_HIDDEN_SCATTER) for one in found if one.kind == "all-reduce"]
+    return [*sums, *(one for one in found if one.kind != "all-reduce"), gather]
 
 
-def _whole_rows(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
+def _whole_rows(workload: Workload, layout: ModelLayout, platform: str, phase: Phase) -> list[Collective]:
     """Of the transformer over whole rows: what layers move over tensor, K and V gathered over sequence."""
     sequence, layers = layout.spec.sequence, workload.config.num_layers
-    found = _over_tensor(workload, layout, phase.rows * phase.positions // sequence)
+    divided = residual_over_tensor(layout, platform, phase.rows * layout.spec.data, phase.positions)
+    found = _over_tensor(workload, layout, phase.rows * phase.positions // sequence, divided)
     if sequence > 1:
         heads = layout.size_per_device("kv_heads") * layout.size_per_device("head_dim")
         size = phase.rows * phase.positions * heads * workload.item
@@ -129,7 +154,7 @@ def _whole_rows(workload: Workload, layout: ModelLayout, phase: Phase) -> list[C
 def _window(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
     """Of the transformer over a few positions of each row against the cache: decoding, or a step of a block."""
     positions = phase.rows * phase.positions
-    found = _over_tensor(workload, layout, positions)
+    found = _over_tensor(workload, layout, positions, divided=False)
     if layout.spec.sequence > 1:
         # The cache lies over sequence: each shard attends to its own keys, then sums and maxima are reduced.
         head = layout.size_per_device("head_dim") * workload.item + 2 * _FLOAT
@@ -154,7 +179,8 @@ def _picked_positions(workload: Workload, layout: ModelLayout, platform: str, ph
     # The TPU compiler reduces the whole and cuts it where a device has one row.
     scatter = "all-reduce" if platform == "tpu" and phase.rows == 1 else "reduce-scatter"
     # It gathers by reducing where a device's part does not fill whole registers.
-    gather = "all-reduce" if platform == "tpu" and phase.chunk // layout.spec.sequence % _LANES else "all-gather"
+    partly_filled = positions // layout.spec.sequence % _LANES
+    gather = "all-reduce" if platform == "tpu" and partly_filled else "all-gather"
     size = positions * layout.size_per_device("embed") * workload.item
     found = [
         Collective(scatter, ("sequence",), size, phase.chunks, "picked positions"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +12,8 @@ import pytest
 from benchmarks import records
 from benchmarks.records import build_record, load_notes, time_alternating
 from benchmarks.suite.sheet import Sheet
+
+RESULTS = Path(records.__file__).parent / "results"
 
 
 def test_calls_take_turns_and_each_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +50,23 @@ def test_a_record_names_the_compilers_that_are_there(monkeypatch: pytest.MonkeyP
     versions = build_record("a", kind="estimated", settings={}, results={})["versions"]
     assert versions.pop("python")
     assert versions == there
+
+
+# Measured before the commits of several branches were made one: their commits are nowhere, and they are made anew when
+# they are measured next.
+WITHOUT_COMMIT = {"faults.json", "full_checkpoint.json", "offline_scheduler.json"}
+
+
+def test_every_record_names_a_commit_of_this_repository() -> None:
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=RESULTS, capture_output=True, text=True, check=False)
+
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("not a clone with its whole history")
+    made = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.rglob("*.json"))}
+    known = {
+        commit: git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
+        for commit in {record["commit"] for record in made.values()}
+    }
+    lost = {path.name for path, record in made.items() if not known[record["commit"]]}
+    assert lost <= WITHOUT_COMMIT

@@ -9,6 +9,7 @@ import pytest
 from absl import flags
 
 from benchmarks import report, scaling
+from benchmarks.scaling_plots import plot_scaling
 from launch.startup import run_launcher
 from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig
@@ -132,13 +133,24 @@ def test_estimates_say_where_they_begin_and_why(estimated: Path) -> None:
     assert notes == ["there is no v5p machine of size 1", "there is no v5p machine of size 2"]
 
 
+def test_simulated_devices_have_no_speed_ups(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    groups = report.read_groups(Path(report.__file__).parent / "results" / "scaling" / "simulated")
+    for path in plot_scaling(groups, tmp_path):
+        text = path.read_text(encoding="utf-8")
+        assert "MB moved in a pass" in text
+        assert "speed" not in text
+    for group, points in groups.items():
+        assert "speed-up" not in report.table(group, points)
+
+
 def test_tables_and_plots(estimated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     run(report, f"--folder={estimated}", f"--plots={tmp_path}")
     out = capsys.readouterr().out
     assert "### denoise step, strong scaling, v5p (estimated)" in out
     assert "| 256 |" in out
-    assert len(list(tmp_path.glob("*.svg"))) == 2 * len(scaling.PASSES)
+    assert {path.name for path in tmp_path.glob("*.svg")} == {"estimated_strong.svg", "estimated_weak.svg"}
 
 
 @pytest.mark.parametrize("what", ["", "no record", "not json"])

@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.autoregressive import autoregressive_table
 from benchmarks.compare_torch import comparison_table
-from benchmarks.serve_tables import serve_tables
 from benchmarks.suite.passes import GRID, grid_name
 from benchmarks.suite.tables import suite_tables
 
@@ -51,33 +50,6 @@ def test_a_table_says_what_its_record_notes(make: Any) -> None:
     line = "Note: other processes kept the machine busy; weights stored as bfloat16."
     assert line in make(record).splitlines()
     assert "Note:" not in make(record | {"notes": []})
-
-
-def test_tables_of_the_server() -> None:
-    latency = {"p50": 1200.0, "p90": 2000.0, "p99": 3000.0}
-    way = {"requests_per_second": 27.3, "output_tokens_per_second": 572.0, "e2e_ms": latency}
-    load = way | {"goodput_requests_per_second": 20.0, "ttft_ms": latency, "tpot_ms": latency}
-    record: dict[str, Any] = {
-        "settings": {
-            "requests": 160, "max_new_tokens": 64, "address": None, "checkpoint": "demo", "slots": 8,
-            "server_flag": ["--cache=dual"], "good_ttft": 1000.0, "good_tpot": 50.0,
-        },
-        "machine": {"processor": "Some CPU", "cores": 2},
-        "notes": NOTES,
-        "results": {
-            "comparison": {"continuous": way, "fixed batches": way | {"throughput_ratio": 1.4, "p99_ratio": 1.5}},
-            "closed_loop": {"4": load},
-            "open_loop": {"0.5": load | {"offered_requests_per_second": 14.5}},
-        },
-    }  # fmt: skip
-    lines = serve_tables(record).splitlines()
-    assert "| fixed batches | 27.3 | 572 | 1.20 s | 3.00 s | 1.40x | 1/1.50 |" in lines
-    assert any(line.startswith("| 4 at a time | 27.3 | 20.0 | 572 | 1200 ms | 3000 ms |") for line in lines)
-    assert any(line.startswith("| Poisson, 14.5/s |") for line in lines)
-    assert lines[-1].startswith("Note: other processes")
-    there = record | {"settings": record["settings"] | {"address": "http://a"}, "notes": []}
-    del there["results"]["comparison"]
-    assert "the server at http://a" in serve_tables(there)
 
 
 def test_the_grid_of_a_run_that_was_cut_short_in_it() -> None:

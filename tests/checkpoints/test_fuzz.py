@@ -25,7 +25,7 @@ from checkpoints import open_folder
 from checkpoints.errors import CheckpointError
 from checkpoints.huggingface import INDEX_FILE
 from checkpoints.loading import check_tensors
-from checkpoints.manifest import MANIFEST_FILE, digest
+from checkpoints.manifest import MANIFEST_FILE, seal
 from checkpoints.opening import open_tensors
 from checkpoints.source import StoredTensors
 from checkpoints.verification import write_manifest
@@ -147,8 +147,7 @@ def mutate_manifest(data: bytes, generator: random.Random) -> bytes:
     raw = json.loads(data)
     try:
         raw["body"] = mutate_tree(raw["body"], generator)
-        raw["self"] = digest(json.dumps(raw["body"], sort_keys=True).encode())
-        return dump(raw)
+        return seal(raw["body"]).encode()
     except (RecursionError, TypeError):
         return data
 

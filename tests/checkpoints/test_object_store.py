@@ -23,6 +23,7 @@ import pytest
 from checkpoints import CheckpointError, open_folder
 from checkpoints.conversion import convert
 from checkpoints.errors import CorruptCheckpointError, IncompleteCheckpointError
+from checkpoints.file_list import FILES_FILE
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.output import MARK_FILE, ObjectOutput, output_at
 from checkpoints.storage import Storage, storage_context
@@ -101,7 +102,7 @@ def test_restored_straight_from_it(url: str, micro: Path, server: ObjectStore, t
     for one, other in zip(jax.tree.leaves(expected.weights), jax.tree.leaves(found.weights), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     fetched = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert {path.name for path in fetched} == {"config.json", MANIFEST_FILE}
+    assert {path.name for path in fetched} == {"config.json", MANIFEST_FILE, FILES_FILE}
 
 
 def test_the_manifest_is_written_last(micro: Path, server: ObjectStore) -> None:

@@ -6,12 +6,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from checkpoints import CheckpointError, open_folder
+from checkpoints import output as output_module
 from checkpoints.conversion import convert
+from checkpoints.exchange import exchange
 from checkpoints.opening import open_tensors
 from checkpoints.output import FolderOutput, output_at
 from checkpoints.source import Index, StoredTensors
@@ -89,9 +92,89 @@ def test_what_was_replaced_and_cannot_be_removed(micro: Path, tmp_path: Path, mo
 
     remove: Callable[..., object] = shutil.rmtree
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    with pytest.raises(CheckpointError, match=r"is written, but what it replaced .*checkpoint\.replaced"):
+    with pytest.raises(CheckpointError, match=r"is written, but what it replaced .*checkpoint\.removing"):
         convert(open_folder(micro), layout_of(micro), output)
     assert contents(output.path) == contents(micro)
     monkeypatch.setattr(shutil, "rmtree", remove)
     assert output.prepare(overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_replacing_a_checkpoint(exchanges: bool, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where names can be exchanged, a reader finds one checkpoint or the other after every single step."""
+    output = FolderOutput(to_canonical(micro, tmp_path / "checkpoint"))
+    if not exchanges:
+        monkeypatch.setattr(output_module, "exchange", lambda one, other: False)
+    elif not exchange(output.path, output.path):
+        pytest.skip("this file system cannot exchange names")
+    seen: list[bool] = []
+
+    def watched(step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **more: Any) -> Any:
+            done = step(*arguments, **more)
+            seen.append((output.path / "config.json").exists())
+            return done
+
+        return run
+
+    for owner, name in ((Path, "rename"), (Path, "unlink"), (shutil, "rmtree"), (output_module, "exchange")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    before = (output.path / "config.json").stat().st_ino
+    output.prepare(overwrite=True)
+    convert(open_folder(micro), layout_of(micro), output)
+    assert (output.path / "config.json").stat().st_ino != before
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert len(seen) > 3
+    assert all(seen) == exchanges
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_what_is_removed_in_part_is_never_brought_back(
+    exchanges: bool, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it removes what it replaced; then somebody moves the new checkpoint away."""
+    output = FolderOutput(to_canonical(micro, tmp_path / "checkpoint"))
+    if not exchanges:
+        monkeypatch.setattr(output_module, "exchange", lambda one, other: False)
+
+    def killed(path: Path) -> None:
+        (path / "config.json").unlink()
+        raise KeyboardInterrupt
+
+    output.prepare(overwrite=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            convert(open_folder(micro), layout_of(micro), output)
+    assert contents(output.path) == contents(micro)
+    output.path.rename(tmp_path / "moved")
+    (said,) = FolderOutput(output.path).prepare(overwrite=False)
+    assert "removed" in said
+    assert not output.path.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+
+
+def test_a_whole_one_that_was_set_aside_is_brought_back(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = FolderOutput(to_canonical(micro, tmp_path / "checkpoint"))
+    monkeypatch.setattr(output_module, "exchange", lambda one, other: False)
+    rename, renamed = Path.rename, 0
+
+    def killed(path: Path, target: Path) -> Path:
+        nonlocal renamed
+        renamed += 1
+        if renamed == 2:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    output.prepare(overwrite=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            convert(open_folder(micro), layout_of(micro), output)
+    assert not output.path.exists()
+    said = FolderOutput(output.path).prepare(overwrite=True)
+    assert "the old checkpoint is back" in said[0]
+    assert contents(output.path) == contents(micro)

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from checkpoints import CheckpointError, open_folder
+from checkpoints.file_list import FILES_FILE
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.output import FolderOutput
 from checkpoints.processes import Processes
+from launch.hosts.secret import new_secret
 from launch.local import environment, free_port
 from runtime import Engine
 from tests.checkpoints.small import MICRO, contents, to_canonical, write_source
@@ -28,7 +30,7 @@ def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_processes(module: str, count: int, devices: int, *arguments: str) -> list[tuple[int, str]]:
     """Run a launcher on several hosts with so many devices each; exit code and output of each."""
-    port = free_port()
+    port, secret = free_port(), new_secret()
     started = [
         subprocess.Popen(
             [sys.executable, "-m", module, "--compile_cache=", *arguments],
@@ -36,7 +38,7 @@ def run_processes(module: str, count: int, devices: int, *arguments: str) -> lis
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env=environment(index, count, port, devices),
+            env=environment(index, count, port, devices, secret),
         )
         for index in range(count)
     ]
@@ -54,11 +56,11 @@ def convert_together(source: Path, output: Path | str, count: int, how: str | No
 
 
 def small_files(checkpoint: Path) -> dict[str, bytes]:
-    """Every file that is not of the database of tensors, by its path."""
+    """Every file that is not of the database of tensors or the list of its files, by its path."""
     return {
         str(path.relative_to(checkpoint)): path.read_bytes()
         for path in checkpoint.rglob("*")
-        if path.is_file() and "d" not in path.parts and path.name != "manifest.ocdbt"
+        if path.is_file() and "d" not in path.parts and path.name not in ("manifest.ocdbt", FILES_FILE)
     }
 
 

@@ -58,7 +58,7 @@ def main(folder: Path) -> dict[str, Any]:
         values = flags.FlagValues()
         define_decoding_flags(values)
         values(["x", *arguments])
-        return decoding_config(values, opened, model, ())
+        return decoding_config(values, opened, model)
 
     config = of_flags()
     defaults = Defaults("demo", model, read_tokenizer(opened), config, True, (), 0, False, 1, ())

@@ -21,7 +21,7 @@ from launch.serving.keys import Keys
 from launch.serving.limits import Limits
 from launch.serving.reading import Mode
 from launch.serving.server import Server
-from runtime import DiffusionConfig, Engine, Executor, PoolShape, SamplingConfig
+from runtime import DiffusionConfig, Engine, Executor, PoolShape, SamplingConfig, StepOutcome
 
 PATIENCE = 60.0
 
@@ -58,11 +58,22 @@ class Served:
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def wait_for(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
+def wait_for(true: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
+
+
+def timed(outcome: StepOutcome, seconds: float) -> StepOutcome:
+    """An outcome whose iterations took so long each."""
+    pools = [
+        dataclasses.replace(
+            pool, runs=[dataclasses.replace(run, seconds=seconds * run.iterations) for run in pool.runs]
+        )
+        for pool in outcome.pools
+    ]
+    return dataclasses.replace(outcome, pools=pools)
 
 
 def demo(mesh: str = "tensor=1", devices: int = 1) -> Engine:
@@ -83,6 +94,7 @@ def served(
     limits: Limits | None = None,
     template: str | None = None,
     name: str = "demo",
+    programs: int = 1,
 ) -> Iterator[Served]:
     """Serve an engine with these ways of decoding until the block ends."""
     tokenizer = engine.tokenizer
@@ -90,8 +102,9 @@ def served(
         tokenizer.chat_template = template
     defaults = Defaults(name, engine.config, tokenizer, config, True, engine.end_token_ids, 0, False, 1, ())
     configs = [config, *more]
-    shapes = [PoolShape(one, width, slots, steps) for one in configs for width in canvas]
-    modes = [Mode(one, range(n * len(canvas), (n + 1) * len(canvas))) for n, one in enumerate(configs)]
+    widths = tuple(canvas) if len(canvas) > 1 else None
+    shapes = [PoolShape(one, max(canvas), slots, steps, widths, programs) for one in configs]
+    modes = [Mode(one, number) for number, one in enumerate(configs)]
     host, own = OneHost(), listen("127.0.0.1", 0)
     server = Server(own, defaults, modes, limits or Limits(), keys or Keys(), names, host, "1.2.3")
     url = f"http://127.0.0.1:{own.getsockname()[1]}"

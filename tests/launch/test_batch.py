@@ -56,6 +56,29 @@ def check_results(found: list[dict[str, Any]]) -> None:
     assert "\n" not in found[5]["text"]
 
 
+def test_rows_of_a_batch_end_early(tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With an end token or a stop string: the same records in fewer forward passes, unless a line wants all of it."""
+    prompt = "def is_even(number):\n"
+    lines = [{"id": name, "prompt": prompt, "seed": 1, "temperature": 0.2} for name in "ab"]
+    lines[1] |= {"stop": " %"}
+    made, forwards = [], []
+    for early_stop in (True, False):
+        own = [line | ({} if early_stop else {"early_stop": False}) for line in lines]
+        if not early_stop:
+            del own[1]["early_stop"], own[1]["stop"]
+            own[1] |= {"early_stop": False}
+        source, output = write(tmp_path / f"{early_stop}.jsonl", own), tmp_path / f"out {early_stop}"
+        launch(source, output, compiled, "--max_new_tokens=32", "--slots=2")
+        forwards.append(int(re.findall(r"^(\d+) forward passes", capsys.readouterr().err, re.M)[0]))
+        made.append(records(output / "sorted.jsonl"))
+    (ended, stopped), (whole, uncut) = made
+    assert ended == whole
+    assert stopped["text"] == uncut["text"].partition(" %")[0]
+    assert stopped["tokens"] == uncut["tokens"][: len(stopped["tokens"])]
+    assert stopped["finish_reason"] == "stop"
+    assert forwards[0] < forwards[1] / 2
+
+
 def test_a_batch_its_order_and_its_resumption(
     tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,11 +127,12 @@ def test_a_batch_its_order_and_its_resumption(
 
     # Another run is refused, and says in what it differs.
     err = fails(capsys, source, output, "--skip_bad", "--seed=5")
-    assert "seed was 0 and is 5" in err
+    assert "seed: was 0, now 5" in err
+    assert "max_new_tokens: was 4, now 8" in fails(capsys, source, output, "--skip_bad", "--max_new_tokens=8")
     with monkeypatch.context() as other_code:
         other_code.setattr(batch, "code_digest", lambda: "another")
-        assert "code was" in fails(capsys, source, output, "--skip_bad")
-    assert "input was" in fails(capsys, backwards, output)
+        assert "code: was" in fails(capsys, source, output, "--skip_bad")
+    assert "input: was" in fails(capsys, backwards, output)
 
 
 @pytest.mark.slow

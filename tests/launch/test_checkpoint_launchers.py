@@ -53,6 +53,12 @@ def refused(run: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
     return said.err
 
 
+def test_the_demo_is_verified_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its manifest is made anew with its weights: ``diffumesh verify --write_manifest``."""
+    verify.run(["verify"])
+    assert "bytes of weights intact" in capsys.readouterr().out
+
+
 def test_there_and_back(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert.run(["convert", f"--source={source}", f"--output={tmp_path / 'checkpoint'}", NO_CACHE])
     said = capsys.readouterr()

@@ -122,7 +122,7 @@ def test_container_file_copies_what_the_package_needs() -> None:
 
     text = (CLUSTER / "Containerfile").read_text()
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-    roots = {package.split(".")[0] for package in settings["tool"]["setuptools"]["packages"]}
+    roots = set(settings["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
     copied = set(re.findall(r"^COPY (\w+) \1$", text, re.MULTILINE))
     assert copied == roots
     extras = set(re.findall(r"EXTRA=(\w+)", text))
@@ -193,6 +193,26 @@ def test_tpu_vm_wrapper_on_a_slice_that_is_played(slice_of_two: dict[str, str], 
     assert "exit [worker-1] 0" in log
 
 
+def test_tpu_vm_wrapper_gives_all_hosts_one_secret(slice_of_two: dict[str, str], tmp_path: Path) -> None:
+    home = Path(slice_of_two["HOME"])
+    wheel = tmp_path / "diffumesh-1.whl"
+    wheel.touch()
+    played = '[[ $4 == scp ]] && { cp "$5" "$HOME/"; exit; }\n'
+    gcloud = tmp_path / "bin" / "gcloud"
+    gcloud.write_text(FAKE_GCLOUD.replace("for argument", f"{played}for argument", 1))
+    (tmp_path / "bin" / "python3").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "python3").chmod(0o755)
+    program = home / "diffumesh" / "bin" / "diffumesh"
+    program.write_text('#!/bin/sh\ncat "$DIFFUMESH_HOSTS_SECRET_FILE"; echo\n')
+    assert tpu_vm(slice_of_two, "setup", str(wheel)).returncode == 0
+    made = home / "diffumesh-hosts.secret"
+    assert re.fullmatch(r"[0-9a-f]{64}", made.read_text())
+    assert made.stat().st_mode & 0o777 == 0o600
+    assert tpu_vm(slice_of_two, "run", "doctor").stdout.split() == [made.read_text()] * 2
+    assert tpu_vm(slice_of_two, "setup", str(wheel)).returncode == 0
+    assert not list(tmp_path.glob("tmp.*")), "no copy is left"
+
+
 def test_tpu_vm_wrapper_hands_on_the_worst_code_and_restarts(slice_of_two: dict[str, str], tmp_path: Path) -> None:
     program = Path(slice_of_two["HOME"]) / "diffumesh" / "bin" / "diffumesh"
     program.write_text('#!/bin/sh\n[ "$FAKE_HOST" = worker-1 ] && exit 2\nexit 42\n')
@@ -248,8 +268,9 @@ def test_tpu_vm_wrapper_mistakes_and_dry_run(slice_of_two: dict[str, str], tmp_p
     ("code", "restarts", "requeued"), [(0, 0, False), (2, 0, False), (42, 0, True), (42, 5, False)]
 )
 def test_slurm_script(tmp_path: Path, code: int, restarts: int, requeued: bool) -> None:
+    said = "$JAX_COORDINATOR_PORT ${#DIFFUMESH_HOSTS_SECRET} $*"
     programs = {
-        "srun": f'#!/bin/bash\necho "0: $JAX_COORDINATOR_PORT $*"; echo "1: noise" >&2; exit {code}\n',
+        "srun": f'#!/bin/bash\necho "0: {said}"; echo "1: noise" >&2; exit {code}\n',
         # All that hosts printed has been passed on before the job may end.
         "sed": f'#!/bin/bash\n{shutil.which("sed")} "$@"; sleep 0.3; touch {tmp_path}/passed_on\n',
         "scontrol": f'#!/bin/bash\n[ -e {tmp_path}/passed_on ] && echo "$@" > {tmp_path}/requeued\n',
@@ -266,7 +287,7 @@ def test_slurm_script(tmp_path: Path, code: int, restarts: int, requeued: bool) 
     command = [CLUSTER / "slurm.sh", "generate", "--prompt=a b"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode == code
-    assert done.stdout == "29422 --kill-on-bad-exit=0 --label python3.12 -m launch.main generate --prompt=a b\n"
+    assert done.stdout == "29422 64 --kill-on-bad-exit=0 --label python3.12 -m launch.main generate --prompt=a b\n"
     assert (tmp_path / "requeued").exists() == requeued
     assert subprocess.run([CLUSTER / "slurm.sh"], env=environment, check=False, capture_output=True).returncode == 2
 

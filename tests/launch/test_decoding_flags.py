@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from checkpoints import DEMO
 from launch import generate
 from runtime import DiffusionConfig, Engine, SamplingConfig
 from tests.launch.mistakes import refusal
+from tests.launch.test_history_html import embedded
 
 PROMPT = "def add(a, b):\n"
 QUICK = ["--mesh=data=1", "--max_new_tokens=12", "--compile_cache="]
@@ -53,7 +55,7 @@ def test_what_the_authors_sample_with_counts(gpt2: Path, tmp_path: Path, capsys:
 
 
 def test_flags_of_the_other_kind(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--steps=4", "--cache=dual", "--early_stop", "--block_length=8", "--algorithm=origin"):
+    for flag in ("--steps=4", "--cache=dual", "--block_length=8", "--algorithm=origin"):
         error = fails(capsys, f"--checkpoint={gpt2}", f"--prompt={PROMPT}", flag)
         assert flag.split("=")[0] in error
         assert "autoregressive" in error
@@ -80,6 +82,48 @@ def test_blocks_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["stats"]["positions"] > 0  # type: ignore[index]
     error = fails(capsys, f"--prompt={PROMPT}", "--refresh_interval=4")
     assert "cache" in error
+
+
+def test_an_early_end_from_the_command_line(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def made(*arguments: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        launch("--json", *arguments)
+        (found,) = lines_of(capsys)
+        stats: Any = found.pop("stats")
+        return found, stats
+
+    def history() -> tuple[int, list[list[Any]]]:
+        (row,) = embedded(page.read_text("utf-8"))["rows"]
+        return row["steps"], row["tokens"]
+
+    page, prompt = tmp_path / "page.html", ["--prompt=def is_even(number):\n", "--max_new_tokens=32"]
+    shown = f"--history_html={page}"
+    early, short = made(*prompt, shown)
+    count = len(early["tokens"])
+    steps, tokens = history()
+    assert (steps, [end for _, _, end in tokens].count(1), tokens[-1][2]) == (
+        max(step for _, step, _ in tokens) + 1,
+        1,
+        1,
+    )
+    full, long = made(*prompt, shown, "--noearly_stop")
+    assert early == full
+    assert early["finish_reason"] == "stop"
+    assert (short["tokens"], long["tokens"]) == (count + 1, 32)
+    assert short["forwards"] < long["forwards"] / 2
+    steps, tokens = history()
+    assert (steps, [end for _, _, end in tokens].count(1)) == (32, 32 - count)
+    cut, shorter = made(*prompt, shown, "--stop= %", "--noearly_stop")
+    assert cut["text"] == full["text"].partition(" %")[0]
+    assert shorter["tokens"] == len(cut["tokens"])
+    assert shorter["forwards"] < long["forwards"]
+    steps, tokens = history()
+    assert steps < 32
+    assert "%" not in "".join(text for text, _, end in tokens if not end)
+    # An autoregressive model has the flag too.
+    whole, _ = made(f"--checkpoint={gpt2}", f"--prompt={PROMPT}", "--noearly_stop")
+    stopped, few = made(f"--checkpoint={gpt2}", f"--prompt={PROMPT}", f"--stop={whole['text'][4:6]}")
+    assert stopped["text"] == whole["text"].partition(whole["text"][4:6])[0]
+    assert few["tokens"] == len(stopped["tokens"])
 
 
 def test_quantized_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from absl import flags
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import DEMO
@@ -45,7 +50,7 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     prompts = [f"--prompt={PROMPT}", "--prompt=def f(x):\n", "--num_return_sequences=2"]
-    generate.run(["generate", "--max_new_tokens=8", "--compile_cache=", "--json", "--seed=3", *prompts])
+    generate.run(["generate", "--max_new_tokens=8", "--compile_cache=", "--json", "--verbose", "--seed=3", *prompts])
     captured = capsys.readouterr()
     lines = [json.loads(line) for line in captured.out.splitlines()]
     assert [(line["prompt"], line["index"]) for line in lines] == [
@@ -205,11 +210,110 @@ def test_folder_without_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no tokenizer" in fails(capsys, f"--checkpoint={golden_cases.FOLDER}", f"--prompt={PROMPT}")
 
 
+def test_an_empty_checkpoint_is_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--checkpoint is empty" in fails(capsys, "--checkpoint=", f"--prompt={PROMPT}")
+
+
+@pytest.mark.parametrize("cache", ["/proc/none", "/dev/null/cache", "~nobody_of_this_name/cache"])
+def test_without_a_compile_cache_it_goes_on(capsys: pytest.CaptureFixture[str], cache: str) -> None:
+    launch(f"--prompt={PROMPT}", f"--compile_cache={cache}")
+    said = capsys.readouterr()
+    assert said.out.startswith(PROMPT)
+    assert f"warning: --compile_cache={cache}: " in said.err
+    assert "compiled anew" in said.err
+
+
+def test_one_line_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
+    launch(f"--prompt={PROMPT}")
+    said = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in said if not line.startswith("compiling and decoding, ")]
+    found = re.match(r"(\d+) tokens of text in [\d.]+ s; .*; (\d+) forward passes, [\d.]+ tokens/s", line)
+    assert found is not None, line
+    launch(f"--prompt={PROMPT}", "--json", "--verbose")
+    said = capsys.readouterr()
+    assert int(found[1]) == len(json.loads(said.out)["tokens"])
+    assert "decoding: max_new_tokens=8, steps=8, algorithm=entropy" in said.err
+    assert "weights, GB: " in said.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_prints_what_there_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    @contextlib.contextmanager
+    def interrupted(title: str) -> Iterator[startup.Report]:
+        def report(done: int, total: int) -> None:
+            startup.this_host().mark()
+            if done == 16:
+                signal.raise_signal(number)
+                time.sleep(0.3)  # a thread hears SIGTERM
+
+        yield report
+
+    monkeypatch.setattr(generate, "progress_bar", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as stop:
+        launch(f"--prompt={PROMPT}", "--max_new_tokens=48", "--noearly_stop", "--block_length=8")
+    assert stop.value.code == (130 if number == signal.SIGINT else 42)
+    said = capsys.readouterr()
+    assert said.out.startswith(f"{PROMPT}    return ")
+    line = said.err.splitlines()[-1]
+    assert line.startswith(f"stopped by {number.name}: ")
+    found = re.search(r"(\d+) forward passes", line)
+    assert found is not None, line
+    assert 16 <= int(found[1]) < 24, "a step later, of 48"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_generation_that_hangs_is_ended(tmp_path: Path) -> None:
+    """A step that takes long: what was seen last is printed, and the process ends."""
+    code = """if True:
+        import signal, threading, time
+        from launch import interruption
+        interruption.SECONDS_TO_STOP = 1.3
+        with interruption.Interruption(2, lambda rows: print([list(row) for row in rows])) as found:
+            tests = found.stop_tests([None, None])
+            assert [test((1, 2), False) for test in tests] == [None, None]
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(60)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+    assert done.stdout == "[[1, 2], [1, 2]]\n"
+    assert "stopped by SIGINT in a long step" in done.stderr
+
+
+def test_a_pipe_hears_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while nothing is reported, as when a program is compiled."""
+    monkeypatch.setattr(startup, "SECONDS_BETWEEN_LINES", 0.02)
+    found = ""
+    with startup.progress_bar("steps") as report:
+        for done, line in ((0, "steps: 0 of 9, "), (3, "steps: 3 of 9, ")):
+            report(done, 9)
+            end = time.monotonic() + 30
+            while line not in found and time.monotonic() < end:
+                found += capsys.readouterr().err
+            assert line in found
+    assert "left" in found
+
+
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     generate.run(["generate", "--help"])
     text = capsys.readouterr().out
-    for flag in ("--checkpoint", "--mesh", "--algorithm", "--[no]watch"):
-        assert flag in text
+    assert "  diffumesh generate --prompt=" in text
+    first = re.findall(r"^  --(?:\[no\])?(\w+):", text, re.MULTILINE)
+    assert first[:4] == ["prompt", "prompt_file", "chat", "checkpoint"]
+    assert {"mesh", "max_new_tokens", "temperature", "watch"} < set(first)
+    assert 12 <= len(first) <= 16
+    more = re.search(r"^(\d+) more flags: --helpfull$", text, re.MULTILINE)
+    generate.run(["generate", "--helpfull"])
+    full = capsys.readouterr().out
+    for flag in (*first, "algorithm", "compile_cache"):
+        assert re.search(rf"^  --(\[no\])?{flag}:", full, re.MULTILINE), flag
+    assert more is not None
+    values = flags.FlagValues()
+    generate.define_flags(values)
+    assert len(first) + int(more[1]) == len(values)
     generate.run(["generate", "--version"])
     assert capsys.readouterr().out.startswith("diffumesh ")
 

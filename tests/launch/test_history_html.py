@@ -168,8 +168,7 @@ class TestBrowser:
             ("#step=2", "2", 8, 1, "step 2 of 4"),
             ("#step=4", "4", 1, 0, "finished, 4 steps"),
             ("#step=77", "4", 1, 0, "finished, 4 steps"),
-            ("#nonsense", "4", 1, 0, "finished, 4 steps"),
-            ("", "4", 1, 0, "finished, 4 steps"),
+            ("#nonsense", "0", 10, 0, "step 0 of 4"),
         ],
     )
     def test_the_address_sets_the_step(self, tmp_path, fragment, step, masked, now, output):
@@ -191,11 +190,28 @@ class TestBrowser:
         assert text_of(found, "h1") == ["A page"]
         assert text_of(found, "dd") == ["tensor=2"]
 
+    def test_it_opens_at_the_first_step_and_plays(self, tmp_path):
+        path = tmp_path / "page.html"
+        write_history_html(path, [small_row()], title="A page", settings={})
+        api = pytest.importorskip("playwright.sync_api")
+        with (
+            api.sync_playwright() as driver,
+            driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
+        ):
+            page = browser.new_page()
+            page.goto(path.as_uri())
+            page.wait_for_selector("html[data-step='4']")
+            assert page.inner_text("output") == "finished, 4 steps"
+            still = browser.new_context(reduced_motion="reduce").new_page()
+            still.goto(path.as_uri())
+            still.wait_for_timeout(2000)
+            assert still.inner_text("output") == "step 0 of 4"
+
     def test_a_hostile_prompt_stays_text(self, tmp_path):
         path = tmp_path / "page.html"
         row = hostile_row()
         write_history_html(path, [row, small_row(HOSTILE)], title=HOSTILE, settings={HOSTILE: HOSTILE})
-        found = browse(tmp_path, path)
+        found = browse(tmp_path, path, "#step=4")
         assert found[0][1] == {"lang": "en", "data-step": "4"}  # the script ran, and none of theirs
         assert "img" not in [tag for tag, _, _ in found]
         assert len(text_of(found, "script")) == 2

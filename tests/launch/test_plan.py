@@ -4,6 +4,7 @@ import fnmatch
 import importlib
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from runtime.planner.workload import Workload
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
 
+README = Path(__file__).parents[2] / "README.md"
 HERE = ["plan", "--model=diffucoder-7b", "--compile=0"]
 
 
@@ -50,19 +52,31 @@ def test_all_machines_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert {one["topology"] for one in found["plans"]} == set(plan.MACHINES)
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[str]]:
-    """The names in each half of a picture, after a check that none covers another or leaves it."""
+def drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """The picture, after a check that no text covers another, or leaves the picture."""
     figure = pytest.importorskip("matplotlib.figure")
     figures: list[Any] = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **options: figures.append(self))
     run(capsys, *arguments, "--plot=plan.png")
-    importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figures[0]).draw()
-    extent = importlib.import_module("matplotlib.text").Text.get_window_extent  # of the letters, without the line
-    for axes in figures[0].axes:
-        boxes = [extent(text) for text in axes.texts]
-        assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-        assert all(axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1 and box.x1 <= axes.bbox.x1 for box in boxes)
-    return [[text.get_text() for text in axes.texts] for axes in figures[0].axes]
+    (found,) = figures
+    canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(found)
+    canvas.draw()
+    boxes = []
+    for axes in found.axes:
+        texts = list(axes.texts)
+        texts += axes.get_yticklabels() if axes is found.axes[0] else []
+        boxes += [text.get_window_extent() for text in texts if text and text.get_text()]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    assert all(box.x0 >= 0 and box.x1 <= found.bbox.x1 and box.y1 <= found.bbox.y1 for box in boxes)
+    return found
+
+
+def names(figure: Any) -> list[str]:
+    return [label.get_text() for label in figure.axes[0].get_yticklabels()]
+
+
+def numbers(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.texts]
 
 
 def test_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -74,19 +88,62 @@ def test_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_a_plot_names_every_mesh_of_a_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for names in drawn(monkeypatch, capsys, "--topology=v5e:4x4", "--batch=16"):
-        assert len(names) == len(set(names)) == 14
-        assert {"tensor=16", "data=8,tensor=2", "data=2,seq=2,tensor=4"} <= set(names)
+    figure = drawn(monkeypatch, capsys, "--topology=v5e:4x4", "--batch=16")
+    assert len(names(figure)) == len(set(names(figure))) == 14
+    assert {"tensor=16", "data=8,tensor=2", "data=2,sequence=2,tensor=4"} <= set(names(figure))
+    time, memory, rate = figure.axes
+    assert time.get_title(loc="left") == "ms a pass (denoise step)"
+    assert all(number.endswith(" of 16.9") for number in numbers(memory))
+    assert rate.get_title(loc="left") == "tokens/s a chip"
+    rates = [float(number) for number in numbers(rate)]
+    assert rates == sorted(rates, reverse=True)
 
 
 def test_a_plot_of_all_machines_names_the_best_mesh_of_each(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for names in drawn(monkeypatch, capsys, "--topology=all", "--batch=12"):
-        machines = dict(name.split(" ") for name in names)
-        assert machines.keys() == set(plan.MACHINES)
-        assert machines["1xh200"] == "data=1"
-        assert machines["v5e:2x4"] == "data=4,seq=2"
+    figure = drawn(monkeypatch, capsys, "--topology=all", "--batch=12", "--price_per_chip_hour=2")
+    machines = dict(name.split("  ") for name in names(figure))
+    assert machines.keys() == set(plan.MACHINES)
+    assert machines["1xh200"] == "data=1"
+    assert machines["v5e:2x4"] == "data=4,sequence=2"
+    assert figure.axes[2].get_title(loc="left") == "$ a million tokens, at $2 a chip-hour"
+    assert numbers(figure.axes[1])[names(figure).index("1xh200  data=1")].endswith(" of 113.5")
+
+
+def test_a_plot_shows_what_does_not_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = drawn(monkeypatch, capsys, "--topology=v5e:2x4", "--dtype=float32")
+    assert "gray: does not fit" in figure.get_suptitle()
+
+
+def test_capacity_headroom_and_units_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "--topology=1xL4", "--price_per_chip_hour=0.8", "--batch=1")
+    title, heads, row = out.splitlines()[0], out.splitlines()[2], out.splitlines()[4]
+    assert "at $0.8 a chip-hour" in title
+    assert re.split(r"\s{2,}", heads.strip())[1:5] == ["GB/chip", "compiler", "usable", "headroom"]
+    assert heads.strip().endswith("$/M tokens")
+    _, needs, _, usable, headroom, *_ = row.split()
+    assert float(usable) == pytest.approx(24 * 2**30 * 0.75 / 1e9, abs=0.01)
+    assert float(headroom) == pytest.approx(float(usable) - float(needs), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("command", "machine", "workload"),
+    [
+        ("--mesh=tensor=8 --chat", "v5e-8", ["--prompt=64", "--new_tokens=64"]),
+        ("--mesh=data=2,tensor=4 --num_return_sequences=4", "8xH100", ["--batch=8", "--prompt=256", "--new_tokens=64"]),
+        ("--mesh=sequence=2,tensor=4 --max_new_tokens=1024", "8xH100", ["--new_tokens=1024"]),
+    ],
+)
+def test_the_readme_uses_the_best_mesh(
+    capsys: pytest.CaptureFixture[str], command: str, machine: str, workload: list[str]
+) -> None:
+    assert command in README.read_text(encoding="utf-8")
+    found = json.loads(run(capsys, f"--topology={machine}", "--json", *workload))
+    best = found["plans"][0]["meshes"][0]["mesh"]
+    mesh = re.search(r"--mesh=(\S+)", command)
+    assert mesh is not None
+    assert MeshSpec.parse(best) == MeshSpec.parse(mesh[1])
 
 
 def test_without_the_compiler_the_analytical_part_works_alone(
@@ -177,8 +234,8 @@ def test_what_the_compiler_says(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     text = file.read_text()
     assert text.startswith("HloModule")
     written = text.count(" all-reduce(") + text.count(" all-reduce-start(")
-    # Two of every layer, and one of each of 32 halvings, of which the program has one.
-    assert compiled["collectives_of_a_pass"]["all-reduce"] >= written + 2 * (SMALL_LAYERS - 1) + 31
+    # Two of every layer, and one of each of 11 searches for a threshold, of which the program has one.
+    assert compiled["collectives_of_a_pass"]["all-reduce"] >= written + 2 * (SMALL_LAYERS - 1) + 10
 
 
 def test_only_the_configuration_of_a_checkpoint_is_fetched(

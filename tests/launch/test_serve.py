@@ -29,6 +29,7 @@ from launch.serving.limits import Limits
 from launch.serving.metrics import Metrics
 from launch.serving.response_stream import ResponseStream
 from runtime import DiffusionConfig, Engine, Executor, PoolShape, SamplingConfig, SchedulerPolicy, StepOutcome, StepPlan
+from runtime.execution.runner import weight_bytes
 from sharding.errors import InputError
 from tests.launch.served import PATIENCE, OneHost, Served, demo, offline, served, wait_for
 from tests.launch.tiny import write_tiny_checkpoint
@@ -99,14 +100,24 @@ def test_blocks_of_any_length_where_a_rule_decides(tiny: Engine) -> None:
 
 def test_slots_of_several_kinds_fit_beside_one_another(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [PoolShape(config, width, 8, 64) for config in (CONFIG, DUAL) for width in (64, 128)]
-    alone = [tiny.runner.memory(8, shape.width, shape.config.cache != "none") for shape in shapes]
-    monkeypatch.setattr(tiny.runner, "room", lambda: max(memory.total for memory in alone))
+    cached = [shape.config.cache != "none" for shape in shapes]
+    alone = [tiny.runner.memory(8, shape.canvas, keeps) for shape, keeps in zip(shapes, cached, strict=True)]
+    weights = weight_bytes(tiny.layout, tiny.dtype)
+    # While rows move between two buckets the caches of both are there.
+    kept = [
+        (1 + keeps) * (sum(one.bytes for one in memory.resident) - weights)
+        for memory, keeps in zip(alone, cached, strict=True)
+    ]
+    peak = [sum(one.bytes for one in memory.peak) for memory in alone]
+    monkeypatch.setattr(tiny.runner, "room", lambda: weights + max(map(sum, zip(kept, peak, strict=True))))
     for shape in shapes:
-        Executor(tiny.runner, [shape])
+        assert Executor(tiny.runner, [shape]).pools[0].count == 8
     with pytest.raises(InputError, match=r"slots of 4 kinds need 0\.0 GB of each device"):
         Executor(tiny.runner, shapes)
-    monkeypatch.setattr(tiny.runner, "room", lambda: sum(memory.total for memory in alone))
+    monkeypatch.setattr(tiny.runner, "room", lambda: weights + sum(kept) + max(peak))
     Executor(tiny.runner, shapes)
+    monkeypatch.setattr(tiny.runner, "room", lambda: weights + kept[-1] + peak[-1] - 1)
+    assert Executor(tiny.runner, shapes[-1:]).pools[0].count == 7
 
 
 def test_steps_of_the_defaults_fit(tiny: Engine) -> None:
@@ -118,20 +129,20 @@ def test_steps_of_the_defaults_fit(tiny: Engine) -> None:
 
 
 def test_told_to_end_while_it_warms_up(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor, host = Executor(tiny.runner, [PoolShape(CONFIG, width, 2, 64) for width in (64, 128)]), OneHost()
+    executor, host = Executor(tiny.runner, [PoolShape(config, 64, 2, 64) for config in (CONFIG, DUAL)]), OneHost()
     ready: list[bool] = []
     serving = ServingEngine(host, Metrics("demo"), max_queue=4, grace_period=1.0)
-    # Two insertions of each pool, and a pass over each width that scores.
-    for programs in range(7):
+    # One bucket of each pool is opened and closed, and then a pass scores.
+    for asked, steps in enumerate((0, 2, 4, 5)):
         for run in (
             lambda: serving.run(executor, lambda: True, lambda: ready.append(True)),
             lambda: follow(executor, host),
         ):
             made: list[StepPlan] = []
             monkeypatch.setattr(executor, "execute", made.append)
-            monkeypatch.setattr(host, "draining", iter([False] * programs + [True]).__next__)
+            monkeypatch.setattr(host, "draining", iter([False] * asked + [True]).__next__)
             run()
-            assert len(made) == programs
+            assert len(made) == steps
     assert not ready
     assert serving.state == "draining"
 

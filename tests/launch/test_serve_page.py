@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import pytest
 
+from launch.openai.answers import token_text
 from launch.pages import page_template
 from launch.serving.keys import Keys
 from runtime import DiffusionConfig, Engine
@@ -33,6 +34,9 @@ CONFIG = DiffusionConfig.published(24, 0.8)
 PROMPT = "def is_even(number):\n"
 HOSTILE = "</textarea><img src=x onerror=\"document.documentElement.dataset.executed='yes'\"><script>alert(1)</script>"
 KEY = "key-of-somebody-1"
+
+# A seed with which the model, hot, ends after 30 of 96 tokens.
+ENDING = 2836120490288708350
 
 # Counts what stands and what is masked whenever the page changes.
 WATCH = """() => {
@@ -96,7 +100,7 @@ def generate(page: Any, ends: str = "done") -> None:
 
 def visible(found: Served, completion: Any) -> str:
     """A completion as the page shows it: token by token, control characters as signs."""
-    text = "".join(found.engine.tokenizer.decode([token]) for token in completion.tokens)
+    text = "".join(token_text(found.engine.tokenizer, token) for token in completion.tokens)
     text = re.sub(r"[\0-\x08\x0b-\x1f]", lambda sign: chr(0x2400 + ord(sign[0])), text)
     return re.sub(r"[\x7f-\x9f]", lambda sign: f"\u27e8U+{ord(sign[0]):04X}\u27e9", text)
 
@@ -122,6 +126,7 @@ def test_the_canvas_unmasks_and_is_the_answer(page: Any, there: Served, monkeypa
     monkeypatch.setattr(executor, "execute", lambda plan: (time.sleep(0.05), execute(plan))[1])
     page.evaluate(WATCH)
     page.fill("#prompt", PROMPT)
+    page.uncheck("[name=early_stop]")
     fill(page, max_tokens="96", steps="64", temperature="0.6", seed="9223372036854775807", n="2")
     fill(page, more='{"alg_temp": 0.1}')
     generate(page)
@@ -138,6 +143,79 @@ def test_the_canvas_unmasks_and_is_the_answer(page: Any, there: Served, monkeypa
     assert masks == sorted(masks, reverse=True), "what stands stays"
     assert "192 tokens set" in page.inner_text("#status")
     assert there.defaults.model_name in page.inner_text("header")
+
+
+def test_an_example_until_the_first_answer(page: Any) -> None:
+    assert page.inner_text("#rows h2") == "an example: what the demo wrote for this prompt"
+    assert page.locator("#rows .masked").count() == 0
+    assert "".join(page.locator("#rows .set").all_text_contents()) == "    return number % 2 == 0"
+    assert page.input_value("#prompt") == PROMPT, "the example's prompt"
+    fill(page, max_tokens="4")
+    generate(page)
+    assert page.inner_text("#rows h2") == "completion 1"
+
+
+def test_what_follows_the_end_is_folded_and_rates_agree(page: Any, there: Served) -> None:
+    fill(page, max_tokens="96", steps="48", temperature="5", seed=str(ENDING))
+    page.uncheck("[name=early_stop]")
+    generate(page)
+    status = page.inner_text("#status")
+    found = re.fullmatch(r"96 tokens set, (\d+) of them text, in ([\d.]+) s: ([\d.]+) tokens of text a second", status)
+    assert found is not None, status
+    assert 0 < int(found[1]) < 96
+    assert float(found[3]) == pytest.approx(int(found[1]) / float(found[2]), abs=0.051)
+    behind = page.locator("#rows .after").count()
+    assert behind == 96 - int(found[1])
+    assert page.inner_text("#rows .end") == f"end \u00d7 {behind}"
+    assert page.locator("#rows .after").first.is_hidden()
+    page.click("#rows .end")
+    assert page.locator("#rows .after").first.is_visible()
+
+
+def test_a_completion_is_copied(browser: Any, there: Served) -> None:
+    with browser.new_context(permissions=["clipboard-read", "clipboard-write"]) as context:
+        page = context.new_page()
+        page.set_default_timeout(1000 * PATIENCE)
+        page.goto(there.url)
+        page.click("#rows .copy")
+        page.wait_for_function("document.querySelector('#rows .copy').textContent === 'copied'")
+        assert page.evaluate("navigator.clipboard.readText()") == f"{PROMPT}    return number % 2 == 0"
+
+
+def test_menus_are_the_servers_modes(page: Any, there: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert page.locator("[name=cache] option").all_text_contents() == ["none"]
+    assert page.is_disabled("[name=cache]")
+    exact, asked = there.server.reader.modes[0], {"cache": "dual", "parallel": "threshold", "block_length": 16}
+    modes = [exact, exact | asked, exact | asked | {"parallel": "factor"}]
+    monkeypatch.setattr(type(there.server.reader), "modes", modes)
+    page.reload()
+    page.wait_for_selector("[name=cache]:enabled")
+    assert page.locator("[name=parallel] option").all_text_contents() == ["none"]
+    page.select_option("[name=cache]", "dual")
+    assert page.locator("[name=parallel] option").all_text_contents() == ["threshold", "factor"]
+    with page.expect_request("**/v1/completions") as sent:
+        page.click("#run")
+    assert asked.items() <= sent.value.post_data_json.items()
+    page.wait_for_selector("html[data-state=failed]")  # no such programs are compiled here
+    page.select_option("[name=cache]", "none")
+    with page.expect_request("**/v1/completions") as sent:
+        page.click("#run")
+    assert not asked.keys() & sent.value.post_data_json.keys()
+    page.wait_for_selector("html[data-state=done]")
+
+
+def test_positions_after_an_early_end_are_not_shown(page: Any, there: Served) -> None:
+    page.fill("#prompt", PROMPT)
+    fill(page, max_tokens="96", steps="48", temperature="5", seed=str(ENDING))
+    generate(page)
+    (expected,) = there.engine.generate(
+        [PROMPT], CONFIG.replace(max_new_tokens=96, steps=48, temperature=5.0, seed=ENDING)
+    )
+    assert expected.finish_reason == "stop"
+    assert tokens(page) == visible(there, expected)
+    assert page.locator("#rows .masked").count() == 0
+    assert page.locator("#rows .set").count() < 64
+    assert ", stop" in page.locator(".count").inner_text()
 
 
 def test_a_chat(page: Any, there: Served) -> None:
@@ -165,10 +243,10 @@ def test_no_chat_without_a_template(
     page.close()
 
 
-def test_what_is_refused_is_said_and_hostile_text_stays_text(page: Any) -> None:
+def test_what_is_refused_is_said_and_hostile_text_stays_text(page: Any, there: Served) -> None:
     fill(page, max_tokens="5000")
     generate(page, "failed")
-    assert "11 prompt tokens and 5000 new ones" in page.inner_text("#error")
+    assert "7 prompt tokens and 5000 new ones" in page.inner_text("#error")
     fill(page, max_tokens="4", more="[1]")
     generate(page, "failed")
     assert "expected a JSON object" in page.inner_text("#error")

@@ -72,11 +72,12 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 def streams(url: str, count: int, tokens: int) -> tuple[list[threading.Thread], list[str]]:
-    """Streams that have begun."""
+    """Streams that have begun, of all their tokens whatever they say."""
     texts: list[str] = [""] * count
 
     def read(number: int) -> None:
         body = {"prompt": PROMPT, "max_tokens": tokens, "block_length": 4, "stream": True, "seed": number}
+        body["early_stop"] = False
         with (
             contextlib.suppress(httpx.TransportError),  # the server has gone: what came is what counts
             httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as answer,
@@ -158,15 +159,19 @@ def test_two_hosts_and_the_death_of_one(tmp_path: Path, compiled: str) -> None:
         found = httpx.post(
             f"{url}/v1/completions", json={"prompt": [PROMPT, "import"], "seed": 3, "n": 2}, timeout=PATIENCE
         ).json()
-        expected = demo().generate(
-            [PROMPT, "import"], DiffusionConfig.published(24, 0.2, seed=3), num_return_sequences=2
-        )
+        engine, config = demo(), DiffusionConfig.published(24, 0.2, seed=3)
+        expected = engine.generate([PROMPT, "import"], config, num_return_sequences=2)
         assert [choice["text"] for choice in found["choices"]] == [one.text for one in expected]
+        # Host 0 finds a stop string, and all hosts free the slot.
+        body = {"prompt": PROMPT, "seed": 3, "stop": " %", "early_stop": False}
+        (stopped,) = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).json()["choices"]
+        (expected_stop,) = engine.generate([PROMPT], config, stop=[" %"])
+        assert (stopped["text"], stopped["finish_reason"]) == (expected_stop.text, "stop")
         scores = httpx.post(f"{url}/v1/score", json={"input": PROMPT}, timeout=PATIENCE)
         assert scores.status_code == 200
         threads, texts = streams(url, 4, 36)
         whole: list[httpx.Response] = []
-        body = {"prompt": PROMPT, "max_tokens": 36, "n": 4}
+        body = {"prompt": PROMPT, "max_tokens": 36, "n": 4, "early_stop": False}
         ask = threading.Thread(
             target=lambda: whole.append(httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE))
         )

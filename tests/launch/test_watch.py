@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from launch.watch import MASK, NEW_STYLE, CanvasWatcher, RowView, WatchToken, fold, printable, window
+from launch.watch import COMPILING, MASK, NEW_STYLE, CanvasWatcher, RowView, WatchToken, fold, printable, window
 
 SHOW_CURSOR = "\x1b[?25h"
 HIDE_CURSOR = "\x1b[?25l"
@@ -43,7 +43,9 @@ def test_draws_progress_text_and_masks():
     out = written(console)
     assert "step 0/4" in out
     assert "step 4/4" in out
-    assert out.split("step 4/4")[0].count(MASK) == 3
+    assert out.split("step 4/4")[0].count(MASK) == 3 + 1, "and the legend's"
+    assert out.index(COMPILING) < out.index("step 0/4, compiling")
+    assert "compiling" not in out.split("step 4/4")[1]
     assert MASK * 3 in out
     assert "3 masked" in out
     assert "1 masked" in out

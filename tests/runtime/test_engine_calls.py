@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime import Engine
+from checkpoints import DEMO
+from runtime import DiffusionConfig, Engine
 from sharding.errors import InputError
 from tests import golden_cases
 from tests.divergence import ROUNDING
@@ -276,3 +277,37 @@ def test_streaming_refuses_what_it_cannot_do() -> None:
         list(small.stream_tokens(*rows(), GREEDY))
     with pytest.raises(InputError, match="3 rows"):
         small.generate_tokens(*rows(), GREEDY, tokens_hook=lambda *_: None)
+
+
+# ---- texts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo() -> Engine:
+    return Engine.load(DEMO, "data=1")
+
+
+def test_a_text_is_a_list_of_one(demo: Engine) -> None:
+    config = DiffusionConfig.published(max_new_tokens=8, block_length=4)
+    texts = ["def add(a, b):\n", "x = [1, 2"]
+    alone, together = demo.generate(texts[0], config), demo.generate(texts, config)
+    assert [one.text for one in demo.generate(texts[:1], config)] == [alone[0].text] == [together[0].text]
+    for count in (1, 2):
+        pieces = list(demo.stream(texts[:count], config))
+        assert all(len(piece) == count for piece in pieces)
+        assert ["".join(row) for row in zip(*pieces, strict=True)] == [one.text for one in together[:count]]
+    assert "".join(demo.stream(texts[0], config)) == alone[0].text
+    for wrong in ([], [7], ""):
+        with pytest.raises(InputError):
+            demo.generate(wrong, config)
+
+
+def test_scores_of_texts_are_those_of_their_tokens(demo: Engine) -> None:
+    texts = ["def add(a, b):\n    return a + b\n", "x = 1\n"]
+    found = demo.score(texts)
+    for text, scores in zip(texts, found, strict=True):
+        ids, _ = demo.encode(text)
+        np.testing.assert_allclose(scores, demo.score(ids, ids)[0], atol=1e-5)
+        np.testing.assert_allclose(scores, demo.score(text), atol=1e-5)
+    halved = demo.score(texts[0], temperature=2.0)
+    assert np.abs(halved - found[0]).max() > 1e-2

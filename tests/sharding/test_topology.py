@@ -22,6 +22,9 @@ from sharding.topology import CHIPS, parse_topology, places
         ("8xh100", 8, 1),
         ("2x8xh200", 16, 1),
         ("h100", 1, 1),
+        ("4xL4", 4, 1),
+        ("rtx4090", 1, 1),
+        ("2x8xA100-40GB", 16, 1),
     ],
 )
 def test_topologies_are_read(text: str, devices: int, slices: int) -> None:
@@ -32,8 +35,32 @@ def test_topologies_are_read(text: str, devices: int, slices: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("v5e-8", "v5e:2x4"),
+        ("v5litepod-16", "v5e:4x4"),
+        ("V6E-4", "v6e:2x2"),
+        ("v4-32", "v4:2x2x4"),
+        ("v5p-8", "v5p:2x2x1"),
+        ("2xv5e-256", "2xv5e:16x16"),
+        ("8xH100", "8xh100"),
+        ("a100-80gb", "1xa100"),
+        ("RTX-4090", "1xrtx4090"),
+        ("a100-40GB", "1xa100-40gb"),
+    ],
+)
+def test_names_as_people_write_them(text: str, same: str) -> None:
+    assert str(parse_topology(text)) == same
+    assert parse_topology(text) == parse_topology(same)
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("v5e-12", "v5e has no such slice of 12 chips"),
+        ("v4-7", "v4 has no such slice of 7 TensorCores"),
+        ("h100-8", "8xh100"),
+        ("2x2xv5e:2x4", "v5e:2x2"),
         ("v7:2x2", 'no chip "v7"'),
         ("v5e:3x3", "v5e has no such slice"),
         ("v5e:2x4x2", "v5e has no such slice"),

@@ -72,6 +72,20 @@ def test_heads_that_are_odd(there: Served, head: bytes, expected: tuple[int, ...
     assert str(status) in document("1.2.3")["paths"]["/health"]["get"]["responses"]
 
 
+def test_two_lengths_of_one_body(there: Served) -> None:
+    """A request behind a body whose length is said twice is not answered: proxies may see another one there."""
+    smuggled = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for length in (0, 5, 5 + len(smuggled)):
+        head = post_head("/v1/completions", f"Content-Length: {length}", "Transfer-Encoding: chunked")
+        with socket.create_connection(("127.0.0.1", port(there)), timeout=PATIENCE) as connection:
+            connection.sendall(head + b"0\r\n\r\n" + smuggled)
+            received = b""
+            while part := connection.recv(1 << 16):
+                received += part
+        assert received.startswith(b"HTTP/1.1 400 ")
+        assert received.count(b"HTTP/1.1") == 1
+
+
 def test_two_requests_at_once_on_a_connection(there: Served, right: str) -> None:
     body = json.dumps(GOOD).encode()
     one = post_head("/v1/completions", f"Content-Length: {len(body)}") + body

@@ -16,7 +16,7 @@ import pytest
 from runtime import Engine
 from runtime.decoding.sampling import ALGORITHMS
 from runtime.execution.canvas import pad_after_end
-from runtime.execution.programs import empty_cache
+from runtime.execution.programs import lower_empty_cache
 from runtime.execution.rows import stop_rows
 from runtime.models.cached import fill_rows, run_window
 from runtime.models.kv_cache import KVCache
@@ -130,7 +130,7 @@ def test_blocks_entered_without_a_refresh() -> None:
     forward, lengths = runner.forward(width), jnp.array([length])
     canvas = np.zeros((1, width), np.int32)
     canvas[0, :length] = [*prompt, *[mask_token] * NEW_TOKENS]
-    cache = empty_cache(engine.layout, 1, width, jnp.float32)
+    cache = lower_empty_cache(engine.layout, 1, width, jnp.float32).compile()()
     common = (forward, engine.weights)
 
     @jax.jit
@@ -269,10 +269,11 @@ def test_masks_that_the_model_chose_are_left() -> None:
     mask, pad, stop = model.mask_token_id, model.pad_token_id, 7
     canvas = np.array([[1, mask, 2, mask], [1, stop, mask, mask], [1, mask, stop, mask], [stop, 2, mask, 3]])
     committed = np.array([[-1, -1, 3, -1], [-1, 4, -1, -1], [-1, -1, 5, -1], [-1, 0, -1, 1]])
-    found = pad_after_end(canvas, committed, stop_rows([stop], 4), model)
+    prompts = np.array([1, 1, 1, 1])
+    found = pad_after_end(canvas, committed, prompts, stop_rows([stop], 4), model)
     expected = [[1, mask, 2, mask], [1, stop, pad, pad], [1, mask, stop, mask], [stop, 2, mask, 3]]
     np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(pad_after_end(canvas, committed, stop_rows([], 4), model), canvas)
+    np.testing.assert_array_equal(pad_after_end(canvas, committed, prompts, stop_rows([], 4), model), canvas)
 
 
 def test_histories_of_batches_with_more_and_fewer_steps() -> None:

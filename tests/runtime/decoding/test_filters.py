@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.decoding.sampling import (
-    filter_logits,
-)
+from runtime.decoding.sampling import filter_logits, vocab_sum
 from tests.runtime.decoding.token_choices import (
     MESHES,
     PADDED,
@@ -22,6 +22,7 @@ from tests.runtime.decoding.token_choices import (
     B,
     P,
     forward,
+    halving_filter,
     padded,
     softmax,
     sorted_filter,
@@ -32,7 +33,7 @@ from tests.runtime.decoding.token_choices import (
 @functools.cache
 def filter_program(mesh: str) -> Callable[..., jax.Array]:
     def run(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
-        return filter_logits(logits, jax.nn.softmax(logits, axis=-1), top_p, top_k)
+        return filter_logits(logits, top_p, top_k)
 
     return jax.jit(run, out_shardings=forward(mesh).layout.replicated)
 
@@ -82,6 +83,56 @@ def test_filters_equal_sorting(mesh: str, seed: int, kind: str, top_p: float, to
     # A token that may go either way is whole or gone, and the most probable token always stays.
     assert ((found == logits) | (found == -np.inf)).all()
     assert (found.max(axis=-1) == logits.max(axis=-1)).all()
+
+
+@functools.cache
+def both_filters(mesh: str, dtype: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    def run(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rounded = logits.astype(dtype).astype(jnp.float32)
+        weights = jnp.exp(rounded - rounded.max(axis=-1, keepdims=True))
+        probabilities = (weights / vocab_sum(weights)[..., None]).astype(dtype).astype(jnp.float32)
+        exact = halving_filter(rounded, probabilities, top_p, top_k)
+        return filter_logits(rounded, top_p, top_k, dtype), exact
+
+    return jax.jit(run, out_shardings=forward(mesh).layout.replicated)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 1 << 32),
+    kind=st.sampled_from(["normal", "tied", "bfloat16", "equal", "zeros", "saturated"]),
+    top_p=st.one_of(st.sampled_from([0.0, 0.5, 0.9, 0.95, 1.0]), st.floats(0, 1, width=32)),
+    top_k=st.one_of(st.sampled_from([1, 2, 50, VOCAB - 1, VOCAB, PADDED, 1 << 30]), st.integers(1, VOCAB)),
+)
+def test_filters_are_those_of_halving(mesh: str, dtype: str, seed: int, kind: str, top_p: float, top_k: int) -> None:
+    """Bit for bit: the passes of three bits find the threshold that one candidate a pass finds."""
+    logits = vocab_sharded(mesh, draw_logits(seed, kind))
+    found, expected = both_filters(mesh, dtype)(logits, np.float32(top_p), np.int32(top_k))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+@pytest.mark.parametrize(("dtype", "passes"), [("float32", 11), ("bfloat16", 6), ("float16", 6)])
+def test_passes_over_the_vocabulary(dtype: str, passes: int) -> None:
+    """One reduction of all candidates in a loop of so many passes, and no other loop."""
+    arguments = vocab_sharded("data=1", draw_logits(0, "normal")), np.float32(0.9), np.int32(50)
+
+    def run(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
+        return filter_logits(logits, top_p, top_k, dtype)
+
+    lowered = jax.jit(run).lower(*arguments)
+    loops = re.findall(r"stablehlo\.while", lowered.as_text())
+    text = lowered.compile().as_text()
+    assert len(loops) == 1
+    assert re.findall(r'known_trip_count":\{"n":"(\d+)"', text) == [str(passes)]
+    # In the body of the loop two arrays over the vocabulary are read, and none is written.
+    body = re.search(r"body=%?([\w.]+)", text)
+    assert body is not None
+    lines = text[text.index(f"%{body[1]} (") :].split("\n}")[0].splitlines()
+    written = [line for line in lines[1:] if re.search(rf"= \w+\[{B},{P},{PADDED}\]", line)]
+    assert [line for line in written if "get-tuple-element" not in line] == []
+    assert len(written) == 2
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -31,6 +31,7 @@ def one_block(
 
     request = DenoiseRequest(
         lengths=each(length),
+        prompts=each(0),
         first=each(0),
         seeds=seed_words(seeds),
         ratios=np.tile(ratios, (rows, 1)),

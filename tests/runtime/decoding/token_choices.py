@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
@@ -95,6 +96,22 @@ def sorted_filter(logits: np.ndarray, top_p: float, top_k: int) -> tuple[np.ndar
     return kept, unsure
 
 
+def halving_filter(logits: jax.Array, probabilities: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
+    """Top-p and top-k by 32 halvings of the range of float32, one candidate a pass: the plain formula."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0.0, 0.0, logits), jnp.int32)
+    keys = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+    masses = jnp.round(probabilities * 2.0**30).astype(jnp.int32)
+    allowed = jnp.where(top_p >= 1.0, 2**31 - 1, jnp.round(top_p * 2.0**30)).astype(jnp.int32)
+    high = keys.max(axis=-1)
+    low = jnp.full_like(high, -(2**31))
+    for _ in range(32):
+        middle = (low & high) + ((low ^ high) >> 1)
+        above = keys > middle[..., None]
+        enough = (jnp.where(above, masses, 0).sum(axis=-1) <= allowed) & (above.sum(axis=-1) < top_k)
+        low, high = jnp.where(enough, low, middle), jnp.where(enough, middle, high)
+    return jnp.where(keys >= high[..., None], logits, -jnp.inf)
+
+
 def rule(confidence: str = "entropy", **changes: Any) -> SamplingRule:
     plain = {"sampled": False, "filtered": False, "suppress_mask": False, "confidence_dtype": "float32"}
     return SamplingRule(**({"confidence": confidence} | plain | changes))
@@ -106,7 +123,7 @@ def choose_program(mesh: str, sampling: SamplingRule) -> Callable[..., tuple[jax
         logits: jax.Array, words: jax.Array, temperature: jax.Array, top_p: jax.Array, top_k: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         keys = jax.random.wrap_key_data(words)
-        return choose_tokens(forward(mesh).config, sampling, logits, keys, temperature, top_p, top_k)
+        return choose_tokens(forward(mesh), sampling, logits, keys, temperature, top_p, top_k)
 
     return jax.jit(run, out_shardings=forward(mesh).layout.replicated)
 

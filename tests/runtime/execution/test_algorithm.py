@@ -165,3 +165,16 @@ def test_sampled_runs_follow_the_algorithm(mode: str) -> None:
             golden_cases.engine(), real(result.history, row), start_canvas(row), config, SEEDS[row]
         )
     assert ties <= 1, "rounding decides a choice in a blue moon"
+
+
+@pytest.mark.parametrize("mode", ["origin-greedy", "origin-sampled"])
+def test_origin_with_more_steps_than_tokens_follows_the_algorithm(mode: str) -> None:
+    """Positions are drawn in every step, so that many steps transfer nothing and all of them must draw alike."""
+    engine, config = golden_cases.engine(), request(mode, steps=3 * NEW_TOKENS)
+    result = engine.generate_tokens(*ragged_rows(), config, history=True)
+    for row in (2,):
+        history = real(result.history, row)
+        before = np.concatenate([start_canvas(row)[None], history[:-1]])
+        still = int((before == history).all(axis=1).sum())
+        assert still > NEW_TOKENS
+        check_against_the_algorithm(engine, history, start_canvas(row), config, SEEDS[row])

@@ -140,7 +140,7 @@ def test_batches_split_for_memory(mesh: str) -> None:
     split = Engine(golden.layout, golden.weights, max_batch=most)
     found = split.generate_tokens(ids[order], mask[order], config, history=True)
     assert found.stats.batches == 3
-    assert found.stats.compiled_programs == 2, "one for the loop, and one that inserts the rows that had to wait"
+    assert found.stats.compiled_programs == 1, "the loop: rows that had to wait are inserted through the host"
     assert found.seeds == [5, 6, 7, 8, 9]
     whole = golden.generate_tokens(ids[order], mask[order], config, history=True)
     assert whole.stats.batches == 1

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from runtime import (
     CanvasChanged,
     DiffusionConfig,
-    Event,
     FirstToken,
     PoolLimits,
     PrefixGrown,
@@ -20,7 +18,6 @@ from runtime import (
     RowFinished,
     RowInserted,
     RowRequest,
-    RowResult,
     RowsScored,
     SamplingConfig,
     Scheduler,
@@ -28,83 +25,20 @@ from runtime import (
     ScorePass,
     StepOutcome,
     StepPlan,
+    StopTest,
 )
-from runtime.execution.step_plan import Insertion, PoolOutcome, PoolPlan
-
-PROMPT = [7, 7]
-
-
-class CountedSlots:
-    """Executes plans on no device: a row commits a token in every iteration, from left to right."""
-
-    def __init__(self, seconds: float) -> None:
-        """Take the seconds that an iteration takes."""
-        self.now = 100.0
-        self.order: list[RowRequest] = []
-        self.plans: list[PoolPlan] = []
-        self._seconds = seconds
-        self._held: dict[int, dict[int, tuple[int, RowRequest, int]]] = {}
-
-    def rows(self, pool: int = 0) -> dict[int, int]:
-        """Number of the row in each slot that is taken."""
-        return {slot: row for slot, (row, _, _) in self._held.get(pool, {}).items()}
-
-    def execute(self, plan: StepPlan) -> StepOutcome:
-        """What real slots would make of a plan that has crossed from one host to another."""
-        plan = StepPlan.from_json(json.loads(json.dumps(plan.to_json())))
-        scores = None if plan.score is None else [np.full(len(row), -1.0, np.float32) for row in plan.score.rows]
-        return StepOutcome([self._execute(pool) for pool in plan.pools], scores)
-
-    def _execute(self, plan: PoolPlan) -> PoolOutcome:
-        self.plans.append(plan)
-        held = self._held.setdefault(plan.pool, {})
-        for slot in plan.evict:
-            del held[slot]
-        for one in plan.insert:
-            held[one.slot] = one.row, one.request, 0
-            self.order.append(one.request)
-        left = [request.config.max_new_tokens - made for _, request, made in held.values()]
-        ran = min(plan.iterations, max(left, default=0))
-        self.now += ran * self._seconds
-        results, canvases = [], {}
-        for slot, (row, request, made) in list(held.items()):
-            new = request.config.max_new_tokens
-            held[slot] = row, request, (made := min(new, made + ran))
-            positions = np.arange(request.length) - len(request.tokens)
-            if made == new:
-                del held[slot]
-                steps = np.maximum(positions, -1).astype(np.int32)
-                results.append(RowResult(row, np.full(request.length, request.seed, np.int32), steps, None))
-            elif plan.canvases:
-                canvases[row] = np.where(positions < made, request.seed, -1).astype(np.int32)
-        return PoolOutcome(plan.pool, results, canvases, ran, ran, ran * self._seconds)
-
-
-def rows(*tokens: int, seed: int = 0) -> list[RowRequest]:
-    """Rows of so many new tokens each."""
-    return [RowRequest(PROMPT, SamplingConfig(max_new_tokens=new), seed) for new in tokens]
-
-
-def step(scheduler: Scheduler, slots: CountedSlots) -> list[Event]:
-    plan = scheduler.schedule(slots.now)
-    return scheduler.update(slots.execute(plan), slots.now)
-
-
-def drain(scheduler: Scheduler, slots: CountedSlots, most: int = 1000) -> list[Event]:
-    events: list[Event] = []
-    while scheduler.waiting or scheduler.running:
-        events += step(scheduler, slots)
-        most -= 1
-        assert most, "it does not end"
-    return events
-
-
-def finished(events: Sequence[Event]) -> list[RequestHandle]:
-    return [event.handle for event in events if isinstance(event, RequestFinished)]
-
-
-def single(slots: int, prefill_limit: int | None = None, **policy: object) -> Scheduler:
-    return Scheduler([PoolLimits(slots, prefill_limit)], SchedulerPolicy(**policy))  # type: ignore[arg-type]
+from runtime.execution.step_plan import BucketPlan, BucketRun, Insertion, PoolOutcome, PoolPlan
+from tests.runtime.execution.counted_slots import (
+    PROMPT,
+    WIDTH,
+    CountedSlots,
+    drain,
+    finished,
+    one_bucket,
+    rows,
+    single,
+    step,
+)
 
 
 def test_owners_share_the_slots() -> None:
@@ -130,7 +64,6 @@ def test_a_free_slot_is_given_away_while_others_run() -> None:
     assert (scheduler.running, scheduler.waiting, scheduler.usage) == (1, 2, 0.5)
     step(scheduler, slots)
     assert slots.rows() == {0: 0, 1: 2}
-    assert slots.plans[-1].evict == []
     drain(scheduler, slots)
     assert scheduler.stats.slot_iterations == 2 * 9
     assert scheduler.stats.utilisation == 15 / 18
@@ -153,7 +86,8 @@ def test_deadlines() -> None:
     assert scheduler.expire(slots.now) == [], "once"
     # Its slot goes to the next one in the same step; the one that waited in between has left the queue.
     step(scheduler, slots)
-    assert slots.plans[-1] == PoolPlan(0, [], [Insertion(0, 1, patient.rows[0])], 1, True)
+    inserted = [Insertion(1, patient.rows[0])]
+    assert slots.plans[-1] == PoolPlan(0, inserted, [BucketPlan(0, 1, WIDTH, [1], 1, True)])
     assert scheduler.unfinished == [patient]
     assert (scheduler.running, scheduler.waiting) == (1, 0)
     assert finished(drain(scheduler, slots)) == [patient]
@@ -179,7 +113,7 @@ def test_aborts() -> None:
     # Nobody waits: the slots are emptied.
     assert scheduler.abort(third)
     assert step(scheduler, slots) == []
-    assert slots.plans[-1].evict == [0, 1]
+    assert slots.plans[-1].buckets == []
     assert slots.rows() == {}
     assert (scheduler.running, scheduler.waiting, scheduler.unfinished) == (0, 0, [])
     assert scheduler.schedule(slots.now) == StepPlan()
@@ -217,10 +151,10 @@ def test_a_step_takes_about_as_long_whatever_an_iteration_takes(seconds: float, 
     scheduler.add(RequestHandle(rows=rows(100, 100)))
     for _ in range(3):
         step(scheduler, slots)
-    assert [plan.iterations for plan in slots.plans] == [1, iterations, iterations]
+    assert [plan.buckets[0].iterations for plan in slots.plans] == [1, iterations, iterations]
     scheduler.policy = SchedulerPolicy(max_iterations=3, step_seconds=None)
     step(scheduler, slots)
-    assert slots.plans[-1].iterations == 3
+    assert slots.plans[-1].buckets[0].iterations == 3
 
 
 def test_canvases_are_looked_at_for_streams_and_first_tokens_alone() -> None:
@@ -240,14 +174,116 @@ def test_canvases_are_looked_at_for_streams_and_first_tokens_alone() -> None:
     scheduler.add(RequestHandle(rows=rows(4)))
     del slots.plans[:]
     events = drain(scheduler, slots)
-    assert [plan.canvases for plan in slots.plans] == [True, False, False, False]
+    assert [plan.buckets[0].canvases for plan in slots.plans] == [True, False, False, False]
     assert not [event for event in events if isinstance(event, (CanvasChanged, PrefixGrown))]
     # Nobody wants to know at all.
     scheduler.policy = SchedulerPolicy(first_tokens=False)
     scheduler.add(RequestHandle(rows=rows(4)))
     del slots.plans[:]
     drain(scheduler, slots)
-    assert not any(plan.canvases for plan in slots.plans)
+    assert not any(plan.buckets[0].canvases for plan in slots.plans)
+
+
+def test_an_outcome_without_a_forward_pass_says_nothing_about_how_long_one_takes() -> None:
+    scheduler, slots = single(1), CountedSlots(0.02)
+    first = RequestHandle(rows=rows(9))
+    scheduler.add(first)
+    scheduler.schedule(slots.now)
+    scheduler.abort(first)
+    # As it is where the row was done before its first iteration.
+    scheduler.update(StepOutcome([PoolOutcome(0, [], {}, [BucketRun(0, 0, 0, 0.001)])]), slots.now)
+    scheduler.policy = SchedulerPolicy(first_tokens=False)
+    scheduler.add(RequestHandle(rows=rows(9)))
+    assert scheduler.schedule(slots.now).pools[0].buckets[0].iterations == 1
+
+
+def test_a_row_is_looked_at_after_its_first_iterations_until_it_has_shown_something() -> None:
+    """A stream in the midst of others, and after a pause, does not wait for a whole step of theirs."""
+    for hidden, looks in ((0, 1), (1, 2), (5, 2)):
+        scheduler, slots = single(2), CountedSlots(0.0005, hidden=hidden)
+        scheduler.add(RequestHandle(rows=rows(99)))
+        for _ in range(4):
+            step(scheduler, slots)
+        assert [plan.buckets[0].iterations for plan in slots.plans[looks:]] == [16] * (4 - looks)
+        streamed = RequestHandle(rows=rows(40), stream=True, arrived=slots.now)
+        scheduler.add(streamed)
+        del slots.plans[:]
+        events = [step(scheduler, slots) for _ in range(3)]
+        assert [plan.buckets[0].iterations for plan in slots.plans] == [1] * looks + [16] * (3 - looks)
+        shown = [any(isinstance(event, FirstToken) and event.handle is streamed for event in some) for some in events]
+        assert shown.index(True) == (looks - 1 if hidden < 2 else looks)
+
+
+def after(count: int, kept: int) -> StopTest:
+    """Ends a row with so many tokens kept once there are ``count``."""
+    return lambda tokens, whole: kept if len(tokens) >= count else None
+
+
+def test_a_stop_test_frees_the_slot_at_the_next_decision() -> None:
+    scheduler, slots = single(2, max_iterations=4, step_seconds=None, first_tokens=False), CountedSlots(0.01)
+    stopped, other = RequestHandle(rows=rows(50), stop_tests=[after(6, 5)]), RequestHandle(rows=rows(50))
+    waiting = RequestHandle(rows=rows(50, seed=2))
+    for handle in (stopped, other, waiting):
+        scheduler.add(handle)
+    assert not [event for _ in range(2) for event in step(scheduler, slots) if isinstance(event, RowFinished)]
+    assert [plan.buckets[0].canvases for plan in slots.plans] == [True, True]
+    events = step(scheduler, slots)
+    # Eight tokens were made when it was seen; its slot goes to the next row in the same step.
+    inserted = [Insertion(2, waiting.rows[0])]
+    assert slots.plans[-1] == PoolPlan(0, inserted, [BucketPlan(0, 2, WIDTH, [2, 1], 4, False)], [0])
+    assert slots.rows() == {0: 2, 1: 1}
+    (row,) = (event for event in events if isinstance(event, RowFinished))
+    assert (row.handle, row.tokens, row.steps) == (stopped, 5, 8)
+    assert (row.result.commit_steps >= 0).sum() == 8
+    assert finished(events) == [stopped]
+    assert (scheduler.stats.rows, scheduler.stats.tokens) == (1, 5)
+    assert scheduler.running == 2
+    assert finished(drain(scheduler, slots)) == [other, waiting]
+
+
+def test_a_stop_in_the_last_step_of_a_row_is_counted_too() -> None:
+    scheduler, slots = single(1, max_iterations=16), CountedSlots(0.0001)
+    scheduler.add(RequestHandle(rows=rows(9), stop_tests=[after(9, 3)]))
+    events = drain(scheduler, slots)
+    assert [event.tokens for event in events if isinstance(event, RowFinished)] == [3]
+    assert not any(plan.finish for plan in slots.plans)
+
+
+def test_what_follows_a_stop_token_is_not_counted() -> None:
+    scheduler, slots = single(1), CountedSlots(0.01)
+    ending = SamplingConfig(max_new_tokens=9, stop_token_ids=[4])
+    scheduler.add(RequestHandle(rows=[RowRequest(PROMPT, ending, 4)]))
+    events = drain(scheduler, slots)
+    assert [event.tokens for event in events if isinstance(event, RowFinished)] == [1]
+    assert scheduler.stats.tokens == 1
+
+
+def test_a_stopped_row_that_is_aborted_is_evicted_without_a_result() -> None:
+    scheduler, slots = single(1, max_iterations=4, step_seconds=None), CountedSlots(0.01)
+    scheduler.add(handle := RequestHandle(rows=rows(50), stop_tests=[after(1, 1)]))
+    step(scheduler, slots)
+    scheduler.abort(handle)
+    assert step(scheduler, slots) == []
+    assert (slots.plans[-1].buckets, slots.plans[-1].finish, scheduler.running) == ([], [], 0)
+    # Aborted while the step is under way that brings its result.
+    scheduler.add(handle := RequestHandle(rows=rows(50), stop_tests=[after(1, 1)]))
+    step(scheduler, slots)
+    outcome = slots.execute(scheduler.schedule(slots.now))
+    scheduler.abort(handle)
+    assert finished(scheduler.update(outcome, slots.now)) == []
+    assert (scheduler.running, scheduler.schedule(slots.now)) == (0, StepPlan())
+
+
+def test_nothing_stops_a_row_before_the_masks_of_its_prompt_are_filled() -> None:
+    scheduler, slots = single(1, max_iterations=1), CountedSlots(0.01, hidden=3)
+    seen: list[int] = []
+
+    def look(tokens: Sequence[int], whole: bool) -> None:
+        seen.append(len(tokens))
+
+    scheduler.add(RequestHandle(rows=rows(6), stop_tests=[look]))
+    drain(scheduler, slots)
+    assert seen == [0, 1, 2, 6]
 
 
 def test_score_passes_take_turns_beside_the_rows() -> None:
@@ -272,7 +308,7 @@ def test_score_passes_take_turns_beside_the_rows() -> None:
 
 
 def test_pools_do_not_wait_for_one_another() -> None:
-    scheduler, slots = Scheduler([PoolLimits(1), PoolLimits(1)]), CountedSlots(0.01)
+    scheduler, slots = Scheduler([PoolLimits(one_bucket(1)), PoolLimits(one_bucket(1))]), CountedSlots(0.01)
     narrow, wide = RequestHandle(rows=rows(3, 3)), RequestHandle(rows=rows(3), pool=1)
     scheduler.add(narrow)
     scheduler.add(wide)
@@ -297,7 +333,9 @@ def test_without_admission_rows_in_slots_are_the_last() -> None:
 def test_plans_as_json() -> None:
     diffusion = DiffusionConfig(max_new_tokens=3, stop_token_ids=(1, 2), cache="dual", parallel="threshold")
     sampling = SamplingConfig(max_new_tokens=3, temperature=0.5, stop_token_ids=(4,))
-    inserted = [Insertion(n, n, RowRequest([1, n], config, n)) for n, config in enumerate((diffusion, sampling))]
-    plan = StepPlan([PoolPlan(1, [2], inserted, 3, True)], ScorePass([[1]], [[2]], 0.5, 64, 4))
+    inserted = [Insertion(n, RowRequest([1, n], config, n)) for n, config in enumerate((diffusion, sampling))]
+    plan = StepPlan(
+        [PoolPlan(1, inserted, [BucketPlan(3, 2, 64, [None, 2], 3, True)])], ScorePass([[1]], [[2]], 0.5, 64, 4)
+    )
     assert StepPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     assert StepPlan.from_json(json.loads(json.dumps(StepPlan().to_json()))) == StepPlan([])

@@ -11,7 +11,8 @@ import pytest
 from runtime import DiffusionConfig, Engine, SamplingConfig
 from runtime.decoding.block_schedule import block_schedule
 from runtime.execution.row_request import RowRequest, RowResult
-from runtime.execution.slots import AutoregressiveSlots, DiffusionSlots, Slots
+from runtime.execution.slot_kinds import AutoregressiveSlots, DiffusionSlots
+from runtime.execution.slots import Slots
 from runtime.execution.specialization import general
 from tests import golden_cases
 from tests.runtime.execution.test_offline import alone, autoregressive, prompts, qwen2

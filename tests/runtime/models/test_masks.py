@@ -5,7 +5,11 @@ Dimension letters: B batch, S sequence, K kv heads, G query heads per KV head, H
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from runtime.models import xla_attention
 from runtime.models.attention import choose_attention, dot_product_attention
 from runtime.models.cached import fill_rows, run_window
 from runtime.models.config import ModelConfig
@@ -20,11 +25,11 @@ from runtime.models.declarations import ModelLayout
 from runtime.models.dream import DREAM
 from runtime.models.families import model_layout, parse_config
 from runtime.models.forward import Forward
-from runtime.models.kv_cache import abstract_cache
+from runtime.models.kv_cache import abstract_cache, attend
 from runtime.models.masks import AttentionMask
 from runtime.models.random_weights import random_weights
-from runtime.models.splash import splash_attention
 from runtime.models.transformer import hidden_states
+from sharding.aot import missing_compiler
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
 
@@ -110,15 +115,67 @@ def test_xla_is_the_reference(mask: AttentionMask, mesh: str) -> None:
     np.testing.assert_allclose(found, reference(q, k, v, LENGTHS, mask), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mask", [KINDS[0], KINDS[1], KINDS[3], AttentionMask("block_causal", 32)], ids=str)
-def test_splash_is_the_reference(mask: AttentionMask) -> None:
-    """The kernel, interpreted on CPU."""
-    q, k, v = random_heads(2, 256, 128)
-    q, k, v = q[:, :, :1], k[:, :, :1], v[:, :, :1]
-    lengths = np.array([256, 150], np.int32)
-    found = splash_attention(*map(jnp.asarray, (q, k, v, lengths)), mask, interpret=True)
-    # The kernel multiplies in the default precision of what interprets it.
-    np.testing.assert_allclose(found, reference(q, k, v, lengths, mask), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize(("mask", "mesh"), GRID, ids=str)
+def test_blocks_of_queries_are_all_at_once(mask: AttentionMask, mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that do not divide a shard's queries, over whole rows, against the reference and the other formula."""
+    layout = layout_of(mask, mesh)
+    q, k, v = random_heads(B, S, 4)
+    placed = [
+        jax.device_put(q, layout.sharding("batch", "canvas", "kv_heads", "queries_per_kv", "head_dim")),
+        *(jax.device_put(one, layout.sharding("batch", None, "kv_heads", "head_dim")) for one in (k, v)),
+        jax.device_put(LENGTHS, layout.sharding("batch")),
+    ]
+    programs = []
+    for limit in (xla_attention.SCORES_AT_ONCE["cpu"], 0):
+        monkeypatch.setitem(xla_attention.SCORES_AT_ONCE, "cpu", limit)
+        monkeypatch.setattr(xla_attention, "BLOCK", 5)
+        run = jax.jit(lambda *arrays: dot_product_attention("xla", layout, *arrays))
+        programs.append(run.lower(*placed).compile())
+    whole, blocks = programs
+    assert " while(" not in whole.as_text()
+    assert " while(" in blocks.as_text()
+    for kind in ("all-reduce", "all-to-all", "all-gather", "collective-permute"):
+        assert kind not in blocks.as_text()
+    np.testing.assert_allclose(blocks(*placed), whole(*placed), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(blocks(*placed), reference(q, k, v, LENGTHS, mask), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("mask", "mesh"), GRID, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_blocks_of_a_window_are_all_at_once(
+    mask: AttentionMask, mesh: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a cache, whose positions a sequence axis cuts: every shard averages over its own keys."""
+    layout = layout_of(mask, mesh)
+    draw = np.random.default_rng(0).standard_normal
+    cache = jax.tree.map(
+        lambda leaf: jax.device_put((3 * draw(leaf.shape)).astype(leaf.dtype), leaf.sharding),
+        abstract_cache(layout, B, S, dtype),
+    )
+    starts, lengths = np.array([3, 0, 0, 5], np.int32), np.array([24, 13, 1, 8], np.int32)
+    sharding = layout.sharding("batch", None, "kv_heads", "queries_per_kv", "head_dim")
+    q = jax.device_put(draw((B, WINDOW, 4, 2, 4)).astype(np.float32), sharding)
+    found = []
+    for limit in (xla_attention.SCORES_AT_ONCE["cpu"], 0):
+        monkeypatch.setitem(xla_attention.SCORES_AT_ONCE, "cpu", limit)
+        monkeypatch.setattr(xla_attention, "BLOCK", 3)
+        run = jax.jit(lambda *arrays: attend(layout, cache[1], 0, *arrays))
+        found.append(np.asarray(run(q, *(jax.device_put(one, layout.sharding("batch")) for one in (starts, lengths)))))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+def test_memory_of_blocks_is_linear_in_the_canvas() -> None:
+    layout = layout_of(KINDS[0])
+
+    def temporaries(canvas: int) -> int:
+        q, k, v = (jax.ShapeDtypeStruct((2, canvas, 4, *size), jnp.float32) for size in ((2, 4), (4,), (4,)))
+        run = jax.jit(lambda *arrays: dot_product_attention("xla", layout, *arrays))
+        memory = run.lower(q, k, v, jax.ShapeDtypeStruct((2,), jnp.int32)).compile().memory_analysis()
+        return int(memory.temp_size_in_bytes)
+
+    short, long = temporaries(1024), temporaries(4096)
+    assert short < 4 * 2 * 8 * 1024 * 1024  # less than the scores
+    assert long < 4.2 * short
 
 
 @pytest.mark.parametrize("mask", KINDS, ids=str)
@@ -134,6 +191,17 @@ def test_cudnn_is_asked_for_the_reference(mask: AttentionMask, monkeypatch: pyte
     q, k, v = random_heads(B, S, 4)
     found = dot_product_attention("cudnn", layout_of(mask), *map(jnp.asarray, (q, k, v, LENGTHS)))
     np.testing.assert_allclose(found, reference(q, k, v, LENGTHS, mask), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(
+    missing_compiler("gpu") is not None or not Path("/dev/nvidia0").exists(),
+    reason="needs an NVIDIA GPU and JAX's CUDA plugin",
+)
+def test_cudnn_is_xla_on_a_gpu() -> None:
+    """In a process of its own: this one simulates devices on CPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-m", "tests.runtime.models.gpu_attention"]
+    subprocess.run(command, env=environment, check=True, timeout=600)
 
 
 @pytest.mark.parametrize(("mask", "mesh"), GRID, ids=str)

@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 
-from runtime.text.completions import TextStream, cut_completion, stream_text
+from runtime.text.completions import StopSearch, TextStream, cut_completion, stop_tests, stream_texts
 
 END = 256
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes, and which counts how often it is asked."""
+    """A tokenizer whose tokens are bytes, and which counts how often it is asked, and for how many."""
 
     def __init__(self) -> None:
-        self.decoded = 0
+        self.decoded = self.tokens = 0
 
     def decode(self, tokens: Sequence[int]) -> str:
         self.decoded += 1
+        self.tokens += len(tokens)
         return bytes(tokens).decode("utf-8", errors="replace")
 
 
@@ -45,8 +46,8 @@ def test_pieces_are_the_text_whatever_stops_it(seed: int) -> None:
         assert (found, len(kept)) == popped(text, stop)
         assert reason == ("stop" if found != text or END in tokens else "length")
         looks = sorted(chance.randint(0, len(tokens)) for _ in range(chance.randint(0, 8)))
-        pieces = stream_text(anything, [tokens[:count] for count in (*looks, len(tokens))], [END], stop)
-        assert "".join(pieces) == found, (text, stop, looks)
+        pieces = stream_texts(anything, [[tokens[:count]] for count in (*looks, len(tokens))], [END], stop)
+        assert "".join(piece for (piece,) in pieces) == found, (text, stop, looks)
 
 
 def test_a_long_text_is_not_decoded_once_for_every_token() -> None:
@@ -55,9 +56,53 @@ def test_a_long_text_is_not_decoded_once_for_every_token() -> None:
     assert cut_completion(anything, tokens, [END], ["stop"]) == ("xxx", tokens[:3], "stop")
     assert tokenizer.decoded < 20
     stream = TextStream(anything, [END], ["stop"])
-    assert [stream.push(tokens[:count]) for count in (2, 7)] == ["", "xxx"]
+    assert [stream.push(tokens[:count]) for count in (2, 7)] == ["xx", "x"]
     assert stream.ended
     before = tokenizer.decoded
     assert not any(stream.push(tokens[:count]) for count in range(8, 4000))
     assert stream.push(tokens, whole=True) == ""
     assert tokenizer.decoded == before, "what comes after the end is not looked at"
+
+
+def test_tokens_are_decoded_when_they_come_and_not_again() -> None:
+    tokenizer, tokens = Bytes(), list("né😀xy".encode() * 400)
+    anything: Any = tokenizer
+    stream, search = TextStream(anything, [END], ["stop"]), StopSearch(anything, [END], ["stop"])
+    pieces = [stream.push(tokens[:count]) for count in range(len(tokens) + 1)]
+    assert "".join(pieces) + stream.push(tokens, whole=True) == bytes(tokens).decode()
+    for count in range(len(tokens) + 1):
+        assert search(tokens[:count], False) is None
+    assert search(tokens, True) is None
+    assert tokenizer.tokens < 2 * 15 * len(tokens), "some tokens before the new ones, and not all of them"
+
+
+def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
+    anything: Any = Bytes()
+    stream, text = TextStream(anything, [END], ["\n\nclass", "#"]), b"a\nb\n\nclaim # c"
+    pieces = [stream.push(text[:count]) for count in range(1, len(text) + 1)]
+    assert pieces == ["a", "", "\nb", "", "", "", "", "", "\n\nclai", "m", " ", "", "", ""]
+    assert (stream.stopped, stream.length) == (True, len(b"a\nb\n\nclaim "))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_search_finds_where_a_completion_is_cut(seed: int) -> None:
+    chance = random.Random(seed)
+    anything: Any = Bytes()
+    for _ in range(200):
+        text = "".join(chance.choices("abcé", k=chance.randint(0, 12)))
+        stop = ["".join(chance.choices("abcé", k=chance.randint(1, 4))) for _ in range(chance.randint(1, 3))]
+        tokens = [*text.encode(), *([END, 97] if chance.random() < 0.3 else [])]
+        own, kept, _ = cut_completion(anything, tokens, [END], stop)
+        expected = len(kept) if own != text else None
+        (search,) = stop_tests(anything, [END], [stop])
+        assert search is not None
+        looks = sorted(chance.randint(0, len(tokens)) for _ in range(6))
+        for count in looks:
+            found = search(tokens[:count], False)
+            over = END in tokens[:count]
+            seen = bytes(tokens[: tokens.index(END) if over else count]).decode(errors="ignore")
+            there = expected is not None and any(seen.startswith(one, len(own)) for one in stop)
+            longer = any(one.startswith(seen[place:]) for one in stop for place in range(min(len(own), len(seen))))
+            assert found == (expected if there and (over or not longer) else None), (text, stop, count)
+        assert search(tokens, True) == search(tokens, True) == expected
+    assert stop_tests(anything, [END], [[], ["x"]])[0] is None

@@ -1,0 +1,307 @@
+"""Attacks on checkpoints, the server, several hosts and batches: what was tried, and what of it held.
+
+``python -m benchmarks.faults --attacks`` runs them all in their long forms; tests run the short ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoints import DEMO, CheckpointError, FolderOutput, convert, open_folder, verify, write_manifest
+from launch.hosts.faults import Timeouts
+from launch.hosts.hub import Hub
+from launch.hosts.secret import new_secret
+from launch.local import free_port
+from runtime import InputError, model_layout, parse_config
+from runtime.text.chat_template import TemplateRenderer
+
+CHANGES = ("flip", "truncate", "zero", "append", "delete", "swap", "add")
+# Files that some reader of models would use, were they there.
+ADDED = (
+    *("chat_template.jinja", "additional_chat_templates/tools.jinja", "added_tokens.json", "special_tokens_map.json"),
+    *("model.safetensors", "model-00003-of-00003.safetensors", "pytorch_model.bin", "adapter_config.json"),
+    *("vocab.json", "modeling_dream.py", "tokenizer.model", "LICENSE.txt"),
+    *("weights/state/d/0", "weights/_METADATA", "weights/.hidden"),
+)
+_LOOP = "{% for a in range(99999) %}"
+TEMPLATES = (
+    _LOOP * 3 + "{% endfor %}" * 3,
+    "{{ 10**9999999999 }}",
+    "{{ 'x' * 10**11 }}",
+    "{{ 'x'|center(10**12) }}",
+    "{{ ('x' * 1000000) * 30 }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ 1 / 0 }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+)
+_MIB = 1 << 20
+_ADDRESS = re.compile(r"serving \S+ on http://([\d.]+):(\d+)")
+_START_SECONDS = 300.0
+
+
+def change(folder: Path, kind: str, generator: random.Random) -> dict[Path, bytes | None] | None:
+    """Change one file of a checkpoint's folder at random.
+
+    Args:
+      folder: of the checkpoint; what is in it may be any file, hidden ones and documents left aside.
+      kind: one of :data:`CHANGES`.
+      generator: of random numbers.
+
+    Returns:
+      What was there before, by path, None for a file that was not; None where nothing came to be changed.
+    """
+    inert = (".md", ".gitattributes")
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(inert))
+    path = generator.choice(files)
+    data = path.read_bytes()
+    at = generator.randrange(len(data) + 1)
+    new: bytes | None = data
+    match kind:
+        case "flip" if at < len(data):
+            new = data[:at] + bytes([data[at] ^ 1 << generator.randrange(8)]) + data[at + 1 :]
+        case "truncate":
+            new = data[:at]
+        case "zero":
+            end = min(len(data), at + generator.choice([1, 4, 64, 4096]))
+            new = data[:at] + bytes(end - at) + data[end:]
+        case "append":
+            new = data + generator.choice([b"\n", b" ", b"\0", generator.randbytes(9)])
+        case "delete":
+            new = None
+        case "swap":
+            other = generator.choice(files)
+            there = other.read_bytes()
+            if there == data:
+                return None
+            path.write_bytes(there)
+            other.write_bytes(data)
+            return {path: data, other: there}
+        case "add":
+            path = folder / generator.choice(ADDED)
+            if path.exists():
+                return None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(generator.choice([b"", b"{}", data]))
+            return {path: None}
+    if new == data:
+        return None
+    path.unlink()
+    if new is not None:
+        path.write_bytes(new)
+    return {path: data}
+
+
+def put_back(path: Path, data: bytes | None) -> None:
+    """Give a file the bytes that it had; None where it was not there."""
+    if data is not None:
+        path.write_bytes(data)
+        return
+    path.unlink()
+    while not any(path.parent.iterdir()):
+        path = path.parent
+        path.rmdir()
+
+
+def refusal(folder: Path) -> str:
+    """What :func:`checkpoints.verify` says is wrong with a folder, empty where it finds nothing."""
+    try:
+        verify(open_folder(folder))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def try_changes(folder: Path, count: int, seed: int = 0) -> dict[str, int]:
+    """Make so many random changes to a checkpoint, one at a time: how many were tried, and found by ``verify``."""
+    generator = random.Random(seed)
+    tried = found = 0
+    while tried < count:
+        before = change(folder, CHANGES[tried % len(CHANGES)], generator)
+        if before is None:
+            continue
+        tried += 1
+        found += bool(refusal(folder))
+        for path, data in before.items():
+            put_back(path, data)
+    return {"tried": tried, "found": found}
+
+
+def attack_checkpoints(count: int) -> dict[str, Any]:
+    """Random changes of a Hugging Face folder and of a canonical checkpoint, both of the demo's weights."""
+    with tempfile.TemporaryDirectory() as name:
+        plain, canonical = Path(name, "huggingface"), Path(name, "orbax")
+        shutil.copytree(DEMO, plain, ignore=shutil.ignore_patterns("*.py", "*.jsonl", "__pycache__"))
+        layout = model_layout(parse_config(open_folder(plain).config))
+        write_manifest(open_folder(plain), layout)
+        output = FolderOutput(canonical)
+        output.prepare(overwrite=False)
+        convert(open_folder(plain), layout, output)
+        return {folder.name: try_changes(folder, count // 2) for folder in (plain, canonical)}
+
+
+def attack_templates(seconds: float = 1.0) -> dict[str, Any]:
+    """Chat templates that do not end, fill the memory or fail: how many were refused, and within how many seconds."""
+    renderer, longest, refused = TemplateRenderer(seconds), 0.0, 0
+    for template in TEMPLATES:
+        start = time.monotonic()
+        try:
+            renderer.render(template, [[{"role": "user", "content": "x"}]], {}, True)
+        except InputError:
+            refused += 1
+        longest = max(longest, time.monotonic() - start)
+    return {"tried": len(TEMPLATES), "refused": refused, "deadline": seconds, "longest_seconds": round(longest, 2)}
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def attack_hub(connections: int) -> dict[str, Any]:
+    """Strangers that send host 0 a line without end: how many were cut off, and what they cost it."""
+
+    async def attack() -> tuple[int, int]:
+        port, sent, cut = free_port(), 0, 0
+        hub = Hub(2, Timeouts(600, 600, 600, 600), lambda text: None, new_secret().encode())
+        await hub.listen("127.0.0.1", port)
+        for _ in range(connections):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                for _ in range(64):
+                    writer.write(b"x" * _MIB)
+                    await writer.drain()
+                    sent += _MIB
+            except OSError:
+                cut += 1
+            writer.close()
+        return sent, cut
+
+    before = _resident()
+    sent, cut = asyncio.run(attack())
+    return {"connections": connections, "cut_off": cut, "bytes_sent": sent, "bytes_grown": max(0, _resident() - before)}
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[str, int, subprocess.Popen[bytes]]]:
+    """A server of the demo in a process of its own: its address, its port and the process."""
+    log = folder / "server.log"
+    command = [sys.executable, "-m", "launch.serve", "--port=0", "--mesh=tensor=1", "--canvas=128"]
+    with log.open("wb") as file:
+        process = subprocess.Popen([*command, "--max_new_tokens=8"], stderr=file)
+    try:
+        end = time.monotonic() + _START_SECONDS
+        while (found := _ADDRESS.search(log.read_text(errors="replace"))) is None:
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"the server has not started:\n{log.read_text(errors='replace')}")
+            time.sleep(0.1)
+        yield found[1], int(found[2]), process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _post(address: tuple[str, int], source: str, body: bytes) -> int:
+    connection = http.client.HTTPConnection(*address, timeout=120, source_address=(source, 0))
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status
+
+
+def attack_server(clients: int, requests: int) -> dict[str, Any]:
+    """Valid requests beside clients that send lists of 100,000 mistakes each: latencies in seconds, and memory."""
+    flood = json.dumps({"prompt": [-1] * 100_000}).encode()
+    valid = json.dumps({"prompt": "def f(x):\n", "max_tokens": 8, "seed": 1}).encode()
+    with tempfile.TemporaryDirectory() as name, serving(Path(name)) as (host, port, process):
+
+        def latencies() -> list[float]:
+            taken = []
+            for _ in range(requests):
+                start = time.perf_counter()
+                status = _post((host, port), "127.0.0.1", valid)
+                if status != 200:
+                    raise RuntimeError(f"a valid request was answered with {status}")
+                taken.append(time.perf_counter() - start)
+            return taken
+
+        def memory() -> int:
+            status = Path(f"/proc/{process.pid}/statm").read_text()
+            return int(status.split()[1]) * resource.getpagesize()
+
+        latencies()
+        alone, before, over, sent = latencies(), memory(), threading.Event(), [0] * clients
+
+        def attack(number: int) -> None:
+            while not over.is_set():
+                if _post((host, port), f"127.0.0.{2 + number}", flood) not in (400, 429):
+                    raise RuntimeError("a list of mistakes was taken for a request")
+                sent[number] += 1
+
+        threads = [threading.Thread(target=attack, args=(number,), daemon=True) for number in range(clients)]
+        for thread in threads:
+            thread.start()
+        under = latencies()
+        over.set()
+        for thread in threads:
+            thread.join()
+        return {
+            "clients": clients,
+            "lists_sent": sum(sent),
+            "alone": _quantiles(alone),
+            "under_attack": _quantiles(under),
+            "p99_ratio": round(float(np.quantile(under, 0.99) / np.quantile(alone, 0.99)), 2),
+            "bytes_grown": max(0, memory() - before),
+        }
+
+
+def _quantiles(seconds: list[float]) -> dict[str, float]:
+    return {name: round(float(np.quantile(seconds, at)), 4) for name, at in (("p50", 0.5), ("p99", 0.99))}
+
+
+def attack_batch(lines: int) -> dict[str, Any]:
+    """A batch of so many lines: seconds from its start until the first result is on the disk."""
+    with tempfile.TemporaryDirectory() as name:
+        source, output = Path(name, "in.jsonl"), Path(name, "out")
+        with source.open("w") as file:
+            for number in range(lines):
+                file.write(json.dumps({"id": f"{number}", "prompt": f"def add_{number}(a, b):\n"}) + "\n")
+        command = [sys.executable, "-m", "launch.batch", f"--input={source}", f"--output_dir={output}"]
+        start = time.monotonic()
+        process = subprocess.Popen([*command, "--max_new_tokens=8"], stderr=subprocess.DEVNULL)
+        try:
+            results = output / "results.jsonl"
+            while not (results.exists() and results.stat().st_size):
+                if process.poll() is not None:
+                    raise RuntimeError(f"the batch has ended with {process.returncode}")
+                time.sleep(0.05)
+            return {"lines": lines, "first_result_seconds": round(time.monotonic() - start, 2)}
+        finally:
+            process.kill()
+            process.wait()
+
+
+LONG: dict[str, Callable[[], dict[str, Any]]] = {
+    "checkpoints": lambda: attack_checkpoints(10_000),
+    "templates": attack_templates,
+    "hub": lambda: attack_hub(200),
+    "server": lambda: attack_server(8, 200),
+    "batch": lambda: attack_batch(1_000_000),
+}

@@ -1,0 +1,151 @@
+"""Cycles of TPU kernels, counted in the final bundles that libtpu writes while it compiles.
+
+A bundle is one very long instruction word, and a core issues one a cycle. libtpu writes the bundles of each kernel to a
+text file, with the nesting of loops beside each bundle and the trip count of a loop in its exit test.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Written for each kernel of a program: DIR/<time>-<kernel>-<number>-final_bundles.txt.
+_FILE = re.compile(r"^\d+-(.*?)-\d+-final_bundles\.txt$")
+_BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+((?:[A-Z]{2},?\s*)*):\s*((?:>\s*)*)\{(.*)$")
+_EXIT = re.compile(r"scmp\.\w+\.[su]32\.totalorder (?:\([^)]*\), )?%(\w+), (\d+) /\* loop exit test")
+_STAGE = re.compile(r"iteration index, stage = (\d+)")
+_STEP = re.compile(r"%(\w+) = sadd\.s32 (?:\([^)]*\), )?(\d+), ")
+# A branch past what only the first, or the last, of some tiles needs.
+_NOT_AT = re.compile(r"%(\w+) = scmp\.ne\.s32\.totalorder %\w+, (\d+) ")
+_SKIP = re.compile(r"sbr\.rel \(%(\w+)\) target")
+_PRODUCT = re.compile(r"vmatmul\.(lmr\.|)(?:\w+\.)*?(bf16|f32|s8)\.(?:\w+\.)*?mxu(\d)")
+# A loop that overlaps copies with work runs up to two iterations more than it has tiles, and does no work in them.
+_COPY_STAGES = 2
+# Rows that an instruction puts into a matrix unit, one a cycle: those of a packed register, or half of them.
+_ROWS = {"f32": 8, "bf16": 16, "s8": 32}
+
+
+def dump_options(folder: Path) -> str:
+    """``LIBTPU_INIT_ARGS`` that make libtpu write the bundles of what it compiles into a folder."""
+    return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+
+
+@dataclass
+class _Loop:
+    """A loop, or the whole kernel: bundles of its own, the loops in it, and what its text says of its length."""
+
+    depth: int
+    trips: int | None = None
+    bundles: int = 0
+    seldom: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    tests: dict[str, int] = field(default_factory=dict)
+    skipping: int | None = None
+    stages: int = 0
+    inner: list[_Loop] = field(default_factory=list)
+    steps: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def read(self, marks: str, words: str) -> None:
+        """Add a bundle of its own."""
+        if "PF" in marks:
+            self.skipping = None
+        if self.skipping is None:
+            self.bundles += 1
+        else:
+            self.seldom[self.skipping] += 1
+        self.tests |= {name: int(tile) for name, tile in _NOT_AT.findall(words)}
+        if (skip := _SKIP.search(words)) and skip[1] in self.tests:
+            self.skipping = self.tests[skip[1]]
+        for stage in _STAGE.findall(words):
+            self.stages = max(self.stages, int(stage) + 1)
+        for name, step in _STEP.findall(words):
+            self.steps[name] = int(step)
+        for half, kind, unit in _PRODUCT.findall(words):
+            self.rows[unit] += _ROWS[kind] // (2 if half else 1)
+        if found := _EXIT.search(words):
+            self.trips = -(-int(found[2]) // max(1, self.steps.get(found[1], 1)))
+
+    def issued(self, tiles: int) -> tuple[int, int]:
+        """Cycles and loops of unknown length, of this loop and those in it."""
+        inside = [one.issued(tiles) for one in self.inner]
+        trips = 1 if self.trips is None else self.trips
+        if self.stages and trips - _COPY_STAGES <= tiles <= trips:
+            trips = tiles
+        elif self.stages == _COPY_STAGES:
+            trips = max(1, trips - _COPY_STAGES)
+        last = max(self.seldom, default=0)
+        seldom = sum(bundles / ((tile or last) + 1) for tile, bundles in self.seldom.items())
+        own = max(self.bundles + round(seldom), *self.rows.values(), 0)
+        return trips * (own + sum(cycles for cycles, _ in inside)), (
+            sum(unknown for _, unknown in inside) + (self.trips is None)
+        )
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The schedule of one kernel.
+
+    Attributes:
+      cycles: bundles that it issues, or those its matrix units are busy for where that is longer, loop by loop; loops
+        are multiplied out, and branches count as taken, but for what only the first or the last of some tiles needs.
+      unknown_loops: loops whose length is not in the text; they count once.
+    """
+
+    cycles: int
+    unknown_loops: int
+
+
+def read_kernel(text: str, tiles: int = 0) -> Kernel:
+    """Count the cycles of one kernel.
+
+    Args:
+      text: its bundles.
+      tiles: that the compiler cut its work into, where that is known.
+    """
+    kernel = _Loop(0, trips=1)
+    open_loops = [kernel]
+    for marks, depth, words in _bundles(text):
+        # The empty bundles in the shadow of a branch are written without their depth.
+        if depth or not words.startswith("}"):
+            while open_loops[-1].depth > depth or (open_loops[-1].depth == depth > 0 and "LB" in marks):
+                open_loops.pop()
+            if "LB" in marks:
+                loop = _Loop(depth)
+                open_loops[-1].inner.append(loop)
+                open_loops.append(loop)
+        open_loops[-1].read(marks, words)
+    return Kernel(*kernel.issued(tiles))
+
+
+def _bundles(text: str) -> Iterator[tuple[str, int, str]]:
+    """Marks, depth and words of each bundle; comments within a bundle may run over several lines."""
+    current: tuple[str, int, str] | None = None
+    for line in text.splitlines():
+        found = _BUNDLE.match(line)
+        if found:
+            if current:
+                yield current
+            current = found[1], found[2].count(">"), found[3]
+        elif current:
+            current = current[0], current[1], current[2] + line
+    if current:
+        yield current
+
+
+def read_dump(folder: Path, tiles: Mapping[str, int]) -> dict[str, Kernel]:
+    """The kernels of a dump, by the name that the optimized HLO has for them.
+
+    Args:
+      folder: that was dumped to.
+      tiles: of kernels, as for :func:`read_kernel`.
+    """
+    found = {}
+    for path in sorted(folder.iterdir()):
+        name = _FILE.match(path.name)
+        if name:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            found[name[1]] = read_kernel(text, tiles.get(name[1], 0))
+    return found

@@ -1,0 +1,198 @@
+"""What a kernel of optimized HLO takes: its bundles on a TPU, its operations and bytes on a GPU."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks.bundles import Kernel
+from benchmarks.pass_times import Device, Work
+from runtime.planner.hlo import HloCollective, Instruction, Module, array_bytes
+from sharding.links import HOP_SECONDS, Wiring
+from sharding.topology import Chip
+
+# Cores of a chip, and numbers that the matrix units of one multiply in a cycle: the clock follows from the peak.
+_TPU_CORES = {
+    "v4": (2, 4 * 128 * 128),
+    "v5e": (1, 4 * 128 * 128),
+    "v5p": (2, 4 * 128 * 128),
+    "v6e": (1, 4 * 256 * 256),
+}
+# Share of a TPU's published memory bandwidth that copies reach: an assumption.
+TPU_BANDWIDTH_SHARE = 0.9
+# Operations and bytes per second that products and copies reach, as measured on one H200.
+H200_FLOPS, H200_BANDWIDTH = 790e12, 4.3e12
+# Seconds from the end of a kernel to the start of the next: an assumption.
+LAUNCH_SECONDS = 1e-6
+
+Links = Callable[[HloCollective], float]
+
+_ARRAY = re.compile(r"\b([a-z]+\d*\[[\d,]*\])(\{[^}]*\})?")
+# Kernels of fewer bytes may be part of the program's own bundles.
+_SMALL = 4096
+_SLICES = ("dynamic-slice", "slice", "gather")
+# They write into their first operand, and which operand they write.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+_PASSED_ON = ("bitcast", "reshape", "copy", "convert")
+
+
+def clock(chip: Chip) -> float:
+    """Cycles per second of a TPU's cores."""
+    cores, numbers = _TPU_CORES[chip.name]
+    return chip.flops / (2 * cores * numbers)
+
+
+def tiles_of(module: Module) -> dict[str, int]:
+    """Tiles that the TPU compiler cut each kernel into, where its configuration says so."""
+    found = {}
+    for instructions in module.computations.values():
+        for one in instructions:
+            bounds = re.search(r'"iteration_bounds":\[([^\]]*)\]', one.rest)
+            if bounds:
+                found[one.name] = math.prod(int(size) for size in re.findall(r"\d+", bounds[1]))
+    return found
+
+
+def tpu_device(chip: Chip, kernels: Mapping[str, Kernel], module: Module, links: Links, missing: set[str]) -> Device:
+    """A TPU: a kernel takes its bundles, or the time of its bytes where that is longer.
+
+    Args:
+      chip: which.
+      kernels: of the program, from the dump.
+      module: the program.
+      links: seconds of a collective.
+      missing: takes the names of kernels without bundles.
+    """
+    hertz, bandwidth = clock(chip), chip.memory_bandwidth * TPU_BANDWIDTH_SHARE
+    twins: dict[str, Kernel] = {}
+    for instructions in module.computations.values():
+        local = {one.name: one for one in instructions}
+        twins |= {_shape_of_work(module, local, one): kernels[one.name] for one in instructions if one.name in kernels}
+
+    def kernel(module: Module, local: dict[str, Instruction], one: Instruction) -> Work:
+        found = kernels.get(one.name) or twins.get(_shape_of_work(module, local, one))
+        moved = bytes_moved(module, local, one)
+        if found is None and array_bytes(one.shape) > _SMALL:
+            missing.add(f"{one.name} {one.operation} {one.shape}")
+        return Work(max((found.cycles if found else 0) / hertz, moved / bandwidth), moved)
+
+    return Device(kernel, links, bandwidth)
+
+
+def _shape_of_work(module: Module, local: dict[str, Instruction], one: Instruction) -> str:
+    """What two kernels share of which the compiler writes the bundles of one alone."""
+    operands = [local[name].shape for name in one.operands if name in local]
+    body = [f"{inner.operation} {inner.shape}" for inner in module.computations.get(one.called.get("calls", ""), ())]
+    return f"{one.operation} {one.shape} {operands} {body}"
+
+
+def gpu_device(links: Links) -> Device:
+    """An H200: a kernel takes the longer of its operations and its bytes at measured rates, and a launch."""
+
+    def kernel(module: Module, local: dict[str, Instruction], one: Instruction) -> Work:
+        moved = bytes_moved(module, local, one)
+        seconds = max(operations(module, local, one) / H200_FLOPS, moved / H200_BANDWIDTH)
+        return Work(seconds, moved)
+
+    return Device(kernel, links, H200_BANDWIDTH, LAUNCH_SECONDS)
+
+
+def link_times(wiring: Wiring, sizes: Mapping[str, int]) -> Links:
+    """Seconds of a collective alone: its bytes over link rates.
+
+    Args:
+      wiring: of the mesh.
+      sizes: of its axes.
+    """
+
+    def seconds(one: HloCollective) -> float:
+        axes = one.axes(sizes)
+        members = wiring.members(axes)
+        if one.kind == "collective-permute":
+            # To a neighbour, through one link.
+            return one.payload / wiring.topology.chip.link_bandwidth + HOP_SECONDS["interconnect"]
+        return wiring.link(axes).seconds(one.kind, one.payload, members) if members > 1 else 0.0
+
+    return seconds
+
+
+def bytes_moved(module: Module, local: Mapping[str, Instruction], one: Instruction) -> float:
+    """Bytes that a kernel reads and writes in device memory; of an array that it slices, the slice."""
+    if one.operation in _SLICES:
+        return 2.0 * _in_memory(one.shape)
+    inner = module.computations.get(one.called.get("calls", ""), ()) if one.operation == "fusion" else ()
+    total = 0.0
+    for number, name in enumerate(one.operands):
+        if name in local:
+            whole = _in_memory(local[name].shape)
+            total += min(whole, _taken(module, inner, number)) if inner else whole
+    return total + _written(module, inner, one.shape)
+
+
+def _in_memory(shape: str) -> int:
+    """Bytes of the arrays of a shape that are not in on-chip memory."""
+    return sum(array_bytes(array) for array, layout in _ARRAY.findall(shape) if "S(" not in layout)
+
+
+def _taken(module: Module, body: Sequence[Instruction], number: int) -> float:
+    """Bytes that a fused computation takes of a parameter: all, or what it slices out."""
+    name = next((one.name for one in body if one.operation == "parameter" and one.rest.startswith(f"{number})")), "")
+    total = 0.0
+    for one in body:
+        if name not in one.operands:
+            continue
+        place = one.operands.index(name)
+        if one.operation in _SLICES and place == 0:
+            total += array_bytes(one.shape)
+        elif one.operation in _UPDATES and place == 0:
+            continue
+        elif one.operation in _PASSED_ON:
+            following = [other for other in body if one.name in other.operands]
+            if not following or not all(other.operation in _SLICES for other in following):
+                return math.inf
+            total += sum(array_bytes(other.shape) for other in following)
+        elif one.operation == "fusion":
+            total += _taken(module, module.computations[one.called["calls"]], place)
+        else:
+            return math.inf
+    return total
+
+
+def _written(module: Module, body: Sequence[Instruction], shape: str) -> float:
+    """Bytes of a kernel's results; of an array that is updated in place, the update."""
+    whole = _in_memory(shape)
+    if not body or not whole:
+        return whole
+    byname = {one.name: one for one in body}
+    root = body[-1]
+    while root.operation in _PASSED_ON and root.operands and root.operands[0] in byname:
+        root = byname[root.operands[0]]
+    if root.operation in _UPDATES:
+        return array_bytes(byname[root.operands[_UPDATES[root.operation]]].shape)
+    return whole
+
+
+def operations(module: Module, local: Mapping[str, Instruction], one: Instruction) -> float:
+    """Floating-point operations of the products in a kernel."""
+    if one.operation == "fusion":
+        body = module.computations.get(one.called.get("calls", ""), ())
+        inside = {inner.name: inner for inner in body}
+        return sum(operations(module, inside, inner) for inner in body)
+    shapes = [_sizes(local[name].shape) for name in one.operands if name in local]
+    if one.operation == "dot" or "gemm" in one.rest:
+        contracted = re.search(r'lhs_contracting_(?:dims=\{|dimensions":\[)"?([\d,"]*)', one.rest)
+        if contracted and shapes:
+            axes = [int(axis) for axis in re.findall(r"\d+", contracted[1])]
+            result = _ARRAY.search(one.shape)
+            return 2.0 * math.prod(_sizes(result[1] if result else "")) * math.prod(shapes[0][axis] for axis in axes)
+    if "fmha" in one.rest and len(shapes) > 1:
+        # [B, S, heads, H] by [B, T, KV heads, H], two products.
+        B, S, heads, H = shapes[0]
+        return 4.0 * B * S * heads * H * shapes[1][1]
+    return 0.0
+
+
+def _sizes(shape: str) -> list[int]:
+    found = re.search(r"\[([\d,]*)\]", shape)
+    return [int(size) for size in found[1].split(",") if size] if found else []

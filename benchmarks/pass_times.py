@@ -1,0 +1,201 @@
+"""Time of one pass of a compiled program: its instructions one after another, collectives where nothing hides them.
+
+The optimized HLO lists instructions in the order in which a device runs them. What each takes is for the caller to say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from runtime.planner.hlo import KINDS, HloCollective, Instruction, Module, array_bytes, fused_slice, read_collective
+
+# They describe values and take no time.
+_FREE = {
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
+    "opt-barrier", "while", "conditional", "call", "domain", "add-dependency",
+}  # fmt: skip
+_SCOPE = re.compile(r'op_name="([^"]*)"')
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one run of a kernel takes.
+
+    Attributes:
+      seconds: alone on the device.
+      bytes_moved: read and written in device memory.
+    """
+
+    seconds: float
+    bytes_moved: float = 0.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """What instructions take on a device.
+
+    Attributes:
+      kernel: work of one instruction, given the module and the instructions of its computation by name.
+      collective: seconds of a collective alone.
+      bandwidth: bytes per second of device memory.
+      launch: seconds that each kernel takes beside its work.
+    """
+
+    kernel: Callable[[Module, dict[str, Instruction], Instruction], Work]
+    collective: Callable[[HloCollective], float]
+    bandwidth: float
+    launch: float = 0.0
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Time that an instruction takes of a pass.
+
+    Attributes:
+      name: of the instruction.
+      kind: ``kernel``, ``collective`` (what of it nothing hides), ``memory`` (waiting for copies) or ``launch`` (of
+        all kernels of a computation).
+      scope: the named scopes that it was written in.
+      seconds: of all its runs in the pass.
+      runs: how many those are.
+    """
+
+    name: str
+    kind: str
+    scope: str
+    seconds: float
+    runs: float
+
+
+@dataclass
+class _Queue:
+    """Transfers beside the kernels: those of one lane run one after another."""
+
+    free_at: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    until: dict[str, float] = field(default_factory=dict)
+
+    def start(self, key: str, now: float, seconds: float, lane: str = "") -> None:
+        self.free_at[lane] = max(self.free_at[lane], now) + seconds
+        self.until[key] = self.free_at[lane]
+
+
+@dataclass(frozen=True)
+class _Walk:
+    module: Module
+    device: Device
+    open_lengths: Sequence[float]
+    refresh: bool | None
+
+    def times(self, within: tuple[str, ...]) -> float:
+        """How often the pass runs what stands within these loops and branches."""
+        if self.refresh is not None and (within[:2] == ("loop", "loop")) != self.refresh:
+            return 0.0
+        return self.open_lengths[min(within.count("loop"), len(self.open_lengths) - 1)]
+
+    def run(self, name: str, repeats: int, within: tuple[str, ...]) -> list[Spent]:
+        """The instructions of a computation that is run ``repeats`` times."""
+        instructions = self.module.computations.get(name, ())
+        local = {one.name: one for one in instructions}
+        often = repeats * self.times(within)
+        last_of = {channel: one.name for one in instructions for channel, _ in self._fused_collectives(one)}
+        links, copies, found = _Queue(), _Queue(), []
+        now, moved, kernels = 0.0, 0.0, 0
+
+        def spend(one: Instruction, kind: str, seconds: float) -> None:
+            nonlocal now
+            now += seconds
+            if seconds and often:
+                scope = _SCOPE.search(one.rest)
+                found.append(Spent(one.name, kind, scope[1] if scope else "", seconds * often, often))
+
+        for one in instructions:
+            inner = self._nested(one, repeats, within)
+            if inner is not None:
+                found += inner
+                now += sum(spent.seconds for spent in inner) / often if often else 0.0
+                continue
+            kind = one.operation.removesuffix("-start").removesuffix("-done")
+            if one.operation.endswith("-done"):
+                queue = links if one.operands[0] in links.until else copies
+                wait = queue.until.get(one.operands[0], 0.0) - now
+                spend(one, "collective" if queue is links else "memory", max(0.0, wait))
+            elif one.operation.endswith("-start") and kind in KINDS:
+                # Permutations in two directions use the links at the same time.
+                pairs = re.search(r"source_target_pairs=\{[^=]*\}\}", one.rest)
+                links.start(one.name, now, self.device.collective(read_collective(one)), pairs[0] if pairs else "")
+            elif one.operation.endswith("-start"):
+                amount = array_bytes(one.shape) / 2
+                moved += amount
+                copies.start(one.name, now, amount / self.device.bandwidth)
+            elif kind in KINDS:
+                spend(one, "collective", self.device.collective(read_collective(one)))
+            elif one.operation not in _FREE:
+                fused = self._fused_collectives(one)
+                for channel, collective in fused:
+                    if channel not in links.until:
+                        links.start(channel, now, self.device.collective(collective))
+                work = self.device.kernel(self.module, local, one)
+                moved += work.bytes_moved
+                kernels += 1
+                spend(one, "kernel", work.seconds)
+                for channel, _ in fused:
+                    if last_of[channel] == one.name:
+                        spend(one, "collective", max(0.0, links.until[channel] - now))
+        waiting = moved / self.device.bandwidth - now
+        if waiting > 0 and often:
+            found.append(Spent(name, "memory", "copies beside the kernels", waiting * often, often))
+        if kernels and self.device.launch:
+            found.append(Spent(name, "launch", "", kernels * self.device.launch * often, kernels * often))
+        return found
+
+    def _nested(self, one: Instruction, repeats: int, within: tuple[str, ...]) -> list[Spent] | None:
+        """What runs inside a loop, a branch or a call; None for other instructions."""
+        if one.operation == "while":
+            trips = self.module.trips(one)
+            inside = within if trips is not None else (*within, "loop")
+            count = repeats * (trips if trips is not None else 1)
+            parts = (one.called["condition"], one.called["body"])
+            return [spent for name in parts for spent in self.run(name, count, inside)]
+        if one.operation == "conditional":
+            sides = [self.run(name, repeats, (*within, "branch")) for name in one.branches]
+            return max(sides, key=lambda side: sum(spent.seconds for spent in side))
+        if one.operation == "call":
+            return self.run(one.called["to_apply"], repeats, within)
+        return None
+
+    def _fused_collectives(self, one: Instruction) -> list[tuple[str, HloCollective]]:
+        """Collectives inside a fusion, with their channels: the compiler spreads one over several fusions."""
+        if one.operation != "fusion":
+            return []
+        found, name = [], one.called.get("calls", "")
+        for inner in self.module.computations.get(name, ()):
+            if inner.operation.removesuffix("-start") in KINDS:
+                channel = re.search(r"channel_id=(\d+)", inner.rest)
+                collective = read_collective(inner)
+                if fused_slice(name):
+                    collective = replace(collective, kind="reduce-scatter")
+                found.append((channel[1] if channel else inner.name, collective))
+            found += self._fused_collectives(inner)
+        return found
+
+
+def pass_times(module: Module, name: str, device: Device, chunks: float) -> list[Spent]:
+    """The instructions of one pass and what they take.
+
+    Args:
+      module: optimized HLO of the program that has the pass.
+      name: of the pass: ``denoise step``, ``refresh``, ``block step``, ``prefill`` or ``decode``.
+      device: what instructions take.
+      chunks: runs of the head, which are the innermost loop of a length that only running tells.
+    """
+    # Outside any open loop a program prepares; the first open loop is over passes, one inside it over chunks.
+    lengths = [1.0] if name == "prefill" else [0.0, 1.0, chunks]
+    refresh = None
+    if name in ("refresh", "block step"):
+        # Rows are refreshed in a loop within the loop over steps; a window is a branch of it.
+        refresh = name == "refresh"
+        lengths = [0.0, 0.0, 1.0, chunks] if refresh else lengths
+    return _Walk(module, device, lengths, refresh).run(module.entry, 1, ())

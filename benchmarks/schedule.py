@@ -1,0 +1,290 @@
+"""Times of a pass by the compilers' own schedules: no accelerator is needed, and nothing runs.
+
+  python -m benchmarks.schedule                            every target that a compiler here knows
+  python -m benchmarks.schedule --only=v5e-t8-b1           some of them
+  python -m benchmarks.schedule --before=PATH              and the same of another checkout, in the same record
+
+A TPU kernel takes the bundles that libtpu schedules, or the time of its bytes where that is longer; collectives take
+their bytes over the links, less what runs beside them. A GPU kernel is *modelled*: the longer of its operations at 790
+TF/s and its bytes at 4.3 TB/s, as measured on an H200, and a launch. Each target is compiled in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from benchmarks.bundles import dump_options, read_dump
+from benchmarks.kernel_work import LAUNCH_SECONDS, TPU_BANDWIDTH_SHARE, gpu_device, link_times, tiles_of, tpu_device
+from benchmarks.pass_times import Spent, pass_times
+from benchmarks.records import build_record, define_record_flags, note_lines, write_record
+from launch.startup import compile_only, run_launcher
+from runtime.planner.estimate import Estimate, estimate_workload
+from runtime.planner.hlo import read_module
+from runtime.planner.presets import preset
+from runtime.planner.workload import Workload
+from sharding.aot import missing_compiler
+from sharding.errors import InputError
+from sharding.links import Wiring
+from sharding.mesh import MeshSpec
+from sharding.topology import parse_topology
+
+_MODEL, _MASKED = "diffucoder-7b", 128
+_STEP, _QWEN = "denoise step", {"model": "qwen2.5-7b"}
+_TIMEOUT = 1800
+# Instructions of a record, and parts of a table row.
+_LARGEST, _SHOWN = 12, 4
+
+
+@dataclass(frozen=True)
+class Target:
+    """A pass on a machine.
+
+    Attributes:
+      topology, mesh: as users write them.
+      phase: the pass.
+      workload: fields of its :class:`Workload` beside those of the others.
+      goal: milliseconds; None for none.
+    """
+
+    topology: str
+    mesh: str
+    phase: str
+    workload: Mapping[str, Any]
+    goal: float | None = None
+
+    @property
+    def child(self) -> dict[str, Any]:
+        """What :mod:`benchmarks.compile_phases` is told."""
+        return {"model": _MODEL, "topology": self.topology, "mesh": self.mesh, "dtype": "bfloat16", **self.workload}
+
+    @property
+    def estimate(self) -> Estimate:
+        """What the planner of this checkout says of the workload."""
+        fields = {name: value for name, value in self.child.items() if name not in ("model", "topology", "mesh")}
+        workload = Workload(preset(self.child["model"]), **fields)
+        return estimate_workload(workload, parse_topology(self.topology), MeshSpec.parse(self.mesh))
+
+    def chunks(self, chunk: int) -> float:
+        """How often the head runs in the pass, with chunks of this many positions."""
+        return -(-_MASKED // chunk) if self.phase == _STEP else 1
+
+    def planned_ms(self) -> float:
+        """The planner's time of the pass."""
+        found = self.estimate
+        phase = next(one.phase for one in found.phases if one.phase.name == self.phase)
+        return round(1e3 * found.of_phase(replace(phase, chunks=self.chunks(phase.chunk))).seconds, 3)
+
+
+def _canvas(rows: int, positions: int) -> dict[str, Any]:
+    half = positions // 2
+    return {"batch": rows, "prompt": half, "new_tokens": half, "steps": half}
+
+
+_INT8 = {"quantization": "int8"}
+_BLOCKS = {"cache": "dual"}
+TARGETS = {
+    "v5e-t8-b1": Target("v5e:2x4", "tensor=8", _STEP, _canvas(1, 512), 8.5),
+    "v5e-t8-b16": Target("v5e:2x4", "tensor=8", _STEP, _canvas(16, 512), 110),
+    "v5e-d2-t4-b16": Target("v5e:2x4", "data=2,tensor=4", _STEP, _canvas(16, 512), 92),
+    "v5e-t8-b1-8192": Target("v5e:2x4", "tensor=8", _STEP, _canvas(1, 8192), 150),
+    "v5p-b1": Target("v5p:2x2x1", "data=1", _STEP, _canvas(1, 512), 20),
+    "v5p-b1-2048": Target("v5p:2x2x1", "data=1", _STEP, _canvas(1, 2048), 75),
+    "v4-d8-t2-b16": Target("v4:2x2x4", "data=8,tensor=2", _STEP, _canvas(16, 512), 40),
+    "v5p-s8-b1-2048": Target("v5p:2x2x2", "sequence=8", _STEP, _canvas(1, 2048)),
+    "v5e-t8-block": Target("v5e:2x4", "tensor=8", "block step", _canvas(8, 512) | _BLOCKS),
+    "v5p-block": Target("v5p:2x2x1", "data=1", "block step", _canvas(1, 512) | _BLOCKS),
+    "v4-t4-block": Target("v4:2x2x1", "tensor=4", "block step", _canvas(8, 512) | _BLOCKS),
+    "v5e-t8-prefill": Target("v5e:2x4", "tensor=8", "prefill", _canvas(8, 512) | _QWEN),
+    "v5e-t8-decode": Target("v5e:2x4", "tensor=8", "decode", _canvas(8, 512) | _QWEN),
+    "v5p-prefill": Target("v5p:2x2x1", "data=1", "prefill", _canvas(4, 1024) | _QWEN),
+    "v5p-decode": Target("v5p:2x2x1", "data=1", "decode", _canvas(4, 1024) | _QWEN),
+    "v4-t4-prefill": Target("v4:2x2x1", "tensor=4", "prefill", _canvas(16, 1024) | _QWEN),
+    "v4-t4-decode": Target("v4:2x2x1", "tensor=4", "decode", _canvas(16, 1024) | _QWEN),
+    "h200-b1": Target("1xh200", "data=1", _STEP, _canvas(1, 512), 12.5),
+    "h200-block": Target("1xh200", "data=1", "block step", _canvas(1, 512) | _BLOCKS, 4.5),
+    "h200-decode": Target("1xh200", "data=1", "decode", _canvas(1, 512) | _QWEN, 4),
+    "h200-decode-int8": Target("1xh200", "data=1", "decode", _canvas(1, 512) | _QWEN | _INT8, 2.2),
+}
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Define this benchmark's flags."""
+    define_record_flags(values)
+    flags.DEFINE_list("only", [], f"Of {', '.join(TARGETS)}. Default: all.", flag_values=values)
+    flags.DEFINE_string("before", None, "Another checkout, whose programs stand beside these.", flag_values=values)
+
+
+def compile_target(target: Target, checkout: Path, folder: Path) -> None:
+    """Compile a target's programs in a child process; their HLO and, on TPU, their bundles go into a folder.
+
+    Raises:
+      InputError: the compiler refuses.
+    """
+    (folder / "dump").mkdir()
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    if parse_topology(target.topology).chip.platform == "tpu":
+        environment["LIBTPU_INIT_ARGS"] = dump_options(folder / "dump")
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # what comes from a cache is not compiled, and not dumped
+    script = Path(__file__).with_name("compile_phases.py")
+    done = subprocess.run(
+        [sys.executable, "-P", str(script), str(folder), json.dumps(target.child)],
+        env=environment, cwd=folder, timeout=_TIMEOUT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise InputError(f"{target.topology} {target.mesh}: {done.stderr.strip()[-2000:]}")
+
+
+def measure(target: Target, folder: Path) -> dict[str, Any]:
+    """Add up what a target's pass takes.
+
+    Args:
+      target: which.
+      folder: that :func:`compile_target` has filled.
+    """
+    described = json.loads((folder / "phases.json").read_text(encoding="utf-8"))
+    program = "blocks" if target.phase in ("block step", "refresh") else target.phase
+    module = read_module((folder / f"{program.replace(' ', '_')}.hlo").read_text(encoding="utf-8"))
+    topology, layout = parse_topology(target.topology), target.estimate.layout
+    links = link_times(Wiring(topology, layout.spec, layout.heads), layout.mesh_axis_sizes)
+    missing: set[str] = set()
+    if topology.chip.platform == "tpu":
+        kernels = read_dump(folder / "dump", tiles_of(module))
+        device = tpu_device(topology.chip, kernels, module, links, missing)
+    else:
+        device = gpu_device(links)
+    spent = pass_times(module, target.phase, device, target.chunks(described["passes"][target.phase]["chunk"]))
+    return _summary(spent, described, target, missing)
+
+
+def _summary(spent: Sequence[Spent], described: Mapping[str, Any], target: Target, missing: set[str]) -> dict[str, Any]:
+    """One result: the time, where it goes, and the instructions that take most of it."""
+    parts: dict[str, float] = defaultdict(float)
+    for one in spent:
+        parts[one.kind if one.kind != "kernel" else _part(one.scope)] += 1e3 * one.seconds
+    largest = sorted(spent, key=lambda one: -one.seconds)[:_LARGEST]
+    return {
+        "ms": round(sum(parts.values()), 3),
+        "planned_ms": described["passes"][target.phase]["planned_ms"],
+        "parts": {name: round(value, 3) for name, value in sorted(parts.items(), key=lambda part: -part[1])},
+        "largest": [
+            {
+                "name": one.name,
+                "kind": one.kind,
+                "scope": "/".join(one.scope.split("/")[-3:]),
+                "ms": round(1e3 * one.seconds, 3),
+                "runs": round(one.runs, 2),
+            }
+            for one in largest
+        ],
+        "kernels": round(sum(one.runs for one in spent if one.kind == "kernel")),
+        "without_bundles": sorted(missing),
+        "programs": described["programs"],
+    }
+
+
+def _part(scope: str) -> str:
+    """The part of a step that a kernel belongs to, from the scopes that it was written in."""
+    names = scope.split("/")
+    for name in ("qkv", "o_proj", "mlp", "attention", "embed", "lm_head", "choose_tokens", "final_norm", "layer"):
+        if name in names:
+            return name
+    return "rest"
+
+
+def schedule_table(record: Mapping[str, Any]) -> str:
+    """Markdown of a record: a row for each target, milliseconds."""
+    lines = [
+        "| machine, mesh | pass | rows of positions | before | now | goal | planned | where the time goes now |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in record["results"].values():
+        now, before = result["now"], result.get("before")
+        modelled = ", *modelled*" if parse_topology(result["topology"]).chip.platform == "gpu" else ""
+        weights = ", int8" if result.get("quantization") == "int8" else ""
+        parts = [f"{part} {value:.1f}" for part, value in now["parts"].items()][:_SHOWN]
+        cells = [
+            f"{result['topology']}, {result['mesh']}{modelled}",
+            result["pass"] + weights,
+            f"{result['batch']} of {result['prompt'] + result['new_tokens']}",
+            f"{before['ms']:.1f}" if before else "",
+            f"{now['ms']:.1f}",
+            f"{result['goal_ms']:g}" if result["goal_ms"] else "",
+            f"{result['planned_ms']:.1f}",
+            ", ".join(parts),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    settings = record["settings"]
+    lines += [
+        "",
+        f"By the compilers' schedules, milliseconds a pass; nothing ran. TPU: bundles, bytes at "
+        f"{settings['tpu_bandwidth_share']:.0%} of the published bandwidth, collectives that nothing hides. GPU, "
+        f"modelled: operations at 790 TF/s or bytes at 4.3 TB/s, "
+        f"and {settings['gpu_launch_microseconds']:g} µs a kernel. "
+        f"{settings['masked_positions']} masked positions a row, published sampling.",
+    ]
+    return "\n".join([*lines, *note_lines(record)])
+
+
+def _measure_all(targets: Mapping[str, Target], checkouts: Mapping[str, Path]) -> dict[str, Any]:
+    """Results of targets of one workload, of each checkout."""
+    results: dict[str, Any] = {
+        name: {**one.child, "pass": one.phase, "goal_ms": one.goal, "planned_ms": one.planned_ms()}
+        for name, one in targets.items()
+    }
+    for version, checkout in checkouts.items():
+        with tempfile.TemporaryDirectory(prefix="schedule-") as folder:
+            compile_target(next(iter(targets.values())), checkout, Path(folder))
+            for name, target in targets.items():
+                found = results[name][version] = measure(target, Path(folder))
+                print(f"{name} {version}: {found['ms']:.2f} ms {found['parts']}", flush=True)
+    return results
+
+
+def main(values: flags.FlagValues) -> None:
+    """Measure every target, print a line each, write the record."""
+    compile_only()
+    unknown = set(values.only) - set(TARGETS)
+    if unknown:
+        raise InputError(f"--only={','.join(values.only)}: expected some of {', '.join(TARGETS)}")
+    here = Path(__file__).resolve().parent.parent
+    checkouts = {"now": here} | ({"before": Path(values.before).resolve()} if values.before else {})
+    results: dict[str, Any] = {}
+    missing: list[str] = []
+    wanted = {name: TARGETS[name] for name in values.only or TARGETS}
+    for name, target in wanted.items():
+        install = missing_compiler(parse_topology(target.topology).chip.platform)
+        if install is not None:
+            missing.append(f"{name} was not compiled: {install}")
+            print(missing[-1], flush=True)
+        elif name not in results:
+            # Passes of one workload are in programs that are compiled together.
+            alike = {other: one for other, one in wanted.items() if one.child == target.child}
+            results |= _measure_all(alike, checkouts)
+    record = build_record(
+        "schedule",
+        kind="estimated",
+        settings={
+            "masked_positions": _MASKED,
+            "tpu_bandwidth_share": TPU_BANDWIDTH_SHARE,
+            "gpu_launch_microseconds": 1e6 * LAUNCH_SECONDS,
+            "before": values.before and Path(os.path.relpath(values.before, here)).as_posix(),
+        },
+        results=results,
+        notes=missing,
+    )
+    print(f"written: {write_record(record, values.output_dir, values.record)}", flush=True)
+
+
+if __name__ == "__main__":
+    run_launcher(main, define_flags, __doc__ or "")

@@ -1,0 +1,340 @@
+"""A server in proportion: this checkout's beside an older one's, beside a loop over ``engine.generate``, and alone.
+
+    git worktree add ../old COMMIT
+    python -m benchmarks.serve --old=../old --old_python=../old/.venv/bin/python    about 40 minutes on 2 cores
+    python -m benchmarks.serve --size=short                                         this checkout alone, a minute
+    python -m benchmarks.serve --address=http://host:8000                           a server that is there
+
+Servers run the same checkpoint, the demo by default, with default flags and those of ``--server_flag``; each has a
+folder of its own for compiled programs. Prompts (20 to 200 tokens) and answers (8 to 256) are log-normal, and all fit
+the default canvas. Requests switch early stop off: every answer is as long as was asked for, on both sides.
+
+Sections: ``starts`` (programs and seconds to ready, with a cold and a warm cache, and lone requests from ready on),
+``lone`` (time to the last token beside ``engine.generate``, taking turns), ``first_text``, ``capacity`` (requests a
+second while more wait than there are slots), ``same_arrivals`` (Poisson arrivals at 30 % of the old capacity, for both
+servers in turns), ``one_at_a_time`` (the requests of the loads through ``engine.generate``), ``loads`` (Poisson
+arrivals at 30, 60 and 90 % of this server's capacity), ``batch`` (``diffumesh batch`` against its useful work at the
+best measured rate). How each is defined is said in :mod:`benchmarks.serve.sections`. The older server takes up to a
+minute for a request; it gets two lone ones, 60 that arrive, and as many as its capacity needs.
+
+Written to benchmarks/results/serve.json after each section, with plots beside it at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from benchmarks.load import Ask, Client, closed_loop
+from benchmarks.records import (
+    build_record,
+    check_one_host,
+    check_output,
+    define_record_flags,
+    load_notes,
+    write_record,
+)
+from benchmarks.serve.plots import draw
+from benchmarks.serve.processes import PATIENCE, Checkout, GenerateLoop, Server, generate_loop, server
+from benchmarks.serve.sections import (
+    COMPARED_SHARE,
+    LONGEST_IDLE,
+    measure_batch,
+    measure_capacity,
+    measure_first_text,
+    measure_load,
+    measure_lone,
+    measure_loop,
+    measure_same_arrivals,
+    measure_starts,
+)
+from benchmarks.serve.workload import SIZES, Sizes, make_asks, read_functions
+from checkpoints import DEMO, open_folder
+from launch.profiling import check_profiling, define_profiling_flags, given_profiling
+from launch.startup import run_launcher
+from runtime import TextTokenizer, parse_config
+from sharding.errors import InputError
+
+SECTIONS = ("starts", "lone", "first_text", "capacity", "same_arrivals", "one_at_a_time", "loads", "batch")
+_ADDRESS_SECTIONS = ("capacity", "loads")
+_LEAST_QUEUE = 64
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Define this benchmark's flags."""
+
+    def string(name: str, default: str | None, text: str) -> None:
+        flags.DEFINE_string(name, default, text, flag_values=values)
+
+    define_record_flags(values)
+    define_profiling_flags(values)
+    string("old", None, "Root of the other checkout. Default: this one is measured alone.")
+    string("old_python", None, "Interpreter that runs the other checkout. Default: this one.")
+    string("address", None, f"A server that is there: {', '.join(_ADDRESS_SECTIONS)} alone. Default: one is started.")
+    string("api_key_file", None, "File whose first line is the key for --address.")
+    string("checkpoint", str(DEMO), "Model folder.")
+    flags.DEFINE_multi_string(
+        "server_flag", [], "Of the servers that are started; repeatable. Default: none.", flag_values=values
+    )
+    string("prompts", str(DEMO / "held_out.jsonl"), "Lines with the beginning of a function in each.")
+    flags.DEFINE_enum("size", "full", list(SIZES), "How much is measured.", flag_values=values)
+    flags.DEFINE_list("sections", list(SECTIONS), "What is measured.", flag_values=values)
+    flags.DEFINE_integer("seed", 0, "Of lengths, arrivals and requests.", 0, flag_values=values)
+    string("plot", None, "Where to draw the loads. Default: beside the record.")
+
+
+@dataclass
+class Subject:
+    """What is measured, and what has been found.
+
+    Attributes:
+      values: the flags.
+      sizes: how much.
+      asks: the requests of the loads.
+      lone: lone requests, by their new tokens.
+      batch: the requests of the batch.
+      tokenizer: of the checkpoint.
+      checkouts: the older one, if there is one, and this one.
+      folder: of compiled programs.
+      results: sections of the record.
+    """
+
+    values: flags.FlagValues
+    sizes: Sizes
+    asks: list[Ask]
+    lone: list[Ask]
+    batch: list[Ask]
+    tokenizer: TextTokenizer
+    checkouts: list[Checkout]
+    folder: Path
+    results: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def checkpoint_flag(self) -> str:
+        """The checkpoint, for processes whose working folder is another."""
+        return f"--checkpoint={Path(self.values.checkpoint).resolve()}"
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a prompt."""
+        return len(self.tokenizer.encode(text))
+
+    def arguments(self, checkout: Checkout) -> list[str]:
+        """Flags of a server of a checkout: the defaults, and those that do not change how it decodes."""
+        queue = max(_LEAST_QUEUE, len(self.asks))
+        return [
+            self.checkpoint_flag,
+            f"--compile_cache={self.folder / checkout.name}",
+            f"--max_queue={queue}",
+            *self.values.server_flag,
+        ]
+
+    def wants(self, section: str) -> bool:
+        """Whether a section is to be measured."""
+        return section in self.values.sections
+
+
+def read_subject(values: flags.FlagValues, folder: Path) -> Subject:
+    """Read the checkpoint's tokenizer and the prompts, and draw the requests.
+
+    Raises:
+      InputError: files or flags that cannot be.
+    """
+    sizes = SIZES[values.size]
+    checkpoint = open_folder(values.checkpoint)
+    tokenizer = TextTokenizer.from_folder(checkpoint)
+    if tokenizer is None:
+        raise InputError(f"--checkpoint={values.checkpoint}: no tokenizer in it")
+    if parse_config(checkpoint.config).objective != "masked_diffusion":
+        raise InputError(f"--checkpoint={values.checkpoint}: this benchmark is of diffusion models")
+    functions = read_functions(values.prompts)
+    # A server that is there may be one that does not know the field.
+    fields = {"early_stop": False} if values.address is None else {}
+    asks = make_asks(functions, tokenizer, sizes, sizes.requests, values.seed, fields)
+    batch = make_asks(functions, tokenizer, sizes, sizes.batch, values.seed + 1, fields)
+    middle = sorted(asks, key=lambda ask: len(tokenizer.encode(ask.prompt)))[len(asks) // 2]
+    lone = [replace(middle, max_tokens=tokens) for tokens in sizes.lone]
+    checkouts = [Checkout.this()]
+    if values.old is not None:
+        root = Path(values.old).resolve()
+        if not (root / "launch" / "serve.py").is_file():
+            raise InputError(f"--old={values.old}: not the root of a checkout of this project")
+        checkouts.insert(0, Checkout("old", root, values.old_python or checkouts[0].python))
+    return Subject(values, sizes, asks, lone, batch, tokenizer, checkouts, folder)
+
+
+def measure(subject: Subject) -> Iterator[str]:
+    """Measure each section that is wanted, and yield its name when it is in the results."""
+    results, sizes = subject.results, subject.sizes
+    new = subject.checkouts[-1]
+    if subject.wants("starts"):
+        arguments = {one.name: subject.arguments(one) for one in subject.checkouts}
+        results["starts"] = measure_starts(subject.checkouts, arguments, subject.lone, sizes.starts)
+        yield "starts"
+    if not any(map(subject.wants, SECTIONS[1:])):
+        return
+    with generate_loop(new, subject.values.checkpoint, subject.folder / "loop") as loop:
+        if any(map(subject.wants, SECTIONS[1:-1])):
+            with contextlib.ExitStack() as stack:
+                servers = {
+                    one.name: stack.enter_context(server(one, subject.arguments(one))) for one in subject.checkouts
+                }
+                for one in servers.values():
+                    one.wait_for_programs()
+                yield from measure_served(subject, servers, loop)
+        if subject.wants("batch"):
+            batch = [subject.checkpoint_flag, f"--compile_cache={subject.folder / 'batch'}"]
+            results["batch"] = measure_batch(new, batch, loop, subject.batch, subject.count_tokens, sizes)
+            yield "batch"
+
+
+def measure_served(subject: Subject, servers: dict[str, Server], loop: GenerateLoop) -> Iterator[str]:
+    """The sections of servers whose programs are all there."""
+    results, sizes, seed = subject.results, subject.sizes, subject.values.seed
+    if subject.wants("lone"):
+        results["lone"] = measure_lone(servers, loop, subject.lone, sizes)
+        yield "lone"
+    if subject.wants("first_text"):
+        results["first_text"] = measure_first_text(servers, subject.lone[0])
+        yield "first_text"
+    if any(map(subject.wants, ("capacity", "same_arrivals", "loads"))):
+        counts = {"old": sizes.old_saturated, "new": sizes.saturated}
+        results["capacity"] = {
+            name: measure_capacity(one.address, None, subject.asks, counts[name], sizes.users)
+            for name, one in servers.items()
+        }
+        yield "capacity"
+    if subject.wants("same_arrivals") and "old" in servers:
+        rate = COMPARED_SHARE * results["capacity"]["old"]["requests_per_second"]
+        part = subject.asks[: sizes.old_requests]
+        results["same_arrivals"] = measure_same_arrivals(servers, part, rate, sizes.turns, seed)
+        yield "same_arrivals"
+    texts = None
+    if subject.wants("one_at_a_time"):
+        results["one_at_a_time"], texts = measure_loop(loop, subject.asks)
+        yield "one_at_a_time"
+    if subject.wants("loads"):
+        yield from measure_loads(subject, servers["new"].address, None, texts)
+
+
+def measure_loads(subject: Subject, address: str, key: str | None, texts: Sequence[str] | None) -> Iterator[str]:
+    """The loads of this checkout's server, or of one that is there."""
+    results = subject.results
+    capacity = results["capacity"]["new"]["requests_per_second"]
+    results["loads"] = {}
+    for number, share in enumerate(subject.sizes.shares):
+        rate, seed = share * capacity, subject.values.seed + number
+        results["loads"][str(share)] = measure_load(address, key, subject.asks, rate, seed, texts)
+        yield f"loads at {share:g}"
+
+
+def measure_there(subject: Subject) -> Iterator[str]:
+    """The sections of a server that is there."""
+    address, key = subject.values.address.rstrip("/"), read_key(subject.values.api_key_file)
+    sizes = subject.sizes
+    subject.results["capacity"] = {"new": measure_capacity(address, key, subject.asks, sizes.saturated, sizes.users)}
+    yield "capacity"
+    yield from measure_loads(subject, address, key, None)
+
+
+def profile(subject: Subject) -> None:
+    """Some of the requests once more, for a server of their own that is traced and writes its programs, if flags ask.
+
+    The servers that are timed are not traced.
+    """
+    more = given_profiling(subject.values)
+    if not more:
+        return
+
+    async def ask(address: str) -> None:
+        async with Client(address, None, PATIENCE) as client:
+            await closed_loop(client, subject.asks[: subject.sizes.users], subject.sizes.users)
+
+    new = subject.checkouts[-1]
+    with server(new, [*subject.arguments(new), *more]) as found:
+        asyncio.run(ask(found.address))
+
+
+def read_key(path: str | None) -> str | None:
+    """The first line of a file of keys.
+
+    Raises:
+      InputError: it cannot be read.
+    """
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="ascii").split()[0]
+    except (OSError, ValueError, IndexError) as error:
+        raise InputError(f"--api_key_file={path}: no key in it ({error})") from error
+
+
+def ratios(results: dict[str, Any]) -> dict[str, Any]:
+    """What sections come to beside one another: times faster, and times as long, where both sides were measured."""
+    found: dict[str, Any] = {}
+    capacity = {name: one["requests_per_second"] for name, one in results.get("capacity", {}).items()}
+    if "old" in capacity:
+        found["capacity_times_old"] = round(capacity["new"] / capacity["old"], 2)
+    if "one_at_a_time" in results and capacity:
+        found["capacity_times_one_at_a_time"] = round(
+            capacity["new"] / results["one_at_a_time"]["requests_per_second"], 2
+        )
+    if "lone" in results and "starts" in results:
+        found["lone_from_ready_times_generate"] = {
+            str(row["new_tokens"]): [
+                round(one / row["generate_ms"].median, 3)
+                for one in results["starts"]["lone_from_ready_ms"][str(row["new_tokens"])]
+            ]
+            for row in results["lone"]
+        }
+        found["slowest_lone_times_generate"] = max(row["times_generate"] for row in results["lone"])
+    return found
+
+
+def settings(subject: Subject) -> dict[str, Any]:
+    """Of the record."""
+    values = subject.values
+    names = ("address", "size", "sections", "seed", "server_flag")
+    return (
+        {name: values[name].value for name in names}
+        | {"checkpoint": Path(values.checkpoint).name, "longest_idle": LONGEST_IDLE}
+        | {"old_commit": subject.checkouts[0].commit if len(subject.checkouts) > 1 else None}
+        | subject.sizes.settings()
+    )
+
+
+def main(values: flags.FlagValues) -> None:
+    """Measure, print a line a section, write the record and the plots."""
+    check_one_host()
+    check_profiling(values)
+    if wrong := [name for name in values.sections if name not in SECTIONS]:
+        raise InputError(f"--sections={','.join(wrong)}: expected some of {', '.join(SECTIONS)}")
+    if values.address is not None and given_profiling(values):
+        raise InputError("--profile_dir and --dump_hlo are of a server that is started here, not of one at --address")
+    if values.plot is not None:
+        check_output("plot", Path(values.plot), is_file=True)
+    notes = load_notes()
+    with tempfile.TemporaryDirectory() as temporary:
+        subject = read_subject(values, Path(temporary))
+        path = None
+        for name in measure(subject) if values.address is None else measure_there(subject):
+            results = subject.results | {"ratios": ratios(subject.results)}
+            record = build_record("serve", kind="measured", settings=settings(subject), results=results, notes=notes)
+            path = write_record(record, values.output_dir, values.record)
+            print(f"{name}: written to {path}", flush=True)
+        if path is None:
+            raise InputError("--sections: nothing was measured")
+        plot = Path(values.plot) if values.plot else path.with_suffix(".png")
+        draw(subject.results, plot)
+        print(plot)
+        profile(subject)
+
+
+if __name__ == "__main__":
+    run_launcher(main, define_flags, __doc__ or "")

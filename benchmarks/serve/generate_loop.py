@@ -1,0 +1,68 @@
+"""The loop that people write: ``engine.generate`` for one request after another, each at its own length.
+
+It runs as a script. Commands come line by line on standard input, and each is answered with a line of JSON:
+``{"prompt": ..., "max_tokens": ..., "seed": ...}`` generates, ``{"rows": ..., "canvas": ...}`` measures a rate.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from runtime import Engine
+
+# Enough for a rate, few enough that the widest shape does not take long.
+_STEPS = 8
+_SECONDS = 0.5
+
+
+def timed_warm(engine: Engine, call: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of a call that compiles nothing, and its result: a call that does is made again."""
+    while True:
+        compiled, start = engine.compiled_programs, time.perf_counter()
+        result = call()
+        seconds = time.perf_counter() - start
+        if engine.compiled_programs == compiled:
+            return seconds, result
+
+
+def generate(engine: Engine, prompt: str, max_tokens: int, seed: int) -> dict[str, Any]:
+    """Generate one request, with the settings that a server starts from and the whole canvas."""
+    config = engine.published(max_new_tokens=max_tokens, steps=max_tokens, seed=seed, early_stop=False)
+    seconds, [completion] = timed_warm(engine, lambda: engine.generate([prompt], config))
+    return {
+        "seconds": seconds,
+        "text": completion.text,
+        "prompt_tokens": len(engine.tokenizer.encode(prompt)),
+    }
+
+
+def rate(engine: Engine, rows: int, canvas: int) -> dict[str, Any]:
+    """Positions of full rows that are denoised a second, half of each masked at the start."""
+    new = canvas // 2
+    ids = np.random.default_rng(0).integers(5, engine.config.vocab_size, (rows, canvas - new)).astype(np.int32)
+    config = engine.published(max_new_tokens=new, steps=_STEPS, early_stop=False)
+    forwards, seconds = 0, 0.0
+    while seconds < _SECONDS:
+        took, result = timed_warm(engine, lambda: engine.generate_tokens(ids, config=config))
+        forwards, seconds = forwards + result.stats.forwards, seconds + took
+    return {"positions_per_second": rows * canvas * forwards / seconds}
+
+
+def main(checkpoint: str) -> None:
+    """Answer commands until there are none."""
+    engine = Engine.load(checkpoint)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer = generate(engine, **command) if "prompt" in command else rate(engine, **command)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

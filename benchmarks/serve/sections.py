@@ -1,0 +1,333 @@
+"""What is measured of a server of this checkout beside an older one: a function for each section of the record.
+
+Rates are positions a second: a forward pass over a row of S positions counts S. Requests switch early stop off, so that
+both servers, the loop and the batch do the same work: a row of n new tokens takes n - 1 forward passes, since the
+original schedule of as many steps as masks commits nothing in its first step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks.load import Answer, Ask, Client, Saturated, open_loop, percentiles, saturate, summary
+from benchmarks.records import Timing
+from benchmarks.serve.processes import PATIENCE, Checkout, GenerateLoop, Server, metric, run_batch, server
+from benchmarks.serve.workload import Sizes
+from launch.startup import this_host
+from sharding.errors import InputError
+
+# Of its capacity, at which the older server is compared.
+COMPARED_SHARE = 0.3
+# Waits in which the server has nothing to do are cut to this, in seconds.
+LONGEST_IDLE = 0.25
+_STREAMED_TOKENS = 16
+_BLOCK_LENGTHS = (1, 8)
+
+Result = TypeVar("Result")
+
+
+def run(address: str, key: str | None, call: Callable[[Client], Coroutine[Any, Any, Result]]) -> Result:
+    """Call something with a client of a server."""
+
+    async def connected() -> Result:
+        async with Client(address, key, PATIENCE) as client:
+            return await call(client)
+
+    async def with_marks() -> Result:
+        # A load takes long, and does not hang.
+        task = asyncio.ensure_future(connected())
+        while not (await asyncio.wait([task], timeout=1.0))[0]:
+            this_host().mark()
+        return task.result()
+
+    return asyncio.run(with_marks())
+
+
+def checked(answers: Sequence[Answer]) -> Sequence[Answer]:
+    """These answers.
+
+    Raises:
+      InputError: one is an error.
+    """
+    if wrong := [answer.status for answer in answers if answer.status != 200]:
+        raise InputError(f"{len(wrong)} of {len(answers)} requests were not answered (HTTP {wrong[0]})")
+    return answers
+
+
+def lone(address: str, ask: Ask) -> Answer:
+    """The answer to a request that has the server for itself."""
+    return checked([run(address, None, lambda client: client.send(ask, time.perf_counter()))])[0]
+
+
+def timing(seconds: Sequence[float]) -> Timing:
+    """Wall times; the processor time of other processes is not known."""
+    return Timing.of(seconds, [0.0])
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
+
+
+def started(found: Server) -> dict[str, Any]:
+    """What a start took, with all programs there at the end."""
+    seconds = found.wait_for_programs()
+    return {
+        "seconds_to_ready": round(found.seconds_to_ready, 2),
+        "programs_at_ready": found.programs_at_ready,
+        "programs_remaining_at_ready": found.remaining_at_ready,
+        "seconds_to_all_programs": round(seconds, 2),
+        "programs": int(found.metric("programs_compiled")),
+    }
+
+
+def measure_starts(
+    checkouts: Sequence[Checkout], arguments: Mapping[str, Sequence[str]], asks: Sequence[Ask], starts: int
+) -> dict[str, Any]:
+    """Starts of each server: one with an empty cache of compiled programs, then with the cache that it left.
+
+    This checkout's server is started ``starts`` times with the warm cache, and gets lone requests from the moment at
+    which it is ready, while its other programs are still read from the cache.
+    """
+    found: dict[str, Any] = {one.name: {"cold": None, "warm": []} for one in checkouts}
+    lone_from_ready: dict[str, list[float]] = {str(ask.max_tokens): [] for ask in asks}
+    for one in checkouts:
+        with server(one, arguments[one.name]) as cold:
+            found[one.name]["cold"] = started(cold)
+    for number in range(starts):
+        for one in checkouts:
+            if one.name == "old" and number:
+                continue
+            with server(one, arguments[one.name]) as warm:
+                if one.name == "new":
+                    for ask in asks:
+                        lone_from_ready[str(ask.max_tokens)].append(round(1e3 * lone(warm.address, ask).end, 2))
+                found[one.name]["warm"].append(started(warm))
+    return {"starts": found, "lone_from_ready_ms": lone_from_ready}
+
+
+# ---- one request --------------------------------------------------------------------------------------------------
+
+
+def measure_lone(
+    servers: Mapping[str, Server], loop: GenerateLoop, asks: Sequence[Ask], sizes: Sizes
+) -> list[dict[str, Any]]:
+    """Lone requests: time to the last token, beside ``engine.generate`` for the same row, taking turns.
+
+    This checkout's server answers each request whole, which is what is compared, and as a stream. The older server
+    gets those of ``sizes.old_lone`` once each, because one takes it up to a minute.
+    """
+    rows = []
+    for ask in asks:
+        seconds: dict[str, list[float]] = {"generate": [], "new": [], "streamed": []}
+        texts = {}
+
+        def generated(ask: Ask = ask) -> tuple[float, str]:
+            answer = loop.generate(ask.prompt, ask.max_tokens, ask.seed)
+            return answer["seconds"], answer["text"]
+
+        def served(name: str, ask: Ask = ask) -> tuple[float, str]:
+            streams = name == "streamed"
+            one = servers["new" if streams else name]
+            answer = lone(one.address, dataclasses.replace(ask, stream=streams))
+            return answer.end, answer.text
+
+        generated()  # with its program
+        for number in range(sizes.repeats):
+            for name in tuple(seconds)[:: 1 if number % 2 else -1]:
+                took, texts[name] = generated() if name == "generate" else served(name)
+                seconds[name].append(took)
+        if "old" in servers and ask.max_tokens in sizes.old_lone:
+            took, texts["old"] = served("old")
+            seconds["old"] = [took]
+        timings = {name: timing(each) for name, each in seconds.items()}
+        ratios = {
+            name: [ours / theirs for ours, theirs in zip(seconds[name], seconds["generate"], strict=True)]
+            for name in ("new", "streamed")
+        }
+        rows.append(
+            {
+                "new_tokens": ask.max_tokens,
+                **{f"{name}_ms": one for name, one in timings.items()},
+                "times_generate": round(statistics.median(ratios["new"]), 3),
+                "streamed_times_generate": round(statistics.median(ratios["streamed"]), 3),
+                "same_text": len(set(texts.values())) == 1,
+            }
+        )
+    return rows
+
+
+def measure_first_text(servers: Mapping[str, Server], ask: Ask) -> list[dict[str, Any]]:
+    """When the first text of a lone stream comes.
+
+    In blocks of one position a row commits its first position in its first forward pass, and one in each after it: the
+    tokens on the canvas that comes with the first text are the iterations that it took. In longer blocks the position
+    before which nothing is masked is the model's choice.
+    """
+    rows = []
+    for (name, one), length in itertools.product(servers.items(), _BLOCK_LENGTHS):
+        fields = {**ask.fields, "block_length": length, "canvas": True}
+        answer = lone(one.address, dataclasses.replace(ask, max_tokens=_STREAMED_TOKENS, fields=fields, stream=True))
+        rows.append(
+            {
+                "server": name,
+                "block_length": length,
+                "new_tokens": _STREAMED_TOKENS,
+                "committed_at_first_text": answer.committed_at_first,
+                "first_text_ms": round(1e3 * answer.first, 2),
+                "last_text_ms": round(1e3 * answer.end, 2),
+                "pieces": answer.pieces,
+            }
+        )
+    return rows
+
+
+# ---- loads --------------------------------------------------------------------------------------------------------
+
+
+def measure_capacity(address: str, key: str | None, asks: Sequence[Ask], count: int, users: int) -> dict[str, Any]:
+    """The capacity of a server: requests a second while more wait than it has slots.
+
+    ``users`` requests are there at any time. New tokens a second over ``count`` answers, divided by the mean of all
+    requests, are the requests a second: which of the requests were answered in the measured time matters less so.
+    """
+    total = list(itertools.islice(itertools.cycle(asks), users // 2 + count + users - 1))
+    found: Saturated = run(address, key, lambda client: saturate(client, total, users, users // 2))
+    checked(found.answers)
+    mean = statistics.mean(ask.max_tokens for ask in asks)
+    return {
+        "requests_per_second": round(found.tokens_per_second / mean, 4),
+        "new_tokens_per_second": round(found.tokens_per_second, 2),
+        "answers": len(found.answers),
+        "seconds": round(found.seconds, 2),
+        "users": users,
+    }
+
+
+def measure_same_arrivals(
+    servers: Mapping[str, Server], asks: Sequence[Ask], rate: float, turns: int, seed: int
+) -> dict[str, Any]:
+    """The same requests with the same arrivals for both servers, a part each in turn."""
+    answers: dict[str, list[Answer]] = {name: [] for name in servers}
+    size = -(-len(asks) // turns)
+    for turn, start in enumerate(range(0, len(asks), size)):
+        part = asks[start : start + size]
+        for name in sorted(servers, reverse=bool(turn % 2)):
+
+            async def arrive(client: Client, part: Sequence[Ask] = part, turn: int = turn) -> list[Answer]:
+                return await open_loop(client, part, rate, seed + turn, LONGEST_IDLE)
+
+            servers[name].wait_until_idle()
+            answers[name] += checked(run(servers[name].address, None, arrive))
+    found: dict[str, Any] = {name: summary(each) for name, each in answers.items()}
+    pairs = zip(answers["old"], answers["new"], strict=True)
+    return {
+        "offered_requests_per_second": round(rate, 4),
+        **found,
+        "times_lower_p50": round(found["old"]["e2e_ms"]["p50"] / found["new"]["e2e_ms"]["p50"], 2),
+        "texts_that_differ": sum(one.text != other.text for one, other in pairs),
+    }
+
+
+def measure_load(
+    address: str, key: str | None, asks: Sequence[Ask], rate: float, seed: int, texts: Sequence[str] | None
+) -> dict[str, Any]:
+    """One load: requests that arrive as a Poisson process.
+
+    Args:
+      address: of the server.
+      key: for it.
+      asks: the requests.
+      rate: arrivals a second.
+      seed: of the arrivals.
+      texts: what the loop made of them, None if it has not run.
+
+    Returns:
+      Latencies, and from the server's metrics the positions that it computed and the share of them that were of live
+      rows up to their own length; None of a server that has no such metrics.
+    """
+    names = ("useful_positions", "computed_positions")
+    before = [metric(address, name) for name in names]
+
+    async def arrive(client: Client) -> list[Answer]:
+        return await open_loop(client, asks, rate, seed, LONGEST_IDLE)
+
+    answers = run(address, key, arrive)
+    useful, computed = (metric(address, name) - old for name, old in zip(names, before, strict=True))
+    return {
+        "offered_requests_per_second": round(rate, 4),
+        **summary(answers),
+        "computed_positions": int(computed) or None,
+        "useful_share": round(useful / computed, 4) if computed else None,
+        "texts_that_differ": None
+        if texts is None
+        else sum(answer.text != text for answer, text in zip(answers, texts, strict=True)),
+    }
+
+
+def measure_loop(loop: GenerateLoop, asks: Sequence[Ask]) -> tuple[dict[str, Any], list[str]]:
+    """The same requests, one at a time at exact length through ``engine.generate``; and their texts."""
+    answers = [loop.generate(ask.prompt, ask.max_tokens, ask.seed) for ask in asks]
+    seconds = [answer["seconds"] for answer in answers]
+    found = {
+        "requests": len(asks),
+        "requests_per_second": round(len(asks) / sum(seconds), 4),
+        "e2e_ms": percentiles(seconds),
+        "prompt_tokens": statistics.mean(answer["prompt_tokens"] for answer in answers),
+        "new_tokens": statistics.mean(ask.max_tokens for ask in asks),
+    }
+    return found, [answer["text"] for answer in answers]
+
+
+# ---- a batch ------------------------------------------------------------------------------------------------------
+
+
+def measure_batch(
+    checkout: Checkout,
+    arguments: Sequence[str],
+    loop: GenerateLoop,
+    asks: Sequence[Ask],
+    count_tokens: Callable[[str], int],
+    sizes: Sizes,
+) -> dict[str, Any]:
+    """Prompts of mixed length through ``diffumesh batch``, against their useful work at the best measured rate.
+
+    The useful work is a row's own positions times its forward passes. The best rate is that of the fastest of
+    ``sizes.rate_rows`` times ``sizes.rate_canvases`` with every row full. The batch runs with an empty cache of
+    compiled programs and then with a warm one; the second is compared.
+    """
+    rates = {
+        f"{rows} x {canvas}": round(loop.rate(rows, canvas))
+        for rows, canvas in itertools.product(sizes.rate_rows, sizes.rate_canvases)
+    }
+    best = max(rates, key=lambda shape: rates[shape])
+    useful = sum((count_tokens(ask.prompt) + ask.max_tokens) * max(1, ask.max_tokens - 1) for ask in asks)
+    with tempfile.TemporaryDirectory() as temporary:
+        source = Path(temporary) / "prompts.jsonl"
+        lines = [
+            {"id": str(number), "prompt": ask.prompt, "max_tokens": ask.max_tokens, "seed": ask.seed, **ask.fields}
+            for number, ask in enumerate(asks)
+        ]
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        runs = {
+            cache: run_batch(checkout, [*arguments, f"--input={source}", f"--output_dir={Path(temporary) / cache}"])
+            for cache in ("cold", "warm")
+        }
+    seconds = useful / rates[best]
+    return {
+        "prompts": len(asks),
+        "useful_positions": useful,
+        "positions_per_second": rates,
+        "best": best,
+        "useful_seconds_at_best": round(seconds, 3),
+        **runs,
+        "wall_times_useful": round(runs["warm"]["wall"] / seconds, 3),
+        "generating_times_useful": round(runs["warm"]["generating"] / seconds, 3),
+    }

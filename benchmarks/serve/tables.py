@@ -1,0 +1,162 @@
+"""Tables of a record of the server benchmark; the benchmark itself wants the ``serve`` extra, its tables do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.records import note_lines
+
+_SERVERS = {"old": "server before", "new": "server"}
+
+
+def serve_tables(record: dict[str, Any]) -> str:
+    """A record of this benchmark as Markdown: a table for each section that it has."""
+    results = record["results"]
+    parts = [
+        make(results)
+        for section, make in (
+            ("lone", lone_table),
+            ("first_text", first_text_table),
+            ("same_arrivals", same_arrivals_table),
+            ("loads", loads_table),
+            ("batch", batch_table),
+            ("starts", starts_table),
+        )
+        if section in results
+    ]
+    return "\n".join(["\n\n".join(parts), "", about(record), *note_lines(record)])
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown; the first column is text, the others are numbers."""
+    rule = "|---|" + "---:|" * (len(head) - 1)
+    return "\n".join(["| " + " | ".join(head) + " |", rule, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def seconds(milliseconds: float) -> str:
+    """A time with three digits."""
+    return f"{milliseconds / 1e3:.3g} s"
+
+
+def lone_table(results: dict[str, Any]) -> str:
+    """One request on an idle server, beside ``engine.generate`` for the same row."""
+    from_ready = results.get("ratios", {}).get("lone_from_ready_times_generate", {})
+    rows = []
+    for row in results["lone"]:
+        tokens, old = str(row["new_tokens"]), row.get("old_ms")
+        rows.append(
+            [
+                f"one request, {tokens} new tokens",
+                seconds(row["generate_ms"]["median"]),
+                seconds(row["new_ms"]["median"]),
+                f"{row['times_generate']:.2f}x",
+                f"{row['streamed_times_generate']:.2f}x",
+                ", ".join(f"{one:.2f}x" for one in from_ready.get(tokens, ())),
+                seconds(old["median"]) if old else "",
+                "yes" if row["same_text"] else "NO",
+            ]
+        )
+    head = ["", "`engine.generate`", "server", "ratio", "streamed", "from ready on", "server before", "same text"]
+    return table(head, rows)
+
+
+def first_text_table(results: dict[str, Any]) -> str:
+    """When a stream begins."""
+    rows = [
+        [
+            f"{_SERVERS[row['server']]}, blocks of {row['block_length']}, {row['new_tokens']} tokens",
+            str(row["committed_at_first_text"]),
+            seconds(row["first_text_ms"]),
+            seconds(row["last_text_ms"]),
+            str(row["pieces"]),
+        ]
+        for row in results["first_text"]
+    ]
+    return table(["a stream", "tokens there at its first text", "first text", "last text", "pieces"], rows)
+
+
+def same_arrivals_table(results: dict[str, Any]) -> str:
+    """Both servers with the same arrivals."""
+    found, capacity = results["same_arrivals"], results["capacity"]
+    rows = [
+        [
+            label,
+            f"{capacity[name]['requests_per_second']:.3f}/s",
+            *(seconds(found[name]["e2e_ms"][rank]) for rank in ("p50", "p90", "p99")),
+        ]
+        for name, label in _SERVERS.items()
+    ]
+    ratio = results["ratios"]["capacity_times_old"]
+    rows.append(["ratio", f"{ratio:.2f}x", f"{found['times_lower_p50']:.2f}x lower", "", ""])
+    head = [f"{found['offered_requests_per_second']:.3f} requests/s arrive", "capacity", "p50", "p90", "p99"]
+    return table(head, rows)
+
+
+def loads_table(results: dict[str, Any]) -> str:
+    """This server alone."""
+    capacity = results["capacity"]["new"]["requests_per_second"]
+    rows = [
+        [
+            f"{float(share):.0%} of {capacity:.2f} requests/s",
+            *(seconds(load["e2e_ms"][rank]) for rank in ("p50", "p90", "p99")),
+            "" if load["useful_share"] is None else f"{load['useful_share']:.0%}",
+            str(load["refused"] + load["failed"]),
+        ]
+        for share, load in results["loads"].items()
+    ]
+    if loop := results.get("one_at_a_time"):
+        times = [seconds(loop["e2e_ms"][rank]) for rank in ("p50", "p90", "p99")]
+        rows.append([f"one at a time, `engine.generate`: {loop['requests_per_second']:.2f} requests/s", *times, "", ""])
+    return table(["load", "p50", "p90", "p99", "useful positions", "not answered"], rows)
+
+
+def batch_table(results: dict[str, Any]) -> str:
+    """``diffumesh batch``."""
+    found = results["batch"]
+    best = found["positions_per_second"][found["best"]]
+    row = [
+        f"`diffumesh batch`, {found['prompts']} prompts",
+        f"{found['warm']['wall']:.1f} s",
+        f"{found['warm']['generating']:.1f} s",
+        f"{found['useful_seconds_at_best']:.1f} s",
+        f"{found['wall_times_useful']:.2f}x",
+        f"{found['generating_times_useful']:.2f}x",
+    ]
+    head = ["", "wall time", "without loading", f"useful work at {best:,} positions/s ({found['best']})"]
+    return table([*head, "wall time / useful", "without loading / useful"], [row])
+
+
+def starts_table(results: dict[str, Any]) -> str:
+    """Seconds to ready."""
+    rows = []
+    for name, found in results["starts"]["starts"].items():
+        for cache, one in [("cold", found["cold"]), *(("warm", one) for one in found["warm"])]:
+            rows.append(
+                [
+                    f"{_SERVERS[name]}, {cache} cache",
+                    f"{one['seconds_to_ready']:.1f} s",
+                    str(one["programs_at_ready"]),
+                    f"{one['seconds_to_all_programs']:.1f} s",
+                    str(one["programs"]),
+                ]
+            )
+    return table(["start", "ready after", "programs then", "all programs after", "programs"], rows)
+
+
+def about(record: dict[str, Any]) -> str:
+    """What was measured on what."""
+    settings, machine = record["settings"], record["machine"]
+    prompts, answers = settings["prompts"], settings["answers"]
+    where = f"the server at {settings['address']}"
+    if settings["address"] is None:
+        own = " ".join(f"`{one}`" for one in settings["server_flag"]) or "default flags"
+        where = (
+            f"`{settings['checkpoint']}`, {own}, {machine['cores']} cores of {machine['processor']} for all processes"
+        )
+    before = f" The server before is commit `{settings['old_commit'][:7]}`." if settings.get("old_commit") else ""
+    return (
+        f"Measured: {where}. Loads are of {settings['requests']} requests with log-normal prompts "
+        f"({prompts['least']} to {prompts['most']} tokens) and answers ({answers['least']} to {answers['most']}), "
+        f"early stop off.{before}"
+    )

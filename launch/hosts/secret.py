@@ -1,0 +1,67 @@
+"""The secret by which the hosts of a run know one another.
+
+Whoever connects to host 0 proves that it knows the secret, and host 0 proves it in turn; neither sends it. Each proof
+is of a number that the other has just drawn, so that one that was overheard is worth nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from runtime import InputError
+
+SECRET, SECRET_FILE = "DIFFUMESH_HOSTS_SECRET", "DIFFUMESH_HOSTS_SECRET_FILE"
+_LEAST, _MOST = 16, 4096
+
+
+def new_secret() -> str:
+    """A secret for one run."""
+    return secrets.token_hex(32)
+
+
+def nonce() -> str:
+    """A number that nobody has seen before."""
+    return secrets.token_hex(16)
+
+
+def read_secret(environment: Mapping[str, str] | None = None) -> bytes:
+    """The secret that the environment gives, or the file that it names; empty where it does neither.
+
+    Raises:
+      InputError: the file cannot be read or is open to others, or the secret is too short.
+    """
+    around = os.environ if environment is None else environment
+    if path := around.get(SECRET_FILE):
+        where = f"{SECRET_FILE}={path}"
+        try:
+            with Path(path).expanduser().open("rb") as file:
+                if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+                    raise InputError(f"{where}: others can read it; chmod 600 {path}")
+                text = file.read(_MOST + 1)
+        except (OSError, RuntimeError) as error:
+            raise InputError(f"{where}: cannot be read ({error})") from error
+    elif SECRET in around:
+        where, text = SECRET, os.fsencode(around[SECRET])
+    else:
+        return b""
+    text = text.strip()
+    if not _LEAST <= len(text) <= _MOST:
+        raise InputError(f"{where}: expected a secret of {_LEAST} to {_MOST} characters, such as openssl rand -hex 32")
+    return text
+
+
+def proof(secret: bytes, *said: object) -> str:
+    """What only those can say who know the secret."""
+    return hmac.new(secret, json.dumps(said).encode(), hashlib.sha256).hexdigest()
+
+
+def is_proof(given: object, secret: bytes, *said: object) -> bool:
+    """Whether a proof is one, compared in constant time."""
+    return isinstance(given, str) and hmac.compare_digest(given.encode(), proof(secret, *said).encode())

@@ -1,0 +1,204 @@
+"""Attention by products that XLA compiles: all scores at once where they are few, else a block of queries at a time.
+
+It runs on every platform, under every mask, for whole rows and for windows against a cache.
+
+Dimension letters: B batch, S query positions, T key positions, K kv heads, G query heads per KV head, H head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from runtime.models.declarations import ModelLayout
+from runtime.models.masks import AttentionMask
+from sharding.rules import Dimension
+
+Array = jax.Array
+
+# Queries of one KV head of one row that are computed together where there are blocks.
+BLOCK = 256
+# Bytes of float32 scores of one device up to which they are computed at once. On CPU larger ones leave its caches, and
+# a block at a time is faster from there on; elsewhere one large product is faster, and memory sets the limit.
+SCORES_AT_ONCE = {"cpu": 4 << 20}
+SCORES_AT_ONCE_DEFAULT = 256 << 20
+
+
+def query_block(platform: str, rows: int, query_heads: int, queries: int, keys: int) -> int | None:
+    """Queries of a row and KV head that one device computes at a time; None for all rows, heads and queries at once.
+
+    Args:
+      platform: of the device.
+      rows: of the device.
+      query_heads: of the device.
+      queries: positions of the device.
+      keys: that the device attends to.
+    """
+    scores = 4 * rows * query_heads * queries * keys
+    if scores <= SCORES_AT_ONCE.get(platform, SCORES_AT_ONCE_DEFAULT):
+        return None
+    # Blocks of nearly one size, so that the last one is not mostly filler.
+    return math.ceil(queries / math.ceil(queries / BLOCK))
+
+
+def _visible(mask: AttentionMask, starts: Array, queries: Array, keys: Array, lengths: Array) -> Array:
+    """Which keys are attended to: bool ``[..., S or 1, T]`` for ``starts`` and ``lengths`` ``[...]``.
+
+    Args:
+      mask: of the model.
+      starts: positions of the first query.
+      queries: ``[S]``, counted from there.
+      keys: ``[T]``, positions.
+      lengths: keys at or after them are masked.
+    """
+    visible = (keys < lengths[..., None])[..., None, :]
+    if mask.depends_on_position:
+        visible &= mask.visible((starts[..., None] + queries)[..., None], keys)
+    return visible
+
+
+def _attend(
+    q: Array, k: Array, v: Array, visible: Array, key_scales: Array | None, value_scales: Array | None
+) -> tuple[Array, Array, Array]:
+    """Softmax attention of ``q`` ``[..., G, S, H]`` to ``k`` and ``v`` ``[..., T, H]``.
+
+    ``visible`` broadcasts against ``[..., G, S, T]``; scales are ``[..., T]`` or None.
+
+    Returns:
+      ``[..., G, S, H]``, and of each query the largest score and the sum of the exponentials above it.
+    """
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    k, v = k.astype(q.dtype), v.astype(q.dtype)
+    scores = jnp.einsum("...gsh,...th->...gst", q, k, precision=precision, preferred_element_type=jnp.float32)
+    if key_scales is not None:
+        scores = scores * key_scales[..., None, None, :]
+    scores = jnp.where(visible, scores / math.sqrt(q.shape[-1]), jnp.finfo(jnp.float32).min)
+    largest = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - largest)
+    total = weights.sum(axis=-1, keepdims=True)
+    probabilities = weights / total
+    if value_scales is not None:
+        probabilities = probabilities * value_scales[..., None, None, :]
+    out = jnp.einsum("...gst,...th->...gsh", probabilities.astype(q.dtype), v, precision=precision)
+    return out, largest, total
+
+
+def _in_blocks(
+    mask: AttentionMask,
+    block: int,
+    query_axes: tuple[str, ...],
+    key_axes: tuple[str, ...],
+    q: Array,
+    k: Array,
+    v: Array,
+    starts: Array,
+    lengths: Array,
+    key_scales: Array | None,
+    value_scales: Array | None,
+) -> Array:
+    """:func:`xla_attention` of one device's shards: rows, KV heads and blocks of queries one after another.
+
+    Args:
+      mask: of the model.
+      block: queries of a block.
+      query_axes: mesh axes that queries are sharded over.
+      key_axes: mesh axes that keys are sharded over.
+      q: ``[B, S, K, G, H]``.
+      k: ``[B, K, T, H]``.
+      v: like ``k``.
+      starts: int32 ``[B]``.
+      lengths: int32 ``[B]``.
+      key_scales: ``[B, K, T]`` or None.
+      value_scales: like ``key_scales``.
+    """
+    B, S, K, G, H = q.shape
+    blocks = math.ceil(S / block)
+    if query_axes:
+        starts = starts + jax.lax.axis_index(query_axes) * S
+    keys = jnp.arange(k.shape[2])
+    if key_axes:
+        keys = keys + jax.lax.axis_index(key_axes) * k.shape[2]
+    q = jnp.pad(q, ((0, 0), (0, blocks * block - S), (0, 0), (0, 0), (0, 0)))
+    q = q.reshape(B, blocks, block, K, G, H).transpose(0, 3, 1, 4, 2, 5)
+
+    def one_row(row: tuple[Array, ...]) -> tuple[Array, ...]:
+        start, length, *heads = row
+
+        def one_head(head: tuple[Array, ...]) -> tuple[Array, ...]:
+            q, k, v, key_scales, value_scales = head
+
+            def one_block(part: tuple[Array, Array]) -> tuple[Array, ...]:
+                visible = _visible(mask, start + part[0] * block, jnp.arange(block), keys, length)
+                return _attend(part[1], k, v, visible, key_scales, value_scales)
+
+            return jax.lax.map(one_block, (jnp.arange(blocks), q))
+
+        return jax.lax.map(one_head, tuple(heads))
+
+    out, largest, total = jax.lax.map(one_row, (starts, lengths, q, k, v, key_scales, value_scales))
+    if key_axes:
+        # Each shard has the mean over its own keys: together they are the mean of those, weighted by their sums.
+        share = total * jnp.exp(largest - jax.lax.pmax(largest, key_axes))
+        out = jax.lax.psum(out * share, key_axes) / jax.lax.psum(share, key_axes)
+    return out.astype(q.dtype).transpose(0, 2, 4, 1, 3, 5).reshape(B, -1, K, G, H)[:, :S]
+
+
+def xla_attention(
+    layout: ModelLayout,
+    q: Array,
+    k: Array,
+    v: Array,
+    starts: Array,
+    lengths: Array,
+    key_scales: Array | None = None,
+    value_scales: Array | None = None,
+    *,
+    queries: Dimension,
+    keys: Dimension,
+) -> Array:
+    """Softmax attention of consecutive positions to the first ``lengths`` keys of their rows, under the model's mask.
+
+    Args:
+      layout: the model, and the mesh and rules by which the arrays are sharded.
+      q: ``[B, S, K, G, H]``.
+      k: ``[B, K, T, H]``, of positions from 0.
+      v: like ``k``.
+      starts: int32 ``[B]``, position of each row's first query.
+      lengths: int32 ``[B]``; each query sees at least one key before them.
+      key_scales: float32 ``[B, K, T]``, what int8 keys are to be multiplied by; None for other dtypes.
+      value_scales: like ``key_scales``.
+      queries: logical axis of S, None where it is not sharded.
+      keys: logical axis of T, likewise.
+
+    Returns:
+      ``[B, S, K, G, H]`` in the dtype of ``q``. The softmax is in float32.
+    """
+    mask, rules, sizes = layout.config.attention_mask, layout.rules, layout.mesh_axis_sizes
+    B, S, K, G, _ = q.shape
+    T = k.shape[2]
+    heads = K * G // rules.shards(("kv_heads", "queries_per_kv"), sizes)
+    shape = [size // rules.shards(axis, sizes) for size, axis in ((B, "batch"), (S, queries), (T, keys))]
+    platform = layout.mesh.devices.flat[0].platform if layout.mesh is not None else jax.default_backend()
+    block = query_block(platform, shape[0], heads, shape[1], shape[2])
+    if block is None:
+        # Heads first: each product is one plain matrix product, and XLA on CPU is four times as fast so, bit for bit.
+        visible = _visible(mask, starts, jnp.arange(S), jnp.arange(T), lengths)[:, None, None]
+        out, _, _ = _attend(q.transpose(0, 2, 3, 1, 4), k, v, visible, key_scales, value_scales)
+        return out.transpose(0, 3, 1, 2, 4)
+    if layout.mesh is None or layout.mesh.size == 1:
+        return _in_blocks(mask, block, (), (), q, k, v, starts, lengths, key_scales, value_scales)
+    # The compiler would gather what a loop over rows and heads takes slices of: each device loops over its own.
+    rows, kept = rules.spec("batch"), rules.spec("batch", "kv_heads", keys, "head_dim")
+    asked = rules.spec("batch", queries, "kv_heads", "queries_per_kv", "head_dim")
+    scales = rules.spec("batch", "kv_heads", keys)
+    asked_over, kept_over = (tuple(axis for axis in rules.mesh_axes(one) if sizes[axis] > 1) for one in (queries, keys))
+    return jax.shard_map(
+        partial(_in_blocks, mask, block, asked_over, kept_over),
+        mesh=layout.mesh,
+        in_specs=(asked, kept, kept, rows, rows, scales, scales),
+        out_specs=asked,
+        check_vma=False,
+    )(q, k, v, starts, lengths, key_scales, value_scales)

@@ -1,0 +1,132 @@
+"""Random changes of any file of a checkpoint, flipped bits, added files, swapped ones: all of them are found."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.attacks import ADDED, CHANGES, change, put_back, refusal
+from checkpoints import CheckpointError, CheckpointFolder, open_folder
+from checkpoints.file_list import FILES_FILE
+from checkpoints.huggingface import INDEX_FILE
+from checkpoints.manifest import MANIFEST_FILE, Manifest
+from checkpoints.opening import check_files, open_tensors, read_manifest
+from checkpoints.verification import uncovered_files, verify, write_manifest
+from launch.convert import open_model
+from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, write_source
+
+
+def write_folder(folder: Path) -> Path:
+    """A Hugging Face folder with all that one may have beside its weights."""
+    write_source(folder, MICRO)
+    for name, text in (
+        ("generation_config.json", '{"eos_token_id": 3}'),
+        ("tokenizer.json", '{"version": "1.0"}'),
+        ("tokenizer_config.json", '{"model_max_length": 128}'),
+        ("special_tokens.json", "{}"),
+        ("chat_template.jinja", "{{ messages }}"),
+        ("additional_chat_templates/rag.jinja", "{{ documents }}"),
+        ("merges.txt", "#version: 0.2\na b\n"),
+        ("LICENSE", "Apache License\n"),
+        ("README.md", "What it is.\n"),
+        (".gitattributes", "*.safetensors lfs\n"),
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def huggingface(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_folder(tmp_path_factory.mktemp("huggingface"))
+    names = list(open_tensors(open_folder(folder)).by_name)
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    write_manifest(open_folder(folder), layout_of(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def orbax(huggingface: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return to_canonical(huggingface, tmp_path_factory.mktemp("orbax") / "checkpoint")
+
+
+@pytest.mark.parametrize("layout", ["huggingface", "orbax"])
+@pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.slow)])
+def test_every_change_is_found(request: pytest.FixtureRequest, layout: str, count: int, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(request.getfixturevalue(layout), folder)
+    verify(open_folder(folder))
+    generator, tried = random.Random(f"{layout} {count}"), Counter[str]()
+    while tried.total() < count:
+        kind = CHANGES[tried.total() % len(CHANGES)]
+        before = change(folder, kind, generator)
+        if before is None:
+            continue
+        tried[kind] += 1
+        said = refusal(folder)
+        assert said, f"{kind} of {[str(path.relative_to(folder)) for path in before]} was not found"
+        assert len(said) < 5000
+        for path, data in before.items():
+            put_back(path, data)
+    verify(open_folder(folder))
+    assert set(tried) == set(CHANGES)
+
+
+@pytest.mark.parametrize("layout", ["huggingface", "orbax"])
+def test_loading_refuses_what_was_added(request: pytest.FixtureRequest, layout: str, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(request.getfixturevalue(layout), folder)
+    for name in ADDED:
+        path = folder / name
+        if path.exists():
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+        # With a folder of that name it is no Hugging Face folder any more.
+        said = FILES_FILE if layout == "huggingface" and "weights/" in name else f"were added to it: {name}"
+        for level in ("full", "sizes"):
+            with pytest.raises(CheckpointError, match=said):
+                open_tensors(open_folder(folder), level)
+        put_back(path, None)
+    for name in ("README.md", ".cache", "picture.PNG"):
+        (folder / name).write_text("of no reader")
+    assert contents(folder) == contents(request.getfixturevalue(layout))
+
+
+def older(folder: Path) -> CheckpointFolder:
+    """Make a folder's manifest one of version 1, which listed the files beside the weights, without folders."""
+    opened = open_folder(folder)
+    manifest = read_manifest(opened)
+    assert manifest is not None
+    files = {name: said for name, said in manifest.files.items() if "/" not in name and name != "model.safetensors"}
+    (folder / MANIFEST_FILE).write_text(Manifest(manifest.tensors, files, covers_folder=False).dump())
+    (folder / FILES_FILE).unlink(missing_ok=True)
+    return opened
+
+
+@pytest.mark.parametrize("layout", ["huggingface", "orbax"])
+def test_older_manifests_are_read_and_extended(request: pytest.FixtureRequest, layout: str, tmp_path: Path) -> None:
+    original = request.getfixturevalue(layout)
+    folder = tmp_path / "copy"
+    shutil.copytree(original, folder)
+    opened = older(folder)
+    assert '"version": 1' in (folder / MANIFEST_FILE).read_text()
+    assert contents(folder) == contents(original)
+    verify(opened)
+    uncovered = uncovered_files(opened)
+    assert "additional_chat_templates/rag.jinja" in uncovered
+    assert any(name.startswith("weights/") for name in uncovered) == (layout == "orbax")
+    weights = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "weights" in path.parts}
+    write_manifest(*open_model(str(folder), "checkpoint"))
+    assert not uncovered_files(opened)
+    assert (folder / MANIFEST_FILE).read_bytes() == (original / MANIFEST_FILE).read_bytes()
+    assert all(path.read_bytes() == data for path, data in weights.items())
+    verify(opened)
+    manifest = read_manifest(opened)
+    assert manifest is not None
+    check_files(opened, manifest)

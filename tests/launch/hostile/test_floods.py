@@ -1,0 +1,149 @@
+"""Clients and checkpoints that would keep the server busy: long lists of mistakes, templates that do not end."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from launch.openai.bodies import parse_object
+from launch.serving.bodies import MAX_NAMES, Body, ChatBody, CompletionBody, ScoreBody, validate
+from launch.serving.errors import ApiError
+from launch.serving.limits import Limits
+from runtime.text.tokenizer import TextTokenizer
+from tests.launch.hostile.sending import CONFIG, GOOD, check_refusal
+from tests.launch.served import PATIENCE, Served, served, wait_for
+from tests.runtime.text.test_chat_template import ENDLESS
+
+MANY = 100_000
+USER: dict[str, Any] = {"role": "user", "content": "x"}
+NAMES = {f"k{number}": 1 for number in range(MANY)}
+# Bodies with a mistake in each of very many places.
+FLOODS: list[tuple[type[Body], dict[str, Any]]] = [
+    (CompletionBody, {"prompt": [1.5] * MANY}),
+    (CompletionBody, {"prompt": [-1] * MANY}),
+    (CompletionBody, {"prompt": [1, "x"] * (MANY // 2)}),
+    (CompletionBody, {"prompt": [[-1] * 97] * 1024}),
+    (CompletionBody, {"prompt": "x", "stop": [1] * MANY}),
+    (ScoreBody, {"input": [None] * MANY}),
+    (ScoreBody, {"input": "x", "targets": [[None] * 97] * 1024}),
+    (ChatBody, {"messages": [1] * MANY}),
+    (ChatBody, {"messages": [{"role": "x"}] * 4096}),
+    (ChatBody, {"messages": [USER | {"content": [1] * MANY}]}),
+    (ChatBody, {"messages": [USER | {"content": [{"type": "text"}] * 4096}]}),
+    (ChatBody, {"messages": [USER | {f"k{number}": 1 for number in range(20)}] * 4096}),
+    (ChatBody, {"messages": [USER], "tools": [1] * MANY}),
+    (ChatBody, {"messages": [USER], "modalities": ["x"] * MANY}),
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), FLOODS, ids=lambda value: str(value)[:40])
+def test_the_first_mistake_ends_the_validation(kind: type[Body], body: dict[str, Any]) -> None:
+    """An object for every mistake took up to 4 s and 2 GB a request."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError) as refusal:
+            validate(kind, body)
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
+    assert refusal.value.status == 400
+    assert refusal.value.param in body
+
+
+@pytest.mark.parametrize("body", [NAMES, {"messages": [USER | NAMES]}, {"metadata": NAMES}, {"logit_bias": NAMES}])
+def test_objects_of_many_names_are_refused(there: Served, body: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="names; at most 256"):
+        parse_object(json.dumps(body).encode(), MAX_NAMES)
+    few = dict(list(NAMES.items())[: MAX_NAMES + 1])
+    answer = there.post("/v1/completions", GOOD | few)
+    check_refusal(answer.status_code, answer.content)
+    assert "at most 256" in answer.json()["error"]["message"]
+
+
+def test_rows_are_counted_before_they_are_tokenized(there: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[str] = []
+    encode = TextTokenizer.encode
+
+    def counted(self: TextTokenizer, text: str) -> list[int]:
+        encoded.append(text)
+        return encode(self, text)
+
+    monkeypatch.setattr(TextTokenizer, "encode", counted)
+    too_long = "x " * (300 * 128 // 2)
+    for path, body in (
+        ("/v1/score", {"input": ["x"] * 33}),
+        ("/v1/completions", {"prompt": ["x"] * 33}),
+        ("/v1/score", {"input": too_long}),
+        ("/v1/completions", {"prompt": too_long}),
+        ("/v1/chat/completions", {"messages": [USER | {"content": too_long[: len(too_long) // 2]}] * 3}),
+    ):
+        answer = there.post(path, body)
+        check_refusal(answer.status_code, answer.content)
+        assert not encoded
+
+
+def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    return thread, found
+
+
+def test_a_template_that_does_not_end(there: Served) -> None:
+    """It held every reader for ever: no request was read any more, and the process could not end."""
+    with served(there.engine, CONFIG, canvas=(128,), template=ENDLESS) as found:
+        chats = [in_background(lambda: found.post("/v1/chat/completions", {"messages": [USER]})) for _ in range(2)]
+        while any(thread.is_alive() for thread, _ in chats):
+            assert found.post("/v1/completions", GOOD).status_code == 200
+            assert found.post("/v1/score", {"input": "x = 1"}).status_code == 200
+            assert found.get("/health").json()["status"] == "ready"
+            time.sleep(0.2)
+        for _, answers in chats:
+            check_refusal(answers[0].status_code, answers[0].content)
+            assert answers[0].json()["error"]["param"] == "messages"
+        in_background(lambda: found.post("/v1/chat/completions", {"messages": [USER]}))
+        # The server's end is told here, and waited for.
+    there.engine.tokenizer.chat_template = None
+
+
+def test_readers_that_hang_show_and_do_not_keep_the_server(there: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    encode = TextTokenizer.encode
+
+    def hang(self: TextTokenizer, text: str) -> list[int]:
+        if text == "hang":
+            released.wait(PATIENCE)
+        return encode(self, text)
+
+    monkeypatch.setattr(TextTokenizer, "encode", hang)
+    try:
+        with served(there.engine, CONFIG, canvas=(128,), limits=Limits(stall_seconds=1.0)) as found:
+            assert found.get("/health").json()["status"] == "ready"
+            for _ in range(2):
+                in_background(lambda: httpx.post(f"{found.url}/v1/completions", json={"prompt": "hang"}, timeout=60))
+            wait_for(lambda: found.get("/health").status_code == 503)
+            assert found.get("/health").json() == {"status": "stalled"}
+        assert not released.is_set(), "the server has ended all the same"
+    finally:
+        released.set()
+
+
+def test_bounds_are_numbers_as_people_write_them(there: Served) -> None:
+    for path, body, said in (
+        ("/v1/completions", {"max_tokens": 10**9}, "expected at most 1048576"),
+        ("/v1/completions", {"timeout": 0}, "expected more than 0"),
+        ("/v1/completions", {"timeout": 1e7}, "expected at most 86400"),
+        ("/v1/score", {"temperature": 0.00001}, "expected at least 0.0001"),
+        ("/v1/score", {"temperature": 1e300}, "expected at most "),
+    ):
+        message = there.post(path, {"input" if "score" in path else "prompt": "x"} | body).json()["error"]["message"]
+        assert said in message
+        assert "e+" not in message
+        assert "e-" not in message

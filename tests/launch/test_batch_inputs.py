@@ -1,0 +1,188 @@
+"""Inputs of batches that are odd, hostile or large, and result files that somebody has touched."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from checkpoints import DEMO, CheckpointError, open_folder
+from launch.batches import lines as batch_lines
+from launch.batches.folder import LOCK, RESULTS, BatchFolder
+from launch.batches.lines import MAX_LINE_BYTES, Batch, read_batch
+from launch.openai.bodies import Defaults
+from runtime import DiffusionConfig, parse_config
+from runtime.text.chat_template import TemplateRenderer
+from runtime.text.tokenizer import TextTokenizer
+from sharding.errors import InputError
+from tests.runtime.text.test_chat_template import ENDLESS
+
+
+@pytest.fixture
+def defaults() -> Defaults:
+    folder = open_folder(DEMO)
+    tokenizer = TextTokenizer.from_folder(folder)
+    assert tokenizer is not None
+    config = DiffusionConfig(max_new_tokens=4, steps=4)
+    return Defaults("demo", parse_config(folder.config), tokenizer, config, True, (), 0, False, 1, ())
+
+
+def read(tmp_path: Path, raw: bytes, defaults: Defaults) -> Batch:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(raw)
+    return read_batch(path, defaults)
+
+
+def line(identity: str, **fields: Any) -> bytes:
+    return json.dumps({"id": identity, "prompt": "def f(x):\n", **fields}).encode()
+
+
+def test_long_lines_and_prompts_are_bad_lines(
+    tmp_path: Path, defaults: Defaults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One such line, in a file of a million, was the end of all the others."""
+    encoded: list[str] = []
+    encode = TextTokenizer.encode_batch
+
+    def counted(self: TextTokenizer, texts: Any) -> Any:
+        encoded.extend(texts)
+        return encode(self, texts)
+
+    monkeypatch.setattr(TextTokenizer, "encode_batch", counted)
+    long_prompt = " " * (12 << 20)
+    raw = b"\n".join(
+        [
+            line("a"),
+            b'{"id": "b", "prompt": "' + b"x" * (MAX_LINE_BYTES + 5_000_000) + b'"}',
+            line("c", prompt=long_prompt),
+            b"",
+            line("d", messages=[{"role": "user", "content": long_prompt}], prompt=None),
+            line("e", prompt=[5] * 1_000_000),
+            line("f"),
+        ]
+    )
+    defaults.tokenizer.chat_template = "{{ messages[0].content }}"
+    found = read(tmp_path, raw, defaults)
+    assert [one.id for one in found.lines] == ["a", "f"]
+    assert [(bad.number, bad.id) for bad in found.bad] == [(2, None), (3, "c"), (5, "d"), (6, "e")]
+    assert f"more than {MAX_LINE_BYTES} bytes" in found.bad[0].message
+    assert all("the prompt is too long" in bad.message for bad in found.bad[1:])
+    assert encoded == ["def f(x):\n"] * 2, "bounds come before the tokenizer"
+    again = read(tmp_path, raw, defaults)
+    assert again.digest == found.digest
+    assert read(tmp_path, raw.replace(b"xxxx", b"xxxy", 1), defaults).digest != found.digest
+
+
+def test_a_long_last_line_without_its_end(tmp_path: Path, defaults: Defaults) -> None:
+    found = read(tmp_path, line("a") + b"\n" + b"x" * (MAX_LINE_BYTES + 1), defaults)
+    assert [one.id for one in found.lines] == ["a"]
+    assert [bad.number for bad in found.bad] == [2]
+
+
+def test_files_of_windows(tmp_path: Path, defaults: Defaults) -> None:
+    lines = [line("a"), line("b", prompt="é"), b"", line("c")]
+    plain = read(tmp_path, b"\n".join(lines) + b"\n", defaults)
+    assert len(plain.lines) == 3
+    windows = read(tmp_path, codecs.BOM_UTF8 + b"\r\n".join(lines) + b"\r\n", defaults)
+    assert windows.lines == plain.lines
+    assert not windows.bad
+    assert [bad.number for bad in read(tmp_path, line("a") + b"\n" + codecs.BOM_UTF8 + line("b"), defaults).bad] == [2]
+    assert read(tmp_path, codecs.BOM_UTF8 + b"\r\n" + line("a"), defaults).lines[0].number == 2
+
+
+def test_what_the_tokenizer_cannot_take_is_a_bad_line(tmp_path: Path, defaults: Defaults) -> None:
+    class PanicException(BaseException):
+        pass
+
+    class Panics:
+        """A tokenizer of transformers that panics at some texts."""
+
+        def __call__(self, texts: list[str], **more: Any) -> dict[str, Any]:
+            return {"input_ids": [self.encode(text) for text in texts]}
+
+        def encode(self, text: str, **more: Any) -> list[int]:
+            if "boom" in text:
+                raise PanicException("index out of bounds")
+            return [5, 6]
+
+    defaults = dataclasses.replace(defaults, tokenizer=TextTokenizer(Panics(), "panics"))
+    found = read(tmp_path, b"\n".join([line("a"), line("b", prompt="boom"), line("c")]), defaults)
+    assert [one.id for one in found.lines] == ["a", "c"]
+    assert [(bad.number, bad.id) for bad in found.bad] == [(2, "b")]
+    assert "the tokenizer cannot take this text" in found.bad[0].message
+
+
+def test_chat_templates_that_refuse_a_line_and_that_do_not_end(tmp_path: Path, defaults: Defaults) -> None:
+    def chat(identity: str, text: str) -> bytes:
+        return json.dumps({"id": identity, "messages": [{"role": "user", "content": text}]}).encode()
+
+    raw = b"\n".join(chat(f"{number}", "bad" if number == 3 else "good") for number in range(6))
+    template = "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
+    defaults.tokenizer.chat_template = template
+    found = read(tmp_path, raw, defaults)
+    assert [one.id for one in found.lines] == ["0", "1", "2", "4", "5"]
+    assert [one.tokens for one in found.lines] == [defaults.tokenizer.encode("good")] * 5
+    assert "the chat template refuses them (TemplateError: no)" in found.bad[0].message
+    library = PreTrainedTokenizerFast.from_pretrained(str(DEMO))
+    library.chat_template = ENDLESS
+    defaults = dataclasses.replace(defaults, tokenizer=TextTokenizer(library, "x", TemplateRenderer(seconds=0.3)))
+    with pytest.raises(CheckpointError, match="does not end: 4 conversations were tried"):
+        read(tmp_path, raw, defaults)
+
+
+def test_lines_are_tokenized_together_as_alone(
+    tmp_path: Path, defaults: Defaults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [
+        f"def f_{number}(x):\n    return x + {number}\n<|endoftext|>é 你" * (1 + number % 3) for number in range(50)
+    ]
+    raw = b"\n".join(line(str(number), prompt=text) for number, text in enumerate(texts))
+    together = read(tmp_path, raw, defaults)
+    assert [one.tokens for one in together.lines] == [defaults.tokenizer.encode(text) for text in texts]
+    monkeypatch.setattr(batch_lines, "LINES_TOGETHER", 1)
+    assert read(tmp_path, raw, defaults) == together
+
+
+def test_results_have_digests_that_the_next_run_checks(tmp_path: Path) -> None:
+    output = BatchFolder(tmp_path)
+    records = [{"id": "a", "index": 0, "text": "é", "log_probabilities": [-0.1, -1e-05]}, {"id": "b", "index": 0}]
+    output.append(records)
+    output.close()
+    path, known = tmp_path / RESULTS, {("a", 0), ("b", 0)}
+    there = path.read_bytes()
+    output = BatchFolder(tmp_path)
+    assert output.done(known) == known
+    output.close()
+    changed = {
+        "a letter": there.replace("é".encode(), b"e"),
+        "a number": there.replace(b"-0.1", b"-0.2"),
+        "no digest": json.dumps(records[0]).encode() + b"\n",
+        "the digest of another": there.replace(json.loads(there.splitlines()[0])["digest"].encode(), b"0" * 16),
+        "a field more": there.replace(b'"index"', b'"x": 1, "index"', 1),
+    }
+    for content in changed.values():
+        path.write_bytes(content)
+        held = BatchFolder(tmp_path)
+        try:
+            with pytest.raises(InputError, match=r"results.jsonl:1: changed since it was written"):
+                held.done(known)
+        finally:
+            held.close()
+
+
+def test_removing_the_lock_file_does_not_let_two_runs_write(tmp_path: Path) -> None:
+    held = BatchFolder(tmp_path / "out")
+    (tmp_path / "out" / LOCK).unlink()
+    with pytest.raises(InputError, match="another process is writing there"):
+        BatchFolder(tmp_path / "out")
+    for name in ("results.jsonl", "errors.jsonl"):
+        (tmp_path / "out" / name).unlink(missing_ok=True)
+    with pytest.raises(InputError, match="another process is writing there"):
+        BatchFolder(tmp_path / "out")
+    held.close()
+    BatchFolder(tmp_path / "out").close()

@@ -1,0 +1,89 @@
+"""Programs that are compiled while requests are served: the most wanted first, and used when every host has them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+
+from launch.serving.compilation import Compilation
+from launch.serving.engine import HostStep
+from runtime import Bucket, Executor, Grid, PoolLimits, Programs, Scheduler, StepPlan
+from runtime.execution.buckets import PassCost
+from tests.launch.served import wait_for
+
+BUCKETS = (Bucket(1, 128), Bucket(1, 64), Bucket(1, 32), Bucket(2, 64))
+
+
+class FakePool:
+    """A pool of which only the grid is asked."""
+
+    grid = Grid(2, 128, BUCKETS, PassCost(0.0, 64.0))
+
+
+class FakeExecutor:
+    """Compiles nothing, and only when it may."""
+
+    def __init__(self) -> None:
+        """Begin with a gate that is closed."""
+        self.pools = [FakePool()]
+        self.later = [*(Programs(0, bucket) for bucket in BUCKETS[1:]), Programs(None, Bucket(1, 64))]
+        self.gate = threading.Event()
+        self.score_widths = [128]
+
+    def compile(self, programs: Programs) -> str:
+        assert self.gate.wait(60)
+        if programs.bucket == Bucket(1, 32):
+            raise MemoryError("too little")
+        return str(programs)
+
+    def allow_scoring(self, width: int) -> None:
+        self.score_widths.append(width)
+
+
+@pytest.fixture
+def executor() -> Executor:
+    return FakeExecutor()  # type: ignore[return-value]
+
+
+def test_the_most_wanted_first_and_used_when_every_host_has_it(executor: Executor) -> None:
+    scheduler, said = Scheduler([PoolLimits(FakePool.grid)]), []
+    compilation = Compilation(executor)
+    compilation.restrict(scheduler)
+    scheduler.demand(0).update(Counter({Bucket(2, 64): 3, Bucket(1, 32): 1}))
+    wanted = []
+    while (chosen := compilation.choose(scheduler)) is not None or compilation.remaining:
+        if chosen is not None:
+            wanted.append(chosen)
+            compilation.begin(chosen)
+            assert compilation.choose(scheduler) is None, "one at a time, so that what is wanted later counts"
+        executor.gate.set()  # type: ignore[attr-defined]
+        wait_for(lambda: len(compilation.report) == len(wanted))
+        # Another host that is not as far.
+        compilation.settle([compilation.report, compilation.report[:-1]], scheduler, said.append)
+        assert compilation.remaining == 5 - len(wanted)
+        compilation.settle([compilation.report] * 2, scheduler, said.append)
+        assert compilation.remaining == 4 - len(wanted)
+    assert [one.bucket for one in wanted] == [Bucket(2, 64), Bucket(1, 32), Bucket(1, 64), Bucket(1, 64)]
+    assert wanted[-1].pool is None
+    assert executor.score_widths == [128, 64]
+    assert len(said) == 1
+    assert "0: 1 x 32: MemoryError: too little" in said[0]
+    compilation.stop(60)
+
+
+def test_hosts_with_different_programs(executor: Executor) -> None:
+    scheduler, compilation = Scheduler([PoolLimits(FakePool.grid)]), Compilation(executor)
+    executor.gate.set()  # type: ignore[attr-defined]
+    compilation.begin(Programs(0, Bucket(1, 64)))
+    wait_for(lambda: len(compilation.report) == 1)
+    with pytest.raises(RuntimeError, match="different programs: mode 0: 1 x 64"):
+        compilation.settle([compilation.report, ["another"]], scheduler, print)
+    compilation.stop(60)
+
+
+def test_steps_as_json() -> None:
+    for programs in (None, Programs(0, Bucket(2, 64)), Programs(None, Bucket(1, 64))):
+        step = HostStep(StepPlan(), programs, check_drain=True)
+        assert HostStep.from_json(step.to_json()) == step

@@ -1,0 +1,118 @@
+"""2 is for what a user can mend, with one message; 42 for what a restart may."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from absl import flags
+
+from launch import generate
+from launch.hosts.place import Place
+from launch.hosts.supervisor import check_coordinator_port
+from launch.serving.errors import ApiError
+from launch.serving.http import HttpServer, listen
+from launch.serving.limits import Limits
+from launch.startup import run_launcher
+from sharding.errors import InputError
+
+
+def ends(error: Exception, capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
+    """Exit code and standard error of a launcher that ends with an error."""
+
+    def main(values: flags.FlagValues) -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        run_launcher(main, lambda values: None, "", ["launcher"])
+    return stop.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EACCES", "EROFS", "ENOENT", "EISDIR", "EFBIG", "EADDRINUSE"])
+def test_files_and_ports_are_the_users(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    number = getattr(errno, code)
+    assert ends(OSError(number, os.strerror(number), "/x/y"), capsys) == (2, f"error: /x/y: {os.strerror(number)}\n")
+
+
+def test_what_a_restart_may_cure(capsys: pytest.CaptureFixture[str]) -> None:
+    for error in (OSError(errno.ECONNRESET, "x"), OSError("x"), RuntimeError("x"), ApiError(400, "x")):
+        code, said = ends(error, capsys)
+        assert code == 42
+        assert "Traceback" in said
+
+
+def test_messages_show_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends(InputError("a\x1b[2Jb"), capsys) == (2, "error: a\\x1b[2Jb\n")
+
+
+PRINTS = """
+from launch.startup import run_launcher
+run_launcher(lambda values: print("result" * {count}), lambda values: None, "help", {arguments})
+"""
+
+
+@pytest.mark.parametrize(("count", "arguments"), [(1, ["x"]), (100_000, ["x"]), (1, ["x", "--help"])])
+def test_standard_output_that_is_full(count: int, arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        code = PRINTS.format(count=count, arguments=arguments)
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: standard output")
+    assert done.stderr.endswith(": No space left on device\n")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_page_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    flags_of_run = ["--prompt=def f(x):", "--max_new_tokens=4", "--devices=1", "--mesh=tensor=1"]
+    for more in ("--history_html=/proc/page.html", "--dump_hlo=/proc/programs"):
+        with pytest.raises(SystemExit) as stop:
+            generate.run(["generate", *flags_of_run, more])
+        assert stop.value.code == 2
+        assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_port_that_somebody_else_listens_on_by_now() -> None:
+    async def app(*arguments: object) -> None:
+        """Never asked."""
+
+    one = listen("127.0.0.1", 0)
+    other = listen("127.0.0.1", one.getsockname()[1])
+    one.listen()
+    with pytest.raises(InputError, match=r"cannot listen there \(Address already in use\)"):
+        HttpServer(app, other, Limits()).start()
+    one.close()
+    other.close()
+
+
+def test_a_coordinator_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match="--coordinator_port"):
+            check_coordinator_port(Place(0, 2, f"127.0.0.1:{port}", port + 1, "127.0.0.1"))
+    check_coordinator_port(Place(0, 2, f"127.0.0.1:{port}", port + 1, "127.0.0.1"))
+
+
+@pytest.mark.parametrize(("code", "expected"), [(42, 42), (2, 2), (137, 137)])
+def test_local_with_a_frozen_process(code: int, expected: int, tmp_path: Path) -> None:
+    """What was stopped and had to be killed said 137, as if something had run out of memory."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, sys\n"
+        "if os.environ['JAX_PROCESS_ID'] == '1':\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        f"sys.exit({code})\n"
+    )
+    command = [sys.executable, "-m", "launch.local", "--num_processes=2", "--grace=0.3", "--"]
+    done = subprocess.run(
+        [*command, sys.executable, str(program)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == expected, done.stderr
+    assert "killing process 1" in done.stderr

@@ -1,0 +1,217 @@
+"""Hosts know each other: who does not know the secret of a run is heard by nobody, and costs next to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from launch import generate
+from launch.hosts.faults import EXIT_USER_ERROR, Fault
+from launch.hosts.messages import MAX_GREETING, decode, encode, printable
+from launch.hosts.place import Place
+from launch.hosts.secret import SECRET, SECRET_FILE, is_proof, new_secret, nonce, proof, read_secret
+from launch.hosts.supervisor import greet
+from launch.local import environment, free_port
+from sharding.errors import InputError
+from tests.launch.test_hub import SECRET as OWN
+from tests.launch.test_hub import Peer, judge
+
+STRANGERS = (b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "hello"}\n', b"\xff\n", b"[" * 4000 + b"\n", b"{}\n", b"\n")
+
+
+def port_of(peers: list[Peer]) -> int:
+    return int(peers[0].writer.get_extra_info("peername")[1])
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def judged(scene: Callable[[list[Peer]], Awaitable[None]]) -> tuple[Fault | None, list[str]]:
+    """What the hub finds, and says, when strangers act a scene and all hosts are done then."""
+    failed: list[BaseException] = []
+
+    async def acted(peers: list[Peer]) -> None:
+        try:
+            await scene(peers)
+        except BaseException as error:
+            failed.append(error)
+        for peer in peers:
+            peer.send("done")
+
+    fault, _, said = judge(acted)
+    assert not failed, failed
+    return fault, said
+
+
+def test_another_secret_is_refused_and_stops_nobody() -> None:
+    async def scene(peers: list[Peer]) -> None:
+        for secret in (b"", OWN[:-1], new_secret().encode()):
+            stray = await Peer(1, secret=secret).connect(port_of(peers))
+            assert stray.refusal is not None
+            assert stray.refusal.code == EXIT_USER_ERROR
+            assert "does not know the secret of this run" in stray.refusal.text
+            await stray.listening
+            assert not stray.heard
+
+    fault, said = judged(scene)
+    assert fault is None
+    assert sum("does not know the secret" in line for line in said) == 3
+
+
+def test_a_proof_is_of_one_connection() -> None:
+    async def scene(peers: list[Peer]) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(peers))
+        challenge = decode(await reader.readline())["nonce"]
+        own = nonce()
+        overheard = encode(
+            "hello", host=1, hosts=2, name="x", nonce=own, proof=proof(OWN, "host", challenge, own, 1, 2, "x")
+        )
+        again, repeat = await asyncio.open_connection("127.0.0.1", port_of(peers))
+        await again.readline()
+        repeat.write(overheard)
+        verdict = decode(await again.readline())
+        assert verdict["kind"] == "verdict"
+        # For another host it is worth nothing either.
+        writer.write(encode(**(json.loads(overheard) | {"host": 0})))
+        assert decode(await reader.readline())["kind"] == "verdict"
+
+    assert judged(scene)[0] is None
+
+
+def test_somebody_else_in_the_place_of_host_0_is_found_out() -> None:
+    async def play(answer: dict[str, object]) -> Fault | None:
+        async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(encode("challenge", nonce=nonce()))
+            await reader.readline()
+            writer.write(encode(**answer))  # type: ignore[arg-type]
+
+        port = free_port()
+        async with await asyncio.start_server(pretend, "127.0.0.1", port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            return await greet(reader, writer, OWN, Place(1, 2), "x")
+
+    for answer in (
+        {"kind": "welcome"},
+        {"kind": "welcome", "proof": proof(b"x" * 20, "hub", "y")},
+        {"kind": "gathered"},
+    ):
+        fault = asyncio.run(play(answer))
+        assert fault is not None
+        assert (fault.kind, fault.code) == ("input", EXIT_USER_ERROR)
+
+
+def test_strangers_cost_little() -> None:
+    """One client that sends lines without end, and topics without end, took host 0 to 480 MB."""
+    before = resident()
+
+    async def scene(peers: list[Peer]) -> None:
+        for said in STRANGERS:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port_of(peers))
+            await reader.readline()
+            writer.write(said)
+            writer.write_eof()
+            rest = await reader.read()
+            assert rest.count(b"\n") <= 1
+        sent = 0
+        for _ in range(20):
+            _, writer = await asyncio.open_connection("127.0.0.1", port_of(peers))
+            with contextlib.suppress(OSError):
+                for _ in range(64):
+                    writer.write(b"x" * (1 << 20))
+                    await writer.drain()
+                    sent += 1
+            writer.close()
+        assert sent < 20 * 64, "it is cut off"
+        idle = [await asyncio.open_connection("127.0.0.1", port_of(peers)) for _ in range(60)]
+        closed = [reader for reader, _ in idle if await reader.readline() == b""]
+        assert closed, "only so many are listened to at a time"
+        for _, writer in idle:
+            writer.close()
+
+    assert judged(scene)[0] is None
+    assert resident() - before < 100 << 20
+
+
+def test_a_host_asks_one_question_at_a_time() -> None:
+    async def scene(peers: list[Peer]) -> None:
+        for number in range(1000):
+            peers[1].send("gather", topic=f"x {number}", value="y" * 1000)
+
+    fault, _, _ = judge(scene)
+    assert fault is not None
+    assert (fault.kind, fault.host) == ("exception", 1)
+    assert "questions at a time" in fault.text
+
+
+def test_terminals_see_no_control_characters_of_others() -> None:
+    async def scene(peers: list[Peer]) -> None:
+        stray = Peer(1, secret=b"another secret, of another run")
+        stray.host = "\x1b[2J\x9b31m"  # type: ignore[assignment]
+        await stray.connect(port_of(peers))
+
+    _, said = judged(scene)
+    assert any("does not know the secret" in line for line in said)
+    assert all(one.isprintable() or one in "\n\t" for line in said for one in line)
+    assert printable("a\tb\nc é 你 \x1b]0;x\x07 \x9b \u202e \ud800") == (
+        "a\tb\nc é 你 \\x1b]0;x\\x07 \\x9b \\u202e \\ud800"
+    )
+
+
+def test_where_the_secret_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("  0123456789abcdef\n")
+    path.chmod(0o600)
+    assert read_secret({}) == b""
+    assert read_secret({SECRET: "0123456789abcdef"}) == b"0123456789abcdef"
+    assert read_secret({SECRET_FILE: str(path), SECRET: "another of sixteen"}) == b"0123456789abcdef"
+    for mode, text, said in (
+        (0o640, "x" * 20, "chmod 600"),
+        (0o600, "short", "16 to 4096"),
+        (0o600, "x" * 5000, "16 to"),
+    ):
+        path.write_text(text)
+        path.chmod(mode)
+        with pytest.raises(InputError, match=said) as error:
+            read_secret({SECRET_FILE: str(path)})
+        assert text not in str(error.value)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_secret({SECRET_FILE: str(tmp_path / "none")})
+    with pytest.raises(InputError, match=SECRET):
+        read_secret({SECRET: ""})
+    assert is_proof(proof(b"a", 1, "x"), b"a", 1, "x")
+    assert not is_proof(proof(b"a", 1, "x"), b"a", "1", "x")
+    assert not is_proof(None, b"a")
+
+
+def test_processes_of_one_run_have_one_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_FILE, "/nowhere")
+    one, other = (environment(index, 2, 9, 1, "the secret of this run") for index in range(2))
+    assert read_secret(one) == read_secret(other) == b"the secret of this run"
+
+
+def test_hosts_of_several_machines_must_have_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(SECRET, raising=False)
+    monkeypatch.delenv(SECRET_FILE, raising=False)
+    flags = ["--coordinator_address=10.0.0.1:8476", "--num_processes=2", "--process_id=1"]
+    with pytest.raises(SystemExit) as stop:
+        generate.run(["generate", "--prompt=x", *flags])
+    assert stop.value.code == 2
+    assert "openssl rand -hex 32 makes one" in capsys.readouterr().err
+    assert Place(0, 2, "localhost:1", 2, "127.0.0.1").is_on_one_machine
+    assert not Place(0, 2, "localhost:1", 2, "[::]").is_on_one_machine
+    assert not Place(0, 2, "10.0.0.1:1", 2, "127.0.0.1").is_on_one_machine
+
+
+def test_a_greeting_is_short_enough() -> None:
+    said = encode("hello", host=1 << 14, hosts=1 << 14, name="x" * 253, nonce=nonce(), proof=proof(b"x"))
+    assert len(said) < MAX_GREETING

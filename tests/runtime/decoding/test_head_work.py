@@ -1,0 +1,123 @@
+"""The head runs on the positions that are masked, and what it makes of the vocabulary stays small."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from runtime import DiffusionConfig
+from runtime.decoding import choices
+from runtime.engine import Engine
+from runtime.execution.programs import abstract_denoise, compiler_options, lower_denoise
+from runtime.execution.runner import head_chunk
+from runtime.execution.specialization import denoise_program
+from runtime.models.attention import choose_attention
+from runtime.models.families import model_layout, parse_config
+from runtime.models.forward import Forward
+from runtime.models.transformer import project_logits
+from sharding.aot import aot_devices
+from sharding.mesh import MeshSpec
+from sharding.topology import parse_topology
+from tests.checkpoints.small import MICRO
+
+SMALL = parse_config(MICRO | {"max_position_embeddings": 512})
+# So many tokens that arrays over the vocabulary are most of what a program holds.
+WIDE = replace(SMALL, vocab_size=152064)
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "sequence=2", "data=2,tensor=2"])
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_chunks_of_few_rows(mesh: str, platform: str) -> None:
+    """At most 128 positions of a row, whatever the mesh, and the canvas where that is shorter."""
+    layout = model_layout(SMALL, MeshSpec.parse(mesh))
+    data = layout.spec.data
+    assert head_chunk(data, 512, layout, platform) == 128
+    assert head_chunk(4 * data, 8192, layout, platform) == 128
+    assert head_chunk(16 * data, 512, layout, platform) == 32 * layout.spec.sequence
+    assert head_chunk(data, 64, layout, platform) == 64
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_head_follows_the_masks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step runs as many chunks as the row with most masks needs."""
+    ran = []
+
+    def counted(*arguments: Any) -> jax.Array:
+        jax.debug.callback(lambda: ran.append(1))
+        return project_logits(*arguments)
+
+    monkeypatch.setattr(choices, "project_logits", counted)
+    layout = model_layout(SMALL, MeshSpec(), jax.devices())
+    engine = Engine(layout, layout.random_weights(0, "float32"))
+    prompts = np.arange(10 * rows, dtype=np.int32).reshape(rows, 10)
+    config = DiffusionConfig(max_new_tokens=190, steps=16, algorithm="entropy", suppress_mask=True)
+    history = engine.generate_tokens(prompts, None, config, history=True).history
+    jax.effects_barrier()
+    before = np.concatenate([np.full((1, rows), 190), (history == SMALL.mask_token_id).sum(axis=-1)[:-1]])
+    chunk = head_chunk(rows, 200, layout, "cpu")
+    assert len(ran) == sum(math.ceil(masks / chunk) for masks in before.max(axis=1))
+    assert len(ran) < 0.7 * len(before) * math.ceil(200 / chunk)
+
+
+@pytest.mark.parametrize(
+    ("platform", "passes"), [("cpu", {"float32": 11, "model": 6}), ("v4:2x2x1", {"float32": 11})], ids=["cpu", "v4"]
+)
+def test_two_arrays_over_the_vocabulary(platform: str, passes: dict[str, int]) -> None:
+    """Of at most 128 positions a row each, in the whole program; none is written while thresholds are searched."""
+    devices = jax.devices() if platform == "cpu" else aot_devices(parse_topology(platform))
+    spec, rows, canvas = MeshSpec(data=1 if platform == "cpu" else 4), 4, 512
+    rows = spec.data
+    layout = model_layout(WIDE, spec, devices[: spec.size])
+    kind = devices[0].platform
+    for confidence_dtype, expected in passes.items():
+        program = denoise_program(
+            DiffusionConfig.published(256, confidence_dtype=confidence_dtype),
+            WIDE,
+            "bfloat16",
+            chunk=head_chunk(rows, canvas, layout, kind),
+            width=canvas,
+            span=canvas,
+        )
+        assert program.sampling.filtered
+        assert program.sampling.sampled
+        compiled = lower_denoise(
+            Forward(layout, choose_attention("auto", kind, layout, canvas, jnp.bfloat16)),
+            program,
+            layout.abstract_weights(jnp.bfloat16),
+            *abstract_denoise(layout, rows, canvas, canvas),
+        ).compile(compiler_options=compiler_options(kind))
+        text, array = compiled.as_text(), 128 * layout.padded_vocab * 4
+        # Two, and what the small model holds beside them; not three.
+        assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * array
+        shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"\b(?:f32|s32|u32)\[([\d,]+)\]", text)}
+        assert 0 < max(math.prod(shape) for shape in shapes if layout.padded_vocab in shape) * 4 <= array
+        body = search_loop(text, expected)
+        over_vocabulary = [line for line in body if re.search(rf"= [^(]*\b{layout.padded_vocab}\]", line)]
+        # What the body names are its two arguments, keys and masses; they are read and passed on.
+        assert all(re.search(r" (get-tuple-element|bitcast)\(", line) for line in over_vocabulary), over_vocabulary
+        assert sum("get-tuple-element" in line for line in over_vocabulary) == 2
+
+
+def computation(text: str, name: str) -> list[str]:
+    """The instructions of a computation of an HLO module."""
+    return text[text.index(f"\n%{name} (") :].split("\n}")[0].splitlines()[2:]
+
+
+def search_loop(text: str, passes: int) -> list[str]:
+    """The body of the only loop of so many passes: their number stands in its configuration or in its condition."""
+    found = []
+    for loop in re.findall(r" while\(.*", text):
+        names = re.search(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", loop)
+        assert names is not None
+        bound = [line for line in computation(text, names[1]) if f"constant({passes})" in line]
+        if f'"n":"{passes}"' in loop or bound:
+            found.append(names[2])
+    assert len(found) == 1, found
+    return computation(text, found[0])

@@ -1,0 +1,138 @@
+"""Slots that are only counted, for tests of the scheduler: no device, and a clock that is only a number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from runtime import (
+    Bucket,
+    Event,
+    Grid,
+    PoolLimits,
+    RequestFinished,
+    RequestHandle,
+    RowRequest,
+    RowResult,
+    SamplingConfig,
+    Scheduler,
+    SchedulerPolicy,
+    StepOutcome,
+    StepPlan,
+)
+from runtime.execution.buckets import PassCost
+from runtime.execution.step_plan import BucketRun, PoolOutcome, PoolPlan
+
+PROMPT = [7, 7]
+WIDTH = 512
+# A pass costs its positions, and so many seconds for each.
+COST = PassCost(0.0, 0.0)
+
+
+class CountedSlots:
+    """Executes plans on no device: a row commits a token in every iteration, from left to right."""
+
+    def __init__(self, seconds: float, per_position: float = 0.0, hidden: int = 0) -> None:
+        """Take what a row is.
+
+        Args:
+          seconds: that an iteration takes.
+          per_position: that each position of a bucket adds.
+          hidden: first iterations of a row that commit nothing to be seen. A row with such iterations has a mask in its
+            prompt, which is filled last of all that is hidden.
+        """
+        self.now = 100.0
+        self._hidden = hidden
+        self._hidden = hidden
+        self.order: list[RowRequest] = []
+        self.plans: list[PoolPlan] = []
+        self._seconds, self._per_position = seconds, per_position
+        # What each row is, and how many tokens it has; and the slots of each open bucket.
+        self._made: dict[int, tuple[RowRequest, int]] = {}
+        self._slots: dict[int, dict[int, list[int | None]]] = {}
+
+    def rows(self, pool: int = 0) -> dict[int, int]:
+        """Number of the row in each slot that is taken, bucket by bucket."""
+        slots = [row for bucket in self._slots.get(pool, {}).values() for row in bucket]
+        return {slot: row for slot, row in enumerate(slots) if row is not None}
+
+    def execute(self, plan: StepPlan) -> StepOutcome:
+        """What real slots would make of a plan that has crossed from one host to another."""
+        plan = StepPlan.from_json(json.loads(json.dumps(plan.to_json())))
+        scores = None if plan.score is None else [np.full(len(row), -1.0, np.float32) for row in plan.score.rows]
+        return StepOutcome([self._execute(pool) for pool in plan.pools], scores)
+
+    def _execute(self, plan: PoolPlan) -> PoolOutcome:
+        self.plans.append(plan)
+        for one in plan.insert:
+            self._made[one.row] = one.request, 0
+            self.order.append(one.request)
+        held = [row for bucket in plan.buckets for row in bucket.slots if row is not None]
+        assert len(set(held)) == len(held), "a row has one slot"
+        results, canvases, runs = [self._result(row) for row in plan.finish], {}, []
+        for bucket in plan.buckets:
+            rows = [row for row in bucket.slots if row is not None]
+            assert rows, "a bucket without rows is closed"
+            assert all(self._made[row][0].length <= bucket.width for row in rows)
+            left = [self._made[row][0].config.max_new_tokens - self._made[row][1] for row in rows]
+            ran = min(bucket.iterations, max(left))
+            seconds = ran * (self._seconds + self._per_position * bucket.rows * bucket.width)
+            self.now += seconds
+            if bucket.iterations:
+                runs.append(BucketRun(bucket.number, ran, ran, seconds))
+            for row in rows:
+                request, made = self._made[row]
+                new = request.config.max_new_tokens
+                self._made[row] = request, (made := min(new, made + ran))
+                if made == new:
+                    results.append(self._result(row))
+                elif bucket.canvases:
+                    positions = np.arange(request.length) - len(request.tokens)
+                    canvas = np.where(positions < made - self._hidden, request.seed, -1).astype(np.int32)
+                    canvas[0] = request.seed if made >= self._hidden else -1
+                    canvases[row] = canvas
+        self._slots[plan.pool] = {
+            bucket.number: [row if row in self._made else None for row in bucket.slots] for bucket in plan.buckets
+        }
+        return PoolOutcome(plan.pool, results, canvases, runs)
+
+    def _result(self, row: int) -> RowResult:
+        request, made = self._made.pop(row)
+        positions = np.arange(request.length) - len(request.tokens)
+        steps = np.where(positions < made, np.maximum(positions, -1), -1).astype(np.int32)
+        return RowResult(row, np.full(request.length, request.seed, np.int32), steps, None)
+
+
+def rows(*tokens: int, seed: int = 0) -> list[RowRequest]:
+    """Rows of so many new tokens each."""
+    return [RowRequest(PROMPT, SamplingConfig(max_new_tokens=new), seed) for new in tokens]
+
+
+def step(scheduler: Scheduler, slots: CountedSlots) -> list[Event]:
+    plan = scheduler.schedule(slots.now)
+    return scheduler.update(slots.execute(plan), slots.now)
+
+
+def drain(scheduler: Scheduler, slots: CountedSlots, most: int = 1000) -> list[Event]:
+    events: list[Event] = []
+    while scheduler.waiting or scheduler.running:
+        events += step(scheduler, slots)
+        most -= 1
+        assert most, "it does not end"
+    return events
+
+
+def finished(events: Sequence[Event]) -> list[RequestHandle]:
+    return [event.handle for event in events if isinstance(event, RequestFinished)]
+
+
+def one_bucket(slots: int) -> Grid:
+    """A grid of all slots together."""
+    return Grid(slots, WIDTH, (Bucket(slots, WIDTH),), COST)
+
+
+def single(slots: int, prefill_limit: int | None = None, **policy: object) -> Scheduler:
+    limits = PoolLimits(one_bucket(slots), prefill_limit)
+    return Scheduler([limits], SchedulerPolicy(**policy))  # type: ignore[arg-type]

@@ -1,0 +1,199 @@
+"""The policy over many buckets, simulated: on slots that are only counted, by a clock that is only a number."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from runtime import (
+    Bucket,
+    CanvasChanged,
+    PoolLimits,
+    RequestFinished,
+    RequestHandle,
+    RowRequest,
+    SamplingConfig,
+    Scheduler,
+    SchedulerPolicy,
+    StepPlan,
+)
+from runtime.execution.buckets import PassCost, make_grid
+from tests.runtime.execution.counted_slots import WIDTH, CountedSlots, drain, rows, step
+
+
+def laddered(slots: int = 8, **policy: object) -> Scheduler:
+    """A scheduler over a grid of many buckets, with a cost of its own for each pass."""
+    grid = make_grid(slots, WIDTH, PassCost(0.0, 64.0), data=1, step=32)
+    return Scheduler([PoolLimits(grid)], SchedulerPolicy(**policy))  # type: ignore[arg-type]
+
+
+def shapes(plan: StepPlan) -> list[tuple[int, int]]:
+    return sorted((one.rows, one.width) for pool in plan.pools for one in pool.buckets)
+
+
+def test_a_lone_row_is_computed_alone_and_at_its_length() -> None:
+    scheduler, slots = laddered(), CountedSlots(0.0, 1e-5)
+    scheduler.add(RequestHandle(rows=rows(46)))
+    plan = scheduler.schedule(slots.now)
+    assert shapes(plan) == [(1, 64)]
+    scheduler.update(slots.execute(plan), slots.now)
+    drain(scheduler, slots)
+    assert scheduler.stats.useful_share == 48 / 64
+    assert scheduler.stats.utilisation == 1.0
+
+
+def test_a_row_that_has_shown_nothing_is_looked_at_after_its_first_iteration() -> None:
+    scheduler, slots = laddered(), CountedSlots(0.0001)
+    for _ in range(3):
+        # Also after idle turns and turns in which nothing ran: neither says how long an iteration takes.
+        step(scheduler, slots)
+        scheduler.add(RequestHandle(rows=rows(40), stream=True))
+        plan = scheduler.schedule(slots.now)
+        assert [one.iterations for one in plan.pools[0].buckets] == [1]
+        events = scheduler.update(slots.execute(plan), slots.now)
+        assert len([event for event in events if isinstance(event, CanvasChanged)]) == 1
+        step(scheduler, slots)
+        assert slots.plans[-1].buckets[0].iterations > 1, "it has shown something"
+        drain(scheduler, slots)
+
+
+def test_rows_move_where_a_pass_becomes_cheaper_and_only_there() -> None:
+    scheduler, slots = laddered(max_iterations=1), CountedSlots(0.01)
+    scheduler.add(RequestHandle(rows=rows(10, 11, 12, 30, seed=1)))
+    step(scheduler, slots)
+    assert [(one.rows, one.width) for one in slots.plans[-1].buckets] == [(4, 32)]
+    (number,) = (one.number for one in slots.plans[-1].buckets)
+    for _ in range(10):
+        step(scheduler, slots)
+    assert [one.number for one in slots.plans[-1].buckets] == [number], "three rows of four stay where they are"
+    assert scheduler.stats.moves == 0
+    for _ in range(2):
+        step(scheduler, slots)
+    assert [(one.rows, one.width) for one in slots.plans[-1].buckets] == [(1, 32)]
+    assert scheduler.stats.moves == 3, "two of them into a bucket of two, and one of those into one of its own"
+    drain(scheduler, slots)
+
+
+def test_buckets_whose_programs_are_not_there_are_only_wanted() -> None:
+    scheduler, slots = laddered(), CountedSlots(0.01)
+    widest = Bucket(1, WIDTH)
+    scheduler.restrict(0, [widest])
+    scheduler.add(RequestHandle(rows=rows(46, 100)))
+    step(scheduler, slots)
+    assert [(one.rows, one.width) for one in slots.plans[-1].buckets] == [(1, WIDTH)] * 2
+    assert set(scheduler.demand(0)) == {Bucket(1, 64), Bucket(1, 128)}
+    scheduler.restrict(0, [widest, Bucket(1, 128)])
+    step(scheduler, slots)
+    assert [(one.rows, one.width) for one in slots.plans[-1].buckets] == [(1, 128)] * 2
+    assert scheduler.stats.moves == 2
+    drain(scheduler, slots)
+
+
+def test_caches_of_all_buckets_stay_within_what_was_counted() -> None:
+    grid = make_grid(4, WIDTH, PassCost(0.0, 200.0), data=1, step=32)
+    scheduler = Scheduler([PoolLimits(grid, None, 4 * WIDTH)], SchedulerPolicy(max_iterations=2))
+    slots, random = CountedSlots(0.0, 1e-5), np.random.default_rng(0)
+    before = 0
+    for _ in range(300):
+        if random.random() < 0.5:
+            scheduler.add(RequestHandle(rows=rows(int(random.integers(1, WIDTH - 2)))))
+        plan = scheduler.schedule(slots.now)
+        if plan.pools:
+            now = sum(one.rows * one.width for one in plan.pools[0].buckets)
+            assert now <= 4 * WIDTH
+            assert now + before <= 2 * 4 * WIDTH, "while rows move both are there"
+            before = now
+        scheduler.update(slots.execute(plan), slots.now)
+
+
+# ---- the policy, simulated ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Arrival:
+    """A request, and when it comes."""
+
+    at: float
+    handle: RequestHandle
+
+
+def simulate(scheduler: Scheduler, slots: CountedSlots, arrivals: list[Arrival]) -> dict[RequestHandle, float]:
+    """Seconds from the arrival of each request to its end."""
+    waiting, latency, start = sorted(arrivals, key=lambda one: one.at), {}, slots.now
+    while waiting or scheduler.waiting or scheduler.running:
+        if not (scheduler.waiting or scheduler.running):
+            slots.now = max(slots.now, start + waiting[0].at)
+        while waiting and start + waiting[0].at <= slots.now:
+            one = waiting.pop(0)
+            one.handle.arrived = start + one.at
+            scheduler.add(one.handle)
+        for event in step(scheduler, slots):
+            if isinstance(event, RequestFinished):
+                latency[event.handle] = event.seconds
+    return latency
+
+
+def log_normal(count: int, seed: int) -> list[tuple[int, int]]:
+    """Prompts of 20 to 200 tokens and answers of 8 to 256."""
+    random = np.random.default_rng(seed)
+
+    def draw(low: int, high: int) -> list[int]:
+        middle, spread = (np.log(low) + np.log(high)) / 2, (np.log(high) - np.log(low)) / 4
+        return [int(value) for value in np.clip(np.exp(random.normal(middle, spread, count)), low, high)]
+
+    return list(zip(draw(20, 200), draw(8, 256), strict=True))
+
+
+def poisson(load: float, seconds_per_position: float, count: int = 300) -> list[Arrival]:
+    """Requests that ask for a share of the positions that there are."""
+    lengths = log_normal(count, 1)
+    work = [(prompt + new) * new for prompt, new in lengths]
+    gap = np.mean(work) * seconds_per_position / load
+    times = np.cumsum(np.random.default_rng(2).exponential(gap, count))
+    requests = [RowRequest([7] * prompt, SamplingConfig(max_new_tokens=new), 0) for prompt, new in lengths]
+    return [Arrival(float(at), RequestHandle(rows=[one])) for at, one in zip(times, requests, strict=True)]
+
+
+def test_at_sixty_percent_load_four_in_five_positions_are_of_use() -> None:
+    scheduler, slots = laddered(), CountedSlots(0.0, 6e-5)
+    latency = simulate(scheduler, slots, poisson(0.6, 6e-5))
+    assert len(latency) == 300
+    assert scheduler.stats.useful_share >= 0.8
+
+
+def test_a_long_canvas_does_not_starve_short_ones() -> None:
+    per_position = 1e-4
+    scheduler, slots = laddered(slots=2), CountedSlots(64 * per_position, per_position)
+    # Something has run before: it is known what a pass takes.
+    simulate(scheduler, slots, [Arrival(0.0, RequestHandle(rows=rows(30)))])
+    long = [Arrival(0.0, RequestHandle(rows=rows(500))) for _ in range(6)]
+    short = [Arrival(0.5 + 2 * number, RequestHandle(rows=rows(30))) for number in range(10)]
+    latency = simulate(scheduler, slots, [*long, *short])
+    alone = 500 * (WIDTH + 64) * per_position
+    assert len(latency) == 16
+    # Two long ones have the slots when the short ones come, and the other four begin after these.
+    assert max(latency[one.handle] for one in short) < 2.2 * alone
+    assert sum(latency[one.handle] > 2.2 * alone for one in long) == 4
+    # Beside a long one in another slot, a short one has half of the devices.
+    scheduler, slots = laddered(slots=8), CountedSlots(64 * per_position, per_position)
+    latency = simulate(
+        scheduler, slots, [Arrival(at, RequestHandle(rows=rows(new))) for at, new in ((0, 500), (1, 30))]
+    )
+    assert min(latency.values()) < 3 * 30 * (32 + 64) * per_position
+
+
+def test_a_new_request_waits_about_a_step() -> None:
+    scheduler, slots = laddered(), CountedSlots(0.0, 1e-4)
+    scheduler.add(RequestHandle(rows=rows(*[200] * 7)))
+    for _ in range(20):
+        step(scheduler, slots)
+    for _ in range(10):
+        before = slots.now
+        step(scheduler, slots)
+        # A pass of the widest bucket is the least that a step can be.
+        assert slots.now - before <= max(SchedulerPolicy().step_seconds or 0, 1e-4 * 256) * 1.01
+    scheduler.add(late := RequestHandle(rows=rows(4), stream=True))
+    seen = [event for _ in range(2) for event in step(scheduler, slots) if isinstance(event, CanvasChanged)]
+    assert [event.handle for event in seen] == [late] * len(seen)
+    assert seen

@@ -1,0 +1,43 @@
+"""The quarter of the slow tests that a day has: four days have all of them, once each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+CONFTEST = Path(__file__).parent / "conftest.py"
+pytest_plugins = ["pytester"]
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester) -> pytest.Pytester:
+    """Files with 1, 3 and 40 slow tests, and fast ones among them."""
+    pytester.makeconftest(CONFTEST.read_text(encoding="utf-8"))
+    pytester.makeini("[pytest]\nmarkers = slow")
+    for name, count in (("one", 1), ("three", 3), ("forty", 40)):
+        slow = f"@pytest.mark.slow\n@pytest.mark.parametrize('n', range({count}))\ndef test_slow(n): pass\n"
+        pytester.makepyfile(**{f"test_{name}": f"import pytest\n{slow}def test_fast(): pass\n"})
+    return pytester
+
+
+def names(suite: pytest.Pytester, *arguments: str) -> list[str]:
+    result = suite.runpytest_inprocess("--collect-only", "-q", "-p", "no:cacheprovider", *arguments)
+    return [line for line in result.outlines if "::" in line]
+
+
+def test_four_days_have_every_slow_test_once(suite: pytest.Pytester) -> None:
+    days = [names(suite, f"--slow-quarter={20_000 + day}") for day in range(4)]
+    every = [name for name in names(suite) if "slow" in name]
+    assert len(every) == 44
+    assert sorted(name for day in days for name in day) == sorted(every)
+    assert names(suite, "--slow-quarter=20004") == days[0]
+    for day in days:
+        numbers = [int(name.split("[")[1][:-1]) for name in day if "forty" in name]
+        assert numbers == list(range(numbers[0], numbers[0] + 10)), "neighbours share what is compiled"
+
+
+def test_what_begins_too_late_is_named(suite: pytest.Pytester) -> None:
+    result = suite.runpytest_inprocess("--begin-within=0", "-rs", "-p", "no:cacheprovider", "test_one.py")
+    result.assert_outcomes(skipped=2)
+    result.stdout.fnmatch_lines(["*not begun within 0 minutes*"])
