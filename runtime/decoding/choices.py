@@ -83,6 +83,12 @@ def _logits_at(
     return guide(logits, without, request.cfg_scale)
 
 
+def _place(positions: Array, *values: Array) -> tuple[Array, ...]:
+    """Arrays ``[B, S]``, the first half of ``values``, with the other half ``[B, P]`` at ``positions``."""
+    row, half = jnp.arange(positions.shape[0])[:, None], len(values) // 2
+    return tuple(old.at[row, positions].set(new) for old, new in zip(values[:half], values[half:], strict=True))
+
+
 def choose_on_canvas(
     forward: Forward,
     program: DenoiseProgram,
@@ -125,10 +131,6 @@ def choose_on_canvas(
     order = forward.on_rows(lambda wanted: jnp.argsort(~wanted, axis=1, stable=True).astype(jnp.int32), wanted)
     chunks = (wanted.sum(axis=1).max() + program.chunk - 1) // program.chunk
 
-    def place(positions: Array, *values: Array) -> tuple[Array, ...]:
-        row, half = jnp.arange(positions.shape[0])[:, None], len(values) // 2
-        return tuple(old.at[row, positions].set(new) for old, new in zip(values[:half], values[half:], strict=True))
-
     def body(chunk: Array, filled: Choices) -> Choices:
         # The last chunk of a canvas that the chunk does not divide starts earlier and repeats a few positions.
         start = jnp.minimum(chunk * program.chunk, width - program.chunk)
@@ -136,7 +138,7 @@ def choose_on_canvas(
             lambda order, start: jax.lax.dynamic_slice_in_dim(order, start, program.chunk, axis=1), order, start
         )
         chosen = choose_at(positions)
-        placed = forward.on_rows(place, positions, *jax.tree.leaves(filled), *jax.tree.leaves(chosen))
+        placed = forward.on_rows(_place, positions, *jax.tree.leaves(filled), *jax.tree.leaves(chosen))
         return jax.tree.unflatten(jax.tree.structure(filled), placed)
 
     nothing = Choices(

@@ -268,6 +268,20 @@ def _draw(forward: Forward, logits: Array, keys: Array) -> Array:
     return jax.lax.map(lambda group: draw(*group), groups).reshape(keys.shape)
 
 
+def _confidence(rule: SamplingRule, probabilities: Array, largest: Array, best: Array) -> Array:
+    """Confidence ``[B, P]`` in the most probable token ``best``, of probability ``largest``, by the rule."""
+    dtype = jnp.dtype(rule.confidence_dtype)
+    if rule.confidence == "entropy":
+        terms = _round(probabilities * _round(jnp.log(probabilities + _ENTROPY_EPSILON), dtype), dtype)
+        # Terms lie between -1/e and 0, but for the epsilon.
+        return _round(-vocab_sum(jnp.clip(-terms, 0.0, 1.0)), dtype)
+    if rule.confidence == "topk_margin":
+        others = jnp.arange(probabilities.shape[-1]) != best[..., None]
+        second = jnp.where(others, probabilities, 0.0).max(axis=-1)
+        return _round(largest - second, dtype)
+    return largest
+
+
 def choose_tokens(
     forward: Forward,
     rule: SamplingRule,
@@ -312,7 +326,7 @@ def choose_tokens(
         sums = _softmax_sums(logits)
         probabilities = _softmax(logits, sums, dtype)
         largest, tokens = vocab_argmax(probabilities)
-        confidence = _confidence(rule, probabilities, largest, tokens, dtype)
+        confidence = _confidence(rule, probabilities, largest, tokens)
         if rule.sampled:
             # Noisy scores take the place of what the confidence needs of the vocabulary, not memory beside it.
             logits, confidence = jax.lax.optimization_barrier((logits, confidence))
@@ -324,19 +338,6 @@ def choose_tokens(
         if rule.confidence == "low_confidence" and (rule.sampled or rule.filtered):
             confidence = _softmax(pick(plain, tokens)[..., None], _softmax_sums(plain), dtype)[..., 0]
         return tokens, confidence
-
-
-def _confidence(rule: SamplingRule, probabilities: Array, largest: Array, tokens: Array, dtype: Any) -> Array:
-    """Confidence ``[..., P]`` where the most probable ``tokens`` are taken: ``largest`` is their probability."""
-    if rule.confidence == "entropy":
-        terms = _round(probabilities * _round(jnp.log(probabilities + _ENTROPY_EPSILON), dtype), dtype)
-        # Terms lie between -1/e and 0, but for the epsilon.
-        return _round(-vocab_sum(jnp.clip(-terms, 0.0, 1.0)), dtype)
-    if rule.confidence == "topk_margin":
-        others = jnp.arange(probabilities.shape[-1]) != tokens[..., None]
-        second = jnp.where(others, probabilities, 0.0).max(axis=-1)
-        return _round(largest - second, dtype)
-    return largest
 
 
 def log_probabilities(logits: Array, targets: Array) -> Array:

@@ -177,8 +177,7 @@ def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> 
         else:
             arrays = [residuals(3)]
     else:
-        # Around an all-reduce the sum of the residual and both updates of a layer is put off to where it is read.
-        arrays = [residuals(4 if reduced else 2), *mlp]
+        arrays = [residuals(3 if reduced else 2), *mlp]
     if shape.attention == "xla":
         attention = [residuals(2), *_scores(layout, item, device, shape)]
         if _bytes(attention[1:]) > _bytes(arrays):

@@ -49,8 +49,12 @@ def compiler_options(platform: str) -> dict[str, str | bool] | None:
         }
     if platform != "cpu":
         return None
-    # XLA would widen all the stacked bfloat16 layers to float32 before the scan; layer by layer is also faster.
-    return {"xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"}
+    # XLA widens bfloat16 and int8 weights to float32 for its products: with these, a layer at a time. Else it widens
+    # those of all layers before it runs the first, or before the loop over steps, and holds them all.
+    return {
+        "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+        "xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion",
+    }
 
 
 def put(value: Any, sharding: jax.sharding.Sharding) -> Array:

@@ -20,6 +20,8 @@ QUANTIZATIONS = ("none", "int8")
 INVERSE_INT8_MAX = np.float32(1.0 / 127.0)
 # Weights of a block at most: 512 KB of float32, well within a core's cache.
 BLOCK_WEIGHTS = 1 << 17
+# Rows of a table that are taken at a time, at least.
+_FEWEST_ROWS = 8
 
 
 @flax.struct.dataclass
@@ -143,6 +145,10 @@ def _block_rows(matrix: Array) -> int:
 def take_rows(table: Matrix, index: Array, dtype: Any) -> Array:
     """Rows of an embedding ``[V, D]``: int32 ``[...]`` -> ``[..., D]`` in ``dtype``."""
     if isinstance(table, Quantized):
+        if index.size == 1:
+            # For one row of integers a TPU's compiler would copy the whole table.
+            padded = jnp.pad(index.reshape(1), (0, _FEWEST_ROWS - 1))
+            return take_rows(table, padded, dtype)[:1].reshape(*index.shape, -1)
         rows = table.values.at[index].get(mode="clip").astype(jnp.float32)
         return (rows * table.scales.at[index].get(mode="clip")[..., None]).astype(dtype)
     return table.at[index].get(mode="clip")

@@ -71,7 +71,8 @@ def run_layers(
         )[0]
     caches = []
     for layer, own in zip(weights.layers, cache or [None] * len(weights.layers), strict=True):
-        x, own = named(x, layer, own, 0)
+        # Else compilers leave the writes to the cache to the end, and hold every layer's keys and values till then.
+        x, own = jax.lax.optimization_barrier(named(x, layer, own, 0))
         caches.append(own)
     return x, cache and tuple(caches)
 

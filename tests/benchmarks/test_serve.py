@@ -241,7 +241,7 @@ def test_the_short_form_beside_another_checkout(tmp_path: Path) -> None:
     write_tiny_checkpoint(checkpoint)
     values = flags_of(
         "--size=short", f"--old={Checkout.this().root}", f"--checkpoint={checkpoint}", "--server_flag=--mesh=tensor=1",
-        "--server_flag=--max_new_tokens=32", f"--output_dir={tmp_path}",
+        "--server_flag=--max_new_tokens=32", "--server_flag=--max_programs=3", f"--output_dir={tmp_path}",
     )  # fmt: skip
     main(values)
     record = json.loads((tmp_path / "serve.json").read_text())

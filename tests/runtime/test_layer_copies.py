@@ -1,0 +1,171 @@
+"""Programs read each layer's weights where they lie: the optimized HLO has no copy of one, and neither has memory.
+
+For GPU where JAX's CUDA plugin is installed (``pip install 'diffumesh[cuda]'``), without a GPU:
+``pytest tests/runtime/test_layer_copies.py -m 'slow or not slow'``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from runtime import DiffusionConfig, SamplingConfig
+from runtime.execution.programs import (
+    abstract_decode,
+    abstract_denoise,
+    compiler_options,
+    lower_decode,
+    lower_denoise,
+    lower_prefill,
+)
+from runtime.execution.specialization import decode_program, denoise_program
+from runtime.models.config import ModelConfig
+from runtime.models.families import model_layout
+from runtime.models.forward import Forward
+from runtime.planner.presets import preset
+from sharding.aot import aot_devices, missing_compiler
+from sharding.mesh import MeshSpec
+from sharding.topology import parse_topology
+
+needs_cuda = pytest.mark.skipif(missing_compiler("gpu") is not None, reason="JAX's CUDA plugin is not installed")
+
+PROGRAMS = ("denoise step", "block step", "prefill", "decode")
+# Canvas and chunk of the head: no activation has as many numbers as a weight.
+S, CHUNK = 320, 32
+# What takes no memory of its own, and what runs other computations.
+FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "opt-barrier", "while", "conditional", "call"}
+
+
+_SMALL = {"num_layers": 3, "vocab_size": 640}
+
+
+def model(program: str, sizes: dict[str, int]) -> ModelConfig:
+    """Three layers with a vocabulary so small that nothing but a weight is as large as a weight."""
+    found = preset("qwen2.5-7b" if program in ("prefill", "decode") else "diffucoder-7b")
+    mask = -1 if program in ("prefill", "decode") else 1
+    return replace(found, mask_token_id=mask, pad_token_id=0, end_token_ids=(), **_SMALL | sizes)
+
+
+def lowered(
+    program: str, devices: list[Any], dtype: str, quantization: str, sizes: dict[str, int], scan: bool | None = None
+) -> tuple[Any, jax.stages.Lowered]:
+    """The layout and one program of it, of one row on one device."""
+    layout = model_layout(model(program, sizes), MeshSpec(), devices[:1], quantization, scan)
+    forward, weights = Forward(layout), layout.abstract_weights(jnp.dtype(dtype))
+    if program in ("prefill", "decode"):
+        decoding = decode_program(SamplingConfig(64, temperature=0.7), layout.config.vocab_size)
+        arguments = (weights, *abstract_decode(layout, 1, S, dtype))
+        if program == "decode":
+            return layout, lower_decode(forward, decoding, *arguments)
+        return layout, lower_prefill(forward, decoding, S, *arguments)
+    cached = program == "block step"
+    config = DiffusionConfig(64, cache="dual" if cached else "none", block_length=32 if cached else None)
+    denoising = denoise_program(config, layout.config, dtype, chunk=CHUNK, width=S, span=64)
+    state = abstract_denoise(layout, 1, S, 64, dtype if cached else None)
+    return layout, lower_denoise(forward, denoising, weights, *state)
+
+
+def materialised(text: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Operation, shape and line of every array that is written to memory by other than a product of matrices."""
+    inside = set(re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", text)) - set(
+        re.findall(r" call\(.*to_apply=%?([\w.\-]+)", text)
+    )
+    computation = ""
+    for line in text.splitlines():
+        opened = re.match(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line)
+        if opened:
+            computation = opened[1]
+        found = re.match(r"^\s+(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(", line)
+        if not found or computation in inside or found[2] in FREE or "gemm" in line or found[2] == "dot":
+            continue
+        for sizes in re.findall(r"\w+\[([\d,]+)\]", found[1]):
+            yield found[2], tuple(map(int, sizes.split(","))), line.strip()
+
+
+def matrices(layout: Any) -> set[int]:
+    """Numbers of each matrix of one layer."""
+    sizes = layout.padded_dimensions
+    found = {
+        math.prod(sizes[axis] for axis in leaf.axes if axis != "layers")
+        for leaf in layout.leaves
+        if leaf.layers and leaf.contracted
+    }
+    assert len(found) >= 3, "keys, queries and the MLP"
+    return found
+
+
+def copies(layout: Any, text: str) -> list[str]:
+    """What is written to memory and has as many numbers as a matrix of a layer, or of all layers."""
+    numbers = matrices(layout)
+    numbers |= {layout.config.num_layers * size for size in numbers}
+    return [line for _, shape, line in materialised(text) if math.prod(shape) in numbers]
+
+
+CPU = {"hidden_size": 256, "intermediate_size": 1536, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32}
+
+
+def compiled_here(program: str, dtype: str, quantization: str, scan: bool | None = None) -> tuple[Any, Any]:
+    layout, lowering = lowered(program, jax.devices(), dtype, quantization, CPU, scan)
+    return layout, lowering.compile(compiler_options=compiler_options("cpu"))
+
+
+@pytest.mark.parametrize("program", ["block step", "decode"])
+def test_cpu_programs_copy_no_weights(program: str) -> None:
+    layout, found = compiled_here(program, "float32", "none")
+    assert not copies(layout, found.as_text())
+    layout, scanned = compiled_here(program, "float32", "none", scan=True)
+    assert len(copies(layout, scanned.as_text())) >= 3, "the parser does not see a copy"
+    if program == "decode":  # without activations of whole rows
+        matrix = 4 * CPU["hidden_size"] * CPU["intermediate_size"]
+        assert found.memory_analysis().temp_size_in_bytes < matrix < scanned.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", "none"), ("float32", "int8")])
+def test_cpu_programs_widen_a_layer_at_a_time(dtype: str, quantization: str) -> None:
+    """Beside what the same program in float32 needs, less than one layer's weights in float32."""
+    _, plain = compiled_here("block step", "float32", "none")
+    layout, found = compiled_here("block step", dtype, quantization)
+    layer = sum(4 * math.prod(leaf.padded_shape) for leaf in layout.leaves if leaf.layers == (0,))
+    widened = found.memory_analysis().temp_size_in_bytes - plain.memory_analysis().temp_size_in_bytes
+    assert widened < layer
+
+
+# The layers of the model with 7.6 billion parameters.
+GPU = {"hidden_size": 3584, "intermediate_size": 18944, "num_heads": 28, "num_kv_heads": 4, "head_dim": 128}
+
+
+@needs_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gpu_programs_copy_no_weights(program: str, quantization: str) -> None:
+    devices = aot_devices(parse_topology("1xh200"))
+    layout, lowering = lowered(program, devices, "bfloat16", quantization, GPU)
+    found = lowering.compile()
+    assert not copies(layout, found.as_text())
+    # Less than the smallest matrix of the MLP; where whole rows run, beside their activations.
+    activations = 0 if program == "decode" else 8 * S * GPU["intermediate_size"]
+    assert found.memory_analysis().temp_size_in_bytes < GPU["hidden_size"] * GPU["intermediate_size"] // 4 + activations
+
+
+@needs_cuda
+@pytest.mark.slow
+def test_gpu_programs_that_scan_copy_each_layer() -> None:
+    """What the tests above see in a program whose layers are stacked."""
+    layout, lowering = lowered("decode", aot_devices(parse_topology("1xh200")), "bfloat16", "none", GPU, scan=True)
+    found = lowering.compile()
+    assert len(copies(layout, found.as_text())) >= 3
+    assert found.memory_analysis().temp_size_in_bytes > GPU["hidden_size"] * GPU["intermediate_size"]
+
+
+def test_a_tpu_decodes_one_row_in_int8_without_a_copy_of_the_embedding() -> None:
+    sizes = GPU | {"num_layers": 2, "vocab_size": 152064}
+    layout, lowering = lowered("decode", aot_devices(parse_topology("v5e:1x1")), "bfloat16", "int8", sizes)
+    assert lowering.compile().memory_analysis().temp_size_in_bytes < math.prod(layout.embedding.padded_shape) // 10
