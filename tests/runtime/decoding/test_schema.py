@@ -122,7 +122,11 @@ def test_requirements_name_parameters_and_their_values() -> None:
                 kind = declared[requirement.field].kind
                 assert isinstance(kind, Choice)
                 assert set(requirement.values) < set(kind.choices)
-    assert [one.name for one in dependents(DiffusionConfig, "cache")] == ["refresh_interval", "refresh_blocks"]
+    assert [one.name for one in dependents(DiffusionConfig, "cache")] == [
+        "refresh_interval",
+        "refresh_blocks",
+        "cfg_scale",
+    ]
 
 
 def test_defaults_are_values_and_names_are_unique() -> None:
@@ -143,6 +147,7 @@ def test_what_is_compiled_in() -> None:
         "suppress_mask": False,
         "cache": "none",
         "parallel": "none",
+        "guided": False,
     }
     assert compiled_values(dual) == compiled_values(plain) | {"cache": "dual", "block_length": 32, "refresh_blocks": 1}
     assert compiled_values(SamplingConfig(use_cache=False)) == {"use_cache": False}
@@ -158,3 +163,8 @@ def test_what_is_compiled_in() -> None:
     prefix = dual.replace(cache="prefix")
     assert can_run(prefix, prefix.replace(refresh_blocks=4))
     assert not can_run(plain, SamplingConfig())
+    # Programs with guidance leave rows alone that ask for none.
+    guided = plain.replace(cfg_scale=1.5)
+    assert can_run(guided, plain)
+    assert can_run(guided, guided.replace(cfg_scale=0.5))
+    assert not can_run(plain, guided)

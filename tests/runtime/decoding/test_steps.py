@@ -42,6 +42,7 @@ def one_block(
         stop_tokens=np.full((rows, 1), -1, np.int32),
         threshold=each(0, np.float32),
         factor=each(0, np.float32),
+        cfg_scale=each(0, np.float32),
         temperature=each(1, np.float32),
         top_p=each(1, np.float32),
         top_k=each(VOCAB),
