@@ -178,8 +178,8 @@ def main(values: flags.FlagValues) -> None:
         write_completions(completions, titles, result, values)
         if values.history_html is not None and isinstance(config, DiffusionConfig):
             write_history(values.history_html, view, result, titles, config, completions)
-    say(summary(completions, result.stats, interruption.signal))
-    if interruption.signal is not None:
+    say(summary(completions, result.stats, interruption.signal if interruption.cut_short else None))
+    if interruption.cut_short:
         sys.exit(interruption.exit_code)
 
 

@@ -17,6 +17,8 @@ from runtime import StopTest
 
 # A generation that was asked to stop lasts no longer than this.
 SECONDS_TO_STOP = 5.0
+# After SIGTERM rows may go on for so long: a short generation is finished, and ends as if nothing had happened.
+SECONDS_TO_FINISH = 2.5
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 
@@ -28,6 +30,7 @@ class Interruption:
 
     Attributes:
       signal: what was heard; None while nothing was.
+      cut_short: whether rows were ended for it.
     """
 
     def __init__(self, rows: int, show: Callable[[Sequence[Sequence[int]]], None]) -> None:
@@ -35,7 +38,8 @@ class Interruption:
         self.signal: signal.Signals | None = None
         self._show = show
         self._latest: list[Sequence[int]] = [() for _ in range(rows)]
-        self._stopping = self._over = False
+        self.cut_short = self._over = False
+        self._heard = 0.0
         self._before: Any = None
 
     def __enter__(self) -> Interruption:
@@ -59,25 +63,26 @@ class Interruption:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
+        self._note(signal.Signals(number))
         print("stopping: what there is follows; a second Ctrl-C stops at once", file=sys.stderr, flush=True)
+
+    def _note(self, heard: signal.Signals) -> None:
+        self.signal, self._heard = heard, time.monotonic()
 
     def _watch(self) -> None:
         """Show what there is and end the process, where the generation does not end in time."""
-        asked = None
         while not self._over:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
             if self.signal is None and this_host().draining():
-                self.signal = signal.SIGTERM
-            if self.signal is not None:
-                asked = asked or time.monotonic()
-                if time.monotonic() - asked > SECONDS_TO_STOP - 1 and not self._over:
-                    if any(self._latest):
-                        self._show(self._latest)
-                    sys.stdout.flush()
-                    when = "in a long step" if any(self._latest) else "before there was anything"
-                    print(f"stopped by {self.signal.name} {when}", file=sys.stderr, flush=True)
-                    os._exit(self.exit_code)
+                self._note(signal.SIGTERM)
+            if self.signal is None or time.monotonic() - self._heard < SECONDS_TO_STOP - 1 or self._over:
+                continue
+            if any(self._latest):
+                self._show(self._latest)
+            sys.stdout.flush()
+            when = "in a long step" if any(self._latest) else "before there was anything"
+            print(f"stopped by {self.signal.name} {when}", file=sys.stderr, flush=True)
+            os._exit(self.exit_code)
 
     def stop_tests(self, tests: Sequence[StopTest | None]) -> list[StopTest | None]:
         """The rows' stop tests, which end every row once the generation is to stop."""
@@ -86,7 +91,7 @@ class Interruption:
             def is_over(tokens: Sequence[int], whole: bool) -> int | None:
                 self._latest[row] = tokens
                 found = test(tokens, whole) if test is not None else None
-                return len(tokens) if found is None and self._stopping else found
+                return len(tokens) if found is None and self.cut_short else found
 
             return is_over
 
@@ -98,7 +103,13 @@ class Interruption:
         def ask(done: int, total: int) -> None:
             progress(done, total)
             if this_host().draining() and self.signal is None:
-                self.signal = signal.SIGTERM
-            self._stopping = self.signal is not None
+                self._note(signal.SIGTERM)
+            if self.signal == signal.SIGTERM:
+                # The first host's clock decides for all.
+                self.cut_short = bool(
+                    this_host().gather("interruption", time.monotonic() - self._heard > SECONDS_TO_FINISH)[0]
+                )
+            elif self.signal is not None:
+                self.cut_short = True
 
         return ask
