@@ -322,8 +322,8 @@ def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
         for one in declared_parameters(type(config))
         if (one.compiled.met(config) if isinstance(one.compiled, Requirement) else one.compiled)
     }
-    if isinstance(config, DiffusionConfig):
-        found["guided"] = config.cfg_scale > 0
+    if isinstance(config, DiffusionConfig) and config.cfg_scale > 0:
+        found["cfg_scale"] = config.cfg_scale
     if "block_length" in found:
         found["block_length"] = found["block_length"] or DEFAULT_BLOCK_LENGTH
     return found
@@ -335,6 +335,6 @@ def can_run(compiled: DiffusionConfig | SamplingConfig, asked: DiffusionConfig |
     # Programs with a window for blocks entered without a refresh have the one for other blocks too.
     once, wanted_once = theirs.pop("refresh_blocks", 1) != 1, wanted.pop("refresh_blocks", 1) != 1
     # Guidance is compiled in, and a row without it keeps its logits.
-    guided, wanted_guided = theirs.pop("guided", False), wanted.pop("guided", False)
+    guided, wanted_guided = theirs.pop("cfg_scale", 0.0) > 0, wanted.pop("cfg_scale", 0.0) > 0
     same = type(compiled) is type(asked) and theirs == wanted
     return same and once >= wanted_once and guided >= wanted_guided

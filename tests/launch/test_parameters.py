@@ -51,11 +51,12 @@ FLAGS = {
     "parallel": None,
     "threshold": None,
     "factor": None,
+    "cfg_scale": None,
     "early_stop": True,
 }
 MODES = [
     *("algorithm", "confidence_dtype", "suppress_mask", "block_length", "cache", "refresh_interval", "refresh_blocks"),
-    *("parallel", "threshold", "factor", "early_stop"),
+    *("parallel", "threshold", "factor", "cfg_scale", "early_stop"),
 ]
 
 

@@ -147,7 +147,6 @@ def test_what_is_compiled_in() -> None:
         "suppress_mask": False,
         "cache": "none",
         "parallel": "none",
-        "guided": False,
     }
     assert compiled_values(dual) == compiled_values(plain) | {"cache": "dual", "block_length": 32, "refresh_blocks": 1}
     assert compiled_values(SamplingConfig(use_cache=False)) == {"use_cache": False}
