@@ -48,9 +48,9 @@ def test_what_the_authors_sample_with_counts(gpt2: Path, tmp_path: Path, capsys:
     shutil.copytree(gpt2, tmp_path / "model")
     said = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(said))
-    launch(f"--checkpoint={tmp_path / 'model'}", f"--prompt={PROMPT}", "--top_k=5")
+    launch(f"--checkpoint={tmp_path / 'model'}", f"--prompt={PROMPT}", "--top_k=5", "--verbose")
     assert "temperature=0.7, top_p=0.8, top_k=5" in capsys.readouterr().err
-    launch(f"--checkpoint={tmp_path / 'model'}", f"--prompt={PROMPT}", "--preset=class")
+    launch(f"--checkpoint={tmp_path / 'model'}", f"--prompt={PROMPT}", "--preset=class", "--verbose")
     assert "temperature=0.0, top_p=None, top_k=None" in capsys.readouterr().err
 
 
