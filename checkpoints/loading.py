@@ -184,7 +184,7 @@ def _read_parts(layout: ModelLayout, leaf: WeightLeaf, tensor: StoredTensor, dty
 # Kept, so that leaves and models that are alike share one program.
 @functools.lru_cache(256)
 def _transpose(order: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda array: jnp.transpose(array, order), out_shardings=sharding)
+    return jax.jit(lambda array: jnp.copy(jnp.transpose(array, order)), out_shardings=sharding)
 
 
 def _to_devices(layout: ModelLayout, leaf: WeightLeaf, dtype: Any) -> Callable[[_Parts], jax.Array]:
@@ -195,16 +195,15 @@ def _to_devices(layout: ModelLayout, leaf: WeightLeaf, dtype: Any) -> Callable[[
     order = tuple(axes.index(axis) for axis in wanted)
     transpose = _transpose(order, layout.sharding(*wanted))
     sharding = layout.sharding(*axes)
-    places = sharding.addressable_devices_indices_map(shape)
 
     def put(parts: _Parts) -> jax.Array:
-        # A CPU device could take a host buffer as its own, and would keep alive what the buffer is a part of.
-        shards = [
-            jax.device_put(parts[_key(index, shape)], device, may_alias=False) for device, index in places.items()
-        ]
-        array = jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
-        # Wait for the copies: the host buffers of one tensor are gone before the next is put.
-        return (array if order == tuple(range(len(order))) else transpose(array)).block_until_ready()
+        # A CPU device may take a host buffer as its own: what is kept is a copy.
+        array = jax.make_array_from_callback(shape, sharding, lambda index: parts[_key(index, shape)], dtype=dtype)
+        kept = transpose(array).block_until_ready()
+        # The host buffers of one tensor are gone before the next is put.
+        array.delete()
+        parts.clear()
+        return kept
 
     return put
 

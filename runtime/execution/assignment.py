@@ -45,11 +45,13 @@ class OpenBucket:
         return [row for row in self.slots if row is not None]
 
     def put(self, rows: Collection[int], data: int) -> None:
-        """Put rows into free slots, spread over the shards of ``data``."""
+        """Put rows into free slots, as many into each shard of ``data``; neighbours stay neighbours, as in a shard
+        adjacent rows with the same prompt are read once.
+        """
         own = self.bucket.rows // data
         order = sorted(range(self.bucket.rows), key=lambda slot: (slot % own, slot // own))
         free = [slot for slot in order if self.slots[slot] is None]
-        for slot, row in zip(free, rows, strict=False):
+        for slot, row in zip(sorted(free[: len(rows)]), rows, strict=False):
             self.slots[slot] = row
 
 

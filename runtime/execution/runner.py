@@ -212,7 +212,8 @@ def head_chunk(rows: int, canvas: int, layout: ModelLayout, platform: str) -> in
     sequence = layout.spec.sequence
     per_shard = max(1, target * layout.spec.data // rows)
     power_of_two = 1 << per_shard.bit_length() - 1
-    return min(canvas, max(math.lcm(16, sequence), min(_HEAD_POSITIONS_OF_A_ROW, power_of_two * sequence)))
+    most = _HEAD_POSITIONS_OF_A_ROW // sequence * sequence
+    return min(canvas, max(math.lcm(16, sequence), min(most, power_of_two * sequence)))
 
 
 def device_memory(device: Any) -> int | None:

@@ -260,7 +260,7 @@ class TestLocal:
             "time.sleep(600)\n"
         )
         done = self.run(code, "--grace=1.5")
-        assert done.returncode == 137
+        assert done.returncode == 7
         assert "killing process 0, 2: another has failed" in done.stderr
         assert "exit codes: 137, 7, 137" in done.stderr
         children = [int(path.name) for path in tmp_path.iterdir()]

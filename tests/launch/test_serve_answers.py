@@ -177,10 +177,10 @@ def test_scores_are_those_of_the_engine(there: Served) -> None:
     body = {"model": "demo", "input": noised, "targets": rows, "temperature": 0.7}
     compiled = there.engine.compiled_programs
     found = there.post("/v1/score", body).json()
+    assert there.engine.compiled_programs == compiled
     for one, row, target in zip(found["data"], noised, rows, strict=True):
         expected = there.engine.score([row], [target], temperature=0.7, width=128, batch=2)[0]
         assert one["token_logprobs"] == pytest.approx(expected.tolist(), abs=1e-4)
-    assert there.engine.compiled_programs == compiled
     texts = there.post("/v1/score", {"input": "import os\n"}).json()
     assert len(texts["data"][0]["token_logprobs"]) == len(rows[1])
 

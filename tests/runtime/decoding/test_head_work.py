@@ -21,6 +21,7 @@ from runtime.execution.specialization import denoise_program
 from runtime.models.attention import choose_attention
 from runtime.models.families import model_layout, parse_config
 from runtime.models.forward import Forward
+from runtime.models.random_weights import random_weights
 from runtime.models.transformer import project_logits
 from sharding.aot import aot_devices
 from sharding.mesh import MeshSpec
@@ -44,6 +45,12 @@ def test_chunks_of_few_rows(mesh: str, platform: str) -> None:
     assert head_chunk(data, 64, layout, platform) == 64
 
 
+def test_chunks_divide_by_a_sequence_axis_that_is_no_power_of_two() -> None:
+    layout = model_layout(SMALL, MeshSpec.parse("sequence=3"))
+    assert head_chunk(1, 768, layout, "cpu") % 3 == 0
+    assert head_chunk(1, 768, layout, "tpu") == 126
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_head_follows_the_masks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step runs as many chunks as the row with most masks needs."""
@@ -55,7 +62,7 @@ def test_the_head_follows_the_masks(rows: int, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(choices, "project_logits", counted)
     layout = model_layout(SMALL, MeshSpec(), jax.devices())
-    engine = Engine(layout, layout.random_weights(0, "float32"))
+    engine = Engine(layout, random_weights(layout, 0, "float32"))
     prompts = np.arange(10 * rows, dtype=np.int32).reshape(rows, 10)
     config = DiffusionConfig(max_new_tokens=190, steps=16, algorithm="entropy", suppress_mask=True)
     history = engine.generate_tokens(prompts, None, config, history=True).history

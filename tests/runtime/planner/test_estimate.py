@@ -170,8 +170,7 @@ def test_attached_devices_are_recognised(text: str) -> None:
     [
         # One short row waits for weights to be read: some of them are sharded although all would fit.
         ("v5p:2x2x2", 90 << 30, 1, MeshSpec(sequence=2, tensor=4)),
-        # Tokens are chosen in smaller chunks where a device has several rows, and that takes a third of a step.
-        ("v5p:2x2x2", 90 << 30, 8, MeshSpec(data=2, tensor=4)),
+        ("v5p:2x2x2", 90 << 30, 8, MeshSpec(data=8)),
         ("8xh200", 100 << 30, 64, MeshSpec(data=8)),
         ("v5e:2x4", 2 << 30, 1, MeshSpec(tensor=8)),  # nothing fits: the mesh that needs least
     ],
