@@ -18,6 +18,7 @@ from launch.openai.answers import token_text
 from launch.pages import page_template
 from launch.serving.keys import Keys
 from runtime import DiffusionConfig, Engine
+from runtime.execution.rows import row_seed
 from tests.launch.served import PATIENCE, Served, served, wait_for
 from tests.launch.tiny import write_tiny_checkpoint
 
@@ -35,8 +36,8 @@ PROMPT = "def is_even(number):\n"
 HOSTILE = "</textarea><img src=x onerror=\"document.documentElement.dataset.executed='yes'\"><script>alert(1)</script>"
 KEY = "key-of-somebody-1"
 
-# A seed with which the model, hot, ends after 30 of 96 tokens.
-ENDING = 2836120490288708350
+# A long and hot completion, which with some seeds ends early.
+HOT = CONFIG.replace(max_new_tokens=96, steps=48, temperature=5.0)
 
 # Counts what stands and what is masked whenever the page changes.
 WATCH = """() => {
@@ -52,6 +53,14 @@ WATCH = """() => {
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
     return Engine.load(folder, "tensor=1", devices=jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def ending(engine: Engine) -> int:
+    """A seed with which the hot completion ends between a tenth and a half of its positions."""
+    seeds = range(128)
+    rows = engine.generate([PROMPT] * len(seeds), HOT.replace(seed=[row_seed(seed, 0) for seed in seeds]))
+    return next(seed for seed, row in zip(seeds, rows, strict=True) if 9 < len(row.tokens) < 48)
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +164,8 @@ def test_an_example_until_the_first_answer(page: Any) -> None:
     assert page.inner_text("#rows h2") == "completion 1"
 
 
-def test_what_follows_the_end_is_folded_and_rates_agree(page: Any, there: Served) -> None:
-    fill(page, max_tokens="96", steps="48", temperature="5", seed=str(ENDING))
+def test_what_follows_the_end_is_folded_and_rates_agree(page: Any, there: Served, ending: int) -> None:
+    fill(page, max_tokens="96", steps="48", temperature="5", seed=str(ending))
     page.uncheck("[name=early_stop]")
     generate(page)
     status = page.inner_text("#status")
@@ -204,17 +213,14 @@ def test_menus_are_the_servers_modes(page: Any, there: Served, monkeypatch: pyte
     page.wait_for_selector("html[data-state=done]")
 
 
-def test_positions_after_an_early_end_are_not_shown(page: Any, there: Served) -> None:
+def test_positions_after_an_early_end_are_not_shown(page: Any, there: Served, ending: int) -> None:
     page.fill("#prompt", PROMPT)
-    fill(page, max_tokens="96", steps="48", temperature="5", seed=str(ENDING))
+    fill(page, max_tokens="96", steps="48", temperature="5", seed=str(ending))
     generate(page)
-    (expected,) = there.engine.generate(
-        [PROMPT], CONFIG.replace(max_new_tokens=96, steps=48, temperature=5.0, seed=ENDING)
-    )
+    (expected,) = there.engine.generate([PROMPT], HOT.replace(seed=ending))
     assert expected.finish_reason == "stop"
     assert tokens(page) == visible(there, expected)
     assert page.locator("#rows .masked").count() == 0
-    assert page.locator("#rows .set").count() < 64
     assert ", stop" in page.locator(".count").inner_text()
 
 
