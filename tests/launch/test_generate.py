@@ -19,7 +19,7 @@ from absl import flags
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import DEMO
-from launch import generate, main, startup
+from launch import generate, interruption, main, startup
 from tests import golden_cases
 from tests.launch.mistakes import refusal
 
@@ -246,11 +246,15 @@ def test_a_signal_prints_what_there_is(
             startup.this_host().mark()
             if done == 16:
                 signal.raise_signal(number)
-                time.sleep(0.3)  # a thread hears SIGTERM
+                end = time.monotonic() + 60
+                while number == signal.SIGTERM and not startup.this_host().draining() and time.monotonic() < end:
+                    time.sleep(0.01)  # a thread hears SIGTERM
 
         yield report
 
     monkeypatch.setattr(generate, "progress_bar", interrupted)
+    monkeypatch.setattr(interruption, "SECONDS_TO_FINISH", 0.0)  # a fast machine would finish all 48 steps
+    monkeypatch.setattr(interruption, "SECONDS_TO_STOP", 600.0)  # a slow one would not reach the next look
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as stop:
         launch(f"--prompt={PROMPT}", "--max_new_tokens=48", "--noearly_stop", "--block_length=8")
