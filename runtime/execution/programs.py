@@ -98,7 +98,7 @@ def put_tree(layout: ModelLayout, tree: Any) -> Any:
 
 def shapes_of(tree: Any) -> tuple[Any, ...]:
     """Shapes and dtypes of a tree's leaves, as a key."""
-    return tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(tree))
+    return tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 
 def request_sizes(batch: int, positions: int, steps: int = 1) -> dict[str, int]:
