@@ -43,8 +43,8 @@ from benchmarks.records import (
     use_cores,
     write_record,
 )
-from launch.profiling import check_profiling, define_profiling_flags, profile_again
-from launch.startup import run_launcher, this_host
+from launch.process.profiling import check_profiling, define_profiling_flags, profile_again
+from launch.process.startup import run_launcher, this_host
 from runtime import DiffusionConfig, Engine
 from runtime.execution.rows import bucket_length
 from runtime.models.kv_cache import cache_bytes_per_device, cache_dtype
