@@ -1,4 +1,4 @@
-"""Every way in has every decoding parameter: flags, lines, bodies, their document, modes, and the README's table."""
+"""Every way in has every decoding parameter: flags, lines, bodies, their document, modes, and the table of launch/README.md."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ def test_modes_set_what_a_mode_can() -> None:
 
 
 def test_the_table_of_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert parameter_table.write(readme) == readme, "python -m launch.docs.parameter_table README.md"
+    readme = (ROOT / "launch" / "README.md").read_text("utf-8")
+    assert parameter_table.write(readme) == readme, "python -m launch.docs.parameter_table launch/README.md"
     for config in (DiffusionConfig, SamplingConfig):
         for one in declared_parameters(config):
             assert f"| `{one.name}`" in readme
