@@ -1,4 +1,4 @@
-"""Every way in has every decoding parameter: flags, lines, bodies, their document, modes, and the table of launch/README.md."""
+"""Every way in has every decoding parameter: flags, lines, bodies, their document, modes, and the documented table."""
 
 from __future__ import annotations
 
