@@ -9,9 +9,10 @@ token, tokens per second) stands what came out: the share that parses with its
 95 % interval, agreement with the held-out originals and with the exact algorithm's completions, and a Monte Carlo bound
 of the nats per token under the exact model (Sahoo et al., 2024), all modes with the same noise.
 
-``fast_dllm``, the Fast-dLLM baseline, is the dual cache with the threshold rule as published (Wu et al., 2025), batch 1: a
-full forward at each block's start commits the block's first token, then windows of the block commit what passes the
-threshold. With ``_stop`` it looks for an end token after each block, as our modes of that name do after each step.
+``fast_dllm`` is the Fast-dLLM baseline: the dual cache with the threshold rule as published (Wu et al., 2025), batch 1.
+A full forward at the start of each block commits the block's first token; then passes over the block alone commit every
+token above the threshold. With ``_stop`` it looks for an end token after each block, as our modes of that name do after
+each step.
 """
 
 from __future__ import annotations

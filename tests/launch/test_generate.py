@@ -169,7 +169,7 @@ def test_explain_needs_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
         (["--mesh=tensor=3"], "does not divide"),
         (["--mesh=data=512"], "512 devices"),
         (["--mesh=model=2"], 'no axis "model"'),
-        (["--attention=cudnn"], "needs a GPU"),
+        (["--attention=cudnn"], "requires a GPU"),
         (["--history_html=/nowhere/page.html"], "no such folder"),
         (["--prompt_file=/nowhere/prompt"], "cannot be read"),
         (["--prompt="], "empty"),
