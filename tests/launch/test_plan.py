@@ -377,8 +377,8 @@ def test_what_cannot_be_written_is_said_before_anything_is_compiled(
 
 def test_machines_that_do_not_fit_say_what_is_short_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "--topology=all", "--batch=1024")
-    (line,) = [line for line in out.splitlines() if line.startswith("does not fit: nothing fits v5e:2x2.")]
-    assert "GB on each device (estimated) of 16.91 usable" in line
+    (line,) = [line for line in out.splitlines() if line.startswith("does not fit: no mesh of v5e:2x2 fits.")]
+    assert "GB per device, but only 16.91 GB are usable" in line
     assert "What would help" in line
     out = run(capsys, "--topology=all", "--mesh=data=2,tensor=4")
     (line,) = [line for line in out.splitlines() if line.startswith("no such mesh: v5e:2x2")]
