@@ -7,12 +7,11 @@ is refused: nothing is ignored that would change an answer.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from launch.openai.bodies import MAX_STOP, MAX_STOPS, is_read
-from launch.serving.errors import ApiError, invalid
 from runtime import (
     EXPOSED_PARAMETERS,
     MAX_TEMPERATURE,
@@ -25,7 +24,6 @@ from runtime import (
     Real,
     Seeds,
     TokenIds,
-    plain_number,
 )
 
 # Absolute bounds; the server's own, from its flags, are tighter.
@@ -47,6 +45,18 @@ class Body(BaseModel):
     """Strict: no field is taken for another type, none is unknown, no number is infinite."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class RequestBody(Body):
+    """Fields of every request.
+
+    Attributes:
+      model: the served model's name.
+      timeout: seconds after the arrival of the request in which it must be finished.
+    """
+
+    model: Name | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
 
 
 class StreamOptions(Body):
@@ -79,14 +89,14 @@ def annotation(parameter: Parameter) -> Any:
     return Annotated[found | None, Field(description=parameter.help)]
 
 
-def decoding_body(parameters: Iterable[Parameter]) -> type[Body]:
+def decoding_body(parameters: Iterable[Parameter]) -> type[RequestBody]:
     """A body with a field for every parameter that OpenAI's request formats do not define themselves."""
     fields: Any = {one.http_name: (annotation(one), None) for one in parameters if one.http is not None}
-    return create_model("Decoding", __base__=Body, **fields)
+    return create_model("Decoding", __base__=RequestBody, **fields)
 
 
 if TYPE_CHECKING:
-    Decoding = Body
+    Decoding = RequestBody
     Count = int | None
 else:
     Decoding = decoding_body(EXPOSED_PARAMETERS.values())
@@ -97,11 +107,9 @@ class Generate(Decoding):
     """Fields of completions and chats beside the decoding parameters. None is the same as no field.
 
     Attributes:
-      timeout: seconds from the arrival of the request in which it must be finished.
       canvas: each piece of a stream shows all new positions, ``null`` where nothing stands yet.
     """
 
-    model: Name | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
@@ -113,7 +121,6 @@ class Generate(Decoding):
     # Changes no token.
     user: Name | None = None
     # The server's own.
-    timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
     canvas: bool | None = None
 
     @model_validator(mode="after")
@@ -181,7 +188,7 @@ class ChatBody(Generate):
     service_tier: Literal["auto", "default"] | None = None
 
 
-class ScoreBody(Body):
+class ScoreBody(RequestBody):
     """``POST /v1/score``: log-probabilities of given tokens, in one forward pass.
 
     Attributes:
@@ -190,70 +197,6 @@ class ScoreBody(Body):
       temperature: divides the logits; default 1.
     """
 
-    model: Name | None = None
     input: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     targets: Tokens | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)] | None = None
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] | None = None
-    timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
-
-
-Kind = TypeVar("Kind", bound=Body)
-
-
-def validate(kind: type[Kind], fields: dict[str, Any]) -> Kind:
-    """A body of a kind.
-
-    Raises:
-      ApiError: 400, naming the field.
-    """
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise _first(error) from None
-
-
-# What is said of each kind of fault; the library's own words stay here.
-_SENTENCES = {
-    "int_type": "expected an integer",
-    "float_type": "expected a number",
-    "bool_type": "expected true or false",
-    "string_type": "expected a text",
-    "list_type": "expected a list",
-    "dict_type": "expected an object",
-    "model_type": "expected an object",
-    "literal_error": "expected {expected}",
-    "greater_than": "expected more than {gt}",
-    "greater_than_equal": "expected at least {ge}",
-    "less_than": "expected less than {lt}",
-    "less_than_equal": "expected at most {le}",
-    "finite_number": "expected a finite number",
-    "string_too_short": "expected at least {min_length} characters",
-    "string_too_long": "expected at most {max_length} characters",
-    "too_short": "expected at least {min_length} entries",
-    "too_long": "expected at most {max_length} entries",
-    "extra_forbidden": "not supported",
-    "missing": "missing",
-}
-
-
-def _first(error: ValidationError) -> ApiError:
-    """The first thing that is wrong. Nothing of what the client sent is repeated but names of fields."""
-    details = error.errors(include_url=False, include_input=False)
-    found = details[0]
-    where = [str(part) for part in found["loc"]]
-    name, kind = where[0] if where else None, found["type"]
-    if kind == "value_error":  # a validator's above
-        fault: InputError = found["ctx"]["error"]
-        return invalid(fault.message, fault.field)
-    # Bounds and choices of the context are those that the fields above declare.
-    context = found.get("ctx", {})
-    bounds = {name: plain_number(value) if isinstance(value, float) else value for name, value in context.items()}
-    message = _SENTENCES.get(kind, "not of the form that it must have").format_map(bounds)
-    if not where:
-        return invalid(message)
-    if kind in ("extra_forbidden", "missing"):
-        return invalid(f"{'.'.join(where):.100}: {message}", (name or "")[:100])
-    # Of alternatives each is at fault in its own way.
-    several = len({tuple(detail["loc"][1:2]) for detail in details if detail["loc"][:1] == found["loc"][:1]}) > 1
-    said = f"{name:.100}: {message}" + ("; or another of the forms it may have" if several else "")
-    return invalid(said, (name or "")[:100])

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from launch.serving.openapi import document
+from launch.serving.app import Application
 from tests.launch.hostile.sending import GOOD, port, post_head, raw
 from tests.launch.served import PATIENCE, Served
 
@@ -69,7 +69,7 @@ def test_heads_that_are_odd(there: Served, head: bytes, expected: tuple[int, ...
     status, body = raw(there, head)
     assert status in expected, body
     assert status == 200 or set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
-    assert str(status) in document("1.2.3")["paths"]["/health"]["get"]["responses"]
+    assert str(status) in Application("1.2.3").openapi()["paths"]["/health"]["get"]["responses"]
 
 
 def test_two_lengths_of_one_body(there: Served) -> None:
