@@ -123,7 +123,7 @@ class Reader:
         seed = changes.get("seed", secrets.randbits(_SEED_BITS))
         seeds = row_seeds(seed, len(asked), samples)
         pools = [self._pool(one) for one in asked]
-        # All rows of a request use one pool: the scheduler admits a request as a whole.
+        # All rows of a request use the same pool, so that they wait in the same queue.
         pool = max(pools)
         rows = [
             RowRequest(one.tokens, one.config, seeds[number * samples + sample])

@@ -191,7 +191,7 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": ""}, 400, "the prompt is empty"),
     ("/v1/completions", {"prompt": []}, 400, "prompt"),
     ("/v1/completions", {"prompt": [[]]}, 400, "prompt"),
-    ("/v1/completions", {"prompt": [9**9]}, 400, "is no token"),
+    ("/v1/completions", {"prompt": [9**9]}, 400, "is not a token id"),
     ("/v1/completions", {"prompt": "x", "wait": 1}, 400, "wait: Extra inputs are not permitted"),
     ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
     ("/v1/completions", {"prompt": "x", "echo": True}, 400, "echo"),
