@@ -1,8 +1,8 @@
 """Models of request bodies: fields with their types and bounds.
 
 Fields of decoding parameters derive from the schema in :mod:`runtime.decoding.schema`. A field that is not declared
-here is refused, because ignoring it could change the answer. :mod:`launch.openai.bodies` turns fields into requests, for
-the server and for batch files.
+here is refused, because ignoring it could change the answer. :mod:`launch.openai.bodies` turns fields into requests,
+for the server and for batch files.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 
+from launch.display.pages import content_security_policy, page_template
 from launch.openai.answers import DECIMALS
-from launch.pages import content_security_policy, page_template
 from launch.serving.answering import Answering
 from launch.serving.backend import Backend, ReadRequest
 from launch.serving.bodies import ChatBody, CompletionBody, ScoreBody

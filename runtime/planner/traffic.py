@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from runtime.decoding.sampling import SUMS_OF_A_PASS, SamplingRule, threshold_passes
+from runtime.decoding.sampling import SUMS_PER_PASS, SamplingRule, threshold_passes
 from runtime.models.declarations import ModelLayout
 from runtime.models.forward import residual_over_tensor
 from runtime.planner.workload import Phase, Workload
@@ -67,7 +67,7 @@ def choose_tokens_reductions(rule: SamplingRule, ranked: bool) -> int:
     if rule.sampled:
         count += token
     if rule.filtered:
-        count += softmax + threshold_passes(rule.confidence_dtype) * SUMS_OF_A_PASS
+        count += softmax + threshold_passes(rule.confidence_dtype) * SUMS_PER_PASS
     if not ranked:
         return count
     if rule.confidence == "entropy":
