@@ -438,7 +438,7 @@ def tensor_sizes(config: ModelConfig, weights_class: type, limit: int) -> list[i
 
 
 def shard_shape(leaf: WeightLeaf, layout: ModelLayout) -> tuple[int, ...]:
-    """Shape of one device's part of a weight, padding included."""
+    """Return the shape of one device's shard of a weight, padding included."""
     sizes = layout.mesh_axis_sizes
     return tuple(
         size // layout.rules.shards(axis, sizes) for axis, size in zip(leaf.axes, leaf.padded_shape, strict=True)
@@ -446,5 +446,5 @@ def shard_shape(leaf: WeightLeaf, layout: ModelLayout) -> tuple[int, ...]:
 
 
 def partition_spec(leaf: WeightLeaf, layout: ModelLayout) -> PartitionSpec:
-    """Partition spec of a weight under a layout's rules."""
+    """Return the partition spec of a weight."""
     return layout.rules.spec(*leaf.axes)

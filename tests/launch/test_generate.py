@@ -168,7 +168,7 @@ def test_explain_needs_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
         (["--max_new_tokens=1000000"], "the model allows"),
         (["--mesh=tensor=3"], "does not divide"),
         (["--mesh=data=512"], "512 devices"),
-        (["--mesh=model=2"], 'no axis "model"'),
+        (["--mesh=model=2"], 'unknown axis "model"'),
         (["--attention=cudnn"], "requires a GPU"),
         (["--history_html=/nowhere/page.html"], "no such folder"),
         (["--prompt_file=/nowhere/prompt"], "cannot be read"),
