@@ -46,7 +46,7 @@ if not TYPE_CHECKING:  # so that a type checker knows every name, and no other
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            return importlib.import_module("launch.startup").version()
+            return importlib.import_module("launch.process.startup").version()
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(_HOMES[name]), name)

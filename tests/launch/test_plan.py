@@ -14,6 +14,7 @@ import pytest
 from checkpoints import DEMO
 from checkpoints.folder import QUANTIZATION_KEY
 from launch import plan
+from launch.plans import search
 from runtime.planner.compiled import CompiledPhase
 from runtime.planner.workload import Workload
 from sharding.errors import MeshError
@@ -149,7 +150,9 @@ def test_the_readme_uses_the_best_mesh(
 def test_without_the_compiler_the_analytical_part_works_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "missing_compiler", lambda platform: "pip install 'diffumesh[tpu]' (libtpu)")
+    monkeypatch.setattr(
+        "launch.plans.search.missing_compiler", lambda platform: "pip install 'diffumesh[tpu]' (libtpu)"
+    )
     plan.run([*HERE[:2], "--topology=v5e:2x4", "--json"])
     captured = capsys.readouterr()
     assert "analytical only" in captured.err
@@ -294,9 +297,9 @@ def test_what_the_compiler_finds_too_large_makes_room_for_the_next(
             raise MeshError("the compiler refuses: Ran out of memory in memory space hbm.\nmuch more")
         return [compiled_with(1 << 40 if len(tried) == 1 else 1 << 30)]
 
-    monkeypatch.setattr(plan, "compile_workload", compile_)
-    monkeypatch.setattr(plan, "aot_devices", lambda topology: [])
-    monkeypatch.setattr(plan, "missing_compiler", lambda platform: None)
+    monkeypatch.setattr(search, "compile_workload", compile_)
+    monkeypatch.setattr(search, "aot_devices", lambda topology: [])
+    monkeypatch.setattr(search, "missing_compiler", lambda platform: None)
     arguments = ["plan", "--model=diffucoder-7b", "--topology=v5e:2x4", "--batch=16"]
     plan.run([*arguments, "--json"])
     (found,) = json.loads(capsys.readouterr().out)["plans"]
@@ -389,9 +392,9 @@ def test_all_machines_show_what_the_compiler_says(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "MACHINES", ("v5e:2x4", "v4:2x2x1"))
-    monkeypatch.setattr(plan, "compile_workload", lambda *arguments: [compiled_with(1 << 30)])
-    monkeypatch.setattr(plan, "aot_devices", lambda topology: [])
-    monkeypatch.setattr(plan, "missing_compiler", lambda platform: None)
+    monkeypatch.setattr(search, "compile_workload", lambda *arguments: [compiled_with(1 << 30)])
+    monkeypatch.setattr(search, "aot_devices", lambda topology: [])
+    monkeypatch.setattr(search, "missing_compiler", lambda platform: None)
     out = run(capsys, "--topology=all", "--batch=16", "--compile=2")
     lines = [line for line in out.splitlines() if line.startswith("compiled: ")]
     assert [line.split(",")[0] for line in lines] == ["compiled: v4:2x2x1"] * 2 + ["compiled: v5e:2x4"] * 2
