@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,9 @@ from checkpoints.folder import CheckpointFolder
 from checkpoints.manifest import Manifest
 from checkpoints.source import BytesRead, Index, StoredTensor, StoredTensors
 from checkpoints.storage import Storage, first_line, storage_context
+
+# Gives the model's name of a stored tensor, None for one that is no weight.
+TensorName = Callable[[str], str | None]
 
 # The name that Orbax gives to a tree that is saved by itself.
 _TREE = "state"
@@ -184,41 +187,76 @@ def _json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def open_canonical(folder: CheckpointFolder, manifest: Manifest) -> StoredTensors:
-    """Open the tensors that the manifest lists.
+def open_arrays(folder: CheckpointFolder, manifest: Manifest | None, tensor_name: TensorName) -> StoredTensors:
+    """Open the arrays of an Orbax checkpoint, by anybody's hand, without reading their data.
+
+    Args:
+      folder: the checkpoint.
+      manifest: its manifest, which then says which tensors it has; without one Orbax's own description does.
+      tensor_name: gives the model's name of a stored key, None for one that is no weight.
 
     Raises:
-      IncompleteCheckpointError: there is no database of tensors.
-      CorruptCheckpointError: a tensor is not there or is not what the manifest says.
+      IncompleteCheckpointError: there are no arrays of Orbax's.
+      CorruptCheckpointError: a tensor is not there or cannot be opened.
+      CheckpointError: Orbax cannot describe the checkpoint.
     """
-    tree = folder.weights.child(_TREE)
-    if tree.read("manifest.ocdbt") is None:
-        raise IncompleteCheckpointError(f"{folder.weights.place}: not a whole Orbax checkpoint")
+    if manifest is None:
+        return _open(folder, _stored_keys(folder, tensor_name))
+    try:
+        return _open(folder, {name: name for name in manifest.tensors})
+    except CorruptCheckpointError:
+        # The keys of a checkpoint that plain Orbax wrote may be other spellings of the names.
+        keys = _stored_keys(folder, tensor_name)
+        if keys.keys() != manifest.tensors.keys() or all(name == key for name, key in keys.items()):
+            raise
+        return _open(folder, keys)
+
+
+def _stored_keys(folder: CheckpointFolder, tensor_name: TensorName) -> dict[str, str]:
+    """The key of every tensor, by the model's name of it; keys of nested trees are joined with dots."""
+    import jax
+    from orbax.checkpoint import v1
+
+    arrays = folder.arrays.place.removeprefix("file://")
+    try:
+        # What is saved by itself is described by the folder above it.
+        place = arrays if v1.is_orbax_checkpoint(arrays) else arrays.rpartition("/")[0]
+        leaves, _ = jax.tree_util.tree_flatten_with_path(v1.metadata(place).metadata)
+    except Exception as error:  # the library raises many kinds
+        raise IncompleteCheckpointError(f"{arrays}: not a whole Orbax checkpoint ({first_line(error)})") from error
+    if not leaves:
+        raise IncompleteCheckpointError(f"{arrays}: not a whole Orbax checkpoint: Orbax cannot describe its arrays")
+    keys = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    return {name: key for key in keys if (name := tensor_name(key)) is not None}
+
+
+def _open(folder: CheckpointFolder, keys: dict[str, str]) -> StoredTensors:
+    """Open arrays by the model's names of them and their keys."""
+    arrays = folder.arrays
+    database = arrays.read("manifest.ocdbt") is not None
+    if not database and arrays.read("_METADATA") is None:
+        raise IncompleteCheckpointError(f"{arrays.place}: not a whole Orbax checkpoint")
     found: dict[str, list[StoredTensor]] = {}
     count = BytesRead()
-    opening = {name: _open(tree, name) for name in manifest.tensors}
-    for name, entry in manifest.tensors.items():
+    opening = {name: _open_array(arrays, key, database) for name, key in keys.items()}
+    for name, future in opening.items():
         try:
-            array = opening[name].result()
+            array = future.result()
         except Exception as error:  # the library raises many kinds
             raise CorruptCheckpointError(
                 f"{folder.place}: tensor {name:.200} cannot be opened ({first_line(error)})"
             ) from error
-        shape, dtype = tuple(array.shape), array.dtype.name
-        if (shape, dtype) != (entry.shape, entry.dtype):
-            raise CorruptCheckpointError(
-                f"{folder.place}: tensor {name:.200} is {dtype} {list(shape)}; the manifest has {entry.dtype} "
-                f"{list(entry.shape)}"
-            )
-        chunk = tuple(array.chunk_layout.read_chunk.shape)
+        chunk = tuple(array.chunk_layout.read_chunk.shape or ())  # none of a scalar
         reader = partial(_read, array, chunk, name, folder.place, count)
-        found[name] = [StoredTensor(name, shape, dtype, reader, chunk[0])]
+        rows = chunk[0] if chunk else 1
+        found[name] = [StoredTensor(name, tuple(array.shape), array.dtype.name, reader, rows)]
     return StoredTensors(found, bytes_read=count)
 
 
-def _open(tree: Storage, name: str) -> Any:
-    spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": tree.spec, "path": f"{name}/"}}
-    return tensorstore.open(spec, open=True, read=True, context=storage_context())
+def _open_array(arrays: Storage, key: str, database: bool) -> Any:
+    store = {"driver": "ocdbt", "base": arrays.spec, "path": f"{key}/"} if database else arrays.child(key).spec
+    # Zarr 3 of the new interface, Zarr 2 of the old.
+    return tensorstore.open({"driver": "auto", "kvstore": store}, open=True, read=True, context=storage_context())
 
 
 def _read(array: Any, chunk: tuple[int, ...], name: str, place: str, count: BytesRead, index: Index) -> np.ndarray:
