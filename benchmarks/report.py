@@ -28,7 +28,7 @@ from benchmarks.scaling_plots import Group, plot_scaling
 from benchmarks.schedule import schedule_table
 from benchmarks.serve.tables import serve_tables
 from benchmarks.suite.tables import suite_tables
-from launch.startup import run_launcher
+from launch.process.startup import run_launcher
 from sharding.errors import InputError
 
 _MAX_RECORD_BYTES = 16 << 20

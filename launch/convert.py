@@ -36,7 +36,7 @@ from checkpoints import (
     open_legacy,
     output_at,
 )
-from launch.startup import define_device_flags, progress_bar, run_launcher, say, start_devices, this_host
+from launch.process.startup import define_device_flags, progress_bar, run_launcher, say, start_devices, this_host
 from runtime import QUANTIZATIONS, STORED_DTYPES, InputError, ModelLayout, model_layout, parse_config
 
 

@@ -17,7 +17,7 @@ from absl import flags
 
 from checkpoints import LegacyPickle, check_tensors, open_legacy, open_tensors, read_manifest, stored_leaves
 from launch.convert import config_folder, open_model, pickle_path
-from launch.startup import run_launcher
+from launch.process.startup import run_launcher
 from runtime import InputError, MeshSpec, ModelLayout
 from runtime.planner import WEIGHT_MEMORY_SHARE, tensor_sizes, weight_bytes
 

@@ -57,8 +57,8 @@ from benchmarks.serve.sections import (
 )
 from benchmarks.serve.workload import SIZES, Sizes, make_asks, read_functions
 from checkpoints import DEMO, open_folder
-from launch.profiling import check_profiling, define_profiling_flags, given_profiling
-from launch.startup import run_launcher
+from launch.process.profiling import check_profiling, define_profiling_flags, given_profiling
+from launch.process.startup import run_launcher
 from runtime import TextTokenizer, parse_config
 from sharding.errors import InputError
 

@@ -22,7 +22,7 @@ from benchmarks.load import Answer, Ask, Client, Saturated, open_loop, percentil
 from benchmarks.records import Timing
 from benchmarks.serve.processes import PATIENCE, Checkout, GenerateLoop, Server, metric, run_batch, server
 from benchmarks.serve.workload import Sizes
-from launch.startup import this_host
+from launch.process.startup import this_host
 from sharding.errors import InputError
 
 # Of its capacity, at which the older server is compared.

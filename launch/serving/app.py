@@ -14,9 +14,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from launch.display.pages import content_security_policy, page_template
 from launch.openai.answers import DECIMALS
 from launch.openai.bodies import Defaults, parse_object
-from launch.pages import content_security_policy, page_template
 from launch.serving.answering import Answering
 from launch.serving.bodies import MAX_NAMES, Body, ChatBody, CompletionBody, ScoreBody, validate
 from launch.serving.engine import ServingEngine

@@ -23,7 +23,7 @@ from benchmarks.suite.sheet import Sheet
 from benchmarks.suite.tables import suite_tables
 from checkpoints import DEMO, open_folder
 from checkpoints.opening import open_tensors
-from launch.startup import EXIT_RESTART, run_launcher
+from launch.process.startup import EXIT_RESTART, run_launcher
 from runtime import Engine
 from sharding.errors import InputError
 

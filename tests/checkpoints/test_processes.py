@@ -17,8 +17,8 @@ from checkpoints.file_list import FILES_FILE
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.output import FolderOutput
 from checkpoints.processes import Processes
+from launch.hosts.local_processes import environment, free_port
 from launch.hosts.secret import new_secret
-from launch.local import environment, free_port
 from runtime import Engine
 from tests.checkpoints.small import MICRO, contents, to_canonical, write_source
 

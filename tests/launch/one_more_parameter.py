@@ -40,10 +40,10 @@ def main(folder: Path) -> dict[str, Any]:
     from checkpoints import DEMO, open_folder
     from launch import serve
     from launch.batches.lines import read_batch
-    from launch.decoding_flags import decoding_config, define_decoding_flags
-    from launch.model_flags import read_tokenizer
+    from launch.docs.parameter_table import table
+    from launch.flags.decoding import decoding_config, define_decoding_flags
+    from launch.flags.model import read_tokenizer
     from launch.openai.bodies import Defaults
-    from launch.parameter_table import table
     from launch.serving.bodies import ChatBody, CompletionBody, validate
     from launch.serving.errors import ApiError, from_input_error
     from launch.serving.openapi import document

@@ -148,7 +148,7 @@ wait
 @pytest.fixture
 def slice_of_two(tmp_path: Path) -> dict[str, str]:
     """An environment in which gcloud is a script that plays a slice of two hosts."""
-    from launch.local import free_port
+    from launch.hosts.local_processes import free_port
 
     programs = {
         "bin/gcloud": FAKE_GCLOUD,

@@ -1,4 +1,4 @@
-"""Every way in has every decoding parameter: flags, lines, bodies, their document, modes, and the README's table."""
+"""Every way in has every decoding parameter: flags, lines, bodies, their document, modes, and the documented table."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 from absl import flags
 
 from checkpoints import DEMO, open_folder
-from launch import parameter_table, serve
-from launch.decoding_flags import decoding_config, define_decoding_flags
-from launch.model_flags import read_tokenizer
+from launch import serve
+from launch.docs import parameter_table
+from launch.flags.decoding import decoding_config, define_decoding_flags
+from launch.flags.model import read_tokenizer
 from launch.openai.bodies import Defaults, by_our_names, known, read_config
 from launch.serving.bodies import ChatBody, CompletionBody
 from launch.serving.errors import from_input_error
@@ -140,8 +141,8 @@ def test_modes_set_what_a_mode_can() -> None:
 
 
 def test_the_table_of_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert parameter_table.write(readme) == readme, "python -m launch.parameter_table README.md"
+    readme = (ROOT / "launch" / "README.md").read_text("utf-8")
+    assert parameter_table.write(readme) == readme, "python -m launch.docs.parameter_table launch/README.md"
     for config in (DiffusionConfig, SamplingConfig):
         for one in declared_parameters(config):
             assert f"| `{one.name}`" in readme

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from checkpoints import DEMO, CheckpointFolder
-from launch.model_flags import default_name
+from launch.flags.model import default_name
 from launch.serving.engine import ServingEngine, follow
 from launch.serving.errors import ENGINE_FAILED, ApiError
 from launch.serving.keys import Keys

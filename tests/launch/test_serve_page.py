@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import pytest
 
+from launch.display.pages import page_template
 from launch.openai.answers import token_text
-from launch.pages import page_template
 from launch.serving.keys import Keys
 from runtime import DiffusionConfig, Engine
 from runtime.execution.rows import row_seed
