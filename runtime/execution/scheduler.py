@@ -388,7 +388,7 @@ class Scheduler:
             certain = certain_tokens(canvas, prompt)
             self._note_prefix(row, len(certain), now)
             if (canvas[:prompt] >= 0).all():  # else masks of the prompt are still to be filled
-                row.look(certain, whole=False)
+                row.run_stop_test(certain, whole=False)
             if row.handle.stream:
                 self._events.append(CanvasChanged(row.handle, row.index, canvas[prompt:]))
         for result in outcome.results:
@@ -398,7 +398,7 @@ class Scheduler:
         row = self._rows.pop(result.number)
         pool.buckets = [_without(one, {result.number}) for one in pool.buckets]
         config, prompt = row.request.config, len(row.request.tokens)
-        row.look(result.sequence[prompt:], whole=True)
+        row.run_stop_test(result.sequence[prompt:], whole=True)
         steps = len(np.unique(result.commit_steps[result.commit_steps >= 0]))
         tokens = committed_tokens(result.sequence, result.commit_steps, prompt, config.stop_token_ids, row.counted)
         self.stats.rows += 1

@@ -18,7 +18,7 @@ GOOD = [[1, 2, 3]]
 BAD_ROWS: dict[str, tuple[Any, Any, str]] = {
     "right padding": ([[1, 2, 3]], [[1, 1, 0]], r"row 0.*right padding.*left"),
     "a hole in the mask": ([[1, 2, 3], [1, 2, 3]], [[1, 1, 1], [1, 0, 1]], r"row 1.*between"),
-    "a row without tokens": ([[1, 2, 3], [1, 2, 3]], [[1, 1, 1], [0, 0, 0]], r"row 1.*no token"),
+    "a row without tokens": ([[1, 2, 3], [1, 2, 3]], [[1, 1, 1], [0, 0, 0]], r"row 1.*has no 1"),
     "an id too large": ([[1, 2, VOCAB]], None, r"row 0.*320.*outside the vocabulary of 320"),
     "a negative id": ([[1, -1, 2]], None, r"row 0.*-1.*outside the vocabulary"),
     "an id beyond 32 bits": ([[1, 2**40, 2]], None, "outside the vocabulary"),
@@ -151,7 +151,7 @@ def test_nothing_to_fill() -> None:
 
 def test_prompts_longer_than_the_model_allows() -> None:
     engine = golden_cases.engine()
-    with pytest.raises(InputError, match=r"row 1: 500 prompt tokens and 13 new ones make 513.*512"):
+    with pytest.raises(InputError, match=r"row 1: 500 prompt tokens and 13 new tokens are 513.*512"):
         engine.generate_tokens(
             np.ones((2, 500), int),
             np.stack([np.arange(500) >= 100, np.ones(500, bool)]).astype(int),

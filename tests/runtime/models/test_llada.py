@@ -162,15 +162,15 @@ def test_what_the_forward_pass_does_not_have_is_refused(change: dict[str, Any], 
 def test_requests_of_another_family_are_refused() -> None:
     ids, mask = prompts()
     with pytest.raises(
-        InputError, match="algorithm=entropy is not for llada models; use one of low_confidence, random"
+        InputError, match="algorithm=entropy is not available for llada models; use one of low_confidence, random"
     ):
         engine().generate_tokens(ids, mask, PLAIN.replace(algorithm="entropy"))
     with pytest.raises(InputError, match="cfg_scale requires cache=none"):
         PLAIN.replace(cache="dual", cfg_scale=1.0)
     dream = golden_engine()
-    with pytest.raises(InputError, match="algorithm=random is not for dream models"):
+    with pytest.raises(InputError, match="algorithm=random is not available for dream models"):
         dream.generate_tokens(ids, mask, PLAIN.replace(algorithm="random"))
-    with pytest.raises(InputError, match="cfg_scale is not for dream models"):
+    with pytest.raises(InputError, match="cfg_scale is not available for dream models"):
         dream.generate_tokens(ids, mask, DiffusionConfig(8, cfg_scale=1.0))
     published = DiffusionConfig(8, steps=8, algorithm="low_confidence", block_length=32, alg_temp=0.0)
     assert engine().published(max_new_tokens=8) == published
