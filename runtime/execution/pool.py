@@ -296,7 +296,7 @@ class Pool:
             results += slots.collect(finished) if finished else []
             if one.canvases and there.held:
                 canvas = there.slots.canvas()
-                canvases |= {row: _as_long(canvas[slot], request) for slot, (row, request) in there.held.items()}
+                canvases |= {row: _at_full_length(canvas[slot], request) for slot, (row, request) in there.held.items()}
         return PoolOutcome(plan.pool, results, canvases, runs)
 
     def _finish(self, rows: Sequence[int]) -> list[RowResult]:
@@ -367,6 +367,6 @@ class Pool:
                 del left[row]
 
 
-def _as_long(tokens: np.ndarray, request: RowRequest) -> np.ndarray:
+def _at_full_length(tokens: np.ndarray, request: RowRequest) -> np.ndarray:
     """Return the tokens of a row at its full length, with -1 at positions beyond the width of its slot."""
     return np.append(tokens[: request.length], np.full(max(0, request.length - len(tokens)), -1, np.int32))

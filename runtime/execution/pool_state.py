@@ -46,7 +46,7 @@ class PoolState:
       demand: how often each bucket would have been used if its programs had been compiled.
       seconds: average time of an iteration, by bucket.
       rate: most recent number of seconds per unit of cost; 0 if nothing has run.
-      had: device time per row that each open bucket has received, by the bucket's number.
+      received: device time per row that each open bucket has received, by the bucket's number.
       numbers: numbers for new buckets.
     """
 
@@ -57,7 +57,7 @@ class PoolState:
     demand: Counter[Bucket] = field(default_factory=Counter)
     seconds: dict[Bucket, float] = field(default_factory=dict)
     rate: float = 0.0
-    had: dict[int, float] = field(default_factory=dict)
+    received: dict[int, float] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     @property
