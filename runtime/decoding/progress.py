@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from runtime.decoding.sampling import draw_per_position
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, block_start, row_steps
-from runtime.models.arrays import row_fields, only_row_fields
+from runtime.models.arrays import only_row_fields, row_fields
 from runtime.models.forward import Forward
 
 Array = jax.Array

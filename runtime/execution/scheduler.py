@@ -167,7 +167,7 @@ class Scheduler:
         self._pools[pool].available = set(buckets)
 
     def demand(self, pool: int) -> Counter[Bucket]:
-        """Return how often each bucket that may not be used would have been used."""
+        """Return how often each bucket that :meth:`restrict` excludes would have been used."""
         return self._pools[pool].demand
 
     # ---- requests ---------------------------------------------------------------------------------------------
