@@ -40,11 +40,10 @@ class CountedSlots:
         Args:
           seconds: simulated duration of an iteration.
           per_position: simulated seconds that each position of a bucket adds.
-          hidden: number of first iterations of a row that commit nothing visible. A row with such iterations has a mask in
-            its prompt, which is filled in the last of these iterations.
+          hidden: number of first iterations of a row that commit nothing visible. A row with such iterations has a
+            mask in its prompt, which is filled in the last of them.
         """
         self.now = 100.0
-        self._hidden = hidden
         self._hidden = hidden
         self.order: list[RowRequest] = []
         self.plans: list[PoolPlan] = []

@@ -1,4 +1,4 @@
-"""LLaDA: golden tokens on meshes, guidance, its schedule with a cache, and what its record refuses."""
+"""LLaDA: golden tokens on meshes, guidance, its schedule with a cache, and requests that its record rejects."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_random_positions_differ_from_confident_ones_and_follow_the_seed() -> No
 
 
 def test_confidence_is_of_the_distribution_before_temperature_and_filters() -> None:
-    """With top_k=1 every filtered probability is 1: only the confidence of the plain distribution orders positions."""
+    """With top_k=1 every filtered probability is 1, so only unfiltered confidences can rank positions."""
     ids, mask = prompts()
     greedy = engine().generate_tokens(ids, mask, PLAIN, history=True)
     cold = engine().generate_tokens(ids, mask, PLAIN.replace(temperature=0.01, top_k=1), history=True)
@@ -117,7 +117,7 @@ def test_int8_is_near() -> None:
 
 
 def test_bfloat16_rotates_in_float32() -> None:
-    """Queries and keys come back in the weights' dtype, so that the attention kernels take them."""
+    """Rotated queries and keys are cast back to the weights' dtype, which attention kernels require."""
     ids, mask = GOLDEN.inputs("forward")
     found = Engine.load(GOLDEN.folder, "data=1", dtype="bfloat16").logits(ids, mask)
     exact = engine().logits(ids, mask)
