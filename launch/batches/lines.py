@@ -151,7 +151,7 @@ class _Reader:
             identity = _identity(record)
             if identity in self._seen:
                 first, again, identity = self._seen[identity], identity, None
-                raise InputError(f"the id {again!r:.80} stands in line {first} too")
+                raise InputError(f"duplicate id {again!r:.80} (first used on line {first})")
             self._seen[identity] = number
             form, fields = _fields(record, self.ignored)
             self._drafts.append(_Drafted(number, identity, form, read_draft(fields, self._defaults)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from absl import flags
 
 from checkpoints import DEMO, VERIFY, CheckpointFolder, LoadedBytes, open_folder
@@ -110,15 +111,24 @@ def load_engine(values: flags.FlagValues, folder: CheckpointFolder, rows: int, m
             progress=progress,
         )
     engine.runner.programs.before_run = agree_on_programs(this_host())
-    lines = [*engine.notes, *([] if engine.loaded is None else [describe_loaded(engine.loaded)])]
+    lines = [*engine.notes, *([] if engine.loaded is None else [describe_loaded(engine, engine.loaded)])]
     # A launcher that has the flag is quiet without it.
     for line in lines if "verbose" not in values or values.verbose else ():
         say(line)
     return engine
 
 
-def describe_loaded(loaded: LoadedBytes) -> str:
-    """What every host has read of the checkpoint and holds of the weights, in a line. All hosts call it."""
+def describe_loaded(engine: Engine, loaded: LoadedBytes) -> str:
+    """One line with the size of the weights, stored and in memory, and each host's share. All hosts call this."""
     sizes = this_host().gather("loaded", [loaded.bytes_read / 1e9, loaded.bytes_held / 1e9])
-    hosts = "; ".join(f"host {host} read {read:.3f}, holds {held:.3f}" for host, (read, held) in enumerate(sizes))
-    return f"weights, GB: {loaded.bytes_stored / 1e9:.3f} stored; {hosts}"
+    dtype = np.dtype(engine.dtype).name if engine.layout.quantization == "none" else engine.layout.quantization
+    line = (
+        f"Loaded {loaded.bytes_stored / 1e6:,.0f} MB of {engine.config.dtype} weights "
+        f"({sum(held for _, held in sizes) * 1e3:,.0f} MB in memory as {dtype})"
+    )
+    if len(sizes) == 1:
+        return line
+    hosts = "; ".join(
+        f"host {host} read {read:.3f} GB and holds {held:.3f} GB" for host, (read, held) in enumerate(sizes)
+    )
+    return f"{line}: {hosts}"

@@ -192,7 +192,7 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
     ({"id": "14", "messages": "hi"}, "messages: expected"),
     ({"custom_id": "15", "body": {"prompt": "x", "tools": [1]}}, "tools: not supported"),
     ({"custom_id": "16", "prompt": "x"}, "body: expected an object"),
-    ({"id": "good", "prompt": "x"}, "stands in line"),
+    ({"id": "good", "prompt": "x"}, "first used on line"),
     ('{"id": "17", "prompt": "x", "top_p": NaN}', "top_p is nan"),
     ('{"id": "18", "prompt": "\\ud800"}', "not UTF-8"),
 ]
