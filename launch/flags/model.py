@@ -1,4 +1,4 @@
-"""Flags of the model that a launcher generates with, and that model on its mesh: shared by every one that does."""
+"""Flags that select a model and its mesh, and the checkpoint and engine made from them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from runtime import (
 
 
 def default_name(folder: CheckpointFolder) -> str:
-    """How clients call a checkpoint: a Hub name whole, as they know it; of a folder or a URL its last part."""
+    """The served name of a checkpoint: the whole Hub name, or the last part of a folder or URL."""
     local = Path(folder.name).expanduser()
     return local.absolute().name if "://" in folder.name or local.is_dir() else folder.name
 
 
 def define_model_flags(values: flags.FlagValues) -> None:
-    """Define them."""
+    """Define the model flags."""
 
     def string(name: str, default: str | None, text: str) -> None:
         flags.DEFINE_string(name, default, text, flag_values=values)
@@ -51,10 +51,10 @@ def define_model_flags(values: flags.FlagValues) -> None:
 
 
 def check_named(values: flags.FlagValues) -> None:
-    """Check that ``--checkpoint`` names something.
+    """Check that ``--checkpoint`` is not empty.
 
     Raises:
-      InputError: it is empty, as when a shell variable is not set.
+      InputError: it is empty, for example because a shell variable is not set.
     """
     if not values.checkpoint:
         raise InputError(
@@ -63,10 +63,10 @@ def check_named(values: flags.FlagValues) -> None:
 
 
 def open_checkpoint(values: flags.FlagValues) -> tuple[CheckpointFolder, ModelConfig]:
-    """The folder that flags name, and its model. Nothing is loaded, and no device touched.
+    """Open the checkpoint folder and parse its model. No weights are loaded, and no device is used.
 
     Raises:
-      InputError: there is none, it is not a model's, or ``--mesh`` names no mesh.
+      InputError: the folder does not exist or is not a model's, or ``--mesh`` is invalid.
     """
     check_named(values)
     folder = open_folder(values.checkpoint, revision=values.revision, offline=values.offline)
@@ -77,10 +77,10 @@ def open_checkpoint(values: flags.FlagValues) -> tuple[CheckpointFolder, ModelCo
 
 
 def read_tokenizer(folder: CheckpointFolder) -> TextTokenizer:
-    """The folder's tokenizer.
+    """Read the folder's tokenizer.
 
     Raises:
-      InputError: it has none.
+      InputError: the folder has no tokenizer.
     """
     tokenizer = TextTokenizer.from_folder(folder)
     if tokenizer is None:
@@ -94,8 +94,8 @@ def load_engine(values: flags.FlagValues, folder: CheckpointFolder, rows: int, m
     Args:
       values: parsed :func:`define_model_flags`.
       folder: the checkpoint.
-      rows: that there will be, for the default mesh.
-      max_batch: rows on the devices at a time; None for what memory allows.
+      rows: number of rows, for the choice of the default mesh.
+      max_batch: rows on the devices at a time; None for as many as memory allows.
     """
     with progress_bar("loading weights", of_bytes=True) as progress:
         engine = Engine.load(
@@ -112,7 +112,7 @@ def load_engine(values: flags.FlagValues, folder: CheckpointFolder, rows: int, m
         )
     engine.runner.programs.before_run = agree_on_programs(this_host())
     lines = [*engine.notes, *([] if engine.loaded is None else [describe_loaded(engine, engine.loaded)])]
-    # A launcher that has the flag is quiet without it.
+    # Commands with --verbose print these lines only with that flag.
     for line in lines if "verbose" not in values or values.verbose else ():
         say(line)
     return engine
