@@ -166,7 +166,7 @@ def test_explain_needs_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
         (["--seed=9999999999999999999"], "seed is 9999999999999999999"),
         (["--max_new_tokens=0"], "nothing to fill"),
         (["--max_new_tokens=1000000"], "the model allows"),
-        (["--mesh=tensor=3"], "does not divide"),
+        (["--mesh=tensor=3"], "is not divisible"),
         (["--mesh=data=512"], "512 devices"),
         (["--mesh=model=2"], 'unknown axis "model"'),
         (["--attention=cudnn"], "requires a GPU"),
