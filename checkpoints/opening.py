@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
+from checkpoints.arrays import open_arrays
 from checkpoints.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from checkpoints.file_list import FILES_FILE, StoredFile, parse_files
 from checkpoints.folder import STAGING_SUFFIX, CheckpointFolder, is_side_file
 from checkpoints.huggingface import open_safetensors
 from checkpoints.manifest import MANIFEST_FILE, Manifest, digest, verified
-from checkpoints.orbax import open_arrays
+from checkpoints.orbax import stored_keys
 from checkpoints.output import MARK_FILE
 from checkpoints.source import StoredTensors
 from runtime.models.families import find_family
@@ -63,7 +65,7 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
         # First of all: what a changed configuration says must not be acted on.
         check_files(folder, manifest)
     if folder.is_orbax:
-        found = open_arrays(folder, manifest, find_family(folder.config).tensor_name)
+        found = _open_orbax(folder, manifest)
         if manifest is None and verify == "full":
             logger.warning(
                 "%s: an Orbax checkpoint without digests, so damaged weights are not noticed; "
@@ -101,6 +103,24 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
         found.claims,
         found.bytes_read,
     )
+
+
+def _open_orbax(folder: CheckpointFolder, manifest: Manifest | None) -> StoredTensors:
+    """Open the arrays that the manifest lists, or without one those that Orbax describes."""
+    tensor_name = find_family(folder.config).tensor_name
+    if manifest is None:
+        return open_arrays(folder, stored_keys(folder, tensor_name))
+    try:
+        return open_arrays(folder, {name: name for name in manifest.tensors})
+    except CorruptCheckpointError:
+        if tensor_name is str:
+            raise
+        # Plain Orbax may have saved them under another spelling of their names.
+        with contextlib.suppress(CheckpointError):
+            keys = stored_keys(folder, tensor_name)
+            if keys.keys() == manifest.tensors.keys() and any(name != key for name, key in keys.items()):
+                return open_arrays(folder, keys)
+        raise
 
 
 def check_files(folder: CheckpointFolder, manifest: Manifest) -> None:
