@@ -117,7 +117,7 @@ def test_a_batch_its_order_and_its_resumption(
     launch(source, output, compiled, "--skip_bad")
     err = capsys.readouterr().err
     assert "written in part" in err
-    assert "1 of 6 results are there already" in err
+    assert "1 of 6 results exist already" in err
     assert (output / "sorted.jsonl").read_bytes() == whole
     assert (output / "results.jsonl").read_bytes().startswith(results[: results.index(b"\n") + 1])
     assert len((output / "errors.jsonl").read_text().splitlines()) == 2
