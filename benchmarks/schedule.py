@@ -83,7 +83,7 @@ class Target:
         """The planner's time of the pass."""
         found = self.estimate
         phase = next(one.phase for one in found.phases if one.phase.name == self.phase)
-        return round(1e3 * found.of_phase(replace(phase, chunks=self.chunks(phase.chunk))).seconds, 3)
+        return round(1e3 * found.estimate_phase(replace(phase, chunks=self.chunks(phase.chunk))).seconds, 3)
 
 
 def _canvas(rows: int, positions: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from runtime.execution.offline import OfflineScheduler
 from runtime.execution.pool import uses_cache
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, masks_left
-from runtime.execution.row_request import RowResult, block_span, certain_tokens
+from runtime.execution.row_request import RowResult, block_span, final_tokens
 from runtime.execution.runner import Runner
 from runtime.execution.slot_kinds import DiffusionSlots, open_slots_for
 from sharding.errors import InputError
@@ -127,7 +127,7 @@ class WatchedBatch:
         stopped = True
         for canvas, request, test in zip(self.slots.canvas(), self.rows.requests, tests, strict=False):
             prompt, own = len(request.tokens), canvas[: request.length]
-            certain = certain_tokens(own, prompt).tolist() if (own[:prompt] >= 0).all() else []
+            certain = final_tokens(own, prompt).tolist() if (own[:prompt] >= 0).all() else []
             stopped &= test is not None and test(certain, False) is not None
         return stopped
 
@@ -243,7 +243,7 @@ def _schedule(
     total = stats.steps * stats.batches
     # If no row is inserted or moved later, one call of the program runs all rows to their end, unless a stop test or
     # progress reports need to see them earlier.
-    iterations = _ALL_ITERATIONS if scheduler.in_one_run and not any(tests) else None
+    iterations = _ALL_ITERATIONS if scheduler.fits_one_bucket and not any(tests) else None
     if progress is not None:
         iterations = max(1, min(stats.steps // _PROGRESS_REPORTS, _MOST_STEPS_PER_REPORT))
         progress(0, total)

@@ -19,7 +19,7 @@ from runtime.execution.scheduler import Scheduler, SchedulerPolicy, SchedulerSta
 from runtime.execution.selection import Work, select
 from runtime.execution.slot_kinds import longest_span, open_slots_for
 from runtime.execution.slots import Slots
-from runtime.execution.specialization import compiled_in
+from runtime.execution.specialization import program_key
 from runtime.execution.step_plan import StepOutcome
 
 # Default number of slots per ``data`` shard: enough to fill a device, and few enough that the last rows end together.
@@ -77,7 +77,7 @@ class OfflineScheduler:
         widest = width or runner.bucket(max((request.length for request in requests), default=1))
         groups: dict[Hashable, list[int]] = {}
         for number, request in enumerate(requests):
-            groups.setdefault(compiled_in(runner, request.config, widest), []).append(number)
+            groups.setdefault(program_key(runner, request.config, widest), []).append(number)
         found = [self._group(numbers, slots, width) for numbers in groups.values()]
         # Wide canvases first, so that a lack of memory shows at once.
         self._groups = sorted(found, key=lambda group: -group.grid.canvas)
@@ -108,7 +108,7 @@ class OfflineScheduler:
         """Return what the programs of a bucket depend on, apart from the bucket's shape."""
         runner, config = self._runner, requests[0].config
         steps = max(steps_per_block(request.config, canvas) for request in requests)
-        return compiled_in(runner, config, canvas), steps, longest_span(runner, requests)
+        return program_key(runner, config, canvas), steps, longest_span(runner, requests)
 
     def _open(self, group: _Group) -> Pool:
         requests = [self._requests[number] for number in group.numbers]
@@ -121,7 +121,7 @@ class OfflineScheduler:
         return Pool(requests[0].config, group.grid, steps, make, self._runner.layout.spec.data)
 
     @property
-    def in_one_run(self) -> bool:
+    def fits_one_bucket(self) -> bool:
         """Whether all rows of a group fit into one bucket, so that none is inserted or moved during the run."""
         return all(len(group.grid.buckets) == 1 and len(group.numbers) <= group.grid.slots for group in self._groups)
 

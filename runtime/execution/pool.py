@@ -22,7 +22,7 @@ from runtime.execution.rows import check_kind
 from runtime.execution.runner import Runner, weight_bytes
 from runtime.execution.slot_kinds import open_slots
 from runtime.execution.slots import MovingRow, Row, Slots
-from runtime.execution.specialization import general
+from runtime.execution.specialization import generalized
 from runtime.execution.step_plan import BucketRun, PoolOutcome, PoolPlan
 from runtime.models.kv_cache import cache_bytes_per_device
 from sharding.errors import InputError
@@ -133,7 +133,7 @@ def check_pools(runner: Runner, shapes: list[PoolShape]) -> None:
     room, weights = runner.room(), weight_bytes(runner.layout, runner.dtype)
     kept, peak = 0, 0
     for shape in shapes:
-        width, config = runner.bucket(shape.canvas), general(shape.config)
+        width, config = runner.bucket(shape.canvas), generalized(shape.config)
         count = slot_count(runner, config, width, shape.slots)
         own = kept_bytes(runner, config, width, count)
         kept += own
@@ -229,7 +229,7 @@ class Pool:
         Raises:
           InputError: ``shape.max_steps`` is less than what its configuration needs.
         """
-        config, canvas = general(shape.config), runner.bucket(shape.canvas)
+        config, canvas = generalized(shape.config), runner.bucket(shape.canvas)
         max_steps = step_limit(config, canvas, shape.max_steps)
         count = slot_count(runner, config, canvas, shape.slots)
         grid = pool_grid(runner, config, canvas, count, shape.widths, shape.max_programs)

@@ -47,11 +47,11 @@ def _cache_hits() -> threading.local:
     """Return a thread-local whose ``count`` is the number of programs that a thread found in JAX's persistent cache."""
     found = threading.local()
 
-    def hear(event: str, **_: Any) -> None:
+    def on_event(event: str, **_: Any) -> None:
         if event == _CACHE_HIT:
             found.count = getattr(found, "count", 0) + 1
 
-    jax.monitoring.register_event_listener(hear)
+    jax.monitoring.register_event_listener(on_event)
     return found
 
 
@@ -236,7 +236,7 @@ def _on_layout(layout: ModelLayout, spec: jax.sharding.PartitionSpec) -> jax.sha
     return jax.sharding.NamedSharding(layout.mesh, spec)
 
 
-def lower_whole(layout: ModelLayout, tree: Any) -> jax.stages.Lowered:
+def lower_replicate(layout: ModelLayout, tree: Any) -> jax.stages.Lowered:
     """Lower the replication of every array of a tree on all devices."""
     return jax.jit(lambda tree: tree, out_shardings=layout.replicated).lower(tree)
 

@@ -30,14 +30,14 @@ NEVER = 1 << 30
 UNLIMITED = np.int32(np.iinfo(np.int32).max)
 
 
-def quiet_token(model: ModelConfig) -> int:
+def filler_token(model: ModelConfig) -> int:
     """Return a token that is not the mask token, so that a row of it has nothing to denoise."""
     return 0 if model.mask_token_id != 0 else 1
 
 
 def empty_row(model: ModelConfig, config: DiffusionConfig | SamplingConfig) -> RowRequest:
     """Return the request that stands in for an empty slot: one token, and nothing to generate."""
-    return RowRequest([quiet_token(model)], config, 0)
+    return RowRequest([filler_token(model)], config, 0)
 
 
 def diffusion_row(

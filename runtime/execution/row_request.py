@@ -58,7 +58,7 @@ def block_span(request: RowRequest, model: ModelConfig) -> int:
     return request.length - first_position(request, model)
 
 
-def certain_tokens(canvas: np.ndarray, prompt: int) -> np.ndarray:
+def final_tokens(canvas: np.ndarray, prompt: int) -> np.ndarray:
     """Return the new tokens of an unfinished row that are final: those before its first open position.
 
     Args:

@@ -43,7 +43,7 @@ from runtime.execution.requests import (
     iterations_of,
 )
 from runtime.execution.result import committed_tokens
-from runtime.execution.row_request import RowResult, certain_tokens
+from runtime.execution.row_request import RowResult, final_tokens
 from runtime.execution.step_plan import BucketPlan, Insertion, PoolOutcome, PoolPlan, StepOutcome, StepPlan
 
 # When a growing row moves, its new bucket has room for this many more positions than it needs next.
@@ -387,7 +387,7 @@ class Scheduler:
         for number, canvas in outcome.canvases.items():
             row = self._rows[number]
             prompt = len(row.request.tokens)
-            certain = certain_tokens(canvas, prompt)
+            certain = final_tokens(canvas, prompt)
             self._note_prefix(row, len(certain), now)
             if (canvas[:prompt] >= 0).all():  # otherwise, masks inside the prompt are still open
                 row.run_stop_test(certain, whole=False)

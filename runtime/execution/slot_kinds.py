@@ -49,7 +49,7 @@ class DiffusionSlots(Slots):
         Args:
           runner: the model on its mesh.
           config: determines what is compiled. All requests must have the same
-            :func:`runtime.execution.specialization.compiled_in`.
+            :func:`runtime.execution.specialization.program_key`.
           width: bucket of the canvases.
           count: B, a multiple of the data axis.
           steps: maximum number of steps per block of any request; at least that of ``config`` is always supported.
@@ -72,20 +72,20 @@ class DiffusionSlots(Slots):
         limits = {"max_iterations": self._limit(max_iterations), "step_limit": self._limit(step_limit)}
         self.request = replace(self.request, **limits)
         # The counter starts at 0 in each run, because slots may live for more iterations than an int32 can count.
-        arguments = (self._runner.weights, self.request, replace(self.state, iteration=self._number(0)))
-        self.state = self._denoising(arguments)(*arguments)
+        arguments = (self._runner.weights, self.request, replace(self.state, iteration=self._device_scalar(0)))
+        self.state = self._denoise_program(arguments)(*arguments)
         made = int(fetch(self.state.iteration))
         self.iterations += made
         self.forwards += made * (1 + self.program.guided)
         return fetch(self.state.done)
 
-    def _denoising(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    def _denoise_program(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         key = ("denoise", self.forward, self.program)
         return self._compiled(key, arguments, lambda: lower_denoise(self.forward, self.program, *arguments))
 
     def compile(self) -> None:
         """See :meth:`Slots.compile`."""
-        self._denoising((self._runner.weights, *self._abstract()))
+        self._denoise_program((self._runner.weights, *self._abstract()))
 
     def restart(self, canvas: np.ndarray, step: int) -> None:
         """Continue every row at a given canvas and step. Rows must have a single block (exact decoding).
@@ -147,7 +147,7 @@ class AutoregressiveSlots(Slots):
         Args:
           runner: the model on its mesh.
           config: determines what is compiled. All requests must have the same
-            :func:`runtime.execution.specialization.compiled_in`.
+            :func:`runtime.execution.specialization.program_key`.
           width: bucket of prompts with their new tokens.
           count: B, a multiple of the data axis.
           prompt: number of tokens of the longest prompt.
@@ -169,12 +169,12 @@ class AutoregressiveSlots(Slots):
         """See :meth:`Slots.run`; each iteration generates one token per row, and ``step_limit`` is ignored."""
         del step_limit
         self.request = replace(self.request, max_iterations=self._limit(max_iterations))
-        self.state = replace(self.state, iteration=self._number(0))
+        self.state = replace(self.state, iteration=self._device_scalar(0))
         if self._unread:
             self._prefill()
         if max_iterations is None or max_iterations > int(fetch(self.state.iteration)):
             arguments = (self._runner.weights, self.request, self.state)
-            self.state = self._decoding(arguments)(*arguments)
+            self.state = self._decode_program(arguments)(*arguments)
         made = int(fetch(self.state.iteration))
         self.iterations += made
         self.forwards += made
@@ -193,7 +193,9 @@ class AutoregressiveSlots(Slots):
             return
         if first and self._together and len(new) == len([row for row in rows.values() if row is not None]):
             own = self.count // self._runner.layout.spec.data
-            self._shared = _samples([row.tokens for row in rows.values() if isinstance(row, RowRequest)], own)
+            self._shared = _shared_prompt_group(
+                [row.tokens for row in rows.values() if isinstance(row, RowRequest)], own
+            )
             self._own_prompt, self._unread = np.arange(self.count) % self._shared == 0, True
         elif self._unread:
             self._prefill()
@@ -213,16 +215,16 @@ class AutoregressiveSlots(Slots):
     def compile(self) -> None:
         """See :meth:`Slots.compile`."""
         arguments = (self._runner.weights, *self._abstract())
-        self._decoding(arguments)
+        self._decode_program(arguments)
         if self._config.use_cache:
             inserted = jax.ShapeDtypeStruct((self.count,), bool, sharding=self._runner.layout.sharding("batch"))
-            self._prefilling_inserted((*arguments, inserted))
+            self._prefill_inserted_program((*arguments, inserted))
 
-    def _decoding(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    def _decode_program(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         key = ("decode", self._forward, self._program)
         return self._compiled(key, arguments, lambda: lower_decode(self._forward, self._program, *arguments))
 
-    def _prefilling_inserted(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    def _prefill_inserted_program(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         return self._compiled(
             ("prefill inserted", self._prompt, self._forward, self._program),
             arguments,
@@ -244,7 +246,7 @@ class AutoregressiveSlots(Slots):
         """Prefill newly inserted rows, and generate the first token of each."""
         inserted = put(np.isin(np.arange(self.count), slots), self._runner.layout.sharding("batch"))
         arguments = (self._runner.weights, self.request, self.state, inserted)
-        self.state = self._prefilling_inserted(arguments)(*arguments)
+        self.state = self._prefill_inserted_program(arguments)(*arguments)
         own = self.count // self._runner.layout.spec.data
         self.forwards += int(np.bincount([slot // own for slot in slots]).max())
 
@@ -283,7 +285,7 @@ def _at_length(values: np.ndarray, length: int, fill: float) -> np.ndarray:
     return np.append(own, np.full(length - len(own), fill, values.dtype))
 
 
-def _samples(prompts: Sequence[Sequence[int]], slots: int) -> int:
+def _shared_prompt_group(prompts: Sequence[Sequence[int]], slots: int) -> int:
     """Return the size of groups whose rows share a prompt, such that no group crosses a shard of ``slots`` rows."""
     runs = [len(list(same)) for _, same in itertools.groupby(prompts, key=tuple)]
     return math.gcd(*runs, slots) if runs else 1

@@ -22,8 +22,8 @@ from runtime.execution.programs import (
     fetch,
     lower_empty_cache,
     lower_put_row,
+    lower_replicate,
     lower_take_row,
-    lower_whole,
     put,
     put_tree,
     shapes_of,
@@ -142,7 +142,7 @@ class Slots(abc.ABC):
         trees = [row_fields(self.request), row_fields(self.state)]
         if jax.process_count() > 1:
             key, arguments = ("whole", type(self)), (trees,)
-            trees = self._compiled(key, arguments, lambda: lower_whole(self._runner.layout, trees))(trees)
+            trees = self._compiled(key, arguments, lambda: lower_replicate(self._runner.layout, trees))(trees)
         found: list[dict[str, np.ndarray]] = jax.tree.map(np.array, jax.device_get(trees))
         return found
 
@@ -159,15 +159,15 @@ class Slots(abc.ABC):
         """Copy a row's cache, padded to ``length`` positions; None if rows have no cache."""
         if self.state.cache is None:
             return None
-        arguments = (self.state.cache, self._number(slot))
-        return self._taking(length, arguments)(*arguments)
+        arguments = (self.state.cache, self._device_scalar(slot))
+        return self._take_program(length, arguments)(*arguments)
 
     def put_cache(self, slot: int, taken: jax.Array | None) -> None:
         """Set the cache of a row that has moved here to a copy from :meth:`take_cache`."""
         if taken is None:
             return
-        arguments = (self.state.cache, self._number(slot), taken)
-        self.state = replace(self.state, cache=self._putting(arguments)(*arguments))
+        arguments = (self.state.cache, self._device_scalar(slot), taken)
+        self.state = replace(self.state, cache=self._put_program(arguments)(*arguments))
 
     # ---- programs ---------------------------------------------------------------------------------------------
 
@@ -179,17 +179,17 @@ class Slots(abc.ABC):
         there = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arguments))
         return programs.get(key, lower) if there else programs.prepare(key, lower)
 
-    def _taking(self, length: int, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    def _take_program(self, length: int, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         layout = self._runner.layout
         return self._compiled(("take", length), arguments, lambda: lower_take_row(layout, length, *arguments))
 
-    def _putting(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    def _put_program(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         return self._compiled("put", arguments, lambda: lower_put_row(self._runner.layout, *arguments))
 
     def _empty_cache(self) -> Any:
-        return self._emptying()()
+        return self._empty_cache_program()()
 
-    def _emptying(self) -> jax.stages.Compiled:
+    def _empty_cache_program(self) -> jax.stages.Compiled:
         runner, shape = self._runner, (self.count, self.width)
         key = ("empty", *shape)
         # This program only fills memory, so it is not counted among the compiled programs.
@@ -201,13 +201,13 @@ class Slots(abc.ABC):
         request, state = self._abstract()
         if jax.process_count() > 1:
             trees = [row_fields(request), row_fields(state)]
-            self._compiled(("whole", type(self)), (trees,), lambda: lower_whole(self._runner.layout, trees))
+            self._compiled(("whole", type(self)), (trees,), lambda: lower_replicate(self._runner.layout, trees))
         if self._cached:
-            layout, number = self._runner.layout, jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere)
+            layout, number = self._runner.layout, jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
             taken = abstract_taken_row(layout, length, self._runner.cache_dtype)
-            self._emptying()
-            self._taking(length, (state.cache, number))
-            self._putting((state.cache, number, taken))
+            self._empty_cache_program()
+            self._take_program(length, (state.cache, number))
+            self._put_program((state.cache, number, taken))
 
     def _abstract(self) -> tuple[Any, Any]:
         """Return request and state of all slots as ``ShapeDtypeStruct``."""
@@ -226,16 +226,16 @@ class Slots(abc.ABC):
         return request, state
 
     @property
-    def _everywhere(self) -> jax.sharding.NamedSharding:
+    def _replicated(self) -> jax.sharding.NamedSharding:
         return self._runner.layout.replicated
 
-    def _number(self, value: int) -> jax.Array:
-        return put(np.int32(value), self._everywhere)
+    def _device_scalar(self, value: int) -> jax.Array:
+        return put(np.int32(value), self._replicated)
 
     def _limit(self, value: int | None) -> jax.Array:
         """Return a limit as an array on the devices. It is reused between runs, because requests are not donated."""
         if value not in self._limits:
-            self._limits[value] = self._number(int(UNLIMITED) if value is None else value)
+            self._limits[value] = self._device_scalar(int(UNLIMITED) if value is None else value)
         return self._limits[value]
 
     def _log_probabilities(self) -> np.ndarray | None:

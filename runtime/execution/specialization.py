@@ -90,7 +90,7 @@ def _is_filtered(config: DiffusionConfig | SamplingConfig, vocab_size: int) -> b
     return (config.top_p is not None and config.top_p < 1.0) or (config.top_k is not None and config.top_k < vocab_size)
 
 
-def compiled_in(runner: Runner, config: DiffusionConfig | SamplingConfig, width: int) -> Hashable:
+def program_key(runner: Runner, config: DiffusionConfig | SamplingConfig, width: int) -> Hashable:
     """Return a key of the compiled settings of a request. Rows can share slots only if their keys are equal.
 
     All other parameters may differ between rows: seed, lengths, steps, temperature, filters, thresholds, stop tokens,
@@ -104,7 +104,7 @@ def compiled_in(runner: Runner, config: DiffusionConfig | SamplingConfig, width:
     return program, config.cache
 
 
-def general(config: DiffusionConfig | SamplingConfig) -> DiffusionConfig | SamplingConfig:
+def generalized(config: DiffusionConfig | SamplingConfig) -> DiffusionConfig | SamplingConfig:
     """Return a configuration whose programs also serve requests that sample, filter or ask for log-probabilities."""
     changes: dict[str, Any] = {"temperature": 1.0, "top_p": 0.5, "log_probabilities": True}
     if isinstance(config, DiffusionConfig) and config.parallel == "none":

@@ -65,7 +65,7 @@ class TokenEngine:
         """Return the tokens that end a text, according to the model's files."""
         return self.config.end_token_ids
 
-    def _decided(self, config: GenerationConfig | None) -> GenerationConfig:
+    def _with_early_stop(self, config: GenerationConfig | None) -> GenerationConfig:
         """Complete a configuration for token-level calls, in which rows stop early only if it sets ``early_stop``."""
         config = config or default_config(self.config)
         return config.with_end_tokens(self.known_end_tokens(), default=False) if config.early_stop else config
@@ -109,7 +109,7 @@ class TokenEngine:
         Raises:
           InputError: the rows or the configuration are invalid for this model.
         """
-        config = self._decided(config)
+        config = self._with_early_stop(config)
         observers = Observers(history, tokens_hook, logits_hook, watch, progress, stop_tests)
         observers.check(config)
         rows, seeds = prepare_rows(input_ids, attention_mask, config, num_return_sequences, self.config)
@@ -127,7 +127,7 @@ class TokenEngine:
         Raises:
           InputError: an error of :meth:`generate_tokens`, or there are more rows than fit into memory.
         """
-        config = self._decided(config)
+        config = self._with_early_stop(config)
         if every < 1:
             raise InputError(f"every is {every}; expected at least 1")
         rows, seeds = prepare_rows(input_ids, attention_mask, config, 1, self.config)
@@ -166,7 +166,7 @@ class TokenEngine:
             except InputError as error:
                 raise InputError(f"request {number}: {error}") from error
             if is_new:
-                configs[id(request.config)] = self._decided(request.config)
+                configs[id(request.config)] = self._with_early_stop(request.config)
             decided.append(RowRequest(request.tokens, configs[id(request.config)], request.seed))
         return OfflineScheduler(self.runner, decided, slots, stop_tests=stop_tests)
 

@@ -27,7 +27,7 @@ from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import Runner
 from runtime.execution.slot_kinds import open_slots
 from runtime.execution.slots import Slots
-from runtime.execution.specialization import general
+from runtime.execution.specialization import generalized
 from runtime.models.kv_cache import abstract_cache
 from sharding.aot import aot_devices, missing_compiler
 from sharding.mesh import MeshSpec
@@ -119,7 +119,7 @@ def check(engine: Engine, single: Engine, config: DiffusionConfig | SamplingConf
         RowRequest(row, config.replace(max_new_tokens=count), seed=number * 7919)
         for number, (row, count) in enumerate(zip(rows, new, strict=True))
     ]
-    shuffled = Shuffled(engine.runner, general(config), 5)
+    shuffled = Shuffled(engine.runner, generalized(config), 5)
     found = shuffled.run(requests)
     assert sorted(one.number for one in found) == list(range(len(requests)))
     assert shuffled.moves > 2 * len(requests)
@@ -156,7 +156,7 @@ def test_autoregressive_rows_that_move_before_every_token(qwen2: str, mesh: str,
 )
 def test_a_move_is_one_collective(mesh: str, collectives: int, kind: str) -> None:
     engine = Engine.load(golden_cases.FOLDER, mesh, kv_cache=kind)
-    config = general(DIFFUSION["dual"])
+    config = generalized(DIFFUSION["dual"])
     slots = open_slots(engine.runner, config, WIDTHS[0], 4, max(WIDTHS), WIDTHS[0])
     slots.compile_moves(max(WIDTHS))
     texts = {name: text for name, text in engine.program_texts().items() if name.endswith(("take", "put"))}
@@ -207,7 +207,7 @@ _COLLECTIVES = r" = .*? (all-reduce|all-gather|all-to-all|collective-permute|red
 @pytest.mark.parametrize("mesh", MESHES)
 def test_an_int8_cache_moves_bit_by_bit(mesh: str) -> None:
     engine = Engine.load(golden_cases.FOLDER, mesh, kv_cache="int8")
-    config, count = general(DIFFUSION["prefix"]), 2 * engine.layout.spec.data
+    config, count = generalized(DIFFUSION["prefix"]), 2 * engine.layout.spec.data
     wide, narrow = (open_slots(engine.runner, config, width, count, max(WIDTHS), width) for width in WIDTHS[::-1])
     request = RowRequest([1, 2, 3], DIFFUSION["prefix"], 3)
     wide.insert({1: request})

@@ -13,7 +13,7 @@ from runtime.decoding.block_schedule import block_schedule
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.slot_kinds import AutoregressiveSlots, DiffusionSlots
 from runtime.execution.slots import Slots
-from runtime.execution.specialization import general
+from runtime.execution.specialization import generalized
 from tests import golden_cases
 from tests.runtime.execution.test_offline import alone, autoregressive, prompts, qwen2
 
@@ -116,7 +116,7 @@ def test_diffusion_rows_with_parameters_of_their_own(mesh: str, fixed: dict[str,
     requests = asked(engine, base, own)
     steps = max(block_schedule(one.config, WIDTH)[1] for one in requests if isinstance(one.config, DiffusionConfig))
     # The configuration of the slots may have more steps than the inserted rows.
-    wide = general(base.replace(steps=100))
+    wide = generalized(base.replace(steps=100))
     assert isinstance(wide, DiffusionConfig)
     count = 3 if mesh == "tensor=1" else 4
     check(engine, DiffusionSlots(engine.runner, wide, WIDTH, count, steps), requests)
@@ -127,7 +127,7 @@ def test_diffusion_rows_with_parameters_of_their_own(mesh: str, fixed: dict[str,
 def test_autoregressive_rows_with_parameters_of_their_own(qwen2: str, mesh: str) -> None:
     engine = autoregressive(qwen2, mesh)
     base = SamplingConfig(max_new_tokens=12, temperature=0.7, top_p=0.95)
-    wide = general(base)
+    wide = generalized(base)
     assert isinstance(wide, SamplingConfig)
     count = 3 if mesh == "tensor=1" else 4
     check(engine, AutoregressiveSlots(engine.runner, wide, WIDTH, count, WIDTH), asked(engine, base, OWN))
