@@ -277,7 +277,7 @@ def _confidence(rule: SamplingRule, probabilities: Array, largest: Array, best: 
     dtype = jnp.dtype(rule.confidence_dtype)
     if rule.confidence == "entropy":
         terms = _round(probabilities * _round(jnp.log(probabilities + _ENTROPY_EPSILON), dtype), dtype)
-        # Terms lie between -1/e and 0 but for the epsilon, so clipping only removes rounding.
+        # Terms lie between -1/e and 0, except for the effect of the epsilon, which the clipping removes.
         return _round(-vocab_sum(jnp.clip(-terms, 0.0, 1.0)), dtype)
     if rule.confidence == "topk_margin":
         others = jnp.arange(probabilities.shape[-1]) != best[..., None]

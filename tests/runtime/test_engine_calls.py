@@ -81,7 +81,7 @@ def test_hooks_that_do_nothing_change_nothing(name: str) -> None:
     def watch(step: int | None, canvas: np.ndarray, logits: np.ndarray | None) -> None:
         calls.append(step)
         canvases.append(canvas.copy())
-        assert logits is None, "nobody asked for logits"
+        assert logits is None, "logits were not requested"
         assert canvas.dtype == np.int32
 
     config = CONFIGS[name]
