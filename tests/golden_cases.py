@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from runtime import DiffusionConfig, Engine, SamplingConfig
+from runtime.execution import programs
+from runtime.execution.programs import compiler_options
+from tests.compilation import AS_RELEASED
 
 FOLDER = Path(__file__).parent / "golden" / "dream_tiny"
 
@@ -119,3 +123,20 @@ def golden_folders(environment: Mapping[str, str] = os.environ) -> list[Golden]:
 def engine(mesh: str = "data=1", folder: Path = FOLDER) -> Engine:
     """The engine of a golden folder in float32."""
     return Engine.load(folder, mesh=mesh, dtype="float32")
+
+
+@functools.cache
+def engine_as_released(mesh: str = "data=1", folder: Path = FOLDER) -> Engine:
+    """The same, whose programs are compiled as they are for users."""
+
+    asked = []
+
+    def options(platform: str) -> dict[str, Any]:
+        asked.append(platform)
+        return (compiler_options(platform) or {}) | AS_RELEASED
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "compiler_options", options)
+        found = Engine.load(folder, mesh=mesh, dtype="float32")
+    assert asked, "an engine asks for its options when it is made"
+    return found

@@ -6,6 +6,7 @@ For GPU where JAX's CUDA plugin is installed (``pip install 'diffumesh[cuda]'``)
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from runtime.planner.presets import preset
 from sharding.aot import aot_devices, missing_compiler
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
+from tests.compilation import AS_RELEASED
 
 needs_cuda = pytest.mark.skipif(missing_compiler("gpu") is not None, reason="JAX's CUDA plugin is not installed")
 
@@ -111,9 +113,10 @@ def copies(layout: Any, text: str) -> list[str]:
 CPU = {"hidden_size": 256, "intermediate_size": 1536, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32}
 
 
+@functools.cache
 def compiled_here(program: str, dtype: str, quantization: str, scan: bool | None = None) -> tuple[Any, Any]:
     layout, lowering = lowered(program, jax.devices(), dtype, quantization, CPU, scan)
-    return layout, lowering.compile(compiler_options=compiler_options("cpu"))
+    return layout, lowering.compile(compiler_options=(compiler_options("cpu") or {}) | AS_RELEASED)
 
 
 @pytest.mark.parametrize("program", ["block step", "decode"])
