@@ -10,7 +10,7 @@ _SHOWN: dict[str, tuple[str, Literal["left", "center", "right"], Literal["bottom
     "exact": ("exact", "center", "bottom"),
     "exact_early_stop": ("exact, early stop", "center", "bottom"),
     "dual_8": ("dual cache, blocks of 8", "center", "bottom"),
-    "rival_8_stop": ("Fast-dLLM baseline", "right", "top"),
+    "fast_dllm_8_stop": ("Fast-dLLM baseline", "right", "top"),
     "dual_threshold_8_stop": ("dual, threshold, early stop", "right", "bottom"),
     "dual_threshold_8_stop_once": ("the same, one refresh", "left", "bottom"),
 }

@@ -1,4 +1,4 @@
-"""How a canvas is cut into blocks, and how wide the windows of a cached step are."""
+"""Block length, steps per block, and the widths of the windows that cached steps compute."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig
 
 
 def block_schedule(config: DiffusionConfig, width: int) -> tuple[int, int]:
-    """Positions per block, and the most steps that a block takes.
+    """Return the positions per block, and the maximum number of steps per block.
 
     A parallel rule commits at least one token per step, so a block has at most as many steps as positions. Otherwise
-    the steps of the request are shared among the blocks of its new tokens.
+    the steps of the request are divided among the blocks of its new tokens.
 
     Args:
       config: the request.
@@ -25,17 +25,18 @@ def block_schedule(config: DiffusionConfig, width: int) -> tuple[int, int]:
 
 
 def window_widths(cache: str, length: int, span: int, refresh_blocks: int = 1, *, offset: int) -> tuple[int, ...]:
-    """Widths of the windows that are compiled, descending.
+    """Return the window widths to compile, in descending order.
 
-    A dual cache has windows of one block, and of two where blocks may be entered without a refresh. A prefix cache has
-    windows of all that follows, halved down to a block.
+    A dual cache needs windows of one block, and windows of two blocks if blocks may be entered without a refresh. A
+    prefix cache needs windows up to the end of the row. Their widths are ``span`` halved repeatedly, down to at most
+    two blocks, so that a window is at most about twice as wide as needed.
 
     Args:
       cache: ``none``, ``prefix`` or ``dual``.
       length: positions per block.
-      span: positions from the first mask of any row to its end.
-      refresh_blocks: blocks from one that is entered with a refresh to the next; 0 for the first alone.
-      offset: positions before the block that predict its first token, see
+      span: the largest distance in any row from its first mask to its end, in positions.
+      refresh_blocks: refresh on entering every n-th block; 0 refreshes only for the first block.
+      offset: number of positions before the block that a window must include to predict the block's first token, see
         :attr:`runtime.models.config.Family.prediction_offset`.
     """
     if cache == "none":

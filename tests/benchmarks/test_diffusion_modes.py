@@ -96,11 +96,16 @@ def test_speeds_of_rounds() -> None:
 def test_a_small_run(tmp_path: Path) -> None:
     values = flags.FlagValues()
     diffusion_modes.define_flags(values)
-    arguments = ["--prompts=2", "--trials=2", "--timed_prompts=1", "--modes=exact,rival_8_stop,dual_threshold_8_stop"]
+    arguments = [
+        "--prompts=2",
+        "--trials=2",
+        "--timed_prompts=1",
+        "--modes=exact,fast_dllm_8_stop,dual_threshold_8_stop",
+    ]
     values(["diffusion_modes", *arguments, "--new_tokens=32", f"--output_dir={tmp_path}"])
     diffusion_modes.main(values)
     record = json.loads((tmp_path / "diffusion_modes.json").read_text())
-    assert list(record["results"]) == ["exact", "rival_8_stop", "dual_threshold_8_stop"]
+    assert list(record["results"]) == ["exact", "fast_dllm_8_stop", "dual_threshold_8_stop"]
     assert record["results"]["exact"]["of_exact"] == 1.0
     assert all(row["forwards_per_token"] > 0 and row["tokens_per_second"] > 0 for row in record["results"].values())
     assert (tmp_path / "diffusion_modes.png").stat().st_size > 10_000
