@@ -151,7 +151,7 @@ GPU = {"hidden_size": 3584, "intermediate_size": 18944, "num_heads": 28, "num_kv
 def test_gpu_programs_copy_no_weights(program: str, quantization: str) -> None:
     devices = aot_devices(parse_topology("1xh200"))
     layout, lowering = lowered(program, devices, "bfloat16", quantization, GPU)
-    found = lowering.compile()
+    found = lowering.compile(compiler_options=AS_RELEASED)
     assert not copies(layout, found.as_text())
     # Less than the smallest matrix of the MLP; where whole rows run, beside their activations.
     activations = 0 if program == "decode" else 8 * S * GPU["intermediate_size"]
@@ -163,7 +163,7 @@ def test_gpu_programs_copy_no_weights(program: str, quantization: str) -> None:
 def test_gpu_programs_that_scan_copy_each_layer() -> None:
     """What the tests above see in a program whose layers are stacked."""
     layout, lowering = lowered("decode", aot_devices(parse_topology("1xh200")), "bfloat16", "none", GPU, scan=True)
-    found = lowering.compile()
+    found = lowering.compile(compiler_options=AS_RELEASED)
     assert len(copies(layout, found.as_text())) >= 3
     assert found.memory_analysis().temp_size_in_bytes > GPU["hidden_size"] * GPU["intermediate_size"]
 
