@@ -28,16 +28,17 @@ def folder_fingerprint(folder: CheckpointFolder) -> str:
         for name in folder.side_files():
             if not has_manifest or name in (MANIFEST_FILE, "config.json"):
                 state.update(name.encode() + b"\0" + hashlib.sha256(folder.read_bytes(name)).digest())
-        if not has_manifest:
-            for path in sorted(path for path in folder.path.glob("*.safetensors") if path.is_file()):
-                _sample(path, state, path.name)
+        if not has_manifest and folder.remote is None:
+            for name in folder.names():
+                if ("/" not in name and name.endswith(".safetensors")) or folder.is_weight_file(name):
+                    _sample(folder.path / name, state, name)
     except OSError as error:
         raise CheckpointError(f"{folder.place}: cannot be read ({error})") from error
     return state.hexdigest()[:16]
 
 
 def file_fingerprint(path: Path) -> str:
-    """The same for a file of weights that is in no folder of its own, as a legacy pickle: its size, and samples.
+    """Compute the same of one file of weights, from its size and samples.
 
     Raises:
       CheckpointError: it cannot be read.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import fnmatch
 import hashlib
-import json
 import logging
 import os
 import re
@@ -13,10 +12,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from checkpoints.errors import CheckpointError
+from checkpoints.local_files import parse_json_object, replace_file
 from checkpoints.storage import STORAGE_SCHEMES, Storage
 
 logger = logging.getLogger("diffumesh")
@@ -29,6 +30,8 @@ QUANTIZATION_KEY = "diffumesh_quantization"
 # Of a file beside the weights. Nothing larger is read, whatever its name.
 MAX_SIDE_FILE_BYTES = 64 << 20
 
+# Read from a remote file at a time.
+_FETCHED_BLOCK_BYTES = 16 << 20
 # The folder that a conversion gives to Orbax.
 WEIGHTS_FOLDER = "weights"
 # Where Orbax's arrays may be within a folder: as a conversion saves them, or as somebody saved them with Orbax. Orbax
@@ -45,14 +48,6 @@ SIDE_FILES = ("*.json", "*.jinja", "merges.txt", "LICENSE*")
 TEMPLATES_FOLDER = "additional_chat_templates"
 _FETCHED = (*SIDE_FILES, "*.safetensors")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f'"{next(key for key in keys if keys.count(key) > 1)}" stands twice')
-    return found
 
 
 def is_side_file(name: str) -> bool:
@@ -184,14 +179,11 @@ class CheckpointFolder:
         if not path.is_file():
             return None
         try:
-            value = json.loads(self.read_bytes(file).decode("utf-8"), object_pairs_hook=_reject_duplicates)
+            return parse_json_object(self.read_bytes(file))
         except CheckpointError:
             raise
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise CheckpointError(f"{path}: not a readable JSON file ({error!s:.300})") from error
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
-        return value
 
     @property
     def config(self) -> dict[str, Any]:
@@ -303,10 +295,8 @@ def _open_remote_orbax(url: str) -> CheckpointFolder | None:
     cache = _cache_folder("\n".join(identity))
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, data in files.items():
-        partial = cache / f"{name}.{os.getpid()}.partial"
-        partial.parent.mkdir(exist_ok=True)
-        partial.write_bytes(data)
-        partial.replace(cache / name)
+        (cache / name).parent.mkdir(exist_ok=True)
+        replace_file(cache / name, [data])
     return CheckpointFolder(cache, url, storage, _ARRAY_FOLDERS[0] if arrays is None else arrays)
 
 
@@ -331,9 +321,8 @@ def _fetch_url(url: str, patterns: Sequence[str]) -> Path:
             if not target.is_file():
                 if is_side_file(name) and (size := system.size(remote) or 0) > MAX_SIDE_FILE_BYTES:
                     raise CheckpointError(f"{remote}: {size} bytes are too many for a {name}")
-                partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-                system.get_file(remote, str(partial))
-                partial.replace(target)
+                with system.open(remote, "rb") as file:
+                    replace_file(target, iter(partial(file.read, _FETCHED_BLOCK_BYTES), b""))
         return cache
     except (OSError, ImportError, ValueError) as error:
         if isinstance(error, CheckpointError):

@@ -10,7 +10,6 @@ cleaned up; on disk a conversion that runs holds a lock on it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import IO
 from checkpoints.errors import CheckpointError
 from checkpoints.exchange import exchange
 from checkpoints.folder import STAGING_SUFFIX
+from checkpoints.local_files import lock, sync
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.storage import Storage
 
@@ -140,8 +140,8 @@ class FolderOutput:
             replaced = self._give_name()
             # Not before: what has no mark and is still called an unfinished one may be removed by anybody.
             (self.path / MARK_FILE).unlink()
-            _sync(self.path)
-            _sync(self.path.parent)
+            sync(self.path)
+            sync(self.path.parent)
         if replaced is None:
             return
         try:
@@ -172,14 +172,11 @@ class FolderOutput:
 
     def _lock(self, mark: IO[bytes]) -> None:
         """Hold a mark's file until it is closed; the system lets go of it when the process ends, however it ends."""
-        try:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            raise CheckpointError(
-                f"{self.path}: another conversion to it is running; wait for it, or name another output"
-            ) from error
-        except OSError:
-            pass  # a file system without locks
+        with contextlib.suppress(OSError):  # a file system without locks
+            if not lock(mark.fileno()):
+                raise CheckpointError(
+                    f"{self.path}: another conversion to it is running; wait for it, or name another output"
+                )
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -266,13 +263,5 @@ def _sync_all(folder: Path) -> None:
     """Flush every file and folder in a folder to the disk: not all that writes into it does so."""
     for parent, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(parent, name))
-        _sync(Path(parent))
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            sync(Path(parent, name))
+        sync(Path(parent))

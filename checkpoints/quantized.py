@@ -9,7 +9,7 @@ import numpy as np
 
 from checkpoints.source import Index, StoredTensor, StoredTensors
 from runtime.models.declarations import ModelLayout
-from runtime.models.quantization import INVERSE_INT8_MAX
+from runtime.models.quantization import int8_scales, int8_values
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class _Quantized:
             part = np.abs(self.tensor.read(block).astype(np.float32)).max(axis=self.contracted)
             where = tuple(block[place] for place in kept)
             largest[where] = np.maximum(largest[where], part)
-        return largest * INVERSE_INT8_MAX
+        return np.asarray(int8_scales(largest))
 
     def read_scales(self, index: Index) -> np.ndarray:
         return self.scales[index]
@@ -36,8 +36,7 @@ class _Quantized:
         kept = tuple(part for place, part in enumerate(index) if place not in self.contracted)
         scales = np.expand_dims(self.scales[kept], self.contracted)
         wide = self.tensor.read(index).astype(np.float32)
-        inverse = np.float32(1.0) / np.where(scales == 0.0, np.float32(1.0), scales)
-        return np.rint(wide * inverse).astype(np.int8)
+        return np.asarray(int8_values(wide, scales))
 
 
 def quantized_tensors(found: StoredTensors, layout: ModelLayout) -> StoredTensors:

@@ -16,25 +16,26 @@ from collections.abc import Sequence
 from absl import flags
 
 from checkpoints import FolderOutput, Processes, export_checkpoint
-from launch.convert import define_output_flags, make_way, open_model, say_licence
+from launch.folders.models import open_model, say_licence
+from launch.folders.outputs import define_output_flags, prepare_output
 from launch.hosts.place import define_place_flags
 from launch.process.startup import progress_bar, run_launcher, say
 from runtime import InputError
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Define this launcher's flags."""
+    """Define this command's flags."""
     flags.DEFINE_string("checkpoint", None, "Checkpoint to export.", flag_values=values)
     define_output_flags(values)
     define_place_flags(values)
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the launcher."""
+    """Run the command."""
     source, _ = open_model(values.checkpoint, "checkpoint")
     if "://" in (values.output or ""):
         raise InputError(f"--output={values.output}: a Hugging Face folder is written to a disk")
-    output = make_way(values, Processes())
+    output = prepare_output(values, Processes())
     assert isinstance(output, FolderOutput)
     say_licence(source)
     with progress_bar("exporting", of_bytes=True) as progress:

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from absl import flags
 
 from checkpoints import DEMO, uncovered_files, verify, write_manifest
-from launch.convert import open_model
+from launch.folders.models import open_model
 from launch.process.startup import progress_bar, run_launcher, say
 from runtime import InputError
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Define this launcher's flags."""
+    """Define this command's flags."""
     flags.DEFINE_string(
         "checkpoint", str(DEMO), "Checkpoint to verify. Default: the demo in the package.", flag_values=values
     )
@@ -36,7 +36,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the launcher."""
+    """Run the command."""
     folder, layout = open_model(values.checkpoint, "checkpoint")
     start = time.perf_counter()
     if values.write_manifest:

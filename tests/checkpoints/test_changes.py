@@ -17,7 +17,7 @@ from checkpoints.huggingface import INDEX_FILE
 from checkpoints.manifest import MANIFEST_FILE, Manifest
 from checkpoints.opening import check_files, open_tensors, read_manifest
 from checkpoints.verification import uncovered_files, verify, write_manifest
-from launch.convert import open_model
+from launch.folders.models import open_model
 from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, write_source
 
 

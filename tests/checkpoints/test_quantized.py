@@ -15,7 +15,7 @@ from checkpoints.conversion import convert
 from checkpoints.errors import CheckpointError, CorruptCheckpointError
 from checkpoints.export import export_checkpoint
 from checkpoints.output import output_at
-from launch.convert import open_model
+from launch.folders.models import open_model
 from runtime import Engine, SamplingConfig
 from tests import golden_cases
 

@@ -12,7 +12,7 @@ from checkpoints import CheckpointError, open_folder
 from checkpoints.fingerprint import folder_fingerprint
 from checkpoints.folder import MAX_SIDE_FILE_BYTES
 from checkpoints.verification import write_manifest
-from launch.convert import say_licence
+from launch.folders.models import say_licence
 from runtime.text.tokenizer import TextTokenizer
 from tests.checkpoints.small import MICRO, layout_of, to_canonical, to_huggingface, write_source
 

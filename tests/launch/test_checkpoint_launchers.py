@@ -138,7 +138,7 @@ def test_what_is_inside_a_pickle(source: Path, legacy: Path, capsys: pytest.Capt
     inspect.run(["inspect", f"--checkpoint={legacy}", f"--config={source}"])
     assert capsys.readouterr().out == said
     assert "no such file" in refused(inspect.run, capsys, "--checkpoint=/nowhere/params.pkl")
-    assert "goes with a params.pkl" in refused(inspect.run, capsys, f"--checkpoint={source}", "--config=config.json")
+    assert "requires a params.pkl" in refused(inspect.run, capsys, f"--checkpoint={source}", "--config=config.json")
 
 
 def test_a_config_that_is_named_and_not_there(
