@@ -133,6 +133,6 @@ def arrange_devices(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -
     except (AssertionError, ValueError, NotImplementedError) as error:
         why = "do not form a box of the interconnect" if len(slices) == 1 else "are not the same box in each slice"
         raise MeshError(
-            f"mesh {spec} cannot be mapped onto the chips: the first {spec.size} of {len(devices)} {why}; a mesh that "
-            f"fits: data={len(devices)}"
+            f"mesh {spec} cannot be laid out: the first {spec.size} of {len(devices)} chips {why}; a mesh that fits: "
+            f"data={len(devices)}"
         ) from error

@@ -28,7 +28,7 @@ from sharding.errors import InputError
 # Of its capacity, at which the older server is compared.
 COMPARED_SHARE = 0.3
 # Waits in which the server has nothing to do are cut to this, in seconds.
-LONGEST_IDLE = 0.25
+LONGEST_IDLE = 0.1
 _STREAMED_TOKENS = 16
 _BLOCK_LENGTHS = (1, 8)
 

@@ -17,9 +17,9 @@ from launch.docs import parameter_table
 from launch.flags.decoding import decoding_config, define_decoding_flags
 from launch.flags.model import read_tokenizer
 from launch.openai.bodies import Defaults, by_our_names, known, read_config
+from launch.serving.app import Application
 from launch.serving.bodies import ChatBody, CompletionBody
 from launch.serving.errors import from_input_error
-from launch.serving.openapi import document
 from runtime import DiffusionConfig, SamplingConfig
 from runtime.decoding.parameters import AUTOREGRESSIVE_PARAMETERS, EXPOSED_PARAMETERS
 from runtime.decoding.schema import Boolean, Choice, Parameter, declared_parameters
@@ -117,7 +117,7 @@ def test_a_parameter_by_flag_by_line_and_by_body(name: str) -> None:
 
 
 def test_bodies_and_their_document_have_every_parameter() -> None:
-    schemas = document("1")["components"]["schemas"]
+    schemas = Application("1").openapi()["components"]["schemas"]
     for name, one in EXPOSED_PARAMETERS.items():
         for kind in (CompletionBody, ChatBody):
             spelled = "logprobs" if name == "log_probabilities" else one.http_name
@@ -220,4 +220,4 @@ def test_a_new_parameter_is_one_field(tmp_path: Path) -> None:
     assert "patience=7" in found["mode"]
     assert found["flag error"] == ["--patience requires --parallel=threshold", "patience"]
     assert found["http error"]["param"] == found["body error"]["param"] == "patience"
-    assert found["body error"]["message"] == "patience: expected at most 9"
+    assert found["body error"]["message"] == "patience: Input should be less than or equal to 9"

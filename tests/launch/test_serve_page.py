@@ -205,7 +205,7 @@ def test_menus_are_the_servers_modes(page: Any, there: Served, monkeypatch: pyte
     with page.expect_request("**/v1/completions") as sent:
         page.click("#run")
     assert asked.items() <= sent.value.post_data_json.items()
-    page.wait_for_selector("html[data-state=failed]")  # no such programs are compiled here
+    page.wait_for_selector("html[data-state=failed]")  # this server does not offer cache=dual
     page.select_option("[name=cache]", "none")
     with page.expect_request("**/v1/completions") as sent:
         page.click("#run")
