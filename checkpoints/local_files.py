@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -70,22 +71,17 @@ def lock(handle: int) -> bool:
     return True
 
 
-class TooManyNamesError(ValueError):
-    """An object of a JSON text has more names than are allowed."""
-
-
-class DuplicateNameError(ValueError):
-    """An object of a JSON text has the same name twice."""
+class JsonObjectError(ValueError):
+    """JSON that is refused: not an object, or an object in it has a name twice or too many names."""
 
 
 def _unique(pairs: list[tuple[str, Any]], most: int | None) -> dict[str, Any]:
     if most is not None and len(pairs) > most:
-        raise TooManyNamesError(f"an object has {len(pairs)} names; at most {most} are allowed")
+        raise JsonObjectError(f"an object has {len(pairs)} names; at most {most} are allowed")
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise DuplicateNameError(f'an object has the same name twice: "{twice:.100}"')
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise JsonObjectError(f'an object has the same name twice: "{twice:.100}"')
     return found
 
 
@@ -98,13 +94,13 @@ def parse_json_object(data: bytes, most_names: int | None = None) -> dict[str, A
 
     Raises:
       UnicodeDecodeError: the bytes are not UTF-8.
-      DuplicateNameError, TooManyNamesError: an object in it is refused.
-      ValueError: the text is not JSON, not an object, or nested too deeply.
+      JsonObjectError: the JSON is not an object, or an object in it has a name twice or too many names.
+      ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=functools.partial(_unique, most=most_names))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, found {type(value).__name__}")
+        raise JsonObjectError(f"expected an object, found {type(value).__name__}")
     return value

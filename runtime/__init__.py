@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from checkpoints.errors import CheckpointError
     from checkpoints.fingerprint import folder_fingerprint
     from checkpoints.folder import CheckpointFolder
-    from checkpoints.local_files import lock, parse_json_object, replace_file
+    from checkpoints.local_files import JsonObjectError, lock, parse_json_object, replace_file
     from runtime.decoding.parameters import (
         AUTOREGRESSIVE_PARAMETERS,
         CACHES,
@@ -110,6 +110,7 @@ __all__ = [
     "Grid",
     "InputError",
     "Integer",
+    "JsonObjectError",
     "MeshError",
     "MeshSpec",
     "ModelConfig",
@@ -248,6 +249,7 @@ _HOMES = {
     "row_seeds": "runtime.execution.rows",
     "step_limit": "runtime.execution.pool",
     "stop_tests": "runtime.text.completions",
+    "JsonObjectError": "checkpoints.local_files",
     "lock": "checkpoints.local_files",
     "parse_json_object": "checkpoints.local_files",
     "replace_file": "checkpoints.local_files",
