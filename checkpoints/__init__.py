@@ -1,6 +1,6 @@
-"""Checkpoints in and out: files to sharded arrays and back. No pickle is loaded, no code of a model folder is run.
+"""Checkpoints: files to sharded arrays and back. No pickle is loaded, and no code of a model folder is run.
 
-Public names are imported on first use: importing this package imports no framework.
+Public names are imported on first use, so importing this package imports no framework.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Telling two checkpoints apart without reading them whole."""
+"""Fingerprints, which tell checkpoints apart without reading all of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SAMPLE_BYTES = 4096
 
 
 def folder_fingerprint(folder: CheckpointFolder) -> str:
-    """A digest by which hosts can see whether they have the same checkpoint.
+    """Compute a digest by which hosts can tell whether they have the same checkpoint.
 
-    With a manifest it covers every byte, as far as the checkpoint is what its manifest says. Without one it covers the
-    small files, and of each file of weights its size and samples spread over it.
+    With a manifest the digest covers every byte, if the checkpoint is intact. Without one it covers the small files,
+    and the sizes and samples of the files of weights.
 
     Raises:
       CheckpointError: a file cannot be read.
@@ -38,10 +38,10 @@ def folder_fingerprint(folder: CheckpointFolder) -> str:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Compute the same of one file of weights, from its size and samples.
+    """Compute such a digest of one file of weights, from its size and samples.
 
     Raises:
-      CheckpointError: it cannot be read.
+      CheckpointError: the file cannot be read.
     """
     state = hashlib.sha256()
     try:

@@ -1,4 +1,4 @@
-"""Tensors quantized while they are read: int8 with a float32 scale for each output channel, as on the devices."""
+"""Tensors that are quantized while they are read: int8 with a float32 scale per output channel, as on the devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.models.quantization import int8_scales, int8_values
 
 @dataclass(frozen=True)
 class _Quantized:
-    """One matrix: its scales take a reading of it by themselves."""
+    """A matrix that is quantized on reading. Its scales require one more pass over it."""
 
     tensor: StoredTensor
     contracted: tuple[int, ...]
@@ -40,9 +40,9 @@ class _Quantized:
 
 
 def quantized_tensors(found: StoredTensors, layout: ModelLayout) -> StoredTensors:
-    """A checkpoint's tensors as a layout's quantization stores them: integers, and scales under names of their own.
+    """Return a checkpoint's tensors, quantized as a layout says: matrices as integers, and their scales as tensors.
 
-    The same integers and scales as :func:`runtime.models.quantization.quantize` makes on the devices.
+    Integers and scales equal those of :func:`runtime.models.quantization.quantize` on the devices.
     """
     by_name = dict(found.by_name)
     for leaf in layout.leaves:

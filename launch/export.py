@@ -2,11 +2,11 @@
 
   diffumesh export --checkpoint=DIR --output=FOLDER
 
-transformers loads the folder (for Dream: the original code does). Tensors are verified against their digests on the
-way and written a gigabyte at a time. Started on several hosts, the first does the work.
+transformers loads the folder (for Dream, with the original code). Tensors are checked against their digests and written
+a gigabyte at a time. On several hosts, the first one does the work.
 
-No code is copied. Where config.json names code of the model's own ("auto_map", as Dream's does), put the *.py files of
-the original folder beside the export; trust_remote_code finds them there.
+No code is copied. If config.json refers to code ("auto_map", as in Dream's), copy the *.py files of the original folder
+into the export, where trust_remote_code finds them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(values: flags.FlagValues) -> None:
     """Run the command."""
     source, _ = open_model(values.checkpoint, "checkpoint")
     if "://" in (values.output or ""):
-        raise InputError(f"--output={values.output}: a Hugging Face folder is written to a disk")
+        raise InputError(f"--output={values.output}: a Hugging Face folder can only be written to a disk")
     output = prepare_output(values, Processes())
     assert isinstance(output, FolderOutput)
     say_licence(source)
@@ -42,8 +42,8 @@ def main(values: flags.FlagValues) -> None:
         export_checkpoint(source, output, progress=progress)
     if "auto_map" in source.config:
         say(
-            "config.json names code of the model's own (auto_map), which is not copied: for trust_remote_code put the "
-            f"*.py files of the original folder into {output.place}"
+            "config.json refers to code (auto_map), which is not copied: for trust_remote_code, copy the *.py files of "
+            f"the original folder into {output.place}"
         )
     print(output.place)
 

@@ -22,7 +22,7 @@ from runtime import InputError
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this command's flags."""
-    flags.DEFINE_string("checkpoint", None, "Checkpoint to look into.", flag_values=values)
+    flags.DEFINE_string("checkpoint", None, "Checkpoint to inspect.", flag_values=values)
     define_config_flag(values)
     flags.DEFINE_bool("tensors", False, "List every tensor with its shape and dtype.", flag_values=values)
     flags.DEFINE_float(
@@ -47,7 +47,7 @@ def main(values: flags.FlagValues) -> None:
     tensors = [copies[0] for copies in found.by_name.values()]
     print_tensors(
         [(tensor.name, tensor.dtype, tensor.shape, tensor.bytes) for tensor in tensors],
-        "none; diffumesh verify --write_manifest makes them" if manifest is None else "of every chunk",
+        "none; diffumesh verify --write_manifest adds them" if manifest is None else "of every chunk",
     )
     print_meshes(layout, {tensor.dtype for tensor in tensors if tensor.dtype != "int8"}, values.device_memory)
     if values.tensors:

@@ -88,7 +88,9 @@ def test_loading_refuses_what_was_added(request: pytest.FixtureRequest, layout: 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
         # With a folder of that name it is no Hugging Face folder any more.
-        said = FILES_FILE if layout == "huggingface" and "weights/" in name else f"were added to it: {name}"
+        said = (
+            FILES_FILE if layout == "huggingface" and "weights/" in name else f"were added to this checkpoint: {name}"
+        )
         for level in ("full", "sizes"):
             with pytest.raises(CheckpointError, match=said):
                 open_tensors(open_folder(folder), level)

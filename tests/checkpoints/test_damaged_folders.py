@@ -79,10 +79,10 @@ def test_everything_wrong_is_listed_at_once(folder: Path, tensors: dict[str, np.
         "missing: model.layers.1.self_attn.q_proj.bias [224]",
         "unknown: surprise [2, 3]",
         "unknown: model.layers.3.input_layernorm.weight [224]",
-        "shape: model.norm.weight is [223], and config.json makes it [224]",
-        "shape: model.layers.0.mlp.up_proj.weight is [224, 512], and config.json makes it [512, 224]",
+        "shape: model.norm.weight is [223]; config.json says [224]",
+        "shape: model.layers.0.mlp.up_proj.weight is [224, 512]; config.json says [512, 224]",
         "dtype: model.layers.2.self_attn.k_proj.bias is F64",
-        f"duplicate: {twice} stands in 2 files",
+        f"duplicate: {twice} is in 2 files",
         "index: phantom is in no file",
     )
     assert str(folder) in message
@@ -252,7 +252,7 @@ def test_a_config_of_another_size_than_the_weights(folder: Path) -> None:
     fails(
         folder,
         "missing: model.layers.3.mlp.up_proj.weight [1024, 224]",
-        "shape: model.layers.0.mlp.up_proj.weight is [512, 224], and config.json makes it [1024, 224]",
+        "shape: model.layers.0.mlp.up_proj.weight is [512, 224]; config.json says [1024, 224]",
     )
 
 

@@ -99,7 +99,7 @@ def test_damage_is_named(checkpoint: Path, tmp_path: Path, capsys: pytest.Captur
 
 def test_the_manifest_of_a_huggingface_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_source(tmp_path / "model", MICRO)
-    assert "--write_manifest makes it" in refused(verify.run, capsys, f"--checkpoint={folder}")
+    assert "--write_manifest writes it" in refused(verify.run, capsys, f"--checkpoint={folder}")
     verify.run(["verify", f"--checkpoint={folder}", "--write_manifest"])
     assert "intact" in capsys.readouterr().out
     inspect.run(["inspect", f"--checkpoint={folder}"])
