@@ -1,4 +1,4 @@
-"""Random changes of any file of a checkpoint, flipped bits, added files, swapped ones: all of them are found."""
+"""Random changes to a checkpoint's files (flipped bits, added and swapped files): all of them are found."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, wr
 
 
 def write_folder(folder: Path) -> Path:
-    """A Hugging Face folder with all that one may have beside its weights."""
+    """Write a Hugging Face folder with every kind of file beside the weights."""
     write_source(folder, MICRO)
     for name, text in (
         ("generation_config.json", '{"eos_token_id": 3}'),
@@ -101,7 +101,7 @@ def test_loading_refuses_what_was_added(request: pytest.FixtureRequest, layout: 
 
 
 def older(folder: Path) -> CheckpointFolder:
-    """Make a folder's manifest one of version 1, which listed the files beside the weights, without folders."""
+    """Turn a folder's manifest into version 1, which covered the files beside the weights, without subfolders."""
     opened = open_folder(folder)
     manifest = read_manifest(opened)
     assert manifest is not None

@@ -1,4 +1,4 @@
-"""Hugging Face folders that cannot be loaded: the error lists by name what is wrong."""
+"""Hugging Face folders that cannot be loaded: the error names everything that is wrong."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_one_tensor_twice_in_a_file(folder: Path) -> None:
 
 
 def test_everything_wrong_is_listed_at_once(folder: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Missing, unknown, mis-shaped, of a strange dtype, in two files, in none: one error with all of them."""
+    """One error lists tensors that are missing, unknown, duplicate, mis-shaped, in no file, or of another dtype."""
     changed = dict(tensors)
     del changed[HEAD], changed["model.layers.1.self_attn.q_proj.bias"]
     changed["model.norm.weight"] = changed["model.norm.weight"][:-1]
@@ -124,7 +124,7 @@ def test_an_index_that_names_an_absent_file(folder: Path, tensors: dict[str, np.
     ids=range(12),
 )
 def test_an_index_that_points_elsewhere(folder: Path, tensors: dict[str, np.ndarray], name: str) -> None:
-    """The file outside is there and whole, and is not read."""
+    """The file outside exists and is intact, but is not read."""
     claims = split(folder, tensors)
     shutil.copy(GOLDEN / "model.safetensors", folder.parent / "outside.safetensors")
     if name.startswith("/"):

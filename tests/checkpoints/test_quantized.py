@@ -1,4 +1,4 @@
-"""Checkpoints that are stored as int8: the same integers and scales as quantizing while loading, on every mesh."""
+"""Checkpoints stored as int8: integers and scales equal those of quantizing while loading, on every mesh."""
 
 from __future__ import annotations
 
