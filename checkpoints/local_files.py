@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 
-def replace_file(path: Path, parts: Iterable[bytes]) -> None:
+def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     """Write a file, replacing the one of that name in one step: readers find the old file or the new one, whole.
 
     The bytes are on the disk when this returns. The file has the permissions of any new file.

@@ -1,14 +1,14 @@
 """Complete prompts with a diffusion or autoregressive language model on any mesh.
 
-  diffumesh generate --prompt='def fibonacci(n):'              the demo checkpoint, on whatever is here
+  diffumesh generate --prompt='def fibonacci(n):'              the demo checkpoint, on the devices of this machine
   diffumesh generate --checkpoint=apple/DiffuCoder-7B-cpGRPO --chat --mesh=tensor=8 --prompt='Sort a list.'
   diffumesh generate --devices=8 --mesh=data=2,tensor=4 ...    the same on 8 simulated CPU devices
-  diffumesh generate --checkpoint=DIR --mesh=tensor=8 --explain    how the weights would lie, and stop
-  diffumesh generate --cache=dual --parallel=threshold ...    in blocks, faster than exact
+  diffumesh generate --checkpoint=DIR --mesh=tensor=8 --explain    print the layout of the weights, and stop
+  diffumesh generate --cache=dual --parallel=threshold ...    in blocks with a cache: faster, and approximate
 
 Prompts come from --prompt, --prompt_file or standard input. Completions go to standard output, everything else to
-standard error. Decoding flags that are not given come from the preset (entropy, top_p .95, top_k 50, as many steps as
-tokens) as far as the checkpoint's own generation_config.json does not say otherwise.
+standard error. Decoding flags override the checkpoint's generation_config.json, which overrides the preset (entropy,
+top_p 0.95, top_k 50, one step per token).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from runtime import (
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Define this launcher's flags."""
+    """Define the flags of this command."""
 
     def switch(name: str, text: str) -> None:
         flags.DEFINE_bool(name, False, text, flag_values=values)
@@ -81,7 +81,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the launcher."""
+    """Run the command."""
     folder, model = open_checkpoint(values)
     check_profiling(values)
     if values.explain:
@@ -159,7 +159,7 @@ def generate_watched(
             if watcher.active and is_main_process():
                 watcher.update(step, view.rows(canvas))
 
-        # All hosts go step by step; host 0 draws.
+        # All hosts run step by step; host 0 draws.
         return engine.generate_tokens(
             ids,
             mask,

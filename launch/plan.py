@@ -1,14 +1,14 @@
-"""Know before you rent: does a model fit a machine, on which mesh, how fast, at what cost. Needs no accelerator.
+"""Estimate whether a model fits a machine, on which mesh, how fast and at what cost. Needs no accelerator.
 
   diffumesh plan --model=diffucoder-7b --topology=v5e-8                 every mesh, ranked; the best compiled
   diffumesh plan --model=diffucoder-7b --topology=8xH100 --batch=8 --mesh=data=2,tensor=4
   diffumesh plan --checkpoint=DIR --topology=all --price_per_chip_hour=1.2 --plot=plan.png
 
 Topologies: v5e-8 or v5e:2x4, v4-32 or v4:2x2x4, v5p:4x4x4, v6e:4x4; 2xv5e:16x16 for two slices; l4, rtx4090, a100-40gb,
-8xH100; 2x8xh200 for two hosts. Times, rates and costs are estimated by a roofline at rates that large products and
-copies reach; speeds of networks between hosts and slices are assumptions, and a collective between GPU hosts uses the
-network cards of all its GPUs. Memory and collectives of the best meshes are the compiler's own, of the very program
-that generates, where the compiler is installed (libtpu for TPU, JAX's CUDA plugin for GPU).
+8xH100; 2x8xh200 for two hosts. Times, rates and costs are estimated by a roofline model with the rates that large
+matrix products and copies reach. Speeds of networks between hosts and slices are assumptions; a collective between GPU
+hosts uses the network cards of all its GPUs. If the compiler is installed (libtpu for TPU, JAX's CUDA plugin for GPU),
+memory and collectives of the best meshes come from compiling the same program that generates.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from runtime.planner import (
     preset,
 )
 
-# What --topology=all compares: machines that are rented as they are.
+# The machines of --topology=all, as cloud providers rent them.
 MACHINES = (
     "v4:2x2x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5p:2x2x1", "v5p:2x2x2", "v6e:2x2", "v6e:2x4", "1xl4", "4xl4",
     "1xrtx4090", "1xa100-40gb", "8xa100-40gb", "1xa100", "8xa100", "1xh100", "8xh100", "1xh200", "8xh200", "2x8xh200",
@@ -39,7 +39,7 @@ MACHINES = (
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Define this launcher's flags."""
+    """Define the flags of this command."""
 
     def integer(name: str, default: int | None, text: str) -> None:
         flags.DEFINE_integer(name, default, text, 1, flag_values=values)
@@ -80,7 +80,7 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
     """The model's name and the workload that flags describe.
 
     Raises:
-      InputError: no model, or numbers that do not go together.
+      InputError: no model is given, or the values contradict each other.
     """
     if (values.model is None) == (values.checkpoint is None):
         raise InputError(f"give one of --model={'|'.join(PRESETS)} and --checkpoint=DIR")
@@ -110,8 +110,8 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the launcher."""
-    # Programs are compiled for AOT topologies; an attached device is not touched.
+    """Run the command."""
+    # Programs are compiled for AOT topologies; attached devices are not used.
     compile_only()
     name, workload = read_workload(values)
     if values.topology is None:

@@ -117,7 +117,7 @@ def test_a_batch_its_order_and_its_resumption(
     launch(source, output, compiled, "--skip_bad")
     err = capsys.readouterr().err
     assert "written in part" in err
-    assert "1 of 6 results are there already" in err
+    assert "1 of 6 results exist already" in err
     assert (output / "sorted.jsonl").read_bytes() == whole
     assert (output / "results.jsonl").read_bytes().startswith(results[: results.index(b"\n") + 1])
     assert len((output / "errors.jsonl").read_text().splitlines()) == 2
@@ -192,7 +192,7 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
     ({"id": "14", "messages": "hi"}, "messages: expected"),
     ({"custom_id": "15", "body": {"prompt": "x", "tools": [1]}}, "tools: not supported"),
     ({"custom_id": "16", "prompt": "x"}, "body: expected an object"),
-    ({"id": "good", "prompt": "x"}, "stands in line"),
+    ({"id": "good", "prompt": "x"}, "first used on line"),
     ('{"id": "17", "prompt": "x", "top_p": NaN}', "top_p is nan"),
     ('{"id": "18", "prompt": "\\ud800"}', "not UTF-8"),
 ]

@@ -1,4 +1,4 @@
-"""The residual over the tensor axis: where it is divided, that only the order of sums changes, norms on a part."""
+"""Sharding the residual over the tensor axis: when it is done, and that it changes only the order of sums."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ B, S = 4, 64
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Divide the residual wherever its positions divide, on this platform too; whether it was, of each pass."""
+    """Shard the residual wherever its positions allow it, on any platform; records for each pass whether it was."""
     divided: list[bool] = []
 
     def divides(layout: ModelLayout, platform: str, rows: int, positions: int) -> bool:
@@ -65,7 +65,7 @@ def test_where_it_is_divided(mesh: str, platform: str, rows: int, positions: int
 
 
 def norms(text: str) -> set[tuple[int, ...]]:
-    """Shapes of what norms divide by."""
+    """Shapes of the divisors in norms."""
     found = re.findall(r"f32\[([\d,]+)\]\S* rsqrt\(", text)
     return {tuple(int(size) for size in shape.split(",") if size != "1") for shape in found}
 
