@@ -63,7 +63,7 @@ def forward_grid() -> Iterator[Any]:
 def check_case(golden: Golden, mesh: str, name: str) -> None:
     """Assert that a case yields the original's tokens and, if recorded, its canvas after every step."""
     config = golden.config(name)
-    engine = golden_cases.engine(mesh, golden.folder)
+    engine = golden_cases.engine_as_released(mesh, golden.folder)
     history = golden.arrays.get(f"{name}.history")
     result = engine.generate_tokens(*golden.inputs(name), config, history=history is not None)
     expected = golden.sequences(name, result.sequences.shape[1], engine.config.pad_token_id)
@@ -83,7 +83,7 @@ def test_logits(golden: Golden, mesh: str) -> None:
     assert "forward" in forwards
     for forward in forwards:
         ids, mask = golden.inputs(forward)
-        found = golden_cases.engine(mesh, golden.folder).logits(ids, mask)
+        found = golden_cases.engine_as_released(mesh, golden.folder).logits(ids, mask)
         expected = golden.arrays[f"{forward}.logits"]
         # The original codes differ in the logits at padding.
         real = np.ones(ids.shape, bool) if mask is None else mask == 1

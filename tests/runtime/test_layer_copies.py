@@ -6,6 +6,7 @@ For GPU where JAX's CUDA plugin is installed (``pip install 'diffumesh[cuda]'``)
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from runtime.planner.presets import preset
 from sharding.aot import aot_devices, missing_compiler
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
+from tests.compilation import AS_RELEASED
 
 needs_cuda = pytest.mark.skipif(missing_compiler("gpu") is not None, reason="JAX's CUDA plugin is not installed")
 
@@ -111,9 +113,10 @@ def copies(layout: Any, text: str) -> list[str]:
 CPU = {"hidden_size": 256, "intermediate_size": 1536, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32}
 
 
+@functools.cache
 def compiled_here(program: str, dtype: str, quantization: str, scan: bool | None = None) -> tuple[Any, Any]:
     layout, lowering = lowered(program, jax.devices(), dtype, quantization, CPU, scan)
-    return layout, lowering.compile(compiler_options=compiler_options("cpu"))
+    return layout, lowering.compile(compiler_options=(compiler_options("cpu") or {}) | AS_RELEASED)
 
 
 @pytest.mark.parametrize("program", ["block step", "decode"])
@@ -148,7 +151,7 @@ GPU = {"hidden_size": 3584, "intermediate_size": 18944, "num_heads": 28, "num_kv
 def test_gpu_programs_copy_no_weights(program: str, quantization: str) -> None:
     devices = aot_devices(parse_topology("1xh200"))
     layout, lowering = lowered(program, devices, "bfloat16", quantization, GPU)
-    found = lowering.compile()
+    found = lowering.compile(compiler_options=AS_RELEASED)
     assert not copies(layout, found.as_text())
     # Less than the smallest MLP matrix, in addition to activations if whole rows run.
     activations = 0 if program == "decode" else 8 * S * GPU["intermediate_size"]
@@ -160,7 +163,7 @@ def test_gpu_programs_copy_no_weights(program: str, quantization: str) -> None:
 def test_gpu_programs_that_scan_copy_each_layer() -> None:
     """The tests above do detect the copies in a program whose layers are stacked."""
     layout, lowering = lowered("decode", aot_devices(parse_topology("1xh200")), "bfloat16", "none", GPU, scan=True)
-    found = lowering.compile()
+    found = lowering.compile(compiler_options=AS_RELEASED)
     assert len(copies(layout, found.as_text())) >= 3
     assert found.memory_analysis().temp_size_in_bytes > GPU["hidden_size"] * GPU["intermediate_size"]
 
