@@ -22,7 +22,7 @@ from runtime.models.declarations import WeightLeaf
 from runtime.models.dream import DREAM
 from runtime.models.forward import Forward
 from runtime.models.qwen2 import QWEN2
-from runtime.models.transformer import block
+from runtime.models.transformer import run_layer
 
 _POSITIONS = 64
 # Of an element's size and of the root mean square together; a few roundings of the dtype.
@@ -67,7 +67,7 @@ def layer_parity(subject: Subject) -> dict[str, Any]:
 
     tables = weights.position_tables(forward, positions, x.dtype)
     named = layout.named(weights)
-    program = jax.jit(lambda layer, x: block(forward, layer, x, lengths, tables)[0])
+    program = jax.jit(lambda layer, x: run_layer(forward, layer, x, lengths, tables)[0])
     shares = []
     for number in range(config.num_layers):
         before = fetch(x)[:1].astype(np.float32)
