@@ -44,19 +44,19 @@ Matrix = Array | Quantized
 
 
 def quantize(matrix: Array, contracted: tuple[int, ...]) -> Quantized:
-    """Quantize a matrix. A product sums over its dimensions ``contracted``."""
+    """Quantize a matrix; ``contracted`` are the dimensions that a matrix product with it sums over."""
     wide = matrix.astype(jnp.float32)
     scales = int8_scales(jnp.max(jnp.abs(wide), axis=contracted, keepdims=True))
     return Quantized(int8_values(wide, scales), jnp.squeeze(scales, contracted))
 
 
 def int8_scales(largest: Any) -> Any:
-    """Compute scales from the largest magnitude of each output channel: float32, of NumPy or JAX."""
+    """Compute float32 scales from the largest magnitude of each output channel (a NumPy or JAX array)."""
     return largest * INVERSE_INT8_MAX
 
 
 def int8_values(wide: Any, scales: Any) -> Any:
-    """Round float32 weights to int8, in units of scales that broadcast to their shape; both of NumPy or of JAX."""
+    """Round float32 weights to int8 multiples of broadcastable ``scales``. Both are NumPy arrays, or both JAX arrays."""
     numbers = wide.__array_namespace__()
     inverse = np.float32(1.0) / numbers.where(scales == 0.0, np.float32(1.0), scales)
     return numbers.round(wide * inverse).astype(np.int8)
