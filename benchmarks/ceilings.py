@@ -1,4 +1,4 @@
-"""What a device reaches at best, measured in the same run: the rates that MFU and MBU are shares of."""
+"""Measured peak rates of a device, which are the denominators of MFU and MBU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: Any, dtype: str, repeats: int, matmul_size: int, copy_bytes: int) -> Ceilings:
-    """Rates of one device.
+    """Measure the peak rates of one device.
 
     Args:
       device: which.
@@ -71,7 +71,7 @@ def measure_ceilings(device: Any, dtype: str, repeats: int, matmul_size: int, co
 
 
 def fits_or_none(measure: Callable[[], Result]) -> Result | str:
-    """What ``measure`` finds, or the device's own words where its memory is too small: no end of a run."""
+    """Call ``measure``; if the device's memory is too small, return its message, so that the run goes on."""
     try:
         return measure()
     except Exception as error:
