@@ -1,4 +1,4 @@
-"""Rows of measurements, each filled or marked not run and why, within a budget of time."""
+"""Rows of measurements within a time budget; each has a value or the reason why it was not run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Row:
 
 
 class Sheet:
-    """The rows of a run, in the order in which they were asked for.
+    """The rows of a run, in order.
 
     Attributes:
       rows: so far.
@@ -69,13 +69,13 @@ class Sheet:
         return next((row for row in self.rows if row.name == name and row.not_run is None), None)
 
     def value(self, section: str, name: str, number: float, unit: str, facts: Mapping[str, Any] | None = None) -> None:
-        """A row that is one number."""
+        """Add a row with one number."""
         self.values(section, name, [number], unit, facts)
 
     def values(
         self, section: str, name: str, numbers: Sequence[float], unit: str, facts: Mapping[str, Any] | None = None
     ) -> None:
-        """A row of one number a trial, however it was found."""
+        """Add a row with one number per trial."""
         deviation = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
         mean, deviation, low, high = (
             round(one, 4) for one in (statistics.mean(numbers), deviation, min(numbers), max(numbers))
@@ -83,7 +83,7 @@ class Sheet:
         self.add(Row(section, name, unit, mean, deviation, low, high, len(numbers), dict(facts or {})))
 
     def timing(self, section: str, name: str, timing: Timing, facts: Mapping[str, Any]) -> None:
-        """A row of timed calls, or passes."""
+        """Add a row of timed calls or passes."""
         self.add(
             Row(
                 section, name, "ms", timing.mean, timing.deviation, timing.minimum, timing.maximum, timing.repeats,
@@ -92,7 +92,7 @@ class Sheet:
         )  # fmt: skip
 
     def leave_out(self, section: str, name: str, why: str) -> None:
-        """A row that is not run."""
+        """Add a row that is not run."""
         self.add(Row(section, name, not_run=why))
 
     def measure(
@@ -105,7 +105,7 @@ class Sheet:
         seconds: float = 0.0,
         warmup: int = 1,
     ) -> None:
-        """A row of timed calls.
+        """Time calls and add a row.
 
         Args:
           section: see :class:`Row`.
@@ -124,7 +124,7 @@ class Sheet:
         self.attempt(section, name, work)
 
     def trials(self, seconds: float, warmup: int = 1) -> int:
-        """Timed calls that there is time for, where one is expected to take ``seconds``.
+        """The number of timed calls that fit into the budget if one takes ``seconds``.
 
         Raises:
           NotRunError: not even two.
@@ -137,7 +137,7 @@ class Sheet:
         return trials
 
     def attempt(self, section: str, name: str, work: Callable[[], None]) -> None:
-        """Let ``work`` add a row, or say why it was not run: no time, or what :meth:`tried` finds."""
+        """Let ``work`` add a row, or add the reason why it was not run: time, or :meth:`tried`."""
         spent = time.perf_counter() - self._start
         if self._budget is not None and spent > self._budget:
             self.leave_out(section, name, f"the budget of {self._budget:.0f} s was used up")
@@ -147,7 +147,7 @@ class Sheet:
             self.leave_out(section, name, found)
 
     def tried(self, work: Callable[[], Result]) -> Result | str:
-        """What ``work`` returns, or why there is nothing: no memory, or what it raises of our own kinds or others."""
+        """The result of ``work``, or the reason why it failed: not enough memory, or the error that it raised."""
         try:
             this_host().mark()  # a run of many rows does not hang
             found = fits_or_none(work)
@@ -164,7 +164,7 @@ class Sheet:
         return [asdict(row) for row in self.rows]
 
     def add(self, row: Row) -> None:
-        """Note a row and print it."""
+        """Add a row and print it."""
         self.rows.append(row)
         if row.not_run is not None:
             print(f"{row.section}: {row.name}: not run, {row.not_run}", flush=True)
