@@ -1,8 +1,8 @@
 """Scaling over devices: strong (fixed work) and weak (work grows with devices), one record per point.
 
-  python -m benchmarks.scaling                              on the attached devices, each axis over 1, 2, 4, 8 ...
-  devices python -m benchmarks.scaling --devices=8                  on simulated CPU devices, with a small model python
-  -m benchmarks.scaling --estimate=h100              the 7.6B model on 1 to 256 chips, by the analytical model
+  python -m benchmarks.scaling                  on the attached devices, each axis over 1, 2, 4, 8 ... devices
+  python -m benchmarks.scaling --devices=8      on simulated CPU devices, with a small model
+  python -m benchmarks.scaling --estimate=h100  the 7.6B model on 1 to 256 chips, by the analytical model
 
 Passes: a denoise step of exact masked diffusion, a step of a cached block, the prefill and the decode step of an
 autoregressive model of the same sizes. Requests are those of the planner, with the published settings. The time of a
