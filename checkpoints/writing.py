@@ -26,7 +26,7 @@ from checkpoints.source import Index, StoredTensors, read_ahead
 from checkpoints.storage import Storage
 
 # Tensors that Orbax saves together. A larger one is a group of its own.
-_GROUP_BYTES = 512 << 20
+GROUP_BYTES = 512 << 20
 
 # By name of a tensor and number of a chunk.
 Digests = dict[str, dict[int, str]]
@@ -152,7 +152,7 @@ def write_groups(
 def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     group: list[str] = []
     for name, size in sizes.items():
-        if group and sum(sizes[one] for one in group) + size > _GROUP_BYTES:
+        if group and sum(sizes[one] for one in group) + size > GROUP_BYTES:
             yield group
             group = []
         group.append(name)

@@ -7,7 +7,6 @@ a different run is refused. At the end sorted.jsonl holds the results in the ord
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.batches.records import Key, as_line, is_sealed, key_of, sealed
-from runtime import InputError
+from runtime import InputError, lock, parse_json_object, replace_file
 
 RUN, RESULTS, ERRORS, SORTED, LOCK = "run.json", "results.jsonl", "errors.jsonl", "sorted.jsonl", ".lock"
 _MAX_RUN_BYTES = 1 << 20
@@ -69,13 +68,12 @@ class BatchFolder:
         folder, file = self._locks
         for handle in (folder, file):
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                if not lock(handle):
                     raise InputError(
                         f"--output_dir={self.path}: another process is writing there; wait for it, or name another "
                         "folder"
-                    ) from error
+                    )
+            except OSError as error:
                 if handle == file:
                     raise InputError(
                         f"--output_dir={self.path}: cannot be locked ({error.strerror or error})"
@@ -112,9 +110,7 @@ class BatchFolder:
                 return
             if path.stat().st_size > _MAX_RUN_BYTES:
                 raise ValueError("too large")
-            said = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(said, dict):
-                raise ValueError("not an object")
+            said = parse_json_object(path.read_bytes())
         except (OSError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
@@ -220,18 +216,8 @@ class BatchFolder:
 
     def _replace(self, name: str, lines: Iterable[bytes]) -> None:
         path = self.path / name
-        staged = path.with_name(f".{name}.unfinished")
         try:
-            with staged.open("wb") as file:
-                file.writelines(lines)
-                file.flush()
-                os.fsync(file.fileno())
-            staged.rename(path)
-            folder = os.open(self.path, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            replace_file(path, lines)
         except OSError as error:
             raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
 

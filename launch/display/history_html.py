@@ -10,12 +10,12 @@ import html
 import json
 import os
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.display.pages import content_security_policy, page_template
+from runtime import replace_file
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,4 @@ def write_history_html(
     """
     target = Path(path)
     page = render_history_html(rows, title=title, settings=settings)
-    # The temporary file is in the same folder, because a rename is atomic only within a file system. It is opened as
-    # new, so that two writers cannot share it, with the permissions of any new file.
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    try:
-        with partial.open("x", encoding="utf-8", newline="\n") as stream:
-            stream.write(page)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    replace_file(target, [page.encode("utf-8")])

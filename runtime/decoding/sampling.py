@@ -265,7 +265,7 @@ def _draw(forward: Forward, logits: Array, keys: Array) -> Array:
         return vocab_argmax(logits + gumbel_noise(keys, logits.shape[-1]))[1]
 
     few = math.gcd(keys.size, _NOISY_POSITIONS)
-    if not forward.alone_on_cpu or keys.size == few:
+    if not forward.is_single_cpu or keys.size == few:
         return draw(logits, keys)
     # XLA on CPU writes the PRNG counters to memory. For a few positions at a time they stay in the processor's caches.
     groups = logits.reshape(-1, few, logits.shape[-1]), keys.reshape(-1, few)

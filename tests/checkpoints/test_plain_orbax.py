@@ -33,7 +33,7 @@ def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """Names with dots as a tree of dictionaries."""
+    """Turn names with dots into a tree of dictionaries."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
         *parents, last = name.split(".")

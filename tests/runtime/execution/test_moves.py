@@ -1,4 +1,4 @@
-"""Rows that move between slots of other shapes before every iteration: each has the tokens that it has alone."""
+"""Rows that move between slots of different shapes before every iteration keep the tokens of a batch of one."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ EVERYWHERE = [
 
 
 class Shuffled:
-    """Slots of several shapes, and rows that all change places between two iterations."""
+    """Slots of several shapes, between which all rows move before each iteration."""
 
     def __init__(self, runner: Runner, config: DiffusionConfig | SamplingConfig, seed: int) -> None:
-        """Take a way of decoding; the seed decides who moves where."""
+        """Create slots for a configuration; the seed determines the moves."""
         self._runner, self._config = runner, config
         self._random = np.random.default_rng(seed)
         self.moves = 0
@@ -73,7 +73,7 @@ class Shuffled:
 
     def run(self, requests: list[RowRequest]) -> list[RowResult]:
         data, found = self._runner.layout.spec.data, []
-        # Which row is where: slots, and the row of each slot.
+        # The place of each row: slots, and the row in each slot.
         there: list[tuple[Slots, dict[int, int]]] = []
         left = list(range(len(requests)))
         while left:
@@ -88,7 +88,7 @@ class Shuffled:
     def _move(
         self, requests: list[RowRequest], left: list[int], old: list[tuple[Slots, dict[int, int]]], data: int
     ) -> list[tuple[Slots, dict[int, int]]]:
-        """Put all rows into slots of random shapes: their first requests, and then what they left their slots with."""
+        """Put all rows into slots of random shapes: first as requests, later as moved rows."""
         moving = {}
         for slots, rows in old:
             taken = slots.take(list(rows))
