@@ -61,12 +61,12 @@ def change(folder: Path, kind: str, generator: random.Random) -> dict[Path, byte
     """Make one random change to a file of a checkpoint's folder.
 
     Args:
-      folder: of the checkpoint; what is in it may be any file, hidden ones and documents left aside.
+      folder: the checkpoint's folder; any file in it may change, except hidden files and documents.
       kind: one of :data:`CHANGES`.
-      generator: of random numbers.
+      generator: random number generator.
 
     Returns:
-      What was there before, by path, None for a file that was not; None where nothing came to be changed.
+      The old contents by path (None for a file that did not exist); None if nothing changed.
     """
     inert = (".md", ".gitattributes")
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(inert))

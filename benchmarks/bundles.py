@@ -103,7 +103,7 @@ def read_kernel(text: str, tiles: int = 0) -> Kernel:
 
     Args:
       text: its bundles.
-      tiles: that the compiler cut its work into, where that is known.
+      tiles: number of tiles into which the compiler split the work, if known.
     """
     kernel = _Loop(0, trips=1)
     open_loops = [kernel]
@@ -139,8 +139,8 @@ def read_dump(folder: Path, tiles: Mapping[str, int]) -> dict[str, Kernel]:
     """Read the kernels of a dump, by their names in the optimized HLO.
 
     Args:
-      folder: that was dumped to.
-      tiles: of kernels, as for :func:`read_kernel`.
+      folder: folder of the dump.
+      tiles: tiles of each kernel, as for :func:`read_kernel`.
     """
     found = {}
     for path in sorted(folder.iterdir()):

@@ -13,7 +13,7 @@ from benchmarks.records import time_alternating
 
 # Calls queued before waiting, so that the host's share of each vanishes.
 _QUEUED = 10
-# Sizes that fill a device: of a square product, and bytes of an array that no cache holds.
+# Sizes that saturate a device: of a square product, and bytes of an array larger than any cache.
 MATMUL_SIZE = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
 COPY_BYTES = {"cpu": 1 << 28, "gpu": 1 << 31, "tpu": 1 << 30}
 
@@ -25,8 +25,8 @@ class Ceilings:
     """Measured rates of one device.
 
     Attributes:
-      flops: of a large square matrix product, floating-point operations per second.
-      bandwidth: of a copy, bytes read and written per second.
+      flops: floating-point operations per second of a large square matrix product.
+      bandwidth: bytes read and written per second by a copy.
     """
 
     flops: float
@@ -38,7 +38,7 @@ def measure_ceilings(device: Any, dtype: str, repeats: int, matmul_size: int, co
 
     Args:
       device: which.
-      dtype: of the product.
+      dtype: dtype of the matrix product.
       repeats: timed calls.
       matmul_size: rows and columns of the product.
       copy_bytes: size of the array that is copied.

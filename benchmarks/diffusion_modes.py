@@ -63,8 +63,8 @@ class Mode:
       changes: to the exact configuration; None for the Fast-dLLM baseline.
       baseline_block: positions of the baseline's blocks.
       baseline_stops: whether the baseline stops after a block with an end token.
-      quantize: of the weights.
-      dtype: of weights that are not quantized, and of activations.
+      quantize: quantization of the weights.
+      dtype: dtype of weights that are not quantized, and of activations.
       kv_cache: dtype of the cache.
     """
 
@@ -199,9 +199,9 @@ def speeds(timing: Timing, exact: Timing | None, tokens: int, exact_tokens: int)
 
     Args:
       timing: milliseconds of each round.
-      exact: those of the exact algorithm in the same rounds, where it ran.
-      tokens: of a round.
-      exact_tokens: of a round of the exact algorithm.
+      exact: times of the exact algorithm in the same rounds, if it ran.
+      tokens: tokens per round.
+      exact_tokens: tokens per round of the exact algorithm.
     """
     each = [1e3 * tokens / one for one in timing.each]
     found: dict[str, Any] = {
@@ -303,8 +303,8 @@ def quality(
       held_out: rows with a ``prompt`` and a ``completion``.
       prompts: their prompts in tokens.
       made: the completions of one mode.
-      exact: those of the exact algorithm, where it ran.
-      new_tokens: of a completion at most.
+      exact: completions of the exact algorithm, if it ran.
+      new_tokens: largest number of tokens of a completion.
     """
     encode, decode = judge.tokenizer.encode, judge.tokenizer.decode
     texts = [decode(new.tolist()) for new in made]

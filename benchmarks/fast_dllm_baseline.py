@@ -29,7 +29,7 @@ class FastDLLMBaseline:
           new_tokens: a multiple of ``block``.
           block: positions of a block.
           ends: a row stops after a block with one of these tokens.
-          threshold: of the probability of what a window commits.
+          threshold: probability above which a token is committed.
         """
         self._engine, self._new, self._block, self._threshold = engine, new_tokens, block, threshold
         self._ends = tuple(ends)

@@ -46,12 +46,12 @@ class Outcome:
 
     Attributes:
       case: the fault.
-      host: where.
-      hosts: how many there were.
-      seconds: from the fault until all processes were down.
-      from_start: from the start of the processes until all were down.
-      codes: exit code of each host as a shell gives it; None of one that was never started.
-      named: whether the host at fault was named on host 0, or by the survivors where host 0 was gone.
+      host: process index of the host with the fault.
+      hosts: number of hosts.
+      seconds: seconds from the fault until all processes had ended.
+      from_start: seconds from the start of the processes until all had ended.
+      codes: exit code of each host as a shell reports it; None for a host that was not started.
+      named: whether host 0, or the survivors if host 0 failed, named the host at fault.
       logs: standard error of each host.
     """
 

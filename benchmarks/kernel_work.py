@@ -59,7 +59,7 @@ def tpu_device(chip: Chip, kernels: Mapping[str, Kernel], module: Module, links:
 
     Args:
       chip: which.
-      kernels: of the program, from the dump.
+      kernels: the program's kernels, from the dump.
       module: the program.
       links: seconds of a collective.
       missing: takes the names of kernels without bundles.
@@ -102,8 +102,8 @@ def link_times(wiring: Wiring, sizes: Mapping[str, int]) -> Links:
     """Seconds of a collective on its own: bytes divided by link rates.
 
     Args:
-      wiring: of the mesh.
-      sizes: of its axes.
+      wiring: the links of the mesh.
+      sizes: sizes of its axes.
     """
 
     def seconds(one: HloCollective) -> float:

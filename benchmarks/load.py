@@ -150,7 +150,7 @@ async def open_loop(
       client: the server.
       asks: the requests, in the order of their arrivals.
       rate: arrivals per second.
-      seed: of the arrivals.
+      seed: seed of the arrival times.
       longest_idle: seconds. While the server has no request, a longer wait for the next arrival is cut to this: an
         idle server keeps nothing of the time before, so no answer is faster for it, and the load is over sooner.
     """

@@ -113,7 +113,7 @@ def forward_flops(
       batch: B.
       canvas: S, positions that are computed of each row.
       head_positions: positions, of all rows together, that the output head runs on.
-      keys: what each position attends to; by default S, one another.
+      keys: number of keys per position; default S.
     """
     layout = model_layout(config)
     layers = sum(math.prod(leaf.shape) for leaf in layout.leaves if leaf.layers and leaf.contracted)

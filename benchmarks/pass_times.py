@@ -56,12 +56,12 @@ class Spent:
     """The time of an instruction in a pass.
 
     Attributes:
-      name: of the instruction.
+      name: name of the instruction.
       kind: ``kernel``, ``collective`` (what of it nothing hides), ``memory`` (waiting for copies) or ``launch`` (of
         all kernels of a computation).
       scope: the named scopes that it was written in.
-      seconds: of all its runs in the pass.
-      runs: how many those are.
+      seconds: seconds of all its runs in the pass.
+      runs: number of runs.
     """
 
     name: str
@@ -188,8 +188,8 @@ def pass_times(module: Module, name: str, device: Device, chunks: float) -> list
 
     Args:
       module: optimized HLO of the program that has the pass.
-      name: of the pass: ``denoise step``, ``refresh``, ``block step``, ``prefill`` or ``decode``.
-      device: what instructions take.
+      name: the pass: ``denoise step``, ``refresh``, ``block step``, ``prefill`` or ``decode``.
+      device: times of instructions.
       chunks: runs of the head, which are the innermost loop of a length that only running tells.
     """
     # Outside any open loop a program prepares; the first open loop is over passes, one inside it over chunks.

@@ -130,7 +130,7 @@ def load_notes(torch_cores: int = 0) -> list[str]:
     """A note if the machine was busy before the run began; otherwise empty.
 
     Args:
-      torch_cores: cores that PyTorch's threads share; 0 where it does not run.
+      torch_cores: cores that PyTorch's threads share; 0 if it does not run.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load < 0.5:
@@ -251,7 +251,7 @@ def check_output(name: str, path: Path, *, is_file: bool = False) -> None:
     """Check, before the work, that its results can be written. Missing folders will be created.
 
     Args:
-      name: of the flag.
+      name: name of the flag.
       path: a folder for files, or with ``is_file`` one file.
 
     Raises:

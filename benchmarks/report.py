@@ -82,7 +82,7 @@ def fill_tables(text: str, folder: Path) -> str:
 
     Args:
       text: contents of a Markdown file.
-      folder: what the records' paths are relative to.
+      folder: the folder to which the records' paths are relative.
 
     Raises:
       InputError: a record does not belong to a benchmark with tables.

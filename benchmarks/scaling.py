@@ -72,7 +72,7 @@ def define_flags(values: flags.FlagValues) -> None:
     """Define this benchmark's flags."""
     define_record_flags(values)
     define_device_flags(values)
-    values["compile_cache"].value = ""  # what is compiled here shall be compiled
+    values["compile_cache"].value = ""  # measure compilation, not the cache
     define_profiling_flags(values)
     values["output_dir"].value = "benchmarks/results/scaling"
     define_model_flags(values)

@@ -151,7 +151,7 @@ def measure(target: Target, folder: Path) -> dict[str, Any]:
 
     Args:
       target: which.
-      folder: that :func:`compile_target` has filled.
+      folder: the folder that :func:`compile_target` filled.
     """
     described = json.loads((folder / "phases.json").read_text(encoding="utf-8"))
     program = "blocks" if target.phase in ("block step", "refresh") else target.phase

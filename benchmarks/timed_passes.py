@@ -25,8 +25,8 @@ class TimedPass:
     """A timed kind of pass.
 
     Attributes:
-      timing: of one pass; processor time is not told apart.
-      passes: of this kind in the generation.
+      timing: times of one pass; processor time is not measured per pass.
+      passes: number of passes of this kind in the generation.
       result: the generation's.
     """
 
@@ -55,7 +55,7 @@ def time_pass(
     Args:
       engine: the model.
       ids: prompts ``[B, P]``.
-      requests: as of :func:`timed_requests`.
+      requests: the result of :func:`timed_requests`.
       repeats: timed calls of each request.
       warmup: calls before them.
 

@@ -61,9 +61,9 @@ def torch_model(config: dict[str, Any], dtype: str, device: str = "cpu", seed: i
 
     Args:
       config: a ``config.json``; a Dream's makes a model that attends both ways.
-      dtype: of weights and activations.
+      dtype: dtype of weights and activations.
       device: PyTorch's name of it.
-      seed: of the weights.
+      seed: seed of the random weights.
 
     Raises:
       InputError: this version of transformers cannot do without its causal mask.
@@ -152,7 +152,7 @@ def diffusion_generate(
     Args:
       model: logits of tokens.
       prompt: int64 ``[B, P]``, rows of one length.
-      mask_token: stands where nothing is decided.
+      mask_token: id of the mask token.
       new_tokens: positions to fill.
       steps: forward passes.
       top_p: nucleus that confidences are measured in; None for all.

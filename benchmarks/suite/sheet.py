@@ -22,12 +22,12 @@ class Row:
     """One measurement.
 
     Attributes:
-      section: what it belongs to.
-      name: what was measured.
-      unit: of the four numbers.
-      mean, deviation, minimum, maximum: over the trials; None where it was not run.
-      trials: how many.
-      facts: what else is known of it: rates, counts, shapes.
+      section: section of the table.
+      name: the measurement.
+      unit: unit of the four numbers.
+      mean, deviation, minimum, maximum: over the trials; None if the row was not run.
+      trials: number of trials.
+      facts: further facts: rates, counts, shapes.
       not_run: why it was not.
     """
 
@@ -48,15 +48,15 @@ class Sheet:
 
     Attributes:
       rows: so far.
-      failures: rows and items that were not run because of an error that is nobody's wish.
+      failures: rows and items that were not run because of an unexpected error.
     """
 
     def __init__(self, trials: int, row_seconds: float, budget: float | None) -> None:
         """Begin with no row.
 
         Args:
-          trials: timed calls of a row, where there is time for so many.
-          row_seconds: what a row may take; rows of which not even two calls fit are not run.
+          trials: timed calls per row, if there is time for them.
+          row_seconds: largest time of a row; a row is not run if two calls would take longer.
           budget: seconds for all rows together; None for no limit.
         """
         self.rows: list[Row] = []
@@ -111,8 +111,8 @@ class Sheet:
           section: see :class:`Row`.
           name: see :class:`Row`.
           prepare: makes the call that is timed; compiles and reads what it needs. It may raise :class:`NotRunError`.
-          facts: what else to note, once the calls are timed.
-          seconds: how long one call is expected to take.
+          facts: returns further facts after the calls.
+          seconds: expected seconds of one call.
           warmup: calls before those that are timed, with the very same shapes.
         """
 

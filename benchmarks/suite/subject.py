@@ -34,7 +34,7 @@ _EXPECTED = 0.3
 def define_subject_flags(values: flags.FlagValues) -> None:
     """Define the flags of the model and the devices."""
     define_device_flags(values)
-    values["compile_cache"].value = ""  # what is compiled here shall be compiled
+    values["compile_cache"].value = ""  # measure compilation, not the cache
     flags.DEFINE_enum("device", "auto", tuple(DEVICES), "Where to run.", flag_values=values)
     flags.DEFINE_string("checkpoint", None, "Model folder, URL or Hub name. Default: the demo.", flag_values=values)
     define_model_flags(values, None)
@@ -128,9 +128,9 @@ class Subject:
 
     Attributes:
       values: the flags.
-      sheet: where rows go.
+      sheet: the sheet for its rows.
       engine: the model.
-      ceilings: what one of its devices reaches.
+      ceilings: measured peak rates of one device.
     """
 
     values: flags.FlagValues
@@ -212,11 +212,11 @@ class Subject:
         Args:
           section: see :class:`Row`.
           name: see :class:`Row`.
-          engine: that generates.
+          engine: the engine that generates.
           prepare: makes the workload and the requests that :func:`benchmarks.timed_passes.time_pass` wants. It may
             raise :class:`InputError`.
-          facts: what else to note.
-          seconds: that one turn of the requests is expected to take.
+          facts: further facts of the row.
+          seconds: expected seconds of one turn of the requests.
         """
 
         def work() -> None:
