@@ -151,6 +151,10 @@ class _Conversion:
     def _weights(self) -> Storage:
         return self.output.storage.child(WEIGHTS_FOLDER)
 
+    @property
+    def _orbax_path(self) -> Path:
+        return Path(self._weights.place).resolve()  # Orbax wants an absolute one
+
     def write(self, progress: Progress | None) -> list[str]:
         """Write the tensors; the digests of every process."""
         cuts = self._cuts
@@ -159,14 +163,13 @@ class _Conversion:
             return self.processes.agree(
                 lambda: json.dumps(write_blocks(self._sources, arrays, self.processes, progress))
             )
-        place = Path(self._weights.place)
-        digests = write_groups(self._sources, cuts, place, self.processes, progress)
+        digests = write_groups(self._sources, cuts, self._orbax_path, self.processes, progress)
         return self.processes.agree(lambda: json.dumps(digests))
 
     def complete(self) -> str:
         """Complete the Orbax checkpoint; return the names of its files."""
         if self._cuts is not None:
-            orbax.finalize(Path(self._weights.place))
+            orbax.finalize(self._orbax_path)
         elif self.processes.is_first:
             merge_databases(self._weights.child(orbax.TREE), self.processes.count)
             for name, data in orbax.descriptions(self._sources.entries).items():
