@@ -127,7 +127,7 @@ class _Conversion:
 
     @functools.cached_property
     def _sources(self) -> Sources:
-        """The tensors to write, quantized if they are to be."""
+        """The tensors to write, quantized if requested."""
         found = self.tensors
         if self.target.quantization != self.source.quantization:
             found = quantized_tensors(found, self.target)
@@ -153,10 +153,10 @@ class _Conversion:
 
     @property
     def _orbax_path(self) -> Path:
-        return Path(self._weights.place).resolve()  # Orbax wants an absolute one
+        return Path(self._weights.place).resolve()  # Orbax requires an absolute path
 
     def write(self, progress: Progress | None) -> list[str]:
-        """Write the tensors; the digests of every process."""
+        """Write the tensors; return the digests of all processes as JSON."""
         cuts = self._cuts
         if cuts is None:
             arrays = self._weights.child(orbax.TREE)

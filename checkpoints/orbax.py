@@ -158,7 +158,7 @@ def stored_keys(folder: CheckpointFolder, tensor_name: Callable[[str], str | Non
 
     arrays = folder.arrays.place.removeprefix("file://")
     if "://" not in arrays:
-        arrays = os.path.abspath(arrays)  # Orbax wants an absolute path
+        arrays = os.path.abspath(arrays)  # Orbax requires an absolute path
     try:
         # The parent folder has the description, unless the old interface saved the arrays.
         place = arrays if v1.is_orbax_checkpoint(arrays) else arrays.rpartition("/")[0]
