@@ -142,7 +142,7 @@ def task_figures(tasks: Sequence[dict[str, Any]], completions: Sequence[Completi
 
 
 def complete(engine: Engine, rows: Sequence[dict[str, Any]], config: DiffusionConfig, seed: int) -> list[Completion]:
-    """Complete each row once, in the order of the rows. Prompts of similar length share a batch, each with its own seed."""
+    """Complete each row, in the order of the rows. Each batch has prompts of similar length and its own seed."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]["prompt"]))
     found: dict[int, Completion] = {}
     for start in range(0, len(order), BATCH):
