@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     )
     from runtime.execution.result import GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
-    from runtime.execution.rows import MAX_SAMPLES, check_request, row_seed, row_seeds
+    from runtime.execution.rows import MAX_SAMPLES, check_request, row_seed, row_seeds, with_model_blocks
     from runtime.execution.scheduler import Scheduler, SchedulerPolicy, SchedulerStats
     from runtime.execution.step_plan import ScorePass, StepOutcome, StepPlan
     from runtime.models.attention import ATTENTION_IMPLEMENTATIONS
@@ -158,6 +158,7 @@ __all__ = [
     "row_seeds",
     "step_limit",
     "stop_tests",
+    "with_model_blocks",
 ]
 
 _HOMES = {
@@ -244,6 +245,7 @@ _HOMES = {
     "row_seeds": "runtime.execution.rows",
     "step_limit": "runtime.execution.pool",
     "stop_tests": "runtime.text.completions",
+    "with_model_blocks": "runtime.execution.rows",
 }
 
 if not TYPE_CHECKING:  # so that a type checker knows every name, and no other

@@ -56,6 +56,12 @@ def choose(
     return Choices(tokens, confidences, log_probabilities(logits, tokens) if program.log_probabilities else None)
 
 
+def confidence_ranks(confidences: Array) -> Array:
+    """Rank of every position by confidence, 0 for the highest, ties to the lowest position: ``[B, S]`` -> int32."""
+    ranking = jnp.argsort(confidences, axis=1, stable=True, descending=True)
+    return jnp.argsort(ranking, axis=1, stable=True).astype(jnp.int32)
+
+
 def guide(logits: Array, unconditional: Array, scale: Array) -> Array:
     """Classifier-free guidance (Ho & Salimans, 2022): logits ``[B, P, V]`` moved away from those without the prompt.
 

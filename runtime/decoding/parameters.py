@@ -24,6 +24,8 @@ from runtime.decoding.schema import (
     same_as,
     validate,
 )
+from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES
+from runtime.models.masks import MAX_BLOCK_LENGTH
 
 MAX_STEPS = 1 << 16
 MAX_NEW_TOKENS = 1 << 20
@@ -31,8 +33,8 @@ MIN_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 1e4
 MAX_SEED = (1 << 63) - 1
 MAX_STOP_TOKENS = 64
-CACHES = ("none", "prefix", "dual")
-PARALLEL_RULES = ("none", "threshold", "factor")
+CACHES = ("none", "prefix", "dual", "exact")
+PARALLEL_RULES = tuple(dict.fromkeys((*BIDIRECTIONAL_RULES, *BLOCK_CAUSAL_RULES)))
 DEFAULT_BLOCK_LENGTH = 32
 CONFIDENCE_DTYPES = ("float32", "model")
 
@@ -40,7 +42,17 @@ CONFIDENCE_DTYPES = ("float32", "model")
 _TEMPERATURE = Real(0.0, MAX_TEMPERATURE, smallest=MIN_TEMPERATURE)
 _TOKEN_IDS = TokenIds(MAX_STOP_TOKENS, 1 << 30)
 _WITH_CACHE = Requirement("cache", ("dual", "prefix"))
+_EXACT_CACHE = Requirement("cache", ("exact",))
 _SCHEDULED = Requirement("parallel", ("none",))
+
+
+@dataclass(frozen=True)
+class _Steps(Requirement):
+    """A rule that goes by the schedule, which with block-causal attention says what threshold commits at least."""
+
+    def met(self, config: Any) -> bool:
+        """Whether a configuration has such a rule."""
+        return super().met(config) or (config.parallel == "threshold" and config.attention_block_length > 0)
 
 
 @dataclass(frozen=True)
@@ -140,7 +152,7 @@ class DiffusionConfig:
         512,
         Integer(1, MAX_STEPS),
         "Denoise steps, shared among the blocks of the new tokens.",
-        requires=(Requirement("parallel", ("none",), when_given=True),),
+        requires=(_Steps("parallel", ("none", "sequential"), when_given=True),),
         in_checkpoint="steps",
         flag_help="Default: as many as new tokens.",
     )
@@ -191,16 +203,42 @@ class DiffusionConfig:
         None,
         Integer(1, MAX_NEW_TOKENS),
         "Fill blocks of this many positions one after another, from the first mask on. Default: one block, and with a "
-        f"cache blocks of {DEFAULT_BLOCK_LENGTH}.",
+        f"cache blocks of {DEFAULT_BLOCK_LENGTH}. With block-causal attention its blocks, counted from position 0; "
+        "default: the model's.",
         optional=True,
         compiled=_WITH_CACHE,
         mode=True,
+    )
+    sub_block_length: int | None = parameter(
+        None,
+        Integer(1, MAX_NEW_TOKENS),
+        "Fill each block in parts of this many positions, one after another (block-causal models). Default: one part.",
+        optional=True,
+        compiled=_EXACT_CACHE,
+        mode=True,
+    )
+    sub_block_cache: bool = parameter(
+        False,
+        Boolean(),
+        "Run a sub-block alone once its first position is committed, which is faster and not exact.",
+        compiled=True,
+        requires=(_EXACT_CACHE,),
+        mode=True,
+        flag_default=False,
+    )
+    attention_block_length: int = parameter(
+        0,
+        Integer(0, MAX_BLOCK_LENGTH),
+        "Positions of a block of block-causal attention, 0 for other models; decided by block_length and the model.",
+        compiled=True,
+        exposed=False,
     )
     cache: str = parameter(
         "none",
         Choice(CACHES),
         "Reuse keys and values of everything outside the block (dual) or before it (prefix), which is faster and not "
-        "exact; none computes everything in every step.",
+        "exact; none computes everything in every step. Block-causal models: exact keeps those of finished blocks, "
+        "and changes no token.",
         compiled=True,
         mode=True,
         flag_help="Autoregressive: none computes everything for every token.",
@@ -229,7 +267,9 @@ class DiffusionConfig:
         "Tokens that a step commits: as many as the schedule says (none), all that are more certain than threshold, or "
         "the n most certain as factor says. A rule commits at least one: the first position when a block is entered, "
         "then the most certain. Certainty is the confidence of algorithm: the probability of the chosen token, for "
-        "origin too, the margin, or the exponential of the negative entropy.",
+        "origin too, the margin, or the exponential of the negative entropy. Block-causal models: threshold commits as "
+        "many as the schedule says at least; sequential as many, the first ones; entropy_sum the most certain ones "
+        "whose entropies add up to less than entropy_limit.",
         compiled=True,
         mode=True,
     )
@@ -246,6 +286,21 @@ class DiffusionConfig:
         "The n most certain tokens are committed together while the n-th is at least 1 - factor / (n + 1).",
         requires=(Requirement("parallel", ("factor",)),),
         mode=True,
+    )
+    entropy_limit: float = parameter(
+        0.35,
+        Real(0.0, 1e6),
+        "Sum of entropies, in nats, below which tokens are committed together.",
+        requires=(Requirement("parallel", ("entropy_sum",)),),
+        mode=True,
+    )
+    greedy: bool = parameter(
+        False,
+        Boolean(),
+        "Choose the most probable token at every temperature, which then shapes the confidence alone.",
+        compiled=True,
+        mode=True,
+        flag_default=False,
     )
     cfg_scale: float = parameter(
         0.0,
@@ -324,6 +379,8 @@ def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
     }
     if isinstance(config, DiffusionConfig) and config.cfg_scale > 0:
         found["cfg_scale"] = config.cfg_scale
+    if found.get("attention_block_length") == 0:
+        del found["attention_block_length"]
     if "block_length" in found:
         found["block_length"] = found["block_length"] or DEFAULT_BLOCK_LENGTH
     return found

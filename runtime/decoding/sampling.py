@@ -52,6 +52,7 @@ class SamplingRule:
       filtered: apply top-p and top-k.
       suppress_mask: never choose the mask token.
       confidence_dtype: dtype in which logits are filtered and ranked, ``float32`` or the model's.
+      greedy: take the most probable token also where the temperature is above 0, which confidences then follow.
     """
 
     confidence: str
@@ -59,6 +60,7 @@ class SamplingRule:
     filtered: bool
     suppress_mask: bool
     confidence_dtype: str
+    greedy: bool = False
 
 
 def _blocks(values: Array) -> Array:
@@ -327,7 +329,7 @@ def choose_tokens(
         probabilities = _softmax(logits, sums, dtype)
         largest, tokens = vocab_argmax(probabilities)
         confidence = _confidence(rule, probabilities, largest, tokens)
-        if rule.sampled:
+        if rule.sampled and not rule.greedy:
             # Noisy scores take the place of what the confidence needs of the vocabulary, not memory beside it.
             logits, confidence = jax.lax.optimization_barrier((logits, confidence))
             is_warm = jnp.broadcast_to(warm, (*keys.shape, 1))[..., 0]

@@ -31,6 +31,10 @@ class DenoiseProgram:
       parallel: ``none`` (the schedule says how many tokens a step commits), ``threshold`` or ``factor``.
       windows: widths that a cached step may compute, descending; empty without a cache.
       within_block: a window ends with its row's block (dual cache), else with the row (prefix cache).
+      attention_block_length: positions of a block of block-causal attention, which are then the blocks that are filled;
+        0 with other attention.
+      first_alone: the first position of such a block is predicted by the block before it, and committed alone.
+      sub_block_window: run a sub-block alone where its first position is committed.
     """
 
     algorithm: str
@@ -43,6 +47,9 @@ class DenoiseProgram:
     parallel: str = "none"
     windows: tuple[int, ...] = ()
     within_block: bool = False
+    attention_block_length: int = 0
+    first_alone: bool = False
+    sub_block_window: bool = False
 
 
 @flax.struct.dataclass
@@ -50,18 +57,22 @@ class DenoiseRequest:
     """Run-time arguments of a generation.
 
     Attributes:
-      lengths: int32 ``[B]``, canvas length of each row, prompt and new tokens.
+      lengths: int32 ``[B]``, canvas length of each row, prompt and new tokens, and what fills the last block of
+        block-causal attention.
+      ends: int32 ``[B]``, the same without the latter: a row is done when nothing before its end is masked.
       prompts: int32 ``[B]``, length of each prompt, its masks included.
       first: int32 ``[B]``, position at which each row's first block starts.
       seeds: uint32 ``[B, 2]``, key data of each row.
       ratios: float32 ``[B, R]``, share of a block's remaining masks that each of its steps commits.
       block_length: int32 ``[B]``, positions per block.
+      sub_block_length: int32 ``[B]``, positions of the parts that blocks of block-causal attention are filled in.
       steps_per_block: int32 ``[B]``, steps of a block at most.
+      block_steps: int32 ``[B]``, steps among which the ``even_block`` schedule shares a block.
       refresh_interval: int32 ``[B]``, forward passes from one refresh to the next at most, the refresh included.
       refresh_blocks: int32 ``[B]``, refresh on entering every n-th block; 0 for the first block alone.
       stop_tokens: int32 ``[B, E]``; a row is done when a new token is one of these and all before it is committed. -1
         for none.
-      threshold, factor: float32 ``[B]``, of the parallel rules.
+      threshold, factor, entropy_limit: float32 ``[B]``, of the parallel rules.
       cfg_scale: float32 ``[B]``, of classifier-free guidance; 0 for none.
       temperature, top_p, alg_temp: float32 ``[B]``, read where the program uses them; ``alg_temp`` 0 takes the most
         confident positions.
@@ -71,17 +82,21 @@ class DenoiseRequest:
     """
 
     lengths: Leaf = array("batch", dtype=_INTEGER)
+    ends: Leaf = array("batch", dtype=_INTEGER)
     prompts: Leaf = array("batch", dtype=_INTEGER)
     first: Leaf = array("batch", dtype=_INTEGER)
     seeds: Leaf = array("batch", "seed_words", dtype=jnp.uint32)
     ratios: Leaf = array("batch", "steps", dtype=_REAL)
     block_length: Leaf = array("batch", dtype=_INTEGER)
+    sub_block_length: Leaf = array("batch", dtype=_INTEGER)
     steps_per_block: Leaf = array("batch", dtype=_INTEGER)
+    block_steps: Leaf = array("batch", dtype=_INTEGER)
     refresh_interval: Leaf = array("batch", dtype=_INTEGER)
     refresh_blocks: Leaf = array("batch", dtype=_INTEGER)
     stop_tokens: Leaf = array("batch", "stop_tokens", dtype=_INTEGER)
     threshold: Leaf = array("batch", dtype=_REAL)
     factor: Leaf = array("batch", dtype=_REAL)
+    entropy_limit: Leaf = array("batch", dtype=_REAL)
     cfg_scale: Leaf = array("batch", dtype=_REAL)
     temperature: Leaf = array("batch", dtype=_REAL)
     top_p: Leaf = array("batch", dtype=_REAL)

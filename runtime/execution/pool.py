@@ -159,8 +159,8 @@ def pass_cost(runner: Runner, config: GenerationConfig) -> PassCost:
     if config.cache == "none":
         return PassCost(floor, overhead)
     length = config.block_length or DEFAULT_BLOCK_LENGTH
-    # A block of so many positions is entered with a pass over whole rows.
-    return PassCost(floor, overhead, length, 1 / length)
+    # A block of so many positions is entered with a pass over whole rows, or with one that is twice as wide.
+    return PassCost(floor, overhead, length, 0.0 if config.cache == "exact" else 1 / length)
 
 
 def pool_grid(

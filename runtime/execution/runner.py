@@ -93,9 +93,10 @@ class Runner:
         """Canvas that ``length`` positions are run at; see :func:`canvas_bucket`."""
         return canvas_bucket(length, self.layout, self.platform)
 
-    def forward(self, canvas: int) -> Forward:
-        """How a canvas of this many positions is run."""
-        return Forward(self.layout, choose_attention(self._attention, self.platform, self.layout, canvas, self.dtype))
+    def forward(self, canvas: int, block_length: int = 0) -> Forward:
+        """How a canvas of this many positions is run, with block-causal attention of other blocks than the model's."""
+        attention = choose_attention(self._attention, self.platform, self.layout, canvas, self.dtype)
+        return Forward(self.layout, attention).with_blocks(block_length)
 
     def chunk(self, batch: int, canvas: int) -> int:
         """Positions of each row that the head is run on at a time; see :func:`head_chunk`."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.decoding.block_schedule import canvas_length
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.caller_rows import CallerRows
 from runtime.execution.generation import Observers, WatchedBatch, generate_rows
@@ -20,7 +21,7 @@ from runtime.execution.offline import OfflineScheduler
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
 from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import check_request, default_config, prepare_rows
+from runtime.execution.rows import check_request, default_config, prepare_rows, with_model_blocks
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import logits_of_rows, score_batch
 from sharding.errors import InputError
@@ -65,9 +66,13 @@ class TokenEngine:
         """Tokens that end a text of the model, as far as its files say."""
         return self.config.end_token_ids
 
+    def _resolved(self, config: GenerationConfig | None) -> GenerationConfig:
+        """A configuration, the model's default for None, with what it leaves to the model."""
+        return with_model_blocks(config or default_config(self.config), self.config)
+
     def _decided(self, config: GenerationConfig | None) -> GenerationConfig:
         """A configuration as token-level calls run it: rows end early only where it says so itself."""
-        config = config or default_config(self.config)
+        config = self._resolved(config)
         return config.with_end_tokens(self.known_end_tokens(), default=False) if config.early_stop else config
 
     # ---- generation -------------------------------------------------------------------------------------------
@@ -130,7 +135,7 @@ class TokenEngine:
         if every < 1:
             raise InputError(f"every is {every}; it must be at least 1")
         rows, seeds = prepare_rows(input_ids, attention_mask, config, 1, self.config)
-        width = self.runner.bucket(int(rows.lengths.max()) + config.max_new_tokens)
+        width = self.runner.bucket(canvas_length(int(rows.lengths.max()), config))
         batch = WatchedBatch(self.runner, CallerRows(rows, config, seeds, self.config, width), config, width)
         yield 0, batch.canvas()
         for done in batch.advance_by(every):
@@ -169,12 +174,20 @@ class TokenEngine:
 
     # ---- scoring ----------------------------------------------------------------------------------------------
 
-    def logits(self, input_ids: Any, attention_mask: Any = None) -> np.ndarray:
+    def logits(self, input_ids: Any, attention_mask: Any = None, *, block_length: int | None = None) -> np.ndarray:
         """The model's output at every position, unshifted: numpy float32 ``[B, S, V]``, zero at padding.
 
         One forward pass; the logits are gathered to the host a chunk of positions at a time.
+
+        Args:
+          input_ids: integers ``[B, S]``.
+          attention_mask: ``[B, S]``, left padding; None for none.
+          block_length: positions of a block of block-causal attention; default the model's.
+
+        Raises:
+          InputError: rows that do not fit the model, or blocks of a model that has none.
         """
-        return logits_of_rows(self.runner, read_rows(input_ids, attention_mask, self.config))
+        return logits_of_rows(self.runner, read_rows(input_ids, attention_mask, self.config), block_length)
 
     def score(
         self,

@@ -13,8 +13,12 @@ STORED_DTYPES = ("bfloat16", "float32", "float16")
 
 Objective = Literal["masked_diffusion", "autoregressive"]
 # How many masks each denoise step fills. ``linear_time``: of the masks that are left, the share that a time falling
-# linearly from 1 to eps leaves; ``even``: an equal number in each step of a block, the remainder first.
-UnmaskingSchedule = Literal["linear_time", "even"]
+# linearly from 1 to eps leaves; ``even``: an equal number in each step of a block, the remainder first; ``even_block``:
+# the same of all positions of a block, however many of them are filled when it is entered.
+UnmaskingSchedule = Literal["linear_time", "even", "even_block"]
+# Values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel`, without and with block-causal attention.
+BIDIRECTIONAL_RULES = ("none", "threshold", "factor")
+BLOCK_CAUSAL_RULES = ("none", "threshold", "sequential", "entropy_sum")
 
 # Bounds on numbers read from a file: generous for any model, small enough that nothing overflows or hangs.
 _LIMITS = {
@@ -63,6 +67,7 @@ class Family:
       schedule: how many masks a denoise step fills; None where nothing is denoised.
       algorithms: ways of choosing the positions that a step fills, the values of
         :attr:`runtime.decoding.parameters.DiffusionConfig.algorithm` that the family's authors define.
+      parallel_rules: how many positions a step fills, likewise of ``parallel``.
       guidance: whether they define classifier-free guidance (``cfg_scale``).
       mask_token_id: the mask token of checkpoints whose configuration does not name one.
       end_token_ids: the end tokens of checkpoints whose configuration does not name any.
@@ -82,6 +87,7 @@ class Family:
     prediction_offset: int
     schedule: UnmaskingSchedule | None = None
     algorithms: tuple[str, ...] = ()
+    parallel_rules: tuple[str, ...] = BIDIRECTIONAL_RULES
     guidance: bool = False
     mask_token_id: int | None = None
     end_token_ids: tuple[int, ...] = ()
