@@ -221,7 +221,7 @@ class DiffusionConfig:
         False,
         Boolean(),
         "Run a sub-block alone once its first position is committed, which is faster and not exact.",
-        compiled=True,
+        compiled=_EXACT_CACHE,
         requires=(_EXACT_CACHE,),
         mode=True,
         flag_default=False,
