@@ -145,7 +145,7 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
         )
     if not isinstance(request, DiffusionConfig):
         return
-    _check_blocks(config, request)
+    check_blocks(config, request)
     if request.parallel not in config.family.parallel_rules:
         raise InputError(
             f"parallel={request.parallel} is not for {config.family.name} models; use one of "
@@ -162,8 +162,12 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
         )
 
 
-def _check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
-    """Check that cache and sub-blocks are for the model's attention."""
+def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
+    """Check that cache and sub-blocks are for the model's attention.
+
+    Raises:
+      InputError: they are not.
+    """
     in_blocks, name = config.family.attention == "block_causal", config.family.name
     if in_blocks and request.cache not in ("none", "exact"):
         raise InputError(f"cache={request.cache} is not for {name} models; use none or exact", field="cache")
