@@ -48,11 +48,13 @@ _SCHEDULED = Requirement("parallel", ("none",))
 
 @dataclass(frozen=True)
 class _Steps(Requirement):
-    """A rule that goes by the schedule, which with block-causal attention says what threshold commits at least."""
+    """A rule that goes by the schedule: with block-causal attention sequential does, and threshold at the least."""
 
     def met(self, config: Any) -> bool:
         """Whether a configuration has such a rule."""
-        return super().met(config) or (config.parallel == "threshold" and config.attention_block_length > 0)
+        return super().met(config) or (
+            config.attention_block_length > 0 and config.parallel in ("threshold", "sequential")
+        )
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class DiffusionConfig:
         512,
         Integer(1, MAX_STEPS),
         "Denoise steps, shared among the blocks of the new tokens.",
-        requires=(_Steps("parallel", ("none", "sequential"), when_given=True),),
+        requires=(_Steps("parallel", ("none",), when_given=True),),
         in_checkpoint="steps",
         flag_help="Default: as many as new tokens.",
     )
