@@ -57,7 +57,7 @@ def prompts() -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(
     ("mesh", "name"),
     [
-        ("tensor=7", "block_8"),
+        ("tensor=4", "block_8"),
         ("sequence=2", "prompt_over_block"),
         ("data=2", "ragged_stop"),
         ("data=2,sequence=2", "block_cache"),
