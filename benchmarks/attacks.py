@@ -28,8 +28,8 @@ import numpy as np
 from checkpoints import DEMO, CheckpointError, FolderOutput, convert, open_folder, verify, write_manifest
 from launch.hosts.faults import Timeouts
 from launch.hosts.hub import Hub
+from launch.hosts.local_processes import free_port
 from launch.hosts.secret import new_secret
-from launch.local import free_port
 from runtime import InputError, model_layout, parse_config
 from runtime.text.chat_template import TemplateRenderer
 

@@ -30,8 +30,8 @@ from benchmarks.records import (
     use_cores,
     write_record,
 )
-from launch.profiling import check_profiling, define_profiling_flags, profile_again
-from launch.startup import run_launcher
+from launch.process.profiling import check_profiling, define_profiling_flags, profile_again
+from launch.process.startup import run_launcher
 from runtime import Engine, SamplingConfig
 from runtime.models.kv_cache import cache_bytes_per_device
 from runtime.planner.presets import preset

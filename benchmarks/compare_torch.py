@@ -53,8 +53,8 @@ from benchmarks.torch_models import (
     torch_model,
     wait_for,
 )
-from launch.profiling import check_profiling, define_profiling_flags, profile_again
-from launch.startup import run_launcher
+from launch.process.profiling import check_profiling, define_profiling_flags, profile_again
+from launch.process.startup import run_launcher
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
 from runtime.execution.programs import ProgramCache, lower_hidden, put

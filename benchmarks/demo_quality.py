@@ -33,8 +33,8 @@ from absl import flags
 
 from benchmarks.records import build_record, define_record_flags, load_notes, write_record
 from checkpoints.demo.sandbox import run_tests
-from launch.profiling import check_profiling, define_profiling_flags, profile_again
-from launch.startup import run_launcher, this_host
+from launch.process.profiling import check_profiling, define_profiling_flags, profile_again
+from launch.process.startup import run_launcher, this_host
 from runtime import Completion, DiffusionConfig, Engine
 from runtime.decoding.parameters import MAX_NEW_TOKENS, MAX_STEPS
 from sharding.errors import InputError

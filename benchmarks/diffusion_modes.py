@@ -1,17 +1,18 @@
-"""What each way of decoding costs and what it is worth: the demo checkpoint over its held-out prompts.
+"""Speed and quality of each decoding mode: the demo checkpoint completes its held-out prompts.
 
   python -m benchmarks.diffusion_modes                       one prompt at a time, as a table and a plot
   python -m benchmarks.diffusion_modes --prompts=20 --modes=exact,fast_dllm,dual_threshold
 
-Every mode completes the same prompts, greedily, one at a time. Its speed is that of the first few of them, over and
-over, the modes taking turns, after a warm-up with the very shapes. Beside the cost (forwards and computed positions per
-token, tokens per second) stands what came out: the share that parses with its
-95 % interval, agreement with the held-out originals and with the exact algorithm's completions, and a Monte Carlo bound
-of the nats per token under the exact model (Sahoo et al., 2024), all modes with the same noise.
+Every mode completes the same prompts, greedily, one at a time. Speed is measured on the first few prompts, repeatedly,
+with the modes taking turns, after a warm-up with the same shapes. Cost is reported as forward passes and computed
+positions per token and as tokens per second. Quality is reported as the share of completions that parse, with its 95 %
+interval; agreement with the held-out originals and with the completions of the exact algorithm; and a Monte Carlo bound
+of the nats per token under the exact model (Sahoo et al., 2024), with the same noise for all modes.
 
-``fast_dllm``, the Fast-dLLM baseline, is the dual cache with the threshold rule as published (Wu et al., 2025), batch 1: a
-full forward at each block's start commits the block's first token, then windows of the block commit what passes the
-threshold. With ``_stop`` it looks for an end token after each block, as our modes of that name do after each step.
+``fast_dllm``, the Fast-dLLM baseline, is the dual cache with the threshold rule as published (Wu et al., 2025), batch
+1: a full forward pass at each block's start commits the block's first token, then forward passes over the block alone
+commit the tokens above the threshold. With ``_stop`` it checks for an end token after each block, where our modes of
+that name check after each step.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from benchmarks.records import (
     use_cores,
     write_record,
 )
-from launch.profiling import check_profiling, define_profiling_flags, profile_again
-from launch.startup import run_launcher, this_host
+from launch.process.profiling import check_profiling, define_profiling_flags, profile_again
+from launch.process.startup import run_launcher, this_host
 from runtime import DiffusionConfig, Engine
 from runtime.execution.rows import bucket_length
 from runtime.models.kv_cache import cache_bytes_per_device, cache_dtype

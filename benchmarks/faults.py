@@ -30,9 +30,9 @@ from absl import flags
 from benchmarks.attacks import LONG
 from benchmarks.records import build_record, define_record_flags, write_record
 from checkpoints import DEMO
+from launch.hosts.local_processes import environment, free_port, worst
 from launch.hosts.secret import new_secret
-from launch.local import environment, free_port, worst
-from launch.startup import run_launcher
+from launch.process.startup import run_launcher
 from sharding.errors import InputError
 
 CASES = ("kill", "lose", "abort", "stop", "exception", "stuck", "flag", "checkpoint", "missing")

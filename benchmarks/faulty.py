@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from absl import flags
 
 from launch import generate
-from launch.startup import Report, progress_bar, run_launcher, this_host
+from launch.process.startup import Report, progress_bar, run_launcher, this_host
 
 _PIECES_BEFORE = 3
 

@@ -31,8 +31,8 @@ from safetensors.numpy import save_file
 from benchmarks.records import build_record, define_record_flags, write_record
 from checkpoints.export import write_index
 from checkpoints.manifest import digest
-from launch.profiling import check_profiling, define_profiling_flags, given_profiling, profile_again
-from launch.startup import run_launcher
+from launch.process.profiling import check_profiling, define_profiling_flags, given_profiling, profile_again
+from launch.process.startup import run_launcher
 from runtime.models.dream import DREAM
 from runtime.models.families import model_layout, parse_config
 from sharding.errors import InputError

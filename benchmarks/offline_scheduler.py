@@ -28,8 +28,8 @@ from benchmarks.records import (
     write_record,
 )
 from checkpoints import DEMO
-from launch.profiling import check_profiling, define_profiling_flags, profile_again
-from launch.startup import run_launcher
+from launch.process.profiling import check_profiling, define_profiling_flags, profile_again
+from launch.process.startup import run_launcher
 from runtime import DiffusionConfig, Engine, InputError, RowRequest, SamplingConfig, row_seed
 
 

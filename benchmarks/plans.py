@@ -14,7 +14,7 @@ from typing import Any
 from absl import flags
 
 from benchmarks.records import build_record, define_record_flags, load_notes, write_record
-from launch.startup import compile_only, run_launcher
+from launch.process.startup import compile_only, run_launcher
 from runtime.planner.compiled import compile_workload
 from runtime.planner.describe import describe_estimate, describe_topology
 from runtime.planner.estimate import rank

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 from absl import flags
 
-from launch.startup import this_host
+from launch.process.startup import this_host
 from sharding.errors import InputError
 
 # "measured" on the hardware it names; on "simulated devices", where times say nothing about real ones; or "estimated".

@@ -2,12 +2,12 @@
 
   python -m benchmarks.report --folder=benchmarks/results/scaling            Markdown on standard output
   python -m benchmarks.report --folder=... --plots=DIR --output=FILE.md      and plots: small multiples
-  python -m benchmarks.report --readme=README.md                             the tables in it, anew from their records
+  python -m benchmarks.report --readme=benchmarks/README.md                  renew the tables of a document
 
 Scaling: records of one kind (measured, simulated devices, estimated), pass, mode and axis make one table; plots show
 the speed-up with its spread over the timed runs, beside the ideal line, and of simulated devices traffic and memory. In
-a README a table stands between two comments, ``<!-- table: benchmarks/results/NAME.json -->`` and ``<!-- end of table
--->``.
+a document a table is written between two comments: ``<!-- table: results/NAME.json -->``, a path relative to the
+document, or ``<!-- summary: measured benchmarks/results -->`` (or ``estimated``), and ``<!-- end of table -->``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from benchmarks.scaling_plots import Group, plot_scaling
 from benchmarks.schedule import schedule_table
 from benchmarks.serve.tables import serve_tables
 from benchmarks.suite.tables import suite_tables
-from launch.startup import run_launcher
+from benchmarks.summary import estimated_table, measured_table
+from launch.process.startup import run_launcher
 from sharding.errors import InputError
 
 _MAX_RECORD_BYTES = 16 << 20
@@ -51,6 +52,8 @@ _ABOVE_IDEAL = (
     "Efficiency is above 1 where devices hold the weights together: each reads its part of them for the rows of all."
 )
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+_SUMMARIES = {"measured": measured_table, "estimated": estimated_table}
+_SUMMARY = re.compile(r"(<!-- summary: (\w+) (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -75,11 +78,11 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def fill_tables(text: str, folder: Path) -> str:
-    """A text with every table in it made anew from its record; a record that is not there yet makes none.
+    """Renew every table of a text from its records; a record that does not exist yet makes no table.
 
     Args:
       text: of a Markdown file.
-      folder: what the records' paths start from.
+      folder: what the records' paths are relative to.
 
     Raises:
       InputError: a record that is none of a benchmark with tables.
@@ -96,7 +99,14 @@ def fill_tables(text: str, folder: Path) -> str:
             raise InputError(f"{path}: no record that makes a table ({error!r})") from error
         return f"{found[1]}{made}\n{found[3]}"
 
-    return _TABLE.sub(fill, text)
+    def summarize(found: re.Match[str]) -> str:
+        def read(name: str) -> dict[str, Any] | None:
+            path = folder / found[3] / f"{name}.json"
+            return read_record(path) if path.is_file() else None
+
+        return f"{found[1]}{_SUMMARIES[found[2]](read)}\n{found[4]}"
+
+    return _SUMMARY.sub(summarize, _TABLE.sub(fill, text))
 
 
 def read_groups(folder: Path) -> dict[Group, list[dict[str, Any]]]:

@@ -36,8 +36,8 @@ from benchmarks.records import (
     write_record,
 )
 from benchmarks.timed_passes import time_pass, timed_requests
-from launch.profiling import check_profiling, define_profiling_flags, profile_again
-from launch.startup import define_device_flags, run_launcher, start_devices
+from launch.process.profiling import check_profiling, define_profiling_flags, profile_again
+from launch.process.startup import define_device_flags, run_launcher, start_devices
 from runtime.engine import Engine
 from runtime.models.config import STORED_DTYPES
 from runtime.models.dream import DREAM

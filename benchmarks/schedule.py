@@ -28,7 +28,7 @@ from benchmarks.bundles import dump_options, read_dump
 from benchmarks.kernel_work import LAUNCH_SECONDS, TPU_BANDWIDTH_SHARE, gpu_device, link_times, tiles_of, tpu_device
 from benchmarks.pass_times import Spent, pass_times
 from benchmarks.records import build_record, define_record_flags, note_lines, write_record
-from launch.startup import compile_only, run_launcher
+from launch.process.startup import compile_only, run_launcher
 from runtime.planner.estimate import Estimate, estimate_workload
 from runtime.planner.hlo import read_module
 from runtime.planner.presets import preset

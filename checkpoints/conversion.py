@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
+from pathlib import Path
 
-import numpy as np
+import jax
 
+from checkpoints import orbax
+from checkpoints.arrays import merge_databases
 from checkpoints.errors import CheckpointError
 from checkpoints.file_list import FILES_FILE, StoredFile, dump_files, list_files, parse_files
 from checkpoints.folder import QUANTIZATION_KEY, WEIGHTS_FOLDER, CheckpointFolder
 from checkpoints.huggingface import INDEX_FILE
 from checkpoints.loading import Progress, check_tensors, stored_leaves
-from checkpoints.manifest import MANIFEST_FILE, Digester, Manifest, TensorEntry, chunk_shape, digest, grids
-from checkpoints.non_finite import NonFinite
+from checkpoints.manifest import MANIFEST_FILE, Manifest, TensorEntry, chunk_grid, digest
 from checkpoints.opening import open_tensors
-from checkpoints.orbax import TensorWriter, finish_weights, storage_chunk
-from checkpoints.output import MARK_FILE, Output
+from checkpoints.output import MARK_FILE, FolderOutput, Output
 from checkpoints.processes import Processes
 from checkpoints.quantized import quantized_tensors
-from checkpoints.source import DTYPES, Index, StoredTensors, read_ahead
+from checkpoints.source import DTYPES, StoredTensors
 from checkpoints.storage import Storage
+from checkpoints.writing import Cut, Sources, orbax_cuts, write_blocks, write_groups
 from runtime.models.declarations import ModelLayout
 
 
@@ -74,13 +76,16 @@ def convert(
 
     with closing(output):
         mark = everyone.agree(begin)[0]
-        parts = everyone.agree(lambda: conversion.write(mark, progress))
-        everyone.agree(lambda: conversion.finish(parts))
+        everyone.agree(lambda: conversion.check_mark(mark))
+        digests = conversion.write(progress)
+        names = json.loads(everyone.agree(conversion.complete)[0])
+        files = everyone.agree(lambda: conversion.digest_files(names))
+        everyone.agree(lambda: conversion.finish(digests, files))
 
 
 @dataclass(frozen=True)
 class _Conversion:
-    """The steps of one conversion. Every process takes each of them and hands on a text to all.
+    """The steps of one conversion, which all processes take together.
 
     Attributes:
       source: the folder that is converted.
@@ -99,7 +104,7 @@ class _Conversion:
     processes: Processes
 
     def begin(self, quantize: str) -> str:
-        """Check what is asked for and mark the output; the mark of process 0."""
+        """Check the request and mark the output; return the mark of process 0."""
         stored = self.source.quantization
         if stored != "none" and (self.dtype is not None or quantize not in ("none", stored)):
             raise CheckpointError(f"{self.source.place}: stored as {stored}; that can only be copied")
@@ -113,45 +118,88 @@ class _Conversion:
         self.output.begin(mark)
         return mark
 
-    def write(self, mark: str, progress: Progress | None) -> str:
-        """Write this process's share of the tensors; their part of the manifest."""
+    def check_mark(self, mark: str) -> str:
+        """Check that this process sees the output of process 0."""
         if self.output.storage.read(MARK_FILE) != mark.encode():
             raise CheckpointError(
                 f"{self.output.place}: this process does not see what process 0 writes there; processes on several "
-                "machines need a place that all of them see"
+                "machines need an output that all of them see, such as a shared file system or gs://"
             )
-        stored = self.tensors
-        if self.source.quantization != self.target.quantization:
-            stored = quantized_tensors(stored, self.target)
-        names = self.processes.share({name: stored[name].bytes for name in stored.by_name})
-        weights = self.output.storage.child(WEIGHTS_FOLDER)
-        with TensorWriter(weights, self.processes.index) as writer:
-            entries = _write_tensors(
-                writer, stored, names, self.source.place, grids(self.target, 4), self.dtype, progress
-            )
-        own = weights.child(writer.folder)
-        files = {
-            f"{WEIGHTS_FOLDER}/{writer.folder}/{name}": file for name, file in list_files(own, own.names()).items()
-        }
-        return json.dumps([Manifest(entries, {}).dump(), dump_files(files)])
+        return ""
 
-    def finish(self, parts: Sequence[str]) -> str:
-        """On process 0: join the parts of the manifest, write the other files and, last, the manifest."""
+    @functools.cached_property
+    def _sources(self) -> Sources:
+        """The tensors to write, quantized if they are to be."""
+        found = self.tensors
+        if self.target.quantization != self.source.quantization:
+            found = quantized_tensors(found, self.target)
+        entries = {}
+        for leaf in self.target.stored_leaves:
+            for name in leaf.sources:
+                tensor = found[name]
+                grid = chunk_grid(leaf, self.target.config.dimensions, 4)
+                entries[name] = TensorEntry(tensor.shape, self.dtype or tensor.dtype, grid, ())
+        return Sources(found, entries, self.source.place)
+
+    @functools.cached_property
+    def _cuts(self) -> dict[str, Cut] | None:
+        """How Orbax shards the tensors; None if TensorStore writes them."""
+        here = (self.processes.index, self.processes.count) == (jax.process_index(), jax.process_count())
+        if not here or not isinstance(self.output, FolderOutput):
+            return None
+        return orbax_cuts(self._sources.entries, jax.device_count())
+
+    @property
+    def _weights(self) -> Storage:
+        return self.output.storage.child(WEIGHTS_FOLDER)
+
+    def write(self, progress: Progress | None) -> list[str]:
+        """Write the tensors; the digests of every process."""
+        cuts = self._cuts
+        if cuts is None:
+            arrays = self._weights.child(orbax.TREE)
+            return self.processes.agree(
+                lambda: json.dumps(write_blocks(self._sources, arrays, self.processes, progress))
+            )
+        place = Path(self._weights.place)
+        digests = write_groups(self._sources, cuts, place, self.processes, progress)
+        return self.processes.agree(lambda: json.dumps(digests))
+
+    def complete(self) -> str:
+        """Complete the Orbax checkpoint; return the names of its files."""
+        if self._cuts is not None:
+            orbax.finalize(Path(self._weights.place))
+        elif self.processes.is_first:
+            merge_databases(self._weights.child(orbax.TREE), self.processes.count)
+            for name, data in orbax.descriptions(self._sources.entries).items():
+                self._weights.write(name, data)
+        return json.dumps(self._weights.names() if self.processes.is_first else [])
+
+    def digest_files(self, names: Sequence[str]) -> str:
+        """List this process's share of the Orbax checkpoint's files, with their digests."""
+        files = list_files(self._weights, names[self.processes.index :: self.processes.count])
+        return dump_files({f"{WEIGHTS_FOLDER}/{name}": file for name, file in files.items()})
+
+    def finish(self, digests: Sequence[str], files: Sequence[str]) -> str:
+        """On process 0: write the other files and, last, the manifest."""
         if not self.processes.is_first:
             return ""
-        entries: dict[str, TensorEntry] = {}
-        written: dict[str, StoredFile] = {}
-        for part in parts:
-            manifest, files = json.loads(part)
-            entries |= Manifest.parse(manifest, self.output.place).tensors
-            written |= parse_files(files, self.output.place)
-        storage = self.output.storage
-        finish_weights(storage.child(WEIGHTS_FOLDER), entries, self.processes.count)
+        joined: dict[str, dict[int, str]] = {name: {} for name in self._sources.entries}
+        for part in digests:
+            for name, chunks in json.loads(part).items():
+                joined[name] |= {int(number): said for number, said in chunks.items()}
+        entries = {
+            name: replace(entry, digests=tuple(joined[name][number] for number in range(math.prod(entry.grid))))
+            for name, entry in self._sources.entries.items()
+        }
         changes = _dtype_changes(self.source, self.dtype)
         if self.target.quantization != "none":
             changes[QUANTIZATION_KEY] = self.target.quantization
-        own = [name for name in storage.names() if name.startswith(f"{WEIGHTS_FOLDER}/") and name not in written]
-        storage.write(FILES_FILE, dump_files(written | list_files(storage, own)).encode())
+        storage = self.output.storage
+        written: dict[str, StoredFile] = {}
+        for part in files:
+            written |= parse_files(part, self.output.place)
+        storage.write(FILES_FILE, dump_files(written).encode())
         side_files = copy_side_files(self.source, storage, changes)
         storage.write(MANIFEST_FILE, Manifest(entries, side_files).dump().encode())
         self.output.finish()
@@ -164,52 +212,6 @@ def _dtype_changes(source: CheckpointFolder, dtype: str | None) -> dict[str, str
         return {}
     said = [key for key in ("torch_dtype", "dtype") if key in source.config]
     return dict.fromkeys(said or ["torch_dtype"], dtype)
-
-
-def _write_tensors(
-    writer: TensorWriter,
-    found: StoredTensors,
-    names: list[str],
-    place: str,
-    cuts: dict[str, tuple[int, ...]],
-    dtype: str | None,
-    progress: Progress | None,
-) -> dict[str, TensorEntry]:
-    """Write tensors, making their entries on the way. Reading, digesting and writing overlap."""
-
-    wrong = NonFinite()
-
-    def read(name: str, block: Index) -> np.ndarray:
-        data = found[name].read(block)
-        with np.errstate(over="ignore"):  # what becomes infinite is counted
-            data = np.ascontiguousarray(data if dtype is None else data.astype(dtype, copy=False))
-        wrong.count(name, data)
-        return data
-
-    described, blocks = {}, []
-    for name in names:
-        tensor, kept = found[name], dtype or found[name].dtype
-        chunk = storage_chunk(chunk_shape(tensor.shape, cuts[name]), np.dtype(kept).itemsize)
-        described[name] = (tensor.shape, kept, chunk)
-        blocks += [(name, block) for block in tensor.blocks(chunk[0])]
-    targets = writer.create(described)
-    entries: dict[str, TensorEntry] = {}
-    done, total = 0, sum(math.prod(found[name].shape) * np.dtype(dtype or found[name].dtype).itemsize for name in names)
-    reads = (partial(read, name, block) for name, block in blocks)
-    for (name, block), data in zip(blocks, read_ahead(reads), strict=True):
-        shape, row = found[name].shape, block[0]
-        if row.start == 0:
-            digester = Digester(shape, str(data.dtype), cuts[name])
-        writer.write(targets[name], block, data)
-        digester.update(data)
-        if row.stop == shape[0]:
-            entries[name] = digester.entry
-        done += data.nbytes
-        del data
-        if progress is not None:
-            progress(done, total)
-    wrong.check(place)
-    return entries
 
 
 def copy_side_files(source: CheckpointFolder, target: Storage, changes: Mapping[str, str]) -> dict[str, str]:

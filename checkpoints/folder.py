@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,13 @@ QUANTIZATION_KEY = "diffumesh_quantization"
 # Of a file beside the weights. Nothing larger is read, whatever its name.
 MAX_SIDE_FILE_BYTES = 64 << 20
 
-# The folder of tensors within a canonical checkpoint.
+# The folder that a conversion gives to Orbax.
 WEIGHTS_FOLDER = "weights"
+# Where Orbax's arrays may be within a folder: as a conversion saves them, or as somebody saved them with Orbax. Orbax
+# calls a tree that is saved by itself "state".
+_ARRAY_FOLDERS = (f"{WEIGHTS_FOLDER}/state", WEIGHTS_FOLDER, "state/state", "state", "")
+# Orbax's description of a tree of arrays, in the folder of the arrays.
+_TREE_FILE = "_METADATA"
 # Ends the name of a folder in which a checkpoint is being made; whatever is in it, it is not one yet.
 STAGING_SUFFIX = ".converting"
 
@@ -65,22 +70,46 @@ class CheckpointFolder:
     Attributes:
       path: the folder on this machine.
       name: what the user called it, for messages and for telling a checkpoint's kind.
-      remote: where a canonical checkpoint's tensors are, if not in that folder, which then has its small files.
+      remote: where an Orbax checkpoint is, if not in ``path``, which then has its small files.
+      remote_arrays: the folder of Orbax's arrays within ``remote``.
     """
 
     path: Path
     name: str
     remote: Storage | None = None
+    remote_arrays: str = _ARRAY_FOLDERS[0]
 
     @property
-    def is_canonical(self) -> bool:
-        """Whether it holds, or began to hold, a canonical checkpoint."""
-        return self.remote is not None or (self.path / WEIGHTS_FOLDER).is_dir()
+    def is_orbax(self) -> bool:
+        """Whether the weights are Orbax's, finished or not; a Hugging Face folder holds safetensors instead."""
+        return (
+            self.remote is not None
+            or (self.path / WEIGHTS_FOLDER).is_dir()
+            or _find_arrays(lambda name: (self.path / name).is_file()) is not None
+        )
 
     @property
-    def weights(self) -> Storage:
-        """Where the tensors of a canonical checkpoint are."""
-        return (self.remote or Storage.at(self.path)).child(WEIGHTS_FOLDER)
+    def arrays_folder(self) -> str:
+        """The folder of an Orbax checkpoint's arrays, by its path within this folder; empty for this folder."""
+        if self.remote is not None:
+            return self.remote_arrays
+        found = _find_arrays(lambda name: (self.path / name).is_file())
+        return _ARRAY_FOLDERS[0] if found is None else found
+
+    @property
+    def storage(self) -> Storage:
+        """The folder itself, wherever it is."""
+        return self.remote or Storage.at(self.path)
+
+    @property
+    def arrays(self) -> Storage:
+        """The folder of an Orbax checkpoint's arrays."""
+        return self.storage.child(self.arrays_folder)
+
+    def is_weight_file(self, name: str) -> bool:
+        """Whether a file, by its path within the folder, is one of those that Orbax wrote for the weights."""
+        top = self.arrays_folder.partition("/")[0]
+        return self.is_orbax and (name.startswith(f"{top}/") if top else not is_side_file(name))
 
     @property
     def place(self) -> str:
@@ -194,6 +223,11 @@ class CheckpointFolder:
         return self.read_json("generation_config.json") or {}
 
 
+def _find_arrays(has: Callable[[str], bool]) -> str | None:
+    """The folder of Orbax's arrays, by what tells whether a file exists; None where there is none."""
+    return next((name for name in _ARRAY_FOLDERS if has(f"{name}/{_TREE_FILE}".lstrip("/"))), None)
+
+
 def _cannot_list(error: OSError) -> None:
     raise CheckpointError(f"{error.filename}: cannot be listed ({error.strerror or error})") from error
 
@@ -225,7 +259,7 @@ def open_folder(
         return path
     text, wanted = str(path), _FETCHED if weights else SIDE_FILES
     if "://" in text:
-        return _open_canonical(text) or CheckpointFolder(_fetch_url(text, wanted), text)
+        return _open_remote_orbax(text) or CheckpointFolder(_fetch_url(text, wanted), text)
     try:
         local = Path(path).expanduser()
         if local.is_dir():
@@ -255,13 +289,14 @@ def _fetch_hub(name: str, patterns: Sequence[str], revision: str | None, token: 
         ) from error
 
 
-def _open_canonical(url: str) -> CheckpointFolder | None:
-    """The canonical checkpoint behind a URL; None where there is none."""
+def _open_remote_orbax(url: str) -> CheckpointFolder | None:
+    """Open the Orbax checkpoint behind a URL; None where there is none."""
     if url.partition("://")[0] not in STORAGE_SCHEMES:
         return None
     storage = Storage.at(url)
     names = storage.names()
-    if not any(name.startswith(f"{WEIGHTS_FOLDER}/") for name in names):
+    arrays = _find_arrays(set(names).__contains__)
+    if arrays is None and not any(name.startswith(f"{WEIGHTS_FOLDER}/") for name in names):
         return None
     files = {name: storage.read(name) or b"" for name in names if is_side_file(name)}
     identity = [url, *(f"{name} {hashlib.sha256(data).hexdigest()}" for name, data in files.items())]
@@ -272,7 +307,7 @@ def _open_canonical(url: str) -> CheckpointFolder | None:
         partial.parent.mkdir(exist_ok=True)
         partial.write_bytes(data)
         partial.replace(cache / name)
-    return CheckpointFolder(cache, url, storage)
+    return CheckpointFolder(cache, url, storage, _ARRAY_FOLDERS[0] if arrays is None else arrays)
 
 
 def _fetch_url(url: str, patterns: Sequence[str]) -> Path:

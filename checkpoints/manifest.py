@@ -93,8 +93,8 @@ class TensorEntry:
         """Shape of a chunk that is not a last one."""
         return chunk_shape(self.shape, self.grid)
 
-    def chunks(self, index: Index) -> Iterator[tuple[str, Index]]:
-        """Digest and place of every chunk that a part of the tensor touches."""
+    def chunks(self, index: Index) -> Iterator[tuple[int, Index]]:
+        """Number and place of every chunk that a part of the tensor touches."""
         steps = self.chunk_shape
         ranges = [range(part.start // step, -(-part.stop // step)) for part, step in zip(index, steps, strict=True)]
         for place in itertools.product(*ranges):
@@ -102,7 +102,7 @@ class TensorEntry:
             for coordinate, parts in zip(place, self.grid, strict=True):
                 number = number * parts + coordinate
             yield (
-                self.digests[number],
+                number,
                 tuple(
                     slice(at * step, min((at + 1) * step, size))
                     for at, step, size in zip(place, steps, self.shape, strict=True)
@@ -182,6 +182,26 @@ class Digester:
         return TensorEntry(self._shape, self._dtype, self._grid, tuple(self._digests))
 
 
+def digest_chunks(entry: TensorEntry, index: Index, data: np.ndarray) -> dict[int, str]:
+    """Digest a part of a tensor that consists of whole chunks.
+
+    Args:
+      entry: shape and grid of the tensor.
+      index: the part.
+      data: its elements.
+
+    Returns:
+      Digests by number of chunk.
+    """
+    found = {}
+    for number, place in entry.chunks(index):
+        piece = tuple(
+            slice(own.start - part.start, own.stop - part.start) for own, part in zip(place, index, strict=True)
+        )
+        found[number] = digest(_bytes_of(data[piece]))
+    return found
+
+
 def _bytes_of(data: np.ndarray) -> memoryview:
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
 
@@ -204,9 +224,9 @@ def verified(tensor: StoredTensor, entry: TensorEntry, where: str) -> StoredTens
         low = [min(part[axis].start for _, part in chunks) for axis in range(len(index))]
         high = [max(part[axis].stop for _, part in chunks) for axis in range(len(index))]
         data = tensor.read(tuple(slice(*ends) for ends in zip(low, high, strict=True)))
-        for wanted, part in chunks:
+        for number, part in chunks:
             piece = tuple(slice(own.start - start, own.stop - start) for own, start in zip(part, low, strict=True))
-            if digest(_bytes_of(data[piece])) != wanted:
+            if digest(_bytes_of(data[piece])) != entry.digests[number]:
                 place = ", ".join(f"{own.start}:{own.stop}" for own in part)
                 raise CorruptCheckpointError(f"{where}: tensor {tensor.name}[{place}] is damaged: its digest is wrong")
         return data[tuple(slice(own.start - start, own.stop - start) for own, start in zip(index, low, strict=True))]

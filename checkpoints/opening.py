@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+
+from checkpoints.arrays import open_arrays
 from checkpoints.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from checkpoints.file_list import FILES_FILE, StoredFile, parse_files
-from checkpoints.folder import STAGING_SUFFIX, WEIGHTS_FOLDER, CheckpointFolder, is_side_file
+from checkpoints.folder import STAGING_SUFFIX, CheckpointFolder, is_side_file
 from checkpoints.huggingface import open_safetensors
 from checkpoints.manifest import MANIFEST_FILE, Manifest, digest, verified
-from checkpoints.orbax import open_canonical
+from checkpoints.orbax import stored_keys
 from checkpoints.output import MARK_FILE
 from checkpoints.source import StoredTensors
+from runtime.models.families import find_family
+
+logger = logging.getLogger("diffumesh")
 
 # What people read beside a model, and no program does.
 _DOCUMENTS = (".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf")
@@ -18,10 +25,10 @@ VERIFY = ("full", "sizes", "none")
 
 
 def read_manifest(folder: CheckpointFolder) -> Manifest | None:
-    """A folder's manifest; None where a Hugging Face folder has none.
+    """Read a folder's manifest; None where a Hugging Face folder, or what plain Orbax saved, has none.
 
     Raises:
-      IncompleteCheckpointError: a canonical checkpoint without one: its writing was not finished.
+      IncompleteCheckpointError: a conversion that was not finished.
       CorruptCheckpointError, MismatchedCheckpointError: it cannot be used.
     """
     if folder.path.name.endswith(STAGING_SUFFIX):
@@ -29,11 +36,17 @@ def read_manifest(folder: CheckpointFolder) -> Manifest | None:
     text = _own_file(folder, MANIFEST_FILE)
     if text is not None:
         return Manifest.parse(text, f"{folder.place}/{MANIFEST_FILE}")
-    if folder.is_canonical:
+    if folder.is_orbax and _is_a_conversion(folder):
         raise IncompleteCheckpointError(
-            f"{folder.place}: there is no {MANIFEST_FILE}, so this checkpoint was not finished; convert it again"
+            f"{folder.place}: there is no {MANIFEST_FILE}, so this checkpoint was not finished; convert it again, or, "
+            f"if plain Orbax saved it, delete {FILES_FILE} and write the manifest again"
         )
     return None
+
+
+def _is_a_conversion(folder: CheckpointFolder) -> bool:
+    """Whether an Orbax checkpoint is one that a conversion wrote, or began to write."""
+    return any(folder.storage.read(name) is not None for name in (FILES_FILE, MARK_FILE))
 
 
 def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensors:
@@ -51,9 +64,14 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
     if manifest is not None and verify != "none":
         # First of all: what a changed configuration says must not be acted on.
         check_files(folder, manifest)
-    if folder.is_canonical:
-        assert manifest is not None
-        found = open_canonical(folder, manifest)
+    if folder.is_orbax:
+        found = _open_orbax(folder, manifest)
+        if manifest is None and verify == "full":
+            logger.warning(
+                "%s: an Orbax checkpoint without digests, so damaged weights are not noticed; "
+                "diffumesh verify --write_manifest adds them",
+                folder.place,
+            )
     else:
         found = open_safetensors(folder)
     if manifest is None or verify == "none":
@@ -85,6 +103,24 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
         found.claims,
         found.bytes_read,
     )
+
+
+def _open_orbax(folder: CheckpointFolder, manifest: Manifest | None) -> StoredTensors:
+    """Open the arrays that the manifest lists, or without one those that Orbax describes."""
+    tensor_name = find_family(folder.config).tensor_name
+    if manifest is None:
+        return open_arrays(folder, stored_keys(folder, tensor_name))
+    try:
+        return open_arrays(folder, {name: name for name in manifest.tensors})
+    except CorruptCheckpointError:
+        if tensor_name is str:
+            raise
+        # Plain Orbax may have saved them under another spelling of their names.
+        with contextlib.suppress(CheckpointError):
+            keys = stored_keys(folder, tensor_name)
+            if keys.keys() == manifest.tensors.keys() and any(name != key for name, key in keys.items()):
+                return open_arrays(folder, keys)
+        raise
 
 
 def check_files(folder: CheckpointFolder, manifest: Manifest) -> None:
@@ -125,12 +161,12 @@ def _side_file(folder: CheckpointFolder, name: str) -> bytes:
 
 
 def weight_files(folder: CheckpointFolder) -> dict[str, StoredFile]:
-    """The files of a canonical checkpoint's tensors, as its own list has them; none of any other folder.
+    """The files of an Orbax checkpoint's weights, as its own list has them; none of any other folder.
 
     Raises:
       CorruptCheckpointError: the list is not there or is damaged.
     """
-    if not folder.is_canonical:
+    if not folder.is_orbax:
         return {}
     text = _own_file(folder, FILES_FILE)
     if text is None:
@@ -156,5 +192,5 @@ def covered_files(folder: CheckpointFolder) -> list[str]:
         name
         for name in folder.names()
         if name not in (MANIFEST_FILE, FILES_FILE, MARK_FILE)
-        and (name.startswith(f"{WEIGHTS_FOLDER}/") or not (name.startswith(".") or name.lower().endswith(_DOCUMENTS)))
+        and (folder.is_weight_file(name) or not (name.startswith(".") or name.lower().endswith(_DOCUMENTS)))
     ]

@@ -1,235 +1,173 @@
-"""Tensors of a canonical checkpoint: an Orbax folder with a leaf per tensor of the source, unpadded and mesh-free.
+"""Orbax's public interface: save arrays in groups, finish the checkpoint, and describe what is stored.
 
-Tensors are written and read through TensorStore a block at a time, so that neither holds the model in memory. The
-folder is what Orbax itself writes for a tree of arrays, and Orbax reads it: a Zarr array for each tensor in an OCDBT
-database. Each process that writes has a database of its own, in a folder beside the others'; in the end one process
-makes the database of all, which refers to their data (https://orbax.readthedocs.io, "Checkpoint format").
+A conversion saves groups of tensors with ``partial.save`` and ends with ``partial.finalize``: no more than a group is
+in memory. Each tensor is an array over the devices of all processes, so each process writes its own shards. The arrays
+are unpadded, one for each tensor of the source (https://orbax.readthedocs.io, "Partial saving").
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections import deque
-from collections.abc import Iterable
-from functools import partial
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import tensorstore
+import jax
 
-from checkpoints.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
+from checkpoints.errors import CheckpointError, IncompleteCheckpointError
 from checkpoints.folder import CheckpointFolder
-from checkpoints.manifest import Manifest
-from checkpoints.source import BytesRead, Index, StoredTensor, StoredTensors
-from checkpoints.storage import Storage, first_line, storage_context
+from checkpoints.storage import first_line
 
 # The name that Orbax gives to a tree that is saved by itself.
-_TREE = "state"
-# Storage chunks are chunks of the digests, cut further into rows: a shard's slice reads little besides itself, and no
-# chunk is too large to be read fast.
-_STORAGE_CHUNK_BYTES = 8 << 20
-# What may be on its way to the disk, beyond the block at hand.
-_BYTES_IN_FLIGHT = 256 << 20
-# OCDBT as Orbax configures it: tensor metadata inline, a single manifest, one writer.
-_DATABASE = {
-    "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"},
-    "assume_config": True,
-    "target_data_file_size": 128 << 20,
-}
-_HANDLER = (
-    "orbax.checkpoint.experimental.v1._src.handlers.stateful_checkpointable_handler.StatefulCheckpointableHandler"
-)
+TREE = "state"
+# Larger files hold no chunk that is read alone, smaller ones are many.
+_DATA_FILE_BYTES = 128 << 20
+# What Orbax writes for the arrays' data; the other files describe the arrays.
+_DATA_FOLDERS = ("d", "ocdbt.process_0")
+_DATABASE_FILE = "manifest.ocdbt"
 
 
-def storage_chunk(digest_chunk: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The chunks in which a tensor is stored: those of its digests, cut into equal rows of bounded size."""
-    rows = digest_chunk[0]
-    fewest = min(rows, -(-math.prod(digest_chunk) * itemsize // _STORAGE_CHUNK_BYTES))
-    equal = next((parts for parts in range(fewest, 4 * fewest) if rows % parts == 0), fewest)
-    return (-(-rows // equal), *digest_chunk[1:])
+def _key(path: Any) -> str:
+    """The key of a leaf: keys of nested trees are joined with dots."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _database(storage: Storage) -> Any:
-    return tensorstore.KvStore.open(
-        {"driver": "ocdbt", "base": storage.spec, **_DATABASE}, context=storage_context()
-    ).result()
+def _context(chunk_bytes: Mapping[str, int]) -> Any:
+    """Orbax's options: uncompressed bytes in chunks of given sizes."""
+    from orbax.checkpoint import v1
+
+    def storage(path: Any, value: Any) -> Any:
+        return v1.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=chunk_bytes.get(_key(path)))
+
+    context = v1.Context()
+    saving = context.array.saving
+    saving.scoped_storage_options_creator = storage
+    saving.ocdbt_target_data_file_size = _DATA_FILE_BYTES
+    saving.use_compression = False  # weights do not compress
+    saving.use_replica_parallel = False
+    saving.array_metadata_store = None
+    context.memory.deepcopy_host_arrays = False
+    return context
 
 
-class TensorWriter:
-    """Writes the tensors of one process, a block at a time: ``with TensorWriter(weights, process) as writer:``.
-
-    What has been written is on the disk when the ``with`` ends; where it ends with an error, nothing is under way.
-
-    Attributes:
-      folder: what this process writes into, within the folder of the tensors.
-
-    Raises:
-      CheckpointError: something cannot be written.
-    """
-
-    def __init__(self, weights: Storage, process: int) -> None:
-        """Take the folder of the tensors, and the index of this process."""
-        self.folder = f"{_TREE}/ocdbt.process_{process}"
-        self._part = weights.child(self.folder)
-        self._pending: deque[tuple[Any, int]] = deque()
-        self._in_flight = 0
-
-    def create(self, tensors: dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]]) -> dict[str, Any]:
-        """Make tensors, to be filled by :meth:`write`, of given shape, dtype and storage chunk by name."""
-        opening = {name: self._create(name, *described) for name, described in tensors.items()}
-        for future in opening.values():
-            future.exception()  # waits: none is under way when one has failed
-        return {name: self._wait(future) for name, future in opening.items()}
-
-    def _create(self, name: str, shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...]) -> Any:
-        return tensorstore.open(
-            {
-                "driver": "zarr3",
-                "kvstore": {"driver": "ocdbt", "base": self._part.spec, "path": f"{name}/", **_DATABASE},
-                "store_data_equal_to_fill_value": True,
-                "metadata": {
-                    "shape": shape,
-                    "data_type": dtype,
-                    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-                    # Weights do not compress.
-                    "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-                },
-            },
-            create=True,
-            context=storage_context(),
-        )
-
-    def write(self, tensor: Any, index: Index, data: np.ndarray) -> None:
-        """Write a block of whole chunks; ``data`` must not change any more."""
-        self._pending.append((tensor[index].write(data, can_reference_source_data_indefinitely=True), data.nbytes))
-        self._in_flight += data.nbytes
-        while self._in_flight > _BYTES_IN_FLIGHT:
-            self._wait_for_one()
-
-    def _wait_for_one(self) -> None:
-        writing, count = self._pending.popleft()
-        self._wait(writing)
-        self._in_flight -= count
-
-    def _wait(self, future: Any) -> Any:
-        try:
-            return future.result()
-        except Exception as error:  # the library raises many kinds
-            raise CheckpointError(f"{self._part.place}: cannot be written ({first_line(error)})") from error
-
-    def __enter__(self) -> TensorWriter:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        while kind is None and self._pending:
-            self._wait_for_one()
-        for writing, _ in self._pending:
-            writing.exception()  # waits
-
-
-def finish_weights(weights: Storage, names: Iterable[str], processes: int) -> None:
-    """Make one Orbax checkpoint of what each process has written.
+def save_group(place: Path, arrays: Mapping[str, jax.Array], chunk_bytes: Mapping[str, int]) -> None:
+    """Save a group of arrays into a checkpoint that :func:`finalize` completes. All processes call it alike.
 
     Args:
-      weights: the folder of the tensors.
-      names: of all tensors.
-      processes: how many have written.
+      place: where the checkpoint will be; there is nothing yet.
+      arrays: by name, each over the devices of all processes. Replicas are equal, and the first one is stored.
+      chunk_bytes: size of the chunks of an array, by name; an array without one is a chunk for each shard.
 
     Raises:
       CheckpointError: it cannot be written.
     """
-    tree = weights.child(_TREE)
+    from orbax.checkpoint import v1
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(_is_worth_saying)
     try:
-        whole, transaction = _database(tree), tensorstore.Transaction(atomic=True)
-        copies = [
-            _database(tree.child(f"ocdbt.process_{process}")).experimental_copy_range_to(
-                whole.with_transaction(transaction)
-            )
-            for process in range(processes)
-        ]
-        for copy in copies:
-            copy.result()
-        transaction.commit_async().result()
+        with _context(chunk_bytes):
+            v1.partial.save(place, dict(arrays))
     except Exception as error:  # the library raises many kinds
-        raise CheckpointError(f"{tree.place}: cannot be written ({first_line(error)})") from error
-    entries = {
-        f"({name!r},)": {
-            "key_metadata": [{"key": name, "key_type": 2}],
-            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
-        }
-        for name in sorted(names)
-    }
-    tree.write(
-        "_METADATA",
-        _json(
-            {
-                "tree_metadata": entries,
-                "use_ocdbt": True,
-                "use_zarr3": True,
-                "store_array_data_equal_to_fill_value": True,
-                "custom_metadata": None,
-            }
-        ),
-    )
-    weights.write(
-        "_CHECKPOINT_METADATA",
-        _json({"item_handlers": {_TREE: _HANDLER}, "metrics": {}, "performance_metrics": {}, "custom_metadata": {}}),
-    )
-    weights.write("orbax.checkpoint", b"")
-    weights.write("commit_success.txt", b"The weights are complete.\n")
+        raise CheckpointError(f"{place}: cannot be written ({first_line(error)})") from error
+    finally:
+        logger.removeFilter(_is_worth_saying)
 
 
-def _json(value: Any) -> bytes:
-    return json.dumps(value).encode()
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    """Leave out Orbax's warning that chunks are below a megabyte: one head is, and is read alone."""
+    return "target_byte_size too small" not in record.getMessage()
 
 
-def open_canonical(folder: CheckpointFolder, manifest: Manifest) -> StoredTensors:
-    """Open the tensors that the manifest lists.
+def finalize(place: Path) -> None:
+    """Complete a checkpoint of saved groups. All processes call it alike.
 
     Raises:
-      IncompleteCheckpointError: there is no database of tensors.
-      CorruptCheckpointError: a tensor is not there or is not what the manifest says.
+      CheckpointError: it cannot be written.
     """
-    tree = folder.weights.child(_TREE)
-    if tree.read("manifest.ocdbt") is None:
-        raise IncompleteCheckpointError(f"{folder.weights.place}: not a whole Orbax checkpoint")
-    found: dict[str, list[StoredTensor]] = {}
-    count = BytesRead()
-    opening = {name: _open(tree, name) for name in manifest.tensors}
-    for name, entry in manifest.tensors.items():
-        try:
-            array = opening[name].result()
-        except Exception as error:  # the library raises many kinds
-            raise CorruptCheckpointError(
-                f"{folder.place}: tensor {name:.200} cannot be opened ({first_line(error)})"
-            ) from error
-        shape, dtype = tuple(array.shape), array.dtype.name
-        if (shape, dtype) != (entry.shape, entry.dtype):
-            raise CorruptCheckpointError(
-                f"{folder.place}: tensor {name:.200} is {dtype} {list(shape)}; the manifest has {entry.dtype} "
-                f"{list(entry.shape)}"
-            )
-        chunk = tuple(array.chunk_layout.read_chunk.shape)
-        reader = partial(_read, array, chunk, name, folder.place, count)
-        found[name] = [StoredTensor(name, shape, dtype, reader, chunk[0])]
-    return StoredTensors(found, bytes_read=count)
+    from orbax.checkpoint import v1
 
-
-def _open(tree: Storage, name: str) -> Any:
-    spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": tree.spec, "path": f"{name}/"}}
-    return tensorstore.open(spec, open=True, read=True, context=storage_context())
-
-
-def _read(array: Any, chunk: tuple[int, ...], name: str, place: str, count: BytesRead, index: Index) -> np.ndarray:
     try:
-        data = np.asarray(array[index].read().result())
+        with _context({}):
+            v1.partial.finalize(place)
     except Exception as error:  # the library raises many kinds
-        raise CorruptCheckpointError(f"{place}: tensor {name} cannot be read ({first_line(error)})") from error
-    # Chunks are read whole.
-    touched = [
-        min(-(-part.stop // step) * step, size) - part.start // step * step
-        for part, step, size in zip(index, chunk, array.shape, strict=True)
-    ]
-    count.add(math.prod(touched) * data.itemsize)
-    return data
+        raise CheckpointError(f"{place}: cannot be written ({first_line(error)})") from error
+
+
+def descriptions(names: Iterable[str]) -> dict[str, bytes]:
+    """The files by which Orbax describes a checkpoint of arrays of these names, as Orbax writes them.
+
+    Orbax saves a tree of small arrays, and the files that hold their data are left out: shapes and dtypes are stored
+    with the arrays themselves.
+
+    Returns:
+      Bytes by path within the checkpoint.
+
+    Raises:
+      CheckpointError: they cannot be made.
+    """
+    with tempfile.TemporaryDirectory(prefix="diffumesh-") as folder:
+        place = Path(folder, "checkpoint")
+        if jax.process_count() == 1:
+            _save_names(place, list(names))
+        else:
+            # A save is a joint act of all processes, and this is one process's own: another one makes it, alone.
+            made = subprocess.run(
+                [sys.executable, "-m", "checkpoints.orbax", str(place)],
+                input="\n".join(names),
+                text=True,
+                capture_output=True,
+                env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+                check=False,
+            )
+            if made.returncode:
+                raise CheckpointError(f"Orbax cannot describe the checkpoint: {made.stderr.strip()[-500:]}")
+        return {
+            path.relative_to(place).as_posix(): path.read_bytes()
+            for path in sorted(place.rglob("*"))
+            if path.is_file() and path.name != _DATABASE_FILE and path.parent.name not in _DATA_FOLDERS
+        }
+
+
+def _save_names(place: Path, names: list[str]) -> None:
+    import numpy as np
+    from orbax.checkpoint import v1
+
+    try:
+        with _context({}):
+            v1.save(place, dict.fromkeys(names, np.zeros(1, np.int8)))
+    except Exception as error:  # the library raises many kinds
+        raise CheckpointError(f"Orbax cannot describe the checkpoint ({first_line(error)})") from error
+
+
+def stored_keys(folder: CheckpointFolder, tensor_name: Callable[[str], str | None]) -> dict[str, str]:
+    """The keys of a checkpoint's arrays, by the model's names of them, as Orbax describes them.
+
+    Args:
+      folder: the checkpoint.
+      tensor_name: gives the model's name of a key, None for one that is no weight.
+
+    Raises:
+      IncompleteCheckpointError: Orbax cannot describe it.
+    """
+    from orbax.checkpoint import v1
+
+    arrays = folder.arrays.place.removeprefix("file://")
+    try:
+        # The folder above the arrays describes them, unless the old interface has saved them.
+        place = arrays if v1.is_orbax_checkpoint(arrays) else arrays.rpartition("/")[0]
+        leaves, _ = jax.tree_util.tree_flatten_with_path(v1.metadata(place).metadata)
+    except Exception as error:  # the library raises many kinds
+        raise IncompleteCheckpointError(f"{arrays}: not a whole Orbax checkpoint ({first_line(error)})") from error
+    if not leaves:
+        raise IncompleteCheckpointError(f"{arrays}: not a whole Orbax checkpoint: Orbax cannot describe its arrays")
+    keys = [_key(path) for path, _ in leaves]
+    return {name: key for key in keys if (name := tensor_name(key)) is not None}
+
+
+if __name__ == "__main__":
+    _save_names(Path(sys.argv[1]), sys.stdin.read().split("\n"))

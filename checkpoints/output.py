@@ -136,7 +136,7 @@ class FolderOutput:
           CheckpointError: it cannot be renamed; or what it replaced cannot be removed, and it is there itself.
         """
         with self._writing():
-            _sync(self.staging)
+            _sync_all(self.staging)
             replaced = self._give_name()
             # Not before: what has no mark and is still called an unfinished one may be removed by anybody.
             (self.path / MARK_FILE).unlink()
@@ -260,6 +260,14 @@ def output_at(place: str | Path) -> Output:
         return FolderOutput(Path(place).expanduser())
     except RuntimeError as error:
         raise CheckpointError(f"{place}: cannot be written ({error})") from error
+
+
+def _sync_all(folder: Path) -> None:
+    """Flush every file and folder in a folder to the disk: not all that writes into it does so."""
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(parent, name))
+        _sync(Path(parent))
 
 
 def _sync(folder: Path) -> None:

@@ -57,13 +57,15 @@ class Processes:
                 raise OtherProcessError(f"process {index} of {self.count} failed: {answer['failed']}")
         return [answer["said"] for answer in answers]
 
-    def share(self, sizes: Mapping[str, int]) -> list[str]:
-        """This process's share of named things, so that all have about the same size; in the order of ``sizes``."""
-        loads = [0] * self.count
-        mine = set()
+    def owners(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Divide named things among the processes, so that all have about the same size; the owner of each by name."""
+        loads, found = [0] * self.count, {}
         for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-            owner = loads.index(min(loads))
-            loads[owner] += sizes[name]
-            if owner == self.index:
-                mine.add(name)
-        return [name for name in sizes if name in mine]
+            found[name] = loads.index(min(loads))
+            loads[found[name]] += sizes[name]
+        return found
+
+    def share(self, sizes: Mapping[str, int]) -> list[str]:
+        """This process's share of named things, in the order of ``sizes``."""
+        owners = self.owners(sizes)
+        return [name for name in sizes if owners[name] == self.index]

@@ -79,7 +79,9 @@ class Storage:
         return cls(place.rstrip("/"), spec)
 
     def child(self, name: str) -> Storage:
-        """A folder within this one."""
+        """A folder within this one; this one itself where the name is empty."""
+        if not name:
+            return self
         return Storage(f"{self.place}/{name}", self.spec | {"path": f"{self.spec['path']}{name}/"})
 
     def _open(self) -> Any:

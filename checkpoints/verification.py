@@ -8,8 +8,8 @@ import numpy as np
 
 from checkpoints.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoints.file_list import FILES_FILE, dump_files, list_files
-from checkpoints.folder import WEIGHTS_FOLDER, CheckpointFolder
-from checkpoints.loading import Progress, check_tensors
+from checkpoints.folder import CheckpointFolder
+from checkpoints.loading import Progress, check_tensors, stored_leaves
 from checkpoints.manifest import MANIFEST_FILE, Digester, Manifest, TensorEntry, grids
 from checkpoints.non_finite import NonFinite
 from checkpoints.opening import covered_files, open_tensors, read_manifest, weight_files
@@ -24,26 +24,25 @@ _READERS = 3
 def write_manifest(folder: CheckpointFolder, layout: ModelLayout, *, progress: Progress | None = None) -> None:
     """Write the manifest of a folder on disk from what it holds now.
 
-    A canonical checkpoint has one already, which is checked in full first. Where an older version wrote it, it comes to
-    cover what that version left out.
+    A manifest that an Orbax checkpoint has already is verified first. If an older version wrote it, the new one also
+    covers the files which that version left out.
 
     Raises:
       CheckpointError: the folder is not whole, not what its manifest says, or not the model that its configuration
         describes.
     """
     storage = Storage.at(folder.path)
-    if folder.is_canonical:
+    manifest = read_manifest(folder) if folder.is_orbax else None
+    if manifest is not None:
         verify(folder, progress=progress)
-        manifest = read_manifest(folder)
-        assert manifest is not None
         entries = manifest.tensors
-        weights = [name for name in covered_files(folder) if name.startswith(f"{WEIGHTS_FOLDER}/")]
-        storage.write(FILES_FILE, dump_files(list_files(storage, weights)).encode())
     else:
         found = open_tensors(folder, verify="none")
-        check_tensors(folder, layout.leaves, found)
+        check_tensors(folder, stored_leaves(folder, layout), found)
         entries = _digest_tensors(found, grids(layout, 4), progress)
-        weights = []
+    weights = [name for name in covered_files(folder) if folder.is_weight_file(name)]
+    if folder.is_orbax:
+        storage.write(FILES_FILE, dump_files(list_files(storage, weights)).encode())
     folder.side_files()  # raises where one of them is no file of the folder
     names = [name for name in covered_files(folder) if name not in weights]
     files = {name: file.digest for name, file in list_files(storage, names).items()}

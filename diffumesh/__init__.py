@@ -1,6 +1,6 @@
-"""The public API under one name: what ``runtime``, ``runtime.planner`` and ``checkpoints`` export.
+"""The public API in one package: all public names of ``runtime``, ``runtime.planner`` and ``checkpoints``.
 
-Names are imported on first use. ``from diffumesh import Engine`` and ``from runtime import Engine`` are the same class.
+Names are imported on first use. ``diffumesh.Engine`` and ``runtime.Engine`` are the same class.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PACKAGES = ("runtime", "runtime.planner", "checkpoints")
 
 
 def _check_folders() -> None:
-    """Check that the folders of this library are the ones that Python imports.
+    """Check that Python imports this library's packages, not other packages of the same names.
 
     Raises:
-      ImportError: a package of the same name is in front of one of them on the path, such as a ``checkpoints`` folder
-        with an ``__init__.py`` beside the script. A folder without that file is in nobody's way.
+      ImportError: another package comes first on the path, such as a ``checkpoints`` folder with an ``__init__.py``
+        next to the user's script. A folder without that file does not matter.
     """
     ours = Path(__file__).resolve().parents[1]
     for name in ("checkpoints", "launch", "runtime", "sharding"):
@@ -31,8 +31,8 @@ def _check_folders() -> None:
         place = Path(spec.origin).resolve() if spec is not None and spec.origin is not None else None
         if place is None or not place.is_relative_to(ours / name):
             raise ImportError(
-                f"diffumesh needs its own package {name} ({ours / name}), and Python finds {place or 'none'} first: "
-                "rename that one, or remove its __init__.py"
+                f"diffumesh requires its own package {name} ({ours / name}), but Python finds {place or 'none'} first; "
+                "rename that package, or remove its __init__.py"
             )
 
 
@@ -46,7 +46,7 @@ if not TYPE_CHECKING:  # so that a type checker knows every name, and no other
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            return importlib.import_module("launch.startup").version()
+            return importlib.import_module("launch.process.startup").version()
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(_HOMES[name]), name)

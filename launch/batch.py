@@ -31,13 +31,13 @@ from launch.batches.folder import RESULTS, SORTED, BatchFolder
 from launch.batches.lines import Batch, Line, read_batch
 from launch.batches.records import Key, error_record, evalplus_records, keys
 from launch.batches.rows import LineRows
-from launch.decoding_flags import decoding_config, define_decoding_flags, describe, steps_follow_tokens
+from launch.flags.decoding import decoding_config, define_decoding_flags, describe, steps_follow_tokens
+from launch.flags.model import default_name, define_model_flags, load_engine, open_checkpoint, read_tokenizer
 from launch.hosts.faults import EXIT_RESTART
 from launch.hosts.preflight import code_digest
-from launch.model_flags import default_name, define_model_flags, load_engine, open_checkpoint, read_tokenizer
 from launch.openai.bodies import Defaults
-from launch.profiling import check_profiling, define_profiling_flags, traced, write_programs
-from launch.startup import (
+from launch.process.profiling import check_profiling, define_profiling_flags, traced, write_programs
+from launch.process.startup import (
     define_device_flags,
     is_main_process,
     progress_bar,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from absl import flags
@@ -36,7 +36,7 @@ from checkpoints import (
     open_legacy,
     output_at,
 )
-from launch.startup import define_device_flags, progress_bar, run_launcher, say, start_devices, this_host
+from launch.process.startup import define_device_flags, progress_bar, run_launcher, say, start_devices, this_host
 from runtime import QUANTIZATIONS, STORED_DTYPES, InputError, ModelLayout, model_layout, parse_config
 
 
@@ -157,6 +157,19 @@ def say_licence(folder: CheckpointFolder) -> None:
             say(f"the weights' licence, {name}: {first[:200]}")
 
 
+def use_cpu_devices(values: flags.FlagValues) -> None:
+    """Have JAX use CPU devices, unless ``--devices`` says how many: a conversion leaves accelerators to other programs.
+
+    There are two, because Orbax stores an array in the chunks of its digests only if it is sharded.
+    """
+    import jax
+
+    if values.devices is None:
+        jax.config.update("jax_platforms", "cpu")
+        with suppress(RuntimeError):  # in a process that has used its devices already
+            jax.config.update("jax_num_cpu_devices", 2)
+
+
 def main(values: flags.FlagValues) -> None:
     """Run the launcher."""
     legacy = pickle_path(values.source or "")
@@ -174,6 +187,7 @@ def main(values: flags.FlagValues) -> None:
         if values.biases_from:
             donor = open_folder(values.biases_from)
             inputs["biases"] = folder_fingerprint(donor)
+    use_cpu_devices(values)
     start_devices(values, inputs)
     everyone = all_hosts()
     start = time.perf_counter()

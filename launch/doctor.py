@@ -14,25 +14,27 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
-from jax.sharding import Mesh, PartitionSpec
 
 from checkpoints import DEMO, CheckpointFolder, folder_fingerprint, open_folder, read_manifest, verify
+from launch.flags.model import check_named
 from launch.hosts.preflight import version_facts
-from launch.model_flags import check_named
-from launch.startup import define_device_flags, is_main_process, progress_bar, run_launcher, start_devices, this_host
+from launch.process.collectives import collective_lines, probe_mesh
+from launch.process.startup import (
+    define_device_flags,
+    is_main_process,
+    progress_bar,
+    run_launcher,
+    start_devices,
+    this_host,
+)
 from runtime import MeshSpec, ModelConfig, model_layout, parse_config
 from runtime.planner import (
     WEIGHT_MEMORY_SHARE,
-    HeadLayout,
-    build_mesh,
     default_mesh,
     device_memory,
     tensor_sizes,
@@ -42,7 +44,6 @@ from runtime.planner import (
 
 # Settings that change what runs. No others are shown: the environment also holds secrets.
 _SETTINGS = ("JAX_", "XLA_", "LIBTPU_INIT_ARGS", "TPU_", "CUDA_VISIBLE_DEVICES", "NCCL_", "TF_GPU_ALLOCATOR")
-_REPEATS = 5
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
@@ -91,70 +92,6 @@ def mesh_lines(config: ModelConfig, devices: Sequence[Any], dtype: str) -> Itera
         yield f"tensor={size:<4} {needed / 1e9:8.3f} GB of {dtype} weights on each device  {room}"
     spec = default_mesh(config, devices, dtype, len(devices))
     yield f"for a batch of {len(devices)}: --mesh={spec}"
-
-
-def probe_mesh(text: str | None, devices: Sequence[Any]) -> Mesh:
-    """The mesh to try: as given, or ``data`` over hosts and ``tensor`` over the devices of each.
-
-    Raises:
-      MeshError: it does not fit the devices.
-    """
-    if text is not None:
-        spec = MeshSpec.parse(text).resolve(len(devices))
-    else:
-        hosts = len({device.process_index for device in devices})
-        spec = MeshSpec(data=hosts, tensor=len(devices) // hosts)
-    return build_mesh(spec, HeadLayout(1, 1, 1, spec.tensor), devices)
-
-
-def collective_lines(mesh: Mesh, megabytes: float) -> Iterator[str]:
-    """An all-reduce over each axis: whether the sum is right, and bytes per second by the ring's count.
-
-    Raises:
-      RuntimeError: a sum is wrong.
-    """
-    for axis in (name for name, size in mesh.shape.items() if size > 1):
-        size = mesh.shape[axis]
-        count = max(1, int(megabytes * 1e6 / 4))
-        user_axis = "tensor" if axis in ("kv", "group") else axis
-        seconds, right = _all_reduce(mesh, axis, count)
-        this_host().mark()
-        if not right:
-            raise RuntimeError(f"an all-reduce over {user_axis}={size} gave a wrong sum: these links cannot be trusted")
-        moved = 4 * count * 2 * (size - 1) / size
-        yield (
-            f"{f'{user_axis}={size}':<12} all-reduce of {4 * count / 1e6:g} MB: {1e3 * seconds:.2f} ms, "
-            f"{moved / seconds / 1e9:.2f} GB/s on each device, sums right"
-        )
-    if mesh.size == 1:
-        yield "one device: there is nothing to reduce"
-
-
-def _all_reduce(mesh: Mesh, axis: str, count: int) -> tuple[float, bool]:
-    """Median seconds of an all-reduce of ``count`` floats over an axis, and whether every device has the sum."""
-    every = PartitionSpec(tuple(mesh.axis_names))
-
-    @partial(jax.jit, out_shardings=jax.NamedSharding(mesh, every))
-    def make() -> jax.Array:
-        return jnp.arange(mesh.size, dtype=jnp.float32)[:, None] + jnp.zeros((mesh.size, count), jnp.float32)
-
-    @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=every, out_specs=every)
-    def reduce(own: jax.Array) -> jax.Array:
-        return jax.lax.psum(own, axis) + jnp.zeros_like(own)
-
-    numbers = np.arange(mesh.size, dtype=np.float32).reshape(mesh.devices.shape)
-    place = mesh.axis_names.index(axis)
-    wanted = np.broadcast_to(numbers.sum(place, keepdims=True), numbers.shape).reshape(-1)
-    operand = make()
-    seconds = []
-    for _ in range(_REPEATS + 1):
-        start = time.perf_counter()
-        result = jax.block_until_ready(reduce(operand))
-        seconds.append(time.perf_counter() - start)
-    parts = [(part.index[0].start or 0, np.asarray(part.data)) for part in result.addressable_shards]
-    right = all(bool((data == wanted[row]).all()) for row, data in parts)
-    return float(np.median(seconds[1:])), all(this_host().gather("sums", right))
 
 
 def checkpoint_lines(folder: CheckpointFolder) -> Iterator[str]:

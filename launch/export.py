@@ -18,7 +18,7 @@ from absl import flags
 from checkpoints import FolderOutput, Processes, export_checkpoint
 from launch.convert import define_output_flags, make_way, open_model, say_licence
 from launch.hosts.place import define_place_flags
-from launch.startup import progress_bar, run_launcher, say
+from launch.process.startup import progress_bar, run_launcher, say
 from runtime import InputError
 
 

@@ -13,24 +13,23 @@ tokens) as far as the checkpoint's own generation_config.json does not say other
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from absl import flags
 
-from launch.canvas_view import CanvasView, row_titles, write_history
-from launch.decoding_flags import decoding_config, define_decoding_flags, describe
-from launch.explain import explain
+from launch.display.canvas_view import CanvasView, row_titles, write_history
+from launch.display.completions import summary, write_completions
+from launch.display.explain import explain
+from launch.display.watch import CanvasWatcher
+from launch.flags.decoding import decoding_config, define_decoding_flags, describe
+from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_tokenizer
+from launch.flags.prompts import read_prompts
 from launch.hosts.preflight import digest
-from launch.interruption import Interruption
-from launch.model_flags import define_model_flags, load_engine, open_checkpoint, read_tokenizer
-from launch.profiling import check_profiling, define_profiling_flags, traced, write_programs
-from launch.startup import (
+from launch.process.interruption import Interruption
+from launch.process.profiling import check_profiling, define_profiling_flags, traced, write_programs
+from launch.process.startup import (
     check_writable,
     define_device_flags,
     is_main_process,
@@ -38,16 +37,12 @@ from launch.startup import (
     run_launcher,
     say,
     start_devices,
-    this_host,
 )
-from launch.watch import CanvasWatcher
 from runtime import (
     MAX_SAMPLES,
-    Completion,
     DiffusionConfig,
     Engine,
     GenerationResult,
-    GenerationStats,
     InputError,
     SamplingConfig,
     StopTest,
@@ -58,8 +53,6 @@ from runtime import (
     read_rows,
     row_seeds,
 )
-
-MAX_PROMPT_BYTES = 16 << 20
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -85,44 +78,6 @@ def define_flags(values: flags.FlagValues) -> None:
     switch("explain", "Print how every weight lies on the mesh, and stop.")
     define_profiling_flags(values)
     define_device_flags(values)
-
-
-def read_prompts(values: flags.FlagValues) -> list[str]:
-    """The prompts that flags or standard input give.
-
-    Raises:
-      InputError: none, one that is empty, or a file that cannot be read as UTF-8 text.
-    """
-    prompts = list(values.prompt)
-    for name in values.prompt_file:
-        try:
-            if Path(name).stat().st_size > MAX_PROMPT_BYTES:
-                raise InputError(f"--prompt_file={name}: larger than {MAX_PROMPT_BYTES} bytes")
-            prompts.append(Path(name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--prompt_file={name}: cannot be read as UTF-8 text ({error})") from error
-    if not prompts:
-        # Host 0's standard input is everybody's.
-        prompts = [this_host().gather("standard input", read_standard_input() if is_main_process() else "")[0]]
-    if not prompts or not all(prompts):
-        raise InputError(
-            "a prompt is empty or missing; give --prompt='def fibonacci(n):', --prompt_file or standard input"
-        )
-    return prompts
-
-
-def read_standard_input() -> str:
-    """What stands there, nothing where a person would have to type it.
-
-    Raises:
-      InputError: it is not UTF-8 text.
-    """
-    if sys.stdin.isatty():
-        return ""
-    try:
-        return sys.stdin.buffer.read(MAX_PROMPT_BYTES).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"standard input is not UTF-8 text ({error})") from error
 
 
 def main(values: flags.FlagValues) -> None:
@@ -183,20 +138,6 @@ def main(values: flags.FlagValues) -> None:
         sys.exit(interruption.exit_code)
 
 
-def summary(completions: Sequence[Completion], stats: GenerationStats, stopped_by: signal.Signals | None) -> str:
-    """What was done, in a line: tokens of text, without ends and what follows them."""
-    tokens = sum(len(completion.tokens) for completion in completions)
-    decoding = max(stats.seconds - stats.compile_seconds, 1e-9)
-    parts = [
-        f"{tokens} tokens of text in {stats.seconds:.2f} s",
-        f"{stats.compile_seconds:.1f} s of them compiling" if stats.compiled_programs else "nothing compiled",
-        f"{stats.forwards} forward passes, {tokens / decoding:.1f} tokens/s",
-    ]
-    if stats.masks_left:
-        parts.append(f"{stats.masks_left} masks left")
-    return (f"stopped by {stopped_by.name}: " if stopped_by is not None else "") + "; ".join(parts)
-
-
 def generate_watched(
     engine: Engine,
     ids: np.ndarray,
@@ -228,21 +169,6 @@ def generate_watched(
             progress=interruption.report(expect),
             stop_tests=stop_tests,
         )
-
-
-def write_completions(
-    completions: Sequence[Completion], titles: Sequence[str], result: GenerationResult, values: flags.FlagValues
-) -> None:
-    """Completions on standard output, as text or JSON lines."""
-    stats = dataclasses.asdict(result.stats)
-    for completion, title in zip(completions, titles, strict=True):
-        if values.json:
-            print(json.dumps(dataclasses.asdict(completion) | {"stats": stats}, ensure_ascii=False))
-            continue
-        if len(completions) > 1:
-            print(f"=== {title} ===")
-        print(("" if values.chat else completion.filled_prompt or completion.prompt) + completion.text)
-    sys.stdout.flush()
 
 
 def run(argv: Sequence[str] | None = None) -> None:

@@ -17,7 +17,7 @@ from absl import flags
 
 from checkpoints import LegacyPickle, check_tensors, open_legacy, open_tensors, read_manifest, stored_leaves
 from launch.convert import config_folder, open_model, pickle_path
-from launch.startup import run_launcher
+from launch.process.startup import run_launcher
 from runtime import InputError, MeshSpec, ModelLayout
 from runtime.planner import WEIGHT_MEMORY_SHARE, tensor_sizes, weight_bytes
 
@@ -45,7 +45,8 @@ def main(values: flags.FlagValues) -> None:
     manifest = read_manifest(folder)
     found = open_tensors(folder, verify="sizes")
     check_tensors(folder, stored_leaves(folder, layout), found)
-    print(f"{folder.place}: {'canonical (Orbax)' if folder.is_canonical else 'Hugging Face safetensors'}")
+    kind = "Hugging Face safetensors" if not folder.is_orbax else "Orbax" if manifest is None else "canonical (Orbax)"
+    print(f"{folder.place}: {kind}")
     print_architecture(layout)
     tensors = [copies[0] for copies in found.by_name.values()]
     print_tensors(

@@ -6,7 +6,7 @@ import importlib
 import sys
 
 from launch.hosts.faults import EXIT_USER_ERROR
-from launch.startup import version
+from launch.process.startup import version
 
 LAUNCHERS = {
     "generate": "complete prompts with a diffusion language model on any mesh",

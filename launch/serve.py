@@ -21,12 +21,12 @@ from typing import Any
 
 from absl import flags
 
-from launch.decoding_flags import decoding_config, define_decoding_flags, describe, steps_follow_tokens
+from launch.flags.decoding import decoding_config, define_decoding_flags, describe, steps_follow_tokens
+from launch.flags.model import default_name, define_model_flags, load_engine, open_checkpoint, read_tokenizer
 from launch.hosts.faults import EXIT_RESTART
-from launch.model_flags import default_name, define_model_flags, load_engine, open_checkpoint, read_tokenizer
 from launch.openai.bodies import Defaults, read_config
-from launch.profiling import check_profiling, define_profiling_flags, traced, write_programs
-from launch.startup import (
+from launch.process.profiling import check_profiling, define_profiling_flags, traced, write_programs
+from launch.process.startup import (
     define_device_flags,
     is_main_process,
     run_launcher,

@@ -18,7 +18,7 @@ from absl import flags
 
 from checkpoints import DEMO, uncovered_files, verify, write_manifest
 from launch.convert import open_model
-from launch.startup import progress_bar, run_launcher, say
+from launch.process.startup import progress_bar, run_launcher, say
 from runtime import InputError
 
 

@@ -1,4 +1,4 @@
-"""What runs on the devices. Public names are imported on first use: importing this package touches no device."""
+"""The runtime: models, decoding, execution and planning. Names are imported on first use, so no device is touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine: weights on a mesh, compiled programs, and the calls that use them.
+"""The engine: a model on a mesh, with calls to generate, stream and score text.
 
 Dimension letters: B batch, S the caller's width, N new tokens, V vocab.
 """
@@ -39,8 +39,8 @@ class Engine(TokenEngine):
     """A model on a mesh, with its tokenizer.
 
     Attributes:
-      notes: what was decided for the caller (mesh, dtype), a sentence each.
-      loaded: what this host has read of the checkpoint, None where there was none.
+      notes: one sentence about each decision that was made for the caller, such as mesh and dtype.
+      loaded: how many bytes this host read from the checkpoint; None if the weights are not from a checkpoint.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Engine(TokenEngine):
         max_batch: int | None = None,
         kv_cache: str = "model",
     ) -> None:
-        """Take weights that are already on a mesh, as :meth:`ModelLayout.abstract_weights` describes them.
+        """Create an engine from weights that are already on a mesh; see :meth:`ModelLayout.abstract_weights`.
 
-        ``folder`` has the tokenizer: without one only token-level calls work. The others are as for :meth:`load`.
+        ``folder`` provides the tokenizer; without it, only token-level calls work. For the others, see :meth:`load`.
         """
         super().__init__(Runner(layout, weights, attention, max_batch, kv_cache))
         self.notes: list[str] = []
@@ -82,31 +82,31 @@ class Engine(TokenEngine):
         verify: str = "full",
         progress: Progress | None = None,
     ) -> Engine:
-        """Load a checkpoint, Hugging Face or canonical, onto a mesh.
+        """Load a Hugging Face or converted checkpoint onto a mesh.
 
         Args:
-          path: a folder, a URL that fsspec reads, or a Hub name; see :func:`checkpoints.open_folder`.
-          mesh: ``"data=2,tensor=4"``, one axis may be -1; default is chosen from the model and the devices.
-          dtype: ``bfloat16``, ``float32`` or ``float16``; default is the stored one, and float32 on CPU.
+          path: a folder, a URL that fsspec can read, or a Hub name; see :func:`checkpoints.open_folder`.
+          mesh: such as ``"data=2,tensor=4"``; one axis may be -1. By default, the planner chooses the mesh.
+          dtype: ``bfloat16``, ``float32`` or ``float16``. The default is the stored dtype, except float32 on CPU.
           attention: ``auto``, ``xla``, ``cudnn`` or ``splash``.
-          devices: devices to use; default all.
-          max_batch: rows on the devices at a time; default is what memory allows.
-          quantize: ``int8`` keeps matrices as integers with a scale per output channel; an int8 checkpoint stays so.
+          devices: devices to use; all by default.
+          max_batch: maximum number of rows on the devices at a time. The default is what memory allows.
+          quantize: ``int8`` keeps matrices as int8 with a scale per output channel. An int8 checkpoint stays int8.
           kv_cache: dtype of cached keys and values: ``model``, ``bfloat16``, ``float32`` or ``int8``.
-          rows: rows that batches will have, as a hint for the default mesh.
-          revision, token, offline: Hub revision and token; ``offline`` never asks the network.
-          verify: ``full`` checks the digest of everything that is read, ``sizes`` shapes and dtypes, ``none`` nothing;
-            a Hugging Face folder without a manifest has no digests.
-          progress: called with (bytes read, bytes to read).
+          rows: expected number of rows per batch, a hint for the default mesh.
+          revision, token, offline: Hub revision and access token; ``offline`` forbids network access.
+          verify: ``full`` checks the digest of all data that is read, ``sizes`` checks shapes and dtypes, ``none``
+            checks nothing. A Hugging Face folder without a manifest has no digests.
+          progress: called with the number of bytes read and the number of bytes to read.
 
         Raises:
-          CheckpointError, ConfigError, MeshError, InputError: what is wrong, before any weight is read.
+          CheckpointError, ConfigError, MeshError, InputError: the checkpoint, the mesh or an argument is wrong.
         """
         check_options(dtype=dtype, attention=attention, kv_cache=kv_cache, quantize=quantize, verify=verify)
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         folder = open_folder(path, revision=revision, token=token, offline=offline)
         config = parse_config(folder.config)
-        # Files and divisibility first: a wrong one stops here, before a device is touched.
+        # Check files and divisibility first, so that an error is raised before a device is touched.
         stored = check_weights(folder, model_layout(config)) or config.dtype
         quantize = folder.quantization if folder.quantization != "none" else quantize
         layout, dtype, notes = choose_layout(config, spec, devices, dtype, stored=stored, rows=rows, quantize=quantize)
@@ -130,16 +130,16 @@ class Engine(TokenEngine):
         quantize: str = "none",
         **options: Any,
     ) -> Engine:
-        """An engine with random weights, the same on every mesh, for benchmarks and tests; see :meth:`load`.
+        """Create an engine with random weights, the same on every mesh, for benchmarks and tests; see :meth:`load`.
 
         Raises:
-          MeshError: more weights than the devices hold.
+          MeshError: the weights do not fit on the devices.
         """
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         layout, _, _ = choose_layout(config, spec, devices, dtype, quantize=quantize)
         return cls(layout, random_weights(layout, seed, dtype), **options)
 
-    # ---- what there is ----------------------------------------------------------------------------------------
+    # ---- weights, tokenizer and settings ----------------------------------------------------------------------
 
     @property
     def weights(self) -> Weights:
@@ -149,15 +149,15 @@ class Engine(TokenEngine):
     def replace_weights(
         self, source: Any, *, verify: str = "full", offline: bool = False, progress: Progress | None = None
     ) -> None:
-        """Swap the weights on the same mesh; programs and tokenizer stay. Until all are there, both are on the devices.
+        """Replace the weights on the same mesh. During the call, device memory holds both old and new weights.
 
         Args:
-          source: a checkpoint of the same model, as for :meth:`load`; or a tree of arrays with the shapes of
-            :attr:`weights`, anywhere and of any floating-point dtype, which is cast, quantized and moved where needed.
+          source: a checkpoint of the same model, as for :meth:`load`, or a pytree of arrays like :attr:`weights`. Its
+            arrays may have any place and any floating-point dtype; they are moved, cast and quantized as needed.
           verify, offline, progress: see :meth:`load`.
 
         Raises:
-          InputError, CheckpointError: not weights of this model; the old ones stay.
+          InputError, CheckpointError: the source does not match this model. The old weights stay in use.
         """
         if not isinstance(source, (str, Path, CheckpointFolder)):
             self.runner.weights = place_weights(self.layout, source, self.dtype)
@@ -165,7 +165,7 @@ class Engine(TokenEngine):
         check_options(verify=verify)
         folder = open_folder(source, offline=offline)
         if found := self.config.differences(parse_config(folder.config)):
-            raise InputError(f"{folder.name}: another model than this engine's ({'; '.join(found)})")
+            raise InputError(f"{folder.name}: the model differs from this engine's ({'; '.join(found)})")
         check_weights(folder, self.layout)
         self.runner.weights, self.loaded = load_weights(folder, self.layout, self.dtype, progress, verify)
 
@@ -180,7 +180,7 @@ class Engine(TokenEngine):
         if found is None:
             raise CheckpointError(
                 "this checkpoint has no tokenizer (tokenizer.json, or vocab.json and merges.txt); "
-                "it serves the token-level calls only"
+                "only token-level calls are available"
             )
         return found
 
@@ -191,18 +191,18 @@ class Engine(TokenEngine):
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion: the configurations' and the tokenizer's."""
-        assert self.tokenizer is not None  # its absence raises
+        """Tokens that end a completion, from the model and generation configs and from the tokenizer."""
+        assert self.tokenizer is not None  # the property raises if there is none
         return self.known_end_tokens()
 
     def known_end_tokens(self) -> tuple[int, ...]:
-        """:attr:`end_token_ids`, without the tokenizer's where there is none."""
+        """Return :attr:`end_token_ids`, but do not require a tokenizer."""
         if self._folder is None:
             return super().known_end_tokens()
         return end_tokens(self.config, self._folder, self._read_tokenizer())
 
     def published(self, **overrides: Any) -> GenerationConfig:
-        """The settings that the model's authors publish for this checkpoint, with these changes."""
+        """Return the decoding settings that the model's authors publish for this checkpoint, with these changes."""
         name = "" if self._folder is None else f"{self._folder.name} {self._folder.config.get('_name_or_path', '')}"
         settings = self.config.family.published_settings(name) | overrides
         diffusion = isinstance(default_config(self.config), DiffusionConfig)
@@ -219,18 +219,18 @@ class Engine(TokenEngine):
         num_return_sequences: int = 1,
         stop: Sequence[str] = (),
     ) -> list[Completion]:
-        """Complete texts: each prompt's ``num_return_sequences`` completions in turn.
+        """Complete texts, and return the ``num_return_sequences`` completions of each prompt in turn.
 
         Args:
-          prompts: a text or several; mask tokens written in them (``<|mask|>``) are filled too.
-          config: as for :meth:`generate_tokens`; rows end early unless ``early_stop`` is false.
-          chat: each prompt is a user's message in the checkpoint's chat template.
-          num_return_sequences: completions of each prompt.
+          prompts: one text or several. Mask tokens written in a prompt (such as ``<|mask|>``) are filled too.
+          config: decoding settings, see :meth:`generate_tokens`. Rows stop early unless ``early_stop`` is false.
+          chat: treat each prompt as a user's message, and apply the checkpoint's chat template.
+          num_return_sequences: number of completions per prompt.
           stop: strings that end a completion.
 
         Raises:
-          InputError: an empty prompt, or as :meth:`generate_tokens`.
-          CheckpointError: no tokenizer, or no chat template.
+          InputError: a prompt is empty, or an error of :meth:`generate_tokens`.
+          CheckpointError: the checkpoint has no tokenizer, or no chat template.
         """
         ids, mask = self.encode(prompts, chat=chat)
         config = self.with_end_tokens(config)
@@ -247,10 +247,10 @@ class Engine(TokenEngine):
         stop: Sequence[str] = (),
         every: int = 1,
     ) -> Iterator[Any]:
-        """Complete a text in pieces, each a string, as they become certain; of several texts, tuples of pieces.
+        """Complete a text and yield its pieces as they become final; for several texts, yield tuples of pieces.
 
-        Arguments and errors are those of :meth:`generate`. A diffusion model hands out what is before its first mask,
-        so blocks (``block_length``) make it flow. ``every`` is the number of steps or tokens between two looks.
+        See :meth:`generate` for the arguments. A diffusion model yields the text before its first mask, so text arrives
+        more evenly in blocks (``block_length``). ``every`` is the number of steps or tokens between two updates.
         """
         ids, mask = self.encode(prompts, chat=chat)
         config = self.with_end_tokens(config)
@@ -261,9 +261,9 @@ class Engine(TokenEngine):
         return (piece for (piece,) in pieces) if isinstance(prompts, str) else pieces
 
     def score(self, input_ids: Any, targets: Any = None, attention_mask: Any = None, **options: Any) -> Any:
-        """Log-probabilities of tokens, float32 ``[B, S]``; of a text's own tokens ``[S]``, of several texts' a list.
+        """Compute log-probabilities of tokens: float32 ``[B, S]`` for token ids, ``[S]`` for a text, a list for texts.
 
-        See :func:`runtime.execution.scoring.score_batch` for token ids, the ``targets`` they have, and the options.
+        A text is scored on its own tokens. For the arguments, see :func:`runtime.execution.scoring.score_batch`.
         """
         texts = [input_ids] if isinstance(input_ids, str) else input_ids
         if targets is not None or not (isinstance(texts, Sequence) and texts and isinstance(texts[0], str)):
@@ -273,11 +273,11 @@ class Engine(TokenEngine):
         return found[0] if isinstance(input_ids, str) else found
 
     def with_end_tokens(self, config: GenerationConfig | None) -> GenerationConfig:
-        """A configuration whose rows end with the checkpoint's end tokens too, unless its ``early_stop`` is false."""
+        """Return a configuration that stops rows at the checkpoint's end tokens, unless ``early_stop`` is false."""
         return self._resolved(config).with_end_tokens(self.end_token_ids, default=True)
 
     def stop_tests(self, stops: Sequence[Sequence[str]], stop_token_ids: Sequence[int] = ()) -> list[StopTest | None]:
-        """For each row, whose stop strings these are, the test that ends it; see :meth:`generate_tokens`."""
+        """Return, for the stop strings of each row, the test that ends the row; see :meth:`generate_tokens`."""
         return stop_tests(self.tokenizer, (*self.end_token_ids, *stop_token_ids), stops)
 
     def encode(self, prompts: str | Sequence[str], *, chat: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -294,7 +294,7 @@ class Engine(TokenEngine):
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
     ) -> list[Completion]:
-        """Turn a result for :meth:`encode`'s rows into completions, prompt by prompt, sample by sample."""
+        """Turn a result for the rows of :meth:`encode` into completions: for each prompt in turn, its samples."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, (*self.end_token_ids, *stop_token_ids))
         return builder.build_batch(prompts, ids, mask, result, stop)

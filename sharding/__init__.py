@@ -1,1 +1,1 @@
-"""The mesh and who owns what. Knows nothing of models' mathematics, files or flags."""
+"""Device meshes, and how arrays are sharded over them. This package knows nothing about models, files or flags."""

@@ -1,7 +1,7 @@
 """Devices to compile for without the hardware: TPU slices through libtpu, GPU hosts through JAX's CUDA plugin.
 
-Nothing can run on them. A process that compiles for them must not look for real ones: set ``AOT_ENVIRONMENT`` before
-JAX touches its first device.
+Programs can be compiled for these devices, but not run. A process that does so must not look for real accelerators, so
+set ``AOT_ENVIRONMENT`` before JAX first accesses its devices.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from sharding.topology import Topology
 
 AOT_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    # libtpu: describe a slice instead of looking for one, and open no chip that another process may use.
+    # For libtpu: describe a slice instead of looking for one, and do not open a chip that another process may use.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    # The CUDA plugin: there need be no driver.
+    # For the CUDA plugin: do not require a driver.
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
 
-# What the TPU compiler wants to know of a generation with three dimensions.
+# Options of the TPU compiler for generations with a three-dimensional interconnect.
 _CUBIC: dict[str, Any] = {"chip_config_name": "megacore", "chips_per_host_bounds": (2, 2, 1)}
 
-# What the GPU compiler wants to know of a chip: cores, float32 units a core, shared memory of a core and of a block,
-# L2 cache, clock, compute capability.
+# What the GPU compiler needs to know about a chip: number of cores (SMs), float32 units per core, shared memory per
+# core and per block in bytes, L2 cache in bytes, clock in GHz, compute capability.
 _GPU_CORES: dict[str, tuple[int, int, int, int, int, float, tuple[int, int]]] = {
     "l4": (58, 128, 102400, 101376, 50331648, 2.04, (8, 9)),
     "rtx4090": (128, 128, 102400, 101376, 75497472, 2.52, (8, 9)),
@@ -53,7 +53,7 @@ device_description_str: "{kind}"
 
 
 def missing_compiler(platform: str) -> str | None:
-    """What to install so that programs for ``tpu`` or ``gpu`` can be compiled here; None where it is installed."""
+    """Return what to install to compile programs for ``tpu`` or ``gpu``; None if the compiler is installed."""
     if platform == "tpu":
         return None if importlib.util.find_spec("libtpu") else "pip install 'diffumesh[tpu]' (libtpu)"
     try:
@@ -64,17 +64,17 @@ def missing_compiler(platform: str) -> str | None:
 
 
 def aot_devices(topology: Topology) -> list[Any]:
-    """Devices of a topology, to lower and compile for.
+    """Return the devices of a topology, to compile programs for.
 
     Raises:
-      MeshError: the compiler for this platform is not installed, or refuses the topology.
+      MeshError: the compiler for this platform is not installed, or rejects the topology.
     """
     from jax.experimental import topologies
 
     chip = topology.chip
     install = missing_compiler(chip.platform)
     if install is not None:
-        raise MeshError(f"compiling for {topology} needs a compiler that is not installed: {install}")
+        raise MeshError(f"compiling for {topology} requires a compiler that is not installed: {install}")
     try:
         if chip.platform == "gpu":
             found = topologies.get_topology_desc(
@@ -90,7 +90,7 @@ def aot_devices(topology: Topology) -> list[Any]:
             if topology.num_slices > 1:
                 options["num_slices"] = topology.num_slices
             found = topologies.get_topology_desc(platform="tpu", topology_name=topology.shape_name, **options)
-    except Exception as error:  # the plugins raise their own kinds
+    except Exception as error:  # each plugin raises its own exception types
         raise MeshError(f"topology {topology}: {error}") from error
     return list(found.devices)
 

@@ -1,17 +1,17 @@
-"""The one base class of errors that are the caller's to fix."""
+"""Exceptions for errors that the caller can fix."""
 
 from __future__ import annotations
 
 
 class InputError(ValueError):
-    """What was asked for cannot be done; the message says what is wrong, where, and what would be right.
+    """Invalid input. The message says what is wrong, where, and what would be right.
 
-    Launchers print it as one paragraph and exit with code 2.
+    Commands print the message and exit with code 2.
 
     Attributes:
-      message: the sentence, without the detail.
-      field: name of the parameter or the field of a request that is wrong, where it is one.
-      detail: what a library said about it, which the text of the error repeats in brackets.
+      message: the message without the detail.
+      field: name of the wrong parameter or request field, or None.
+      detail: message of the library error behind it, or None. The full text of the error has it in parentheses.
     """
 
     def __init__(self, message: str, *, field: str | None = None, detail: object = None) -> None:
@@ -21,4 +21,4 @@ class InputError(ValueError):
 
 
 class MeshError(InputError):
-    """A mesh that cannot be parsed, does not match the devices, or does not divide the model."""
+    """A mesh or topology that cannot be parsed, does not match the devices, or cannot hold the model."""

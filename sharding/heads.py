@@ -1,9 +1,9 @@
-"""How attention heads are laid out over the tensor axis.
+"""How attention heads are divided over the tensor axis.
 
-Grouped-query models have few KV heads (4 in the 7B models here) and an awkward number of query heads for each (7),
-so tensor parallelism over whole heads ends at 4 chips. Here the tensor axis is split in two: ``kv`` shards the KV
-heads, ``group`` shards the query heads *inside* each KV group, which is padded to a multiple of ``group``. K, V and
-their cache are sharded over ``kv`` alone and so replicated over ``group`` by sharding, never by copying weights.
+Grouped-query models have few KV heads (4 in Qwen2.5-7B), each with an odd number of query heads (7), so tensor
+parallelism over whole KV heads is limited to 4 chips. To go further, the tensor axis is split in two: ``kv`` shards the
+KV heads, and ``group`` shards the query heads *inside* each KV group, padded to a multiple of ``group``. Keys, values
+and their cache are sharded over ``kv`` only, and replicated over ``group``.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ class HeadLayout:
 
     @classmethod
     def for_tensor(cls, num_heads: int, num_kv_heads: int, tensor: int) -> HeadLayout:
-        """Lay out ``num_heads`` query heads that read ``num_kv_heads`` KV heads over ``tensor`` shards.
+        """Divide ``num_heads`` query heads and ``num_kv_heads`` KV heads over a tensor axis of size ``tensor``.
 
-        ``kv`` is the largest share of the tensor axis that divides the KV heads; ``group`` is the rest.
+        ``kv`` is the greatest common divisor of ``num_kv_heads`` and ``tensor``; ``group`` is ``tensor / kv``.
         """
         kv = math.gcd(num_kv_heads, tensor)
         return cls(num_kv_heads, num_heads // num_kv_heads, kv, tensor // kv)
 
     @property
     def shards_group(self) -> bool:
-        """Whether query heads are sharded over ``group``, else they are replicated over it.
+        """Whether query heads are sharded over ``group``; otherwise they are replicated over it.
 
-        One padded head per device is never more work or memory than all of a KV group's heads on each of them; only
-        with a single query head per KV head is there nothing to shard.
+        Even with padding, sharding needs no more work or memory per device than replication. With a single query head
+        per KV head, there is nothing to shard.
         """
         return self.queries_per_kv > 1 or self.group == 1
 
     @property
     def padded_queries_per_kv(self) -> int:
-        """Query heads per KV head as stored on the devices: padded with zero heads to a multiple of ``group``."""
+        """Query heads per KV head on the devices: padded with zero heads to a multiple of ``group``."""
         if not self.shards_group:
             return self.queries_per_kv
         return math.ceil(self.queries_per_kv / self.group) * self.group

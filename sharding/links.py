@@ -1,4 +1,4 @@
-"""What a mesh axis runs over: the links between the chips of a topology, and how fast they carry a collective."""
+"""The links between chips that each mesh axis uses, and how long collectives take on them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from sharding.heads import HeadLayout
 from sharding.mesh import MESH_AXES, MeshSpec, arrange_devices
 from sharding.topology import Topology, places
 
-# Time for a message to get to a neighbour, in seconds: an assumption, of the order that vendors give.
+# Assumed time for a message to reach a neighbour, in seconds, of the order that vendors state.
 HOP_SECONDS = {"interconnect": 1e-6, "NVLink": 3e-6, "network": 10e-6}
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins the members of a group of chips.
+    """The connection between the chips of a group.
 
     Attributes:
-      kind: ``interconnect`` (ICI), ``NVLink``, or ``network`` (between hosts or slices; its speed is an assumption).
-      bandwidth: bytes per second that each member sends, and receives at the same time, in a collective.
-      latency: seconds that a collective takes however little it carries.
+      kind: ``interconnect`` (ICI of a TPU slice), ``NVLink``, or ``network`` (between hosts or slices; its speed is
+        assumed).
+      bandwidth: bytes per second that each chip sends, and at the same time receives, in a collective.
+      latency: seconds that a collective takes in addition, regardless of its size.
     """
 
     kind: str
@@ -31,12 +32,12 @@ class Link:
     latency: float
 
     def seconds(self, kind: str, payload: float, members: int) -> float:
-        """Time of one collective by the ring algorithms.
+        """Return the time of one collective with ring algorithms, in seconds.
 
         Args:
-          kind: HLO's name of it.
-          payload: bytes of the whole array: what an all-gather makes, what a reduce-scatter takes.
-          members: chips that take part.
+          kind: name of the HLO operation.
+          payload: bytes of the whole array: the output of an all-gather, or the input of a reduce-scatter.
+          members: number of chips that take part.
         """
         share = payload * (members - 1) / members
         return (2 if kind == "all-reduce" else 1) * (share / self.bandwidth + self.latency)
@@ -44,7 +45,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Wiring:
-    """A mesh laid over a topology."""
+    """A mesh mapped onto the chips of a topology.
+
+    Attributes:
+      topology: the chips and their connections.
+      spec: the mesh.
+      heads: split of the mesh's tensor axis.
+    """
 
     topology: Topology
     spec: MeshSpec
@@ -52,27 +59,27 @@ class Wiring:
 
     @cached_property
     def _places(self) -> np.ndarray:
-        """``[data, sequence, kv, group, (x, y, z, slice, host)]``."""
+        """Place of every chip: ``[data, sequence, kv, group, 5]``; the last axis is (x, y, z, slice, host)."""
         array = arrange_devices(self.spec, self.heads, places(self.topology))
         rows = [(*place.coords, place.slice_index, place.process_index) for place in array.flat]
         return np.array(rows).reshape(*array.shape, 5)
 
     @property
     def slices(self) -> int:
-        """TPU slices that the mesh lies over; 1 for GPUs."""
+        """Number of TPU slices that the mesh spans; 1 for GPUs."""
         return len(set(self._places[..., 3].flat))
 
     def link(self, axes: Sequence[str], inside_slices: bool = False) -> Link:
-        """What joins the chips that differ along these mesh axes and no others.
+        """Return the link between the chips that a collective over these mesh axes joins.
 
-        On a TPU, every torus dimension that the group spans carries its share at once, in both directions where the
-        group closes a ring. Between GPUs, NVLink within a host. A group that spans GPU hosts runs as many rings at once
-        as it has members on a host, each through the network card of another: together as fast as those cards, and
-        never faster than NVLink, which all rings share within the host.
+        In a TPU slice, all torus dimensions that the group spans are used at once, and in both directions if the group
+        closes a ring. GPUs of one host use NVLink. A group that spans several GPU hosts runs as many rings at once as
+        it has members per host, each through another network card. Its bandwidth is the sum over these cards, but at
+        most that of NVLink, which all rings share within a host.
 
         Args:
-          axes: of the mesh.
-          inside_slices: only the chips of one slice.
+          axes: mesh axes of the collective.
+          inside_slices: consider only the chips of one slice.
         """
         chip, group = self.topology.chip, self._group(axes, inside_slices)
         if chip.platform == "gpu":
@@ -82,7 +89,7 @@ class Wiring:
             bandwidth = min(int(cards.min()) * chip.network_bandwidth, chip.link_bandwidth)
             return Link("network", bandwidth, (len(hosts) - 1) * HOP_SECONDS["network"])
         spans = [len(set(group[:, column])) for column in range(4)]
-        # The network lies between slices; the interconnect joins a slice's hosts.
+        # Slices are connected by the network. Hosts within a slice are connected by the interconnect.
         if spans[3] > 1:
             return Link("network", chip.network_bandwidth, (spans[3] - 1) * HOP_SECONDS["network"])
         sides = (*self.topology.shape, 1)[:3]
@@ -96,11 +103,11 @@ class Wiring:
         return Link("interconnect", max(1, directions) * chip.link_bandwidth, hops * HOP_SECONDS["interconnect"])
 
     def members(self, axes: Sequence[str], inside_slices: bool = False) -> int:
-        """How many chips such a group has."""
+        """Return the number of chips that a collective over these mesh axes joins."""
         return len(self._group(axes, inside_slices))
 
     def _group(self, axes: Sequence[str], inside_slices: bool) -> np.ndarray:
-        """Places of the chips that differ along these axes from the first, itself among them."""
+        """Return the places of the first chip and of all chips that differ from it only along these axes."""
         index = tuple(slice(None) if axis in axes else 0 for axis in MESH_AXES)
         group = self._places[index].reshape(-1, 5)
         return group[group[:, 3] == group[0, 3]] if inside_slices else group

@@ -1,7 +1,7 @@
-"""Meshes: what the user writes, what the devices become.
+"""Mesh specifications that users write, and the JAX meshes that are built from them.
 
-Users speak of three axes, ``data``, ``sequence`` and ``tensor``. The mesh that programs see has four, because
-``tensor`` is split into ``kv`` and ``group`` by the model's :class:`~sharding.heads.HeadLayout`.
+Users specify three axes: ``data``, ``sequence`` and ``tensor``. The JAX mesh has four, because the model's
+:class:`~sharding.heads.HeadLayout` splits ``tensor`` into ``kv`` and ``group``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ from sharding.heads import HeadLayout
 MESH_AXES = ("data", "sequence", "kv", "group")
 MAX_AXIS = 1 << 20
 
-# Weights that take more of a device's memory than this leave little room for anything else.
+# If weights take more than this fraction of a device's memory, little room is left for anything else.
 WEIGHT_MEMORY_SHARE = 0.6
 
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Sizes of the axes a user names. One of them may be -1: all the devices that the others leave."""
+    """Sizes of the three mesh axes. One size may be -1, which means all remaining devices.
+
+    Attributes:
+      data: shards of the batch.
+      sequence: shards of the canvas, and of the positions of the KV cache.
+      tensor: shards of the weights: of heads, MLP and vocabulary.
+    """
 
     data: int = 1
     sequence: int = 1
@@ -35,10 +41,10 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
-        """Parse ``"data=2,sequence=1,tensor=4"``; missing axes are 1.
+        """Parse a text such as ``"data=2,sequence=1,tensor=4"``. Missing axes have size 1.
 
         Raises:
-          MeshError: unknown or repeated axis, a size that is not a positive integer or -1, or more than one -1.
+          MeshError: an axis is unknown or repeated, a size is not a positive integer or -1, or there are several -1.
         """
         names = [field.name for field in fields(cls)]
         example = f'write for example "data=2,sequence=1,tensor=4" (axes: {", ".join(names)}; one may be -1)'
@@ -49,11 +55,11 @@ class MeshSpec:
                 raise MeshError(f'mesh "{text}": cannot read "{part}"; {example}')
             name, size = match[1], int(match[2])
             if name not in names:
-                raise MeshError(f'mesh "{text}": there is no axis "{name}"; {example}')
+                raise MeshError(f'mesh "{text}": unknown axis "{name}"; {example}')
             if name in sizes:
                 raise MeshError(f'mesh "{text}": axis "{name}" is given twice')
             if size != -1 and not 1 <= size <= MAX_AXIS:
-                raise MeshError(f'mesh "{text}": axis {name}={size}; a size is a positive integer, or -1 for the rest')
+                raise MeshError(f'mesh "{text}": {name}={size}; expected a positive integer, or -1 for the rest')
             sizes[name] = size
         if list(sizes.values()).count(-1) > 1:
             raise MeshError(f'mesh "{text}": only one axis can be -1')
@@ -61,25 +67,25 @@ class MeshSpec:
 
     @property
     def size(self) -> int:
-        """Number of devices, all axes resolved."""
+        """Number of devices of the mesh; all sizes must be resolved."""
         return self.data * self.sequence * self.tensor
 
     def resolve(self, num_devices: int) -> MeshSpec:
-        """Replace -1 by what ``num_devices`` leaves and check that the mesh fits them.
+        """Replace -1 by the number of remaining devices, and check that there are enough devices.
 
         Raises:
-          MeshError: the fixed axes do not divide the devices, or ask for more than there are.
+          MeshError: the number of devices is not a multiple of the fixed sizes, or the mesh needs more devices.
         """
         unknown = [field.name for field in fields(self) if getattr(self, field.name) == -1]
         if unknown:
             fixed = abs(self.size)
             if fixed > num_devices or num_devices % fixed:
-                raise MeshError(f"mesh {self}: {fixed} does not divide the {num_devices} devices here")
+                raise MeshError(f"mesh {self}: the number of devices, {num_devices}, is not a multiple of {fixed}")
             return replace(self, **{unknown[0]: num_devices // fixed})
         if self.size > num_devices:
             raise MeshError(
                 f"mesh {self} needs {self.size} devices, and there are {num_devices}; a mesh that fits: "
-                f"data={num_devices} (on CPU, --devices={self.size} simulates as many)"
+                f"data={num_devices} (on CPU, --devices={self.size} simulates {self.size} devices)"
             )
         return self
 
@@ -88,24 +94,24 @@ class MeshSpec:
 
 
 def build_mesh(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -> Mesh:
-    """Arrange devices into a mesh with axes ``data, sequence, kv, group``; see :func:`arrange_devices`."""
+    """Build a JAX mesh with the axes ``data, sequence, kv, group``; see :func:`arrange_devices`."""
     return Mesh(arrange_devices(spec, heads, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def arrange_devices(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -> np.ndarray:
-    """Arrange devices as ``[data, sequence, kv, group]``.
+    """Arrange devices into an array ``[data, sequence, kv, group]``.
 
-    Within a slice the axes follow the interconnect (ICI); across TPU slices only ``data`` may cross the data-centre
-    network (DCN), so ``data`` must then be a multiple of the number of slices.
+    Within a TPU slice, the axes are mapped to the interconnect (ICI). Between slices is the slower data-center network
+    (DCN), which only ``data`` may cross, so ``data`` must be a multiple of the number of slices.
 
     Args:
-      spec: sizes, with no -1 left.
-      heads: split of the tensor axis, ``heads.kv * heads.group == spec.tensor``.
-      devices: at least ``spec.size`` devices, real or of an AOT topology, or :class:`sharding.topology.Place`.
+      spec: the mesh, without -1.
+      heads: split of the tensor axis, with ``heads.kv * heads.group == spec.tensor``.
+      devices: at least ``spec.size`` devices: real ones, those of an AOT topology, or :class:`sharding.topology.Place`.
 
     Raises:
-      MeshError: several slices and a ``data`` axis that they do not divide, too few devices, or fewer than all, and the
-        first of them are no box of the interconnect.
+      MeshError: there are too few devices, ``data`` is not a multiple of the number of slices, or the mesh leaves
+        devices out and the used ones do not form a box of the interconnect.
     """
     if spec.size > len(devices):
         raise MeshError(f"mesh {spec} needs {spec.size} devices, and there are {len(devices)}")
@@ -125,8 +131,8 @@ def arrange_devices(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -
         inside, across = (spec.data // len(slices), *shape[1:]), (len(slices), 1, 1, 1)
         return mesh_utils.create_hybrid_device_mesh(inside, across, devices=used, allow_split_physical_axes=True)
     except (AssertionError, ValueError, NotImplementedError) as error:
-        why = "are no box of the interconnect" if len(slices) == 1 else "are not the same box in each slice"
+        why = "do not form a box of the interconnect" if len(slices) == 1 else "are not the same box in each slice"
         raise MeshError(
-            f"mesh {spec}: the first {spec.size} of {len(devices)} chips {why}, so that no mesh can be laid over them; "
-            f"a mesh that fits: data={len(devices)}"
+            f"mesh {spec} cannot be laid out: the first {spec.size} of {len(devices)} chips {why}; a mesh that fits: "
+            f"data={len(devices)}"
         ) from error

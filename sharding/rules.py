@@ -1,4 +1,4 @@
-"""Partition rules: which mesh axes a logical axis is sharded over."""
+"""Partition rules: the mapping from logical axes to mesh axes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,30 @@ from sharding.errors import MeshError
 from sharding.heads import HeadLayout
 
 MeshAxes = tuple[str, ...]
-# One dimension of an array: a logical axis, several merged into one dimension (major first), or None (not sharded).
+# One dimension of an array: a logical axis, several logical axes merged (major first), or None if it is not sharded.
 Dimension = str | tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
 class PartitionRules:
-    """Logical axis -> mesh axes. A logical axis that is not named here is an error, not a replicated dimension."""
+    """The mesh axes that shard each logical axis; an empty tuple means replicated.
+
+    Using a logical axis that has no rule here is an error.
+
+    Attributes:
+      batch: rows of a batch.
+      canvas: positions of whole rows.
+      residual: positions of the residual stream, which may be sharded over the tensor axis as well.
+      length: positions of the KV cache.
+      layers: stacked layers.
+      embed: the hidden size.
+      kv_heads, queries_per_kv, head_dim: attention heads.
+      qkv: the three parts of a fused projection to queries, keys and values.
+      positions: learned positions, and positions of per-row arrays such as the canvas of a loop's state.
+      mlp: the intermediate size of the MLP.
+      vocab: the vocabulary.
+      steps, stop_tokens, seed_words: second axes of per-row request arrays.
+    """
 
     batch: MeshAxes = ("data",)
     canvas: MeshAxes = ("sequence",)
@@ -38,14 +55,14 @@ class PartitionRules:
 
     @classmethod
     def for_heads(cls, heads: HeadLayout) -> PartitionRules:
-        """The rules for a head layout: query heads are replicated over ``group`` where there are too few of them."""
+        """Return the rules for a head layout. With one query head per KV head, ``group`` replicates the query heads."""
         return cls() if heads.shards_group else cls(queries_per_kv=())
 
     def mesh_axes(self, dimension: Dimension) -> MeshAxes:
-        """Mesh axes of one dimension, major first.
+        """Return the mesh axes that shard a dimension, major first.
 
         Raises:
-          MeshError: a logical axis without a rule.
+          MeshError: a logical axis has no rule.
         """
         if dimension is None:
             return ()
@@ -56,10 +73,10 @@ class PartitionRules:
         return tuple(axis for name in names for axis in getattr(self, name))
 
     def spec(self, *dimensions: Dimension) -> PartitionSpec:
-        """The partition spec of an array with these dimensions.
+        """Return the partition spec of an array with these dimensions.
 
         Raises:
-          MeshError: two dimensions want the same mesh axis, or a logical axis has no rule.
+          MeshError: two dimensions would be sharded over the same mesh axis, or a logical axis has no rule.
         """
         taken: dict[str, Dimension] = {}
         entries: list[str | MeshAxes | None] = []
@@ -76,7 +93,7 @@ class PartitionRules:
         return PartitionSpec(*entries)
 
     def shards(self, dimension: Dimension, sizes: Mapping[str, int]) -> int:
-        """Into how many shards a dimension is cut on a mesh whose axes have these sizes."""
+        """Return the number of shards of a dimension on a mesh whose axes have these sizes."""
         count = 1
         for axis in self.mesh_axes(dimension):
             count *= sizes[axis]

@@ -1,10 +1,10 @@
-"""Chips and slices as data: what a machine is, without the machine.
+"""Descriptions of accelerator chips and of machines built from them, for planning without the hardware.
 
-A topology is written as its chips are sold: ``v5e:2x4`` (a TPU slice, shape in chips) or ``v5e-8`` (the same by the
-name of its accelerator type), ``2xv5e:16x16`` (two slices), ``8xh100`` (a GPU host), ``2x8xh200`` (two hosts of eight).
-Rates are the vendors' peaks in bytes and operations per second, without sparsity: Google Cloud's pages of each TPU
-version, NVIDIA's data sheets of A100, H100, H200 and L4, and its Ada whitepaper for the RTX 4090. What they do not
-publish is marked as an assumption.
+A topology is written like the names under which machines are sold: ``v5e:2x4`` (a TPU slice by its shape in chips),
+``v5e-8`` (the same slice by its accelerator type), ``2xv5e:16x16`` (two slices), ``8xh100`` (a GPU host), ``2x8xh200``
+(two hosts of eight GPUs). Rates are the vendors' peaks in bytes and operations per second, without sparsity, from
+Google Cloud's page on each TPU version, NVIDIA's data sheets of A100, H100, H200 and L4, and NVIDIA's Ada whitepaper
+for the RTX 4090. Rates that vendors do not publish are marked as assumptions.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Chip:
-    """One accelerator.
+    """One type of accelerator.
 
     Attributes:
-      name: as users write it.
-      platform: JAX's name of its kind.
+      name: the name that users write.
+      platform: JAX's name of the platform.
       device_kind: JAX's name of the chip.
-      memory_bytes: high-bandwidth memory.
-      usable_bytes: of it, what programs get: the compiler's limit on TPU, JAX's default pool (three quarters) on GPU.
-      fast_memory_bytes: on-chip memory (VMEM, CMEM of v4) in which the compiler was seen to keep large arrays; else 0.
+      memory_bytes: bytes of device memory.
+      usable_bytes: bytes that programs can use: the compiler's limit on TPU, JAX's default pool (3/4) on GPU.
+      fast_memory_bytes: bytes of on-chip memory (VMEM, or CMEM on v4) in which the compiler keeps large arrays; 0 if it
+        was not seen to do so.
       memory_bandwidth: bytes per second.
       flops: bfloat16 operations per second.
       int8_ops: int8 operations per second.
-      link_bandwidth: bytes per second that one link of a TPU, or one GPU into NVLink, sends (and receives as many).
-      network_bandwidth: an assumption: bytes per second that one chip sends between hosts (GPU, through a network card
-        of its own) or slices (TPU).
-      chips_per_host: chips that share a host; more are another host.
-      torus_dimensions: dimensions of a TPU's interconnect, 0 for a switch that joins all chips of a host.
-      cores_in_name: what an accelerator type such as ``v4-32`` counts for each chip: TensorCores on v4 and v5p, which
-        have two, and chips on v5e and v6e.
+      link_bandwidth: bytes per second that one link of a TPU, or the NVLink connection of a GPU, carries in each
+        direction.
+      network_bandwidth: assumed bytes per second that one chip sends to other hosts (GPU, each with its own network
+        card) or to other slices (TPU).
+      chips_per_host: maximum number of chips of one host.
+      torus_dimensions: dimensions of a TPU's interconnect; 0 for GPUs, which a switch connects.
+      cores_in_name: how many units a chip counts in an accelerator type such as ``v4-32``. v4 and v5p count
+        TensorCores, of which a chip has two; v5e and v6e count chips.
     """
 
     name: str
@@ -80,8 +82,9 @@ def _gpu(
     )  # fmt: skip
 
 
-# Networks are assumptions: 400 Gb/s InfiniBand a card for H100 and H200, 200 Gb/s for A100, 25 Gb/s of the host's
-# network for L4 and RTX 4090; 50 Gb/s a TPU chip. L4 and RTX 4090 have no NVLink: their link is PCIe 4.0 x16.
+# Network bandwidths are assumptions: 400 Gb/s InfiniBand per GPU for H100 and H200, 200 Gb/s for A100, 25 Gb/s of the
+# host's network for L4 and RTX 4090, and 50 Gb/s per TPU chip. L4 and RTX 4090 have no NVLink; their link is PCIe 4.0
+# x16.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -104,21 +107,21 @@ _ALIASES = {
     "rtx-4090": "rtx4090",
 }  # fmt: skip
 
-# Slices of the two-dimensional generations.
+# Slices of the TPU generations with a two-dimensional interconnect.
 _FLAT_SLICES: tuple[tuple[int, ...], ...] = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-# Slices of the three-dimensional ones that are no whole cubes of 4x4x4; from there on every size is a multiple of 4.
+# Slices of the three-dimensional generations below a 4x4x4 cube. In larger slices every side is a multiple of 4.
 _SMALL_SLICES: tuple[tuple[int, ...], ...] = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _LARGEST_SIDE, _LARGEST_SLICE = 28, 8960
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A machine.
+    """A machine: a number of chips and how they are connected.
 
     Attributes:
-      chip: what it is made of.
-      shape: of one TPU slice in chips; GPUs of one host.
-      count: slices, or hosts of GPUs.
+      chip: type of the chips.
+      shape: shape of one TPU slice in chips, or ``(n,)`` for n GPUs per host.
+      count: number of TPU slices or GPU hosts.
     """
 
     chip: Chip
@@ -127,22 +130,22 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """Chips in all; each is one JAX device."""
+        """Total number of chips; each is one JAX device."""
         return self.count * math.prod(self.shape)
 
     @property
     def num_slices(self) -> int:
-        """TPU slices; 1 for GPUs."""
+        """Number of TPU slices; 1 for GPUs."""
         return self.count if self.chip.platform == "tpu" else 1
 
     @property
     def shape_name(self) -> str:
-        """The shape of one slice as its maker writes it, ``v5e:2x4``."""
+        """The shape of one slice in the vendor's notation, such as ``v5e:2x4``."""
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """For each dimension of a slice whether its ends are joined to a ring."""
+        """For each dimension of a slice, whether its ends are connected to form a ring."""
         if self.chip.torus_dimensions == 2:
             return tuple(side == 16 for side in self.shape)
         cube = all(side % 4 == 0 for side in self.shape)
@@ -155,16 +158,16 @@ class Topology:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one chip is: what of a JAX device a mesh is arranged by, without JAX knowing any such device.
+    """The place of a chip in a topology. It stands in for a JAX device when devices are arranged into a mesh.
 
     Attributes:
-      id: number of the device, host by host.
+      id: number of the device, counted host by host.
       platform: ``tpu`` or ``gpu``.
       device_kind: JAX's name of the chip.
-      coords: position in its slice, ``(x, y, z)``.
-      core_on_chip: always 0: one device a chip.
-      slice_index: which slice.
-      process_index: which host.
+      coords: position within the slice, ``(x, y, z)``.
+      core_on_chip: always 0, because a chip is one device.
+      slice_index: index of the slice.
+      process_index: index of the host.
     """
 
     id: int
@@ -177,10 +180,10 @@ class Place:
 
 
 def parse_topology(text: str) -> Topology:
-    """Parse ``v5e:2x4``, ``v5e-8``, ``2xv5e:16x16``, ``8xH100`` or ``2x8xh200``; capitals do not matter.
+    """Parse a topology such as ``v5e:2x4``, ``v5e-8``, ``2xv5e:16x16``, ``8xH100`` or ``2x8xh200``; case is ignored.
 
     Raises:
-      MeshError: an unknown chip, a spelling that is not one of these, or a slice that does not exist.
+      MeshError: the notation is wrong, the chip is unknown, or the slice does not exist.
     """
     spellings = "write for example v5e-8 or v5e:2x4, 2xv5e:16x16 (two slices), 8xh100 or 2x8xh200 (two hosts)"
     found = re.fullmatch(
@@ -194,12 +197,12 @@ def parse_topology(text: str) -> Topology:
     chip = CHIPS.get(name)
     if chip is None:
         raise MeshError(
-            f'topology "{text}": there is no chip "{found["name"]}"; known: {", ".join(CHIPS)}; {spellings}'
+            f'topology "{text}": unknown chip "{found["name"]}"; known chips: {", ".join(CHIPS)}; {spellings}'
         )
     sized = found["shape"] is not None or found["size"] is not None
     if (chip.platform == "tpu") != sized or (sized and found["chips"] is not None):
         right = f"{name}:{'x'.join(['2'] * chip.torus_dimensions)}" if chip.platform == "tpu" else f"8x{name}"
-        raise MeshError(f'topology "{text}": write {right} or the like for {name}; {spellings}')
+        raise MeshError(f'topology "{text}": for {name}, write a form such as {right}; {spellings}')
     count = int(found["count"] or 1)
     if found["shape"] is not None:
         shape = tuple(map(int, found["shape"].split("x")))
@@ -210,7 +213,7 @@ def parse_topology(text: str) -> Topology:
         count, shape = (count, (int(found["chips"]),)) if found["chips"] else (1, (count,))
         if not 1 <= shape[0] <= chip.chips_per_host:
             raise MeshError(
-                f'topology "{text}": a host has 1 to {chip.chips_per_host} {name}; more are several hosts, such as '
+                f'topology "{text}": a host has 1 to {chip.chips_per_host} {name}; write several hosts as '
                 f"2x{chip.chips_per_host}x{name}"
             )
     if not 1 <= count <= MAX_HOSTS:
@@ -219,12 +222,15 @@ def parse_topology(text: str) -> Topology:
 
 
 def _shape_of_size(text: str, chip: Chip, size: int) -> tuple[int, ...]:
-    """The shape of the slice whose accelerator type ends with this number."""
+    """Return the shape of the slice whose accelerator type ends with this number."""
     chips, rest = divmod(size, chip.cores_in_name)
     found = None if rest else machine_of(chip, chips)
     if found is None:
-        what = "chips" if chip.cores_in_name == 1 else f"TensorCores, {chip.cores_in_name} a chip"
-        raise MeshError(f'topology "{text}": {chip.name} has no such slice of {size} {what}; its shapes can be written')
+        what = "chips" if chip.cores_in_name == 1 else f"TensorCores ({chip.cores_in_name} per chip)"
+        example = f"{chip.name}:{'x'.join(['4'] * chip.torus_dimensions)}"
+        raise MeshError(
+            f'topology "{text}": {chip.name} has no such slice of {size} {what}; write its shape, such as {example}'
+        )
     return found.shape
 
 
@@ -242,7 +248,7 @@ def _check_slice(text: str, chip: Chip, shape: tuple[int, ...]) -> None:
 
 
 def places(topology: Topology) -> list[Place]:
-    """The chips of a topology, host by host, in the order in which JAX lists the devices of such a machine."""
+    """Return the places of a topology's chips, in the order in which JAX lists the devices of such a machine."""
     chip = topology.chip
     found: list[Place] = []
     if chip.platform == "gpu":
@@ -258,7 +264,7 @@ def places(topology: Topology) -> list[Place]:
 
 
 def machine_of(chip: Chip, count: int) -> Topology | None:
-    """The machine of this many chips as it is rented: one slice, or whole hosts; None where there is none."""
+    """Return the machine with this many chips: one TPU slice, or whole GPU hosts; None if there is no such machine."""
     if chip.platform == "gpu":
         if count <= chip.chips_per_host:
             return Topology(chip, (count,))

@@ -1,7 +1,7 @@
-"""Divisibility, checked by us.
+"""Checks that a model can be divided over a mesh, before any device is touched.
 
-JAX replicates a dimension that does not divide its mesh axis without a word, so a mesh is checked here, before a
-device is touched, and the error names a mesh that would work.
+JAX silently replicates a dimension that is not a multiple of its mesh axis. Here this is an error, which names a mesh
+that works.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from sharding.rules import PartitionRules
 
 @dataclass(frozen=True)
 class NamedShape:
-    """A tensor as validation sees it: its name and its logical axes with their unpadded sizes."""
+    """The name of a tensor, its logical axes, and their unpadded sizes."""
 
     name: str
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
 
 
-# Axes that the runtime pads to what the mesh needs, so that any size divides.
+# Axes that the runtime pads to a multiple of the mesh axis, so that any size works.
 PADDED_AXES = ("queries_per_kv", "vocab")
 
 
@@ -38,13 +38,13 @@ def _problems(
             if axis not in PADDED_AXES and size % shards and (axis, size) not in found:
                 names = "*".join(dict.fromkeys(user_axis[mesh_axis] for mesh_axis in rules.mesh_axes(axis)))
                 found[axis, size] = (
-                    f'tensor "{shape.name}": dimension "{axis}" of size {size} does not divide by {names}={shards}'
+                    f'tensor "{shape.name}": dimension "{axis}" of size {size} is not divisible by {names}={shards}'
                 )
     return list(found.values())
 
 
 def mesh_problems(shapes: Sequence[NamedShape], spec: MeshSpec, num_heads: int, num_kv_heads: int) -> list[str]:
-    """Everything that does not divide on this mesh, a sentence each; empty when the mesh works."""
+    """Describe every dimension that cannot be divided over the mesh, one sentence each; empty if the mesh works."""
     heads = HeadLayout.for_tensor(num_heads, num_kv_heads, spec.tensor)
     sizes = {"data": spec.data, "sequence": spec.sequence, "kv": heads.kv, "group": heads.group}
     user_axis = {"data": "data", "sequence": "sequence", "kv": "tensor", "group": "tensor"}
@@ -52,7 +52,7 @@ def mesh_problems(shapes: Sequence[NamedShape], spec: MeshSpec, num_heads: int, 
 
 
 def working_tensor_sizes(shapes: Sequence[NamedShape], limit: int, num_heads: int, num_kv_heads: int) -> list[int]:
-    """Sizes of the tensor axis up to ``limit`` on which every tensor divides, ascending."""
+    """Return the tensor axis sizes up to ``limit`` that every tensor can be divided by, in ascending order."""
     return [
         size
         for size in range(1, limit + 1)
@@ -61,14 +61,17 @@ def working_tensor_sizes(shapes: Sequence[NamedShape], limit: int, num_heads: in
 
 
 def check_mesh(shapes: Sequence[NamedShape], spec: MeshSpec, num_heads: int, num_kv_heads: int) -> None:
-    """Check that every tensor divides on the mesh.
+    """Check that every tensor can be divided over the mesh.
 
     Raises:
-      MeshError: names each tensor, dimension, size and axis that does not divide, and the nearest mesh that works.
+      MeshError: a dimension is not divisible. The message names the tensor, the dimension, its size and the mesh axis,
+        and the nearest mesh that works.
     """
     problems = mesh_problems(shapes, spec, num_heads, num_kv_heads)
     if not problems:
         return
     working = working_tensor_sizes(shapes, spec.tensor, num_heads, num_kv_heads)
     suggestion = replace(spec, tensor=working[-1])
-    raise MeshError(f"mesh {spec} does not divide the model: {'; '.join(problems)}. A mesh that works: {suggestion}")
+    raise MeshError(
+        f"the model cannot be divided over mesh {spec}: {'; '.join(problems)}. Mesh that works: {suggestion}"
+    )

@@ -80,7 +80,7 @@ def test_a_package_of_the_same_name_is_named(site: Path, tmp_path: Path, name: s
     found = run_script(site, tmp_path, "import diffumesh")
     assert found.returncode == 1
     message = found.stderr.splitlines()[-1]
-    assert message.startswith(f"ImportError: diffumesh needs its own package {name} ({ROOT / name})"), message
+    assert message.startswith(f"ImportError: diffumesh requires its own package {name} ({ROOT / name})"), message
     assert str(tmp_path / name / "__init__.py") in message
 
 

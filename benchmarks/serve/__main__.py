@@ -17,7 +17,8 @@ arrivals at 30, 60 and 90 % of this server's capacity), ``batch`` (``diffumesh b
 best measured rate). How each is defined is said in :mod:`benchmarks.serve.sections`. The older server takes up to a
 minute for a request; it gets two lone ones, 60 that arrive, and as many as its capacity needs.
 
-Written to benchmarks/results/serve.json after each section, with plots beside it at the end.
+Written to benchmarks/results/serve.json after each section, with plots beside it at the end. ``acceptance`` in it has a
+row for each thing that a run is expected to show: what was measured, the goal, and whether it is met.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from benchmarks.records import (
     load_notes,
     write_record,
 )
+from benchmarks.serve.acceptance import acceptance
 from benchmarks.serve.plots import draw
 from benchmarks.serve.processes import PATIENCE, Checkout, GenerateLoop, Server, generate_loop, server
 from benchmarks.serve.sections import (
@@ -55,10 +57,11 @@ from benchmarks.serve.sections import (
     measure_same_arrivals,
     measure_starts,
 )
+from benchmarks.serve.tables import acceptance_table
 from benchmarks.serve.workload import SIZES, Sizes, make_asks, read_functions
 from checkpoints import DEMO, open_folder
-from launch.profiling import check_profiling, define_profiling_flags, given_profiling
-from launch.startup import run_launcher
+from launch.process.profiling import check_profiling, define_profiling_flags, given_profiling
+from launch.process.startup import run_launcher
 from runtime import TextTokenizer, parse_config
 from sharding.errors import InputError
 
@@ -324,7 +327,8 @@ def main(values: flags.FlagValues) -> None:
         subject = read_subject(values, Path(temporary))
         path = None
         for name in measure(subject) if values.address is None else measure_there(subject):
-            results = subject.results | {"ratios": ratios(subject.results)}
+            between = ratios(subject.results)
+            results = subject.results | {"ratios": between, "acceptance": acceptance(subject.results, between)}
             record = build_record("serve", kind="measured", settings=settings(subject), results=results, notes=notes)
             path = write_record(record, values.output_dir, values.record)
             print(f"{name}: written to {path}", flush=True)
@@ -333,6 +337,7 @@ def main(values: flags.FlagValues) -> None:
         plot = Path(values.plot) if values.plot else path.with_suffix(".png")
         draw(subject.results, plot)
         print(plot)
+        print(acceptance_table(results))
         profile(subject)
 
 

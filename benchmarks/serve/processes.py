@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 
-from launch.local import free_port
-from launch.startup import this_host
+from launch.hosts.local_processes import free_port
+from launch.process.startup import this_host
 from sharding.errors import InputError
 
 PATIENCE = 900.0

@@ -22,13 +22,13 @@ from benchmarks.load import Answer, Ask, Client, Saturated, open_loop, percentil
 from benchmarks.records import Timing
 from benchmarks.serve.processes import PATIENCE, Checkout, GenerateLoop, Server, metric, run_batch, server
 from benchmarks.serve.workload import Sizes
-from launch.startup import this_host
+from launch.process.startup import this_host
 from sharding.errors import InputError
 
 # Of its capacity, at which the older server is compared.
 COMPARED_SHARE = 0.3
 # Waits in which the server has nothing to do are cut to this, in seconds.
-LONGEST_IDLE = 0.25
+LONGEST_IDLE = 0.1
 _STREAMED_TOKENS = 16
 _BLOCK_LENGTHS = (1, 8)
 

@@ -16,6 +16,7 @@ def serve_tables(record: dict[str, Any]) -> str:
     parts = [
         make(results)
         for section, make in (
+            ("acceptance", acceptance_table),
             ("lone", lone_table),
             ("first_text", first_text_table),
             ("same_arrivals", same_arrivals_table),
@@ -37,6 +38,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def seconds(milliseconds: float) -> str:
     """A time with three digits."""
     return f"{milliseconds / 1e3:.3g} s"
+
+
+def acceptance_table(results: dict[str, Any]) -> str:
+    """What was expected, and what came of it."""
+    said = {None: "", True: "yes", False: "NO"}
+    rows = [[row["what"], f"{row['value']:g}", row["goal"] or "", said[row["met"]]] for row in results["acceptance"]]
+    return table(["expected", "measured", "goal", "met"], rows)
 
 
 def lone_table(results: dict[str, Any]) -> str:

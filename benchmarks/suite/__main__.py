@@ -43,8 +43,8 @@ from benchmarks.suite.sheet import Sheet
 from benchmarks.suite.start import load, measure_compilation, measure_files, note_memory
 from benchmarks.suite.subject import Subject, attached_devices, check_subject, define_subject_flags, model_name
 from benchmarks.suite.text import measure_tokenizer
-from launch.profiling import check_profiling, define_profiling_flags
-from launch.startup import run_launcher, start_devices
+from launch.process.profiling import check_profiling, define_profiling_flags
+from launch.process.startup import run_launcher, start_devices
 from runtime.engine import Engine
 from sharding.errors import InputError
 

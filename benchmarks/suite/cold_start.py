@@ -20,7 +20,7 @@ from benchmarks.suite.subject import (
     prompt_ids,
     request_of,
 )
-from launch.startup import run_launcher, start_devices
+from launch.process.startup import run_launcher, start_devices
 
 NEW_TOKENS, STEPS, PROMPT = 50, 25, 14
 

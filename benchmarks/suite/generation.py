@@ -16,7 +16,7 @@ from benchmarks.ceilings import COPY_BYTES, MATMUL_SIZE, measure_ceilings
 from benchmarks.records import NotRunError, Timing, time_alternating
 from benchmarks.suite.subject import Subject, open_engine, rates, request_of
 from benchmarks.timed_passes import Request, TimedPass
-from launch.profiling import given_profiling, profile_again
+from launch.process.profiling import given_profiling, profile_again
 from runtime.decoding.parameters import SamplingConfig
 from runtime.engine import Engine
 from runtime.models.families import model_layout

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from benchmarks.ceilings import fits_or_none
 from benchmarks.records import NotRunError, Timing, time_alternating
-from launch.startup import this_host
+from launch.process.startup import this_host
 from sharding.errors import InputError
 
 Result = TypeVar("Result")

@@ -99,7 +99,7 @@ def measure_files(sheet: Sheet, values: flags.FlagValues) -> None:
 
     def work() -> None:
         folder = open_folder(values.checkpoint)
-        if folder.is_canonical:
+        if folder.is_orbax:
             raise NotRunError("it is canonical")
         layout = model_layout(parse_config(folder.config))
         size = open_tensors(folder).bytes

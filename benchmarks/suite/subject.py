@@ -17,7 +17,7 @@ from benchmarks.records import NotRunError
 from benchmarks.suite.sheet import Sheet
 from benchmarks.timed_passes import Request, TimedPass, time_pass
 from checkpoints import DEMO
-from launch.startup import define_device_flags
+from launch.process.startup import define_device_flags
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
 from runtime.execution.result import GenerationResult

@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 from benchmarks.models import checkpoint_config, define_model_flags, model_sizes
 from benchmarks.records import Timing, build_record, define_record_flags, load_notes, write_record
 from checkpoints import DEMO
-from launch.startup import run_launcher
+from launch.process.startup import run_launcher
 from runtime import InputError
 from runtime.models.dream import DREAM
 from runtime.models.families import model_layout, parse_config

@@ -1,4 +1,4 @@
-"""Completions in OpenAI's form: whole answers, their choices and log-probabilities."""
+"""Builds responses in OpenAI's format: completions, choices, log-probabilities and usage."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 from runtime import TextTokenizer
 
-# Decimals of log-probabilities: what is beyond depends on the order of additions.
+# Decimals of log-probabilities. Further digits depend on the order of additions.
 DECIMALS = 5
 
 
 def answer(
     identity: str, created: int, model_name: str, choices: Sequence[dict[str, Any]], chat: bool
 ) -> dict[str, Any]:
-    """A whole answer without its usage.
+    """A completion without its usage.
 
     Args:
-      identity: of the answer.
+      identity: the completion's id.
       created: seconds since 1970.
-      model_name: as the caller knows it.
-      choices: as :func:`choice` makes them.
-      chat: the answer to a conversation, else to a prompt.
+      model_name: the served model's name.
+      choices: choices made by :func:`choice`.
+      chat: whether this is a chat completion.
     """
     return {
         "id": identity,
@@ -37,13 +37,13 @@ def answer(
 def choice(
     index: int, text: str, finish_reason: str, log_probabilities: dict[str, Any] | None, chat: bool
 ) -> dict[str, Any]:
-    """One completion."""
+    """One choice of a completion."""
     said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
     return {"index": index, **said, "finish_reason": finish_reason, "logprobs": log_probabilities}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """What an answer cost."""
+    """The token counts of a completion."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -53,12 +53,12 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=1 << 18)
 def token_text(tokenizer: TextTokenizer, token: int) -> str:
-    """The text of one token alone. Kept, because the same ones are asked for again and again."""
+    """The text of a single token, cached because the same tokens occur again and again."""
     return tokenizer.decode([token], skip_special_tokens=False)
 
 
 def logprobs(tokenizer: TextTokenizer, tokens: Sequence[int], values: Sequence[float], chat: bool) -> dict[str, Any]:
-    """Log-probabilities of the tokens of a completion, rounded."""
+    """Rounded log-probabilities of the tokens of a completion."""
     texts = [token_text(tokenizer, token) for token in tokens]
     rounded = [round(float(value), DECIMALS) for value in values]
     if chat:

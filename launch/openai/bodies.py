@@ -1,4 +1,4 @@
-"""Reads requests, a prompt or a chat with decoding parameters: lines of a batch and bodies of the server alike."""
+"""Reads requests in OpenAI's format: lines of a batch file and bodies of HTTP requests."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ from runtime import (
 
 MAX_STOPS, MAX_STOP = 16, 1024
 
-# No token has more characters than this: a text that is longer than so many for each position does not fit.
+# No token has more characters than this, so a text with more characters per position cannot fit.
 _LONGEST_TOKEN = 256
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-# Fields of a request that are no decoding parameters.
+# Fields of a request beside the decoding parameters.
 _SAMPLES, _SAMPLES_NAME = Integer(1, MAX_SAMPLES), "num_return_sequences"
 _READ = {"prompt", "messages", "stop", _SAMPLES_NAME, *EXPOSED_PARAMETERS}
 _OWN_NAMES = {"n": _SAMPLES_NAME} | {alias: one.name for one in EXPOSED_PARAMETERS.values() for alias in one.aliases}
-# A request has a single seed, which is kept beside its configuration.
+# A request has one seed, which is not part of its configuration.
 _SEED = Integer(0, MAX_SEED)
 _MAX_CONFIGS = 1024
-# What a body may say that changes no token.
+# Fields of a body that change no token.
 _SILENT = ("model", "user", "metadata", "store", "service_tier")
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What requests start from, and what they are read with.
+    """The model, its tokenizer, and the values of fields that a request does not set.
 
     Attributes:
-      model_name: how OpenAI's records call it.
+      model_name: the model's name in OpenAI's format.
       model: the architecture.
-      tokenizer: the checkpoint's.
-      config: the decoding parameters of the flags.
-      steps_follow_tokens: a request with its own number of new tokens takes as many steps.
+      tokenizer: the checkpoint's tokenizer.
+      config: the default decoding parameters.
+      steps_follow_tokens: a request that sets only its number of new tokens gets as many denoise steps.
       end_token_ids: tokens that end a completion.
-      seed: of a request that has none.
-      chat: plain prompts are a user's messages.
-      samples: completions of each prompt.
-      stop: strings that end a completion.
+      seed: the default seed.
+      chat: treat a plain prompt as a message of a user.
+      samples: the default number of completions per prompt.
+      stop: the default strings that end a completion.
     """
 
     model_name: str
@@ -78,10 +78,10 @@ class Defaults:
     )
 
     def decoding(self, fields: Mapping[str, Any]) -> DiffusionConfig | SamplingConfig:
-        """The decoding parameters of a body. Bodies that say the same of them share one object.
+        """The decoding parameters of a body. Bodies with equal parameters share one configuration object.
 
         Raises:
-          InputError: a parameter is wrong, or this model's decoder does not have it.
+          InputError: a parameter is invalid, or this model's decoder does not have it.
         """
         said = json.dumps({name: fields[name] for name in fields if name in EXPOSED_PARAMETERS and name != "seed"})
         if said not in self._configs:
@@ -92,20 +92,20 @@ class Defaults:
 
     @property
     def completions(self) -> CompletionBuilder:
-        """What turns a finished row into a completion."""
+        """Turns finished rows into completions."""
         return CompletionBuilder(self.tokenizer, self.model.mask_token_id, self.end_token_ids)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked for.
+    """A validated and tokenized request.
 
     Attributes:
-      prompt: its text, empty for a chat.
-      tokens: what the model is given.
-      config: its decoding parameters.
-      seed: its own, or the default one.
-      samples: completions wanted.
+      prompt: the text of the prompt, empty for a chat.
+      tokens: the token ids of the prompt.
+      config: the decoding parameters.
+      seed: the seed of the request, or the default.
+      samples: the number of completions.
       stop: strings that end a completion.
     """
 
@@ -119,26 +119,26 @@ class Asked:
 
 def _once(pairs: list[tuple[str, Any]], most: int | None = None) -> dict[str, Any]:
     if most is not None and len(pairs) > most:
-        raise InputError(f"an object has {len(pairs)} names; at most {most}")
+        raise InputError(f"an object has {len(pairs)} names; at most {most} are allowed")
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise InputError("an object says a name twice")
+        raise InputError("an object has the same name twice")
     return found
 
 
 def parse_object(raw: bytes, names: int | None = None) -> dict[str, Any]:
-    """A JSON object from bytes.
+    """Parse a JSON object.
 
     Args:
-      raw: UTF-8.
-      names: that an object may have at most; None for any number.
+      raw: JSON in UTF-8.
+      names: the maximum number of names per object; None for no limit.
 
     Raises:
-      InputError: not UTF-8, not JSON, not an object, an object that says something twice, or one with too many names.
+      InputError: the bytes are not UTF-8, not JSON or not an object, or an object has a name twice or too many names.
     """
     try:
         record = json.loads(raw.decode("utf-8"), object_pairs_hook=partial(_once, most=names))
-        # Half a character, which only an escape can write, is no text.
+        # A lone surrogate, which only an escape can produce, is not valid text.
         if _SURROGATE.search(raw):
             json.dumps(record, ensure_ascii=False).encode("utf-8")
     except InputError:
@@ -153,40 +153,40 @@ def parse_object(raw: bytes, names: int | None = None) -> dict[str, Any]:
 
 
 def by_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A body with aliases replaced by the names of our parameters, and without fields that are null.
+    """A body with aliases replaced by the names of parameters, and without fields that are null.
 
     Raises:
-      InputError: one parameter is given by two names.
+      InputError: two names of the same parameter are present.
     """
     found: dict[str, Any] = {}
     for name, value in body.items():
         own = _OWN_NAMES.get(name, name)
         if own in found:
-            raise InputError(f"{name}: {own} is given twice", field=name)
+            raise InputError(f"{name}: {own} is given twice, under two names", field=name)
         if value is not None:
             found[own] = value
     return found
 
 
 def known(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a body, by our names, that :func:`read_asked` reads."""
+    """The fields of a body, named as parameters, that :func:`read_asked` reads."""
     return {name: value for name, value in changes.items() if name in _READ}
 
 
 def is_read(name: str) -> bool:
-    """Whether :func:`read_asked` reads a field of a body, given by any of its names."""
+    """Whether :func:`read_asked` reads a field of a body. ``name`` may be an alias."""
     return _OWN_NAMES.get(name, name) in _READ
 
 
 def read_asked(fields: Mapping[str, Any], defaults: Defaults) -> Asked:
-    """Check a request and tokenize its prompt.
+    """Validate a request and tokenize its prompt.
 
     Args:
-      fields: of its body, as :func:`known` returns them.
-      defaults: values of what it does not say.
+      fields: the fields of its body, as :func:`known` returns them.
+      defaults: values of fields that are absent.
 
     Raises:
-      InputError: a field is wrong, or the model cannot run the request.
+      InputError: a field is invalid, or the model cannot run the request.
     """
     draft = read_draft(fields, defaults)
     (tokens,) = encode_drafts([draft], defaults)
@@ -195,10 +195,10 @@ def read_asked(fields: Mapping[str, Any], defaults: Defaults) -> Asked:
 
 @dataclass(frozen=True)
 class Draft:
-    """A request that is checked, but for what only the tokens of its prompt can tell.
+    """A request that was validated but not tokenized yet.
 
     Attributes:
-      prompt: a text, or token ids; a chat's is its messages.
+      prompt: a text, token ids, or the messages of a chat.
       config, seed, samples, stop: as in :class:`Asked`.
     """
 
@@ -210,21 +210,21 @@ class Draft:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the prompt is token ids."""
+        """Whether the prompt is a list of token ids."""
         return isinstance(self.prompt, list) and isinstance(self.prompt[0], int)
 
     def messages(self, chat: bool) -> list[dict[str, str]] | None:
-        """The conversation, which a plain prompt begins if it is a ``chat``; None where there is none."""
+        """The messages of a chat, or None. With ``chat``, a plain prompt becomes the first message of a user."""
         if isinstance(self.prompt, str):
             return [{"role": "user", "content": self.prompt}] if chat else None
         return None if self.has_tokens else self.prompt  # type: ignore[return-value]
 
 
 def read_draft(fields: Mapping[str, Any], defaults: Defaults) -> Draft:
-    """Check a request without tokenizing its prompt, which may take long.
+    """Validate a request without tokenizing its prompt, which can take long.
 
     Raises:
-      InputError: a field is wrong.
+      InputError: a field is invalid.
     """
     return Draft(
         config=defaults.decoding(fields),
@@ -236,10 +236,10 @@ def read_draft(fields: Mapping[str, Any], defaults: Defaults) -> Draft:
 
 
 def encode_drafts(drafts: Sequence[Draft], defaults: Defaults) -> list[list[int] | InputError]:
-    """Token ids of the prompts of several requests, or why one has none.
+    """Tokenize the prompts of several requests. A prompt that is too long gives an error in place of its token ids.
 
     Raises:
-      CheckpointError: the chat template does not end.
+      CheckpointError: the checkpoint has no chat template, or rendering it takes too long.
     """
     tokenizer, positions = defaults.tokenizer, defaults.model.max_positions
     found: dict[int, Any] = {number: draft.prompt for number, draft in enumerate(drafts)}
@@ -258,14 +258,14 @@ def encode_drafts(drafts: Sequence[Draft], defaults: Defaults) -> list[list[int]
 
 
 def finish(draft: Draft, tokens: list[int] | InputError, defaults: Defaults) -> Asked:
-    """The request of a draft, from what :func:`encode_drafts` returns for it.
+    """The request of a draft, given the result of :func:`encode_drafts` for it.
 
     Raises:
-      InputError: it has no tokens, or the model cannot run it.
+      InputError: the prompt is empty or too long, or the model cannot run the request.
     """
     if isinstance(tokens, InputError):
         raise tokens
-    # Most requests need no more than this: millions of lines are checked so.
+    # A cheap check for almost all requests: a batch may have millions of lines.
     room = defaults.model.max_positions - len(_not_empty(tokens))
     if not 0 < draft.config.max_new_tokens <= room:
         check_request(RowRequest(tokens, draft.config, 0).rows, defaults.model, draft.config)
@@ -276,34 +276,34 @@ def finish(draft: Draft, tokens: list[int] | InputError, defaults: Defaults) -> 
 
 
 def nothing_else(fields: Mapping[str, Any], silent: str = " ".join(_SILENT)) -> None:
-    """Check that fields which are not read are empty or off; those named in ``silent`` change no token anyway.
+    """Check that fields which are not read are empty or off. Fields named in ``silent`` may have any value.
 
     Raises:
-      InputError: one of them is not.
+      InputError: a field asks for something that is not supported.
     """
-    # A switch that is off or a list that is empty asks for nothing that could be missed.
+    # A switch that is off and a list that is empty ask for nothing.
     asked = [name for name, value in fields.items() if value and name not in silent.split()]
     if asked:
         raise InputError(f"{', '.join(asked):.200}: not supported", field=asked[0])
 
 
 def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConfig | SamplingConfig:
-    """The decoding parameters of a body, over the defaults; ``early_stop`` is not decided yet.
+    """The default decoding parameters with those of a body. ``early_stop`` may still be undecided.
 
     Raises:
-      InputError: a parameter is wrong, or this model's decoder does not have it.
+      InputError: a parameter is invalid, or this model's decoder does not have it.
     """
     config = defaults.config
     given = [name for name in EXPOSED_PARAMETERS if name in changes and name != "seed"]
     wrong = [name for name in given if name not in AUTOREGRESSIVE_PARAMETERS]
     if isinstance(config, SamplingConfig) and wrong:
         raise InputError(
-            f"{', '.join(wrong)}: for diffusion models, and this checkpoint is autoregressive", field=wrong[0]
+            f"{', '.join(wrong)}: for diffusion models only; this checkpoint is autoregressive", field=wrong[0]
         )
     fields = {name: EXPOSED_PARAMETERS[name].from_request(changes[name]) for name in given}
     if "log_probabilities" in fields:
         fields["log_probabilities"] = _log_probabilities(fields["log_probabilities"])
-    # Parameters of one cache or one parallel rule do not carry over to another one.
+    # A body that changes the cache or the parallel rule starts from the default parameters of the new one.
     for name in [name for name in fields if fields[name] != getattr(config, name)]:
         fields = {one.name: one.default for one in dependents(type(config), name)} | fields
     tokens = fields.get("max_new_tokens")
@@ -316,7 +316,7 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
 
 
 def _log_probabilities(wanted: Any) -> bool:
-    # OpenAI's completions give the number of alternatives, 0 for none: the chosen token's is what there is.
+    # In OpenAI's completions logprobs is the number of alternatives. Only the chosen token is supported, which is 0.
     if not isinstance(wanted, (bool, int)) or (wanted is not True and wanted != 0):
         raise InputError(
             f"logprobs is {wanted!r:.80}; expected true, false, or 0: there are no alternatives", field="logprobs"
@@ -329,45 +329,48 @@ def _stops(changes: Mapping[str, Any], defaults: Defaults) -> tuple[str, ...]:
     found = [found] if isinstance(found, str) else found
     texts = isinstance(found, (list, tuple)) and all(isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in found)
     if not texts or len(found) > MAX_STOPS:
-        raise InputError(f"stop: expected a text, or at most {MAX_STOPS}, of 1 to {MAX_STOP} characters", field="stop")
+        raise InputError(
+            f"stop: expected a string or at most {MAX_STOPS} strings, each of 1 to {MAX_STOP} characters", field="stop"
+        )
     return tuple(found)
 
 
 def check_prompt_size(prompt: Any, positions: int) -> None:
-    """Refuse a prompt, a text or token ids, that cannot fit. It costs no time, and tokenizing a long text does.
+    """Refuse a prompt, a text or token ids, that is too long. This avoids tokenizing a very long text.
 
     Raises:
-      InputError: it has more tokens than there are positions.
+      InputError: the prompt certainly has more tokens than ``positions``.
     """
     least = len(prompt) // _LONGEST_TOKEN if isinstance(prompt, str) else len(prompt)
     if least > positions:
         raise InputError(
-            f"the prompt is too long; there is room for {positions} tokens, new ones included", field="prompt"
+            f"the prompt is too long; prompt and new tokens must fit into {positions} positions", field="prompt"
         )
 
 
 def _prompt(changes: Mapping[str, Any], defaults: Defaults) -> Any:
-    """The prompt of a request, a text, token ids or messages, checked as far as it can be before it is tokenized."""
+    """The prompt of a request (a text, token ids or messages), checked as far as possible before tokenizing."""
     if ("prompt" in changes) == ("messages" in changes):
         raise InputError("expected either a prompt or messages", field="prompt")
     if "messages" in changes:
         return _messages(changes["messages"])
     prompt, vocabulary = changes["prompt"], defaults.model.vocab_size
     if not isinstance(prompt, (str, list)):
-        raise InputError("prompt: expected a text or a list of token ids", field="prompt")
+        raise InputError("prompt: expected a string or a list of token ids", field="prompt")
     check_prompt_size(_not_empty(prompt), defaults.model.max_positions)
     if isinstance(prompt, list):
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
                 raise InputError(
-                    f"prompt: {token!r:.80} is no token; expected one text, or ids below {vocabulary}", field="prompt"
+                    f"prompt: {token!r:.80} is not a token id; expected a string, or integers below {vocabulary}",
+                    field="prompt",
                 )
     return prompt
 
 
 def _not_empty(prompt: Any) -> Any:
     if not len(prompt):
-        raise InputError("the prompt is empty: it has at least one token", field="prompt")
+        raise InputError("the prompt is empty; it needs at least one token", field="prompt")
     return prompt
 
 
@@ -382,9 +385,9 @@ def _messages(messages: Any) -> list[dict[str, str]]:
             texts = [part for part in parts if isinstance(part, str)]
             content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(role, str) or not isinstance(content, str):
-            raise InputError("messages: each has a role and a content, both texts", field="messages")
+            raise InputError("messages: each message needs a role and a content, both strings", field="messages")
         named = {"name": message["name"]} if message.get("name") is not None else {}
         if not all(isinstance(name, str) for name in named.values()):
-            raise InputError("messages: a name is a text", field="messages")
+            raise InputError("messages: a name must be a string", field="messages")
         found.append({"role": role, "content": content, **named})
     return found

@@ -1,4 +1,4 @@
-"""From generated rows to what a client gets: whole answers, and pieces of a stream."""
+"""Builds responses from generated rows: whole completions and chunks of a stream."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class Answering:
-    """The answer to one request, as it comes."""
+    """Builds the response to one generation request."""
 
     def __init__(
         self, reading: Reading, responses: ResponseStream, defaults: Defaults, metrics: Metrics, chat: bool
     ) -> None:
-        """Take what was asked, and where the rows come in."""
+        """Answer the request ``reading`` with the results that arrive in ``responses``."""
         self._reading, self._responses, self._chat = reading, responses, chat
         self._defaults, self._metrics = defaults, metrics
         self._identity = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
@@ -40,10 +40,10 @@ class Answering:
         self._made = 0
 
     async def whole(self) -> dict[str, Any]:
-        """The whole answer, when it is there.
+        """Wait for all rows and return the whole completion.
 
         Raises:
-          ApiError: there will be none.
+          ApiError: the request ended with an error.
         """
         rows = self._reading.rows
         while len(self._responses.results) < len(rows):
@@ -52,11 +52,11 @@ class Answering:
         return self._answer(choices) | {"usage": self._usage()}
 
     async def stream(self, include_usage: bool, canvas: bool) -> AsyncIterator[bytes]:
-        """The answer in events; after an error it ends with one that says so.
+        """Yield the completion as server-sent events. If the request fails, the last event is the error.
 
         Args:
-          include_usage: say in the end what it cost.
-          canvas: show all new positions in each piece, those after the end of a row as empty texts.
+          include_usage: end with a chunk that contains the token counts.
+          canvas: add all new positions to each chunk, with empty texts after the end of a row.
         """
         reading, responses = self._reading, self._responses
         texts = [self._text_stream(row) for row in range(len(reading.rows))]
@@ -72,7 +72,7 @@ class Answering:
                 for row in sorted(left & canvases.keys() - responses.results.keys()):
                     over = texts[row].ended
                     text = texts[row].push(certain(canvases[row]))
-                    # What a row has after its end is nobody's, also while its slot is not free yet.
+                    # Positions after the end of a row are not sent, even while the row still occupies its slot.
                     shown = canvas and not texts[row].ended
                     if (text or shown) and not over:
                         more = {"canvas": self._shown(canvases[row])} if shown else {}
@@ -98,7 +98,7 @@ class Answering:
         return result.sequence[len(self._reading.rows[row].tokens) :].tolist()
 
     def _last(self, row: int, text: TextStream, canvas: bool) -> list[dict[str, Any]]:
-        """The rest of a row's text, then how it ended."""
+        """The last chunks of a row: the rest of its text, then its finish reason."""
         result = self._responses.results[row]
         completion, tokens = self._completion(row, result), self._new_tokens(row, result)
         whole = self._choice(row, completion)
@@ -112,11 +112,11 @@ class Answering:
         return [*pieces, self._piece(row, self._said("", empty=True)) | more]
 
     def _end(self, row: int, completion: Completion, tokens: list[int]) -> int:
-        """New tokens of a row up to its end, an end token included; all of them where the whole canvas was wanted."""
+        """Number of new tokens up to the end of a row, end token included; all with ``early_stop: false``."""
         kept = len(completion.tokens)
         if completion.finish_reason != "stop":
             return len(tokens)
-        if tokens[kept] not in self._defaults.end_token_ids:  # a stop string
+        if tokens[kept] not in self._defaults.end_token_ids:  # the row ended at a stop string
             return kept
         return kept + 1 if self._reading.of(row).config.early_stop else len(tokens)
 
@@ -153,14 +153,14 @@ class Answering:
         )
 
     def _choice(self, row: int, completion: Completion) -> dict[str, Any]:
-        """A finished row as its choice, which is counted."""
+        """The choice of a finished row, which is also counted in the metrics."""
         asked, request, defaults = self._reading.of(row), self._reading.rows[row], self._defaults
         self._made += len(completion.tokens)
         self._metrics.completed(completion.finish_reason, len(completion.tokens))
         values = completion.log_probabilities
         kept = None if values is None else logprobs(defaults.tokenizer, completion.tokens, values, self._chat)
         found = choice(row, completion.text, completion.finish_reason, kept, self._chat)
-        # Beside what OpenAI's API has: the seed, and how many tokens of the row are the text.
+        # Fields that OpenAI's API does not have: the seed, and the number of tokens of the text.
         found |= {"seed": request.seed, "completion_tokens": len(completion.tokens)}
         if isinstance(asked.config, DiffusionConfig):
             found["masks_left"] = completion.masks_left
@@ -169,12 +169,12 @@ class Answering:
         return found
 
     def _shown(self, canvas: np.ndarray) -> list[str | None]:
-        """The text of every position, None where nothing stands yet."""
+        """The text of every position, None for a masked position."""
         tokenizer, open_places = self._defaults.tokenizer, (-1, self._defaults.model.mask_token_id)
         return [None if token in open_places else token_text(tokenizer, token) for token in canvas.tolist()]
 
 
 def certain(canvas: np.ndarray) -> list[int]:
-    """The tokens before the first position where nothing stands yet."""
+    """The tokens before the first masked position."""
     tokens: list[int] = canvas.tolist()
     return tokens[: tokens.index(-1)] if -1 in tokens else tokens

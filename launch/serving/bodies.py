@@ -1,18 +1,18 @@
-"""Bodies of HTTP requests: their fields with types and bounds; those of decoding come from the parameter schema.
+"""Models of request bodies: fields with their types and bounds.
 
-:mod:`launch.openai.bodies` reads what the fields mean, for files and for the server. A field that is not declared here
-is refused: nothing is ignored that would change an answer.
+Fields of decoding parameters derive from the schema in :mod:`runtime.decoding.schema`. A field that is not declared
+here is refused, because ignoring it could change the answer. :mod:`launch.openai.bodies` turns fields into requests,
+for the server and for batch files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from launch.openai.bodies import MAX_STOP, MAX_STOPS, is_read
-from launch.serving.errors import ApiError, invalid
 from runtime import (
     EXPOSED_PARAMETERS,
     MAX_TEMPERATURE,
@@ -25,42 +25,53 @@ from runtime import (
     Real,
     Seeds,
     TokenIds,
-    plain_number,
 )
 
-# Absolute bounds; the server's own, from its flags, are tighter.
+# Bounds that hold for every server. A server's flags set tighter ones.
 MAX_N = 1024
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
-MAX_NAMES = 256  # of an object
+MAX_NAMES = 256  # per object
 MAX_SECONDS = 86400.0
 
 Text = Annotated[str, Field(max_length=1 << 24)]
 Name = Annotated[str, Field(max_length=512)]
 Token = Annotated[int, Field(ge=0, le=1 << 30)]
-# The first entry that is wrong ends the validation of a list: an error for each would cost seconds and gigabytes.
+# Validation of a list stops at its first invalid entry: an error object per entry would cost seconds and gigabytes.
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 
 
 class Body(BaseModel):
-    """Strict: no field is taken for another type, none is unknown, no number is infinite."""
+    """A strict model: it converts no types, and accepts neither unknown fields nor infinite numbers."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class StreamOptions(Body):
-    """How a stream is sent.
+class RequestBody(Body):
+    """Fields of every request.
 
     Attributes:
-      include_usage: a last piece says what the answer cost.
+      model: the served model's name.
+      timeout: seconds after the arrival of the request in which it must be finished.
+    """
+
+    model: Name | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
+
+
+class StreamOptions(Body):
+    """Options of a stream.
+
+    Attributes:
+      include_usage: send a last chunk with the token counts.
     """
 
     include_usage: bool | None = None
 
 
 def annotation(parameter: Parameter) -> Any:
-    """The type of a decoding parameter in a body, with its bounds and its help."""
+    """The type of a decoding parameter in a body, with its bounds and its description."""
     kind: Any = parameter.kind
     if isinstance(kind, Seeds):
         kind = kind.seed
@@ -79,14 +90,14 @@ def annotation(parameter: Parameter) -> Any:
     return Annotated[found | None, Field(description=parameter.help)]
 
 
-def decoding_body(parameters: Iterable[Parameter]) -> type[Body]:
-    """A body with a field for every parameter that OpenAI's request formats do not define themselves."""
+def decoding_body(parameters: Iterable[Parameter]) -> type[RequestBody]:
+    """A model with a field for every parameter that OpenAI's request format does not define itself."""
     fields: Any = {one.http_name: (annotation(one), None) for one in parameters if one.http is not None}
-    return create_model("Decoding", __base__=Body, **fields)
+    return create_model("Decoding", __base__=RequestBody, **fields)
 
 
 if TYPE_CHECKING:
-    Decoding = Body
+    Decoding = RequestBody
     Count = int | None
 else:
     Decoding = decoding_body(EXPOSED_PARAMETERS.values())
@@ -94,26 +105,23 @@ else:
 
 
 class Generate(Decoding):
-    """Fields of completions and chats beside the decoding parameters. None is the same as no field.
+    """Fields of completions and chats. A field that is null counts as absent.
 
     Attributes:
-      timeout: seconds from the arrival of the request in which it must be finished.
-      canvas: each piece of a stream shows all new positions, ``null`` where nothing stands yet.
+      canvas: add all new positions to each chunk of a stream, with ``null`` for masked positions.
     """
 
-    model: Name | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Said by clients of habit; only the values that ask for nothing.
+    # Clients often send these. Only values without an effect are accepted.
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    # Changes no token.
+    # Ignored: it changes no token.
     user: Name | None = None
-    # The server's own.
-    timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
+    # Specific to this server.
     canvas: bool | None = None
 
     @model_validator(mode="after")
@@ -124,12 +132,12 @@ class Generate(Decoding):
         return self
 
     def decoding(self) -> dict[str, Any]:
-        """The fields that :func:`launch.openai.bodies.read_asked` reads."""
+        """The fields that the request sets and :func:`launch.openai.bodies.read_asked` reads."""
         return {name: value for name, value in self.model_dump(exclude_unset=True).items() if is_read(name)}
 
 
 class CompletionBody(Generate):
-    """``POST /v1/completions``: one prompt or several, texts or token ids."""
+    """``POST /v1/completions``: one or more prompts, given as text or token ids."""
 
     prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
@@ -140,12 +148,12 @@ class CompletionBody(Generate):
     @model_validator(mode="after")
     def _no_best(self) -> CompletionBody:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InputError("best_of: not supported; every completion is returned", field="best_of")
+            raise InputError("best_of must equal n: every completion is returned", field="best_of")
         return self
 
 
 class TextPart(Body):
-    """A part of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: Text
@@ -160,7 +168,7 @@ class Message(Body):
 
 
 class ResponseFormat(Body):
-    """Text is what there is."""
+    """The format of a response. Only text is supported."""
 
     type: Literal["text"]
 
@@ -181,79 +189,15 @@ class ChatBody(Generate):
     service_tier: Literal["auto", "default"] | None = None
 
 
-class ScoreBody(Body):
-    """``POST /v1/score``: log-probabilities of given tokens, in one forward pass.
+class ScoreBody(RequestBody):
+    """``POST /v1/score``: log-probabilities of given tokens, from one forward pass.
 
     Attributes:
-      input: rows that the model reads, texts or token ids; for a diffusion model noised as the estimator wants them.
-      targets: as many rows of as many tokens, whose probabilities are wanted; default the input itself.
-      temperature: divides the logits; default 1.
+      input: rows that the model reads, as text or token ids. For a diffusion model, mask them as your estimator needs.
+      targets: rows of the same lengths, whose log-probabilities are returned. The default is the input itself.
+      temperature: divides the logits. The default is 1.
     """
 
-    model: Name | None = None
     input: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     targets: Tokens | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)] | None = None
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] | None = None
-    timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
-
-
-Kind = TypeVar("Kind", bound=Body)
-
-
-def validate(kind: type[Kind], fields: dict[str, Any]) -> Kind:
-    """A body of a kind.
-
-    Raises:
-      ApiError: 400, naming the field.
-    """
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise _first(error) from None
-
-
-# What is said of each kind of fault; the library's own words stay here.
-_SENTENCES = {
-    "int_type": "expected an integer",
-    "float_type": "expected a number",
-    "bool_type": "expected true or false",
-    "string_type": "expected a text",
-    "list_type": "expected a list",
-    "dict_type": "expected an object",
-    "model_type": "expected an object",
-    "literal_error": "expected {expected}",
-    "greater_than": "expected more than {gt}",
-    "greater_than_equal": "expected at least {ge}",
-    "less_than": "expected less than {lt}",
-    "less_than_equal": "expected at most {le}",
-    "finite_number": "expected a finite number",
-    "string_too_short": "expected at least {min_length} characters",
-    "string_too_long": "expected at most {max_length} characters",
-    "too_short": "expected at least {min_length} entries",
-    "too_long": "expected at most {max_length} entries",
-    "extra_forbidden": "not supported",
-    "missing": "missing",
-}
-
-
-def _first(error: ValidationError) -> ApiError:
-    """The first thing that is wrong. Nothing of what the client sent is repeated but names of fields."""
-    details = error.errors(include_url=False, include_input=False)
-    found = details[0]
-    where = [str(part) for part in found["loc"]]
-    name, kind = where[0] if where else None, found["type"]
-    if kind == "value_error":  # a validator's above
-        fault: InputError = found["ctx"]["error"]
-        return invalid(fault.message, fault.field)
-    # Bounds and choices of the context are those that the fields above declare.
-    context = found.get("ctx", {})
-    bounds = {name: plain_number(value) if isinstance(value, float) else value for name, value in context.items()}
-    message = _SENTENCES.get(kind, "not of the form that it must have").format_map(bounds)
-    if not where:
-        return invalid(message)
-    if kind in ("extra_forbidden", "missing"):
-        return invalid(f"{'.'.join(where):.100}: {message}", (name or "")[:100])
-    # Of alternatives each is at fault in its own way.
-    several = len({tuple(detail["loc"][1:2]) for detail in details if detail["loc"][:1] == found["loc"][:1]}) > 1
-    said = f"{name:.100}: {message}" + ("; or another of the forms it may have" if several else "")
-    return invalid(said, (name or "")[:100])

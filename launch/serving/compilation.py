@@ -1,11 +1,13 @@
-"""Programs that are compiled while requests are served, the most wanted first, in one order on all hosts.
+"""Programs beside the first of each mode: what is compiled, in one order on all hosts, and when it is used.
 
-Host 0 says in its steps what is compiled next. Every host compiles that in a thread of its own, and says in each step
+What is in JAX's persistent cache is read before requests come. The rest is compiled while they are served: host 0 says
+in its steps what is next, the most wanted first. Every host compiles that in a thread of its own, and says in each step
 how far it is. A bucket is used once every host has its programs, so that no step waits for a compiler.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 from runtime import BackgroundCompiler, Executor, Programs, Scheduler
@@ -21,6 +23,7 @@ class Compilation:
 
     Attributes:
       remaining: buckets whose programs not every host has yet.
+      is_cached: whether the last program was in the persistent cache, and so the next one may be too.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -31,6 +34,7 @@ class Compilation:
         self._settled = 0
         self._usable = {number: {pool.grid.buckets[0]} for number, pool in enumerate(executor.pools)}
         self.remaining = len(self._left)
+        self.is_cached = bool(self._left) and executor.cached_programs > 0
 
     @property
     def report(self) -> Report:
@@ -50,10 +54,16 @@ class Compilation:
         self._left.remove(chosen)
         return chosen
 
-    def begin(self, programs: Programs) -> None:
-        """Compile this next, on this host."""
+    def load(self) -> None:
+        """Compile the next programs and wait for them, on every host, where they may be in the persistent cache."""
+        before = self._executor.cached_programs
+        self.begin(self._left.pop(0)).wait()
+        self.is_cached = bool(self._left) and self._executor.cached_programs > before
+
+    def begin(self, programs: Programs) -> threading.Event:
+        """Compile this next, on this host; what is returned is set when it is done."""
         self._order.append(programs)
-        self._compiler.put(str(programs), lambda: self._executor.compile(programs))
+        return self._compiler.put(str(programs), lambda: self._executor.compile(programs))
 
     def settle(self, reports: Sequence[Report], scheduler: Scheduler, say: Callable[[str], None]) -> None:
         """Let the scheduler use what every host has compiled, on host 0.
@@ -87,7 +97,7 @@ class Compilation:
         done = self._compiler.done
         if not self.remaining and (seconds := sum(one.seconds for one in done)) > _LONG:
             names = ", ".join(f"{one.name} {one.seconds:.1f} s" for one in done)
-            say(f"compiled beside the requests in {seconds:.0f} s: {names}")
+            say(f"all programs are there; those after the first took {seconds:.0f} s: {names}")
 
     def restrict(self, scheduler: Scheduler) -> None:
         """Let the scheduler use nothing but what is there from the start."""

@@ -103,11 +103,24 @@ def agree(hosts: Hosts, step: HostStep | None, compiled: Report) -> tuple[HostSt
     return step or HostStep.from_json(said[0][0]), [own for _, own in said]
 
 
+def load_cached(compilation: Compilation, hosts: Hosts) -> list[Any]:
+    """Load programs that all hosts have in their persistent caches, before requests come.
+
+    Returns:
+      The report of each host.
+    """
+    while not hosts.draining() and all(hosts.gather("cached", compilation.is_cached)):
+        hosts.mark()
+        compilation.load()
+    return hosts.gather("loaded", list(compilation.report))
+
+
 def follow(executor: Executor, hosts: Hosts) -> None:
     """Execute what host 0 decides, until it says that a step is the last."""
     if not executor.warm_up(hosts.draining):
         return
     compilation = Compilation(executor)
+    load_cached(compilation, hosts)
     while True:
         step, _ = agree(hosts, None, compilation.report)
         if step.compile is not None:
@@ -278,6 +291,7 @@ class ServingEngine:
             self.executor, self.scheduler = executor, scheduler
             self._compilation = compilation = Compilation(executor)
             compilation.restrict(scheduler)
+            compilation.settle(load_cached(compilation, self._hosts), scheduler, self.say)
             self._heartbeat = time.monotonic()
             self.state = "ready"
             ready()

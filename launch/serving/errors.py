@@ -1,22 +1,53 @@
-"""What a client is told when its request is not answered, in OpenAI's shape."""
+"""Errors as clients receive them: OpenAI's error object with an HTTP status."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
 
 from runtime import EXPOSED_PARAMETERS, InputError, ParameterError
 
+# Characters of a client's field name that an error repeats.
+_SHOWN = 100
+# Forms of one field of which an error says what is wrong.
+_MOST_FORMS = 3
 
-class ApiError(Exception):
-    """An answer that is no completion.
+
+class ErrorDetail(BaseModel):
+    """OpenAI's error object.
 
     Attributes:
-      status: of HTTP.
-      message: a sentence for people; never what a library said.
-      code: for programs.
-      param: the field that is wrong, where it is one.
-      headers: to send along.
+      message: a sentence for people.
+      type: the class of the error.
+      param: the field of the request that is wrong, if it is one field.
+      code: a name for programs.
+    """
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """The body of a response with an error status."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    Attributes:
+      status: the HTTP status.
+      message: a sentence for people. It never repeats the text of an internal error.
+      code: a name for programs.
+      param: the field of the request that is wrong, if it is one field.
+      headers: additional response headers.
     """
 
     def __init__(
@@ -32,21 +63,75 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON that says so."""
+        """The JSON body of the response."""
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
         kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+# The statuses that every route can return, for the OpenAPI document.
+_DESCRIPTIONS: dict[int | str, str] = {
+    400: "The request is invalid.",
+    401: "A valid API key is required.",
+    403: "The Host header names another server.",
+    404: "The model does not exist.",
+    405: "The path does not support this method.",
+    408: "The request was not received or not finished in time.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "Too many requests are waiting.",
+    431: "The request's head is too large.",
+    503: "The server is warming up, shutting down, stalled or has failed.",
+    "default": "Any other error.",
+}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": Error, "description": text} for status, text in _DESCRIPTIONS.items()
+}
+
+
 def invalid(message: str, param: str | None = None) -> ApiError:
-    """A request that is wrong in itself."""
+    """400: the request itself is wrong."""
     return ApiError(400, message, "invalid_request", param)
 
 
 def from_input_error(error: InputError) -> ApiError:
-    """Our own sentence about an input, with names of parameters as bodies have them; a library's words are left out."""
+    """400 for a wrong input, with parameters named as in request bodies. A library's own text is left out."""
     text = error.spelled(_http_name) if isinstance(error, ParameterError) else error.message
     return invalid(text, None if error.field is None else _http_name(error.field))
+
+
+def from_validation_error(error: ValidationError) -> ApiError:
+    """400 for a body that pydantic refused. It names fields and bounds, and repeats no value that the client sent."""
+    details = error.errors(include_url=False, include_input=False)
+    first = details[0]
+    if first["type"] == "value_error":  # raised by a validator of launch.serving.bodies
+        return from_input_error(first["ctx"]["error"])
+    path = [str(part) for part in first["loc"]]
+    if not path:
+        return invalid(first["msg"])
+    if first["type"] in ("extra_forbidden", "missing"):
+        return invalid(f"{'.'.join(path):.{_SHOWN}}: {first['msg']}", path[0][:_SHOWN])
+    # A field of several forms has an error for each of them.
+    said = dict.fromkeys(detail["msg"] for detail in details if detail["loc"][:1] == first["loc"][:1])
+    return invalid(f"{path[0]:.{_SHOWN}}: {'; or: '.join(list(said)[:_MOST_FORMS])}", path[0][:_SHOWN])
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The error that a client receives for an exception of a route. The exception of a bug goes to the log only."""
+    match error:
+        case ApiError():
+            return error
+        case InputError():
+            return from_input_error(error)
+        case ValidationError():
+            return from_validation_error(error)
+        case HTTPException(status_code=404):
+            return ApiError(404, "This path does not exist. See /openapi.json.", "not_found")
+        case HTTPException(status_code=405):
+            return ApiError(405, "This path does not support this method.", "method_not_allowed", headers=error.headers)
+        case HTTPException():
+            return ApiError(error.status_code, HTTPStatus(error.status_code).phrase, headers=error.headers)
+    return ApiError(500, "Internal server error.", "internal_error")
 
 
 def _http_name(name: str) -> str:
@@ -54,20 +139,28 @@ def _http_name(name: str) -> str:
 
 
 def busy(seconds: int) -> ApiError:
-    """The queue is full."""
+    """429: the queue is full."""
     return ApiError(
-        429, "too many requests are waiting; try again later", "queue_full", headers={"Retry-After": str(seconds)}
+        429,
+        "Too many requests are waiting. Try again later.",
+        "queue_full",
+        headers={"Retry-After": str(seconds)},
     )
 
 
 def unavailable(message: str, seconds: int = 1) -> ApiError:
-    """Not now: warming up, draining, or the engine is gone."""
+    """503: the server is warming up, is shutting down, or has lost its engine."""
     return ApiError(503, message, "unavailable", headers={"Retry-After": str(seconds)})
 
 
 def too_late(seconds: float) -> ApiError:
-    """The request's deadline has passed: OpenAI's client is told not to try again, as it would of itself."""
-    return ApiError(408, f"not finished within {seconds:g} s", "deadline_exceeded", headers={"X-Should-Retry": "false"})
+    """408: the request's deadline has passed. The header keeps OpenAI's client from trying again on its own."""
+    return ApiError(
+        408,
+        f"The request was not finished within {seconds:g} s.",
+        "deadline_exceeded",
+        headers={"X-Should-Retry": "false"},
+    )
 
 
-ENGINE_FAILED = ApiError(503, "the engine has failed; the server is going down", "engine_failed")
+ENGINE_FAILED = ApiError(503, "The engine has failed and the server is shutting down.", "engine_failed")

@@ -1,7 +1,7 @@
-"""Before any route: whose request it is, and that it is neither too large nor too slow.
+"""Checks every request before it is routed: the Host header, the API key, and the size and speed of head and body.
 
-It looks at the request as the socket gave it, never at an address put together from headers, and knows no routes:
-there is no path on which a key is not asked for.
+This wraps the whole application instead of being a dependency of routes. A path that does not exist requires the key
+too, and a request without a key is refused before its path is looked at.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HOST = re.compile(rb"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1
 
 
 async def send_error(error: ApiError, send: Send) -> None:
-    """An error as a whole response, after which the connection closes."""
+    """Send an error as a whole response, then close the connection."""
     body = json.dumps(error.body()).encode()
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
     lines = [(name.lower().encode(), value.encode()) for name, value in (headers | error.headers).items()]
@@ -31,22 +31,22 @@ async def send_error(error: ApiError, send: Send) -> None:
 
 
 class Guard:
-    """An application behind checks."""
+    """An ASGI application behind these checks."""
 
     def __init__(self, app: ASGIApp, keys: Keys, limits: Limits, hosts: Collection[str]) -> None:
-        """Guard ``app``; ``hosts`` are the names by which it may be called, none for any."""
+        """Guard ``app``; ``hosts`` are the accepted names of the Host header, empty for any."""
         self._app, self._keys, self._limits = app, keys, limits
         self._hosts = {host.lower().encode() for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check, then let through. Requests bear ``owner``: whose they are."""
+        """Check a request and run the application, with the request's owner (key or address) in ``state.owner``."""
         if scope["type"] != "http":
             return
         state: dict[str, bool] = {"read": False}
         headers = scope["headers"]
 
         async def closing_send(message: Message) -> None:
-            # Whoever is answered before all was read must not go on sending on this connection.
+            # A client that is answered before its body was read must not send the rest on this connection.
             if message["type"] == "http.response.start" and not state["read"] and _has_body(headers):
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
@@ -60,16 +60,16 @@ class Guard:
         await self._app(scope, self._limited(receive, state), closing_send)
 
     def _check(self, scope: MutableMapping[str, Any], headers: list[tuple[bytes, bytes]]) -> object:
-        # h11 bounds a head that is incomplete; one that comes in a single packet is measured here.
+        # h11 bounds incomplete heads only. A head that arrives in a single packet is measured here.
         size = len(scope["raw_path"]) + len(scope["query_string"])
         size += sum(len(name) + len(value) + len(": \r\n") for name, value in headers)
         if size > self._limits.headers:
-            raise ApiError(431, f"the head is larger than {self._limits.headers} bytes", "head_too_large")
+            raise ApiError(431, f"The request's head is larger than {self._limits.headers} bytes.", "head_too_large")
         hosts = [value for name, value in headers if name == b"host"]
         if len(hosts) > 1 or (hosts and not _HOST.fullmatch(hosts[0])):
-            raise ApiError(400, "Host: not a name", "invalid_request")
+            raise ApiError(400, "The Host header is not a valid name.", "invalid_request")
         if self._hosts and hosts and _name(hosts[0]) not in self._hosts:
-            raise ApiError(403, "this server is not called by that name; see --allowed_hosts", "wrong_host")
+            raise ApiError(403, "The Host header names another server; see --allowed_hosts.", "wrong_host")
         owner: object = (scope.get("client") or ("",))[0]
         if self._keys.wanted:
             given = [value for name, value in headers if name == b"authorization"]
@@ -77,20 +77,20 @@ class Guard:
             if owner is None:
                 raise ApiError(
                     401,
-                    "no valid API key was given; say Authorization: Bearer KEY",
+                    "A valid API key is required: Authorization: Bearer KEY.",
                     "invalid_api_key",
                     headers={"WWW-Authenticate": 'Basic realm="diffumesh"'},
                 )
         lengths = [value for name, value in headers if name == b"content-length"]
         if lengths and any(name == b"transfer-encoding" for name, _ in headers):
-            # Servers that believe one of them, behind proxies that believe the other, see different requests.
-            raise ApiError(400, "either Content-Length or Transfer-Encoding, not both", "invalid_http")
+            # A proxy that uses one of them and a server that uses the other would see different requests.
+            raise ApiError(400, "A request must not have both Content-Length and Transfer-Encoding.", "invalid_http")
         if any(not value.isdigit() or len(value) > 18 or int(value) > self._limits.body for value in lengths):
             raise self._too_large()
         return owner
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._limits.body} bytes", "body_too_large")
+        return ApiError(413, f"The body is larger than {self._limits.body} bytes.", "body_too_large")
 
     def _limited(self, receive: Receive, state: dict[str, bool]) -> Receive:
         read, by = 0, asyncio.get_running_loop().time() + self._limits.read_seconds
@@ -103,7 +103,7 @@ class Guard:
                 async with asyncio.timeout_at(by):
                     message = await receive()
             except TimeoutError:
-                raise ApiError(408, "the body did not come in time", "body_too_slow") from None
+                raise ApiError(408, "The body did not arrive in time.", "body_too_slow") from None
             if message["type"] == "http.request":
                 read += len(message.get("body", b""))
                 if read > self._limits.body:

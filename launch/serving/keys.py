@@ -1,4 +1,4 @@
-"""API keys: read from a file, compared in constant time."""
+"""API keys: read from a file and compared in constant time."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _LEAST = 16
 
 
 class Keys:
-    """The keys that may use the server; none means that everybody may."""
+    """The accepted API keys. Without any key, every client may use the server."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
-        """Keep digests of them."""
+        """Store the SHA-256 digests of the keys."""
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     @classmethod
     def read(cls, path: Path) -> Keys:
-        """A key a line; blank lines and those that begin with # are passed over.
+        """Read a file with one key per line. Blank lines and lines that begin with # are ignored.
 
         Raises:
-          InputError: the file cannot be read, others may read it, or a line is no key.
+          InputError: the file cannot be read, other users can read it, or a line is not a key.
         """
         flag = f"--api_key_file={path}"
         try:
             if path.stat().st_mode & 0o077:
-                raise InputError(f"{flag}: others can read it; chmod 600 it")
+                raise InputError(f"{flag}: others can read it. Run chmod 600 on it.")
             with path.open("rb") as file:
                 text = file.read(_MAX_BYTES + 1).decode("ascii")
         except (OSError, UnicodeDecodeError) as error:
@@ -41,19 +41,19 @@ class Keys:
         found = [line for line in lines if line and not line.startswith("#")]
         wrong = [number for number, line in enumerate(found, 1) if len(line) < _LEAST or not line.isprintable()]
         if len(text) > _MAX_BYTES or not found or wrong or any(" " in line for line in found):
-            raise InputError(f"{flag}: expected a key a line, each of at least {_LEAST} characters without spaces")
+            raise InputError(f"{flag}: expected one key per line, each of at least {_LEAST} characters without spaces")
         return cls(found)
 
     @property
     def wanted(self) -> bool:
-        """Whether a key is needed."""
+        """Whether requests need a key."""
         return bool(self._digests)
 
     def whose(self, authorization: bytes | None) -> int | None:
-        """Number of the key in an ``Authorization`` header, None where it has none that is right.
+        """The index of the key in an ``Authorization`` header, or None if the header has no valid key.
 
-        ``Bearer KEY``; or, for browsers, ``Basic`` with any name and the key as the password. All keys are compared,
-        each in constant time.
+        The header is ``Bearer KEY`` or, for browsers, ``Basic`` with any user name and the key as the password. The
+        given key is compared with every key, each time in constant time.
         """
         kind, _, said = (authorization or b"").partition(b" ")
         given = said.strip()

@@ -1,4 +1,4 @@
-"""What the server allows, from its flags."""
+"""Limits of requests and connections, set by flags."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of everything that comes from outside.
+    """Limits of everything that clients send, and of time.
 
     Attributes:
-      body: bytes of a request.
-      headers: bytes of its head.
-      rows: completions, or scored rows, of one request.
-      queue: rows that may wait.
-      connections: open at a time.
-      request_seconds: from arrival to the end; a request may ask for less.
-      read_seconds: in which a head, and then a body, must be there.
-      write_seconds: that a client may leave a full socket unread.
-      stall_seconds: of one step of the engine until it counts as stalled.
-      grace_period: seconds to finish what was accepted when the server is told to end.
+      body: maximum bytes of a request's body.
+      headers: maximum bytes of a request's head.
+      rows: maximum completions or scored rows per request.
+      queue: maximum rows that wait for a slot.
+      connections: maximum open connections.
+      request_seconds: maximum seconds from the arrival of a request to its end. A request can set a shorter timeout.
+      read_seconds: seconds in which a request's head must arrive, and then its body.
+      write_seconds: seconds for which a client may leave a response unread.
+      stall_seconds: seconds of one engine step, or of reading one body, after which ``/health`` reports a stall.
+      grace_period: seconds to finish accepted requests after SIGTERM.
     """
 
     body: int = 1 << 20

@@ -1,7 +1,7 @@
-"""Threads that read bodies, shared fairly among the owners of requests.
+"""Threads that read request bodies, shared fairly among the owners of requests.
 
-Tokenizing a long prompt takes a while, and so does a chat template: neither may hold up the event loop, other owners'
-requests, or the end of the process.
+Tokenizing a long prompt or rendering a chat template can take long. Neither may delay the event loop, requests of other
+owners, or the end of the process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Task:
     loop: asyncio.AbstractEventLoop
 
     def answer(self, result: Any, error: BaseException | None) -> None:
-        """Hand on what came of it, to the thread of the event loop."""
+        """Pass the result or the error to the event loop."""
 
         def put() -> None:
             if self.future.cancelled():
@@ -40,42 +40,43 @@ class _Task:
             else:
                 self.future.set_result(result)
 
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, so nothing waits
             self.loop.call_soon_threadsafe(put)
 
 
 def _ending() -> ApiError:
-    return unavailable("the server is shutting down")
+    return unavailable("The server is shutting down.")
 
 
 class Readers:
-    """A pool of daemon threads; owners that wait take turns.
+    """A pool of daemon threads that serves the owners of waiting requests in turn.
 
-    The threads of concurrent.futures are waited for when Python ends: one that hangs would keep the process.
+    Python waits for the threads of concurrent.futures when it exits, so one that hangs would keep the process alive.
+    Daemon threads do not.
     """
 
     def __init__(self, threads: int, waiting: int, name: str) -> None:
         """Start the threads.
 
         Args:
-          threads: how many.
-          waiting: requests of one owner that may wait for them.
-          name: of the threads, for a debugger.
+          threads: number of threads.
+          waiting: maximum number of waiting requests per owner.
+          name: prefix of the threads' names.
         """
         self._most = waiting
         self._queue: FairQueue[_Task] = FairQueue()
         self._waiting: dict[Hashable, int] = {}
         self._changed = threading.Condition()
         self._closed = False
-        self._since: dict[int, float] = {}  # when a thread has begun what it is at
+        self._since: dict[int, float] = {}  # by thread, when it began its present request
         for number in range(threads):
             threading.Thread(target=self._work, args=(number,), name=f"{name}-{number}", daemon=True).start()
 
     async def run(self, owner: Hashable, work: Callable[[], Result]) -> Result:
-        """What ``work`` returns or raises, called in one of the threads.
+        """Call ``work`` in one of the threads, and return its result or raise its exception.
 
         Raises:
-          ApiError: too many requests of this owner wait already, or the server ends.
+          ApiError: too many requests of this owner are waiting, or the server is shutting down.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
@@ -90,12 +91,12 @@ class Readers:
         return await future
 
     def busy_seconds(self) -> float:
-        """For how long the thread that is at one request for the longest has been at it."""
+        """For how long the oldest request that is being read has been read."""
         now = time.monotonic()
         return max((now - since for since in list(self._since.values())), default=0.0)
 
     def close(self) -> None:
-        """Refuse what waits and end the threads that have nothing to do; the others end with the process."""
+        """Refuse waiting requests and stop idle threads. Busy threads end with the process."""
         with self._changed:
             self._closed = True
             while (task := self._queue.pop()) is not None:
@@ -110,14 +111,14 @@ class Readers:
                 if not task.future.cancelled():
                     result = task.work()
             except BaseException as raised:
-                # The event loop takes no other kind, and this thread must go on.
+                # A future accepts only instances of Exception, and this thread must continue.
                 error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
             del self._since[number]
             task.answer(result, error)
-            del task, result, error  # a body is not kept until the next one comes
+            del task, result, error  # frees the body before the next request arrives
 
     def _next(self) -> _Task | None:
-        """The next request, when there is one; None when the threads are to end."""
+        """Wait for the next request. None means that the thread must stop."""
         with self._changed:
             while not self._closed:
                 if (task := self._queue.pop()) is not None:

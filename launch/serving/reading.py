@@ -1,4 +1,4 @@
-"""From a body to rows: what is asked for, in which slots it can be done, and for how many rows."""
+"""Turns the body of a request into rows for the engine, and chooses the slots that can decode them."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from runtime import (
     stop_tests,
 )
 
-# Seeds that are made here are exact in JavaScript too.
+# JavaScript represents integers of up to 53 bits exactly.
 _SEED_BITS = 53
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a request comes to.
+    """The rows of one generation request.
 
     Attributes:
-      asked: of each prompt.
-      rows: prompt by prompt, sample by sample.
-      pool: index of the pool whose slots they get.
+      asked: the validated request of each prompt.
+      rows: the rows of the first prompt, one per sample, then those of the next prompt, and so on.
+      pool: index of the pool whose slots decode the rows.
     """
 
     asked: Sequence[Asked]
@@ -47,22 +47,22 @@ class Reading:
     pool: int
 
     def stop_tests(self, defaults: Defaults) -> list[StopTest | None]:
-        """The tests that end rows at their stop strings."""
+        """For each row, the test that ends it at its stop strings."""
         stops = [self.of(row).stop for row in range(len(self.rows))]
         return stop_tests(defaults.tokenizer, defaults.end_token_ids, stops)
 
     def of(self, index: int) -> Asked:
-        """What was asked of a row."""
+        """The validated request of a row."""
         return self.asked[index // self.asked[0].samples]
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A way of decoding that is compiled in.
+    """A set of decoding parameters that the server has compiled programs for.
 
     Attributes:
-      config: what a request has in common with all of its slots.
-      pool: index of its pool.
+      config: the parameters. A request can use the mode if its compiled parameters are the same.
+      pool: index of the pool of slots of this mode.
     """
 
     config: DiffusionConfig | SamplingConfig
@@ -70,21 +70,21 @@ class Mode:
 
 
 class Reader:
-    """Reads bodies for the slots that there are. Reading takes time where prompts are long: not for the loop."""
+    """Turns bodies into rows. Tokenizing a long prompt takes time, so this must not run on the event loop."""
 
     def __init__(self, defaults: Defaults, modes: Sequence[Mode], limits: Limits) -> None:
-        """Take what requests start from, the ways of decoding, and bounds."""
+        """Read requests with these defaults, modes and limits. :meth:`serve` must be called before the first one."""
         self._defaults, self._modes, self._limits = defaults, modes, limits
         self.widest = 0
         self._executor: Executor | None = None
 
     @property
     def modes(self) -> list[dict[str, Any]]:
-        """What is compiled into each way of decoding, the default first."""
+        """The compiled parameters of each mode, the default mode first."""
         return [compiled_values(mode.config) for mode in self._modes]
 
     def serve(self, executor: Executor) -> None:
-        """Read for these slots from now on."""
+        """Read requests for the slots of this executor."""
         self._executor = executor
         self.widest = max(pool.width for pool in executor.pools)
 
@@ -97,33 +97,33 @@ class Reader:
             return False
 
     def generation(self, body: CompletionBody | ChatBody) -> Reading:
-        """What is to be generated.
+        """The rows of a completion or a chat.
 
         Raises:
-          ApiError: a request that is wrong, too large, or for which no program is compiled.
+          ApiError: the request is invalid or too large, or no mode can decode it.
         """
-        self._check_model(body.model)
+        self.check_model(body.model)
         fields = body.decoding()
         try:
             changes = by_our_names(fields)
             prompts = _several(changes["prompt"]) if "prompt" in changes else [None]
             samples = changes.get("num_return_sequences", self._defaults.samples)
             if len(prompts) * samples > self._limits.rows:
-                raise invalid(f"{len(prompts) * samples} completions; at most {self._limits.rows} a request", "n")
+                raise invalid(f"n: {len(prompts) * samples} completions; at most {self._limits.rows} per request", "n")
             asked = []
             for prompt in prompts:
                 own = changes if prompt is None else changes | {"prompt": prompt}
                 self._check_size(own)
                 asked.append(read_asked(own, self._defaults))
         except CheckpointError:
-            # Of what is read here only the chat template is the checkpoint's.
-            raise invalid("messages: this model has no chat template; see /v1/completions", "messages") from None
+            # The chat template is the only part of the checkpoint that is read here.
+            raise invalid("messages: The model has no usable chat template. Use /v1/completions.", "messages") from None
         except InputError as error:
             raise from_input_error(error) from None
         seed = changes.get("seed", secrets.randbits(_SEED_BITS))
         seeds = row_seeds(seed, len(asked), samples)
         pools = [self._pool(one) for one in asked]
-        # All rows of a request share a pool, so that it is clear what waits for what.
+        # All rows of a request use the same pool, so that they wait in the same queue.
         pool = max(pools)
         rows = [
             RowRequest(one.tokens, one.config, seeds[number * samples + sample])
@@ -133,23 +133,23 @@ class Reader:
         return Reading(asked, rows, pool)
 
     def scoring(self, body: ScoreBody) -> tuple[list[list[int]], list[ScorePass]]:
-        """Rows that are to be scored, and in which passes.
+        """The rows of a scoring request as token ids, and the forward passes that score them.
 
         Raises:
-          ApiError: a request that is wrong or too large.
+          ApiError: the request is invalid or too large.
         """
         assert self._executor is not None
-        self._check_model(body.model)
+        self.check_model(body.model)
         given = _several(body.input)
         if len(given) > self._limits.rows:
-            raise invalid(f"{len(given)} rows; at most {self._limits.rows} a request", "input")
+            raise invalid(f"input: {len(given)} rows; at most {self._limits.rows} per request", "input")
         try:
             rows = [self._tokens(row, "input") for row in given]
             targets = rows if body.targets is None else [self._tokens(row, "targets") for row in _several(body.targets)]
         except InputError as error:
             raise from_input_error(error) from None
         if [len(row) for row in rows] != [len(row) for row in targets]:
-            raise invalid("targets: as many rows as input, of as many tokens each", "targets")
+            raise invalid("targets: Each row must have as many tokens as the same row of input.", "targets")
         longest = max(map(len, rows))
         if longest > self.widest:
             raise self._too_long(longest, "input")
@@ -168,19 +168,24 @@ class Reader:
             row = self._defaults.tokenizer.encode(row)
         wrong = [token for token in row if token >= self._defaults.model.vocab_size]
         if wrong or not row:
-            why = f"{wrong[0]} is no token" if wrong else "a row has at least one token"
+            why = f"{wrong[0]} is not a token id of this model." if wrong else "A row must have at least one token."
             raise invalid(f"{name}: {why}", name)
         return row
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._defaults.model_name:
-            raise ApiError(404, "there is no such model here; see /v1/models", "model_not_found", "model")
-
-    def _check_size(self, changes: dict[str, Any]) -> None:
-        """Refuse what cannot fit before it is tokenized.
+    def check_model(self, name: str | None) -> None:
+        """Check that a request names the served model, or none.
 
         Raises:
-          InputError: the prompt, or the texts of all messages, cannot fit.
+          ApiError: 404 for any other model.
+        """
+        if name is not None and name != self._defaults.model_name:
+            raise ApiError(404, "The model does not exist. See /v1/models.", "model_not_found", "model")
+
+    def _check_size(self, changes: dict[str, Any]) -> None:
+        """Refuse text that is too long for the widest slot, before it is tokenized.
+
+        Raises:
+          InputError: the prompt, or all messages together, are too long.
         """
         texts = [changes["prompt"]] if "prompt" in changes else []
         for message in changes.get("messages", []):
@@ -192,13 +197,16 @@ class Reader:
             check_prompt_size("".join(texts), self.widest)
 
     def _too_long(self, length: int, name: str) -> ApiError:
-        return invalid(f"{length} tokens, new ones included; this server has room for {self.widest}", name)
+        return invalid(
+            f"{name}: The prompt and new tokens need {length} positions; this server has room for {self.widest}.",
+            name,
+        )
 
     def _pool(self, asked: Asked) -> int:
-        """The slots in which a row can be done.
+        """Index of the pool whose slots can decode a row.
 
         Raises:
-          ApiError: there are none.
+          ApiError: no pool can.
         """
         assert self._executor is not None
         length = RowRequest(asked.tokens, asked.config, 0).canvas_length
@@ -206,18 +214,18 @@ class Reader:
             raise self._too_long(length, "max_tokens")
         mode = next((mode for mode in self._modes if can_run(mode.config, asked.config)), None)
         if mode is None:
-            there = "; ".join(describe(mode.config) for mode in self._modes)
-            raise invalid(f"{describe(asked.config)}: no such programs are compiled here, but {there} (--mode)")
+            available = "; ".join(describe(mode.config) for mode in self._modes)
+            raise invalid(f"This server does not offer {describe(asked.config)}. Available: {available}.")
         pool = self._executor.pools[mode.pool]
         if (steps := pool.steps_per_block(asked.config)) > pool.max_steps:
-            raise invalid(f"{steps} steps a block; at most {pool.max_steps}", "steps")
+            raise invalid(f"steps: {steps} steps per block; at most {pool.max_steps}", "steps")
         return mode.pool
 
 
 def describe(config: DiffusionConfig | SamplingConfig) -> str:
-    """What of a configuration is compiled in, for people: as a mode of the server says it."""
+    """The compiled parameters of a configuration in the form of ``--mode``, such as ``cache=dual, parallel=none``."""
     named = {one.name: one for one in declared_parameters(type(config))}
-    # Choices tell ways of decoding apart; of the rest what is not the default.
+    # Choices are always listed, other parameters where they differ from the default.
     said = {
         name: value
         for name, value in compiled_values(config).items()
@@ -229,5 +237,5 @@ def describe(config: DiffusionConfig | SamplingConfig) -> str:
 
 
 def _several(prompt: Any) -> list[Any]:
-    """One prompt or several, as several: texts, or lists of token ids."""
+    """A list of prompts, each a text or a list of token ids, from one prompt or a list."""
     return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]

@@ -1,4 +1,4 @@
-"""The way back from the engine's thread to the request that waits for an answer."""
+"""Passes results from the engine's thread to the coroutine that answers a request."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import numpy as np
 from launch.serving.errors import ApiError, too_late
 from runtime import RowResult
 
-# Seconds after a deadline in which the engine's thread may still say so itself.
+# The engine's thread aborts requests at their deadline. The coroutine waits so much longer before it does so itself.
 _DEADLINE_SLACK = 1.0
 
 
 class ResponseStream:
-    """What has come for a request: written by the engine's thread, read in the server's event loop.
+    """The results of one request, written by the engine's thread and read on the event loop.
 
-    Of canvases only the newest of each row is kept, so that a slow reader costs no memory.
+    Only the newest canvas of each row is kept, so a slow client does not use more memory.
 
     Attributes:
-      canvases: int32 ``[N]``, new tokens of unfinished rows, by their index in the request.
-      results: of finished rows, likewise.
-      scores: float32 of scored rows, likewise.
-      error: why there will be no more.
+      canvases: int32 ``[N]``, the new tokens of each unfinished row, by the row's index in the request.
+      results: the result of each finished row, by index.
+      scores: float32, log-probabilities of each scored row, by index.
+      error: the error that ended the request, if any.
     """
 
     def __init__(self, arrived: float, deadline: float) -> None:
-        """Belong to the event loop that is running.
+        """Create a stream for the running event loop.
 
         Args:
-          arrived: when the request came, on the monotonic clock.
-          deadline: on the same; no reader waits much longer.
+          arrived: when the request arrived, on the monotonic clock.
+          deadline: when the request must be finished, on the same clock.
         """
         self._loop = asyncio.get_running_loop()
         self._seconds = deadline - arrived
@@ -45,10 +45,10 @@ class ResponseStream:
         self.error: ApiError | None = None
 
     async def wait(self) -> None:
-        """Wait until something has come since the last call.
+        """Wait for results that were put after the last call.
 
         Raises:
-          ApiError: what came is an error; or the deadline has passed and the engine does not even say so.
+          ApiError: the request ended with an error, or its deadline has passed.
         """
         try:
             async with asyncio.timeout_at(self._until):
@@ -66,7 +66,7 @@ class ResponseStream:
         scores: Mapping[int, np.ndarray] | None = None,
         error: ApiError | None = None,
     ) -> None:
-        """Add something, from any thread; after an error nothing else counts."""
+        """Add results from any thread. Only the first error is kept."""
 
         def add() -> None:
             self.canvases |= canvases or {}
@@ -75,5 +75,5 @@ class ResponseStream:
             self.error = self.error or error
             self._changed.set()
 
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, so there is no reader
             self._loop.call_soon_threadsafe(add)

@@ -1,4 +1,4 @@
-"""The server, put together."""
+"""Assembles the server from its parts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import socket
 from collections.abc import Callable, Collection, Sequence
 
 from launch.openai.bodies import Defaults
-from launch.serving.app import Routes
+from launch.serving.app import application
+from launch.serving.backend import Backend
 from launch.serving.engine import Hosts, ServingEngine
 from launch.serving.errors import ENGINE_FAILED
 from launch.serving.guard import Guard
@@ -19,11 +20,11 @@ from runtime import Executor
 
 
 class Server:
-    """The HTTP server, which answers from the start, and the engine behind it, once there is one.
+    """The HTTP server and the engine behind it. HTTP answers from the start, before the engine is loaded.
 
     Attributes:
-      serving: the engine's thread, as other threads see it.
-      reader: reads bodies.
+      serving: the interface to the engine's thread.
+      reader: turns request bodies into rows.
       http: the HTTP server.
     """
 
@@ -38,46 +39,46 @@ class Server:
         hosts: Hosts,
         version: str,
     ) -> None:
-        """Start to answer that the server is warming up.
+        """Start the HTTP server. Until :meth:`run`, it answers that the server is warming up.
 
         Args:
           own: a socket of :func:`launch.serving.http.listen`.
-          defaults: what requests start from.
-          modes: the ways of decoding, and which of the executor's pools are for which.
-          limits: bounds of everything from outside.
-          keys: who may ask.
-          names: by which the server may be called; none for any.
-          hosts: this host among all.
-          version: what ``/version`` says.
+          defaults: decoding parameters of requests that do not set them.
+          modes: the modes of decoding, each with the index of its pool in the executor.
+          limits: limits of requests and connections.
+          keys: the accepted API keys.
+          names: accepted names in the Host header; empty for any.
+          hosts: the connection to the other hosts.
+          version: the version that ``/version`` reports.
         """
         metrics = Metrics(defaults.model_name)
         self.serving = ServingEngine(hosts, metrics, limits.queue, limits.grace_period)
         self.reader = Reader(defaults, modes, limits)
-        self._routes = Routes(self.serving, self.reader, defaults, metrics, limits, version)
-        self.http = HttpServer(Guard(self._routes.application(), keys, limits, names), own, limits)
+        self._backend = Backend(self.serving, self.reader, defaults, metrics, limits, version)
+        self.http = HttpServer(Guard(application(self._backend), keys, limits, names), own, limits)
         if self.reader.can_chat:
             defaults.tokenizer.start_renderer()
         self.http.start()
         self._hosts = hosts
 
     def run(self, executor: Executor, ready: Callable[[], None]) -> None:
-        """Serve until told to end; every request has been answered when this returns or raises.
+        """Serve until the server is told to stop. When this returns or raises, every request has been answered.
 
         Args:
-          executor: the slots.
-          ready: called when requests are accepted.
+          executor: the slots that decode requests.
+          ready: called when the server accepts requests.
         """
         self.reader.serve(executor)
         self._hosts.before_end(self.fail)
         try:
             self.serving.run(executor, self.http.alive, ready)
         finally:
-            self._routes.close()
+            self._backend.close()
             self.http.stop()
 
     def fail(self) -> None:
-        """Answer every request with an error, and end the HTTP server. From any thread."""
-        # Requests that come before the socket is closed are told so too.
+        """Answer every request with an error and stop the HTTP server. Any thread may call this."""
+        # Requests that arrive before the socket is closed get the same error.
         self.serving.state = "dead"
         self.serving.fail(ENGINE_FAILED)
         self.http.stop()

@@ -1,1 +1,1 @@
-"""Decoding loops: whole generations as programs on the devices."""
+"""Decoding loops, each compiled into one device program that runs a whole generation."""

@@ -1,4 +1,4 @@
-"""Autoregressive decoding on the devices: one program that reads the prompts, one that loops over new tokens.
+"""Autoregressive decoding: a prefill program that reads the prompts, and a decode program that loops over new tokens.
 
 Dimension letters: B batch, T cache length, P prompt width, D embed, E stop tokens.
 """
@@ -23,12 +23,12 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class DecodeProgram:
-    """The parts of a generation that are compiled in.
+    """Settings of a generation that are compiled into the program.
 
     Attributes:
       sampling: how tokens are chosen.
-      log_probabilities: keep the log-probability of every token that is generated.
-      samples: rows next to one another that have the same prompt; it is read once for all of them.
+      log_probabilities: record the log-probability of every generated token.
+      samples: number of adjacent rows that share a prompt. Prefill processes the prompt once for all of them.
     """
 
     sampling: SamplingRule
@@ -41,11 +41,11 @@ class DecodeRequest:
     """Run-time arguments of a generation.
 
     Attributes:
-      seeds: uint32 ``[B, 2]``, key data of each row.
+      seeds: uint32 ``[B, 2]``, each row's PRNG key data.
       prompts: int32 ``[B]``, length of each prompt.
-      ends: int32 ``[B]``, the length at which each row ends.
-      stop_tokens: int32 ``[B, E]``, tokens that end a row; -1 for none.
-      temperature, top_p: float32 ``[B]``, read where the program uses them.
+      ends: int32 ``[B]``, length (prompt included) at which each row ends.
+      stop_tokens: int32 ``[B, E]``, tokens that end a row, padded with -1.
+      temperature, top_p: float32 ``[B]``, ignored by programs that do not sample or filter.
       top_k: int32 ``[B]``, likewise.
       max_iterations: int32, the loop ends after this many iterations.
     """
@@ -62,15 +62,15 @@ class DecodeRequest:
 
 @flax.struct.dataclass
 class DecodeState:
-    """What a generation carries from token to token.
+    """State of the decode loop.
 
     Attributes:
-      tokens: int32 ``[B, T]``, start-aligned; filler where nothing is generated yet.
+      tokens: int32 ``[B, T]``, start-aligned; positions that are not generated yet hold a filler token.
       lengths: int32 ``[B]``, tokens of each row so far, prompt included.
-      done: bool ``[B]``.
-      iteration: int32, iterations so far; in each, a row that is not done runs one forward pass and gets one token.
+      done: bool ``[B]``, rows that have ended.
+      iteration: int32, iterations so far. Each iteration adds one token to every row that is not done.
       log_probabilities: float32 ``[B, T]``, or None.
-      cache: of keys and values, see :data:`runtime.models.kv_cache.Cache`, or None to run without one.
+      cache: the KV cache, see :data:`runtime.models.kv_cache.Cache`; None runs without one.
     """
 
     tokens: Leaf = array("batch", "positions", dtype=jnp.int32)
@@ -84,7 +84,7 @@ class DecodeState:
 def _append(
     forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState, last: Array
 ) -> DecodeState:
-    """Choose a token of each row from the activations ``[B, 1, D]`` of its last one."""
+    """Append one token to each row, chosen from the activations ``[B, 1, D]`` of the row's last position."""
     logits = project_logits(forward.window, weights, last)
     keys = position_keys(
         request.seeds, state.lengths - request.prompts, TOKEN_STREAM, state.lengths[:, None].astype(jnp.int32)
@@ -117,7 +117,7 @@ def prefill(
     request: DecodeRequest,
     state: DecodeState,
 ) -> DecodeState:
-    """Read the first ``width`` positions, P, into the cache and generate the first token of every row."""
+    """Fill the cache from the first ``width`` positions (P), and generate the first token of every row."""
     first = jnp.zeros((forward.layout.spec.data,), jnp.int32)
     samples = program.samples
     tokens, lengths = forward.on_rows(lambda tokens: tokens[:, :width], state.tokens), state.lengths
@@ -137,7 +137,7 @@ def prefill_inserted(
     state: DecodeState,
     inserted: Array,
 ) -> DecodeState:
-    """:func:`prefill` of the rows ``inserted`` bool ``[B]`` alone, one of each ``data`` shard at a time."""
+    """Prefill only the rows marked in ``inserted`` bool ``[B]``, one row per ``data`` shard at a time."""
 
     def one_each(carry: tuple[DecodeState, Array, Array]) -> tuple[DecodeState, Array, Array]:
         state, last, waiting = carry
@@ -165,7 +165,7 @@ def prefill_inserted(
 def decode(
     forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState
 ) -> DecodeState:
-    """Generate until every row is done, for ``request.max_iterations`` iterations at most."""
+    """Generate tokens until every row is done, or until ``request.max_iterations`` iterations have run."""
 
     def step(state: DecodeState) -> DecodeState:
         with jax.named_scope("decode_step"):

@@ -1,4 +1,4 @@
-"""How a canvas is cut into blocks, and how wide the windows of a cached step are."""
+"""Block length, steps per block, and the widths of the windows that cached steps compute."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig, S
 
 
 def block_schedule(config: DiffusionConfig, width: int) -> tuple[int, int]:
-    """Positions per block, and the most steps that a block takes.
+    """Return the positions per block, and the maximum number of steps per block.
 
     A parallel rule commits at least one token per step, so a block has at most as many steps as positions. Otherwise
-    the steps of the request are shared among the blocks of its new tokens.
+    the steps of the request are divided among the blocks of its new tokens.
 
     Args:
       config: the request.
@@ -28,12 +28,12 @@ def block_schedule(config: DiffusionConfig, width: int) -> tuple[int, int]:
 
 
 def steps_of_a_block(config: DiffusionConfig, length: int) -> int:
-    """The steps of a request that fall to each block of ``length`` positions of its new tokens."""
+    """Return the number of the request's steps per block of ``length`` positions of its new tokens."""
     return max(1, math.ceil(config.steps / max(1, math.ceil(config.max_new_tokens / length))))
 
 
 def canvas_length(prompt: int, config: DiffusionConfig | SamplingConfig) -> int:
-    """Positions that a row needs for its prompt and its new tokens: whole blocks of block-causal attention."""
+    """Return the canvas length of a prompt and its new tokens: whole blocks if attention is block-causal."""
     block = config.attention_block_length if isinstance(config, DiffusionConfig) else 0
     return math.ceil((prompt + config.max_new_tokens) / max(block, 1)) * max(block, 1)
 
@@ -41,18 +41,19 @@ def canvas_length(prompt: int, config: DiffusionConfig | SamplingConfig) -> int:
 def window_widths(
     cache: str, length: int, span: int, refresh_blocks: int = 1, *, offset: int, sub_block: int | None = None
 ) -> tuple[int, ...]:
-    """Widths of the windows that are compiled, descending.
+    """Return the window widths to compile, in descending order.
 
-    A dual cache has windows of one block, and of two where blocks may be entered without a refresh. A prefix cache has
-    windows of all that follows, halved down to a block. An exact cache has windows of one block, and where the first
-    position of a block is not committed alone of two; see :mod:`runtime.decoding.block_causal`.
+    A dual cache needs windows of one block, and windows of two blocks if blocks may be entered without a refresh. A
+    prefix cache needs windows up to the end of the row. Their widths are ``span`` halved repeatedly, down to at most
+    two blocks, so that a window is at most about twice as wide as needed. An exact cache needs windows of one block
+    and, if the model has no prediction offset, of two; see :mod:`runtime.decoding.block_causal`.
 
     Args:
       cache: ``none``, ``prefix``, ``dual`` or ``exact``.
       length: positions per block.
-      span: positions from the first mask of any row to its end.
-      refresh_blocks: blocks from one that is entered with a refresh to the next; 0 for the first alone.
-      offset: positions before the block that predict its first token, see
+      span: the largest distance in any row from its first mask to its end, in positions.
+      refresh_blocks: refresh on entering every n-th block; 0 refreshes only for the first block.
+      offset: number of positions before the block that a window must include to predict the block's first token, see
         :attr:`runtime.models.config.Family.prediction_offset`.
       sub_block: positions of sub-blocks that are run alone, None for none.
     """

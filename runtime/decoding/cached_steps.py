@@ -1,10 +1,11 @@
-"""Steps of masked diffusion against a KV cache: refreshes of whole rows, and windows of a few positions.
+"""Masked-diffusion steps with a KV cache: refreshes over the whole canvas, and windows of a few positions.
 
-A *refresh* is a forward pass over a whole row, which renews its keys and values at every position. A *window* is the
-row's block (dual cache) or the block and everything after it (prefix cache), preceded by the position whose output
-predicts the block's first token. Both commit tokens like any other step.
+A *refresh* is a forward pass over a row's whole canvas; it recomputes the cached keys and values of every position. A
+*window* is the range of positions that a step between refreshes computes: the row's current block (dual cache), or the
+block and everything after it (prefix cache), preceded by the position whose output predicts the block's first token.
+Both kinds of step commit tokens.
 
-The caches follow Fast-dLLM (Wu et al., 2025); keeping a token's keys and values only once it is committed follows
+The caches follow Fast-dLLM (Wu et al., 2025). Caching a token's keys and values only once it is committed follows
 dKV-Cache (Ma et al., 2025).
 
 Dimension letters: B batch, S canvas, W window.
@@ -33,27 +34,29 @@ Array = jax.Array
 
 
 def refresh_chunk(chunk: int, block_length: int, sequence: int) -> int:
-    """Positions that the head is run on at a time after a refresh, whose step needs one block of them.
+    """Return how many positions per row the output head runs on at a time after a refresh.
+
+    The step of a refresh needs the logits of one block only, so the chunk need not be larger than a block.
 
     Args:
-      chunk: the same where a step may need all of a canvas.
+      chunk: the chunk for steps that may need the whole canvas; an upper bound.
       block_length: positions per block.
-      sequence: shards of a canvas, of which the result is a multiple.
+      sequence: size of the ``sequence`` mesh axis. A block is rounded up to a multiple of it.
     """
     return min(chunk, -(-block_length // sequence) * sequence)
 
 
 @dataclass(frozen=True)
 class CachedStep:
-    """One step of every row against the cache.
+    """One denoise step of every row with a KV cache.
 
     Attributes:
-      forward: layout and attention.
-      program: what is compiled in.
-      weights: the model.
-      request: the run-time arguments.
-      wanted: bool ``[B, S]``, positions whose token each row's step needs.
-      counts: int32 ``[B]``, how many of them it commits by its schedule.
+      forward: layout and attention of the model.
+      program: settings that are compiled in.
+      weights: the model's weights.
+      request: run-time arguments.
+      wanted: bool ``[B, S]``, positions for which each row's step needs a token.
+      counts: int32 ``[B]``, number of these positions that the schedule commits.
     """
 
     forward: Forward
@@ -64,7 +67,7 @@ class CachedStep:
     counts: Array
 
     def run(self, state: DenoiseState) -> DenoiseState:
-        """Refresh the rows that are due, run the windows of the others, and commit what either decides."""
+        """Refresh the rows that are due for a refresh, run windows for the other rows, and commit tokens of both."""
         active = self.wanted.any(axis=1)
         due = active & (state.steps_until_refresh == 0)
         state = self._refresh(state, due)
@@ -77,10 +80,10 @@ class CachedStep:
     # ---- refreshes --------------------------------------------------------------------------------------------
 
     def _refresh(self, state: DenoiseState, due: Array) -> DenoiseState:
-        """Refresh the rows that are ``due`` bool ``[B]``, one row of each ``data`` shard at a time.
+        """Refresh the rows marked in ``due`` bool ``[B]``, one row per ``data`` shard at a time.
 
-        Rows with the same canvas, as samples of one prompt have at first, share a forward pass: each decides for
-        itself, with its own seed.
+        Rows with the same canvas share one forward pass; samples of one prompt start with the same canvas. Each row
+        still chooses its own tokens, with its own seed.
         """
 
         def one_each(carry: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:
@@ -102,13 +105,13 @@ class CachedStep:
         return jax.lax.while_loop(lambda carry: carry[1].any(), one_each, (state, due))[0]
 
     def _decide(self, state: DenoiseState, hidden: Array, source: Array, sharing: Array) -> DenoiseState:
-        """Commit the step of every row that shares a refresh, and give each its copy of the cache.
+        """Commit a step of every row that shares a refresh, and copy the refreshed cache row to each of them.
 
         Args:
-          state: with the refreshed row ``source`` in its cache.
-          hidden: activations of that row of each ``data`` shard.
-          source: int32 ``[data]``, its number among the shard's rows; -1 for none.
-          sharing: bool ``[B]``.
+          state: the state; its cache holds the refreshed row ``source``.
+          hidden: activations of the refreshed row, one row per ``data`` shard.
+          source: int32 ``[data]``, index of the refreshed row within its shard; -1 if the shard has none.
+          sharing: bool ``[B]``, the rows that share the refresh.
         """
         sequence = self.forward.layout.spec.sequence
         block_length = self.program.windows[-1] - self.forward.config.family.prediction_offset
@@ -144,9 +147,10 @@ class CachedStep:
     # ---- windows ----------------------------------------------------------------------------------------------
 
     def _run_windows(self, state: DenoiseState, wanted: Array) -> DenoiseState:
-        """One forward pass over the windows of the rows that want something, at the narrowest width that covers them.
+        """Run one forward pass over the windows of the rows marked in ``wanted``, and commit their tokens.
 
-        Without such a row there is none.
+        All windows have the narrowest compiled width that covers every one of them. If no row is marked, no forward
+        pass runs.
         """
         active = wanted.any(axis=1)
         start, stop = self._window_bounds(state, wanted)
@@ -155,8 +159,8 @@ class CachedStep:
         needed = jnp.where(active, stop - start, 0).max()
         enough = jnp.array([width >= needed for width in widths])
         chosen = jnp.where(active.any(), jnp.where(enough, jnp.arange(len(widths)), 0).max(), -1)
-        # One choice after another, each between a window and nothing: around a choice between several windows XLA on
-        # TPU copies the cache that they all write.
+        # A chain of two-way conditionals, each of which either runs its window or does nothing. With one conditional
+        # over all widths, XLA on TPU copies the cache, because every branch writes it.
         for number, width in enumerate(widths):
             run = self._window(width, start, stop, wanted)
             state = jax.lax.cond(chosen == number, run, lambda state: state, state)
@@ -174,7 +178,7 @@ class CachedStep:
         return start, stop
 
     def _window(self, width: int, start: Array, stop: Array, wanted: Array) -> Callable[[DenoiseState], DenoiseState]:
-        """The forward pass over windows of one width, from ``start`` to before ``stop`` ``[B]``, and its commits."""
+        """Return a function that runs windows of one width, over ``[start, stop)`` of each row, and commits tokens."""
 
         def run(state: DenoiseState) -> DenoiseState:
             active = wanted.any(axis=1)
@@ -200,13 +204,13 @@ class CachedStep:
 
 
 def _first(rows: Array) -> tuple[Array, Array]:
-    """The first row that is set: its number int32 ``[1]``, -1 for none, and a mask of it bool ``[B]``."""
+    """Return the index int32 ``[1]`` of the first row that is set, -1 for none, and its one-hot mask bool ``[B]``."""
     row = jnp.argmax(rows)
     return jnp.where(rows.any(), row, -1)[None].astype(jnp.int32), (jnp.arange(len(rows)) == row) & rows
 
 
 def _row(values: Array, rows: Array) -> Array:
-    """The first row of ``values`` ``[B, ...]`` that is set in ``rows`` bool ``[B]``: ``[1, ...]``."""
+    """Return the row ``[1, ...]`` of ``values`` ``[B, ...]`` that is the first one set in ``rows`` bool ``[B]``."""
     return jax.lax.dynamic_slice_in_dim(values, jnp.argmax(rows), 1)
 
 
@@ -215,7 +219,10 @@ def _row_of_each(tree: Any, rows: Array) -> Any:
 
 
 def _cut(width: int) -> Callable[..., tuple[Array, ...]]:
-    """A function of ``start`` ``[B]`` and arrays ``[B, S]`` to windows ``[B, W]`` of them, zero beyond the canvas."""
+    """Return a function that cuts windows ``[B, W]`` at ``start`` ``[B]`` out of arrays ``[B, S]``.
+
+    Window positions beyond the canvas are zero.
+    """
 
     def cut(start: Array, *rows: Array) -> tuple[Array, ...]:
         places = start[:, None] + jnp.arange(width)
@@ -230,7 +237,7 @@ def _cut(width: int) -> Callable[..., tuple[Array, ...]]:
 
 
 def _paste(width: int) -> Callable[..., Choices]:
-    """The inverse of :func:`_cut`: windows ``[B, W]`` onto a canvas ``[B, S]``, zero outside."""
+    """Return the inverse of :func:`_cut`: it puts windows ``[B, W]`` into arrays ``[B, S]`` that are zero elsewhere."""
 
     def paste(start: Array, canvas: Array, windows: Choices) -> Choices:
         places = jnp.arange(canvas.shape[1]) - start[:, None]

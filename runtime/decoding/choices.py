@@ -1,5 +1,4 @@
-"""Choosing tokens for positions of the canvas: the head, run on chunks of the positions that matter.
-
+"""Choosing tokens for canvas positions. The output head runs on chunks of the positions that need a token.
 Dimension letters: B batch, S canvas, P positions of one head chunk, D embed, V vocab.
 """
 
@@ -20,12 +19,13 @@ Array = jax.Array
 
 @flax.struct.dataclass
 class Choices:
-    """The tokens that were chosen for positions of the canvas, ``[B, S]`` each or ``[B, P]`` of a chunk.
+    """Tokens chosen for canvas positions: arrays ``[B, S]``, or ``[B, P]`` for one head chunk.
 
     Attributes:
       tokens: int32.
-      confidences: float32, -inf where no token was wanted.
-      log_probabilities: float32, of the tokens under the model itself (no temperature, no filter), or None.
+      confidences: float32, -inf at positions that needed no token.
+      log_probabilities: float32, log-probabilities of the tokens under the model, without temperature and filters, or
+        None.
     """
 
     tokens: Array
@@ -36,13 +36,13 @@ class Choices:
 def choose(
     forward: Forward, program: DenoiseProgram, request: DenoiseRequest, step: Array, logits: Array, positions: Array
 ) -> Choices:
-    """Choose a token for each of these positions from their logits.
+    """Choose a token for each position from its logits.
 
     Args:
       forward: the model.
-      program: what is compiled in.
+      program: settings that are compiled in.
       request: seeds, temperature, top_p and top_k.
-      step: int32 ``[B]``, the row's own step, to which its random bits belong.
+      step: int32 ``[B]``, each row's own step number, from which its random bits derive.
       logits: float32 ``[B, P, V]``.
       positions: int32 ``[B, P]``.
     """
@@ -57,18 +57,19 @@ def choose(
 
 
 def confidence_ranks(confidences: Array) -> Array:
-    """Rank of every position by confidence, 0 for the highest, ties to the lowest position: ``[B, S]`` -> int32."""
+    """Rank positions by confidence: 0 is the highest, ties go to the lower position. ``[B, S]`` -> int32 ``[B, S]``."""
     ranking = jnp.argsort(confidences, axis=1, stable=True, descending=True)
     return jnp.argsort(ranking, axis=1, stable=True).astype(jnp.int32)
 
 
 def guide(logits: Array, unconditional: Array, scale: Array) -> Array:
-    """Classifier-free guidance (Ho & Salimans, 2022): logits ``[B, P, V]`` moved away from those without the prompt.
+    """Apply classifier-free guidance (Ho & Salimans, 2022) to logits ``[B, P, V]``.
 
-    A row whose ``scale`` float32 ``[B]`` is 0 keeps its logits.
+    Logits move away from ``unconditional``, the logits without the prompt. Rows whose ``scale`` float32 ``[B]`` is 0
+    keep their logits.
     """
     weight = scale[:, None, None]
-    # The vocabulary's padding is at -inf in both.
+    # Padding of the vocabulary is -inf in both arrays, and the difference would be NaN.
     guided = jnp.where(jnp.isfinite(unconditional), unconditional + (weight + 1) * (logits - unconditional), -jnp.inf)
     return jnp.where(weight > 0, guided, logits)
 
@@ -81,7 +82,7 @@ def _logits_at(
     unconditional: Array | None,
     outputs: Array,
 ) -> Array:
-    """Logits ``[B, P, V]`` at positions int32 ``[B, P]``, guided where there are ``unconditional`` activations."""
+    """Compute logits ``[B, P, V]`` at positions int32 ``[B, P]``, with guidance if ``unconditional`` is given."""
     logits = project_logits(forward, weights, pick_positions(forward, hidden, outputs))
     if unconditional is None:
         return logits
@@ -90,7 +91,7 @@ def _logits_at(
 
 
 def _place(positions: Array, *values: Array) -> tuple[Array, ...]:
-    """Arrays ``[B, S]``, the first half of ``values``, with the other half ``[B, P]`` at ``positions``."""
+    """Write the second half of ``values``, each ``[B, P]``, at ``positions`` into the first half, each ``[B, S]``."""
     row, half = jnp.arange(positions.shape[0])[:, None], len(values) // 2
     return tuple(old.at[row, positions].set(new) for old, new in zip(values[:half], values[half:], strict=True))
 
@@ -106,18 +107,20 @@ def choose_on_canvas(
     offset: Array | None = None,
     unconditional: Array | None = None,
 ) -> Choices:
-    """Choose a token for every wanted position, running the head on those alone, ``program.chunk`` a row at a time.
+    """Choose a token for every wanted position.
+
+    The head runs only on the wanted positions, in chunks of ``program.chunk`` positions per row.
 
     Args:
-      forward: layout and attention.
-      program: what is compiled in.
-      weights: the model; only its head is used.
+      forward: layout and attention of the model.
+      program: settings that are compiled in.
+      weights: the model's weights; only the output head is used.
       request: seeds, temperature, top_p and top_k.
-      step: int32 ``[B]``, the row's own step, to which its random bits belong.
-      hidden: ``[B, S, D]``.
-      wanted: bool ``[B, S]``.
-      offset: int32 ``[B]``, position of the canvas at which each row's S positions start; None for 0.
-      unconditional: like ``hidden``, of the canvas without its prompt, for classifier-free guidance.
+      step: int32 ``[B]``, each row's own step number, from which its random bits derive.
+      hidden: activations ``[B, S, D]``.
+      wanted: bool ``[B, S]``, positions that need a token.
+      offset: int32 ``[B]``, canvas position of the first of each row's S positions; None means 0.
+      unconditional: activations of the canvas without its prompt, for classifier-free guidance; otherwise None.
 
     Returns:
       Choices ``[B, S]``.
@@ -125,7 +128,7 @@ def choose_on_canvas(
     width = wanted.shape[1]
 
     def choose_at(positions: Array) -> Choices:
-        # The first position of a row has no output before it, and reads its own.
+        # No output precedes a row's first position, so that position reads its own output.
         outputs = jnp.maximum(positions - forward.config.family.prediction_offset, 0)
         logits = _logits_at(forward, weights, request, hidden, unconditional, outputs)
         places = positions if offset is None else positions + offset[:, None]
@@ -133,12 +136,12 @@ def choose_on_canvas(
 
     if program.chunk >= width:
         return choose_at(jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), wanted.shape))
-    # Per row the wanted positions, ascending, then the others.
+    # For each row: the wanted positions in ascending order, then the others.
     order = forward.on_rows(lambda wanted: jnp.argsort(~wanted, axis=1, stable=True).astype(jnp.int32), wanted)
     chunks = (wanted.sum(axis=1).max() + program.chunk - 1) // program.chunk
 
     def body(chunk: Array, filled: Choices) -> Choices:
-        # The last chunk of a canvas that the chunk does not divide starts earlier and repeats a few positions.
+        # If the chunk does not divide the canvas, the last chunk starts earlier and repeats a few positions.
         start = jnp.minimum(chunk * program.chunk, width - program.chunk)
         positions = forward.on_rows(
             lambda order, start: jax.lax.dynamic_slice_in_dim(order, start, program.chunk, axis=1), order, start

@@ -1,8 +1,8 @@
-"""Committing tokens: which of the chosen ones a step writes into the canvas.
+"""Committing tokens: selecting which of the chosen tokens a step writes into the canvas.
 
-The threshold and factor rules follow Fast-dLLM (Wu et al., 2025). One difference: a parallel rule commits the first
-masked position of a block in the block's first step, else what is certain further on is committed before what leads to
-it.
+The threshold and factor rules follow Fast-dLLM (Wu et al., 2025), with one difference: in the first step of a block,
+a parallel rule always commits the block's first masked position. Otherwise confident tokens late in the block would be
+committed before the text that leads up to them.
 
 Dimension letters: B batch, S canvas.
 """
@@ -33,18 +33,18 @@ def commit(
     wanted: Array,
     counts: Array,
 ) -> DenoiseState:
-    """Commit the chosen tokens that the schedule or the parallel rule selects; each row that wants some makes a step.
+    """Commit the chosen tokens that the schedule or the parallel rule selects, and advance the rows by one step.
 
-    A position whose chosen token is MASK stays masked and is counted again in the next step.
+    A position whose chosen token is the mask token stays masked, and counts as a mask in the next step.
 
     Args:
       forward: the model.
-      program: what is compiled in.
+      program: settings that are compiled in.
       request: seeds, thresholds and alg_temp.
-      state: before the step.
+      state: the state before the step.
       choices: tokens and confidences ``[B, S]``.
-      wanted: bool ``[B, S]``, positions that may be committed; a row without any stays as it is.
-      counts: int32 ``[B]``, how many of them each row commits by its schedule.
+      wanted: bool ``[B, S]``, positions that may be committed. A row without any does not change or advance.
+      counts: int32 ``[B]``, number of positions that the schedule commits in each row.
     """
 
     def select(request: DenoiseRequest, state: DenoiseState, choices: Choices, wanted: Array, counts: Array) -> Array:
@@ -78,7 +78,11 @@ def _by_schedule(
     wanted: Array,
     counts: Array,
 ) -> Array:
-    """The ``counts`` most confident wanted positions of each row, all of them for ``origin``: bool ``[B, S]``."""
+    """Select the ``counts`` most confident wanted positions of each row, or all of them for ``origin``.
+
+    Returns:
+      bool ``[B, S]``.
+    """
     if program.algorithm == "origin":
         return wanted
     if program.sample_positions:
@@ -93,11 +97,19 @@ def _by_schedule(
 def _by_certainty(
     program: DenoiseProgram, request: DenoiseRequest, state: DenoiseState, confidences: Array, wanted: Array
 ) -> Array:
-    """The wanted positions that the parallel rule is certain enough of, at least one of each row: bool ``[B, S]``.
+    """Select the wanted positions that are certain enough for the parallel rule, at least one per row.
 
-    ``confidences`` ``[B, S]`` are -inf where no token is wanted.
+    Args:
+      program: settings that are compiled in.
+      request: thresholds and factors.
+      state: the state before the step.
+      confidences: float32 ``[B, S]``, -inf at positions that need no token.
+      wanted: bool ``[B, S]``.
+
+    Returns:
+      bool ``[B, S]``.
     """
-    # From 0 to 1, like a probability: a negative entropy becomes one over the effective number of tokens.
+    # Map confidences to 0..1, like probabilities: exp(-entropy) is one over the effective number of candidate tokens.
     certainty = jnp.exp(confidences) if program.algorithm == "entropy" else confidences
     if program.parallel == "threshold":
         enough = certainty > request.threshold[:, None]

@@ -1,12 +1,13 @@
-"""Masked-diffusion decoding as one device program: exact, in blocks, and against a cache.
+"""Masked-diffusion decoding as one device program: exact, in blocks, and with a KV cache.
 
 The exact algorithm is ``diffusion_generate`` of Dream (Ye et al., 2025; HKUNLP/Dream) and DiffuCoder (Gong et al.,
-2025), with each row's own number of masks where the original takes the batch mean. It is a single block without a
-cache. Otherwise a row is cut into blocks from its first mask on, and its blocks are filled one after another; the
-block schedule follows Fast-dLLM (Wu et al., 2025). Every row goes through its own blocks and steps.
+2025). The one difference is that each row uses its own number of masks, where the original uses the batch mean. Exact
+decoding is a single block without a cache. Block decoding divides a row into blocks, starting at its first mask, and
+fills one block after another; its schedule follows Fast-dLLM (Wu et al., 2025). Every row advances through its own
+blocks and steps.
 
-One ``while_loop`` runs up to limits that are run-time arguments: a whole generation, a streamed chunk, a single hooked
-step and the iterations of a server are the same compiled program.
+The ``while_loop`` has run-time limits. The same compiled program therefore runs a whole generation, a streamed chunk, a
+single step with a hook, and the iterations of a server.
 
 Dimension letters: B batch, S canvas, V vocab.
 """
@@ -33,10 +34,11 @@ Array = jax.Array
 def denoise(
     forward: Forward, program: DenoiseProgram, weights: Weights, request: DenoiseRequest, state: DenoiseState
 ) -> DenoiseState:
-    """Run iterations until every row is done or has reached ``request.step_limit``, ``request.max_iterations`` at most.
+    """Run denoise steps until every row is done or has reached ``request.step_limit``.
 
-    In each iteration a row makes its next step that commits something, by one forward pass: a refresh, a window, or
-    without a cache a pass over its whole canvas. A step that commits nothing runs no forward pass.
+    Each iteration runs one forward pass per row: a refresh, a window, or, without a cache, the whole canvas. Steps of
+    the schedule that commit no token are skipped without a forward pass. The loop stops after
+    ``request.max_iterations`` iterations.
     """
 
     def iterate(carry: tuple[DenoiseState, Array, Array]) -> tuple[DenoiseState, Array, Array]:
@@ -64,7 +66,7 @@ def _whole_step(
     wanted: Array,
     counts: Array,
 ) -> DenoiseState:
-    """One forward pass over all canvases, and its commits."""
+    """Run one forward pass over the whole canvas of every row, and commit tokens."""
     hidden = hidden_states(forward, weights, state.canvas, request.lengths)
     without = None
     if program.guided:
@@ -77,7 +79,10 @@ def _whole_step(
 
 
 def _without_prompt(forward: Forward, request: DenoiseRequest, state: DenoiseState) -> Array:
-    """Canvases ``[B, S]`` with MASK in the place of every prompt token; masks of a prompt stay as they were filled."""
+    """Return canvases ``[B, S]`` in which the mask token replaces every prompt token.
+
+    Tokens that filled masks inside a prompt are kept.
+    """
     places = jnp.arange(state.canvas.shape[1])
     prompt = (places < request.first[:, None]) & (state.commit_steps < 0)
     return jnp.where(prompt, forward.config.mask_token_id, state.canvas)
@@ -86,14 +91,14 @@ def _without_prompt(forward: Forward, request: DenoiseRequest, state: DenoiseSta
 def denoise_with_logits(
     forward: Forward, program: DenoiseProgram, request: DenoiseRequest, state: DenoiseState, logits: Array
 ) -> DenoiseState:
-    """One step from given logits: what a logits hook has made of the model's own.
+    """Run one step from logits that a logits hook has changed.
 
     Args:
       forward: the model.
-      program: what is compiled in; no cache and no parallel rule.
-      request: the run-time arguments.
-      state: before the step.
-      logits: float32 ``[B, S, V]``, shifted: those that predict each position.
+      program: settings that are compiled in; without a cache and without a parallel rule.
+      request: run-time arguments.
+      state: the state before the step.
+      logits: float32 ``[B, S, V]``, shifted so that the logits at a position predict that position.
     """
     state, wanted, counts = next_step(forward, program, request, state)
     positions = jnp.broadcast_to(jnp.arange(state.canvas.shape[1], dtype=jnp.int32), state.canvas.shape)

@@ -1,6 +1,6 @@
-"""What a generation is asked to do: every decoding parameter, declared once and checked before anything is compiled.
+"""The decoding parameters, each declared once and checked before anything is compiled.
 
-A new parameter is one more field here and its use in the decoding loop; see :mod:`runtime.decoding.schema`.
+To add a parameter, add a field here and use it in the decoding loop; see :mod:`runtime.decoding.schema`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARALLEL_RULES = tuple(dict.fromkeys((*BIDIRECTIONAL_RULES, *BLOCK_CAUSAL_RULES)
 DEFAULT_BLOCK_LENGTH = 32
 CONFIDENCE_DTYPES = ("float32", "model")
 
-# Less than the smallest temperature is 0 to logits in float32.
+# In float32, sampling at a temperature below the smallest allowed one is the same as temperature 0.
 _TEMPERATURE = Real(0.0, MAX_TEMPERATURE, smallest=MIN_TEMPERATURE)
 _TOKEN_IDS = TokenIds(MAX_STOP_TOKENS, 1 << 30)
 _WITH_CACHE = Requirement("cache", ("dual", "prefix"))
@@ -48,10 +48,10 @@ _SCHEDULED = Requirement("parallel", ("none",))
 
 @dataclass(frozen=True)
 class _Steps(Requirement):
-    """A rule that goes by the schedule: with block-causal attention sequential does, and threshold at the least."""
+    """The requirement that the parallel rule uses the schedule: none, and with block-causal attention two others."""
 
     def met(self, config: Any) -> bool:
-        """Whether a configuration has such a rule."""
+        """Return whether the configuration's rule uses the schedule."""
         return super().met(config) or (
             config.attention_block_length > 0 and config.parallel in ("threshold", "sequential")
         )
@@ -64,24 +64,25 @@ class SamplingConfig:
     max_new_tokens: int = parameter(
         32,
         Integer(1, MAX_NEW_TOKENS),
-        "Tokens to generate at most.",
+        "Maximum number of new tokens.",
         aliases=("max_tokens", "max_completion_tokens"),
         http="max_tokens",
     )
     temperature: float = parameter(
-        0.0, _TEMPERATURE, "Temperature of sampling; 0 takes the most probable token.", in_checkpoint="temperature"
+        0.0, _TEMPERATURE, "Sampling temperature; 0 takes the most probable token.", in_checkpoint="temperature"
     )
     top_p: float | None = parameter(
         None,
         Real(0.0, 1.0),
-        "Keep the most probable tokens up to and including the one that crosses this mass; 1 keeps all.",
+        "Nucleus sampling: keep the most probable tokens up to and including the one at which their total probability "
+        "crosses this value; 1 keeps all.",
         optional=True,
         in_checkpoint="top_p",
     )
     top_k: int | None = parameter(
         None,
         Integer(1, 1 << 30),
-        "Keep this many most probable tokens, ties at the last included; 0 keeps all.",
+        "Keep this many of the most probable tokens, and tokens tied with the last of them; 0 keeps all.",
         optional=True,
         in_checkpoint="top_k",
         zero_is_none=True,
@@ -89,15 +90,15 @@ class SamplingConfig:
     seed: int | Sequence[int] = parameter(
         0,
         Seeds(Integer(0, MAX_SEED)),
-        "One seed for the batch, or one per row.",
+        "Random seed: one for the batch, or one per row.",
         flag_default="0",
-        flag_help="Several are separated by commas.",
+        flag_help="Separate several seeds by commas.",
     )
     early_stop: bool | None = parameter(
         None,
         Boolean(),
-        "End a row when an end token of the model and everything before it is there; off, a row fills all of its "
-        "positions, and its text ends at the same place.",
+        "Stop generating a row once an end token of the model and all tokens before it are final. If off, the row "
+        "is generated to its full length; its text still ends at the end token.",
         optional=True,
         mode=True,
         flag_default=True,
@@ -105,7 +106,7 @@ class SamplingConfig:
     stop_token_ids: Sequence[int] = parameter(
         (),
         _TOKEN_IDS,
-        "End a row when one of these and everything before it is there, whatever early_stop says.",
+        "Stop generating a row once one of these tokens and all tokens before it are final, regardless of early_stop.",
         exposed=False,
     )
     log_probabilities: bool = parameter(
@@ -120,7 +121,7 @@ class SamplingConfig:
     use_cache: bool = parameter(
         True,
         Boolean(),
-        "Keep keys and values; without them every token costs a forward pass over everything before it.",
+        "Use a KV cache. Without one, every token costs a forward pass over the whole sequence before it.",
         compiled=True,
         exposed=False,
     )
@@ -144,7 +145,7 @@ class DiffusionConfig:
     max_new_tokens: int = parameter(
         256,
         Integer(0, MAX_NEW_TOKENS),
-        "Tokens to add to each prompt; 0 only fills masks in the prompts.",
+        "Number of new tokens, which are masks appended to each prompt; 0 fills only the masks in the prompt itself.",
         aliases=("max_tokens", "max_completion_tokens"),
         http="max_tokens",
         in_checkpoint="max_new_tokens",
@@ -153,7 +154,7 @@ class DiffusionConfig:
     steps: int = parameter(
         512,
         Integer(1, MAX_STEPS),
-        "Denoise steps, shared among the blocks of the new tokens.",
+        "Number of denoise steps, divided evenly among the blocks of new tokens.",
         requires=(_Steps("parallel", ("none",), when_given=True),),
         in_checkpoint="steps",
         flag_help="Default: as many as new tokens.",
@@ -161,8 +162,8 @@ class DiffusionConfig:
     algorithm: str = parameter(
         "origin",
         Choice(ALGORITHMS),
-        "How positions are chosen: at random (origin; LLaDA: random), or by the confidence that is named (LLaDA: "
-        "low_confidence).",
+        "How each step picks the positions to fill: at random (origin; for LLaDA: random), or those with the highest "
+        "confidence by the named measure (for LLaDA: low_confidence).",
         aliases=("alg",),
         in_checkpoint="alg",
         compiled=True,
@@ -174,7 +175,7 @@ class DiffusionConfig:
     alg_temp: float | None = parameter(
         None,
         _TEMPERATURE,
-        "Temperature of sampling positions by confidence; 0 takes the most confident.",
+        "Temperature for sampling the positions to fill by confidence; 0 takes the most confident ones.",
         optional=True,
         idle=(0.0,),
         in_checkpoint="alg_temp",
@@ -183,7 +184,7 @@ class DiffusionConfig:
     eps: float = parameter(
         1e-3,
         Real(0.0, 1.0, exclusive=True),
-        "Time at which the schedule ends.",
+        "Time at which the linear noise schedule ends (it starts at 1).",
         in_checkpoint="eps",
         requires=(Requirement("parallel", ("none",), when_given=True),),
     )
@@ -191,22 +192,22 @@ class DiffusionConfig:
     confidence_dtype: str = parameter(
         "float32",
         Choice(CONFIDENCE_DTYPES),
-        "Dtype in which logits are filtered and ranked: float32, or the model's as in the original, which makes many "
-        "more ties.",
+        "Dtype in which logits are filtered and ranked: float32, or the model's own dtype as in the original code, "
+        "which produces many more ties.",
         compiled=True,
         mode=True,
         flag_default="float32",
     )
     suppress_mask: bool = parameter(
-        False, Boolean(), "Never choose the mask token.", compiled=True, mode=True, flag_default=False
+        False, Boolean(), "Never predict the mask token.", compiled=True, mode=True, flag_default=False
     )
     log_probabilities: bool = same_as(SamplingConfig, "log_probabilities")
     block_length: int | None = parameter(
         None,
         Integer(1, MAX_NEW_TOKENS),
-        "Fill blocks of this many positions one after another, from the first mask on. Default: one block, and with a "
-        f"cache blocks of {DEFAULT_BLOCK_LENGTH}. With block-causal attention its blocks, counted from position 0; "
-        "default: the model's.",
+        "Positions per block. Blocks are filled one after another, starting at the first mask. Default: "
+        f"{DEFAULT_BLOCK_LENGTH} with a cache; without one, a single block for all positions. Block-causal models: the "
+        "blocks of the attention mask, counted from position 0; the default is the model's.",
         optional=True,
         compiled=_WITH_CACHE,
         mode=True,
@@ -214,7 +215,8 @@ class DiffusionConfig:
     sub_block_length: int | None = parameter(
         None,
         Integer(1, MAX_NEW_TOKENS),
-        "Fill each block in parts of this many positions, one after another (block-causal models). Default: one part.",
+        "Positions per sub-block (block-causal models). The sub-blocks of a block are filled one after another. "
+        "Default: the whole block.",
         optional=True,
         compiled=_EXACT_CACHE,
         mode=True,
@@ -222,7 +224,7 @@ class DiffusionConfig:
     sub_block_cache: bool = parameter(
         False,
         Boolean(),
-        "Run a sub-block alone once its first position is committed, which is faster and not exact.",
+        "Compute only the current sub-block once its first position is committed. This is faster and approximate.",
         compiled=_EXACT_CACHE,
         requires=(_EXACT_CACHE,),
         mode=True,
@@ -231,25 +233,25 @@ class DiffusionConfig:
     attention_block_length: int = parameter(
         0,
         Integer(0, MAX_BLOCK_LENGTH),
-        "Positions of a block of block-causal attention, 0 for other models; decided by block_length and the model.",
+        "Block length of block-causal attention, set from block_length and the model; 0 for other models.",
         compiled=True,
         exposed=False,
     )
     cache: str = parameter(
         "none",
         Choice(CACHES),
-        "Reuse keys and values of everything outside the block (dual) or before it (prefix), which is faster and not "
-        "exact; none computes everything in every step. Block-causal models: exact keeps those of finished blocks, "
-        "and changes no token.",
+        "Reuse the keys and values of positions outside the current block (dual) or before it (prefix) between steps. "
+        "This is faster and approximate. none recomputes every position in every step, which is exact. exact reuses "
+        "those of finished blocks (block-causal models only) and generates the same tokens as none.",
         compiled=True,
         mode=True,
-        flag_help="Autoregressive: none computes everything for every token.",
+        flag_help="For autoregressive models, none recomputes the whole sequence for every token.",
     )
     refresh_interval: int | None = parameter(
         None,
         Integer(1, MAX_NEW_TOKENS),
-        "Forward passes from one refresh of the cache to the next at most; 1 is exact again. Default: a refresh only "
-        "when a block is entered.",
+        "Refresh the cache at least every n-th forward pass; 1 refreshes in every step, which is exact. Default: "
+        "refresh only on entering a block.",
         optional=True,
         requires=(_WITH_CACHE,),
         mode=True,
@@ -257,8 +259,8 @@ class DiffusionConfig:
     refresh_blocks: int = parameter(
         1,
         Integer(0, MAX_NEW_TOKENS),
-        "Refresh the cache on entering every n-th block; 0 refreshes for the first alone. The first forward pass of a "
-        "block entered without a refresh computes the block before it again.",
+        "Refresh the cache on entering every n-th block; 0 refreshes only for the first block. If a block is entered "
+        "without a refresh, its first forward pass also recomputes the previous block.",
         compiled=Requirement("cache", ("dual",)),
         requires=(_WITH_CACHE,),
         mode=True,
@@ -266,40 +268,42 @@ class DiffusionConfig:
     parallel: str = parameter(
         "none",
         Choice(PARALLEL_RULES),
-        "Tokens that a step commits: as many as the schedule says (none), all that are more certain than threshold, or "
-        "the n most certain as factor says. A rule commits at least one: the first position when a block is entered, "
-        "then the most certain. Certainty is the confidence of algorithm: the probability of the chosen token, for "
-        "origin too, the margin, or the exponential of the negative entropy. Block-causal models: threshold commits as "
-        "many as the schedule says at least; sequential as many, the first ones; entropy_sum the most certain ones "
-        "whose entropies add up to less than entropy_limit.",
+        "How many tokens a step commits: the number that the schedule gives (none), every token whose certainty is "
+        "above threshold (threshold), or the n most certain ones, with n determined by factor (factor). threshold and "
+        "factor commit at least one token per step: the first position of a block in the block's first step, "
+        "afterwards the most certain one. Certainty follows algorithm: the probability of the chosen token (also for "
+        "origin), the margin between the two best tokens, or exp(-entropy). Block-causal models: threshold also "
+        "commits at least as many tokens as the schedule gives; sequential commits that number of tokens from left to right; "
+        "entropy_sum commits the most certain tokens while their entropies sum to less than entropy_limit.",
         compiled=True,
         mode=True,
     )
     threshold: float = parameter(
         0.9,
         Real(0.0, 1.0),
-        "Certainty above which tokens are committed together.",
+        "Commit every token whose certainty is above this value.",
         requires=(Requirement("parallel", ("threshold",)),),
         mode=True,
     )
     factor: float = parameter(
         1.0,
         Real(0.0, 1e6),
-        "The n most certain tokens are committed together while the n-th is at least 1 - factor / (n + 1).",
+        "Commit the n most certain tokens, for the largest n at which the n-th has a certainty of at least "
+        "1 - factor / (n + 1).",
         requires=(Requirement("parallel", ("factor",)),),
         mode=True,
     )
     entropy_limit: float = parameter(
         0.35,
         Real(0.0, 1e6),
-        "Sum of entropies, in nats, below which tokens are committed together.",
+        "With parallel=entropy_sum, the sum of entropies in nats that the tokens committed in a step stay below.",
         requires=(Requirement("parallel", ("entropy_sum",)),),
         mode=True,
     )
     greedy: bool = parameter(
         False,
         Boolean(),
-        "Choose the most probable token at every temperature, which then shapes the confidence alone.",
+        "Take the most probable token at every temperature. The temperature then affects only the confidence.",
         compiled=True,
         mode=True,
         flag_default=False,
@@ -307,8 +311,8 @@ class DiffusionConfig:
     cfg_scale: float = parameter(
         0.0,
         Real(0.0, 100.0),
-        "Classifier-free guidance: how far logits are moved away from those without the prompt, for a second forward "
-        "pass in each step; 0 for none.",
+        "Scale of classifier-free guidance: how far logits are moved away from the logits without the prompt. Any "
+        "value above 0 costs a second forward pass per step; 0 turns guidance off.",
         requires=(Requirement("cache", ("none",)),),
         mode=True,
     )
@@ -320,14 +324,14 @@ class DiffusionConfig:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the request is for block decoding, else for the original algorithm."""
+        """Whether this configuration asks for block decoding rather than the original algorithm."""
         return self.block_length is not None or self.cache != "none" or self.parallel != "none"
 
     @classmethod
     def published(cls, max_new_tokens: int = 256, temperature: float = 0.2, **overrides: Any) -> DiffusionConfig:
-        """The settings behind DiffuCoder's published runs: entropy, top_p .95, top_k 50, as many steps as tokens.
+        """Return the settings of DiffuCoder's published runs: entropy, top_p 0.95, top_k 50, one step per token.
 
-        The temperature is that of the checkpoint's kind: 0.2 for base models, 0.3 for Instruct, 0.4 for cpGRPO.
+        The published temperatures are 0.2 for base models, 0.3 for Instruct, and 0.4 for cpGRPO.
         """
         settings: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
@@ -352,27 +356,31 @@ class DiffusionConfig:
 def decide_early_stop(
     config: DiffusionConfig | SamplingConfig, end_token_ids: Sequence[int], default: bool
 ) -> dict[str, Any]:
-    """Decide whether rows end early: the fields ``early_stop`` and ``stop_token_ids`` of the configuration that is run.
+    """Decide whether rows stop early, and with which stop tokens.
 
     Args:
-      config: as the caller gave it; a value of its ``early_stop`` counts, None leaves it to ``default``.
-      end_token_ids: tokens that end a completion of the model; they join the stop tokens where rows end early.
-      default: of the call: true where text is generated, false where the original algorithm is.
+      config: the caller's configuration. Its ``early_stop`` decides, unless it is None.
+      end_token_ids: tokens that end a completion of the model. They are added to the stop tokens if rows stop early.
+      default: used if ``config.early_stop`` is None. Calls that generate text pass True; calls that reproduce the
+        original algorithm pass False.
+
+    Returns:
+      The fields ``early_stop`` and ``stop_token_ids`` of the configuration to run.
     """
     ends = default if config.early_stop is None else config.early_stop
     stops = [*config.stop_token_ids, *(end_token_ids if ends else ())]
     return {"early_stop": ends, "stop_token_ids": tuple(dict.fromkeys(stops))}
 
 
-# What flags and requests can set, for any model and for an autoregressive one.
+# The parameters that flags and requests can set: of any model, and of an autoregressive model.
 EXPOSED_PARAMETERS = exposed_parameters(DiffusionConfig, SamplingConfig)
 AUTOREGRESSIVE_PARAMETERS = exposed_parameters(SamplingConfig)
 
 
 def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
-    """Values of the parameters that are compiled in, by name: requests that share slots have these in common.
+    """Return, by name, the values that are compiled into the program.
 
-    Everything else is a run-time argument of each row.
+    Requests can share slots only if these values are equal. Every other parameter is a run-time argument of each row.
     """
     found = {
         one.name: getattr(config, one.name)
@@ -389,11 +397,11 @@ def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
 
 
 def can_run(compiled: DiffusionConfig | SamplingConfig, asked: DiffusionConfig | SamplingConfig) -> bool:
-    """Whether programs compiled for one configuration can run another."""
+    """Return whether programs compiled for one configuration can also run another."""
     theirs, wanted = compiled_values(compiled), compiled_values(asked)
-    # Programs with a window for blocks entered without a refresh have the one for other blocks too.
-    once, wanted_once = theirs.pop("refresh_blocks", 1) != 1, wanted.pop("refresh_blocks", 1) != 1
-    # Guidance is compiled in, and a row without it keeps its logits.
+    # Programs with the wide window, which also recomputes the previous block, have the one-block window as well.
+    wide, wanted_wide = theirs.pop("refresh_blocks", 1) != 1, wanted.pop("refresh_blocks", 1) != 1
+    # A program compiled with guidance leaves the logits of a row with scale 0 unchanged.
     guided, wanted_guided = theirs.pop("cfg_scale", 0.0) > 0, wanted.pop("cfg_scale", 0.0) > 0
     same = type(compiled) is type(asked) and theirs == wanted
-    return same and once >= wanted_once and guided >= wanted_guided
+    return same and wide >= wanted_wide and guided >= wanted_guided

@@ -1,5 +1,4 @@
-"""Which step of which block each row makes next, before any forward pass.
-
+"""Advancing rows through blocks and steps: which step each row runs next, decided before the forward pass.
 Dimension letters: B batch, S canvas.
 """
 
@@ -23,11 +22,12 @@ Array = jax.Array
 def next_step(
     forward: Forward, program: DenoiseProgram, request: DenoiseRequest, state: DenoiseState
 ) -> tuple[DenoiseState, Array, Array]:
-    """Bring every row to its next step that commits something, or to its end, without any forward pass.
+    """Advance every row to its next step that commits a token, or to its end. No forward pass runs.
 
     Returns:
-      The state; the positions whose token each row's step needs, bool ``[B, S]``, none for a row that is done or has
-      reached ``request.step_limit``; and how many of them it commits by its schedule, int32 ``[B]``.
+      The new state; the positions for which each row's step needs a token, bool ``[B, S]``; and the number of these
+      positions that the schedule commits, int32 ``[B]``. Rows that are done or have reached ``request.step_limit`` need
+      no token.
     """
     advance = partial(_advance, program, forward.config.mask_token_id)
     rows = replace(rows_alone(state), log_probabilities=None)
@@ -38,7 +38,7 @@ def next_step(
 def _advance(
     program: DenoiseProgram, mask_token: int, request: DenoiseRequest, state: DenoiseState
 ) -> tuple[DenoiseState, Array, Array]:
-    """:func:`next_step` for the rows of one device."""
+    """:func:`next_step` for the rows of one shard."""
     state = replace(state, done=state.done | _has_ended(mask_token, request, state))
 
     def move(carry: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:
@@ -47,7 +47,8 @@ def _advance(
         over = moving & ((left == 0) | (state.step_in_block >= request.steps_per_block))
         idle = moving & ~over & (counts == 0)
         block = jnp.where(over, state.block + 1, state.block)
-        # A block without masks was never computed: one window cannot catch up with what lies before it.
+        # Refresh also after a block that ran no step because it had no masks: a window recomputes only one previous
+        # block, so the cache would stay stale before that.
         every = request.refresh_blocks
         due = (state.step_in_block == 0) | ((every > 0) & (block % jnp.maximum(every, 1) == 0))
         if program.first_alone:
@@ -74,18 +75,18 @@ def _may_step(request: DenoiseRequest, state: DenoiseState) -> Array:
 
 
 def _has_ended(mask_token: int, request: DenoiseRequest, state: DenoiseState) -> Array:
-    """Rows with a stop token among the new tokens before which nothing is masked: bool ``[B]``."""
+    """Return the rows that have a committed stop token with no mask before it: bool ``[B]``."""
     places = jnp.arange(state.canvas.shape[1])
     generated = (places >= request.first[:, None]) & (places < request.lengths[:, None])
     masked_before = jnp.cumsum((state.canvas == mask_token) & generated, axis=1)
-    # A stop token that fills a mask of the prompt ends nothing.
+    # A stop token that fills a mask inside the prompt does not end the row.
     is_stop = (state.canvas[..., None] == request.stop_tokens[:, None]).any(axis=-1)
     is_stop &= places >= request.prompts[:, None]
     return (is_stop & (state.commit_steps >= 0) & (masked_before == 0)).any(axis=1)
 
 
 def _in_block(request: DenoiseRequest, state: DenoiseState) -> Array:
-    """Positions of each row's block: bool ``[B, S]``."""
+    """Return the positions of each row's current block: bool ``[B, S]``."""
     places = jnp.arange(state.canvas.shape[1])
     start = block_start(request, state.block)[:, None]
     return (places >= start) & (places < start + request.block_length[:, None]) & (places < request.lengths[:, None])
@@ -94,11 +95,11 @@ def _in_block(request: DenoiseRequest, state: DenoiseState) -> Array:
 def _step_demand(
     program: DenoiseProgram, mask_token: int, request: DenoiseRequest, state: DenoiseState
 ) -> tuple[Array, Array, Array]:
-    """What the step that a row has come to asks for.
+    """Return what each row's current step needs.
 
     Returns:
-      Positions whose token it needs bool ``[B, S]``, how many of them it commits by its schedule int32 ``[B]``, and the
-      masks of its block int32 ``[B]``.
+      Positions that need a token, bool ``[B, S]``; how many of them the schedule commits, int32 ``[B]``; and the number
+      of masks left in the row's block, int32 ``[B]``.
     """
     in_block = _in_block(request, state)
     if program.attention_block_length:
@@ -123,14 +124,18 @@ def _step_demand(
 def _even_demand(
     program: DenoiseProgram, mask_token: int, request: DenoiseRequest, state: DenoiseState, in_block: Array
 ) -> tuple[Array, Array]:
-    """The ``even`` schedule: positions that compete for a step bool ``[B, S]``, and how many it commits int32 ``[B]``.
+    """Return what each row's current step needs by the ``even`` schedule of LLaDA (``generate.py``; Nie et al., 2025).
 
-    The masks that a block has when it is entered are shared among its steps, the remainder first. Masks before the
-    block compete with its own, but are not counted: ``generate.py`` of LLaDA (Nie et al., 2025). A cached step computes
-    the block alone, and its masks alone compete.
+    The masks that a block has on entry are divided evenly among its steps, and the first steps take the remainder.
+    Masks before the block are candidates too, but do not add to the number of commits. With a cache, only the masks of
+    the block are candidates, because only the block is computed.
+
+    Returns:
+      Candidate positions bool ``[B, S]``, and the number of commits int32 ``[B]``.
     """
     masked = state.canvas == mask_token
-    # Nothing after a block's end is committed before it is entered: what is committed in it was a mask then.
+    # Positions of a block are committed only after the block is entered. So a position with a commit step was a mask
+    # on entry.
     total = (in_block & (masked | (state.commit_steps >= 0))).sum(axis=1, dtype=jnp.int32)
     steps = request.steps_per_block
     counts = total // steps + (state.step_in_block < total % steps)

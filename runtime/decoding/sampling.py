@@ -1,10 +1,10 @@
 """Choosing tokens and measuring confidence over a sharded vocabulary.
 
-Nothing here gathers or sorts the vocabulary: every quantity is a reduction over it. Sums are of integers, which have no
-order, so that a saturated confidence does not depend on how many chips computed it; filters (top-k, top-p) search for a
-threshold, a few bits a pass, instead of sorting.
+Nothing here gathers or sorts the vocabulary: every quantity is a reduction over it. Sums are taken over integers, whose
+result does not depend on the order of addition, so confidences are bit-identical on any number of chips. The filters
+(top-k, top-p) do not sort either: they search for a threshold, a few bits per pass over the vocabulary.
 
-Dimension letters: B batch, P positions of one head chunk (sharded like the canvas), V vocab, ``...`` any of them.
+Dimension letters: B batch, P positions of one head chunk (sharded like the canvas), V vocab, ``...`` leading axes.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from runtime.models.forward import Forward
 
 Array = jax.Array
 
-# Dream's four, then LLaDA's two; a family's record says which of them are its own.
+# The four of Dream, then the two of LLaDA. A family's record says which of them the family's original code has.
 ALGORITHMS = ("origin", "maskgit_plus", "topk_margin", "entropy", "low_confidence", "random")
-# Those that choose positions by the model's confidence.
+# The algorithms that choose positions by the model's confidence.
 CONFIDENCE_ALGORITHMS = ("maskgit_plus", "topk_margin", "entropy", "low_confidence")
 
-# Streams of random bits of one row and step; a position's own bits follow from its number.
+# Independent streams of random bits within a row and step: one to draw tokens, one to draw positions.
 TOKEN_STREAM, TRANSFER_STREAM = 0, 1
 
-# Probabilities are summed against top_p as integers of this unit: integer sums have no order.
+# For top_p, probabilities are summed as integers in units of 2^-30, so that the order of addition does not matter.
 _FIXED_POINT = float(1 << 30)
-# Bits of a threshold that one pass over the vocabulary finds, by sums above 7 candidates.
-_BITS_A_PASS = 3
-# Integer sums of a pass, of masses and of counts.
-SUMS_OF_A_PASS = 2 * ((1 << _BITS_A_PASS) - 1)
-# Positions that a CPU alone makes random bits for at a time.
+# One pass over the vocabulary finds this many bits of a threshold, by comparing against 7 candidates.
+_BITS_PER_PASS = 3
+# Integer sums per pass: a probability mass and a token count for each candidate.
+SUMS_PER_PASS = 2 * ((1 << _BITS_PER_PASS) - 1)
+# On a single CPU device, random bits are generated for this many positions at a time.
 _NOISY_POSITIONS = 4
 _ENTROPY_EPSILON = 1e-10
 
 
 @dataclass(frozen=True)
 class SamplingRule:
-    """The parts of sampling that change the compiled program. Numbers are run-time arguments.
+    """Sampling settings that are compiled into the program. Temperature, top-p and top-k are run-time arguments.
 
     Attributes:
-      confidence: how a chosen token is ranked, one of ``ALGORITHMS`` (``origin`` and ``random`` need none).
-      sampled: draw from the distribution where the temperature is above 0, else take the most probable token
-        everywhere.
+      confidence: the confidence measure, one of ``ALGORITHMS`` (``origin`` and ``random`` do not use confidence).
+      sampled: sample in rows whose temperature is above 0. If False, every row takes the most probable token.
       filtered: apply top-p and top-k.
       suppress_mask: never choose the mask token.
-      confidence_dtype: dtype in which logits are filtered and ranked, ``float32`` or the model's.
-      greedy: take the most probable token also where the temperature is above 0, which confidences then follow.
+      confidence_dtype: dtype in which logits are filtered and ranked, such as ``float32`` or the model's dtype.
+      greedy: take the most probable token also in rows whose temperature is above 0. Their confidences are those of the
+        distribution at that temperature.
     """
 
     confidence: str
@@ -64,12 +64,12 @@ class SamplingRule:
 
 
 def _blocks(values: Array) -> Array:
-    """The vocabulary in blocks that no shard cuts: ``[..., V]`` -> ``[..., blocks, V / blocks]``."""
+    """Split the vocabulary into blocks that lie within one shard: ``[..., V]`` -> ``[..., blocks, V / blocks]``."""
     return values.reshape(*values.shape[:-1], math.gcd(values.shape[-1], VOCAB_BLOCKS), -1)
 
 
 def _vocab_sums(*values: Array) -> list[Array]:
-    """Sums over the vocabulary of several int32 ``[..., V]``."""
+    """Sum each of several int32 arrays ``[..., V]`` over the vocabulary."""
 
     def one_pass(*values: Array) -> list[Array]:
         zeros = (jnp.int32(0),) * len(values)
@@ -84,16 +84,16 @@ def _vocab_sums(*values: Array) -> list[Array]:
     def separately(*values: Array) -> list[Array]:
         return [value.sum(axis=-1) for value in values]
 
-    # XLA on CPU is many times as fast with all sums in one pass over a block; elsewhere plain sums fuse, and blocks
-    # would be copies in memory. Integers add up to the same either way.
+    # XLA on CPU is many times faster if one pass over a block computes all sums. On other backends plain sums are
+    # fused, and splitting into blocks would copy the arrays. Integer sums are the same either way.
     return jax.lax.platform_dependent(*values, cpu=one_pass, default=separately)
 
 
 def vocab_sum(values: Array) -> Array:
-    """Sum over the vocabulary of numbers from 0 to 1, to the bit the same on every mesh: ``[..., V]`` -> ``[...]``.
+    """Sum numbers from 0 to 1 over the vocabulary, with the same bits on every mesh: ``[..., V]`` -> ``[...]``.
 
-    Each number is split into three digits of a fixed-point representation, and integers are summed: three digits of 12
-    bits for vocabularies up to 2^18, so that the error of a term is at most 2^-37.
+    Each number is split into three digits of a fixed-point representation, and each digit is summed as an integer. For
+    vocabularies up to 2^18 a digit has 12 bits, so the error per term is at most 2^-37.
     """
     bits = min(12, 30 - (values.shape[-1] - 1).bit_length())
     base = float(1 << bits)
@@ -103,12 +103,12 @@ def vocab_sum(values: Array) -> Array:
     third = jnp.round((rest - second) * base)
     sums = _vocab_sums(*(digit.astype(jnp.int32) for digit in (first, second, third)))
     high, middle, low = (total.astype(jnp.float32) for total in sums)
-    # The smallest first: each larger one absorbs the sum so far with one rounding.
+    # Add the smallest digits first, so that each addition rounds only once.
     return high / base + (middle / base**2 + low / base**3)
 
 
 def vocab_argmax(values: Array) -> tuple[Array, Array]:
-    """Maximum and its lowest index over the vocabulary: ``[..., V]`` -> ``[...]``, ``[...]`` int32."""
+    """Return the maximum over the vocabulary and its lowest index: ``[..., V]`` -> ``[...]``, int32 ``[...]``."""
     best = values.max(axis=-1)
     ids = jnp.arange(values.shape[-1], dtype=jnp.int32)
     index = jnp.where(values == best[..., None], ids, values.shape[-1]).min(axis=-1)
@@ -116,74 +116,77 @@ def vocab_argmax(values: Array) -> tuple[Array, Array]:
 
 
 def pick(values: Array, index: Array) -> Array:
-    """``values[..., index]`` over a sharded vocabulary, as a masked maximum: ``[..., V]``, ``[...]`` -> ``[...]``."""
+    """Return ``values[..., index]`` without gathering a sharded vocabulary: ``[..., V]``, ``[...]`` -> ``[...]``."""
     ids = jnp.arange(values.shape[-1], dtype=jnp.int32)
     return jnp.where(ids == index[..., None], values, -jnp.inf).max(axis=-1)
 
 
 def _ordered_integers(values: Array, dtype: Any) -> Array:
-    """float32 of the precision of ``dtype`` -> int32 with the same order; 16-bit ones differ in the high half alone."""
-    # One zero of two; the compiler would take away an addition of 0.0.
+    """Map float32 values rounded to ``dtype`` to int32 values of the same order.
+
+    For a 16-bit ``dtype`` only the high 16 bits of the result are used.
+    """
+    # Turn -0.0 into 0.0. The compiler would remove an addition of 0.0, so this uses a comparison.
     values = jnp.where(values == 0.0, 0.0, values).astype(dtype)
     bits = jnp.dtype(dtype).itemsize * 8
     return _flip_negative(jax.lax.bitcast_convert_type(values, f"int{bits}")).astype(jnp.int32) << (32 - bits)
 
 
-def _of_ordered_integers(keys: Array, dtype: Any) -> Array:
-    """The inverse of :func:`_ordered_integers`."""
+def _from_ordered_integers(keys: Array, dtype: Any) -> Array:
+    """Invert :func:`_ordered_integers`."""
     bits = jnp.dtype(dtype).itemsize * 8
     narrow = (keys >> (32 - bits)).astype(f"int{bits}")
     return jax.lax.bitcast_convert_type(_flip_negative(narrow), dtype).astype(jnp.float32)
 
 
 def _flip_negative(bits: Array) -> Array:
-    # The magnitude of a negative number grows downwards.
+    # The bits of a negative float grow with its magnitude, so they are flipped to grow with its value.
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
-def _of_rows(value: Array, ndim: int) -> Array:
-    """A number for all rows, or one each ``[B]``, as it broadcasts against ``[B, ...]`` of ``ndim`` dimensions."""
+def _per_row(value: Array, ndim: int) -> Array:
+    """Reshape a scalar, or one number per row ``[B]``, to broadcast against ``[B, ...]`` of ``ndim`` dimensions."""
     return value if value.ndim == 0 else value.reshape(-1, *(1,) * (ndim - 1))
 
 
 def threshold_passes(dtype: Any) -> int:
-    """Passes over the vocabulary that find the threshold of logits of the precision of ``dtype``."""
-    return math.ceil(8 * jnp.dtype(dtype).itemsize / _BITS_A_PASS)
+    """Return how many passes over the vocabulary the threshold search needs for logits rounded to ``dtype``."""
+    return math.ceil(8 * jnp.dtype(dtype).itemsize / _BITS_PER_PASS)
 
 
 def filter_logits(logits: Array, top_p: Array, top_k: Array, dtype: Any = jnp.float32) -> Array:
-    """Top-p, then top-k, by one search for the lowest logit to keep; the rest become -inf.
+    """Apply top-p and top-k: find the lowest logit to keep, and set all lower ones to -inf.
 
-    A token is kept by top-p when the mass strictly above it is at most ``top_p`` (so the token that crosses the
-    threshold stays), by top-k when fewer than ``top_k`` are strictly above it (so ties at the k-th stay). Both are
-    monotone in the logit, so the two together are one threshold. It is found from its highest bit down, three bits in
-    each pass over the vocabulary: 11 passes for 32 bits, 6 for 16.
+    Top-p keeps a token if the probability mass strictly above it is at most ``top_p``, so the token that crosses the
+    threshold is kept. Top-k keeps a token if fewer than ``top_k`` tokens are strictly above it, so ties with the k-th
+    token are kept. Both conditions are monotone in the logit, so together they amount to one threshold. The search
+    finds it from the highest bit down, three bits per pass over the vocabulary: 11 passes for 32 bits, 6 for 16.
 
     Args:
-      logits: float32 ``[..., V]``, tempered.
-      top_p: float32 scalar or ``[B]``, 1 for none.
-      top_k: int32 scalar or ``[B]``, at least the vocabulary for none.
-      dtype: to whose precision ``logits`` are rounded.
+      logits: float32 ``[..., V]``, already divided by the temperature.
+      top_p: float32 scalar or ``[B]``; 1 turns the filter off.
+      top_k: int32 scalar or ``[B]``; the vocabulary size or more turns the filter off.
+      dtype: the precision to which ``logits`` have been rounded.
 
     Returns:
       float32 ``[..., V]``.
     """
-    top_p, top_k = (_of_rows(value, logits.ndim - 1) for value in (top_p, top_k))
-    # Keys and masses are all that is kept of the vocabulary: the logits are read from their keys from here on.
+    top_p, top_k = (_per_row(value, logits.ndim - 1) for value in (top_p, top_k))
+    # To save memory, only the keys and the masses stay alive over the vocabulary; logits are recomputed from the keys.
     keys = jax.lax.optimization_barrier(_ordered_integers(logits, dtype))
-    logits = _of_ordered_integers(keys, dtype)
+    logits = _from_ordered_integers(keys, dtype)
     masses = jnp.round(_softmax(logits, _softmax_sums(logits), dtype) * _FIXED_POINT).astype(jnp.int32)
-    # A sum of rounded probabilities may pass 1 by a few units; top_p = 1 keeps everything all the same.
+    # The sum of rounded probabilities may exceed 1 by a few units, so top_p = 1 is handled separately.
     allowed = jnp.where(top_p >= 1.0, jnp.iinfo(jnp.int32).max, jnp.round(top_p * _FIXED_POINT)).astype(jnp.int32)
     bits = jnp.dtype(dtype).itemsize * 8
     passes = threshold_passes(dtype)
 
     def search(number: Array, lowest: Array) -> Array:
-        """Of the threshold, as uint32: from bits above ``shift + 3`` to those above ``shift``."""
-        shift = jnp.uint32(32 - bits) + _BITS_A_PASS * (passes - 1 - number).astype(jnp.uint32)
-        digits = [jnp.uint32(digit) for digit in range(1, 1 << _BITS_A_PASS)]
+        """Extend ``lowest``, the threshold's known high bits as uint32, by the three bits above ``shift``."""
+        shift = jnp.uint32(32 - bits) + _BITS_PER_PASS * (passes - 1 - number).astype(jnp.uint32)
+        digits = [jnp.uint32(digit) for digit in range(1, 1 << _BITS_PER_PASS)]
         candidates = [_signed(lowest + (digit << shift) - 1)[..., None] for digit in digits]
-        # Two comparisons of each: XLA on TPU would write one that two sums share to memory.
+        # Each candidate is compared twice: XLA on TPU would write a comparison that two sums share to memory.
         masses_above = [jnp.where(keys <= candidate, 0, masses) for candidate in candidates]
         counts_above = [(keys > candidate).astype(jnp.int32) for candidate in candidates]
         sums = _vocab_sums(*masses_above, *counts_above)
@@ -191,8 +194,8 @@ def filter_logits(logits: Array, top_p: Array, top_k: Array, dtype: Any = jnp.fl
             ~((mass <= allowed) & (count < top_k))
             for mass, count in zip(sums[: len(digits)], sums[len(digits) :], strict=True)
         ]
-        # The first pass may have fewer than three bits left: higher digits do not exist.
-        bits_left = jnp.minimum(32 - shift, _BITS_A_PASS)
+        # The first pass may have fewer than three bits left; digits that do not fit into them are ignored.
+        bits_left = jnp.minimum(32 - shift, _BITS_PER_PASS)
         exist = [digit >> bits_left == 0 for digit in digits]
         digit = sum((one & there).astype(jnp.uint32) for one, there in zip(missed, exist, strict=True))
         return lowest + (digit << shift)
@@ -202,12 +205,12 @@ def filter_logits(logits: Array, top_p: Array, top_k: Array, dtype: Any = jnp.fl
 
 
 def _signed(ordered: Array) -> Array:
-    """uint32 -> int32 of the same order."""
+    """Map uint32 to int32 in the same order."""
     return jax.lax.bitcast_convert_type(ordered ^ jnp.uint32(1 << 31), jnp.int32)
 
 
 def _softmax_sums(logits: Array) -> tuple[Array, Array]:
-    """Largest logit, and sum of the exponentials of what lies below it: ``[..., V]`` -> ``[..., 1]`` each."""
+    """Return the largest logit, and the sum of ``exp(logits - largest)``: ``[..., V]`` -> ``[..., 1]`` each."""
     top = logits.max(axis=-1, keepdims=True)
     return top, vocab_sum(jnp.exp(logits - top))[..., None]
 
@@ -218,7 +221,7 @@ def _softmax(logits: Array, sums: tuple[Array, Array], dtype: Any) -> Array:
 
 
 def _round(values: Array, dtype: Any) -> Array:
-    """Round float32 to the precision of ``dtype``, staying float32."""
+    """Round float32 values to the precision of ``dtype``; the result is still float32."""
     if jnp.dtype(dtype) == jnp.float32:
         return values
     info = jnp.finfo(dtype)
@@ -226,12 +229,14 @@ def _round(values: Array, dtype: Any) -> Array:
 
 
 def position_keys(seeds: Array, step: Array, stream: int, positions: Array) -> Array:
-    """Keys ``[B, P]`` of (row seed, step, stream, position): the same wherever and with whatever a row is run.
+    """Derive PRNG keys ``[B, P]`` from (row seed, step, stream, position).
+
+    The keys do not depend on the mesh, the batch, or the row's index in it.
 
     Args:
-      seeds: uint32 ``[B, 2]``, key data of each row.
+      seeds: uint32 ``[B, 2]``, each row's PRNG key data.
       step: int32, one for all rows or ``[B]``.
-      stream: what the bits are for.
+      stream: ``TOKEN_STREAM`` or ``TRANSFER_STREAM``.
       positions: int32 ``[B, P]``.
     """
 
@@ -243,21 +248,21 @@ def position_keys(seeds: Array, step: Array, stream: int, positions: Array) -> A
 
 
 def draw_per_position(draw: Callable[..., Array], seeds: Array, step: Array, canvas: Array) -> Array:
-    """One float32 for every position of a canvas ``[B, S]`` by ``jax.random.uniform`` or ``jax.random.gumbel``."""
+    """Draw one float32 per canvas position ``[B, S]``; ``draw`` is ``jax.random.uniform`` or ``jax.random.gumbel``."""
     positions = jnp.broadcast_to(jnp.arange(canvas.shape[1], dtype=jnp.int32), canvas.shape)
     keys = position_keys(seeds, step, TRANSFER_STREAM, positions)
     return jax.vmap(jax.vmap(lambda key: draw(key, (), jnp.float32)))(keys)
 
 
 def gumbel_noise(keys: Array, vocab: int) -> Array:
-    """Gumbel noise ``[..., V]`` of keys ``[...]``: a token's noise depends on its key and id, not on padding."""
+    """Draw Gumbel noise ``[..., V]`` from keys ``[...]``. The noise of a token id does not depend on padding of V."""
     flat = keys.reshape(-1)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(flat)
     return noise.reshape(*keys.shape, vocab)
 
 
 def _draw(forward: Forward, logits: Array, keys: Array) -> Array:
-    """A token for each position, with the probabilities of its logits ``[B, P, V]``: Gumbel noise, then the largest."""
+    """Sample a token for each position from logits ``[B, P, V]``, by the Gumbel-max method."""
 
     def draw(logits: Array, keys: Array) -> Array:
         return vocab_argmax(logits + gumbel_noise(keys, logits.shape[-1]))[1]
@@ -265,17 +270,17 @@ def _draw(forward: Forward, logits: Array, keys: Array) -> Array:
     few = math.gcd(keys.size, _NOISY_POSITIONS)
     if not forward.alone_on_cpu or keys.size == few:
         return draw(logits, keys)
-    # XLA on CPU writes the counters of the random bits to memory: those of a few positions stay in its caches.
+    # XLA on CPU writes the PRNG counters to memory. For a few positions at a time they stay in the processor's caches.
     groups = logits.reshape(-1, few, logits.shape[-1]), keys.reshape(-1, few)
     return jax.lax.map(lambda group: draw(*group), groups).reshape(keys.shape)
 
 
 def _confidence(rule: SamplingRule, probabilities: Array, largest: Array, best: Array) -> Array:
-    """Confidence ``[B, P]`` in the most probable token ``best``, of probability ``largest``, by the rule."""
+    """Compute the confidence ``[B, P]`` in the most probable token ``best``, whose probability is ``largest``."""
     dtype = jnp.dtype(rule.confidence_dtype)
     if rule.confidence == "entropy":
         terms = _round(probabilities * _round(jnp.log(probabilities + _ENTROPY_EPSILON), dtype), dtype)
-        # Terms lie between -1/e and 0, but for the epsilon.
+        # Terms lie between -1/e and 0 but for the epsilon, so clipping only removes rounding.
         return _round(-vocab_sum(jnp.clip(-terms, 0.0, 1.0)), dtype)
     if rule.confidence == "topk_margin":
         others = jnp.arange(probabilities.shape[-1]) != best[..., None]
@@ -293,21 +298,21 @@ def choose_tokens(
     top_p: Array,
     top_k: Array,
 ) -> tuple[Array, Array]:
-    """Choose a token for each position and say how confident the model is of it.
+    """Choose a token for each position and compute the model's confidence in it.
 
-    The order is the original's: temperature, top-p, top-k, softmax, then a draw or the most probable token.
-    Confidence is that of the tempered and filtered distribution: ``maskgit_plus`` the chosen token's probability,
-    ``topk_margin`` the gap between the two most probable tokens, ``entropy`` the negative entropy. ``low_confidence``
-    is the chosen token's probability before temperature and filters.
+    The order of operations is that of Dream's code: temperature, top-p, top-k, softmax, then a draw or the most
+    probable token. Confidence is measured on the distribution after temperature and filters: ``maskgit_plus`` is the
+    chosen token's probability, ``topk_margin`` is the difference between the two largest probabilities, and ``entropy``
+    is the negative entropy. ``low_confidence`` is the chosen token's probability before temperature and filters.
 
     Args:
-      forward: the model, for its mask token, and how positions are sharded.
-      rule: what is compiled in.
-      logits: float32 ``[B, P, V]``, padding of the vocabulary at -inf.
+      forward: the model, for its mask token and for the sharding of positions.
+      rule: settings that are compiled in.
+      logits: float32 ``[B, P, V]``; padding of the vocabulary is -inf.
       keys: typed PRNG keys ``[B, P]``, one per position.
-      temperature: float32 scalar or ``[B]``, read when ``rule.sampled``; 0 takes the most probable token.
-      top_p: float32 scalar or ``[B]``, read when ``rule.filtered``; 1 for none.
-      top_k: int32 scalar or ``[B]``, read when ``rule.filtered``; the vocabulary's size or more for none.
+      temperature: float32 scalar or ``[B]``, used if ``rule.sampled``; 0 takes the most probable token.
+      top_p: float32 scalar or ``[B]``, used if ``rule.filtered``; 1 turns it off.
+      top_k: int32 scalar or ``[B]``, used if ``rule.filtered``; the vocabulary size or more turns it off.
 
     Returns:
       Tokens int32 ``[B, P]`` and confidences float32 ``[B, P]``.
@@ -319,7 +324,7 @@ def choose_tokens(
             ids = jnp.arange(logits.shape[-1])
             logits = jnp.where(ids == forward.config.mask_token_id, -jnp.inf, logits)
         plain = logits
-        temperature = _of_rows(temperature, logits.ndim)
+        temperature = _per_row(temperature, logits.ndim)
         warm = temperature > 0
         if rule.sampled:
             logits = _round(logits / jnp.where(warm, temperature, 1.0), dtype)
@@ -330,10 +335,11 @@ def choose_tokens(
         largest, tokens = vocab_argmax(probabilities)
         confidence = _confidence(rule, probabilities, largest, tokens)
         if rule.sampled and not rule.greedy:
-            # Noisy scores take the place of what the confidence needs of the vocabulary, not memory beside it.
+            # Compute the confidence before the noise, so that the two do not occupy memory over the vocabulary at the
+            # same time.
             logits, confidence = jax.lax.optimization_barrier((logits, confidence))
             is_warm = jnp.broadcast_to(warm, (*keys.shape, 1))[..., 0]
-            # Pinned: the compiler would bring both choices to every shard and choose there.
+            # Without this constraint, the compiler gathers both candidate tokens on every shard and selects there.
             tokens = forward.constrain(jnp.where(is_warm, _draw(forward, logits, keys), tokens), "batch", "canvas")
             if rule.confidence not in ("entropy", "topk_margin"):
                 confidence = _softmax(pick(logits, tokens)[..., None], sums, dtype)[..., 0]
@@ -343,7 +349,7 @@ def choose_tokens(
 
 
 def log_probabilities(logits: Array, targets: Array) -> Array:
-    """Log-probabilities of given tokens: float32 logits ``[B, P, V]``, targets ``[B, P]`` -> float32 ``[B, P]``."""
+    """Compute log-probabilities of tokens: logits float32 ``[B, P, V]``, targets ``[B, P]`` -> float32 ``[B, P]``."""
     with jax.named_scope("log_probabilities"):
         top = logits.max(axis=-1)
         total = vocab_sum(jnp.exp(logits - top[..., None]))

@@ -1,4 +1,4 @@
-"""The denoising schedule, bit for bit as CPU PyTorch computes it."""
+"""The denoising schedule, bit-identical to the one that PyTorch computes on CPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 @functools.lru_cache(maxsize=256)
 def transfer_ratios(steps: int, eps: float) -> np.ndarray:
-    """Share of the masks that are left which each step transfers: ``1 - t[i+1] / t[i]`` for ``t = linspace(1, eps)``.
+    """Return the fraction of the remaining masks that each step commits.
 
-    ``torch.linspace`` in float32 walks from both ends with a step computed in float32; ``jnp.linspace`` and
-    ``np.linspace`` differ from it in the last bit for some numbers of steps, which is enough to move a token to
-    another step. The last step transfers everything.
+    The fraction is ``1 - t[i+1] / t[i]`` for ``t = linspace(1, eps)``; in the last step it is 1. ``torch.linspace``
+    computes float32 values from both ends, with a step size rounded to float32. ``jnp.linspace`` and ``np.linspace``
+    differ from it in the last bit for some numbers of steps, which is enough to move a token to another step.
 
     Args:
       steps: number of denoise steps, at least 1.
@@ -35,14 +35,17 @@ def transfer_ratios(steps: int, eps: float) -> np.ndarray:
 
 
 def padded_steps(steps: int, width: int) -> int:
-    """R, what a table of ratios is padded to: the same for every number of steps up to a canvas of this width."""
+    """Return R, the padded length of a ratio table, so that most requests on a canvas of this width share a shape.
+
+    R is the larger of ``width`` and ``steps`` rounded up to a power of two.
+    """
     return max(width, 1 << (steps - 1).bit_length())
 
 
 def transfer_table(schedule: str, steps: int, eps: float) -> np.ndarray:
-    """Share of a block's remaining masks that each step transfers by a family's schedule, float32 ``[steps]``.
+    """Return the ratio table of a family's schedule: float32 ``[steps]``.
 
-    The ``even`` schedule counts the masks that a block begins with, see :mod:`runtime.decoding.progress`, and reads no
-    shares.
+    Entry i is the fraction of a block's remaining masks that step i commits. The ``even`` schedule does not use the
+    table, see :mod:`runtime.decoding.progress`; its entries are 0.
     """
     return transfer_ratios(steps, eps) if schedule == "linear_time" else np.zeros(steps, np.float32)

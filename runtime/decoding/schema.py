@@ -1,8 +1,8 @@
-"""The schema of decoding parameters: what a parameter is, and how a value is checked against it.
+"""The schema of decoding parameters: how a parameter is declared, and how a value is checked against it.
 
-A field of a configuration is declared once, by :func:`parameter`: type, bounds, default, help, aliases, and whether its
-value is compiled into the program. Validation, command-line flags, lines of a batch, bodies of HTTP requests, OpenAPI,
-modes of a server and the table in the README derive from these declarations.
+Each field of a configuration is declared once, by :func:`parameter`: type, bounds, default, help, aliases, and whether
+its value is compiled into the program. Everything else derives from these declarations: validation, command-line flags,
+the fields of batch lines and HTTP requests, OpenAPI, server modes, and the table in the README.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ import numpy as np
 from sharding.errors import InputError
 
 _KEY = "parameter"
-# Characters of a wrong value that an error repeats.
+# An error message quotes at most this many characters of a wrong value.
 _SHOWN = 80
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A setting of another parameter that a parameter needs.
+    """A setting of another parameter without which a parameter has no effect.
 
     Attributes:
-      field: the other parameter.
-      values: those of its values that will do.
-      when_given: checked only if a caller gives the parameter explicitly; an inherited value is ignored instead.
+      field: name of the other parameter.
+      values: the values of that parameter that satisfy the requirement.
+      when_given: check the requirement only if the caller gave the parameter explicitly. A value inherited from a
+        preset or a checkpoint is then ignored instead of rejected.
     """
 
     field: str
@@ -38,21 +39,24 @@ class Requirement:
     when_given: bool = False
 
     def met(self, config: Any) -> bool:
-        """Whether a configuration has the setting."""
+        """Return whether a configuration satisfies the requirement."""
         return getattr(config, self.field) in self.values
 
     def spelled(self, spell: Callable[[str], str] = str) -> str:
-        """The setting in words, such as ``cache=dual or cache=prefix``; ``spell`` writes the name of a parameter."""
+        """Return the setting in words, such as ``cache=dual or cache=prefix``.
+
+        ``spell`` turns the name of a parameter into the form the reader knows, such as a flag.
+        """
         return " or ".join(f"{spell(self.field)}={value}" for value in self.values)
 
 
 class ParameterError(InputError):
-    """A decoding parameter whose value is wrong, or does not go with another one.
+    """A decoding parameter has a wrong value, or a value that conflicts with another parameter.
 
     Attributes:
       field: name of the parameter.
-      problem: what is wrong with it, the rest of the sentence that its name begins.
-      requirement: the setting that it needs, where that is what is wrong.
+      problem: what is wrong; the message is the parameter's name followed by this text.
+      requirement: the setting of another parameter that is missing, or None if the value itself is wrong.
     """
 
     def __init__(self, field: str, problem: str, requirement: Requirement | None = None) -> None:
@@ -60,7 +64,7 @@ class ParameterError(InputError):
         super().__init__(self._sentence(field, str), field=field)
 
     def spelled(self, spell: Callable[[str], str]) -> str:
-        """The sentence with names of parameters as ``spell`` writes them: flags, or fields of a request."""
+        """Return the message with parameter names as ``spell`` writes them: as flags, or as fields of a request."""
         return self._sentence(self.field or "", spell)
 
     def _sentence(self, field: str, spell: Callable[[str], str]) -> str:
@@ -73,7 +77,7 @@ def _wrong(name: str, value: Any, expected: str) -> ParameterError:
 
 
 def plain_number(value: float) -> str:
-    """A number as people write it: 1000000 and 0.00001, not 1e+06 and 1e-05, unless it is very large or very small."""
+    """Format a number without an exponent (1000000 and 0.00001), unless it is below 1e-9 or at least 1e16."""
     if value and not 1e-9 <= abs(value) < 1e16:
         return f"{value:g}"
     return str(np.format_float_positional(value, trim="-"))
@@ -81,21 +85,21 @@ def plain_number(value: float) -> str:
 
 @dataclass(frozen=True)
 class Integer:
-    """An integer from ``low`` to ``high``, both allowed."""
+    """An integer from ``low`` to ``high``, both included."""
 
     low: int
     high: int
 
     @property
     def expected(self) -> str:
-        """The values in words."""
+        """A phrase that names the allowed values, for error messages."""
         return f"an integer from {self.low} to {self.high}"
 
     def read(self, name: str, value: Any) -> int:
-        """The value as Python's own, numbers of NumPy too.
+        """Check a value and return it as a Python int. NumPy integers are accepted.
 
         Raises:
-          ParameterError: it is none of these values.
+          ParameterError: the value is not an integer, or is out of bounds.
         """
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise _wrong(name, value, self.expected)
@@ -104,7 +108,7 @@ class Integer:
         return int(value)
 
     def parse(self, text: str) -> Any:
-        """The number that a text says, or the text itself, which :meth:`read` refuses."""
+        """Parse a number. Other text is returned as it is, and :meth:`read` rejects it."""
         return _number(int, text)
 
 
@@ -113,9 +117,9 @@ class Real:
     """A finite number from ``low`` to ``high``.
 
     Attributes:
-      low, high: bounds.
+      low, high: the bounds, which are allowed themselves unless ``exclusive`` is set.
       exclusive: the bounds themselves are not allowed.
-      smallest: the smallest number beside 0.
+      smallest: the smallest number above 0 that is allowed; 0 itself always is.
     """
 
     low: float
@@ -125,7 +129,7 @@ class Real:
 
     @property
     def expected(self) -> str:
-        """The values in words."""
+        """A phrase that names the allowed values, for error messages."""
         if self.exclusive:
             return f"a number between {plain_number(self.low)} and {plain_number(self.high)}, both excluded"
         if self.smallest:
@@ -133,10 +137,10 @@ class Real:
         return f"a number from {plain_number(self.low)} to {plain_number(self.high)}"
 
     def read(self, name: str, value: Any) -> float:
-        """The value as Python's own, numbers of NumPy too.
+        """Check a value and return it as a Python float. Integers and NumPy numbers are accepted.
 
         Raises:
-          ParameterError: it is none of these values.
+          ParameterError: the value is not a finite number, or is out of bounds.
         """
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise _wrong(name, value, self.expected)
@@ -147,33 +151,33 @@ class Real:
         return number
 
     def parse(self, text: str) -> Any:
-        """The number that a text says, or the text itself, which :meth:`read` refuses."""
+        """Parse a number. Other text is returned as it is, and :meth:`read` rejects it."""
         return _number(float, text)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a few names."""
+    """One name out of a fixed set."""
 
     choices: tuple[str, ...]
 
     @property
     def expected(self) -> str:
-        """The values in words."""
+        """A phrase that names the allowed values, for error messages."""
         return f"one of {', '.join(self.choices)}"
 
     def read(self, name: str, value: Any) -> str:
-        """The value.
+        """Check a name and return it.
 
         Raises:
-          ParameterError: it is none of these names.
+          ParameterError: the value is not one of ``choices``.
         """
         if not isinstance(value, str) or value not in self.choices:
             raise _wrong(name, value, self.expected)
         return value
 
     def parse(self, text: str) -> str:
-        """The text."""
+        """Return the text unchanged."""
         return text
 
 
@@ -184,36 +188,36 @@ class Boolean:
     expected = "true or false"
 
     def read(self, name: str, value: Any) -> bool:
-        """The value as Python's own, NumPy's too.
+        """Check a value and return it as a Python bool. NumPy booleans are accepted.
 
         Raises:
-          ParameterError: it is neither.
+          ParameterError: the value is not a boolean.
         """
         if not isinstance(value, (bool, np.bool_)):
             raise _wrong(name, value, self.expected)
         return bool(value)
 
     def parse(self, text: str) -> Any:
-        """The value that a text says, or the text itself, which :meth:`read` refuses."""
+        """Parse ``true`` or ``false``. Any other text is returned unchanged, and :meth:`read` rejects it."""
         return {"true": True, "false": False}.get(text, text)
 
 
 @dataclass(frozen=True)
 class Seeds:
-    """One seed for a batch, or one per row; a request of a server or a line of a batch has one."""
+    """One seed for a whole batch, or one per row. An HTTP request and a line of a batch file have a single seed."""
 
     seed: Integer
 
     @property
     def expected(self) -> str:
-        """The values in words."""
+        """A phrase that names the allowed values, for error messages."""
         return f"{self.seed.expected}, or one per row"
 
     def read(self, name: str, value: Any) -> int | tuple[int, ...]:
-        """The seed, or the seeds.
+        """Check a seed, or a sequence of seeds, and return an int or a tuple of ints.
 
         Raises:
-          ParameterError: they are none.
+          ParameterError: a seed is not an integer, or is out of bounds.
         """
         if isinstance(value, (numbers.Number, str, bytes)):
             return self._one(name, value)
@@ -229,7 +233,7 @@ class Seeds:
             raise _wrong(name, value, self.expected) from None
 
     def parse(self, text: str) -> Any:
-        """A seed, seeds separated by commas, or the text itself, which :meth:`read` refuses."""
+        """Parse seeds separated by commas. Other text is returned as it is, and :meth:`read` rejects it."""
         parts = text.split(",")
         if not all(part.isascii() and part.isdigit() for part in parts):
             return text
@@ -246,14 +250,14 @@ class TokenIds:
 
     @property
     def expected(self) -> str:
-        """The values in words."""
+        """A phrase that names the allowed values, for error messages."""
         return f"at most {self.count} token ids"
 
     def read(self, name: str, value: Any) -> tuple[int, ...]:
-        """The ids.
+        """Check the ids and return them as a tuple of ints.
 
         Raises:
-          ParameterError: they are none, or too many.
+          ParameterError: an entry is not a token id, or there are too many.
         """
         one = Integer(0, self.high)
         try:
@@ -265,7 +269,7 @@ class TokenIds:
         return found
 
     def parse(self, text: str) -> Any:
-        """The ids that a text has between commas, or the text itself, which :meth:`read` refuses."""
+        """Parse ids separated by commas. Other text is returned as it is, and :meth:`read` rejects it."""
         found = [_number(int, part) for part in text.split(",")]
         return text if str in map(type, found) else found
 
@@ -286,21 +290,22 @@ class Parameter:
 
     Attributes:
       kind: type and bounds.
-      help: what it does, in a sentence or two.
-      aliases: other names for it in lines of a batch and bodies of requests.
+      help: what the parameter does, in a sentence or two.
+      aliases: other names that batch lines and HTTP requests may use.
       optional: None is a valid value.
-      zero_is_none: flags and requests write 0 for None.
-      idle: values that, like the default, have no effect and so no requirements.
-      compiled: its value is part of the compiled program, always or with that setting of another parameter; otherwise
-        it is a run-time argument of each row.
-      requires: settings of other parameters without which it has no effect.
+      zero_is_none: flags and requests write 0 to mean None.
+      idle: values that have no effect, besides the default. Requirements are not checked for them.
+      compiled: whether the value is part of the compiled program. A :class:`Requirement` here means "only with that
+        setting of another parameter". Otherwise the value is a run-time argument of each row.
+      requires: settings of other parameters without which this one has no effect.
       mode: a server's ``--mode`` can set it.
-      exposed: flags and requests can set it, not only Python.
-      flag_default: the flag's value when it is not given; None leaves the value to the preset and the checkpoint.
-      flag_help: what the flag's help says after ``help``.
-      in_checkpoint: its key in a checkpoint's ``generation_config.json``; empty if it has none.
-      http: its name in bodies of HTTP requests; empty for its own name, None if OpenAI's request formats define it.
-      name, default: of the field that declares it.
+      exposed: flags and requests can set it. Otherwise only Python code can.
+      flag_default: value of the flag when it is not given; None leaves the value to the preset and the checkpoint.
+      flag_help: text that the flag's help adds after ``help``.
+      in_checkpoint: key in a checkpoint's ``generation_config.json``; empty if there is none.
+      http: field name in HTTP requests. Empty means ``name``; None means that OpenAI's request format already defines
+        the field.
+      name, default: name and default of the dataclass field that declares the parameter.
     """
 
     kind: Kind
@@ -321,36 +326,36 @@ class Parameter:
     default: Any = None
 
     def read(self, value: Any) -> Any:
-        """The value, checked, as Python's own type.
+        """Check a value and return it as the corresponding Python type.
 
         Raises:
-          ParameterError: it is out of bounds or of another type.
+          ParameterError: the value has the wrong type, or is out of bounds.
         """
         return None if value is None and self.optional else self.kind.read(self.name, value)
 
     def from_request(self, value: Any) -> Any:
-        """The value that a flag or a request means, not yet checked: None for 0 where there is no other way."""
+        """Translate the value of a flag or a request: 0 becomes None if ``zero_is_none``. The value is not checked."""
         return None if self.zero_is_none and type(value) is int and value == 0 else value
 
     @property
     def http_name(self) -> str:
-        """Its name in bodies of HTTP requests."""
+        """Name of the field in the body of an HTTP request."""
         return self.http or self.name
 
 
 def parameter(default: Any, kind: Kind, help: str, **more: Any) -> Any:
-    """A field of a configuration: its default, and the other attributes of :class:`Parameter`."""
+    """Declare a field of a configuration. ``more`` are further attributes of :class:`Parameter`."""
     return dataclasses.field(default=default, metadata={_KEY: Parameter(kind, help, **more)})
 
 
 def same_as(config: type, name: str) -> Any:
-    """A field that is declared as in another configuration."""
+    """Declare a field exactly as another configuration declares the field of that name."""
     (found,) = (one for one in dataclasses.fields(config) if one.name == name)
     return dataclasses.field(default=found.default, metadata=found.metadata)
 
 
 def declared_parameters(config: type) -> tuple[Parameter, ...]:
-    """The parameters of a kind of configuration, one for each of its fields."""
+    """Return the parameters that a configuration class declares, one per field."""
     return tuple(
         dataclasses.replace(field.metadata[_KEY], name=field.name, default=field.default)
         for field in dataclasses.fields(config)
@@ -358,9 +363,9 @@ def declared_parameters(config: type) -> tuple[Parameter, ...]:
 
 
 def exposed_parameters(*configs: type) -> dict[str, Parameter]:
-    """What flags, lines of a batch and bodies of requests can set, by name.
+    """Return, by name, the parameters that flags, batch lines and HTTP requests can set.
 
-    Where several kinds of configuration have a parameter, the declaration of the first one is used.
+    If several configuration classes declare a parameter of the same name, the first declaration is used.
     """
     found: dict[str, Parameter] = {}
     for config in configs:
@@ -371,10 +376,10 @@ def exposed_parameters(*configs: type) -> dict[str, Parameter]:
 
 
 def validate(config: Any) -> None:
-    """Check every field of a configuration, and set it to its value as Python's own type.
+    """Check every field of a configuration, and convert each value to the corresponding Python type in place.
 
     Raises:
-      ParameterError: a value out of bounds or of another type, or one that another parameter rules out.
+      ParameterError: a value has the wrong type, is out of bounds, or conflicts with another parameter.
     """
     declared = declared_parameters(type(config))
     for one in declared:
@@ -386,10 +391,10 @@ def validate(config: Any) -> None:
 
 
 def check_given(config: Any, names: Iterable[str]) -> None:
-    """Check parameters that a caller has given explicitly, also to their defaults, against the other ones.
+    """Check that the parameters a caller gave explicitly have an effect, even those given their default value.
 
     Raises:
-      ParameterError: one that does nothing in this configuration.
+      ParameterError: a given parameter has no effect in this configuration.
     """
     given = set(names)
     for one in declared_parameters(type(config)):
@@ -404,7 +409,7 @@ def _check_requirements(one: Parameter, config: Any, when_given: bool) -> None:
 
 
 def dependents(config: type, name: str) -> Sequence[Parameter]:
-    """The parameters that have a meaning only with some settings of the one that is named."""
+    """Return the parameters that have an effect only with certain values of the parameter ``name``."""
     return [
         one
         for one in declared_parameters(config)

@@ -1,5 +1,4 @@
-"""What a masked-diffusion generation is: the parts that are compiled in, the request, and the state of the loop.
-
+"""Inputs and state of the masked-diffusion loop: compiled settings, run-time arguments, and the loop's carry.
 Dimension letters: B batch, S canvas, R padded steps of a block, E stop tokens.
 """
 
@@ -18,23 +17,24 @@ _INTEGER, _REAL = jnp.int32, jnp.float32
 
 @dataclass(frozen=True)
 class DenoiseProgram:
-    """The parts of a generation that are compiled in.
+    """Settings of a generation that are compiled into the program.
 
     Attributes:
       algorithm: one of :data:`runtime.decoding.sampling.ALGORITHMS`.
       sampling: how tokens are chosen.
-      sample_positions: draw the positions to commit by confidence (``alg_temp`` above 0), else take the best.
-      chunk: positions per row that the head is run on at a time.
+      sample_positions: sample the positions to commit by confidence where ``alg_temp`` is above 0; otherwise take the
+        most confident ones.
+      chunk: number of positions per row that the output head runs on at a time.
       schedule: how many masks a step fills, see :data:`runtime.models.config.UnmaskingSchedule`.
       guided: run a second forward pass without the prompt, for classifier-free guidance of rows that ask for it.
-      log_probabilities: keep the log-probability of every token that is committed.
+      log_probabilities: record the log-probability of every committed token.
       parallel: ``none`` (the schedule says how many tokens a step commits), ``threshold`` or ``factor``.
-      windows: widths that a cached step may compute, descending; empty without a cache.
-      within_block: a window ends with its row's block (dual cache), else with the row (prefix cache).
-      attention_block_length: positions of a block of block-causal attention, which are then the blocks that are filled;
-        0 with other attention.
-      first_alone: the first position of such a block is predicted by the block before it, and committed alone.
-      sub_block_window: run a sub-block alone where its first position is committed.
+      windows: window widths of cached steps, in descending order; empty without a cache.
+      within_block: a window ends at the end of the row's block (dual cache); otherwise at the end of the row (prefix
+        cache).
+      attention_block_length: block length of block-causal attention; 0 for other attention.
+      first_alone: the previous block predicts the first position of a block, which is therefore committed alone.
+      sub_block_window: compute only the current sub-block once its first position is committed.
     """
 
     algorithm: str
@@ -57,28 +57,29 @@ class DenoiseRequest:
     """Run-time arguments of a generation.
 
     Attributes:
-      lengths: int32 ``[B]``, canvas length of each row, prompt and new tokens, and what fills the last block of
-        block-causal attention.
-      ends: int32 ``[B]``, the same without the latter: a row is done when nothing before its end is masked.
-      prompts: int32 ``[B]``, length of each prompt, its masks included.
+      lengths: int32 ``[B]``, length of each row's canvas: prompt plus new tokens, rounded up to whole blocks if
+        attention is block-causal.
+      ends: int32 ``[B]``, prompt plus new tokens. A row is done when no mask is left before this position.
+      prompts: int32 ``[B]``, length of each prompt, masks inside it included.
       first: int32 ``[B]``, position at which each row's first block starts.
-      seeds: uint32 ``[B, 2]``, key data of each row.
-      ratios: float32 ``[B, R]``, share of a block's remaining masks that each of its steps commits.
+      seeds: uint32 ``[B, 2]``, each row's PRNG key data.
+      ratios: float32 ``[B, R]``, fraction of a block's remaining masks that each step of the block commits.
       block_length: int32 ``[B]``, positions per block.
-      sub_block_length: int32 ``[B]``, positions of the parts that blocks of block-causal attention are filled in.
-      steps_per_block: int32 ``[B]``, steps of a block at most.
-      block_steps: int32 ``[B]``, steps among which the ``even_block`` schedule shares a block.
-      refresh_interval: int32 ``[B]``, forward passes from one refresh to the next at most, the refresh included.
-      refresh_blocks: int32 ``[B]``, refresh on entering every n-th block; 0 for the first block alone.
-      stop_tokens: int32 ``[B, E]``; a row is done when a new token is one of these and all before it is committed. -1
-        for none.
-      threshold, factor, entropy_limit: float32 ``[B]``, of the parallel rules.
-      cfg_scale: float32 ``[B]``, of classifier-free guidance; 0 for none.
-      temperature, top_p, alg_temp: float32 ``[B]``, read where the program uses them; ``alg_temp`` 0 takes the most
-        confident positions.
+      sub_block_length: int32 ``[B]``, positions per sub-block of block-causal attention.
+      steps_per_block: int32 ``[B]``, maximum number of steps per block.
+      block_steps: int32 ``[B]``, number of steps that the ``even_block`` schedule divides a block into.
+      refresh_interval: int32 ``[B]``, maximum number of forward passes from one refresh to the next, counting the
+        first of the two.
+      refresh_blocks: int32 ``[B]``, refresh on entering every n-th block; 0 refreshes only for the first block.
+      stop_tokens: int32 ``[B, E]``, padded with -1. A row is done when one of these is among its new tokens and no mask
+        is left before it.
+      threshold, factor, entropy_limit: float32 ``[B]``, parameters of the parallel rules.
+      cfg_scale: float32 ``[B]``, scale of classifier-free guidance; 0 for none.
+      temperature, top_p, alg_temp: float32 ``[B]``, ignored by programs that do not use them. ``alg_temp`` 0 takes the
+        most confident positions.
       top_k: int32 ``[B]``, likewise.
       max_iterations: int32, the loop ends after this many iterations.
-      step_limit: int32, no row begins this step of its own, or a later one.
+      step_limit: int32, no row starts a step with this number or a later one. Steps count from 0 in each row.
     """
 
     lengths: Leaf = array("batch", dtype=_INTEGER)
@@ -108,22 +109,22 @@ class DenoiseRequest:
 
 @flax.struct.dataclass
 class DenoiseState:
-    """What a generation carries from iteration to iteration; in each, every row that is not done runs one forward pass.
+    """State of the denoise loop. In each iteration, every row that is not done runs one forward pass.
 
     Attributes:
-      canvas: int32 ``[B, S]``, start-aligned; the mask token where nothing is committed yet.
-      commit_steps: int32 ``[B, S]``, the row's step that committed a position, -1 where none has.
-      block: int32 ``[B]``, the block a row is in.
-      step_in_block: int32 ``[B]``, the next step within it.
-      steps_until_refresh: int32 ``[B]``, forward passes that may follow before the next refresh; 0 asks for one.
-      previous_block_stale: int32 ``[B]``, 1 where the cache holds keys and values of the block before from when it had
-        masks, else 0.
-      refreshes: int32 ``[B]``, forward passes over the whole canvas.
-      window_positions: int32 ``[B]``, positions computed in windows.
-      done: bool ``[B]``.
+      canvas: int32 ``[B, S]``, start-aligned; uncommitted positions hold the mask token.
+      commit_steps: int32 ``[B, S]``, the row's step that committed each position; -1 if none has.
+      block: int32 ``[B]``, index of the row's current block.
+      step_in_block: int32 ``[B]``, index of the next step within the block.
+      steps_until_refresh: int32 ``[B]``, forward passes left before the next refresh; at 0 the next pass is a refresh.
+      previous_block_stale: int32 ``[B]``, 1 if the cached keys and values of the previous block were computed while it
+        still had masks, else 0.
+      refreshes: int32 ``[B]``, forward passes over the whole canvas so far.
+      window_positions: int32 ``[B]``, positions computed in windows so far.
+      done: bool ``[B]``, rows that have ended.
       iteration: int32, iterations so far.
-      log_probabilities: float32 ``[B, S]`` of committed tokens, or None.
-      cache: of keys and values, see :data:`runtime.models.kv_cache.Cache`, or None.
+      log_probabilities: float32 ``[B, S]``, log-probabilities of committed tokens, or None.
+      cache: the KV cache, see :data:`runtime.models.kv_cache.Cache`, or None.
     """
 
     canvas: Leaf = array("batch", "positions", dtype=_INTEGER)
@@ -141,10 +142,10 @@ class DenoiseState:
 
 
 def row_steps(request: DenoiseRequest, state: DenoiseState) -> Leaf:
-    """The next step of each row, counted over all of its blocks: int32 ``[B]``."""
+    """Return the number of each row's next step, counted over all of its blocks: int32 ``[B]``."""
     return state.block * request.steps_per_block + state.step_in_block
 
 
 def block_start(request: DenoiseRequest, block: Leaf) -> Leaf:
-    """Position at which each row's block of this number ``[B]`` starts: int32 ``[B]``."""
+    """Return the position at which block ``block`` ``[B]`` of each row starts: int32 ``[B]``."""
     return request.first + block * request.block_length

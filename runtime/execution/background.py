@@ -40,14 +40,20 @@ class BackgroundCompiler:
     def __init__(self) -> None:
         """Start to wait."""
         self.done: list[Compiled] = []
-        self._tasks: queue.SimpleQueue[tuple[str, Callable[[], str]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[str, Callable[[], str], threading.Event] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="compiler", daemon=True)
         self._thread.start()
 
-    def put(self, name: str, task: Callable[[], str]) -> None:
-        """Compile this too, after what was given before; ``task`` returns the fingerprint."""
-        self._tasks.put((name, task))
+    def put(self, name: str, task: Callable[[], str]) -> threading.Event:
+        """Compile this too, after what was given before; ``task`` returns the fingerprint.
+
+        Returns:
+          What is set when it is done, or has failed.
+        """
+        finished = threading.Event()
+        self._tasks.put((name, task, finished))
+        return finished
 
     def stop(self, patience: float) -> None:
         """Begin nothing new, and wait so many seconds for what is being compiled."""
@@ -59,7 +65,7 @@ class BackgroundCompiler:
         # Tracing holds the interpreter: whoever runs rows meanwhile shall not wait long for each turn.
         sys.setswitchinterval(_SWITCH_SECONDS)
         while (given := self._tasks.get()) is not None and not self._stopped.is_set():
-            name, task = given
+            name, task, finished = given
             start = time.perf_counter()
             fingerprint, error = None, ""
             try:
@@ -67,3 +73,4 @@ class BackgroundCompiler:
             except Exception as failure:  # what cannot be compiled is left out; the rest goes on
                 error = f"{type(failure).__name__}: {failure}"
             self.done.append(Compiled(name, time.perf_counter() - start, fingerprint, error))
+            finished.set()

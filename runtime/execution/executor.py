@@ -79,6 +79,11 @@ class Executor:
         """Programs compiled so far."""
         return self._runner.programs.compiled
 
+    @property
+    def cached_programs(self) -> int:
+        """Those of them that were in JAX's persistent cache."""
+        return self._runner.programs.cached
+
     # ---- programs ---------------------------------------------------------------------------------------------
 
     @property

@@ -9,6 +9,7 @@ a block.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 import time
@@ -37,6 +38,21 @@ from runtime.models.transformer import hidden_states, project_logits
 Array = jax.Array
 
 _SEED_WORDS = 2
+# What JAX says when it has found a program in its persistent cache.
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+
+@functools.cache
+def _cache_hits() -> threading.local:
+    """Counts, as ``count`` of each thread, the programs that this thread has found in JAX's persistent cache."""
+    found = threading.local()
+
+    def hear(event: str, **_: Any) -> None:
+        if event == _CACHE_HIT:
+            found.count = getattr(found, "count", 0) + 1
+
+    jax.monitoring.register_event_listener(hear)
+    return found
 
 
 def compiler_options(platform: str) -> dict[str, str | bool] | None:
@@ -82,7 +98,7 @@ def put_tree(layout: ModelLayout, tree: Any) -> Any:
 
 def shapes_of(tree: Any) -> tuple[Any, ...]:
     """Shapes and dtypes of a tree's leaves, as a key."""
-    return tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(tree))
+    return tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 
 def request_sizes(batch: int, positions: int, steps: int = 1) -> dict[str, int]:
@@ -274,7 +290,8 @@ class ProgramCache:
     """Compiled programs by what they are compiled for, and how many there have been. Safe for several threads.
 
     Attributes:
-      compiled: programs compiled so far.
+      compiled: programs compiled so far, or read from JAX's persistent cache.
+      cached: those of them that were read.
       seconds: time that took.
       before_run: called before each run of a program, with its lowering where it is about to be compiled.
       fingerprint: of the programs that were compiled without being told of, the same on all hosts; empty on one host.
@@ -287,7 +304,7 @@ class ProgramCache:
         self._options = compiler_options(platform)
         self._programs: dict[Hashable, Future[jax.stages.Compiled]] = {}
         self._lock = threading.Lock()
-        self.compiled = 0
+        self.compiled = self.cached = 0
         self.seconds = 0.0
         self.before_run: Callable[[jax.stages.Lowered | None], None] | None = None
 
@@ -337,7 +354,8 @@ class ProgramCache:
         tell: Callable[[jax.stages.Lowered | None], None] | None,
         counts: bool,
     ) -> jax.stages.Compiled:
-        start = time.perf_counter()
+        start, hits = time.perf_counter(), _cache_hits()
+        before = getattr(hits, "count", 0)
         lowered = lower()
         if tell is not None:
             tell(lowered)
@@ -347,6 +365,7 @@ class ProgramCache:
         with self._lock:
             self.seconds += time.perf_counter() - start
             self.compiled += counts
+            self.cached += counts and getattr(hits, "count", 0) > before
         return program
 
     def texts(self) -> dict[str, str]:

@@ -63,7 +63,7 @@ class SchedulerPolicy:
     """
 
     max_iterations: int = 16
-    step_seconds: float | None = 0.03
+    step_seconds: float | None = 0.05
     first_tokens: bool = True
 
 
@@ -303,7 +303,9 @@ class Scheduler:
             pool = self._pools[number]
             seconds = pool.estimate(one.bucket)
             if policy.step_seconds is None:
-                found[number, one.number] = policy.max_iterations
+                # Where rows wait, no slot stands empty until others are done.
+                until = self._until_news(one) if pool.queue else policy.max_iterations
+                found[number, one.number] = min(policy.max_iterations, until)
                 continue
             if found and (seconds > left or not seconds):
                 break

@@ -69,10 +69,10 @@ class DiffusionSlots(Slots):
 
     def run(self, max_iterations: int | None = None, step_limit: int | None = None) -> np.ndarray:
         """See :meth:`Slots.run`."""
-        limits = {"max_iterations": self._scalar(max_iterations), "step_limit": self._scalar(step_limit)}
+        limits = {"max_iterations": self._limit(max_iterations), "step_limit": self._limit(step_limit)}
         self.request = replace(self.request, **limits)
         # Counted from nothing each time: slots may live for more iterations than an int32 counts.
-        arguments = (self._runner.weights, self.request, replace(self.state, iteration=self._scalar(0)))
+        arguments = (self._runner.weights, self.request, replace(self.state, iteration=self._number(0)))
         self.state = self._denoising(arguments)(*arguments)
         made = int(fetch(self.state.iteration))
         self.iterations += made
@@ -167,8 +167,8 @@ class AutoregressiveSlots(Slots):
     def run(self, max_iterations: int | None = None, step_limit: int | None = None) -> np.ndarray:
         """See :meth:`Slots.run`; each iteration generates one token per row, and there are no steps to limit."""
         del step_limit
-        self.request = replace(self.request, max_iterations=self._scalar(max_iterations))
-        self.state = replace(self.state, iteration=self._scalar(0))
+        self.request = replace(self.request, max_iterations=self._limit(max_iterations))
+        self.state = replace(self.state, iteration=self._number(0))
         if self._unread:
             self._prefill()
         if max_iterations is None or max_iterations > int(fetch(self.state.iteration)):

@@ -72,6 +72,7 @@ class Slots(abc.ABC):
         """Make free slots."""
         self._runner, self.width, self.count, self._cached = runner, width, count, cached
         self.forwards = self.iterations = 0
+        self._limits: dict[int | None, jax.Array] = {}
 
     @abc.abstractmethod
     def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
@@ -230,8 +231,11 @@ class Slots(abc.ABC):
     def _number(self, value: int) -> jax.Array:
         return put(np.int32(value), self._everywhere)
 
-    def _scalar(self, value: int | None) -> jax.Array:
-        return self._number(int(UNLIMITED) if value is None else value)
+    def _limit(self, value: int | None) -> jax.Array:
+        """A limit on the devices. Requests are not donated, so that one array serves every run that it limits."""
+        if value not in self._limits:
+            self._limits[value] = self._number(int(UNLIMITED) if value is None else value)
+        return self._limits[value]
 
     def _log_probabilities(self) -> np.ndarray | None:
         kept = self.state.log_probabilities

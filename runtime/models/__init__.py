@@ -1,1 +1,1 @@
-"""Model configurations, the declaration of every weight, and the forward passes."""
+"""Model families: their configurations, weight declarations and forward passes."""

@@ -1,7 +1,7 @@
-"""Declared arrays: a field of a struct says its logical axes and dtype once, and the rest is derived from that.
+"""Declared arrays: each field of a struct states its logical axes and dtype once.
 
-The key-value cache, the requests and the state of decoding loops are ``flax.struct`` dataclasses of such fields. Their
-shardings, their abstract trees and what belongs to one row all follow from the declarations.
+The KV cache, the requests and the loop states are ``flax.struct`` dataclasses of such fields. Their shardings, their
+abstract trees and their per-row slices are derived from the declarations.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import numpy as np
 from runtime.models.declarations import ModelLayout
 
 Struct = TypeVar("Struct")
-# An array, or in its place a sharding or an abstract shape, in trees that describe one.
+# An array. In trees that describe arrays, a leaf is a sharding or a ShapeDtypeStruct instead.
 Leaf = Any
 
 
 @dataclass(frozen=True)
 class ArrayDeclaration:
-    """What one field declares.
+    """The declaration of one array field.
 
     Attributes:
-      axes: logical axes, see :class:`sharding.rules.PartitionRules`; ``batch`` first where each row has an entry.
-      dtype: None where it is decided when the array is made.
+      axes: logical axes, see :class:`sharding.rules.PartitionRules`. The first is ``batch`` if each row has an entry.
+      dtype: dtype of the array; None if it is chosen when the array is created.
     """
 
     axes: tuple[str, ...]
@@ -36,18 +36,18 @@ class ArrayDeclaration:
 
     @property
     def is_row(self) -> bool:
-        """Whether each row has an entry."""
+        """Whether the array has one entry per row."""
         return self.axes[:1] == ("batch",)
 
 
 def array(*axes: str, dtype: Any = None, optional: bool = False) -> Any:
-    """Declare an array as a dataclass field; an ``optional`` one is None in programs that do not need it."""
+    """Declare an array as a dataclass field. An ``optional`` array is None in programs that do not need it."""
     metadata = {"array": ArrayDeclaration(axes, dtype)}
     return flax.struct.field(metadata=metadata, default=None) if optional else flax.struct.field(metadata=metadata)
 
 
 def declarations(struct: type) -> dict[str, ArrayDeclaration]:
-    """The declared arrays of a struct, by field."""
+    """Return the array declarations of a struct, by field name."""
     fields = dataclasses.fields(struct)
     return {field.name: field.metadata["array"] for field in fields if "array" in field.metadata}
 
@@ -55,14 +55,14 @@ def declarations(struct: type) -> dict[str, ArrayDeclaration]:
 def abstract(
     layout: ModelLayout, struct: type[Struct], sizes: Mapping[str, int], omit: Collection[str] = (), dtype: Any = None
 ) -> Struct:
-    """A struct of ``ShapeDtypeStruct``, with shardings where the layout has a mesh.
+    """Return a struct of ``ShapeDtypeStruct``, with shardings if the layout has a mesh.
 
     Args:
       layout: the model on its mesh.
-      struct: the dataclass.
-      sizes: size of every logical axis that it names.
-      omit: fields that stay None.
-      dtype: of arrays that declare none.
+      struct: the dataclass to describe.
+      sizes: size of every logical axis that the dataclass uses.
+      omit: fields to set to None.
+      dtype: dtype of arrays whose declaration has none.
     """
 
     def describe(one: ArrayDeclaration) -> jax.ShapeDtypeStruct:
@@ -75,7 +75,7 @@ def abstract(
 
 
 def shardings(layout: ModelLayout, tree: Struct) -> Struct:
-    """The sharding of every array that a struct has, structs within it included."""
+    """Return the sharding of every array in a struct, nested structs included."""
     found: dict[str, Any] = {}
     declared = declarations(type(tree))
     for field in dataclasses.fields(tree):  # type: ignore[arg-type]
@@ -92,26 +92,26 @@ def shardings(layout: ModelLayout, tree: Struct) -> Struct:
 
 
 def row_fields(tree: Any) -> dict[str, Any]:
-    """The arrays of a struct that have an entry for each row, by field; those that are None are left out."""
+    """Return, by field name, the arrays of a struct that have one entry per row. Fields that are None are left out."""
     declared = declarations(type(tree))
     found = {name: getattr(tree, name) for name, one in declared.items() if one.is_row}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def rows_alone(tree: Struct) -> Struct:
-    """The struct with nothing but the arrays that have an entry for each row."""
+    """Return a copy of the struct that keeps only the arrays with one entry per row; all other fields are None."""
     rows = row_fields(tree)
     return type(tree)(**{field.name: rows.get(field.name) for field in dataclasses.fields(tree)})  # type: ignore[arg-type]
 
 
 def resized_row(values: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """One row's arrays ``[1, ...]`` in the sizes that they have elsewhere.
+    """Resize the arrays ``[1, ...]`` of one row, to move it to slots of another shape.
 
-    A row leaves slots of one shape for slots of another so: every axis is cut, or goes on as an empty row there does.
+    Each axis is truncated, or extended with the values of an empty row.
 
     Args:
-      values: of the row, by field, see :func:`row_fields`.
-      like: of an empty row in the new place, by the same fields.
+      values: arrays of the row, by field name, see :func:`row_fields`.
+      like: arrays of an empty row in the new slots, by the same field names.
     """
     found = {}
     for name, own in like.items():

@@ -1,4 +1,4 @@
-"""Grouped-query attention under any attention mask: one dispatcher, three implementations.
+"""Grouped-query attention with any attention mask: a dispatcher over three implementations.
 
 Dimension letters: B batch, S query positions, T key positions, K kv heads, G query heads per KV head, H head dim.
 """
@@ -21,28 +21,29 @@ Array = jax.Array
 Implementation = Literal["auto", "xla", "cudnn", "splash"]
 ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 
-# Splash attention works on blocks of this many positions, and TPU lanes are this wide.
+# Splash attention processes blocks of this many positions, which is also the width of a TPU's vector lanes.
 SPLASH_BLOCK = 128
 
 
 def splash_fits(head_dim: int, positions: int, sequence: int) -> bool:
-    """Whether the splash kernel's blocks divide the shapes: every shard of the canvas and the head dimension."""
+    """Return whether the splash kernel's blocks divide every canvas shard and the head dimension."""
     return head_dim % SPLASH_BLOCK == 0 and positions % (SPLASH_BLOCK * sequence) == 0
 
 
 def choose_attention(requested: str, platform: str, layout: ModelLayout, positions: int, dtype: Any) -> str:
-    """Resolve ``auto`` and refuse what cannot run.
+    """Resolve ``auto`` to an implementation, and check that a requested implementation can run.
 
-    cuDNN on GPU for 16-bit dtypes; splash attention on TPU where its blocks divide the canvas; XLA everywhere else.
+    ``auto`` selects cuDNN on GPU for 16-bit dtypes, splash attention on TPU for 16-bit dtypes if its blocks divide the
+    canvas, and XLA otherwise.
 
     Raises:
-      InputError: an unknown implementation, or one that cannot run on this platform, dtype or canvas.
+      InputError: the implementation is unknown, or cannot run on this platform, dtype or canvas.
     """
     if requested not in ATTENTION_IMPLEMENTATIONS:
         raise InputError(f'attention "{requested}" is not one of {", ".join(ATTENTION_IMPLEMENTATIONS)}')
     sixteen_bit = jnp.dtype(dtype).itemsize == 2
     head_dim = layout.config.head_dim
-    # A kernel's mask counts from the first query of its shard.
+    # The kernels count mask positions from the first query of a shard, which is wrong for all but the first shard.
     whole = layout.spec.sequence == 1 or not layout.config.attention_mask.depends_on_position
     fits = {
         "xla": True,
@@ -54,12 +55,12 @@ def choose_attention(requested: str, platform: str, layout: ModelLayout, positio
     if not fits[requested]:
         needs = {
             "cudnn": "a GPU and a 16-bit dtype",
-            "splash": f"a TPU, and a head dimension and canvas shards in multiples of {SPLASH_BLOCK}",
+            "splash": f"a TPU, and a head dimension and canvas shards that are multiples of {SPLASH_BLOCK}",
         }
         raise InputError(
-            f'attention "{requested}" needs {needs[requested]}, and for a causal or block-causal model sequence=1; '
-            f"here: {platform}, {jnp.dtype(dtype).name}, head dimension {head_dim}, canvas {positions} over "
-            f'sequence={layout.spec.sequence}. "auto" or "xla" will run'
+            f'attention "{requested}" requires {needs[requested]}; causal and block-causal models also require '
+            f"sequence=1. This run has: {platform}, {jnp.dtype(dtype).name}, head dimension {head_dim}, canvas "
+            f'{positions}, sequence={layout.spec.sequence}. Use "auto" or "xla"'
         )
     return requested
 
@@ -67,7 +68,7 @@ def choose_attention(requested: str, platform: str, layout: ModelLayout, positio
 def _cudnn(q: Array, k: Array, v: Array, lengths: Array, mask: AttentionMask) -> Array:
     B, S, K, G, H = q.shape
     full = jnp.full((B,), S, jnp.int32)
-    # cuDNN knows causal masks; any other is a bias [1, 1, S, T] to it.
+    # cuDNN has causal masks built in. A block-causal mask is passed as an explicit mask [1, 1, S, T].
     visible = None
     if mask.kind == "block_causal":
         visible = mask.visible(jnp.arange(S)[:, None], jnp.arange(k.shape[1]))[None, None]
@@ -93,21 +94,21 @@ def _splash(q: Array, k: Array, v: Array, lengths: Array, mask: AttentionMask) -
 def dot_product_attention(
     implementation: str, layout: ModelLayout, q: Array, k: Array, v: Array, lengths: Array
 ) -> Array:
-    """Softmax attention of every position to the first ``lengths`` keys of its row, scaled by ``1 / sqrt(H)``.
+    """Compute softmax attention of every position to the first ``lengths`` keys of its row, scaled by ``1 / sqrt(H)``.
 
-    Which of those keys a position sees is the attention mask of the model; unless that is bidirectional, S and T are
-    the same positions.
+    The model's attention mask selects which of these keys a position attends to. For masks other than bidirectional,
+    S and T must be the same positions.
 
     Args:
       implementation: ``xla``, ``cudnn`` or ``splash``.
-      layout: the model, and the mesh and rules by which the arrays are sharded.
-      q: ``[B, S, K, G, H]``, sharded over batch, canvas, KV heads and query heads.
-      k: ``[B, T, K, H]``, sharded over batch and KV heads.
-      v: like ``k``.
-      lengths: int32 ``[B]``, at least 1.
+      layout: the model, its mesh and its partition rules.
+      q: queries ``[B, S, K, G, H]``, sharded over batch, canvas, KV heads and query heads.
+      k: keys ``[B, T, K, H]``, sharded over batch and KV heads.
+      v: values, like ``k``.
+      lengths: int32 ``[B]``, number of keys in each row, at least 1.
 
     Returns:
-      ``[B, S, K, G, H]`` in the dtype of ``v``. The softmax is in float32.
+      ``[B, S, K, G, H]`` in the dtype of ``v``. The softmax is computed in float32.
     """
     if implementation == "xla":
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
@@ -115,7 +116,7 @@ def dot_product_attention(
     kernel = partial({"cudnn": _cudnn, "splash": _splash}[implementation], mask=layout.config.attention_mask)
     if layout.mesh is None:
         return kernel(q, k, v, lengths)
-    # Hand-written kernels are not partitioned by the compiler: each device calls its own on its own shard.
+    # The compiler cannot partition hand-written kernels, so each device calls the kernel on its own shard.
     rules = layout.rules
     queries: PartitionSpec = rules.spec("batch", "canvas", "kv_heads", "queries_per_kv", "head_dim")
     keys = rules.spec("batch", None, "kv_heads", "head_dim")

@@ -1,6 +1,6 @@
-"""The transformer with a cache: rows that fill it, and windows that are computed against it.
+"""The transformer with a KV cache: whole rows that fill the cache, and windows that attend to it.
 
-Dimension letters: B batch, R rows that are filled, S sequence, W window, T cache length, D embed.
+Dimension letters: B batch, R rows that fill the cache, S sequence, W window, T cache length, D embed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ def fill_rows(
     first: Array,
     copies: int = 1,
 ) -> tuple[Array, Cache]:
-    """Run whole rows and keep their keys and values: a prefill, or a refresh.
+    """Run whole rows and write their keys and values into the cache: a prefill, or a refresh.
 
     Args:
       forward: layout and attention implementation.
-      weights: the model.
-      cache: where the rows live; its T is at least S.
-      tokens: int32 ``[R, S]``, start-aligned, as many rows for each shard of ``data``.
-      lengths: int32 ``[R]``, at least 1.
-      first: int32 ``[data]``, the row of each data shard that its first of R is; -1 where none is to be kept.
-      copies: rows of the cache that each of R fills, next to one another: several samples of one prompt.
+      weights: the model's weights.
+      cache: the KV cache; its length T is at least S.
+      tokens: int32 ``[R, S]``, start-aligned. Every ``data`` shard has the same number of rows.
+      lengths: int32 ``[R]``, tokens of each row, at least 1.
+      first: int32 ``[data]``, for each ``data`` shard, the index within the shard of the cache row that its first new
+        row replaces; -1 if nothing is to be written.
+      copies: number of adjacent cache rows that each of the R rows fills. It is above 1 for samples of one prompt.
 
     Returns:
-      Final-norm activations ``[R, S, D]`` and the cache.
+      Activations after the final norm, ``[R, S, D]``, and the updated cache.
     """
     forward = forward.for_rows(*tokens.shape)
     positions = jnp.arange(tokens.shape[1])
@@ -66,21 +67,23 @@ def run_window(
     lengths: Array,
     stops: Array | None = None,
 ) -> tuple[Array, Cache]:
-    """Run a window of every row against the cache, replacing the window's own keys and values first.
+    """Run a window of every row with the cache.
+
+    In each layer, the window's keys and values are first written into the cache; then the window attends to the cache.
 
     Args:
-      forward: layout; a window is computed whole on every shard of ``sequence``.
-      weights: the model.
-      cache: keys and values of everything else.
-      tokens: int32 ``[B, W]``.
+      forward: layout of the model. Every ``sequence`` shard computes the whole window.
+      weights: the model's weights.
+      cache: the KV cache.
+      tokens: int32 ``[B, W]``, tokens of the windows.
       starts: int32 ``[B]``, position of each window's first token.
-      lengths: int32 ``[B]``: positions at or after them are not attended to, nor what the attention mask of
-        the model hides from a position.
-      stops: int32 ``[B]``, positions at or after them are not written to the cache, and what they return means
-        nothing; None where all of it does.
+      lengths: int32 ``[B]``, row lengths. Positions at or after them are not attended to. The model's attention mask
+        applies as well.
+      stops: int32 ``[B]``. Positions at or after them are not written to the cache, and their activations are
+        meaningless. None writes the whole window.
 
     Returns:
-      Final-norm activations ``[B, W, D]`` and the cache.
+      Activations after the final norm, ``[B, W, D]``, and the updated cache.
     """
     layout, forward = forward.layout, forward.window
     positions = starts[:, None] + jnp.arange(tokens.shape[1])

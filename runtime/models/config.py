@@ -1,4 +1,4 @@
-"""The record of a model family, and a model's sizes as read from a Hugging Face ``config.json``."""
+"""The record that describes a model family, and the model configuration read from a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sharding.errors import InputError
 STORED_DTYPES = ("bfloat16", "float32", "float16")
 
 Objective = Literal["masked_diffusion", "autoregressive"]
-# How many masks each denoise step fills. ``linear_time``: of the masks that are left, the share that a time falling
-# linearly from 1 to eps leaves; ``even``: an equal number in each step of a block, the remainder first; ``even_block``:
-# the same of all positions of a block, however many of them are filled when it is entered.
+# How many masks each denoise step fills. ``linear_time``: time t falls linearly from 1 to eps, and a step fills the
+# fraction 1 - t[i+1] / t[i] of the remaining masks. ``even``: each step of a block fills an equal number of masks, and
+# the first steps take the remainder. ``even_block``: the same, for a whole block even if part of it is already filled.
 UnmaskingSchedule = Literal["linear_time", "even", "even_block"]
 # Values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel`, without and with block-causal attention.
 BIDIRECTIONAL_RULES = ("none", "threshold", "factor")
 BLOCK_CAUSAL_RULES = ("none", "threshold", "sequential", "entropy_sum")
 
-# Bounds on numbers read from a file: generous for any model, small enough that nothing overflows or hangs.
+# Upper bounds of numbers read from a file: generous for any model, and small enough that nothing overflows or hangs.
 _LIMITS = {
     "vocab_size": 1 << 22,
     "hidden_size": 1 << 17,
@@ -41,7 +41,7 @@ class PublishedSettings:
     """Decoding settings that a family's authors publish for one kind of checkpoint.
 
     Attributes:
-      name_contains: lower-case part of a checkpoint's name that tells the kind; empty for every checkpoint.
+      name_contains: lower-case text that the names of such checkpoints contain; empty matches every checkpoint.
       settings: names and values of decoding parameters.
     """
 
@@ -51,29 +51,31 @@ class PublishedSettings:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Family:
-    """What the rest of the code knows of a model family. Compared and hashed by identity.
+    """A model family: everything that the rest of the code needs to know about it.
+
+    Families are compared and hashed by identity.
 
     Attributes:
-      name: what messages call the family.
-      model_type: ``model_type`` of its ``config.json``.
-      parse: reads such a ``config.json``; raises :class:`ConfigError`.
-      weights: the dataclass that declares the weights of a model with a head of its own; None where there is no such
-        model. Tensor names stand in it, and it states what a layer costs.
-      tied_weights: the same for a model whose head is its embedding.
+      name: name of the family in messages.
+      model_type: ``model_type`` in its ``config.json``.
+      parse: builds the model configuration from a parsed ``config.json``; raises :class:`ConfigError`.
+      weights: the dataclass that declares the weights of a model with an untied head, with their tensor names and the
+        cost of a layer; None if the family has no such models.
+      tied_weights: the same for models whose head is the embedding (tied).
       attention: which keys a position attends to.
       objective: ``masked_diffusion`` fills mask tokens, ``autoregressive`` predicts the next token.
-      prediction_offset: the prediction for position i is the model's output at ``i - prediction_offset``; the first
-        ``prediction_offset`` positions keep their own output.
-      schedule: how many masks a denoise step fills; None where nothing is denoised.
-      algorithms: ways of choosing the positions that a step fills, the values of
-        :attr:`runtime.decoding.parameters.DiffusionConfig.algorithm` that the family's authors define.
-      parallel_rules: how many positions a step fills, likewise of ``parallel``.
-      guidance: whether they define classifier-free guidance (``cfg_scale``).
-      mask_token_id: the mask token of checkpoints whose configuration does not name one.
-      end_token_ids: the end tokens of checkpoints whose configuration does not name any.
-      tensor_name: from a tensor's name in a Hugging Face folder to the name that the weights declare, for folders with
-        variants of their own; None for a tensor that is no weight.
-      published: published decoding settings, the first kind that a checkpoint's name matches counts.
+      prediction_offset: the model's output at ``i - prediction_offset`` predicts position i. The first
+        ``prediction_offset`` positions use their own output.
+      schedule: how many masks a denoise step fills; None for autoregressive families.
+      algorithms: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.algorithm` that the family's original
+        code defines.
+      parallel_rules: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel` that it supports.
+      guidance: whether the original code defines classifier-free guidance (``cfg_scale``).
+      mask_token_id: mask token of checkpoints whose configuration does not name one.
+      end_token_ids: end tokens of checkpoints whose configuration does not name any.
+      tensor_name: maps a tensor's name in a Hugging Face folder to the declared name, for folders that use other names;
+        returns None for a tensor that is not a weight.
+      published: published decoding settings. The first entry that matches a checkpoint's name is used.
       presets: ``config.json`` of published checkpoints by name, for planning without a download.
     """
 
@@ -99,7 +101,7 @@ class Family:
         return f"Family({self.name!r})"
 
     def published_settings(self, checkpoint_name: str) -> dict[str, Any]:
-        """Published decoding settings of a checkpoint, its kind told by its name; empty where none are published."""
+        """Return the published decoding settings for a checkpoint of this name; empty if there are none."""
         name = checkpoint_name.lower()
         found = (dict(kind.settings) for kind in self.published if kind.name_contains in name)
         return next(found, {})
@@ -107,20 +109,20 @@ class Family:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and constants of a model. Hashable, so that it can be a static argument of a compiled program.
+    """Sizes and constants of a model. It is hashable, so that it can be a static argument of a compiled program.
 
     Attributes:
-      family: what kind of model it is.
+      family: the model's family.
       vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: sizes.
-      max_positions: positions the model has, prompt and new tokens together.
-      rope_theta: base of rotary position embedding, 0 where positions are learned.
+      max_positions: maximum length of prompt and new tokens together.
+      rope_theta: base of rotary position embedding; 0 for models with learned positions.
       norm_eps: epsilon of RMSNorm or LayerNorm.
-      tied_embeddings: whether the head is the embedding, transposed.
-      dtype: dtype the weights are said to be stored in.
-      mask_token_id: the token that diffusion fills, -1 for an autoregressive model.
-      pad_token_id: what stands where no token does.
+      tied_embeddings: whether the head is the transposed embedding.
+      dtype: dtype in which the weights are stored, according to ``config.json``.
+      mask_token_id: the mask token; -1 for an autoregressive model.
+      pad_token_id: the token that fills positions beyond a row's length.
       end_token_ids: tokens that end a text.
-      attention_block_length: positions of one block of block-causal attention, 0 for the other kinds.
+      attention_block_length: positions per block of block-causal attention; 0 for other kinds of attention.
     """
 
     family: Family
@@ -143,7 +145,7 @@ class ModelConfig:
 
     @property
     def objective(self) -> Objective:
-        """What the model is trained to do, which decides how it decodes."""
+        """The training objective, which determines how the model decodes."""
         return self.family.objective
 
     @property
@@ -153,7 +155,7 @@ class ModelConfig:
 
     @property
     def dimensions(self) -> dict[str, int]:
-        """Size of every logical axis, unpadded, as stored in checkpoints."""
+        """Unpadded size of every logical axis, as stored in checkpoints."""
         return {
             "vocab": self.vocab_size,
             "embed": self.hidden_size,
@@ -167,7 +169,7 @@ class ModelConfig:
         }
 
     def differences(self, other: ModelConfig) -> list[str]:
-        """What makes weights of ``other`` another model, as "field: this and that"."""
+        """Describe the fields in which the weights of two models differ, each as "field: this value and that value"."""
         free = ("family", "max_positions", "dtype", "pad_token_id", "end_token_ids")
         names = [one.name for one in fields(self) if one.name not in free]
         pairs = [("architecture", self.family.name, other.family.name)]
@@ -178,15 +180,15 @@ class ModelConfig:
 def check_features(
     family: Family, raw: Mapping[str, Any], supported: Mapping[str, tuple[Any, tuple[Any, ...]]]
 ) -> None:
-    """Refuse a configuration that asks for a feature which a family's forward pass does not have.
+    """Check that a configuration asks only for features that the family's forward pass has.
 
     Args:
       family: the family, for the message.
       raw: a parsed ``config.json``.
-      supported: key -> what an absent key means, and the values that are supported.
+      supported: maps a key to the value that an absent key means, and to the supported values.
 
     Raises:
-      ConfigError: a key has another value.
+      ConfigError: a key has an unsupported value.
     """
     for key, (absent, values) in supported.items():
         found = raw.get(key, absent)
@@ -204,17 +206,17 @@ def transformer_config(
     tied_by_default: bool = False,
     attention_block_length: int = 0,
 ) -> ModelConfig:
-    """Read a configuration under the key names of Qwen2, Llama and most others.
+    """Build a model configuration from the key names that Qwen2, Llama and most other families use.
 
     Args:
-      family: whose it is.
-      raw: a parsed ``config.json``, or one brought to these key names.
-      rotary: whether positions enter by rotary embedding, which needs an even ``head_dim``.
-      tied_by_default: what an absent ``tie_word_embeddings`` means.
-      attention_block_length: positions of one block of block-causal attention.
+      family: the model's family.
+      raw: a parsed ``config.json``, with its keys renamed if the family uses other names.
+      rotary: whether the model uses rotary position embedding, which requires an even ``head_dim``.
+      tied_by_default: value of ``tie_word_embeddings`` if it is absent.
+      attention_block_length: positions per block of block-causal attention.
 
     Raises:
-      ConfigError: a missing or out-of-range number, or a head that the family does not have.
+      ConfigError: a number is missing or out of range, or the family does not support the head (tied or untied).
     """
     tied = _tied(family, raw, tied_by_default)
     number = {key: read_integer(raw, key, 1, limit) for key, limit in _LIMITS.items()}
@@ -264,17 +266,17 @@ def _stored_dtype(raw: Mapping[str, Any]) -> str:
 def _head_dim(raw: Mapping[str, Any], number: Mapping[str, int], rotary: bool) -> int:
     heads, kv_heads = number["num_attention_heads"], number["num_key_value_heads"]
     if heads % kv_heads:
-        raise ConfigError(f"config.json: {heads} attention heads do not divide into {kv_heads} KV heads")
+        raise ConfigError(f"config.json: {heads} attention heads are not a multiple of {kv_heads} KV heads")
     head_dim = read_integer(raw, "head_dim", 1, 1 << 12, default=number["hidden_size"] // heads)
     if raw.get("head_dim") is None and number["hidden_size"] % heads:
-        raise ConfigError(f"config.json: hidden_size {number['hidden_size']} does not divide by {heads} heads")
+        raise ConfigError(f"config.json: hidden_size {number['hidden_size']} is not a multiple of {heads} heads")
     if head_dim % 2 and rotary:
-        raise ConfigError(f"config.json: rotary position embedding needs an even head_dim, not {head_dim}")
+        raise ConfigError(f"config.json: rotary position embedding requires an even head_dim, not {head_dim}")
     return head_dim
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> float:
-    # Folders saved by transformers 5 keep the RoPE base in a mapping of its own.
+    # Folders saved by transformers 5 store the RoPE base in the mapping "rope_parameters".
     parameters = raw.get("rope_parameters")
     if not isinstance(parameters, Mapping):
         return 10000.0
@@ -284,10 +286,10 @@ def _rope_parameters(raw: Mapping[str, Any]) -> float:
 
 
 def read_integer(raw: Mapping[str, Any], key: str, low: int, high: int, default: int | None = None) -> int:
-    """An integer from ``low`` to ``high`` under ``key`` of a configuration.
+    """Read an integer from ``low`` to ``high`` from a configuration.
 
     Raises:
-      ConfigError: it is something else, or missing without a default.
+      ConfigError: the value is not such an integer, or is missing and has no default.
     """
     value = raw.get(key)
     if value is None:
@@ -307,7 +309,7 @@ def _read_real(raw: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def token_ids(raw: Mapping[str, Any], key: str, high: int) -> tuple[int, ...]:
-    """One token id, several, or none, under ``key`` of a configuration.
+    """Read token ids from a configuration: a single id, a list of ids, or none.
 
     Raises:
       ConfigError: an entry is not an integer from 0 to ``high``.

@@ -1,7 +1,7 @@
-"""What one layer of a model costs: stated by the layer's family, read by the planner and by the memory estimate.
+"""The cost of one layer of a model, as its family states it. The planner and the memory estimate read it.
 
-All counts are for one device of a mesh, padding included. They count numbers; whoever reads them multiplies by the
-bytes of the dtype in use.
+All counts are for one device of a mesh, padding included. Sizes are counts of numbers; the reader multiplies them by
+the bytes of the dtype in use.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LiveArrays:
-    """Activations of one size that a layer holds at the same time.
+    """Activation arrays of equal size that a layer holds in memory at the same time.
 
     Attributes:
-      name: what they are, for the table of a device's memory.
-      count: how many there are.
-      numbers_per_position: size of one of them for one position.
+      name: what the arrays are, for the table of a device's memory.
+      count: number of arrays.
+      numbers_per_position: size of one array, per position.
     """
 
     name: str
@@ -29,10 +29,10 @@ class LayerCollective:
     """Collectives of one size that a layer runs over the tensor axis.
 
     Attributes:
-      kind: HLO's name, such as ``all-reduce`` or ``all-to-all``.
-      numbers_per_position: size of the array for one position.
-      times: how often the layer runs it in one forward pass.
-      what: what is moved.
+      kind: name of the HLO operation, such as ``all-reduce`` or ``all-to-all``.
+      numbers_per_position: size of the array, per position.
+      times: how many times the layer runs it per forward pass.
+      what: what the collective moves, in words.
     """
 
     kind: str
@@ -43,18 +43,18 @@ class LayerCollective:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Work of one layer on one device of a layout.
+    """Work of one layer on one device.
 
-    What depends on the attention implementation and not on the layer (scores, gathered keys and values, the share of
-    pairs that the attention mask leaves) is not part of it.
+    Costs that depend on the attention implementation are not included: scores, gathered keys and values, and the
+    fraction of query-key pairs that the attention mask leaves visible.
 
     Attributes:
-      flops_per_position: floating-point operations of the layer's weights for one position.
-      attention_flops_per_pair: those of attention for one query position and one key position that it sees.
-      activations_per_position: activations read and written in device memory for one position.
-      live_in_attention: what is alive between the projections and attention, without the residual.
-      live_in_mlp: what is alive in the MLP or what stands in its place, without the residual.
-      tensor_collectives: what is moved over the tensor axis, where that has more than one device.
+      flops_per_position: floating-point operations of the layer's matrix products, per position.
+      attention_flops_per_pair: floating-point operations of attention, per visible pair of a query and a key position.
+      activations_per_position: activation numbers read from and written to device memory, per position.
+      live_in_attention: arrays in memory between the projections and attention, without the residual.
+      live_in_mlp: arrays in memory during the MLP, or whatever the family has in its place, without the residual.
+      tensor_collectives: collectives over the tensor axis, if it has more than one device.
     """
 
     flops_per_position: float

@@ -1,8 +1,8 @@
-"""One declaration per weight.
+"""Weight declarations, and the layout of a model on a mesh that is derived from them.
 
-A model's weights are ``flax.struct`` dataclasses; each field says, once, the logical axes of a weight, its
-initialiser and the tensor it comes from in a Hugging Face checkpoint. Everything else (shapes, shardings, the
-abstract tree, random weights, the parameter count, the memory table, loading) is derived from these fields.
+A model's weights are ``flax.struct`` dataclasses. Each field declares a weight once: its logical axes, its initializer,
+and its source tensor in a Hugging Face checkpoint. Everything else is derived from these fields: shapes, shardings, the
+abstract tree, random weights, the parameter count, the memory table, and loading.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from sharding.mesh import MeshSpec, build_mesh
 from sharding.rules import PartitionRules
 from sharding.validate import NamedShape, check_mesh, working_tensor_sizes
 
-# The vocabulary is padded to a multiple of this many blocks, so that sums over it can be made block by block without a
-# block being cut between two devices.
+# The vocabulary is padded to a multiple of this number, so that it splits into this many equal blocks, none of which
+# crosses a shard boundary. Sums over the vocabulary are computed block by block.
 VOCAB_BLOCKS = 128
 
 
 @dataclass(frozen=True)
 class WeightDeclaration:
-    """What one field of a weights class declares.
+    """The declaration of one weight.
 
     Attributes:
       axes: logical axes, without ``layers``.
-      source: Hugging Face tensor name; ``{layer}`` stands for the layer's number.
-      source_axes: the source tensor's dimensions, each a merge of logical axes, major first.
+      source: name of the tensor in a Hugging Face checkpoint; ``{layer}`` is replaced by the layer's number.
+      source_axes: for each dimension of the source tensor, the logical axes that it merges, major first.
       initializer: ``normal``, ``ones`` or ``zeros``.
-      contracted: axes that a product with it sums over; none for what is no matrix, and never quantized.
+      contracted: axes that a matrix product with the weight sums over. Empty for weights that are not matrices; these
+        are never quantized.
     """
 
     axes: tuple[str, ...]
@@ -61,43 +62,43 @@ def weight(
     init: str = "normal",
     contracted: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a weight as a dataclass field; without ``source_axes`` the source has the same axes in the same order."""
+    """Declare a weight as a dataclass field. By default, the source tensor has the same axes in the same order."""
     if source_axes is None:
         source_axes = tuple((axis,) for axis in axes)
     return flax.struct.field(metadata={"weight": WeightDeclaration(axes, source, source_axes, init, contracted)})
 
 
 def layers_of(layer_class: type) -> Any:
-    """Declare a field that holds the layers, in the form of the layout; see :attr:`ModelLayout.scan_layers`."""
+    """Declare the field that holds the layers, either stacked or as a tuple; see :attr:`ModelLayout.scan_layers`."""
     return flax.struct.field(metadata={"layers": layer_class})
 
 
 def scans_layers(platform: str) -> bool:
-    """Whether programs for this platform scan stacked layers.
+    """Return whether programs for this platform scan over stacked layers.
 
-    TPU programs do: the compiler reads a layer where it lies in the stack. Compilers for GPU and CPU copy each layer
-    out of the stack before they use it, so that each layer's weights are arrays of their own there.
+    TPU programs do, because the TPU compiler reads a layer directly from the stack. The compilers for GPU and CPU would
+    copy each layer out of the stack first, so on these platforms each layer has its own arrays.
     """
     return platform == "tpu"
 
 
 @dataclass(frozen=True)
 class WeightLeaf:
-    """One leaf of the weights' tree on the devices: a declaration with its sizes.
+    """One leaf of the weights pytree: a declaration together with its sizes in a layout.
 
     Attributes:
-      name: dotted path, ``layers.q_proj`` of stacked layers, ``layers.3.q_proj`` of one.
-      number: of its declaration, counted from 0; the same for all layers.
-      layers: layers that it holds; none for a weight outside of them.
-      axes: logical axes, ``layers`` first where the leaf is stacked.
-      shape: unpadded sizes.
-      padded_shape: sizes on the devices.
-      sources: source tensor names, one per layer where stacked, else one.
+      name: dotted path, such as ``layers.q_proj`` for stacked layers or ``layers.3.q_proj`` for a single layer.
+      number: index of the declaration, counted from 0; the same for all layers.
+      layers: numbers of the layers that the leaf holds; empty for a weight outside the layers.
+      axes: logical axes; the first is ``layers`` if the leaf is stacked.
+      shape: unpadded shape.
+      padded_shape: shape on the devices.
+      sources: names of the source tensors: one per layer if the leaf is stacked, otherwise one.
       source_axes: see :class:`WeightDeclaration`.
       source_shape: shape of each source tensor.
       initializer: see :class:`WeightDeclaration`.
       contracted: see :class:`WeightDeclaration`.
-      quantized: whether it is integers and scales on the devices.
+      quantized: whether the devices hold the leaf as int8 values and scales.
     """
 
     name: str
@@ -115,22 +116,22 @@ class WeightLeaf:
 
     @property
     def scale_axes(self) -> tuple[str, ...]:
-        """Axes of the scales of a quantized weight: an entry for each output channel."""
+        """Axes of the scales of a quantized weight: those of its output channels."""
         return tuple(axis for axis in self.axes if axis not in self.contracted)
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the leading axis is ``layers``."""
+        """Whether the leaf holds stacked layers, with ``layers`` as its leading axis."""
         return self.axes[0] == "layers"
 
     @property
     def contracted_dimensions(self) -> tuple[int, ...]:
-        """Dimensions of a source tensor that a product with the weight sums over."""
+        """Dimensions of the source tensor that a matrix product with the weight sums over."""
         return tuple(place for place, merge in enumerate(self.source_axes) if merge[0] in self.contracted)
 
     @property
     def scales(self) -> WeightLeaf:
-        """The scales of a quantized weight, as a leaf of their own: one source for each of the weight's."""
+        """The scales of a quantized weight, described as a separate leaf with one source per source of the weight."""
         kept = [place for place in range(len(self.source_axes)) if place not in self.contracted_dimensions]
         sizes = {axis: pair for axis, *pair in zip(self.axes, self.shape, self.padded_shape, strict=True)}
         return WeightLeaf(
@@ -150,7 +151,7 @@ class WeightLeaf:
 
 
 def _fields(weights_class: type) -> Iterator[tuple[str, WeightDeclaration, str]]:
-    """Every declared weight: its name, and the field that holds the layers where it belongs to them."""
+    """Yield the name and declaration of every weight, and the name of the layers field if it is part of a layer."""
     for field in dataclasses.fields(weights_class):
         if "layers" in field.metadata:
             for name, declaration, _ in _fields(field.metadata["layers"]):
@@ -161,11 +162,18 @@ def _fields(weights_class: type) -> Iterator[tuple[str, WeightDeclaration, str]]
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """A model on a mesh: what every weight looks like there, and where each part of it lives.
+    """The layout of a model on a mesh: shape and sharding of every weight.
 
-    ``mesh`` is None for a layout that is only looked at (parameter counts, tables), never compiled. ``scan_layers``
-    says how layers lie: every weight stacked over a leading ``layers`` axis and the layers scanned, or a tuple of
-    layers and a loop in Python.
+    Attributes:
+      config: the model's configuration.
+      weights_class: the dataclass that declares the weights.
+      spec: sizes of the mesh axes.
+      heads: how attention heads are divided over the tensor axis.
+      rules: maps logical axes to mesh axes.
+      mesh: the mesh; None for a layout that is used only for counts and tables, and never compiled.
+      quantization: ``none`` or ``int8``.
+      scan_layers: whether weights are stacked over a leading ``layers`` axis and scanned. If False, the layers are a
+        tuple, and programs loop over it in Python.
     """
 
     config: ModelConfig
@@ -187,19 +195,20 @@ class ModelLayout:
         quantization: str = "none",
         scan_layers: bool | None = None,
     ) -> ModelLayout:
-        """Check that the model divides over the mesh, then build it.
+        """Check that the model can be divided over the mesh, and create the layout.
 
         Args:
-          config: the model.
+          config: the model's configuration.
           weights_class: the dataclass that declares its weights.
-          spec: axes with no -1 left; default one device.
-          devices: devices to build the mesh of, real or of an AOT topology; None for a layout that is only looked at.
-          quantization: ``none``, or ``int8`` for matrices as :class:`runtime.models.quantization.Quantized`.
-          scan_layers: whether layers are stacked and scanned; default as :func:`scans_layers` says of the devices'
-            platform, and stacked without devices.
+          spec: sizes of the mesh axes, without -1; a single device by default.
+          devices: devices to build the mesh from, real ones or those of an AOT topology. None creates a layout without
+            a mesh, for counts and tables.
+          quantization: ``none``, or ``int8`` to keep matrices as :class:`runtime.models.quantization.Quantized`.
+          scan_layers: whether to stack and scan layers. By default, :func:`scans_layers` decides by the devices'
+            platform; without devices, layers are stacked.
 
         Raises:
-          InputError: an unknown quantization.
+          InputError: the quantization is unknown.
           MeshError: see :func:`sharding.validate.check_mesh` and :func:`sharding.mesh.build_mesh`.
         """
         if quantization not in QUANTIZATIONS:
@@ -215,7 +224,7 @@ class ModelLayout:
 
     @property
     def padded_vocab(self) -> int:
-        """Vocabulary size on the devices: a multiple of the vocabulary's blocks and of its shards."""
+        """Vocabulary size on the devices: padded to a multiple of ``VOCAB_BLOCKS`` and of the tensor axis."""
         multiple = math.lcm(VOCAB_BLOCKS, self.spec.tensor)
         return math.ceil(self.config.vocab_size / multiple) * multiple
 
@@ -227,38 +236,38 @@ class ModelLayout:
 
     @property
     def mesh_axis_sizes(self) -> dict[str, int]:
-        """Devices along every axis of the mesh, the tensor axis as its two parts."""
+        """Size of every axis of the mesh, with the tensor axis as its two parts ``kv`` and ``group``."""
         heads, spec = self.heads, self.spec
         return {"data": spec.data, "sequence": spec.sequence, "kv": heads.kv, "group": heads.group}
 
     def size_per_device(self, axis: str) -> int:
-        """Size of one device's part of a logical axis of the weights, padding included."""
+        """Return the size of one device's shard of a logical axis of the weights, padding included."""
         return self.padded_dimensions[axis] // self.rules.shards(axis, self.mesh_axis_sizes)
 
     @property
     def query_heads_per_device(self) -> int:
-        """Query heads of a device, padding included."""
+        """Number of query heads on each device, padding included."""
         return self.size_per_device("kv_heads") * self.size_per_device("queries_per_kv")
 
     @cached_property
     def layer_cost(self) -> LayerCost:
-        """What one layer costs on a device, as the weights class states it."""
+        """Cost of one layer on one device, as the weights class states it."""
         cost: LayerCost = self.weights_class.cost(self)
         return cost
 
     @property
     def embedding(self) -> WeightLeaf:
-        """The embedding of tokens: the first weight with an entry for every token."""
+        """The token embedding: the first weight with a ``vocab`` axis."""
         return next(leaf for leaf in self.leaves if "vocab" in leaf.axes)
 
     @property
     def head(self) -> WeightLeaf:
-        """The matrix that makes logits: the last weight with an entry for every token, the embedding if it is tied."""
+        """The output head: the last weight with a ``vocab`` axis. If tied, this is the embedding."""
         return next(leaf for leaf in reversed(self.leaves) if "vocab" in leaf.axes)
 
     @cached_property
     def leaves(self) -> list[WeightLeaf]:
-        """Every array of the weights, in the order of the tree."""
+        """All leaves of the weights, in the order of the pytree."""
         layers = tuple(range(self.config.num_layers))
         found: list[WeightLeaf] = []
         declared = enumerate(_fields(self.weights_class))
@@ -294,21 +303,21 @@ class ModelLayout:
 
     @property
     def stored_leaves(self) -> list[WeightLeaf]:
-        """Every leaf as a checkpoint of this quantization stores it: scales stand beside quantized weights."""
+        """All leaves that a checkpoint of this quantization stores. Scales are stored as separate leaves."""
         return [part for leaf in self.leaves for part in ([leaf, leaf.scales] if leaf.quantized else [leaf])]
 
     def sharding(self, *dimensions: str | tuple[str, ...] | None) -> NamedSharding:
-        """Sharding of an array with these logical dimensions on this layout's mesh."""
+        """Return the sharding of an array with these logical dimensions on the layout's mesh."""
         assert self.mesh is not None, "a layout without a mesh has no shardings"
         return NamedSharding(self.mesh, self.rules.spec(*dimensions))
 
     @property
     def replicated(self) -> NamedSharding:
-        """Sharding of an array that every device holds whole."""
+        """Sharding of an array that is replicated on every device."""
         return self.sharding()
 
     def build(self, make: Callable[[WeightLeaf], Any]) -> Any:
-        """The weights' tree with ``make(leaf)`` in the place of every weight."""
+        """Build the weights pytree with ``make(leaf)`` as the value of every leaf."""
         values = {leaf.name: make(leaf) for leaf in self.leaves}
 
         def assemble(weights_class: type, prefix: str) -> Any:
@@ -325,10 +334,10 @@ class ModelLayout:
         return assemble(self.weights_class, "")
 
     def named(self, weights: Any) -> dict[str, Any]:
-        """A weights' tree by the names of its leaves.
+        """Return the leaves of a weights pytree by name.
 
         Raises:
-          AttributeError, IndexError, TypeError: no tree of this layout.
+          AttributeError, IndexError, TypeError: the tree does not have this layout's structure.
         """
 
         def part(name: str) -> Any:
@@ -340,13 +349,13 @@ class ModelLayout:
         return {leaf.name: part(leaf.name) for leaf in self.leaves}
 
     def layer(self, weights: Any, number: int) -> Any:
-        """The weights of one layer, a tree of the class that declares a layer; of stacked layers a copy."""
+        """Return the weights of one layer. If layers are stacked, this is a copy."""
         if self.scan_layers:
             return jax.tree.map(lambda stack: stack[number], weights.layers)
         return weights.layers[number]
 
     def abstract_weights(self, dtype: Any) -> Any:
-        """The weights' tree as ``ShapeDtypeStruct``, with shardings where there is a mesh."""
+        """Return the weights pytree as ``ShapeDtypeStruct``, with shardings if the layout has a mesh."""
 
         def struct(axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(*axes) if self.mesh is not None else None)
@@ -363,10 +372,10 @@ class ModelLayout:
         return self.build(make)
 
     def quantizer(self, leaf: WeightLeaf, layered: bool = True) -> Callable[[jax.Array], Any]:
-        """What makes of an array on the mesh what the devices keep of a leaf: itself, or integers and scales.
+        """Return the function that quantizes a leaf's array on the mesh, or the identity for a leaf in full precision.
 
         Args:
-          leaf: which.
+          leaf: the leaf.
           layered: whether the array has the leading ``layers`` axis of a stacked leaf.
         """
         if not leaf.quantized:
@@ -382,20 +391,23 @@ class ModelLayout:
         return sum(math.prod(leaf.shape) for leaf in self.leaves)
 
     def bytes_per_device(self, dtype: Any) -> int:
-        """Bytes of weights that each device holds, padding and replication included."""
+        """Return the bytes of weights on each device, padding and replication included."""
         return sum(self.leaf_bytes_per_device(leaf, dtype) for leaf in self.leaves)
 
     def bytes_read_per_pass(self, dtype: Any) -> int:
-        """Bytes of weights that a forward pass reads on each device: all but an embedding of which it takes rows."""
+        """Return the bytes of weights that a forward pass reads on each device.
+
+        An untied embedding is not counted, because only a few of its rows are read.
+        """
         total, embedding = self.bytes_per_device(dtype), self.embedding
         if embedding.name == self.head.name:
             return total
-        # Scales of a quantized embedding, a number for each token, are read with the rest.
+        # The scales of a quantized embedding, one per token, are still counted.
         item = 1 if embedding.quantized else jnp.dtype(dtype).itemsize
         return total - math.prod(shard_shape(embedding, self)) * item
 
     def leaf_bytes_per_device(self, leaf: WeightLeaf, dtype: Any) -> int:
-        """Those of one weight; of a quantized one integers and float32 scales."""
+        """Return the bytes of one leaf on each device; for a quantized leaf, its int8 values and float32 scales."""
         sizes = dict(zip(leaf.axes, shard_shape(leaf, self), strict=True))
         count = math.prod(sizes.values())
         if leaf.quantized:
@@ -403,7 +415,7 @@ class ModelLayout:
         return count * jnp.dtype(dtype).itemsize
 
 
-# Kept, so that the layers of a model share one program.
+# Cached, so that the layers of a model share one program.
 @functools.lru_cache(256)
 def _quantizer(
     contracted: tuple[int, ...], values: NamedSharding, scales: NamedSharding
@@ -412,7 +424,7 @@ def _quantizer(
 
 
 def named_shapes(config: ModelConfig, weights_class: type) -> list[NamedShape]:
-    """Every weight as mesh validation sees it: name, axes, unpadded sizes."""
+    """Return name, axes and unpadded sizes of every weight, for the validation of a mesh."""
     sizes = config.dimensions
     return [
         NamedShape(declaration.source, declaration.axes, tuple(sizes[axis] for axis in declaration.axes))
@@ -421,12 +433,12 @@ def named_shapes(config: ModelConfig, weights_class: type) -> list[NamedShape]:
 
 
 def tensor_sizes(config: ModelConfig, weights_class: type, limit: int) -> list[int]:
-    """Tensor axis sizes up to ``limit`` that divide the model, ascending."""
+    """Return the tensor axis sizes up to ``limit`` that the model can be divided by, in ascending order."""
     return working_tensor_sizes(named_shapes(config, weights_class), limit, config.num_heads, config.num_kv_heads)
 
 
 def shard_shape(leaf: WeightLeaf, layout: ModelLayout) -> tuple[int, ...]:
-    """Shape of one device's part of a weight, padding included."""
+    """Return the shape of one device's shard of a weight, padding included."""
     sizes = layout.mesh_axis_sizes
     return tuple(
         size // layout.rules.shards(axis, sizes) for axis, size in zip(leaf.axes, leaf.padded_shape, strict=True)
@@ -434,5 +446,5 @@ def shard_shape(leaf: WeightLeaf, layout: ModelLayout) -> tuple[int, ...]:
 
 
 def partition_spec(leaf: WeightLeaf, layout: ModelLayout) -> PartitionSpec:
-    """Partition spec of a weight under a layout's rules."""
+    """Return the partition spec of a weight."""
     return layout.rules.spec(*leaf.axes)

@@ -1,4 +1,4 @@
-"""Dream and DiffuCoder: Qwen2's weights, attention in both directions, trained to fill masks."""
+"""Dream and DiffuCoder: the weights of Qwen2 with bidirectional attention, trained to fill masks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from runtime.models.config import Family, ModelConfig, PublishedSettings, check_features, transformer_config
 from runtime.models.qwen2 import FEATURES, SEVEN_BILLION, Qwen2Weights
 
-# As DiffuCoder's authors run their checkpoints; the temperature depends on the kind.
+# The settings with which DiffuCoder's authors run their checkpoints. The temperature depends on the kind of checkpoint.
 _PUBLISHED: dict[str, Any] = {"algorithm": "entropy", "top_p": 0.95, "top_k": 50, "alg_temp": 0.0}
 _SEVEN_BILLION = SEVEN_BILLION | {"model_type": "Dream", "mask_token_id": 151666}
 

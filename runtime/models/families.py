@@ -1,4 +1,4 @@
-"""The model families that there are, and what their weights have in common."""
+"""The list of supported model families, and the interface that their weights share."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from sharding.mesh import MeshSpec
 
 Array = jax.Array
 
-# A new family is its own module and an entry here.
+# To add a family, write its module and add its record here.
 FAMILIES: tuple[Family, ...] = (DREAM, LLADA, FAST_DLLM_V2, SDAR, QWEN2, QWEN3, GPT2)
 
 
 class Weights(Protocol):
-    """A model's weights, a pytree, and the parts of the forward pass around the layers.
+    """Interface of a model's weights: a pytree with the parts of the forward pass before and after the layers.
 
     Dimension letters: B batch, S sequence (positions that are computed), P positions of one head chunk, D embed,
     V vocab.
@@ -36,23 +36,23 @@ class Weights(Protocol):
     final_norm: Array
 
     def embed(self, forward: Forward, tokens: Array, positions: Array) -> Array:
-        """Int32 tokens ``[B, S]`` and positions ``[S]`` or ``[B, S]`` -> ``[B, S, D]``."""
+        """Embed int32 tokens ``[B, S]`` at positions ``[S]`` or ``[B, S]`` -> ``[B, S, D]``."""
 
     def position_tables(self, forward: Forward, positions: Array, dtype: Any) -> Any:
-        """What every layer needs to know of positions ``[S]`` or ``[B, S]``."""
+        """Compute position tables that all layers share, from positions ``[S]`` or ``[B, S]``."""
 
     def normalize(self, forward: Forward, x: Array) -> Array:
-        """The norm before the head: ``[B, S, D]`` -> ``[B, S, D]``."""
+        """Apply the norm before the head: ``[B, S, D]`` -> ``[B, S, D]``."""
 
     def head(self, forward: Forward, hidden: Array) -> Array:
-        """Logits in the weights' dtype, the vocabulary as padded: ``[B, P, D]`` -> ``[B, P, V]``."""
+        """Compute logits in the weights' dtype: ``[B, P, D]`` -> ``[B, P, V]``, where V includes padding."""
 
 
 def find_family(raw: Mapping[str, Any]) -> Family:
-    """The family of a ``config.json`` that has been parsed into a mapping.
+    """Return the family of a parsed ``config.json``.
 
     Raises:
-      ConfigError: a model type that is not supported.
+      ConfigError: the model type is not supported.
     """
     kind = raw.get("model_type")
     for family in FAMILIES:
@@ -66,19 +66,19 @@ def find_family(raw: Mapping[str, Any]) -> Family:
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Read a ``config.json`` that has been parsed into a mapping.
+    """Build the model configuration from a parsed ``config.json``.
 
     Raises:
-      ConfigError: a model type that is not supported, a missing or out-of-range number, or a feature that the forward
-        pass does not have (scaled RoPE, sliding windows, another activation).
+      ConfigError: the model type is not supported, a number is missing or out of range, or the configuration asks for
+        a feature that the forward pass does not have (such as scaled RoPE, sliding windows, another activation).
     """
     return find_family(raw).parse(raw)
 
 
 def weights_class(config: ModelConfig) -> type[Any]:
-    """The dataclass that declares a model's weights."""
+    """Return the dataclass that declares a model's weights."""
     found = config.family.tied_weights if config.tied_embeddings else config.family.weights
-    assert found is not None, f"{config.family.name} has no such head; its parser refuses it"
+    assert found is not None, f"the parser of {config.family.name} accepted a head that the family does not have"
     return found
 
 
@@ -89,9 +89,9 @@ def model_layout(
     quantization: str = "none",
     scan_layers: bool | None = None,
 ) -> ModelLayout:
-    """A model on a mesh; see :meth:`runtime.models.declarations.ModelLayout.create`.
+    """Lay a model out on a mesh; see :meth:`runtime.models.declarations.ModelLayout.create`.
 
     Raises:
-      MeshError: the model does not divide over the mesh.
+      MeshError: the model cannot be divided over the mesh.
     """
     return ModelLayout.create(config, weights_class(config), spec, devices, quantization, scan_layers)

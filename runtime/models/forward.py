@@ -1,4 +1,4 @@
-"""How a forward pass runs: on which layout, with which attention, and what its parts share.
+"""The context of a forward pass: the model's layout, the attention implementation, and helpers that layers share.
 
 Dimension letters: B batch, S sequence, D embed, K kv heads, G query heads per KV head, H head dim.
 """
@@ -22,28 +22,30 @@ Array = jax.Array
 QUERY_HEADS = ("kv_heads", "queries_per_kv", "head_dim")
 KV_HEADS = ("kv_heads", "head_dim")
 
-# Positions up to which a product is bound by its weights.
+# Up to this many positions, reading the weights dominates the time of a matrix product.
 _FEW_POSITIONS = 64
 
 
-# Positions of a device from which on, and up to which, a residual over the tensor axis was faster by the schedules of
-# TPU programs: for fewer the compiler copies weights to overlap them, and more do not fit the chip's own memory.
+# Range of positions per device in which sharding the residual over the tensor axis is faster, according to the
+# schedules of compiled TPU programs. Below it, the compiler copies weights in order to overlap the collectives. Above
+# it, the arrays do not fit into on-chip memory.
 _OVERLAPPED_POSITIONS = range(2048, 16384 + 1)
-# Rows of a packed TPU register.
+# A TPU register packs this many rows of a 16-bit dtype.
 _PACKED_ROWS = 16
 
 
 def residual_over_tensor(layout: ModelLayout, platform: str, rows: int, positions: int) -> bool:
-    """Whether the residual of a pass lies over the tensor axis too, its positions divided (Korthikanti et al., 2022).
+    """Return whether to shard the positions of the residual over the tensor axis too (Korthikanti et al., 2022).
 
-    The sums after attention and after the MLP are then reduce-scatters, the norms run on a part of the positions, and
-    all-gathers bring them together before the next product. TPU compilers run both beside the products.
+    With this sharding, the sums after attention and after the MLP are reduce-scatters, the norms run on a part of the
+    positions, and all-gathers restore all positions before the next product. The TPU compiler overlaps these
+    collectives with the products; other compilers do not, so the answer is False for other platforms.
 
     Args:
       layout: the model on its mesh.
-      platform: of its devices; the other compilers overlap nothing here.
-      rows: of all shards of ``data``.
-      positions: of each row, computed together.
+      platform: platform of the devices.
+      rows: number of rows in all ``data`` shards together.
+      positions: positions of each row that are computed together.
     """
     spec = layout.spec
     if platform != "tpu" or spec.tensor == 1 or positions % (spec.sequence * spec.tensor * _PACKED_ROWS):
@@ -53,19 +55,19 @@ def residual_over_tensor(layout: ModelLayout, platform: str, rows: int, position
 
 @dataclass(frozen=True)
 class Forward:
-    """How a forward pass runs: on which layout, with which attention. Static to the compiled program."""
+    """The layout and the attention implementation of a forward pass. It is a static argument of compiled programs."""
 
     layout: ModelLayout
     attention: str = "xla"
 
     @property
     def config(self) -> ModelConfig:
-        """The model."""
+        """The model's configuration."""
         return self.layout.config
 
     @property
     def window(self) -> Forward:
-        """The same for a few positions of each row, which every shard of ``sequence`` computes whole."""
+        """The context for windows: a few positions of each row, all computed by every ``sequence`` shard."""
         rules = replace(self.layout.rules, canvas=(), residual=())
         return replace(self, layout=replace(self.layout, rules=rules), attention="xla")
 
@@ -78,12 +80,12 @@ class Forward:
 
     @property
     def alone_on_cpu(self) -> bool:
-        """Whether a single CPU device runs it, on which some loops are faster and no array is cut."""
+        """Whether the mesh is a single CPU device, for which some operations are written as faster loops."""
         mesh = self.layout.mesh
         return mesh is not None and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
 
     def for_rows(self, rows: int, positions: int) -> Forward:
-        """The same for whole rows ``[rows, positions]``: see :func:`residual_over_tensor`."""
+        """The context for whole rows ``[rows, positions]``; see :func:`residual_over_tensor`."""
         layout = self.layout
         platform = None if layout.mesh is None else layout.mesh.devices.flat[0].platform
         if platform is None or not residual_over_tensor(layout, platform, rows, positions):
@@ -92,31 +94,31 @@ class Forward:
         return replace(self, layout=replace(layout, rules=rules))
 
     def constrain(self, array: Array, *dimensions: str | tuple[str, ...] | None) -> Array:
-        """Pin the sharding of an activation by its logical dimensions."""
+        """Constrain the sharding of an activation, given its logical dimensions."""
         layout = self.layout
         if layout.mesh is None or layout.mesh.size == 1:
             return array
         return jax.lax.with_sharding_constraint(array, NamedSharding(layout.mesh, layout.rules.spec(*dimensions)))
 
     def einsum(self, expression: str, left: Array, right: Matrix) -> Array:
-        """A product of activations and a weight; see :func:`runtime.models.quantization.einsum`."""
-        # On CPU, XLA transposes a weight of several output dimensions before every product, and writes an int8 weight
-        # out in float32, which for a few positions cost more than the product. TPU and GPU do neither. A block, and
-        # the dimensions that are one, would have to lie within a shard.
+        """Multiply activations by a weight; see :func:`runtime.models.quantization.einsum`."""
+        # XLA on CPU transposes a weight with several output dimensions before every product, and converts an int8
+        # weight to a float32 copy. For a few positions, both cost more than the product itself. TPU and GPU do neither.
+        # This is limited to a single device because blocks and merged dimensions must not cross shards.
         alone = self.alone_on_cpu
         few = math.prod(left.shape[:-1]) <= _FEW_POSITIONS
         return einsum(expression, left, right, as_matrix=alone, in_blocks=alone and few)
 
     def on_rows(self, function: Callable[..., Any], *arrays: Any, whole: Sequence[Array] = ()) -> Any:
-        """Call ``function`` on whole rows: each device has the rows of its part of ``data``, and nothing moves.
+        """Call ``function`` on each device with the whole rows of the device's ``data`` shard, without communication.
 
-        This is for what is kept per position, small and needed everywhere: the compiler would spread it over
-        ``sequence`` and then sort and scatter across devices.
+        Use this for small per-position arrays, such as the canvas, that every device needs. The compiler would
+        otherwise shard them over ``sequence``, and then sort and scatter across devices.
 
         Args:
-          function: of arrays ``[B, ...]`` and scalars, or trees of them, to a tree of arrays ``[B, ...]``.
-          arrays: its arguments.
-          whole: its last arguments, tables that have no rows.
+          function: maps arrays ``[B, ...]`` and scalars, or trees of them, to a tree of arrays ``[B, ...]``.
+          arrays: its first arguments, sharded by row.
+          whole: its last arguments: tables without a row axis, which every device gets whole.
         """
         layout = self.layout
         if layout.mesh is None or layout.mesh.size == 1:

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, one projection for queries, keys and values, tied embeddings.
+"""GPT-2: learned positions, LayerNorm, a fused projection to queries, keys and values, tied embeddings.
 
 Dimension letters: B batch, S sequence (positions that are computed), P positions of one head chunk, D embed, K heads
 (each its own KV head), H head dim, F mlp, V vocab.
@@ -37,7 +37,7 @@ _BLOCK = _PREFIX + "h.{layer}."
 
 @flax.struct.dataclass
 class GPT2Layer:
-    """Weights of one transformer block. The sources are stored ``[in, out]``, unlike torch's linear layers."""
+    """Weights of one transformer block. GPT-2 stores matrices as ``[in, out]``, unlike torch's linear layers."""
 
     attention_norm: Array = weight("embed", source=_BLOCK + "ln_1.weight", init="ones")
     attention_norm_bias: Array = weight("embed", source=_BLOCK + "ln_1.bias", init="zeros")
@@ -70,7 +70,7 @@ class GPT2Layer:
     down_bias: Array = weight("embed", source=_BLOCK + "mlp.c_proj.bias", init="zeros")
 
     def project_qkv(self, forward: Forward, x: Array, tables: None) -> tuple[Array, Array, Array]:
-        """Activations ``[B, S, D]`` -> queries ``[B, S, K, 1, H]``, keys and values ``[B, S, K, H]``."""
+        """Project ``[B, S, D]`` to queries ``[B, S, K, 1, H]``, keys and values ``[B, S, K, H]``."""
         del tables
         x = layer_norm(x, self.attention_norm, self.attention_norm_bias, forward.config.norm_eps)
         with jax.named_scope("qkv"):
@@ -79,7 +79,7 @@ class GPT2Layer:
             return qkv[:, :, 0, :, None], qkv[:, :, 1], qkv[:, :, 2]
 
     def finish(self, forward: Forward, x: Array, attended: Array) -> Array:
-        """Residual ``[B, S, D]`` and attention output ``[B, S, K, 1, H]`` -> the block's output ``[B, S, D]``."""
+        """Finish the block: residual ``[B, S, D]``, attention output ``[B, S, K, 1, H]`` -> residual ``[B, S, D]``."""
         x = x + output_projection(forward, self.o_proj, attended) + self.o_bias
         return x + self.mlp(forward, layer_norm(x, self.mlp_norm, self.mlp_norm_bias, forward.config.norm_eps))
 
@@ -96,7 +96,7 @@ class GPT2Layer:
 
 @flax.struct.dataclass
 class GPT2Weights:
-    """Weights of a GPT-2 model. The head is the embedding."""
+    """Weights of a GPT-2 model. The head is tied to the embedding."""
 
     embedding: Matrix = vocabulary_matrix(_PREFIX + "wte.weight")
     position_embedding: Array = weight("positions", "embed", source=_PREFIX + "wpe.weight")
@@ -106,24 +106,24 @@ class GPT2Weights:
 
     @staticmethod
     def cost(layout: ModelLayout) -> LayerCost:
-        """What a layer costs on a device."""
+        """Return the cost of a layer on one device."""
         return dense_layer_cost(layout)
 
     def embed(self, forward: Forward, tokens: Array, positions: Array) -> Array:
-        """Token and position embeddings: int32 ``[B, S]`` and ``[S]`` or ``[B, S]`` -> ``[B, S, D]``."""
+        """Embed int32 tokens ``[B, S]`` at positions ``[S]`` or ``[B, S]`` -> ``[B, S, D]``."""
         x = embed_tokens(forward, self.embedding, tokens, self.final_norm.dtype)
         return x + self.position_embedding.at[positions].get(mode="clip")
 
     def position_tables(self, forward: Forward, positions: Array, dtype: Any) -> None:
-        """Nothing: layers do not look at positions."""
+        """Return None: the layers do not use positions."""
         del forward, positions, dtype
 
     def normalize(self, forward: Forward, x: Array) -> Array:
-        """The norm before the head: ``[B, S, D]`` -> ``[B, S, D]``."""
+        """Apply the norm before the head: ``[B, S, D]`` -> ``[B, S, D]``."""
         return layer_norm(x, self.final_norm, self.final_norm_bias, forward.config.norm_eps)
 
     def head(self, forward: Forward, hidden: Array) -> Array:
-        """Logits in the weights' dtype, the vocabulary as padded: ``[B, P, D]`` -> ``[B, P, V]``."""
+        """Compute logits in the weights' dtype: ``[B, P, D]`` -> ``[B, P, V]``, where V includes padding."""
         return vocabulary_logits(forward, hidden, self.embedding)
 
 
@@ -135,7 +135,7 @@ _FEATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "add_cross_attention": (False, (False, None)),
 }
 
-# GPT-2's name of a number -> the common one.
+# Maps GPT-2's configuration keys to the common ones.
 _NAMES = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -158,7 +158,7 @@ def _with_common_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     return common
 
 
-# As first published, GPT-2 has no "transformer." before its names, and carries its causal masks as tensors.
+# The first published GPT-2 folders have no "transformer." prefix, and store the causal masks as tensors.
 _BARE = re.compile(r"(h\.\d+|wte|wpe|ln_f)\.")
 _CAUSAL_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
 

@@ -1,7 +1,7 @@
-"""The sharded cache of keys and values, of autoregressive models and of diffusion alike.
+"""The sharded KV cache of autoregressive and diffusion models.
 
-Declared like the weights, by logical axes: rows over ``data``, KV heads over ``tensor`` (its ``kv`` part), positions
-over ``sequence``. A loop carries it and its writes are in place: nothing here makes a copy of it.
+The cache is declared like the weights, by logical axes: rows are sharded over ``data``, KV heads over the ``kv`` part
+of ``tensor``, positions over ``sequence``. A decoding loop carries the cache, and writes update it in place.
 
 Dimension letters: L layers, B batch, R rows that are written whole, W window, T cache length, K kv heads,
 G query heads per KV head, H head dim.
@@ -33,11 +33,11 @@ _FLOAT_BYTES = 4
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys and values of layers.
+    """Keys and values of one or more layers.
 
     Attributes:
       keys, values: ``[L, B, K, T, H]``.
-      key_scales, value_scales: float32 ``[L, B, K, T]`` where the cache is int8, else None.
+      key_scales, value_scales: float32 ``[L, B, K, T]`` for an int8 cache, otherwise None.
     """
 
     keys: Leaf = array("layers", "batch", "kv_heads", "length", "head_dim")
@@ -46,17 +46,17 @@ class KVCache:
     value_scales: Leaf = array("layers", "batch", "kv_heads", "length", dtype=jnp.float32, optional=True)
 
 
-# All layers of a model: one cache of them where they are scanned, else a tuple with a cache of one layer for each.
+# The cache of a model: one KVCache for all layers if the layers are scanned, otherwise a tuple with one per layer.
 Cache = KVCache | tuple[KVCache, ...]
 
 _SCALES = ("key_scales", "value_scales")
 
 
 def cache_dtype(name: str, model_dtype: Any) -> Any:
-    """The dtype that a cache of this name has beside weights of ``model_dtype``.
+    """Return the dtype for a name in :data:`CACHE_DTYPES`; ``model`` stands for ``model_dtype``, the weights' dtype.
 
     Raises:
-      InputError: it is none of :data:`CACHE_DTYPES`.
+      InputError: the name is unknown.
     """
     if name not in CACHE_DTYPES:
         raise InputError(f"cache dtype {name!r} is not one of {', '.join(CACHE_DTYPES)}")
@@ -64,13 +64,13 @@ def cache_dtype(name: str, model_dtype: Any) -> Any:
 
 
 def abstract_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> Cache:
-    """A model's cache as ``ShapeDtypeStruct``, with shardings where the layout has a mesh.
+    """Return a model's cache as ``ShapeDtypeStruct``, with shardings if the layout has a mesh.
 
     Args:
       layout: the model on its mesh.
       batch: B, a multiple of the data axis.
       length: T, a multiple of the sequence axis.
-      dtype: of keys and values; int8 brings scales.
+      dtype: dtype of keys and values. An int8 cache has scales as well.
     """
     layers = layout.config.num_layers
     sizes = layout.config.dimensions | {"batch": batch, "length": length, "layers": layers if layout.scan_layers else 1}
@@ -79,13 +79,13 @@ def abstract_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> 
 
 
 def cache_length(cache: Cache) -> int:
-    """T of a model's cache."""
+    """Return T, the number of positions per row in a model's cache."""
     length: int = jax.tree.leaves(cache)[0].shape[3]
     return length
 
 
 def cache_bytes_per_device(layout: ModelLayout, batch: int, length: int, dtype: Any) -> int:
-    """Bytes of a cache on each device, replication over ``group`` included."""
+    """Return the bytes that a cache takes on each device, replication over ``group`` included."""
     sizes = layout.mesh_axis_sizes
     shards = math.prod(layout.rules.shards(axis, sizes) for axis in ("batch", "kv_heads", "length"))
     leaves = jax.tree.leaves(abstract_cache(layout, batch, length, dtype))
@@ -93,7 +93,7 @@ def cache_bytes_per_device(layout: ModelLayout, batch: int, length: int, dtype: 
 
 
 def _quantized(values: Array) -> tuple[Array, Array]:
-    """``[..., H]`` -> int8 of the same shape and float32 scales ``[...]``: one for each head of each position."""
+    """Quantize ``[..., H]`` to int8, with one float32 scale ``[...]`` per head and position."""
     wide = values.astype(jnp.float32)
     scales = jnp.max(jnp.abs(wide), axis=-1) / _INT8_MAX
     steps = jnp.where(scales == 0.0, 1.0, scales)
@@ -101,9 +101,13 @@ def _quantized(values: Array) -> tuple[Array, Array]:
 
 
 def _on_shards(layout: ModelLayout, write: Callable[..., Array], where: Array, *new: Array) -> Callable[[Array], Array]:
-    """``write(shard of sequence, stack, where, *new)`` on every device's part of a stack ``[L, B, K, T, ...]``.
+    """Return a function that runs ``write`` on each device's shard of a stack ``[L, B, K, T, ...]``.
 
-    ``where`` is ``[B, ...]`` or has an entry for each shard of ``data``; ``new``: ``[B or R, S, K, ...]`` or scalars.
+    Args:
+      layout: the model on its mesh.
+      write: called as ``write(shard, stack, where, *new)``; ``shard`` is the device's index on the ``sequence`` axis.
+      where: places to write to: ``[B, ...]``, or one entry per ``data`` shard.
+      new: arrays to write, ``[B or R, S, K, ...]``, or scalars.
     """
 
     def run(stack: Array) -> Array:
@@ -125,13 +129,14 @@ def _on_shards(layout: ModelLayout, write: Callable[..., Array], where: Array, *
     return run
 
 
-def _as_it_lies(array: Array) -> Array:
-    # Else the compiler may lay all of the cache out anew to suit what is written, and back for its readers.
+def _with_default_layout(array: Array) -> Array:
+    # Without this constraint, the compiler may change the memory layout of the whole cache to suit the written array,
+    # and change it back for the readers.
     return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))
 
 
 def _write_rows(shard: Any, stack: Array, first: Array, new: Array, layer: Array) -> Array:
-    """Whole rows from position 0: ``new`` ``[R, S, K, ...]`` to rows ``first[0] ..`` of this shard."""
+    """Write whole rows ``new`` ``[R, S, K, ...]`` from position 0 into the shard's rows from ``first[0]`` on."""
     new, length = jnp.moveaxis(new, 1, 2), stack.shape[3]
     if new.shape[2] > length or not isinstance(shard, int):
         places = shard * length + jnp.arange(length)
@@ -140,24 +145,26 @@ def _write_rows(shard: Any, stack: Array, first: Array, new: Array, layer: Array
     place: list[Any] = [layer, jnp.maximum(first[0], 0), *[0] * (stack.ndim - 2)]
     old = jax.lax.dynamic_slice(stack, place, (1, *new.shape))
     piece = jnp.where(first[0] >= 0, new[None], old)
-    return jax.lax.dynamic_update_slice(stack, _as_it_lies(piece), place)
+    return jax.lax.dynamic_update_slice(stack, _with_default_layout(piece), place)
 
 
 def _write_window(shard: Any, stack: Array, spans: Array, new: Array, layer: Array) -> Array:
-    """A window of every row: ``new`` ``[B, W, K, ...]`` to positions from ``spans[:, 0]`` to before ``spans[:, 1]``."""
+    """Write windows ``new`` ``[B, W, K, ...]`` to positions ``spans[:, 0] .. spans[:, 1] - 1`` of every row."""
     length = stack.shape[3]
     places = spans[:, :1] + jnp.arange(new.shape[1])
     inside = places < spans[:, 1:]
     places = places - shard * length
     places = jnp.where(inside & (places >= 0) & (places < length), places, length)
-    # Indexed by head too: a scatter of [K, H] would have the compiler lay the cache out anew, position by position.
+    # The scatter is indexed by head too. For a scatter of slices [K, H] the compiler would change the memory layout of
+    # the cache to keep each position's heads together.
     rows, heads = jnp.arange(new.shape[0])[:, None, None], jnp.arange(new.shape[2])
     if stack.ndim == 5:
-        return _as_it_lies(stack.at[layer, rows, heads, places[..., None]].set(new, mode="drop"))
-    # Scales: for a scatter of single numbers the compiler would copy those of all layers, and these are small.
+        return _with_default_layout(stack.at[layer, rows, heads, places[..., None]].set(new, mode="drop"))
+    # Scales: a scatter of single numbers would make the compiler copy the scales of all layers. One layer's scales are
+    # small, so they are read, changed and written back.
     own = jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)
     own = own.at[rows, heads, places[..., None]].set(new, mode="drop")
-    return jax.lax.dynamic_update_index_in_dim(stack, _as_it_lies(own), layer, 0)
+    return jax.lax.dynamic_update_index_in_dim(stack, _with_default_layout(own), layer, 0)
 
 
 def _write(
@@ -175,36 +182,38 @@ def _write(
 
 
 def write_rows(layout: ModelLayout, cache: KVCache, layer: Array | int, k: Array, v: Array, first: Array) -> KVCache:
-    """Replace whole rows of one layer, from position 0.
+    """Write whole rows of one layer, starting at position 0.
 
     Args:
       layout: the model on its mesh.
-      cache: what to write into.
-      layer: which of its layers.
-      k: ``[R, S, K, H]``, as many rows for each shard of ``data``, whole on every shard of ``sequence``.
-      v: like ``k``.
-      first: int32 ``[data]``, the row of each data shard's own rows that its first new row replaces; -1 for none.
+      cache: the cache to update.
+      layer: index of the layer in the cache.
+      k: keys ``[R, S, K, H]``, with the same number of rows on every ``data`` shard and all positions on every
+        ``sequence`` shard.
+      v: values, like ``k``.
+      first: int32 ``[data]``, for each ``data`` shard, the index within the shard of the row that its first new row
+        replaces; -1 writes nothing.
     """
     with jax.named_scope("cache_rows"):
         return _write(layout, cache, _write_rows, k, v, first, layer)
 
 
 def _copy_row(shard: Any, stack: Array, rows: Array) -> Array:
-    """Row ``rows[0, 0]`` of this shard over row ``rows[0, 1]``."""
+    """Copy row ``rows[0, 0]`` of this shard over row ``rows[0, 1]``."""
     del shard
     source, target = jnp.maximum(rows[0, 0], 0), jnp.maximum(rows[0, 1], 0)
     piece = jax.lax.dynamic_slice_in_dim(stack, jnp.where(rows[0].min() < 0, target, source), 1, axis=1)
-    return jax.lax.dynamic_update_slice_in_dim(stack, _as_it_lies(piece), target, axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(stack, _with_default_layout(piece), target, axis=1)
 
 
 def copy_row(layout: ModelLayout, cache: Cache, source: Array, target: Array) -> Cache:
-    """Copy a row of every layer over another one.
+    """Copy one row of the cache over another one, in every layer.
 
     Args:
       layout: the model on its mesh.
-      cache: where both are.
-      source: int32 ``[data]``, the row among each data shard's own; -1 for none.
-      target: like ``source``.
+      cache: the cache to update.
+      source: int32 ``[data]``, index of the row to copy within each ``data`` shard; -1 copies nothing.
+      target: int32 ``[data]``, index of the row to replace, likewise.
     """
     with jax.named_scope("cache_copy"):
         copied: Cache = jax.tree.map(
@@ -214,7 +223,7 @@ def copy_row(layout: ModelLayout, cache: Cache, source: Array, target: Array) ->
 
 
 def _axis(layout: ModelLayout, name: str) -> tuple[tuple[str, ...], Any]:
-    """Mesh axes of more than one device that a logical axis is cut over, and this device's shard of it."""
+    """Return the mesh axes (of more than one device) that shard a logical axis, and this device's index on them."""
     axes = tuple(axis for axis in layout.rules.mesh_axes(name) if layout.mesh_axis_sizes[axis] > 1)
     return axes, jax.lax.axis_index(axes) if axes else 0
 
@@ -224,7 +233,7 @@ def _parts(cache: Cache) -> tuple[KVCache, ...]:
 
 
 def _packed(cache: Cache) -> Array:
-    """All arrays of a cache as one, ``[L, B, K, T, ...]``; numbers beside a head's lie after them, bit by bit."""
+    """Concatenate all arrays of a cache into one, ``[L, B, K, T, ...]``: keys, values, then the bits of the scales."""
     layers = []
     for part in _parts(cache):
         stacks: list[Array] = [part.keys, part.values]
@@ -236,7 +245,7 @@ def _packed(cache: Cache) -> Array:
 
 
 def _unpacked(packed: Array, like: Cache) -> Cache:
-    """The inverse of :func:`_packed`, in the layers of another cache."""
+    """Invert :func:`_packed`, with the layer structure of the cache ``like``."""
     found, first, size = [], 0, _parts(like)[0].keys.shape[-1]
     for part in _parts(like):
         own = packed[first : first + part.keys.shape[0]]
@@ -250,7 +259,7 @@ def _unpacked(packed: Array, like: Cache) -> Cache:
 
 
 def _on_mesh(layout: ModelLayout, function: Callable[..., Any], specs: Any, out: Any, *arguments: Any) -> Any:
-    """``function`` on every device's part of its arguments."""
+    """Call ``function`` on each device with the device's shards of the arguments."""
     if layout.mesh is None or layout.mesh.size == 1:
         return function(*arguments)
     return jax.shard_map(function, mesh=layout.mesh, in_specs=specs, out_specs=out, check_vma=False)(*arguments)
@@ -264,18 +273,19 @@ def _specs(layout: ModelLayout, cache: Cache) -> Cache:
 
 
 def take_row(layout: ModelLayout, cache: Cache, row: Array, length: int) -> Array:
-    """One row of every layer, on every shard of ``data`` and ``sequence``: a copy that other caches can take in.
+    """Copy one row of every layer out of a cache, in a form that :func:`put_row` can write into another cache.
 
-    It crosses the mesh in one collective, where more than one shard of rows or positions has a part of it.
+    The copy is replicated over ``data`` and ``sequence``. If the rows or positions are sharded, this takes one
+    all-reduce.
 
     Args:
       layout: the model on its mesh.
-      cache: where it is.
-      row: int32, its number among all rows.
-      length: positions of the copy, at least as many as the cache has; zero where it has none.
+      cache: the cache to read.
+      row: int32, index of the row among all rows.
+      length: number of positions of the copy, at least that of the cache. Additional positions are zero.
 
     Returns:
-      All arrays of the row side by side, ``[L, 1, K, length, ...]``.
+      All arrays of the row, concatenated: ``[L, 1, K, length, ...]``.
     """
 
     def take(row: Array, cache: Cache) -> Array:
@@ -294,13 +304,13 @@ def take_row(layout: ModelLayout, cache: Cache, row: Array, length: int) -> Arra
 
 
 def put_row(layout: ModelLayout, cache: Cache, row: Array, taken: Array) -> Cache:
-    """Write a row that :func:`take_row` has taken over a row of a cache; no device needs anything of another.
+    """Replace a row of a cache by a row from :func:`take_row`, without communication.
 
     Args:
       layout: the model on its mesh.
-      cache: where to.
-      row: int32, its number among all rows.
-      taken: of at least as many positions as the cache has.
+      cache: the cache to update.
+      row: int32, index of the row to replace among all rows.
+      taken: the copied row, with at least as many positions as the cache.
     """
 
     def put(row: Array, taken: Array, cache: Cache) -> Cache:
@@ -312,7 +322,7 @@ def put_row(layout: ModelLayout, cache: Cache, row: Array, taken: Array) -> Cach
         def write(stack: Array, new: Array) -> Array:
             old = jax.lax.dynamic_slice_in_dim(stack, row % own, 1, axis=1)
             new = jnp.where(row // own == shard, new, old)
-            return jax.lax.dynamic_update_slice_in_dim(stack, _as_it_lies(new), row % own, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(stack, _with_default_layout(new), row % own, axis=1)
 
         written: Cache = jax.tree.map(write, cache, piece)
         return written
@@ -324,38 +334,41 @@ def put_row(layout: ModelLayout, cache: Cache, row: Array, taken: Array) -> Cach
 
 
 def row_spec(layout: ModelLayout) -> PartitionSpec:
-    """How a row on its way from one cache to another lies on the mesh."""
+    """Return the partition spec of a row that :func:`take_row` returns."""
     return layout.rules.spec("layers", None, "kv_heads", None, "head_dim")
 
 
 def write_window(
     layout: ModelLayout, cache: KVCache, layer: Array | int, k: Array, v: Array, starts: Array, stops: Array
 ) -> KVCache:
-    """Replace a window of every row of one layer.
+    """Write a window of every row of one layer.
 
     Args:
       layout: the model on its mesh.
-      cache: what to write into.
-      layer: which of its layers.
-      k: ``[B, W, K, H]``, whole on every shard of ``sequence``.
-      v: like ``k``.
-      starts: int32 ``[B]``, position of each row's window; what lies outside the cache is not written.
-      stops: int32 ``[B]``, positions at or after them are not written.
+      cache: the cache to update.
+      layer: index of the layer in the cache.
+      k: keys ``[B, W, K, H]``, with all positions of the window on every ``sequence`` shard.
+      v: values, like ``k``.
+      starts: int32 ``[B]``, position of each row's window. Positions outside the cache are not written.
+      stops: int32 ``[B]``. Positions at or after them are not written.
     """
     with jax.named_scope("cache_window"):
         return _write(layout, cache, _write_window, k, v, jnp.stack([starts, stops], axis=1), layer)
 
 
 def attend(layout: ModelLayout, cache: KVCache, layer: Array | int, q: Array, starts: Array, lengths: Array) -> Array:
-    """Attention of a window of every row to one layer of a cache, under the attention mask of the model.
+    """Compute attention of a window of every row to one layer of the cache, with the model's attention mask.
 
     Args:
       layout: the model on its mesh.
-      cache: with the window's own keys and values in it.
-      layer: int32, which layer.
-      q: ``[B, W, K, G, H]``, whole on every shard of ``sequence``.
+      cache: the cache, which already contains the window's own keys and values.
+      layer: int32, index of the layer in the cache.
+      q: queries ``[B, W, K, G, H]``, with all positions of the window on every ``sequence`` shard.
       starts: int32 ``[B]``, position of each row's window.
-      lengths: int32 ``[B]``, positions at or after them are not attended to.
+      lengths: int32 ``[B]``, row lengths. Positions at or after them are not attended to.
+
+    Returns:
+      ``[B, W, K, G, H]``.
     """
     own: KVCache = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False), cache)
     arrays = (q, own.keys, own.values, starts, lengths, own.key_scales, own.value_scales)

@@ -1,6 +1,6 @@
-"""Blocks that model families share: norms, rotary embedding, grouped-query attention, MLPs, embedding and head.
+"""Layers that model families share: norms, rotary embedding, grouped-query attention, MLPs, embedding and head.
 
-A family declares its weights, one field each, and hands them to these functions.
+A family declares its weights with the first functions here, and passes them to the others in its forward pass.
 
 Dimension letters: B batch, S sequence (positions that are computed), P positions of one head chunk, D embed, K kv
 heads, G query heads per KV head, H head dim, F mlp, V vocab.
@@ -23,21 +23,21 @@ from runtime.models.forward import KV_HEADS, QUERY_HEADS, Forward
 from runtime.models.quantization import Matrix, Quantized, merge_leading, take_rows
 
 Array = jax.Array
-# Cosines and sines of the positions that are computed.
+# Cosines and sines of rotary position embedding, for the positions that are computed.
 Rotary = tuple[Array, Array]
 
 
 def norm_scale(source: str) -> Any:
-    """Declare the scale ``[D]`` of a norm over the residual."""
+    """Declare the scale ``[D]`` of a norm of the residual."""
     return weight("embed", source=source, init="ones")
 
 
 def head_norm_scale(source: str) -> Any:
-    """Declare the scale ``[H]`` of a norm over each head."""
+    """Declare the scale ``[H]`` of a norm of each head."""
     return weight("head_dim", source=source, init="ones")
 
 
-# ``embed`` comes last in every matrix: TPU tiles then fit at every size of the tensor axis.
+# ``embed`` is the last axis of every matrix. It is not sharded, so TPU tiles fit at every size of the tensor axis.
 def query_matrix(source: str) -> Any:
     """Declare ``[K, G, H, D]``, the projection to queries, from a tensor ``[heads * H, D]``."""
     return weight(*QUERY_HEADS, "embed", source=source, source_axes=(QUERY_HEADS, ("embed",)), contracted=("embed",))
@@ -49,17 +49,17 @@ def key_value_matrix(source: str) -> Any:
 
 
 def query_bias(source: str) -> Any:
-    """Declare ``[K, G, H]``, the bias of queries."""
+    """Declare ``[K, G, H]``, the bias of the queries."""
     return weight(*QUERY_HEADS, source=source, source_axes=(QUERY_HEADS,), init="zeros")
 
 
 def key_value_bias(source: str) -> Any:
-    """Declare ``[K, H]``, the bias of keys or values."""
+    """Declare ``[K, H]``, the bias of the keys or of the values."""
     return weight(*KV_HEADS, source=source, source_axes=(KV_HEADS,), init="zeros")
 
 
 def output_matrix(source: str) -> Any:
-    """Declare ``[K, G, H, D]``, the projection of attention's output, from a tensor ``[D, heads * H]``."""
+    """Declare ``[K, G, H, D]``, the output projection of attention, from a tensor ``[D, heads * H]``."""
     return weight(*QUERY_HEADS, "embed", source=source, source_axes=(("embed",), QUERY_HEADS), contracted=QUERY_HEADS)
 
 
@@ -74,19 +74,19 @@ def mlp_out_matrix(source: str) -> Any:
 
 
 def vocabulary_matrix(source: str) -> Any:
-    """Declare ``[V, D]``, an embedding or a head."""
+    """Declare ``[V, D]``, a token embedding or an output head."""
     return weight("vocab", "embed", source=source, contracted=("embed",))
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """RMSNorm over the last dimension: normalised in float32, cast back, then scaled (Zhang & Sennrich, 2019)."""
+    """Apply RMSNorm over the last dimension (Zhang & Sennrich, 2019): normalise in float32, cast back, then scale."""
     wide = x.astype(jnp.float32)
     normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return normal.astype(x.dtype) * scale
 
 
 def layer_norm(x: Array, scale: Array, bias: Array, eps: float) -> Array:
-    """LayerNorm over the last dimension, in float32 (Ba et al., 2016)."""
+    """Apply LayerNorm over the last dimension (Ba et al., 2016), in float32."""
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     normal = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
@@ -94,7 +94,7 @@ def layer_norm(x: Array, scale: Array, bias: Array, eps: float) -> Array:
 
 
 def rotary_tables(head_dim: int, theta: float, positions: Array, dtype: Any) -> Rotary:
-    """Cosines and sines ``[..., H]`` of rotary position embedding (Su et al., 2021) for positions ``[...]``."""
+    """Compute cosines and sines ``[..., H]`` of rotary position embedding (Su et al., 2021) at positions ``[...]``."""
     half = head_dim // 2
     frequencies = 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions.astype(jnp.float32)[..., None] * frequencies
@@ -103,7 +103,7 @@ def rotary_tables(head_dim: int, theta: float, positions: Array, dtype: Any) -> 
 
 
 def apply_rotary(x: Array, cosine: Array, sine: Array) -> Array:
-    """Rotate ``x`` ``[B, S, ..., H]`` by tables ``[S, H]`` or ``[B, S, H]``; the two halves of H are the pairs."""
+    """Rotate ``x`` ``[B, S, ..., H]`` by tables ``[S, H]`` or ``[B, S, H]``. Entry i pairs with entry ``i + H / 2``."""
     shape = (*cosine.shape[:-1], *(1,) * (x.ndim - 3), cosine.shape[-1])
     first, second = jnp.split(x, 2, axis=-1)
     rotated = jnp.concatenate([-second, first], axis=-1)
@@ -121,17 +121,17 @@ def grouped_query_projections(
     biases: tuple[Array, Array, Array] | None = None,
     head_norms: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Queries, keys and values of grouped-query attention (Ainslie et al., 2023), queries and keys rotated.
+    """Compute rotated queries, rotated keys, and values of grouped-query attention (Ainslie et al., 2023).
 
     Args:
       forward: layout and attention implementation.
       x: normalised residual ``[B, S, D]``.
-      rotary: tables of the positions.
+      rotary: rotary tables for the positions.
       q_proj: ``[K, G, H, D]``.
       k_proj: ``[K, H, D]``.
       v_proj: like ``k_proj``.
       biases: ``[K, G, H]``, ``[K, H]`` and ``[K, H]``, added to queries, keys and values.
-      head_norms: scales ``[H]`` of an RMSNorm over each head of queries and of keys, before rotation.
+      head_norms: scales ``[H]`` of an RMSNorm that is applied to each head of queries and keys before rotation.
 
     Returns:
       Queries ``[B, S, K, G, H]``, keys and values ``[B, S, K, H]``.
@@ -143,7 +143,7 @@ def grouped_query_projections(
         if biases is not None:
             q, k, v = q + biases[0], k + biases[1], v + biases[2]
         else:
-            # Else the compiler gathers all of x over the sequence axis to make values whole, not the values alone.
+            # Without this constraint, the compiler gathers x over the sequence axis instead of the smaller values.
             v = forward.constrain(v, "batch", "canvas", *KV_HEADS)
         if head_norms is not None:
             eps = forward.config.norm_eps
@@ -153,10 +153,10 @@ def grouped_query_projections(
 
 
 def output_projection(forward: Forward, kernel: Matrix, attended: Array) -> Array:
-    """Attention output ``[B, S, K, G, H]`` times ``[K, G, H, D]`` -> residual update ``[B, S, D]``."""
+    """Multiply attention output ``[B, S, K, G, H]`` by ``[K, G, H, D]`` -> residual update ``[B, S, D]``."""
     with jax.named_scope("o_proj"):
         B, S = attended.shape[:2]
-        # One merged contraction makes one all-reduce on every backend; two sharded ones make two on some.
+        # Contracting one merged axis gives a single all-reduce on every backend; two sharded axes give two on some.
         merged = forward.constrain(attended.reshape(B, S, -1), "batch", "canvas", QUERY_HEADS)
         kernel = merge_leading(kernel, len(QUERY_HEADS))
         if not isinstance(kernel, Quantized):
@@ -165,7 +165,7 @@ def output_projection(forward: Forward, kernel: Matrix, attended: Array) -> Arra
 
 
 def gated_mlp(forward: Forward, x: Array, gate_proj: Matrix, up_proj: Matrix, down_proj: Matrix) -> Array:
-    """Gated MLP (SwiGLU; Shazeer, 2020): ``[B, S, D]`` and three matrices ``[F, D]`` -> ``[B, S, D]``."""
+    """Apply a gated MLP (SwiGLU; Shazeer, 2020): ``[B, S, D]`` and three matrices ``[F, D]`` -> ``[B, S, D]``."""
     with jax.named_scope("mlp"):
         gate = forward.einsum("bsd,fd->bsf", x, gate_proj)
         hidden = jax.nn.silu(gate) * forward.einsum("bsd,fd->bsf", x, up_proj)
@@ -174,28 +174,29 @@ def gated_mlp(forward: Forward, x: Array, gate_proj: Matrix, up_proj: Matrix, do
 
 
 def embed_tokens(forward: Forward, embedding: Matrix, tokens: Array, dtype: Any) -> Array:
-    """Rows of an embedding ``[V, D]``: int32 ``[B, S]`` -> ``[B, S, D]`` in ``dtype``."""
+    """Look up rows of an embedding ``[V, D]``: int32 ``[B, S]`` -> ``[B, S, D]`` in ``dtype``."""
     tokens = forward.constrain(tokens, "batch", "canvas")
-    # Whole first: else the compiler divides the tokens and gathers them again.
+    # With the second constraint alone, the compiler shards the tokens over the tensor axis and gathers them again.
     rows = forward.constrain(take_rows(embedding, tokens, dtype), "batch", "canvas", "embed")
     return forward.constrain(rows, "batch", "residual", "embed")
 
 
 def vocabulary_logits(forward: Forward, hidden: Array, head: Matrix) -> Array:
-    """Logits in the weights' dtype, the vocabulary as padded: ``[B, P, D]`` and ``[V, D]`` -> ``[B, P, V]``."""
+    """Compute logits in the weights' dtype from ``[B, P, D]`` and a head ``[V, D]`` -> ``[B, P, V]``, V padded."""
     return forward.einsum("bpd,vd->bpv", hidden, head)
 
 
 def dense_layer_cost(layout: ModelLayout) -> LayerCost:
-    """What a layer costs whose weights are all used at every position, attention first and then an MLP.
+    """Return the cost of a dense layer: attention followed by an MLP, with all weights used at every position.
 
-    Every number of the declared weights counts as one multiplication and one addition a position.
+    Each weight number counts as one multiplication and one addition per position.
     """
     config = layout.config
     numbers = sum(math.prod(shard_shape(leaf, layout)) for leaf in layout.leaves if leaf.layers)
     width, mlp, head_dim = (layout.size_per_device(axis) for axis in ("embed", "mlp", "head_dim"))
     query_heads, kv_heads = layout.query_heads_per_device, layout.size_per_device("kv_heads")
-    # The residual in and out of both halves and around their norms; gate and up out, their product in and out.
+    # The residual is read and written by both halves of the layer and by their norms. Gate and up are written and read,
+    # and their product is written and read.
     activations = 12 * width + 5 * mlp + 4 * config.num_heads * config.head_dim // layout.spec.tensor
     return LayerCost(
         flops_per_position=2.0 * numbers / config.num_layers,

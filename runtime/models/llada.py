@@ -1,8 +1,8 @@
-"""LLaDA and LLaDA 1.5 (Nie et al., 2025): a Llama-like transformer with attention in both directions, no shift.
+"""LLaDA and LLaDA 1.5 (Nie et al., 2025): a Llama-like transformer with bidirectional attention and no output shift.
 
-The decoding follows ``generate.py`` of ML-GSAI/LLaDA, with two differences. Left padding is taken as padding: copies of
-the modelling code that are older than October 2025 add a causal bias as soon as a batch has any. And
-classifier-free guidance needs no attention mask, without which the original fails.
+The decoding follows ``generate.py`` of ML-GSAI/LLaDA, with two differences. Left padding is masked out, whereas copies
+of the modelling code from before October 2025 add a causal bias to batches with padding. Classifier-free guidance works
+without an attention mask, whereas the original fails without one.
 
 Dimension letters: B batch, S sequence (positions that are computed), D embed, K kv heads, G query heads per KV head,
 H head dim.
@@ -65,12 +65,12 @@ class LLaDALayer:
     down_proj: Matrix = mlp_out_matrix(_LAYER + "ff_out.weight")
 
     def project_qkv(self, forward: Forward, x: Array, rotary: Rotary) -> tuple[Array, Array, Array]:
-        """Activations ``[B, S, D]`` -> rotated queries ``[B, S, K, G, H]`` and keys, and values ``[B, S, K, H]``."""
+        """Project ``[B, S, D]`` to rotated queries ``[B, S, K, G, H]``, rotated keys and values ``[B, S, K, H]``."""
         normal = rms_norm(x, self.input_norm, forward.config.norm_eps)
         return grouped_query_projections(forward, normal, rotary, self.q_proj, self.k_proj, self.v_proj)
 
     def finish(self, forward: Forward, x: Array, attended: Array) -> Array:
-        """Residual ``[B, S, D]`` and attention output ``[B, S, K, G, H]`` -> the block's output ``[B, S, D]``."""
+        """Finish the block: residual ``[B, S, D]``, attention output ``[B, S, K, G, H]`` -> residual ``[B, S, D]``."""
         x = x + output_projection(forward, self.o_proj, attended)
         normal = rms_norm(x, self.post_attention_norm, forward.config.norm_eps)
         return x + gated_mlp(forward, normal, self.gate_proj, self.up_proj, self.down_proj)
@@ -86,7 +86,7 @@ class LLaDAWeights(qwen2.Qwen2Weights):
     lm_head: Matrix = vocabulary_matrix("model.transformer.ff_out.weight")
 
     def position_tables(self, forward: Forward, positions: Array, dtype: Any) -> Rotary:
-        """Cosines and sines of positions ``[S]`` or ``[B, S]``, in float32 whatever the weights' ``dtype``."""
+        """Compute rotary tables for positions ``[S]`` or ``[B, S]``, in float32 for any ``dtype`` of the weights."""
         del dtype
         return rotary_tables(forward.config.head_dim, forward.config.rope_theta, positions, jnp.float32)
 
@@ -107,7 +107,7 @@ _FEATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "multi_query_attention": (None, (None, False)),
 }
 
-# LLaDA's name of a number -> the common one.
+# Maps LLaDA's configuration keys to the common ones.
 _NAMES = {
     "d_model": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -124,7 +124,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     common = {key: value for key, value in raw.items() if key not in _NAMES.values()}
     common |= {common_name: raw[own] for own, common_name in _NAMES.items() if raw.get(own) is not None}
     common.setdefault("num_key_value_heads", common.get("num_attention_heads"))
-    # Both embeddings have embedding_size rows; vocab_size is what the tokenizer was trained with.
+    # The embedding and the head have embedding_size rows; vocab_size is the size of the tokenizer's vocabulary.
     if raw.get("embedding_size") is not None:
         common["vocab_size"] = raw["embedding_size"]
         _check_vocabulary(raw)
@@ -135,7 +135,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
 def _check_vocabulary(raw: Mapping[str, Any]) -> None:
     rows, tokens = raw["embedding_size"], raw.get("vocab_size")
     if isinstance(rows, int) and isinstance(tokens, int) and tokens > rows:
-        raise ConfigError(f"config.json: vocab_size is {tokens} and embedding_size {rows}; every token needs a row")
+        raise ConfigError(f"config.json: vocab_size {tokens} is larger than embedding_size {rows}")
 
 
 _PUBLISHED: dict[str, Any] = {
@@ -182,7 +182,7 @@ LLADA = Family(
     guidance=True,
     mask_token_id=126336,
     end_token_ids=(126081,),
-    # The README of ML-GSAI/LLaDA: as many steps as tokens, blocks of 32.
+    # From the README of ML-GSAI/LLaDA: one step per token, blocks of 32.
     published=(PublishedSettings("", _PUBLISHED),),
     presets={"llada-8b": _EIGHT_BILLION},
 )

@@ -1,4 +1,4 @@
-"""Which keys a query attends to, said as data and read by every attention implementation.
+"""Attention masks as data: which keys a query attends to. Every attention implementation reads them.
 
 Dimension letters: S query positions, T key positions.
 """
@@ -14,47 +14,48 @@ MAX_BLOCK_LENGTH = 1 << 16
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The visibility rule of a model. Hashable, so that it can be static in a compiled program.
+    """The attention mask of a model. It is hashable, so that it can be a static argument of a compiled program.
 
     Attributes:
-      kind: ``bidirectional``, every key; ``causal``, no later key; ``block_causal``, no key of a later block.
-      block_length: positions of one block where ``kind`` is ``block_causal``, counted from position 0; else unused.
+      kind: a query attends to every key (``bidirectional``), to no later key (``causal``), or to no key in a later
+        block (``block_causal``).
+      block_length: positions per block of a ``block_causal`` mask, counted from position 0; unused for other kinds.
     """
 
     kind: AttentionKind
     block_length: int = 0
 
     def __post_init__(self) -> None:
-        """Check that a block-causal mask has blocks."""
+        """Check the block length of a block-causal mask."""
         if self.kind == "block_causal" and self.block_length < 1:
-            raise ValueError(f"a block-causal mask needs a block length of at least 1, not {self.block_length}")
+            raise ValueError(f"a block-causal mask requires a block length of at least 1, not {self.block_length}")
 
     @property
     def depends_on_position(self) -> bool:
-        """Whether some query does not attend to every key."""
+        """Whether the mask hides any key from any query."""
         return self.kind != "bidirectional"
 
     def visible(self, queries: Any, keys: Any) -> Any:
-        """Whether each query attends to each key.
+        """Compute which keys each query attends to.
 
         Args:
-          queries: absolute positions, an array of NumPy or JAX.
+          queries: absolute positions, a NumPy or JAX array.
           keys: absolute positions that broadcast against ``queries``.
 
         Returns:
           A bool array of the broadcast shape.
 
         Raises:
-          ValueError: a bidirectional mask, where there is nothing to compute.
+          ValueError: the mask is bidirectional, so there is nothing to compute.
         """
         if self.kind == "causal":
             return keys <= queries
         if self.kind == "block_causal":
             return keys // self.block_length <= queries // self.block_length
-        raise ValueError("a bidirectional mask hides nothing; ask depends_on_position first")
+        raise ValueError("a bidirectional mask hides no keys; check depends_on_position first")
 
     def visible_share(self, length: int) -> float:
-        """Share of all pairs of ``length`` queries and as many keys that is visible, to leading order."""
+        """Return the visible fraction of all pairs of ``length`` queries and ``length`` keys, to leading order."""
         if self.kind == "bidirectional":
             return 1.0
         if self.kind == "causal":

@@ -1,4 +1,4 @@
-"""Weights that are arrays already, put onto a mesh: what a training loop hands to the engine that samples from it."""
+"""Placing weights that are already arrays onto a mesh, for example from a training loop that samples rollouts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from sharding.errors import InputError
 
 
 def place_weights(layout: ModelLayout, weights: Any, dtype: Any) -> Any:
-    """A tree of arrays, wherever they are, as weights on a layout's mesh.
+    """Place a tree of arrays onto a layout's mesh as the model's weights.
 
-    Floating-point arrays are cast, and made integers and scales where the layout keeps such. Arrays that lie where they
-    are to be are taken as they are.
+    Floating-point arrays are cast to ``dtype``, and quantized if the layout is quantized. Arrays that already have the
+    right dtype and sharding are used without a copy.
 
     Args:
       layout: the model on its mesh.
-      weights: a tree as :meth:`ModelLayout.abstract_weights` describes it, with that layout's shapes, padding included.
-      dtype: of weights that are not quantized.
+      weights: a tree like :meth:`ModelLayout.abstract_weights`, with the layout's shapes, padding included. The arrays
+        may be on the host or on any device.
+      dtype: dtype of weights that are not quantized.
 
     Raises:
-      InputError: not such a tree, or an array of another shape or kind; nothing has been placed then.
+      InputError: the tree has another structure, or an array has another shape or kind of dtype. Nothing has been
+        placed in that case.
     """
     try:
         have = layout.named(weights)
@@ -32,10 +34,10 @@ def place_weights(layout: ModelLayout, weights: Any, dtype: Any) -> Any:
     except (AttributeError, IndexError, TypeError):
         form = "stacked layers" if layout.scan_layers else "a tuple of layers"
         raise InputError(
-            f"weights: expected a checkpoint or a tree of {layout.weights_class.__name__} with {form}"
+            f"weights: expected a checkpoint, or a {layout.weights_class.__name__} pytree with {form}"
         ) from None
     if extra:
-        raise InputError(f"weights: {extra} arrays more than the model has")
+        raise InputError(f"weights: the tree has {extra} more arrays than the model")
     wanted = layout.abstract_weights(dtype)
     want = layout.named(wanted)
 
@@ -44,7 +46,7 @@ def place_weights(layout: ModelLayout, weights: Any, dtype: Any) -> Any:
         if isinstance(new, Quantized) and isinstance(old, Quantized):
             return [(new.values, old.values), (new.scales, old.scales)]
         if isinstance(old, Quantized):
-            # Placed as it would be kept, and quantized there.
+            # The array is placed with the sharding of the quantized values, and quantized on the devices.
             old = jax.ShapeDtypeStruct(leaf.padded_shape, dtype, sharding=old.values.sharding)
         return [(new, old)]
 

@@ -1,7 +1,8 @@
-"""Weights in int8 with a scale for each output channel (weight-only, symmetric, round to nearest).
+"""Int8 weights with one scale per output channel (weight-only, symmetric, round to nearest).
 
-A matrix ``[out, in]`` becomes integers of the same shape and float32 scales ``[out]``: activations stay as they are,
-the product is made in their dtype and scaled afterwards, so that a shard of the product needs only its own scales.
+A matrix ``[out, in]`` becomes int8 values of the same shape and float32 scales ``[out]``. Activations are not
+quantized: the product is computed in their dtype and scaled afterwards, so a shard of the product needs only its own
+scales.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import numpy as np
 Array = jax.Array
 
 QUANTIZATIONS = ("none", "int8")
-# One over the largest integer. Multiplied by, not divided through: compilers make the one of the other, and round.
+# Scales are multiplied by this constant. Compilers may turn a division by 127 into a multiplication, which rounds
+# differently, so a division would not give the same scales everywhere.
 INVERSE_INT8_MAX = np.float32(1.0 / 127.0)
-# Weights of a block at most: 512 KB of float32, well within a core's cache.
+# Maximum number of weights in a block: 512 KB of float32, which fits into a CPU core's cache.
 BLOCK_WEIGHTS = 1 << 17
-# Rows of a table that are taken at a time, at least.
+# Minimum number of rows in a lookup from a quantized table.
 _FEWEST_ROWS = 8
 
 
@@ -30,19 +32,19 @@ class Quantized:
 
     Attributes:
       values: int8, the shape of the matrix.
-      scales: float32, the shape without the axes that a product sums over.
+      scales: float32, the shape of the matrix without the contracted axes.
     """
 
     values: Any
     scales: Any
 
 
-# A matrix as it is, or quantized.
+# A matrix, quantized or not.
 Matrix = Array | Quantized
 
 
 def quantize(matrix: Array, contracted: tuple[int, ...]) -> Quantized:
-    """Quantize a matrix whose dimensions ``contracted`` a product sums over."""
+    """Quantize a matrix; ``contracted`` are the dimensions that a product with it sums over."""
     wide = matrix.astype(jnp.float32)
     scales = jnp.max(jnp.abs(wide), axis=contracted, keepdims=True) * INVERSE_INT8_MAX
     values = jnp.round(wide * (1.0 / jnp.where(scales == 0.0, 1.0, scales))).astype(jnp.int8)
@@ -50,18 +52,18 @@ def quantize(matrix: Array, contracted: tuple[int, ...]) -> Quantized:
 
 
 def einsum(expression: str, left: Array, right: Matrix, *, as_matrix: bool = False, in_blocks: bool = False) -> Array:
-    """A product of activations and a weight, in the activations' dtype.
+    """Multiply activations by a weight, in the activations' dtype.
 
-    The output's last dimensions are the weight's own, those that are not summed over, in the weight's order.
+    The last dimensions of the result are those dimensions of the weight that are not contracted, in the weight's order.
 
     Args:
-      expression: as of :func:`jax.numpy.einsum`.
-      left: activations; their last dimension is summed over.
-      right: the weight; what is summed over is its first or its last dimension, of more than two the last.
-      as_matrix: give the compiler a product of matrices, where it would otherwise transpose a weight that has several
-        dimensions of output. Not for shards: several sharded dimensions cannot be one.
-      in_blocks: convert a quantized weight a block at a time, for compilers that would otherwise write all of it out
-        in the activations' dtype and read it again. Such a product is one of matrices.
+      expression: the expression for :func:`jax.numpy.einsum`.
+      left: activations; their last dimension is contracted.
+      right: the weight. Its first or last dimension is contracted; the last if it has more than two dimensions.
+      as_matrix: flatten the weight's output dimensions into one, for compilers that would otherwise transpose the
+        weight. This is not possible for sharded weights, because several sharded dimensions cannot be merged.
+      in_blocks: convert a quantized weight block by block, for compilers that would otherwise write a copy of the
+        whole weight in the activations' dtype. This also flattens the output dimensions.
     """
     if (as_matrix or in_blocks) and len(channels := _channels(right)) > 1:
         flat = einsum("...d,md->...m", left, _flatten(right), in_blocks=in_blocks)
@@ -71,7 +73,7 @@ def einsum(expression: str, left: Array, right: Matrix, *, as_matrix: bool = Fal
     if in_blocks:
         product = _in_blocks(expression, left, right.values)
     else:
-        # Sums over shards are reduced before the scales: in the activations' dtype, as those of whole weights are.
+        # Partial sums over shards are reduced in the activations' dtype, before scaling, as with unquantized weights.
         product = _at_once(expression, left, right.values, left.dtype)
     return (product * right.scales).astype(left.dtype)
 
@@ -81,14 +83,14 @@ def _channels(matrix: Matrix) -> tuple[int, ...]:
 
 
 def _flatten(matrix: Matrix) -> Matrix:
-    """``[*channels, D]`` -> ``[C, D]``."""
+    """Merge all dimensions but the last: ``[*channels, D]`` -> ``[C, D]``."""
     if isinstance(matrix, Quantized):
         return Quantized(matrix.values.reshape(-1, matrix.values.shape[-1]), matrix.scales.reshape(-1))
     return matrix.reshape(-1, matrix.shape[-1])
 
 
 def _precision(left: Array) -> jax.lax.Precision | None:
-    # float32 means float32: accelerators would otherwise multiply in bfloat16 or TF32.
+    # By default, accelerators multiply float32 in bfloat16 or TF32 precision.
     return jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
 
 
@@ -106,7 +108,7 @@ def _in_blocks(expression: str, left: Array, values: Array) -> Array:
 
 
 def _blocks_of_channels(left: Array, values: Array) -> Array:
-    """``[..., D]`` times int8 ``[C, D]`` -> float32 ``[..., C]``."""
+    """Multiply ``[..., D]`` by int8 ``[C, D]``, one block of channels at a time -> float32 ``[..., C]``."""
     rows = _block_rows(values)
     count = len(values) // rows
 
@@ -121,7 +123,7 @@ def _blocks_of_channels(left: Array, values: Array) -> Array:
 
 
 def _blocks_of_sum(left: Array, values: Array) -> Array:
-    """``[..., F]`` times int8 ``[F, D]`` -> float32 ``[..., D]``."""
+    """Multiply ``[..., F]`` by int8 ``[F, D]``, one block of the sum at a time -> float32 ``[..., D]``."""
     rows = _block_rows(values)
     count = len(values) // rows
 
@@ -137,16 +139,16 @@ def _blocks_of_sum(left: Array, values: Array) -> Array:
 
 
 def _block_rows(matrix: Array) -> int:
-    # A power of two, which most matrices are a multiple of.
+    # A power of two, because the sizes of most matrices are multiples of it.
     rows = 1 << max(1, BLOCK_WEIGHTS // matrix.shape[1]).bit_length() - 1
     return min(len(matrix), rows)
 
 
 def take_rows(table: Matrix, index: Array, dtype: Any) -> Array:
-    """Rows of an embedding ``[V, D]``: int32 ``[...]`` -> ``[..., D]`` in ``dtype``."""
+    """Look up rows of an embedding ``[V, D]``: int32 ``[...]`` -> ``[..., D]``, a quantized one in ``dtype``."""
     if isinstance(table, Quantized):
         if index.size == 1:
-            # For one row of integers a TPU's compiler would copy the whole table.
+            # For a lookup of a single int8 row, the TPU compiler copies the whole table.
             padded = jnp.pad(index.reshape(1), (0, _FEWEST_ROWS - 1))
             return take_rows(table, padded, dtype)[:1].reshape(*index.shape, -1)
         rows = table.values.at[index].get(mode="clip").astype(jnp.float32)
@@ -155,7 +157,7 @@ def take_rows(table: Matrix, index: Array, dtype: Any) -> Array:
 
 
 def merge_leading(matrix: Matrix, count: int) -> Matrix:
-    """A matrix ``[..., D]`` whose first ``count`` dimensions, which are summed over, become one."""
+    """Merge the first ``count`` dimensions of a matrix ``[..., D]``, all of which are contracted, into one."""
     if isinstance(matrix, Quantized):
         return Quantized(matrix.values.reshape(-1, *matrix.values.shape[count:]), matrix.scales)
     return matrix.reshape(-1, *matrix.shape[count:])

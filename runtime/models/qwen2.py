@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: causal, with biases on queries, keys and values; a head of its own or the embedding.
+"""Qwen2 and Qwen2.5: causal attention with biases on queries, keys and values; the head is tied or untied.
 
 Dimension letters: B batch, S sequence (positions that are computed), P positions of one head chunk, D embed, K kv
 heads, G query heads per KV head, H head dim, V vocab.
@@ -68,7 +68,7 @@ class Qwen2Layer:
     down_proj: Matrix = mlp_out_matrix(_LAYER + "mlp.down_proj.weight")
 
     def project_qkv(self, forward: Forward, x: Array, rotary: Rotary) -> tuple[Array, Array, Array]:
-        """Activations ``[B, S, D]`` -> rotated queries ``[B, S, K, G, H]`` and keys, and values ``[B, S, K, H]``."""
+        """Project ``[B, S, D]`` to rotated queries ``[B, S, K, G, H]``, rotated keys and values ``[B, S, K, H]``."""
         return grouped_query_projections(
             forward,
             rms_norm(x, self.input_norm, forward.config.norm_eps),
@@ -80,7 +80,7 @@ class Qwen2Layer:
         )
 
     def finish(self, forward: Forward, x: Array, attended: Array) -> Array:
-        """Residual ``[B, S, D]`` and attention output ``[B, S, K, G, H]`` -> the block's output ``[B, S, D]``."""
+        """Finish the block: residual ``[B, S, D]``, attention output ``[B, S, K, G, H]`` -> residual ``[B, S, D]``."""
         x = x + output_projection(forward, self.o_proj, attended)
         normal = rms_norm(x, self.post_attention_norm, forward.config.norm_eps)
         return x + gated_mlp(forward, normal, self.gate_proj, self.up_proj, self.down_proj)
@@ -88,7 +88,7 @@ class Qwen2Layer:
 
 @flax.struct.dataclass
 class TiedQwen2Weights:
-    """Weights of a Qwen2 model whose head is its embedding."""
+    """Weights of a Qwen2 model whose head is tied to the embedding."""
 
     embedding: Matrix = vocabulary_matrix("model.embed_tokens.weight")
     layers: Any = layers_of(Qwen2Layer)
@@ -96,35 +96,35 @@ class TiedQwen2Weights:
 
     @staticmethod
     def cost(layout: ModelLayout) -> LayerCost:
-        """What a layer costs on a device."""
+        """Return the cost of a layer on one device."""
         return dense_layer_cost(layout)
 
     def embed(self, forward: Forward, tokens: Array, positions: Array) -> Array:
-        """Token embeddings: tokens int32 ``[B, S]`` -> ``[B, S, D]``; ``positions`` enter by rotation, later."""
+        """Embed int32 tokens ``[B, S]`` -> ``[B, S, D]``. The layers apply ``positions`` later, by rotation."""
         del positions
         return embed_tokens(forward, self.embedding, tokens, self.final_norm.dtype)
 
     def position_tables(self, forward: Forward, positions: Array, dtype: Any) -> Rotary:
-        """What every layer needs to know of positions ``[S]`` or ``[B, S]``."""
+        """Compute rotary tables, which all layers share, for positions ``[S]`` or ``[B, S]``."""
         return rotary_tables(forward.config.head_dim, forward.config.rope_theta, positions, dtype)
 
     def normalize(self, forward: Forward, x: Array) -> Array:
-        """The norm before the head: ``[B, S, D]`` -> ``[B, S, D]``."""
+        """Apply the norm before the head: ``[B, S, D]`` -> ``[B, S, D]``."""
         return rms_norm(x, self.final_norm, forward.config.norm_eps)
 
     def head(self, forward: Forward, hidden: Array) -> Array:
-        """Logits in the weights' dtype, the vocabulary as padded: ``[B, P, D]`` -> ``[B, P, V]``."""
+        """Compute logits in the weights' dtype: ``[B, P, D]`` -> ``[B, P, V]``, where V includes padding."""
         return vocabulary_logits(forward, hidden, self.embedding)
 
 
 @flax.struct.dataclass
 class Qwen2Weights(TiedQwen2Weights):
-    """Weights of a Qwen2 or Dream model with a head of its own."""
+    """Weights of a Qwen2 or Dream model with an untied head."""
 
     lm_head: Matrix = vocabulary_matrix("lm_head.weight")
 
     def head(self, forward: Forward, hidden: Array) -> Array:
-        """Logits in the weights' dtype, the vocabulary as padded: ``[B, P, D]`` -> ``[B, P, V]``."""
+        """Compute logits in the weights' dtype: ``[B, P, D]`` -> ``[B, P, V]``, where V includes padding."""
         return vocabulary_logits(forward, hidden, self.lm_head)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3: Qwen2 without biases, with a norm over each head of queries and keys, and a head_dim of its own.
+"""Qwen3: Qwen2 without biases, with a norm of each head of queries and keys, and with an explicit head_dim.
 
 Dimension letters: B batch, S sequence (positions that are computed), D embed, K kv heads, G query heads per KV head,
 H head dim.
@@ -54,7 +54,7 @@ class Qwen3Layer:
     down_proj: Matrix = mlp_out_matrix(_LAYER + "mlp.down_proj.weight")
 
     def project_qkv(self, forward: Forward, x: Array, rotary: Rotary) -> tuple[Array, Array, Array]:
-        """Activations ``[B, S, D]`` -> rotated queries ``[B, S, K, G, H]`` and keys, and values ``[B, S, K, H]``."""
+        """Project ``[B, S, D]`` to rotated queries ``[B, S, K, G, H]``, rotated keys and values ``[B, S, K, H]``."""
         return grouped_query_projections(
             forward,
             rms_norm(x, self.input_norm, forward.config.norm_eps),
@@ -66,7 +66,7 @@ class Qwen3Layer:
         )
 
     def finish(self, forward: Forward, x: Array, attended: Array) -> Array:
-        """Residual ``[B, S, D]`` and attention output ``[B, S, K, G, H]`` -> the block's output ``[B, S, D]``."""
+        """Finish the block: residual ``[B, S, D]``, attention output ``[B, S, K, G, H]`` -> residual ``[B, S, D]``."""
         x = x + output_projection(forward, self.o_proj, attended)
         normal = rms_norm(x, self.post_attention_norm, forward.config.norm_eps)
         return x + gated_mlp(forward, normal, self.gate_proj, self.up_proj, self.down_proj)
@@ -74,14 +74,14 @@ class Qwen3Layer:
 
 @flax.struct.dataclass
 class TiedQwen3Weights(qwen2.TiedQwen2Weights):
-    """Weights of a Qwen3 model whose head is its embedding."""
+    """Weights of a Qwen3 model whose head is tied to the embedding."""
 
     layers: Any = layers_of(Qwen3Layer)
 
 
 @flax.struct.dataclass
 class Qwen3Weights(qwen2.Qwen2Weights):
-    """Weights of a Qwen3 model with a head of its own."""
+    """Weights of a Qwen3 model with an untied head."""
 
     layers: Any = layers_of(Qwen3Layer)
 
@@ -105,7 +105,7 @@ _PUBLISHED: dict[str, Any] = {
 
 def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     check_features(QWEN3, raw, FEATURES)
-    read_integer(raw, "head_dim", 1, 1 << 12)  # hidden_size / num_attention_heads would be another model
+    read_integer(raw, "head_dim", 1, 1 << 12)  # required: Qwen3 does not derive it from the hidden size
     return transformer_config(QWEN3, raw)
 
 

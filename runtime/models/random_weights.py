@@ -15,9 +15,10 @@ from runtime.models.declarations import ModelLayout
 
 
 def random_weights(layout: ModelLayout, seed: int, dtype: Any, scale: float = 0.02) -> Any:
-    """Random weights, the same on every mesh: normal with this standard deviation, zero in padding.
+    """Create random weights that are the same on every mesh.
 
-    Every device makes its own part; the whole never exists anywhere.
+    Matrices are normal with standard deviation ``scale``; padding is zero. Each device creates only its own shards, so
+    no device ever holds all weights.
     """
     made = {}
     for leaf in layout.leaves:
@@ -28,12 +29,12 @@ def random_weights(layout: ModelLayout, seed: int, dtype: Any, scale: float = 0.
     return layout.build(lambda leaf: made[leaf.name])
 
 
-# Kept, so that the layers of a model share one program.
+# Cached, so that the layers of a model share one program.
 @functools.lru_cache(256)
 def _maker(
     shape: tuple[int, ...], padded_shape: tuple[int, ...], initializer: str, dtype: Any, sharding: NamedSharding
 ) -> Callable[..., jax.Array]:
-    """A function of a key, or of a key for each layer of a stack, and a standard deviation."""
+    """Return a function of a PRNG key (or one key per stacked layer) and a standard deviation."""
 
     def make(keys: jax.Array, scale: jax.Array) -> jax.Array:
         if initializer == "normal":

@@ -1,4 +1,6 @@
-"""Splash attention, JAX's flash attention for TPU, under the masks of this package. Imported where it is chosen.
+"""Splash attention, JAX's flash-attention kernel for TPU, with the attention masks of this package.
+
+This module is imported only when splash attention is selected, because importing Pallas takes long.
 
 Dimension letters: B batch, S query positions, T key positions, K kv heads, G query heads per KV head, H head dim.
 """
@@ -18,14 +20,14 @@ from runtime.models.masks import AttentionMask
 Array = jax.Array
 
 
-# Positions of one product that the matrix units are fast at, and the most that one may have.
+# Sizes of a matrix product in positions: the unit of a block, the size that is fastest, and the largest size allowed.
 _LANES, _PRODUCT, _LARGEST_PRODUCT = 128, 512, 1024
-# Keys that are brought into the vector memory at a time: 2048 of 128 numbers in bfloat16.
+# Bytes of keys that are loaded into vector memory at a time: 2048 keys of 128 bfloat16 numbers.
 _KEY_BLOCK_BYTES = 2048 * 128 * 2
 
 
 class PositionMask(splash_attention_mask.Mask):
-    """An attention mask ``[S, T]`` over absolute positions from 0, evaluated a block at a time while tracing."""
+    """An attention mask ``[S, T]`` over positions from 0, which the library evaluates block by block while tracing."""
 
     def __init__(self, mask: AttentionMask, shape: tuple[int, int]) -> None:
         self._mask, self._shape = mask, shape
@@ -48,7 +50,7 @@ class PositionMask(splash_attention_mask.Mask):
 
 
 def _kernel_mask(mask: AttentionMask, shape: tuple[int, int]) -> Any:
-    # The library's own masks are computed inside the kernel; another one is read from memory where a block is partial.
+    # The kernel computes the library's own masks itself. Other masks are read from memory for partially visible blocks.
     if mask.kind == "bidirectional":
         return splash_attention_mask.FullMask(shape)
     if mask.kind == "causal":
@@ -57,17 +59,17 @@ def _kernel_mask(mask: AttentionMask, shape: tuple[int, int]) -> Any:
 
 
 def splash_blocks(mask: AttentionMask, queries: int, keys: int, key_bytes: int) -> tuple[int, int, int]:
-    """Sizes of the kernel's blocks: queries, keys that are brought in at a time, and those of one product.
+    """Choose the kernel's block sizes: queries, keys loaded at a time, and keys per matrix product.
 
-    Products of about 512 by 512 fill the matrix units; at the kernel's own default, 128, most of the time goes by
-    between them. As many keys come in at a time as leave room in the vector memory. Where a mask hides keys, fewer do:
-    the kernel leaves out blocks that are hidden whole.
+    Products of about 512 by 512 keep the matrix units busy; with the kernel's default of 128, overhead between products
+    dominates. The number of keys loaded at a time is limited by vector memory. It is smaller for masks that hide keys,
+    because the kernel skips blocks that are entirely hidden.
 
     Args:
-      mask: of the model.
+      mask: the attention mask of the model.
       queries: S, a multiple of 128.
-      keys: T, likewise.
-      key_bytes: of one key.
+      keys: T, a multiple of 128.
+      key_bytes: bytes of one key.
     """
     compute = _near_product(keys)
     at_a_time = compute
@@ -78,7 +80,7 @@ def splash_blocks(mask: AttentionMask, queries: int, keys: int, key_bytes: int) 
 
 
 def _near_product(positions: int) -> int:
-    """The divisor of ``positions`` nearest in ratio to 512, of multiples of 128 up to 1024."""
+    """Return the divisor of ``positions`` closest in ratio to 512, among the multiples of 128 up to 1024."""
     sizes = [size for size in range(_LANES, _LARGEST_PRODUCT + 1, _LANES) if positions % size == 0]
     return min(sizes, key=lambda size: max(size / _PRODUCT, _PRODUCT / size))
 
@@ -86,15 +88,15 @@ def _near_product(positions: int) -> int:
 def splash_attention(
     q: Array, k: Array, v: Array, lengths: Array, mask: AttentionMask, *, interpret: bool = False
 ) -> Array:
-    """Attention of whole rows on one device.
+    """Compute attention of whole rows on one device.
 
     Args:
-      q: ``[B, S, K, G, H]``.
-      k: ``[B, T, K, H]``; S and T are the same positions unless ``mask`` is bidirectional.
-      v: like ``k``.
-      lengths: int32 ``[B]``, at least 1; keys at or after them are masked.
-      mask: which keys a position attends to.
-      interpret: run the kernel without a TPU, slowly.
+      q: queries ``[B, S, K, G, H]``.
+      k: keys ``[B, T, K, H]``. S and T are the same positions unless ``mask`` is bidirectional.
+      v: values, like ``k``.
+      lengths: int32 ``[B]``, at least 1. Keys at or after them are masked.
+      mask: the attention mask.
+      interpret: run the kernel in interpreter mode, which is slow but needs no TPU.
 
     Returns:
       ``[B, S, K, G, H]`` in the dtype of ``q``.
@@ -106,7 +108,7 @@ def splash_attention(
     kernel = splash_attention_kernel.make_splash_mqa_single_device(heads, block_sizes=blocks, interpret=interpret)
 
     def row(q: Array, k: Array, v: Array, length: Array) -> Array:
-        # Keys of segment 0 are filler; every query belongs to segment 1.
+        # Queries attend to keys of their own segment: real keys are in segment 1, and padding is in segment 0.
         segments = splash_attention_kernel.SegmentIds(
             q=jnp.ones((S,), jnp.int32), kv=(jnp.arange(T) < length).astype(jnp.int32)
         )

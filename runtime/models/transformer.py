@@ -1,9 +1,9 @@
-"""The transformer that every family here is: blocks over a whole canvas, and the head on chosen positions.
+"""The transformer that all families share: layers over a whole canvas, and the output head on selected positions.
 
 Dimension letters: B batch, S sequence, P positions of one head chunk, D embed, V vocab.
 
-Rows are start-aligned: a row's tokens stand at positions ``0 .. length - 1`` and filler follows, so that positions
-are ``arange`` and padding is one ``lengths`` vector.
+Rows are start-aligned: a row's tokens are at positions ``0 .. length - 1``, followed by filler. So positions are
+``arange(S)``, and a ``lengths`` vector describes the padding.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ Array = jax.Array
 
 
 def block(forward: Forward, layer: Any, x: Array, lengths: Array, tables: Any) -> tuple[Array, Array, Array]:
-    """One residual block over whole rows, under the attention mask of the model.
+    """Run one transformer layer over whole rows, with the model's attention mask.
 
     Args:
       forward: layout and attention implementation.
-      layer: weights of one layer.
-      x: ``[B, S, D]``.
-      lengths: int32 ``[B]``; keys at or after them are masked.
-      tables: what the layer knows of positions.
+      layer: weights of the layer.
+      x: residual ``[B, S, D]``.
+      lengths: int32 ``[B]``, row lengths. Keys at or after them are masked.
+      tables: position tables from :meth:`runtime.models.families.Weights.position_tables`.
 
     Returns:
-      The block's output ``[B, S, D]``, keys and values ``[B, S, K, H]``.
+      The layer's output ``[B, S, D]``, keys and values ``[B, S, K, H]``.
     """
     with jax.named_scope("attention"):
         q, k, v = layer.project_qkv(forward, x, tables)
-        # Every position attends to all keys: on a sequence axis this is the all-gather of K and V, the only one.
+        # Every position may attend to all keys. With a sequence axis, this is the only all-gather, of K and V.
         k = forward.constrain(k, "batch", None, *KV_HEADS)
         v = forward.constrain(v, "batch", None, *KV_HEADS)
         attended = dot_product_attention(forward.attention, forward.layout, q, k, v, lengths)
@@ -46,18 +46,18 @@ def block(forward: Forward, layer: Any, x: Array, lengths: Array, tables: Any) -
 def run_layers(
     forward: Forward, weights: Weights, x: Array, step: Callable[..., tuple[Array, Any]], cache: Any = None
 ) -> tuple[Array, Any]:
-    """Run every layer, in the form in which the layout has them.
+    """Run all layers: by a scan if the layout stacks them, otherwise by a Python loop.
 
     Args:
-      forward: the layout.
-      weights: the model.
-      x: ``[B, S, D]``, what goes into the first layer.
-      step: ``step(x, layer, cache, number)``: a layer's weights, the cache that it is part of and its number there, to
-        the layer's output and that cache.
-      cache: a cache of this layout, or None, which every layer then gets and gives.
+      forward: layout of the model.
+      weights: the model's weights.
+      x: ``[B, S, D]``, input of the first layer.
+      step: called as ``step(x, layer, cache, number)`` with the weights of a layer, the :class:`KVCache` that contains
+        the layer's entries, and the layer's index in it. Returns the layer's output and the updated cache.
+      cache: a cache of this layout, or None; with None, ``step`` gets and returns None.
 
     Returns:
-      What comes out of the last layer, and the cache.
+      The output of the last layer, and the updated cache.
     """
 
     def named(x: Array, layer: Any, cache: Any, number: Any) -> tuple[Array, Any]:
@@ -71,23 +71,24 @@ def run_layers(
         )[0]
     caches = []
     for layer, own in zip(weights.layers, cache or [None] * len(weights.layers), strict=True):
-        # Else compilers leave the writes to the cache to the end, and hold every layer's keys and values till then.
+        # Without the barrier, compilers postpone the cache writes to the end, and keep the keys and values of every
+        # layer in memory until then.
         x, own = jax.lax.optimization_barrier(named(x, layer, own, 0))
         caches.append(own)
     return x, cache and tuple(caches)
 
 
 def hidden_states(forward: Forward, weights: Weights, tokens: Array, lengths: Array) -> Array:
-    """The transformer without its head.
+    """Run the transformer without its output head.
 
     Args:
       forward: layout and attention implementation.
-      weights: the model.
-      tokens: int32 ``[B, S]``, start-aligned rows, anything after ``lengths``.
-      lengths: int32 ``[B]``, tokens of each row, at least 1.
+      weights: the model's weights.
+      tokens: int32 ``[B, S]``, start-aligned rows. Tokens after ``lengths`` are ignored.
+      lengths: int32 ``[B]``, number of tokens in each row, at least 1.
 
     Returns:
-      Final-norm activations ``[B, S, D]`` in the weights' dtype; those after ``lengths`` mean nothing.
+      Activations after the final norm, ``[B, S, D]``, in the weights' dtype. Those after ``lengths`` are meaningless.
     """
     forward = forward.for_rows(*tokens.shape)
     positions = jnp.arange(tokens.shape[1])
@@ -104,10 +105,10 @@ def hidden_states(forward: Forward, weights: Weights, tokens: Array, lengths: Ar
 
 
 def pick_positions(forward: Forward, hidden: Array, positions: Array, *, whole: bool = False) -> Array:
-    """Activations of chosen positions: ``[B, S, D]``, int32 ``[B, P]`` -> ``[B, P, D]``, positions sharded like S.
+    """Select activations at given positions: ``[B, S, D]``, int32 ``[B, P]`` -> ``[B, P, D]``.
 
-    On a sequence axis every shard gives the rows it has, and one reduce-scatter of ``[B, P, D]`` brings them together;
-    or, for a few positions, an all-reduce that leaves the ``whole`` of them on every shard.
+    With a sequence axis, each shard contributes the positions it holds, and one reduce-scatter combines them, so that P
+    is sharded like S. With ``whole=True``, meant for a few positions, an all-reduce replicates all P positions instead.
     """
     layout = forward.layout
     axes = layout.rules.mesh_axes("canvas")
@@ -131,13 +132,13 @@ def pick_positions(forward: Forward, hidden: Array, positions: Array, *, whole: 
 
 
 def project_logits(forward: Forward, weights: Weights, hidden: Array) -> Array:
-    """Head on chosen positions: ``[B, P, D]`` -> float32 logits ``[B, P, V]``, padding of the vocabulary at -inf.
+    """Run the output head: ``[B, P, D]`` -> float32 logits ``[B, P, V]``, with -inf at padding of the vocabulary.
 
     Positions are sharded over ``sequence``, the vocabulary over ``tensor``.
     """
     with jax.named_scope("lm_head"):
         hidden = forward.constrain(hidden, "batch", "canvas", "embed")
-        # Logits are rounded to the weights' dtype first, as the original's are, then widened.
+        # As in the original code, logits are rounded to the weights' dtype before they are converted to float32.
         logits = weights.head(forward, hidden).astype(jnp.float32)
         logits = forward.constrain(logits, "batch", "canvas", "vocab")
         if logits.shape[-1] > forward.config.vocab_size:

@@ -1,6 +1,6 @@
-"""Attention by products that XLA compiles: all scores at once where they are few, else a block of queries at a time.
+"""Attention in plain JAX operations: all scores at once if they are few, otherwise one block of queries at a time.
 
-It runs on every platform, under every mask, for whole rows and for windows against a cache.
+It runs on every platform with every attention mask, for whole rows and for windows with a cache.
 
 Dimension letters: B batch, S query positions, T key positions, K kv heads, G query heads per KV head, H head dim.
 """
@@ -19,40 +19,40 @@ from sharding.rules import Dimension
 
 Array = jax.Array
 
-# Queries of one KV head of one row that are computed together where there are blocks.
+# Maximum number of queries per block, for one KV head of one row.
 BLOCK = 256
-# Bytes of float32 scores of one device up to which they are computed at once. On CPU larger ones leave its caches, and
-# a block at a time is faster from there on; elsewhere one large product is faster, and memory sets the limit.
+# Scores (float32, per device) are computed all at once up to this many bytes. On CPU, larger arrays no longer fit into
+# its caches, so blocks are faster. On other platforms one large product is faster, and memory sets the limit.
 SCORES_AT_ONCE = {"cpu": 4 << 20}
 SCORES_AT_ONCE_DEFAULT = 256 << 20
 
 
 def query_block(platform: str, rows: int, query_heads: int, queries: int, keys: int) -> int | None:
-    """Queries of a row and KV head that one device computes at a time; None for all rows, heads and queries at once.
+    """Return how many queries of a row and KV head to compute at a time, or None to compute all scores at once.
 
     Args:
-      platform: of the device.
-      rows: of the device.
-      query_heads: of the device.
-      queries: positions of the device.
-      keys: that the device attends to.
+      platform: platform of the device.
+      rows: rows per device.
+      query_heads: query heads per device.
+      queries: query positions per device.
+      keys: key positions per device.
     """
     scores = 4 * rows * query_heads * queries * keys
     if scores <= SCORES_AT_ONCE.get(platform, SCORES_AT_ONCE_DEFAULT):
         return None
-    # Blocks of nearly one size, so that the last one is not mostly filler.
+    # Blocks of nearly equal size, so that the last one is not mostly padding.
     return math.ceil(queries / math.ceil(queries / BLOCK))
 
 
 def _visible(mask: AttentionMask, starts: Array, queries: Array, keys: Array, lengths: Array) -> Array:
-    """Which keys are attended to: bool ``[..., S or 1, T]`` for ``starts`` and ``lengths`` ``[...]``.
+    """Compute which keys are attended to: bool ``[..., S or 1, T]`` for ``starts`` and ``lengths`` ``[...]``.
 
     Args:
-      mask: of the model.
-      starts: positions of the first query.
-      queries: ``[S]``, counted from there.
-      keys: ``[T]``, positions.
-      lengths: keys at or after them are masked.
+      mask: the attention mask of the model.
+      starts: position of the first query.
+      queries: ``[S]``, query positions relative to ``starts``.
+      keys: ``[T]``, key positions.
+      lengths: row lengths. Keys at or after them are masked.
     """
     visible = (keys < lengths[..., None])[..., None, :]
     if mask.depends_on_position:
@@ -63,12 +63,12 @@ def _visible(mask: AttentionMask, starts: Array, queries: Array, keys: Array, le
 def _attend(
     q: Array, k: Array, v: Array, visible: Array, key_scales: Array | None, value_scales: Array | None
 ) -> tuple[Array, Array, Array]:
-    """Softmax attention of ``q`` ``[..., G, S, H]`` to ``k`` and ``v`` ``[..., T, H]``.
+    """Compute softmax attention of ``q`` ``[..., G, S, H]`` to ``k`` and ``v`` ``[..., T, H]``.
 
     ``visible`` broadcasts against ``[..., G, S, T]``; scales are ``[..., T]`` or None.
 
     Returns:
-      ``[..., G, S, H]``, and of each query the largest score and the sum of the exponentials above it.
+      The output ``[..., G, S, H]``; for each query, the largest score and the sum of ``exp(score - largest)``.
     """
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     k, v = k.astype(q.dtype), v.astype(q.dtype)
@@ -99,13 +99,13 @@ def _in_blocks(
     key_scales: Array | None,
     value_scales: Array | None,
 ) -> Array:
-    """:func:`xla_attention` of one device's shards: rows, KV heads and blocks of queries one after another.
+    """Compute :func:`xla_attention` on one device's shards, looping over rows, KV heads and blocks of queries.
 
     Args:
-      mask: of the model.
-      block: queries of a block.
-      query_axes: mesh axes that queries are sharded over.
-      key_axes: mesh axes that keys are sharded over.
+      mask: the attention mask of the model.
+      block: queries per block.
+      query_axes: mesh axes that shard the queries.
+      key_axes: mesh axes that shard the keys.
       q: ``[B, S, K, G, H]``.
       k: ``[B, K, T, H]``.
       v: like ``k``.
@@ -140,7 +140,8 @@ def _in_blocks(
 
     out, largest, total = jax.lax.map(one_row, (starts, lengths, q, k, v, key_scales, value_scales))
     if key_axes:
-        # Each shard has the mean over its own keys: together they are the mean of those, weighted by their sums.
+        # Each shard has a softmax-weighted mean over its own keys. The result is the mean of these, weighted by the
+        # shards' sums of exponentials.
         share = total * jnp.exp(largest - jax.lax.pmax(largest, key_axes))
         out = jax.lax.psum(out * share, key_axes) / jax.lax.psum(share, key_axes)
     return out.astype(q.dtype).transpose(0, 2, 4, 1, 3, 5).reshape(B, -1, K, G, H)[:, :S]
@@ -159,22 +160,24 @@ def xla_attention(
     queries: Dimension,
     keys: Dimension,
 ) -> Array:
-    """Softmax attention of consecutive positions to the first ``lengths`` keys of their rows, under the model's mask.
+    """Compute softmax attention of consecutive positions to the first ``lengths`` keys of their rows.
+
+    The model's attention mask applies. Every query must see at least one key.
 
     Args:
-      layout: the model, and the mesh and rules by which the arrays are sharded.
-      q: ``[B, S, K, G, H]``.
-      k: ``[B, K, T, H]``, of positions from 0.
-      v: like ``k``.
+      layout: the model, its mesh and its partition rules.
+      q: queries ``[B, S, K, G, H]``.
+      k: keys ``[B, K, T, H]``, at positions from 0.
+      v: values, like ``k``.
       starts: int32 ``[B]``, position of each row's first query.
-      lengths: int32 ``[B]``; each query sees at least one key before them.
-      key_scales: float32 ``[B, K, T]``, what int8 keys are to be multiplied by; None for other dtypes.
+      lengths: int32 ``[B]``, row lengths. Keys at or after them are masked.
+      key_scales: float32 ``[B, K, T]``, scales of int8 keys; None for other dtypes.
       value_scales: like ``key_scales``.
-      queries: logical axis of S, None where it is not sharded.
-      keys: logical axis of T, likewise.
+      queries: logical axis of S; None if S is not sharded.
+      keys: logical axis of T; None if T is not sharded.
 
     Returns:
-      ``[B, S, K, G, H]`` in the dtype of ``q``. The softmax is in float32.
+      ``[B, S, K, G, H]`` in the dtype of ``q``. The softmax is computed in float32.
     """
     mask, rules, sizes = layout.config.attention_mask, layout.rules, layout.mesh_axis_sizes
     B, S, K, G, _ = q.shape
@@ -184,13 +187,14 @@ def xla_attention(
     platform = layout.mesh.devices.flat[0].platform if layout.mesh is not None else jax.default_backend()
     block = query_block(platform, shape[0], heads, shape[1], shape[2])
     if block is None:
-        # Heads first: each product is one plain matrix product, and XLA on CPU is four times as fast so, bit for bit.
+        # With the head axes first, each head is a plain matrix product. XLA on CPU runs this four times faster than the
+        # original order of axes, with the same bits.
         visible = _visible(mask, starts, jnp.arange(S), jnp.arange(T), lengths)[:, None, None]
         out, _, _ = _attend(q.transpose(0, 2, 3, 1, 4), k, v, visible, key_scales, value_scales)
         return out.transpose(0, 3, 1, 2, 4)
     if layout.mesh is None or layout.mesh.size == 1:
         return _in_blocks(mask, block, (), (), q, k, v, starts, lengths, key_scales, value_scales)
-    # The compiler would gather what a loop over rows and heads takes slices of: each device loops over its own.
+    # The compiler would gather arrays that a loop over rows and heads slices, so each device loops over its own shard.
     rows, kept = rules.spec("batch"), rules.spec("batch", "kv_heads", keys, "head_dim")
     asked = rules.spec("batch", queries, "kv_heads", "queries_per_kv", "head_dim")
     scales = rules.spec("batch", "kv_heads", keys)

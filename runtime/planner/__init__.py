@@ -1,6 +1,6 @@
-"""Planning: memory, time and cost of a workload on any mesh, estimated first and then checked by the compiler.
+"""Planning: memory, time and cost of a workload on any mesh, first estimated, then checked with the compiler.
 
-Public names are imported on first use. They include what planning commands need of layouts and topologies.
+Public names are imported on first use. They include the names of other packages that planning commands need.
 """
 
 from __future__ import annotations

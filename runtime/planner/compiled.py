@@ -1,6 +1,6 @@
-"""Compile the programs of a workload ahead of time for an AOT topology, to check an estimate against the compiler.
+"""Ahead-of-time compilation of a workload's programs for a topology, to check an estimate with the compiler.
 
-They are the programs that a generation runs; no device has to be attached.
+The programs are the same as those that a generation runs. No device needs to be attached.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from runtime.planner.workload import Phase, Workload
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
 
-# A cuDNN that has attention, as in the target that GPU programs are compiled for.
+# A cuDNN version that has attention; it matches the target that GPU programs are compiled for.
 _CUDNN_VERSION = 91000
 
 
 @dataclass(frozen=True)
 class CompiledPhase:
-    """What the compiler says of one program.
+    """The compiler's report on one program.
 
     Attributes:
-      name: of the phase; ``blocks`` for a refresh and the steps of its block, which are one program.
-      attention: implementation that is in it.
-      argument_bytes, temporary_bytes, output_bytes, aliased_bytes: of one device.
-      collectives: read from the optimized HLO.
-      seconds: time of the compilation.
+      name: name of the phase. ``blocks`` is the program that runs both refreshes and block steps.
+      attention: the attention implementation that the program uses.
+      argument_bytes, temporary_bytes, output_bytes, aliased_bytes: memory of one device.
+      collectives: the collectives in the optimized HLO.
+      seconds: compile time.
       text: the optimized HLO.
     """
 
@@ -62,50 +62,53 @@ class CompiledPhase:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of one device: arguments, temporaries, and outputs that do not take an argument's place."""
+        """Memory of one device in bytes: arguments, temporaries, and outputs that do not reuse an argument's memory."""
         return self.argument_bytes + self.temporary_bytes + self.output_bytes - self.aliased_bytes
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """The kinds of pass that are in it."""
+        """The phases of the workload that the program runs."""
         return ("refresh", "block step") if self.name == "blocks" else (self.name,)
 
     def bytes_by_axis(self, layout: ModelLayout, phase: Phase) -> dict[tuple[str, tuple[str, ...]], float]:
-        """Bytes of each kind of collective over each tuple of axes in one pass.
+        """Return the bytes that one pass moves, by kind of collective and mesh axes.
 
         Args:
-          layout: the mesh.
-          phase: one of its passes.
+          layout: the layout that the program is compiled for.
+          phase: one of the program's phases.
         """
-        found, lengths = self._of_pass(phase)
+        found, lengths = self._collectives_in_pass(phase)
         return bytes_by_axis(found, layout.mesh_axis_sizes, lengths)
 
     def count_by_kind(self, phase: Phase) -> dict[str, float]:
-        """How often collectives of each kind are run in one pass, the layers' each time."""
-        return count_by_kind(*self._of_pass(phase))
+        """Return how many collectives of each kind one pass runs, counting those of every layer."""
+        return count_by_kind(*self._collectives_in_pass(phase))
 
-    def _of_pass(self, phase: Phase) -> tuple[list[HloCollective], list[float]]:
-        """Collectives of a pass, and how often it runs one with 0, 1, 2 ... open loops around it."""
-        # Outside any open loop a program prepares; the first open loop is over passes, one inside it over chunks.
+    def _collectives_in_pass(self, phase: Phase) -> tuple[list[HloCollective], list[float]]:
+        """Return the collectives of a pass, and how often it runs one that is inside 0, 1, 2, ... open loops.
+
+        An open loop is one whose trip count is known only at run time.
+        """
+        # Code outside any open loop is preparation. The outer open loop is over passes, the inner one over head chunks.
         lengths = [1.0] if phase.name == "prefill" else [0.0, 1.0, phase.chunks]
         if self.name != "blocks":
             return list(self.collectives), lengths
-        # Rows are refreshed in a loop within the loop over steps; a window is a branch of it.
+        # Inside the loop over steps, refreshes run in a loop over rows, and windows run in a branch.
         refresh = phase.name == "refresh"
         found = [one for one in self.collectives if (one.within[:2] == ("loop", "loop")) == refresh]
         return found, [0.0, 0.0, 1.0, phase.chunks] if refresh else lengths
 
 
 def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any]) -> list[CompiledPhase]:
-    """Compile the programs of a workload's phases for these devices.
+    """Compile the programs of a workload's phases.
 
     Args:
-      workload: what is run.
-      spec: on which mesh.
-      devices: attached ones or those of an AOT topology, at least as many as the mesh has.
+      workload: the workload.
+      spec: the mesh.
+      devices: attached devices or those of an AOT topology, at least as many as the mesh has.
 
     Raises:
-      MeshError: the compiler refuses, for want of memory above all; its own words are in the message.
+      MeshError: compilation fails, usually because a device has too little memory. The message contains the compiler's.
     """
     config, platform = workload.config, devices[0].platform
     layout = workload.layout(spec, devices)
@@ -145,10 +148,10 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
 def _compile(name: str, attention: str, platform: str, lower: Any) -> CompiledPhase:
     start = time.perf_counter()
     try:
-        with _cudnn_is_there() if attention == "cudnn" else contextlib.nullcontext():
+        with _assumed_cudnn() if attention == "cudnn" else contextlib.nullcontext():
             compiled: jax.stages.Compiled = lower().compile(compiler_options=compiler_options(platform))
-    except Exception as error:  # the compilers raise their own kinds
-        raise MeshError(f"the compiler refuses the {name} program: {str(error)[:2000]}") from error
+    except Exception as error:  # each compiler raises its own exception types
+        raise MeshError(f"compiling the {name} program failed: {str(error)[:2000]}") from error
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     assert memory is not None
     return CompiledPhase(
@@ -165,10 +168,10 @@ def _compile(name: str, attention: str, platform: str, lower: Any) -> CompiledPh
 
 
 @contextlib.contextmanager
-def _cudnn_is_there() -> Iterator[None]:
-    """Lower cuDNN attention on a machine without cuDNN: JAX asks the library for its version, and for nothing else.
+def _assumed_cudnn() -> Iterator[None]:
+    """Assume a cuDNN version, so that cuDNN attention can be lowered on a machine without cuDNN.
 
-    JAX has no public way to say which version a program is compiled for.
+    Lowering asks cuDNN only for its version. JAX has no public way to state the version that a program is compiled for.
     """
     from jax._src.cudnn import fused_attention_stablehlo as attention
 
@@ -181,7 +184,7 @@ def _cudnn_is_there() -> Iterator[None]:
 
 
 def collectives_agree(found: PhaseEstimate, compiled: CompiledPhase, layout: ModelLayout) -> bool:
-    """Whether the estimate's collective bytes are those of the compiled program, axis by axis and kind by kind."""
+    """Return whether estimate and compiled program move the same bytes, for each kind of collective and mesh axes."""
     sizes = layout.mesh_axis_sizes
     estimated: dict[tuple[str, tuple[str, ...]], float] = {}
     for one in found.collectives:

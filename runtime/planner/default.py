@@ -1,4 +1,4 @@
-"""How a model is laid out: the mesh that is asked for, or the fastest that fits by the analytical model."""
+"""Choosing a model's layout: on the mesh that the caller gives, or on the one that the planner estimates as fastest."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from sharding.mesh import MeshSpec
 from sharding.topology import CHIPS, Chip, Topology
 from sharding.validate import check_mesh
 
-# What a default mesh is chosen for, where prompts are not known yet: tokens of a prompt, and new ones.
+# Prompt tokens and new tokens per row that a default mesh is chosen for, because the prompts are not known yet.
 _PROMPT, _NEW_TOKENS = 256, 256
 
-# A chip that is not in the list: rates only matter relative to one another.
+# Stands in for a chip that is not in the list. Only the ratios of its rates matter for ranking meshes.
 _UNKNOWN = Chip("unknown", "gpu", "unknown", 0, 0, 0, 1e12, 2e14, 4e14, 5e10, 1e10, 1 << 20, 0)
 
 
 def topology_of(devices: Sequence[Any]) -> Topology:
-    """The topology that attached devices make, with the memory that they say they have.
+    """Return the topology of attached devices, with the memory sizes that the devices report.
 
-    Chips that are not in :data:`sharding.topology.CHIPS`, CPUs among them, are taken for GPUs of one host.
+    Devices that are not in :data:`sharding.topology.CHIPS`, such as CPUs, are treated as GPUs.
     """
     first = devices[0]
     known = [chip for chip in CHIPS.values() if chip.device_kind == first.device_kind]
@@ -54,9 +54,10 @@ def topology_of(devices: Sequence[Any]) -> Topology:
 def default_mesh(
     config: ModelConfig, devices: Sequence[Any], dtype: Any, rows: int, quantization: str = "none"
 ) -> MeshSpec:
-    """The mesh for ``rows`` rows of unknown length on all these devices.
+    """Return the fastest mesh that fits, by the planner's estimate, for ``rows`` rows on all these devices.
 
-    Where nothing is said to fit, the mesh that needs least memory: the check of the weights says the rest.
+    Row lengths are not known yet, so a typical length is assumed. If no mesh is estimated to fit, the mesh that needs
+    the least memory is returned; the later check of the weights reports an error if even that does not fit.
     """
     tokens = min(_PROMPT + _NEW_TOKENS, config.max_positions)
     workload = Workload(
@@ -81,21 +82,21 @@ def choose_layout(
     """Lay a model out on devices, and check that its weights fit.
 
     Args:
-      config: the model.
-      spec: the mesh, one axis may be -1; None for the fastest that fits.
-      devices: devices to use; None for all.
-      dtype: of the weights; None for the stored one, and float32 on CPU.
+      config: the model's configuration.
+      spec: the mesh, with at most one axis of size -1; None chooses the fastest mesh that fits.
+      devices: devices to use; None uses all.
+      dtype: dtype of the weights. None uses the stored dtype, except on CPU, which uses float32.
       stored: dtype in which the weights are stored.
-      rows: rows that batches will have, as a hint for the default mesh.
-      quantize: see :data:`runtime.models.quantization.QUANTIZATIONS`.
+      rows: expected number of rows per batch, a hint for choosing the mesh.
+      quantize: one of :data:`runtime.models.quantization.QUANTIZATIONS`.
 
     Returns:
-      The layout, the dtype, and what was decided for the caller, a sentence each.
+      The layout, the dtype, and one sentence about each decision that was made for the caller.
 
     Raises:
-      MeshError: the model does not divide over the mesh, or its weights do not fit.
+      MeshError: the model cannot be divided over the mesh, or its weights do not fit.
     """
-    # Divisibility first: a mesh that does not work stops here, before a device is touched.
+    # Check the mesh first, so that a mesh that cannot work is rejected before a device is touched.
     if spec is not None and spec.tensor != -1:
         check_mesh(named_shapes(config, weights_class(config)), spec, config.num_heads, config.num_kv_heads)
     found = list(jax.devices() if devices is None else devices)
@@ -103,10 +104,10 @@ def choose_layout(
     if dtype is None:
         dtype = "float32" if platform == "cpu" else stored
         if dtype != stored:
-            notes.append(f"weights stored as {stored}, run as float32 on CPU; --dtype={stored} keeps them")
+            notes.append(f"weights are stored as {stored} and run as float32 on CPU; --dtype={stored} keeps {stored}")
     if spec is None:
         spec = default_mesh(config, found, dtype, rows, quantize)
-        notes.append(f"mesh {spec}, chosen for {len(found)} {platform} device(s); --mesh overrides")
+        notes.append(f"mesh {spec}, chosen for {len(found)} {platform} device(s); --mesh overrides it")
     layout = model_layout(config, spec.resolve(len(found)), found, quantize)
     check_memory(layout, dtype, found[0])
     return layout, dtype, notes

@@ -1,4 +1,4 @@
-"""Plans as plain objects, for records and for programs that read them. Every number says what it is by its key."""
+"""Plans as JSON-ready dictionaries, for benchmark records and for programs that read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sharding.topology import Topology
 
 
 def describe_topology(topology: Topology) -> dict[str, Any]:
-    """A machine: what it is made of."""
+    """Describe a topology: its chips, memory and rates (bytes, bytes per second, FLOP per second)."""
     chip = topology.chip
     return {
         "topology": str(topology),
@@ -31,13 +31,13 @@ def describe_estimate(
     compiled: list[CompiledPhase] | None = None,
     refused: str | None = None,
 ) -> dict[str, Any]:
-    """One mesh: its estimate, and what the compiler says where it was asked.
+    """Describe one mesh: its estimate, and the compiler's report if its programs were compiled.
 
     Args:
       found: the estimate.
-      price_per_chip_hour: for the cost of a million tokens.
-      compiled: its programs.
-      refused: why it does not fit after all, by the compiler.
+      price_per_chip_hour: price used for the cost of a million tokens; None leaves the cost out.
+      compiled: the compiled programs; None if they were not compiled.
+      refused: the compiler's error, if the mesh does not fit although the estimate says so.
     """
     seconds = found.seconds
     described: dict[str, Any] = {
@@ -66,7 +66,7 @@ def describe_estimate(
 
 
 def describe_compiled(found: Estimate, compiled: list[CompiledPhase]) -> list[dict[str, Any]]:
-    """What the compiler says of each pass of a mesh."""
+    """Describe the compiler's report on each phase of a mesh."""
     return [
         _compiled(found, one, phase) for one in compiled for phase in found.phases if phase.phase.name in one.passes
     ]
@@ -103,7 +103,7 @@ def _compiled(found: Estimate, one: CompiledPhase, phase: PhaseEstimate) -> dict
         "estimate_over_compiler": round(found.memory.total / one.memory_bytes, 4),
         "collectives_of_a_pass": {kind: round(number, 2) for kind, number in counts.items()},
         "collective_bytes_of_a_pass": _moved(one.bytes_by_axis(found.layout, phase.phase)),
-        # A prefix cache's windows are of several widths: all are in the program, a pass takes one.
+        # The program contains windows of several widths for a prefix cache, of which a pass runs one.
         "window_widths_in_the_program": widths,
         "collective_bytes_equal_the_estimate": None if widths > 1 else collectives_agree(phase, one, found.layout),
     }

@@ -1,11 +1,12 @@
-"""Estimate: the memory and the time of a generation on a mesh of a topology, and which mesh is fastest.
+"""Analytical estimates of memory and time for a workload on a mesh, and the ranking of meshes by them.
 
-Nothing here needs a device, a compiler or weights: sizes come from the declared weights, the work of a layer from the
-cost that its family states (:class:`runtime.models.costs.LayerCost`). A pass is a sequence of stages: the products of
-the layers, attention, the head, the choice of tokens. Each takes as long as the slower of its arithmetic and its memory
-traffic at achievable rates; one begins when the other has ended. Collectives come on top, less what products hide.
+Estimates need no device, compiler or weights. Sizes come from the weight declarations, and the work of a layer from the
+cost that its family states (:class:`runtime.models.costs.LayerCost`). A forward pass is a sequence of stages: matrix
+products of the layers, attention, the head, and the choice of tokens. A stage takes as long as the slower of its
+arithmetic and its memory traffic, at achievable rates. The time of collectives is added, except for the part that
+overlaps with products.
 
-The rates of TPUs were fitted to schedules of compiled programs (``benchmarks.schedule``), those of GPUs were measured.
+TPU rates are fitted to the schedules of compiled programs (``benchmarks.schedule``). GPU rates are measured.
 """
 
 from __future__ import annotations
@@ -30,29 +31,31 @@ from sharding.links import Wiring
 from sharding.mesh import MeshSpec
 from sharding.topology import Topology
 
-# Shares of the peaks that large products and copies reach, as measured on one H200 (790 of 990 TF/s, 4.3 of 4.8 TB/s).
+# Fractions of peak that large matrix products and copies reach, measured on an H200 (790 of 990 TFLOP/s, 4.3 of 4.8
+# TB/s).
 ACHIEVABLE_FLOPS, ACHIEVABLE_BANDWIDTH = 0.8, 0.9
-# The share of a TPU's peak that the products of layers reach, with what is fused into them.
+# Fraction of a TPU's peak that the matrix products of layers reach, including the operations fused into them.
 _TPU_FLOPS = {"v4": 0.82}
 _TPU_FLOPS_OF_OTHERS = 0.92
-# The share of the peak that attention reaches, by implementation, and where that differs by chip.
+# Fraction of peak that attention reaches, by implementation; for splash attention, by chip.
 _ATTENTION_FLOPS = {"splash": 0.18, "cudnn": 0.6, "xla": 0.3}
 _SPLASH_FLOPS = {"v4": 0.085, "v5p": 0.1}
 
-# Passes over float32 logits while a token is chosen, beside the search for thresholds; each pass of that reads two
-# arrays.
+# Choosing tokens reads or writes the float32 logits about 12 times. In addition, each pass of the threshold search
+# reads two arrays of that size.
 _LOGIT_PASSES, _THRESHOLD_ARRAYS = 12, 2
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a phase that begins when the part before it has ended.
+    """One stage of a forward pass. Stages run one after another.
 
     Attributes:
       name: ``layers``, ``attention``, ``head`` or ``choice of tokens``.
       flops: floating-point operations of one device.
-      hbm_bytes: bytes read and written in its memory.
-      compute_seconds, memory_seconds: time of each alone.
+      hbm_bytes: bytes that one device reads from and writes to its memory.
+      compute_seconds: time of the arithmetic alone.
+      memory_seconds: time of the memory traffic alone.
     """
 
     name: str
@@ -63,19 +66,19 @@ class Stage:
 
     @property
     def seconds(self) -> float:
-        """Its time: of the slower."""
+        """Time of the stage: the longer of compute and memory time."""
         return max(self.compute_seconds, self.memory_seconds)
 
 
 @dataclass(frozen=True)
 class PhaseEstimate:
-    """The estimate of one phase on one device.
+    """The estimate of one forward pass of a phase, on one device.
 
     Attributes:
-      phase: the kind of forward pass.
-      stages: one after another.
-      collectives: collectives that it takes part in.
-      network_seconds: time of those, less what products hide.
+      phase: the phase.
+      stages: the stages of the pass, in order.
+      collectives: the collectives of the pass.
+      network_seconds: time of the collectives, without the part that overlaps with products.
     """
 
     phase: Phase
@@ -90,7 +93,7 @@ class PhaseEstimate:
 
     @property
     def hbm_bytes(self) -> float:
-        """Bytes read and written in its memory."""
+        """Bytes that one device reads from and writes to its memory."""
         return sum(stage.hbm_bytes for stage in self.stages)
 
     @property
@@ -110,7 +113,7 @@ class PhaseEstimate:
 
     @property
     def bound(self) -> str:
-        """What limits most of it: ``compute``, ``memory`` or ``network``."""
+        """The resource that limits most of the time: ``compute``, ``memory`` or ``network``."""
         times = {"compute": 0.0, "memory": 0.0, "network": self.network_seconds}
         for stage in self.stages:
             times["compute" if stage.compute_seconds >= stage.memory_seconds else "memory"] += stage.seconds
@@ -118,13 +121,19 @@ class PhaseEstimate:
 
     @property
     def collective_bytes(self) -> float:
-        """Bytes of its collectives' arrays, all axes."""
+        """Bytes that the collectives move, over all axes."""
         return sum(one.payload * one.times for one in self.collectives)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate of a workload on one mesh of a topology."""
+    """The estimate of a workload on one mesh.
+
+    Attributes:
+      workload: the workload.
+      topology: the chips and their connections.
+      layout: the model's layout on the mesh; the layout itself has no devices.
+    """
 
     workload: Workload
     topology: Topology
@@ -137,22 +146,22 @@ class Estimate:
 
     @cached_property
     def memory(self) -> Memory:
-        """Memory of one device."""
+        """Memory needed on one device."""
         return estimate_memory(self.workload, self.layout, self.topology.chip)
 
     @property
     def fits(self) -> bool:
-        """Whether a device has that much memory."""
+        """Whether a device has enough memory."""
         return self.memory.total <= self.topology.chip.usable_bytes
 
     @cached_property
     def phases(self) -> tuple[PhaseEstimate, ...]:
-        """The estimate of every phase."""
+        """The estimates of all phases."""
         return tuple(self.of_phase(phase) for phase in self.workload.phases(self.layout, self.topology.chip.platform))
 
     @property
     def seconds(self) -> float:
-        """Time of one generation of the whole batch."""
+        """Time to generate the whole batch, in seconds."""
         return sum(one.seconds * one.phase.forwards for one in self.phases)
 
     @property
@@ -162,20 +171,20 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all rows."""
+        """New tokens per second, all rows together."""
         return self.workload.batch * self.workload.new_tokens / self.seconds
 
     @property
     def tokens_per_second_per_chip(self) -> float:
-        """The same per chip of the whole machine: chips that the mesh leaves idle are rented too."""
+        """New tokens per second, divided by all chips of the topology, including those that the mesh leaves idle."""
         return self.tokens_per_second / self.topology.num_devices
 
     def cost_per_million_tokens(self, price_per_chip_hour: float) -> float:
-        """Cost of a million new tokens, in the currency of the price."""
+        """Return the cost of a million new tokens, in the currency of the price."""
         return price_per_chip_hour / 3600 / self.tokens_per_second_per_chip * 1e6
 
     def of_phase(self, phase: Phase) -> PhaseEstimate:
-        """The estimate of one phase."""
+        """Estimate one phase."""
         chip = self.topology.chip
         positions = phase.rows * math.ceil(phase.positions / (self.spec.sequence if phase.whole else 1))
         chunk = phase.rows * phase.chunk // phase.head_shards(self.layout)
@@ -194,11 +203,11 @@ class Estimate:
         return Stage(name, flops, hbm_bytes, flops / (peak * share), hbm_bytes / bandwidth)
 
     def _layers(self, phase: Phase, positions: int) -> tuple[Stage, ...]:
-        """Products of the layers, which read weights once and activations, and attention, which reads the cache.
+        """Estimate the matrix products of the layers, and attention.
 
         Args:
-          phase: which.
-          positions: that the device computes, of all its rows.
+          phase: the phase.
+          positions: number of positions that the device computes, over all its rows.
         """
         workload, layout, config, chip = self.workload, self.layout, self.workload.config, self.topology.chip
         dtype, cost = jnp.dtype(workload.dtype), layout.layer_cost
@@ -226,16 +235,16 @@ class Estimate:
         )
 
     def _choice(self, phase: Phase, chunk: int) -> tuple[Stage, ...]:
-        """The head, and the choice of tokens from its logits.
+        """Estimate the head, and the choice of tokens from its logits.
 
         Args:
-          phase: which.
-          chunk: positions of the device that the head is run on at a time.
+          phase: the phase.
+          chunk: number of positions that the device runs the head on at a time, over all its rows.
         """
         layout, chip, workload = self.layout, self.topology.chip, self.workload
         logits = chunk * layout.size_per_device("vocab") * 4
         diffusion = workload.config.objective == "masked_diffusion"
-        # Of the two arrays those that fit stay on the chip.
+        # Arrays of the threshold search that fit into on-chip memory cause no traffic.
         outside = max(0, _THRESHOLD_ARRAYS - chip.fast_memory_bytes // logits) if diffusion else 0
         passes = _LOGIT_PASSES + threshold_passes(workload.sampling_rule().confidence_dtype) * outside
         flops = 2.0 * chunk * phase.chunks * math.prod(shard_shape(layout.head, layout))
@@ -258,19 +267,19 @@ class Estimate:
         return Wiring(self.topology, self.spec, self.layout.heads)
 
     def explain_against(self, other: Estimate) -> str:
-        """One sentence on why this mesh is faster than another."""
+        """Explain in one sentence why this mesh is faster than another one."""
         mine, theirs = self.main_phase, other.main_phase
         ours, others = (_in_words(bytes_by_axis(one.collectives)) for one in (mine, theirs))
         return (
-            f"{self.spec} takes {1e3 * mine.seconds:.2f} ms a {mine.phase.name} (estimated), {other.spec} "
-            f"{1e3 * theirs.seconds:.2f}: it moves {ours} against {others}, "
-            f"{1e3 * mine.network_seconds:.2f} ms of collectives against {1e3 * theirs.network_seconds:.2f}; "
-            f"{self.memory.total / 1e9:.2f} GB a device against {other.memory.total / 1e9:.2f}"
+            f"{self.spec} takes {1e3 * mine.seconds:.2f} ms per {mine.phase.name} (estimated), {other.spec} takes "
+            f"{1e3 * theirs.seconds:.2f} ms. It moves {ours}, compared with {others}; collectives take "
+            f"{1e3 * mine.network_seconds:.2f} ms, compared with {1e3 * theirs.network_seconds:.2f} ms; a device needs "
+            f"{self.memory.total / 1e9:.2f} GB, compared with {other.memory.total / 1e9:.2f} GB"
         )
 
 
 def head_bytes(layout: ModelLayout, dtype: jnp.dtype) -> int:
-    """Bytes of a device's part of the head."""
+    """Return the bytes of the output head on one device."""
     item = 1 if layout.head.quantized else dtype.itemsize
     return item * math.prod(shard_shape(layout.head, layout))
 
@@ -289,17 +298,17 @@ def estimate_workload(workload: Workload, topology: Topology, spec: MeshSpec) ->
     """Estimate a workload on one mesh.
 
     Raises:
-      MeshError: the mesh has more devices than the topology, does not divide the model, cannot be laid over the chips,
-        or would cross slices with another axis than ``data``.
+      MeshError: the mesh has more devices than the topology, the model cannot be divided over it, it cannot be mapped
+        onto the chips, or an axis other than ``data`` would cross slices.
     """
     spec = spec.resolve(topology.num_devices)
     found = Estimate(workload, topology, workload.layout(spec))
-    found._wiring.link(("data",))  # a mesh that cannot be laid over the chips is refused here
+    found._wiring.link(("data",))  # raises if the mesh cannot be mapped onto the chips
     return found
 
 
 def candidate_meshes(workload: Workload, topology: Topology) -> list[MeshSpec]:
-    """Every mesh of all the topology's devices on which the model divides and no row or position is idle."""
+    """Return the meshes of all devices over which the model can be divided and no device computes only padding."""
     devices, slices = topology.num_devices, topology.num_slices
     platform, found = topology.chip.platform, []
     sizes = tensor_sizes(workload.config, weights_class(workload.config), devices // slices)
@@ -320,7 +329,11 @@ def candidate_meshes(workload: Workload, topology: Topology) -> list[MeshSpec]:
 
 
 def rank(workload: Workload, topology: Topology) -> tuple[list[Estimate], list[Estimate]]:
-    """Meshes of all the topology's devices that fit, the fastest first, and those that do not fit."""
+    """Estimate all candidate meshes of a topology.
+
+    Returns:
+      The meshes that fit, fastest first, and those that do not fit, smallest memory first.
+    """
     found = [estimate_workload(workload, topology, spec) for spec in candidate_meshes(workload, topology)]
     fitting = sorted(
         (one for one in found if one.fits), key=lambda one: (one.seconds, one.spec.tensor, one.spec.sequence)
@@ -329,23 +342,24 @@ def rank(workload: Workload, topology: Topology) -> tuple[list[Estimate], list[E
 
 
 def what_would_help(found: Estimate) -> str:
-    """The largest tensors of a mesh, and what would make them smaller."""
+    """Name the largest tensors on a device, and what would make them smaller."""
     largest = [f"{one.name} {one.bytes / 1e9:.2f} GB" for one in found.memory.largest[:3] if one.bytes]
     help_ = dict.fromkeys(one.smaller_by for one in found.memory.largest[:2] if one.bytes)
     return f"largest: {', '.join(largest)}. What would help: {'; '.join(help_)}; or more or larger chips"
 
 
 def shortage(found: Estimate) -> str:
-    """What a mesh that does not fit needs, and what would help."""
+    """Explain why a mesh does not fit, and what would help."""
     return (
-        f"{found.spec} needs {found.memory.total / 1e9:.2f} GB on each device (estimated) of "
-        f"{found.topology.chip.usable_bytes / 1e9:.2f} usable; {what_would_help(found)}"
+        f"{found.spec} needs an estimated {found.memory.total / 1e9:.2f} GB per device, but only "
+        f"{found.topology.chip.usable_bytes / 1e9:.2f} GB are usable; {what_would_help(found)}"
     )
 
 
 def out_of_memory(estimates: Sequence[Estimate], topology: Topology) -> str:
-    """Why nothing fits: the mesh that comes closest."""
+    """Explain why no mesh fits, using the mesh that needs the least memory."""
     if not estimates:
-        return f"no mesh of all {topology.num_devices} devices of {topology} divides the model and the batch"
+        count = topology.num_devices
+        return f"the model and the batch cannot be divided over any mesh of all {count} devices of {topology}"
     closest = min(estimates, key=lambda one: one.memory.total)
-    return f"nothing fits {topology}. The mesh that comes closest: {shortage(closest)}"
+    return f"no mesh of {topology} fits. The mesh that comes closest: {shortage(closest)}"

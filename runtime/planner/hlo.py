@@ -1,4 +1,4 @@
-"""Reading collectives out of optimized HLO text: their kind, bytes, devices, and how often loops repeat them."""
+"""Parsing of optimized HLO text: which collectives it contains, their bytes and devices, and how often they run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-# How a TPU program sends from slice to slice.
+# Marks transfers between slices in a TPU program.
 _BETWEEN_SLICES = "xla_megascale_runtime"
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 _ITEM = {
@@ -33,14 +33,14 @@ class HloCollective:
     """One collective of a program.
 
     Attributes:
-      kind: HLO's name of it; ``send`` for a transfer between TPU slices.
-      payload: bytes of what one device ends with, or, for a reduce-scatter, begins with; several arrays that were
-        combined into one collective are added up.
-      group: partitions of the first group, as positions in the mesh's devices.
-      repeats: how often the loops of known length around it run it.
-      within: what is around it that only running tells, from the outermost: a ``loop`` of some length, or a ``branch``
-        that may be taken.
-      scope: the named scopes it was written in.
+      kind: name of the HLO operation; ``send`` for a transfer between TPU slices.
+      payload: bytes of the array that one device ends with or, for a reduce-scatter, starts with. Arrays that the
+        compiler combined into one collective are added up.
+      group: partitions of the first replica group, as indices into the mesh's devices.
+      repeats: product of the trip counts of the enclosing loops whose trip count is known.
+      within: the enclosing constructs that are decided at run time, outermost first: ``loop`` for a loop of unknown
+        trip count, ``branch`` for a branch of a conditional.
+      scope: the JAX named scopes of the operation.
     """
 
     kind: str
@@ -52,13 +52,17 @@ class HloCollective:
 
     @property
     def open_loops(self) -> int:
-        """Loops of a length that only running tells around it."""
+        """Number of enclosing loops whose trip count is known only at run time."""
         return self.within.count("loop")
 
     def axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """Mesh axes, of these sizes in this order, along which the group's members differ.
+        """Return the mesh axes along which the members of the group differ.
 
-        Only ``data`` crosses slices. A group that is written in a way not known here is ``unread``, never left out.
+        A transfer between slices is over ``data``, because no other axis crosses slices. If the replica groups could
+        not be parsed, the result is ``("unread",)``, so that no collective is silently lost.
+
+        Args:
+          sizes: sizes of the mesh axes, in the order of the mesh.
         """
         if self.kind == "send":
             return ("data",)
@@ -73,10 +77,10 @@ class Instruction:
     """One instruction of optimized HLO.
 
     Attributes:
-      name: without ``%``.
-      shape: of its result, with layout.
-      operation: HLO's name of it.
-      rest: what follows the opening bracket of its operands.
+      name: its name, without ``%``.
+      shape: shape of its result, with layout.
+      operation: name of the HLO operation.
+      rest: the text after the opening parenthesis of its operands.
     """
 
     name: str
@@ -86,12 +90,12 @@ class Instruction:
 
     @property
     def called(self) -> dict[str, str]:
-        """Computations that it calls, by role; see :attr:`branches` for those of a conditional."""
+        """Computations that the instruction calls, by role; see :attr:`branches` for those of a conditional."""
         return dict(_CALLED.findall(self.rest))
 
     @property
     def branches(self) -> list[str]:
-        """Computations of which a conditional runs one."""
+        """Computations that are the branches of a conditional."""
         listed = _BRANCHES.search(self.rest)
         if listed:
             return [one.strip().lstrip("%") for one in listed[1].split(",")]
@@ -100,7 +104,7 @@ class Instruction:
 
     @property
     def operands(self) -> list[str]:
-        """Names of its operands."""
+        """Names of the operands."""
         depth, end = 1, 0
         while depth and end < len(self.rest):
             depth += (self.rest[end] in "([{") - (self.rest[end] in ")]}")
@@ -113,24 +117,27 @@ class Module:
     """An optimized HLO module.
 
     Attributes:
-      computations: their instructions, in the order in which they run, by name.
-      entry: name of the one that runs first.
+      computations: instructions of each computation in execution order, by the computation's name.
+      entry: name of the entry computation.
     """
 
     computations: Mapping[str, Sequence[Instruction]]
     entry: str
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often a ``while`` runs where the text says so: the compiler's count, or a counter against a constant."""
+        """Return the trip count of a ``while`` loop, or None if it is known only at run time.
+
+        The count is the compiler's annotation, or follows from a counter that is compared with a constant.
+        """
         condition, body = (self.computations.get(loop.called[role], ()) for role in ("condition", "body"))
         return _trips(loop, condition, body)
 
 
 def read_collectives(text: str) -> list[HloCollective]:
-    """Every collective of a module's optimized HLO, loops multiplied out.
+    """Return every collective in a module's optimized HLO, with the trip counts of the loops around it.
 
-    A collective that the compiler has spread over several fusions has one channel in all of them, and counts once; so
-    does an array that is gathered piece by piece beside several products.
+    Some collectives appear in the text several times but run once, and are counted once: one that the compiler spread
+    over several fusions with the same channel, and an array that is gathered piece by piece for several products.
     """
     module = read_module(text)
     found: list[HloCollective] = []
@@ -140,13 +147,13 @@ def read_collectives(text: str) -> list[HloCollective]:
         for instruction in module.computations.get(name, ()):
             kind = instruction.operation.removesuffix("-start")
             if kind == "collective-permute" and "dot_general" in instruction.rest:
-                continue  # of a windowed product, which its loop stands for
+                continue  # part of a windowed product, which is counted at its loop
             if kind in KINDS or (kind == "send" and _BETWEEN_SLICES in instruction.rest):
                 channel = re.search(r"channel_id=(\d+)", instruction.rest)
                 key = (kind, channel[1] if channel else instruction.name)
                 if not fused or key not in seen:
                     collective = read_collective(instruction, repeats, within)
-                    # An all-reduce fused with the slice of it: TPUs run it as a reduce-scatter.
+                    # TPUs run an all-reduce that is fused with a slice of its result as a reduce-scatter.
                     found.append(replace(collective, kind="reduce-scatter") if fused_slice(name) else collective)
                 if fused:
                     seen.add(key)
@@ -154,7 +161,7 @@ def read_collectives(text: str) -> list[HloCollective]:
             called = instruction.called
             if instruction.operation == "while":
                 if windowed := read_windowed_product(module, instruction, repeats, within):
-                    # Gate and up gather the same array, each beside itself.
+                    # The gate and up projections gather the same array, which is counted once.
                     gathered = windowed.kind, windowed.scope.rsplit("/", 2)[0]
                     if windowed.kind == "reduce-scatter" or gathered not in seen:
                         found.append(windowed)
@@ -175,14 +182,17 @@ def read_collectives(text: str) -> list[HloCollective]:
 
 
 def fused_slice(computation: str) -> bool:
-    """Whether a fused computation is an all-reduce and a slice of it."""
+    """Return whether a fused computation is an all-reduce followed by a slice of its result."""
     return computation.startswith("all-reduce-scatter")
 
 
 def read_windowed_product(
     module: Module, loop: Instruction, repeats: int = 1, within: tuple[str, ...] = ()
 ) -> HloCollective | None:
-    """What a loop gathers or scatters in pieces beside those of a product; None for other loops."""
+    """Return the collective that a windowed matrix product runs piece by piece in a loop; None for other loops.
+
+    In such a loop (a collective matmul), each turn multiplies one piece and passes another one around a ring.
+    """
     body = loop.called["body"]
     named = re.search(r"windowed_dot_general_body_(ag|rs)", body)
     permutes = [one for one in module.computations.get(body, ()) if one.operation.startswith("collective-permute")]
@@ -201,12 +211,12 @@ def read_windowed_product(
 def bytes_by_axis(
     collectives: Sequence[HloCollective], sizes: Mapping[str, int], open_lengths: Sequence[float]
 ) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Bytes of each kind over each tuple of mesh axes.
+    """Sum the bytes of collectives by kind and mesh axes.
 
     Args:
-      collectives: of one program.
-      sizes: the mesh's axes.
-      open_lengths: for 0, 1, 2 ... open loops around a collective, how often it is run; 0 leaves it out.
+      collectives: the collectives of a program.
+      sizes: sizes of the mesh axes.
+      open_lengths: how often a collective inside 0, 1, 2, ... open loops is run; 0 leaves it out.
     """
     total: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     for one, times in _run(collectives, open_lengths):
@@ -215,7 +225,7 @@ def bytes_by_axis(
 
 
 def count_by_kind(collectives: Sequence[HloCollective], open_lengths: Sequence[float]) -> dict[str, float]:
-    """How often collectives of each kind are run; arguments as for :func:`bytes_by_axis`."""
+    """Count how often collectives of each kind are run; see :func:`bytes_by_axis` for the arguments."""
     total: dict[str, float] = defaultdict(float)
     for one, times in _run(collectives, open_lengths):
         total[one.kind] += times
@@ -223,7 +233,7 @@ def count_by_kind(collectives: Sequence[HloCollective], open_lengths: Sequence[f
 
 
 def _run(collectives: Sequence[HloCollective], open_lengths: Sequence[float]) -> Iterator[tuple[HloCollective, float]]:
-    """The collectives that are run, between more devices than one, and how often."""
+    """Yield the collectives that are run and involve more than one device, and how often each is run."""
     for one in collectives:
         times = one.repeats * open_lengths[min(one.open_loops, len(open_lengths) - 1)]
         if times and len(one.group) != 1:
@@ -264,7 +274,7 @@ def _trips(loop: Instruction, condition: Sequence[Instruction], body: Sequence[I
 
 
 def _integers(instructions: Sequence[Instruction]) -> dict[str, int]:
-    """Values of the integer constants among instructions."""
+    """Return the values of the integer constants among instructions, by name."""
     return {
         one.name: int(one.rest.split(")")[0])
         for one in instructions
@@ -273,7 +283,7 @@ def _integers(instructions: Sequence[Instruction]) -> dict[str, int]:
 
 
 def _step(counter: str, condition: Sequence[Instruction], body: Sequence[Instruction]) -> int:
-    """What a turn of a loop adds to its counter: more than 1 where the compiler has unrolled it."""
+    """Return what one turn of a loop adds to its counter; it is above 1 if the compiler unrolled the loop."""
     place = next((re.search(r"index=(\d+)", one.rest) for one in condition if one.name == counter), None)
     if place is None or not body or body[-1].operation != "tuple":
         return 1
@@ -288,14 +298,14 @@ def _step(counter: str, condition: Sequence[Instruction], body: Sequence[Instruc
 
 
 def read_collective(instruction: Instruction, repeats: int = 1, within: tuple[str, ...] = ()) -> HloCollective:
-    """A collective from its instruction, or from the one that starts it."""
+    """Build a collective from its instruction or, if it is asynchronous, from the instruction that starts it."""
     kind, shape = instruction.operation.removesuffix("-start"), instruction.shape
     starts = instruction.operation.endswith("-start")
     group = _first_group(instruction.rest)
     if kind == "send":
         payload = array_bytes(_top_level(shape[1:-1])[0])
     elif starts and shape.startswith("(") and kind != "all-reduce":
-        # An asynchronous one hands on its operands beside its results.
+        # The result of an asynchronous start is a tuple of its operands and its results.
         parts = _top_level(shape[1:-1])
         payload = array_bytes(parts[1])
     else:
@@ -307,7 +317,7 @@ def read_collective(instruction: Instruction, repeats: int = 1, within: tuple[st
 
 
 def _top_level(text: str) -> list[str]:
-    """Split at the commas that no bracket encloses."""
+    """Split a text at the commas that are not inside brackets."""
     parts, depth, start = [], 0, 0
     for place, letter in enumerate(text):
         depth += letter in "([{"
@@ -319,7 +329,7 @@ def _top_level(text: str) -> list[str]:
 
 
 def array_bytes(shape: str) -> int:
-    """Bytes of the arrays in a shape."""
+    """Return the total bytes of the arrays in a shape, which may be a tuple."""
     return sum(
         _ITEM[kind] * math.prod(int(size) for size in sizes.split(",") if size)
         for kind, sizes in _ARRAY.findall(re.sub(r"\{[^}]*\}", "", shape))
@@ -328,7 +338,7 @@ def array_bytes(shape: str) -> int:
 
 
 def _first_group(rest: str) -> tuple[int, ...]:
-    """Partitions of the first replica group, in any of the ways in which HLO writes them."""
+    """Parse the first replica group, in any of the notations that HLO uses; empty if none matches."""
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", rest)
     if listed:
         return tuple(map(int, listed[1].split(",")))

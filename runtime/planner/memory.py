@@ -1,4 +1,4 @@
-"""Memory of one device for a workload: what :mod:`runtime.execution.memory` says of its passes."""
+"""The memory that a workload needs on one device, computed by :mod:`runtime.execution.memory` from its phases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sharding.topology import Chip
 
 
 def estimate_memory(workload: Workload, layout: ModelLayout, chip: Chip) -> Memory:
-    """Memory that a generation needs on one device; ``layout`` needs no mesh."""
+    """Estimate the memory that a generation needs on one device. ``layout`` may be without a mesh."""
     dtype = jnp.dtype(workload.dtype)
     return memory_of_passes(
         layout,
@@ -33,6 +33,6 @@ def _shape(phase: Phase, workload: Workload, layout: ModelLayout, chip: Chip) ->
         attention = choose_attention("auto", chip.platform, layout, phase.positions, jnp.dtype(workload.dtype))
         positions, keys = math.ceil(phase.positions / sequence), phase.keys
     else:
-        # A window is computed whole on every shard, against the shard's own part of the cache.
+        # Every sequence shard computes the whole window, and attends to its own part of the cache.
         attention, positions, keys = "xla", phase.positions, math.ceil(phase.keys / sequence)
     return PassShape(phase.rows, positions, keys, phase.chunk // phase.head_shards(layout), attention)

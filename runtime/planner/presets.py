@@ -1,4 +1,4 @@
-"""Published models by name, so that planning needs no download."""
+"""Configurations of published models by name, so that planning needs no download."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PRESETS: dict[str, Mapping[str, Any]] = {name: raw for family in FAMILIES for na
 
 
 def preset(name: str) -> ModelConfig:
-    """The model of this name.
+    """Return the configuration of a preset.
 
     Raises:
-      InputError: there is none.
+      InputError: there is no preset of this name.
     """
     if name not in PRESETS:
-        raise InputError(f'there is no model "{name}" among the presets: {", ".join(PRESETS)}')
+        raise InputError(f'unknown preset "{name}"; expected one of {", ".join(PRESETS)}')
     return parse_config(PRESETS[name])

@@ -1,8 +1,8 @@
-"""What a forward pass moves between devices: every collective, by the mesh axes it runs over.
+"""The collectives of a forward pass, with the mesh axes they run over and the bytes they move.
 
-What layers move over the tensor axis is theirs to say (:class:`runtime.models.costs.LayerCost`); the rest belongs to
-the loops around them: attention over the sequence axis, the embedding, the choice of tokens, the end of a loop.
-``tests/runtime/planner`` holds the bytes of each kind over each axis equal to those in the optimized HLO.
+Each family states what its layers move over the tensor axis (:class:`runtime.models.costs.LayerCost`). This module adds
+the rest: attention over the sequence axis, the embedding, the choice of tokens, and the loops' exit conditions. Tests
+in ``tests/runtime/planner`` check that the bytes of each kind over each axis equal those in the optimized HLO.
 """
 
 from __future__ import annotations
@@ -11,37 +11,39 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from runtime.decoding.sampling import SUMS_OF_A_PASS, SamplingRule, threshold_passes
+from runtime.decoding.sampling import SUMS_PER_PASS, SamplingRule, threshold_passes
 from runtime.models.declarations import ModelLayout
 from runtime.models.forward import residual_over_tensor
 from runtime.planner.workload import Phase, Workload
 
 _INTEGER = _FLOAT = 4
-# Sums and maxima over the vocabulary that wait for one another, beside those of the thresholds.
+# Number of reductions over the vocabulary that run in sequence, besides those of the threshold search.
 _SERIAL_SUMS = 9
-# Of a residual over tensor: the share of its scattering that schedules hide behind the product before it (after the
-# MLP), and of its gathering (before the MLP), the latter where the axis is long.
+# If the residual is sharded over tensor: the fraction of reduce-scatter time that overlaps with the matrix product
+# before it (after the MLP), and the fraction of all-gather time that overlaps (before the MLP) if the axis has at least
+# _LONG_AXIS devices.
 _HIDDEN_SCATTER, _HIDDEN_GATHER, _LONG_AXIS = 0.4, 0.5, 8
-_SLICE_LINE = 512
-# Numbers that lie side by side in a register of a TPU.
+# Transfers between slices are padded to this many bytes.
+_SLICE_BYTES = 512
+# Width of a TPU register in numbers.
 _LANES = 128
-# Integer digits that a sum over the vocabulary is made of.
+# A sum over the vocabulary consists of this many integer sums.
 _DIGITS = 3
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind and size.
+    """A collective of a forward pass.
 
     Attributes:
-      kind: HLO's name, ``all-reduce``, ``all-gather`` or ``reduce-scatter``; ``send`` from slice to slice.
+      kind: name of the HLO operation: ``all-reduce``, ``all-gather`` or ``reduce-scatter``; ``send`` between slices.
       axes: mesh axes that it runs over.
-      payload: bytes of the whole array that one device ends with or, for a reduce-scatter, begins with.
-      times: how often in one pass; a mean where the program decides as it runs.
-      what: what is moved.
-      inside_slices: among the chips of each TPU slice alone, even where the axes cross slices.
-      rounds: collectives that the payload is spread over, one after another.
-      hidden: share of its time that products hide.
+      payload: bytes of the array that one device ends with or, for a reduce-scatter, starts with.
+      times: how often one pass runs it; an average if this is decided at run time.
+      what: what it moves, in words.
+      inside_slices: whether it runs only among the chips of each TPU slice, even if ``axes`` cross slices.
+      rounds: number of sequential collectives that share the payload.
+      hidden: fraction of its time that overlaps with matrix products.
     """
 
     kind: str
@@ -55,11 +57,11 @@ class Collective:
 
 
 def choose_tokens_reductions(rule: SamplingRule, ranked: bool) -> int:
-    """Numbers of 4 bytes that are reduced over the vocabulary's shards for one position.
+    """Return how many 4-byte numbers are reduced over the vocabulary's shards to choose the token of one position.
 
     Args:
       rule: how tokens are chosen.
-      ranked: whether their confidences are asked for too.
+      ranked: whether confidences are computed too.
     """
     softmax = 1 + _DIGITS
     token = 2  # a maximum, and the lowest index that has it
@@ -67,7 +69,7 @@ def choose_tokens_reductions(rule: SamplingRule, ranked: bool) -> int:
     if rule.sampled:
         count += token
     if rule.filtered:
-        count += softmax + threshold_passes(rule.confidence_dtype) * SUMS_OF_A_PASS
+        count += softmax + threshold_passes(rule.confidence_dtype) * SUMS_PER_PASS
     if not ranked:
         return count
     if rule.confidence == "entropy":
@@ -80,14 +82,15 @@ def choose_tokens_reductions(rule: SamplingRule, ranked: bool) -> int:
 def phase_collectives(
     workload: Workload, layout: ModelLayout, platform: str, phase: Phase, slices: int = 1
 ) -> list[Collective]:
-    """Collectives of one pass.
+    """Return the collectives of one pass.
 
     Args:
-      workload: what is run.
-      layout: on which mesh.
-      platform: compilers differ in how they bring picked positions together.
-      phase: which pass.
-      slices: TPU slices that the mesh lies over; what crosses them is reduced in each, padded to 512 bytes, sent.
+      workload: the workload.
+      layout: the model's layout on the mesh.
+      platform: platform of the devices. The collectives for selected positions depend on the compiler.
+      phase: the phase.
+      slices: number of TPU slices that the mesh spans. Values that cross slices are first reduced within each slice,
+        then padded to 512 bytes and sent.
     """
     found = _whole_rows(workload, layout, platform, phase) if phase.whole else _window(workload, layout, phase)
     if phase.name == "prefill":
@@ -104,16 +107,16 @@ def phase_collectives(
 
 
 def _over_tensor(workload: Workload, layout: ModelLayout, positions: int, divided: bool) -> list[Collective]:
-    """Of the transformer over tensor: what each layer says it moves, and the embedding.
+    """Return the collectives of the transformer over the tensor axis: those that the layers state, and the embedding's.
 
-    Rows of an int8 embedding are summed as they are stored, with a scale each.
+    Rows of an int8 embedding are reduced as int8 values with one scale each.
 
     Args:
-      workload: what is run.
-      layout: on which mesh.
-      positions: that the device computes, of all its rows.
-      divided: whether the residual lies over tensor too: a sum then leaves each device its part, and the next product
-        gathers them.
+      workload: the workload.
+      layout: the model's layout on the mesh.
+      positions: number of positions that the device computes, over all its rows.
+      divided: whether the residual is sharded over tensor. If so, each sum is a reduce-scatter, and the next matrix
+        product starts with an all-gather.
     """
     if layout.spec.tensor == 1:
         return []
@@ -125,7 +128,7 @@ def _over_tensor(workload: Workload, layout: ModelLayout, positions: int, divide
             ("kv", "group"),
             positions * one.numbers_per_position * workload.item,
             one.times * workload.config.num_layers,
-            f"{one.what}, {one.times} a layer",
+            f"{one.what}, {one.times} per layer",
         )
         for one in layout.layer_cost.tensor_collectives
     ]
@@ -140,7 +143,7 @@ def _over_tensor(workload: Workload, layout: ModelLayout, positions: int, divide
 
 
 def _whole_rows(workload: Workload, layout: ModelLayout, platform: str, phase: Phase) -> list[Collective]:
-    """Of the transformer over whole rows: what layers move over tensor, K and V gathered over sequence."""
+    """Return the collectives of the transformer over whole rows, including the all-gather of K and V over sequence."""
     sequence, layers = layout.spec.sequence, workload.config.num_layers
     divided = residual_over_tensor(layout, platform, phase.rows * layout.spec.data, phase.positions)
     found = _over_tensor(workload, layout, phase.rows * phase.positions // sequence, divided)
@@ -152,11 +155,11 @@ def _whole_rows(workload: Workload, layout: ModelLayout, platform: str, phase: P
 
 
 def _window(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
-    """Of the transformer over a few positions of each row against the cache: decoding, or a step of a block."""
+    """Return the collectives of the transformer over windows with a cache: in decoding, or in a block step."""
     positions = phase.rows * phase.positions
     found = _over_tensor(workload, layout, positions, divided=False)
     if layout.spec.sequence > 1:
-        # The cache lies over sequence: each shard attends to its own keys, then sums and maxima are reduced.
+        # The cache is sharded over sequence. Each shard attends to its own keys; outputs, sums and maxima are reduced.
         head = layout.size_per_device("head_dim") * workload.item + 2 * _FLOAT
         partial = positions * layout.query_heads_per_device * head
         found.append(Collective("all-reduce", ("sequence",), partial, workload.config.num_layers, "partial attention"))
@@ -164,7 +167,7 @@ def _window(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Colle
 
 
 def _last_positions(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
-    """Of a prefill: the last position of each row, which one shard of sequence has."""
+    """Return the collective of a prefill that replicates each row's last position, which a single shard computes."""
     if layout.spec.sequence == 1:
         return []
     size = phase.rows * layout.size_per_device("embed") * workload.item
@@ -172,13 +175,13 @@ def _last_positions(workload: Workload, layout: ModelLayout, phase: Phase) -> li
 
 
 def _picked_positions(workload: Workload, layout: ModelLayout, platform: str, phase: Phase) -> list[Collective]:
-    """Of the head on chunks of a canvas that lies over sequence."""
+    """Return the collectives that select positions for the head from a canvas that is sharded over sequence."""
     if layout.spec.sequence == 1:
         return []
     positions = phase.rows * phase.chunk
-    # The TPU compiler reduces the whole and cuts it where a device has one row.
+    # If a device has a single row, the TPU compiler uses an all-reduce and slices the result.
     scatter = "all-reduce" if platform == "tpu" and phase.rows == 1 else "reduce-scatter"
-    # It gathers by reducing where a device's part does not fill whole registers.
+    # The TPU compiler gathers by an all-reduce if a device's part does not fill whole registers.
     partly_filled = positions // layout.spec.sequence % _LANES
     gather = "all-reduce" if platform == "tpu" and partly_filled else "all-gather"
     size = positions * layout.size_per_device("embed") * workload.item
@@ -192,8 +195,9 @@ def _picked_positions(workload: Workload, layout: ModelLayout, platform: str, ph
     return found
 
 
-# What all rows agree on in a pass, numbers and yes-or-no: whether any has work left (to refresh, or to decide by a
-# refresh that it shares). How many chunks it needs is another number.
+# Values that all rows agree on in each pass, by phase: (integers, booleans). They say whether any row has work left,
+# and for refreshes also whether any row still shares the current refresh. The number of head chunks is one more
+# integer.
 _AGREED = {"denoise step": (1, 0), "refresh": (0, 2), "block step": (0, 2), "prefill": (0, 0), "decode": (0, 1)}
 
 
@@ -206,19 +210,19 @@ def _whether_to_go_on(layout: ModelLayout, platform: str, phase: Phase, slices: 
     what, boolean = "whether any row has work left", _INTEGER if platform == "tpu" else 1
     found = []
     if layout.spec.data > slices:
-        inside = [(_INTEGER, numbers), (boolean, booleans)] if slices == 1 else [(_SLICE_LINE, numbers + booleans)]
+        inside = [(_INTEGER, numbers), (boolean, booleans)] if slices == 1 else [(_SLICE_BYTES, numbers + booleans)]
         found += [
             Collective("all-reduce", ("data",), size, times, what, inside_slices=True)
             for size, times in inside
             if times
         ]
     if slices > 1:
-        found.append(Collective("send", ("data",), _SLICE_LINE, numbers + booleans, what))
+        found.append(Collective("send", ("data",), _SLICE_BYTES, numbers + booleans, what))
     return found
 
 
 def bytes_by_axis(collectives: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Bytes of each kind over each tuple of mesh axes, all times counted."""
+    """Sum the bytes of collectives by kind and mesh axes, counting each as often as it runs."""
     total: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     for one in collectives:
         total[one.kind, one.axes] += one.payload * one.times

@@ -1,8 +1,8 @@
-"""The workload to plan for: a model, rows, prompts, new tokens, and the phases of one generation.
+"""The workload to plan for: model, batch size, prompt and completion lengths, and the phases of a generation.
 
-A phase is one kind of forward pass; which phases there are follows from the model's objective and from the cache.
+A phase is one kind of forward pass. The model's objective and the cache determine which phases a generation has.
 
-Dimension letters: B batch, S canvas, W positions computed a row, T keys attended to.
+Dimension letters: B batch, S canvas, W positions computed per row, T keys attended to.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class Phase:
 
     Attributes:
       name: ``denoise step``, ``refresh``, ``block step``, ``prefill`` or ``decode``.
-      positions: W, computed for each row; over ``sequence`` when ``whole``; a mean for a prefix cache's windows.
-      keys: T, that each position attends to.
-      rows: of each shard of data, computed together.
-      whole: whole rows are computed, else a window of each against the cache.
-      chunk: positions of each row that the head is run on at a time.
-      chunks: how often it is run in a pass; a mean.
-      forwards: passes of this kind in one generation; a mean.
+      rows: rows per ``data`` shard that are computed together.
+      positions: W, positions computed per row, before sharding over ``sequence``; for the windows of a prefix cache, an
+        average.
+      keys: T, keys that each position attends to.
+      whole: whether whole rows are computed; otherwise windows with a cache.
+      chunk: positions per row that the head runs on at a time.
+      chunks: average number of head chunks per pass.
+      forwards: average number of passes of this kind in one generation.
     """
 
     name: str
@@ -56,7 +57,10 @@ class Phase:
     forwards: float
 
     def head_shards(self, layout: ModelLayout) -> int:
-        """Shards of ``sequence`` that share a chunk's positions; a window's and a lone position are whole on each."""
+        """Return over how many ``sequence`` shards the positions of a head chunk are divided.
+
+        Windows and single positions are not divided: every shard computes them.
+        """
         return layout.spec.sequence if self.whole and self.chunk > 1 else 1
 
 
@@ -65,16 +69,16 @@ class Workload:
     """A batch to generate.
 
     Attributes:
-      config: the model.
-      dtype: of weights and activations.
+      config: the model's configuration.
+      dtype: dtype of weights and activations.
       batch: B, rows that are generated together.
-      prompt: tokens of each prompt.
-      new_tokens: tokens to generate for each row.
-      steps: denoise steps of masked diffusion; with a cache they are shared among the blocks.
+      prompt: tokens per prompt.
+      new_tokens: tokens to generate per row.
+      steps: denoise steps of masked diffusion; with a cache, they are divided among the blocks.
       cache: ``none``, ``prefix`` or ``dual`` for masked diffusion, ``none`` or ``exact`` with block-causal attention;
-        an autoregressive model always has one.
-      block_length: positions of a block, with a cache.
-      quantization: ``none``, or ``int8`` for weights.
+        autoregressive models always use a cache.
+      block_length: positions per block, used with a cache.
+      quantization: quantization of the weights, ``none`` or ``int8``.
     """
 
     config: ModelConfig
@@ -104,42 +108,42 @@ class Workload:
             raise InputError(f'dtype "{self.dtype}" is not one of {", ".join(STORED_DTYPES)}')
         if self.prompt + self.new_tokens > self.config.max_positions:
             raise InputError(
-                f"{self.prompt} prompt tokens and {self.new_tokens} new ones make {self.prompt + self.new_tokens}; "
-                f"the model allows {self.config.max_positions} in all"
+                f"{self.prompt} prompt tokens and {self.new_tokens} new tokens are {self.prompt + self.new_tokens} "
+                f"positions; the model allows {self.config.max_positions}"
             )
 
     @property
     def item(self) -> int:
-        """Bytes of one number."""
+        """Bytes per number."""
         return 4 if self.dtype == "float32" else 2
 
     def layout(self, spec: MeshSpec, devices: Any = None) -> ModelLayout:
-        """The model on a mesh.
+        """Lay the model out on a mesh.
 
         Raises:
-          MeshError: it does not divide.
+          MeshError: the model cannot be divided over the mesh.
         """
         return model_layout(self.config, spec, devices, self.quantization)
 
     @property
     def has_cache(self) -> bool:
-        """Whether keys and values are kept from pass to pass."""
+        """Whether the generation uses a KV cache."""
         return self.config.objective == "autoregressive" or self.cache != "none"
 
     def rows(self, data: int) -> int:
-        """Rows on the devices: the batch, padded to a multiple of the data axis."""
+        """Return the number of rows on the devices: the batch, padded to a multiple of the data axis."""
         return math.ceil(self.batch / data) * data
 
     def canvas(self, layout: ModelLayout, platform: str) -> int:
-        """S, the length that prompt and new tokens are run at."""
+        """Return S, the bucket that prompt and new tokens are padded to."""
         return canvas_bucket(self.prompt + self.new_tokens, layout, platform)
 
     def chunk(self, layout: ModelLayout, platform: str) -> int:
-        """Positions of each row that the head of masked diffusion is run on at a time."""
+        """Return how many positions per row the head of a diffusion model runs on at a time."""
         return head_chunk(self.rows(layout.spec.data), self.canvas(layout, platform), layout, platform)
 
     def decoding(self) -> DiffusionConfig:
-        """How masked diffusion decodes: the published settings."""
+        """Return the decoding settings for masked diffusion: the published ones."""
         blocks: dict[str, Any] = (
             {} if self.cache == "none" else {"cache": self.cache, "block_length": self.block_length}
         )
@@ -151,31 +155,31 @@ class Workload:
         return with_model_blocks(made, self.config)
 
     def sampling(self) -> SamplingConfig:
-        """How an autoregressive model decodes: with a nucleus, as is usual."""
+        """Return the decoding settings for autoregressive models: typical nucleus sampling."""
         return SamplingConfig(self.new_tokens, temperature=0.7, top_p=0.9)
 
     def sampling_rule(self) -> SamplingRule:
-        """How tokens are chosen from logits."""
+        """Return how tokens are chosen from logits."""
         if self.config.objective == "autoregressive":
             return decode_program(self.sampling(), self.config.vocab_size).sampling
         return sampling_rule(self.decoding(), self.config.vocab_size, self.dtype)
 
     def windows(self, layout: ModelLayout, platform: str) -> tuple[int, ...]:
-        """Widths of the windows that steps of a block are compiled for, the widest first."""
+        """Return the window widths that block steps are compiled for, widest first."""
         offset = self.config.family.prediction_offset
         return window_widths(self.cache, self.block_length, self.span(layout, platform), offset=offset)
 
     def span(self, layout: ModelLayout, platform: str) -> int:
-        """Positions from the first mask of a row to its end, as programs are compiled for them."""
+        """Return the number of positions from a row's first mask to its end, padded to a bucket."""
         return min(self.canvas(layout, platform), canvas_bucket(self.new_tokens, layout, platform))
 
     def phases(self, layout: ModelLayout, platform: str, widest: bool = False) -> list[Phase]:
-        """The forward passes of one generation.
+        """Return the phases of one generation.
 
         Args:
-          layout: on which mesh.
-          platform: of its devices.
-          widest: windows of several widths at the widest, as memory has to be for, instead of at their mean.
+          layout: the model's layout on the mesh.
+          platform: platform of the devices.
+          widest: describe windows by their largest width, for memory estimates, instead of by their average width.
         """
         canvas, rows = self.canvas(layout, platform), self.rows(layout.spec.data) // layout.spec.data
         if self.config.objective == "autoregressive":
@@ -187,7 +191,7 @@ class Workload:
         chunk = self.chunk(layout, platform)
 
         def chunks(masks: Sequence[int], chunk: int) -> float:
-            # The head runs whole chunks, as many as the row with most masks needs.
+            # The head runs on whole chunks, as many as the row with the most masks needs.
             return sum(math.ceil(count / chunk) for count in masks) / max(1, len(masks))
 
         if self.cache == "none":
@@ -197,8 +201,8 @@ class Workload:
             return self._exact_phases(layout, platform, widest)
         length, block_steps = block_schedule(self.decoding(), canvas)
         starts = range(0, self.new_tokens, length)
-        # Of each block the first pass is a refresh, of the whole canvas, one row at a time; the others compute a window
-        # of every row: the block, or it and all that follows.
+        # The first pass of each block is a refresh, which computes the whole canvas of one row at a time. The other
+        # passes compute a window of every row: the block (dual), or the block and everything after it (prefix).
         passes = [_masks_of_passes(min(length, self.new_tokens - start), block_steps) for start in starts]
         widths = self.windows(layout, platform)
         offset = self.config.family.prediction_offset
@@ -211,7 +215,7 @@ class Workload:
         first = chunks([block[0] for block in passes], refresh)
         return [
             Phase("refresh", 1, canvas, canvas, True, refresh, first, len(passes) * rows),
-            # Where a refresh does all there is no window to run, and still one in the program.
+            # If refreshes commit everything, no window is run, but the program still contains one.
             Phase("block step", rows, width, canvas, False, window, chunks(masks or [length], window), len(masks)),
         ]
 
@@ -236,7 +240,7 @@ class Workload:
 
 @functools.lru_cache(maxsize=256)
 def _masks_of_passes(masked: int, steps: int) -> tuple[int, ...]:
-    """Masks of a row, or of a block of it, before each forward pass; a step that transfers nothing runs none."""
+    """Return the number of masks before each forward pass; a step that commits nothing runs no forward pass."""
     left = masked
     found: list[int] = []
     for ratio in transfer_ratios(steps, 1e-3):

@@ -1,1 +1,1 @@
-"""From text to token ids and back: tokenizers and completions."""
+"""Text in and out: tokenizers, chat templates, and completions."""

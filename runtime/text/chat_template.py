@@ -1,7 +1,8 @@
-"""Chat templates, rendered in child processes: a template is a program of whoever made the checkpoint.
+"""Rendering of chat templates in child processes.
 
-transformers' sandbox keeps a template from reading files and from running code. It does not keep it from looping for
-ever or from filling the memory. A child process can be ended whatever it does; a thread cannot.
+A chat template is a program that comes with the checkpoint. The sandbox of transformers prevents a template from
+reading files and running code, but not from looping forever or filling the memory. Unlike a thread, a child process can
+be ended in such cases.
 """
 
 from __future__ import annotations
@@ -19,35 +20,36 @@ from typing import Any
 
 from sharding.errors import InputError
 
-# To render a conversation; templates take milliseconds.
+# Time limit for rendering; ordinary templates take milliseconds.
 RENDER_SECONDS = 5.0
 _START_SECONDS = 120.0
-# After a child should have ended by itself.
+# A child ends itself at the time limit. If it does not, it is killed after this many more seconds.
 _KILL_SECONDS = 1.0
 _MAX_ANSWER_BYTES = 256 << 20
-_REFUSED = "messages: the chat template refuses them"
+_REFUSED = "messages: the chat template cannot render them"
 _PROGRAM = Path(__file__).with_name("render_process.py")
 
 
 class TemplateTimeoutError(InputError):
-    """A template that does not end in time, or takes too much memory."""
+    """A chat template did not finish within the time limit, or used too much memory."""
 
 
 class TemplateRenderer:
-    """Child processes that render chat templates, as many as there are renderings at a time. Thread-safe.
+    """A pool of child processes that render chat templates. It is thread-safe.
 
-    They start when they are first needed, or with :meth:`start`, and end with this object or this process.
+    There is one child per concurrent call. Children start when they are first needed, or with :meth:`start`, and end
+    with this object or this process.
     """
 
     def __init__(self, seconds: float = RENDER_SECONDS) -> None:
-        """Take the seconds in which a conversation must be rendered."""
+        """Set the time limit, in seconds, for one call of :meth:`render`."""
         self._seconds = seconds
         self._idle: list[_Child] = []
         self._lock = threading.Lock()
         weakref.finalize(self, _end_all, self._idle)
 
     def start(self) -> None:
-        """Start a child, so that the first conversation need not wait for it."""
+        """Start a child, so that the first call of :meth:`render` does not have to wait for it."""
         self._give_back(_Child())
 
     def render(
@@ -57,17 +59,17 @@ class TemplateRenderer:
         special_tokens: Mapping[str, Any],
         answer: bool,
     ) -> list[str]:
-        """The texts of conversations.
+        """Render conversations to texts.
 
         Args:
-          template: a Jinja template, with what transformers offers to one.
-          conversations: messages, ``{"role", "content"}`` each.
+          template: a Jinja template with the extensions of transformers.
+          conversations: lists of messages, each ``{"role": ..., "content": ...}``.
           special_tokens: texts of the tokenizer's special tokens by name, for the template.
-          answer: whether the assistant's answer begins at the end.
+          answer: append the beginning of the assistant's answer.
 
         Raises:
-          TemplateTimeoutError: the template does not end in time.
-          InputError: the template refuses the messages of a conversation, is none, or fails.
+          TemplateTimeoutError: the template does not finish in time.
+          InputError: the template is invalid, fails, or rejects the messages of a conversation.
         """
         request = {
             **special_tokens,
@@ -84,7 +86,7 @@ class TemplateRenderer:
             said = child.ask(json.dumps(request, default=str).encode(), self._seconds + _KILL_SECONDS)
         except EOFError as error:
             child.end()
-            why = f"it does not end within {self._seconds:g} s, or takes too much memory"
+            why = f"it did not finish within {self._seconds:g} s, or used too much memory"
             raise TemplateTimeoutError(_REFUSED, field="messages", detail=why) from error
         except BaseException:
             child.end()
@@ -100,42 +102,42 @@ class TemplateRenderer:
 
 
 class _Child:
-    """A process that renders one conversation at a time."""
+    """A child process that handles one request at a time."""
 
     def __init__(self) -> None:
         own = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "OPENBLAS_NUM_THREADS": "1"}
         try:
             self._process = subprocess.Popen(
-                # -P: modules beside the program must not hide others.
+                # -P keeps the program's folder off the path, where its modules would shadow others.
                 [sys.executable, "-P", str(_PROGRAM)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, **own},
-                start_new_session=True,  # an interrupt from the keyboard is this process's
+                start_new_session=True,  # so that Ctrl+C reaches only the parent
             )
         except OSError as error:
-            raise InputError(f"the process that renders chat templates cannot be started ({error})") from error
+            raise InputError(f"cannot start the process that renders chat templates ({error})") from error
         self._is_ready = False
 
     def wait_until_ready(self) -> None:
-        """Wait until it has imported what it needs.
+        """Wait until the child has imported its libraries.
 
         Raises:
-          InputError: it cannot.
+          InputError: the child failed to start.
         """
         if not self._is_ready:
             try:
                 self._exchange(b"", _START_SECONDS)
             except EOFError as error:
-                raise InputError("the process that renders chat templates has failed to start") from error
+                raise InputError("the process that renders chat templates failed to start") from error
             self._is_ready = True
 
     def ask(self, request: bytes, seconds: float) -> dict[str, Any]:
-        """Its answer to a request.
+        """Send a request and return the child's answer.
 
         Raises:
-          EOFError: it has ended, or has been ended because it took longer than ``seconds``.
+          EOFError: the child has ended, or was killed because it took longer than ``seconds``.
         """
         return dict(json.loads(self._exchange(request + b"\n", seconds)))
 
@@ -158,11 +160,11 @@ class _Child:
         return line
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self._process.kill()
         for pipe in (self._process.stdout, self._process.stdin):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # what was not sent any more
+            with contextlib.suppress(OSError):  # unsent data is dropped
                 pipe.close()
         self._process.wait()
 

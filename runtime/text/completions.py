@@ -1,4 +1,4 @@
-"""From generated tokens to completions: where they end and what they say."""
+"""Turning generated tokens into completions: end tokens, stop strings, decoding, and streaming of text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
 from runtime.text.tokenizer import TextTokenizer
 
-# Tokens before new ones that are decoded with them: how a token reads may depend on those before it.
+# New tokens are decoded together with this many tokens before them, because the text of a token may depend on these.
 _CONTEXT = 4
 
 
@@ -22,14 +22,14 @@ class Completion:
 
     Attributes:
       prompt: the prompt as given.
-      index: which of the prompt's ``num_return_sequences`` this is.
-      text: the completion, cut at the first end token or stop string, without special tokens.
-      tokens: the tokens of ``text``, cut there too.
-      finish_reason: ``stop`` where it was cut, ``length`` where the canvas ended first.
-      masks_left: positions of the whole canvas that are still masked.
-      seed: the seed that repeats it.
-      filled_prompt: the prompt with its masks filled, where it had any.
-      log_probabilities: of ``tokens``, where they were asked for.
+      index: index of this completion among the prompt's ``num_return_sequences``.
+      text: the completion without special tokens, up to the first end token or stop string.
+      tokens: the tokens of ``text``.
+      finish_reason: ``stop`` if an end token or a stop string ended the completion, ``length`` otherwise.
+      masks_left: number of masks left on the whole canvas.
+      seed: the seed that reproduces the completion.
+      filled_prompt: the prompt with its masks filled; None if it had no masks.
+      log_probabilities: log-probabilities of ``tokens``; None if they were not requested.
     """
 
     prompt: str
@@ -49,7 +49,7 @@ def cut_completion(
     """Cut new tokens at the first end token, then at the first stop string.
 
     Returns:
-      Text, the longest run of tokens whose text lies before the cut, and the finish reason.
+      The text, the longest prefix of tokens whose text ends before the cut, and the finish reason.
     """
     kept = _before_end(tokens, end_token_ids)
     reason = "stop" if len(kept) < len(tokens) else "length"
@@ -62,30 +62,30 @@ def cut_completion(
 
 
 def _tokens_within(tokenizer: TextTokenizer, tokens: Sequence[int], length: int) -> int:
-    """The most tokens whose text has no more than ``length`` characters."""
+    """Return the largest number of tokens whose text has at most ``length`` characters."""
     counts = range(1, len(tokens) + 1)
     return bisect.bisect_right(counts, length, key=lambda count: len(tokenizer.decode(tokens[:count])))
 
 
 def _before_end(tokens: Sequence[int], end_token_ids: Collection[int]) -> list[int]:
-    """Tokens before the first that ends a completion."""
+    """Return the tokens before the first end token."""
     ends = set(end_token_ids)
     return list(tokens[: next((place for place, token in enumerate(tokens) if token in ends), len(tokens))])
 
 
 def _first_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Where the first stop string begins."""
+    """Return the position at which the first stop string begins, or None."""
     places = [place for place in (text.find(string) for string in stop if string) if place >= 0]
     return min(places, default=None)
 
 
 @dataclass(frozen=True)
 class CompletionBuilder:
-    """Builds the completion of a finished row, for every caller: text, JSON, batches and HTTP.
+    """Builds completions from finished rows.
 
     Attributes:
-      tokenizer: the model's.
-      mask_token_id: the model's, -1 for none.
+      tokenizer: the model's tokenizer.
+      mask_token_id: the model's mask token; -1 if it has none.
       end_token_ids: tokens that end a completion.
     """
 
@@ -104,16 +104,16 @@ class CompletionBuilder:
         stop: Sequence[str] = (),
         log_probabilities: np.ndarray | None = None,
     ) -> Completion:
-        """The completion of one row.
+        """Build the completion of one row.
 
         Args:
           sequence: int32 ``[S]``, prompt and new tokens without padding.
-          prompt_tokens: the prompt as it was given.
-          prompt: its text.
-          index: which of the prompt's samples this is.
-          seed: of the row.
+          prompt_tokens: tokens of the prompt as given.
+          prompt: text of the prompt.
+          index: index of the completion among the prompt's samples.
+          seed: the row's seed.
           stop: strings that end a completion.
-          log_probabilities: float32 ``[S]``, where they were asked for.
+          log_probabilities: float32 ``[S]``, or None if they were not requested.
         """
         width = len(prompt_tokens)
         text, tokens, reason = cut_completion(self.tokenizer, sequence[width:].tolist(), self.end_token_ids, stop)
@@ -139,13 +139,13 @@ class CompletionBuilder:
         result: GenerationResult,
         stop: Sequence[str] = (),
     ) -> list[Completion]:
-        """The completions of a whole result, prompt by prompt, sample by sample.
+        """Build the completions of a whole result: for each prompt in turn, its samples in order.
 
         Args:
-          prompts: texts.
-          ids: int32 ``[B, S]``, their left-padded rows.
-          mask: ``[B, S]``, the rows' attention mask.
-          result: of those rows, with as many samples of each.
+          prompts: texts of the prompts.
+          ids: int32 ``[B, S]``, left-padded tokens of the prompts.
+          mask: ``[B, S]``, attention mask of the prompts.
+          result: the generated rows, with the same number of samples for each prompt.
           stop: strings that end a completion.
         """
         samples, kept = len(result.sequences) // len(prompts), result.log_probabilities
@@ -171,12 +171,14 @@ class CompletionBuilder:
 def certain_prefixes(
     canvases: Iterable[tuple[int, np.ndarray]], width: int, mask_token_id: int | None
 ) -> Iterator[list[list[int]]]:
-    """New tokens of each row that will not change any more, as they are generated, and at last all of them.
+    """Yield, for each streamed canvas, the new tokens of each row that are final, and at the end all new tokens.
+
+    The final tokens of a diffusion row are those before its first mask.
 
     Args:
-      canvases: (steps done, canvas int32 ``[B, S + N]``).
-      width: S.
-      mask_token_id: what is still open; None for an autoregressive model, which makes a token a step.
+      canvases: pairs of the number of steps done and the canvas int32 ``[B, S + N]``.
+      width: S, width of the prompts.
+      mask_token_id: the mask token; None for an autoregressive model, which generates one token per step.
     """
     new: list[list[int]] = []
     for done, canvas in canvases:
@@ -189,19 +191,19 @@ def certain_prefixes(
 
 
 class _IncrementalDecoder:
-    """Text of tokens that come a few at a time; each is decoded when it comes, beside a few before it.
+    """Decodes tokens that arrive a few at a time. Each token is decoded once, together with a few tokens before it.
 
-    A character whose bytes are not all there is held back until they are.
+    A character is held back until all of its bytes have arrived.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._context: list[int] = []  # whole characters, handed out
-        self._open: list[int] = []  # its last character may not be whole
-        self._given = 0  # characters of the open tokens that are handed out
+        self._context: list[int] = []  # last tokens whose text has been returned completely
+        self._open: list[int] = []  # tokens after them, whose last character may be incomplete
+        self._given = 0  # characters of the open tokens that have been returned
 
     def push(self, tokens: Sequence[int], last: bool) -> str:
-        """The characters that these tokens add; ``last`` hands out what is held back too."""
+        """Return the text that these tokens add. With ``last``, this includes text that was held back."""
         self._open += tokens
         before = self._tokenizer.decode(self._context) if self._context else ""
         text = self._tokenizer.decode([*self._context, *self._open])[len(before) :]
@@ -216,19 +218,20 @@ class _IncrementalDecoder:
 
 
 class TextStream:
-    """Text of growing prefixes of a completion's tokens, in pieces that together are :func:`cut_completion`'s text.
+    """Converts growing prefixes of a completion's tokens to pieces of text.
 
-    What could still change is held back: a character whose bytes are not all there, and the beginning of a stop string.
-    Tokens are decoded and searched once, when they come.
+    Together, the pieces equal the text of :func:`cut_completion`. Text that could still change is held back: a
+    character whose bytes are incomplete, and the beginning of a possible stop string. Each token is decoded and
+    searched once.
 
     Attributes:
-      ended: whether the text is all there, because an end token or a stop string has come.
-      stopped: whether a stop string has.
-      length: characters of the pieces so far.
+      ended: whether the text is complete, because an end token or a stop string was found.
+      stopped: whether a stop string was found.
+      length: number of characters returned so far.
     """
 
     def __init__(self, tokenizer: TextTokenizer, end_token_ids: Collection[int], stop: Sequence[str]) -> None:
-        """Take what :func:`cut_completion` takes."""
+        """Create a stream; see :func:`cut_completion` for the arguments."""
         self._decoder, self._ends, self._stop = _IncrementalDecoder(tokenizer), end_token_ids, stop
         self._margin = max((len(string) for string in stop), default=1) - 1
         self._tokens = self.length = 0
@@ -236,7 +239,12 @@ class TextStream:
         self.ended = self.stopped = False
 
     def push(self, tokens: Sequence[int], whole: bool = False) -> str:
-        """The next piece, often empty, now that these tokens are certain; ``whole`` says that there will be no more."""
+        """Return the next piece of text, which may be empty.
+
+        Args:
+          tokens: all new tokens that are final so far.
+          whole: whether there will be no more tokens.
+        """
         if self.ended or (len(tokens) == self._tokens and not whole):
             return ""
         new, self._tokens = tokens[self._tokens :], len(tokens)
@@ -246,7 +254,7 @@ class TextStream:
         text = self._held + self._decoder.push(kept, last)
         sure = len(text) if last else self._sure(text)
         cut = _first_stop(text, self._stop)
-        # Of several stop strings a longer one may still turn out to begin before the one that is there.
+        # With several stop strings, one that begins earlier may not be complete yet, so wait until this is ruled out.
         self.stopped = cut is not None and cut <= sure
         self.ended = at_end or self.stopped
         piece = text[: cut if self.stopped else sure]
@@ -255,26 +263,26 @@ class TextStream:
         return piece
 
     def _sure(self, text: str) -> int:
-        """Characters of a text before the first with which a stop string may begin that goes on after the text."""
+        """Return how many characters of a text precede a possible beginning of a stop string at its end."""
         places = range(max(0, len(text) - self._margin), len(text))
         return next((place for place in places if any(own.startswith(text[place:]) for own in self._stop)), len(text))
 
 
 class StopSearch:
-    """Looks for stop strings in the new tokens of one row as they become certain; see :data:`StopTest`."""
+    """Searches the new tokens of one row for stop strings, as they become final; see :data:`StopTest`."""
 
     def __init__(self, tokenizer: TextTokenizer, end_token_ids: Collection[int], stop: Sequence[str]) -> None:
-        """Take what :func:`cut_completion` takes."""
+        """Create a search; see :func:`cut_completion` for the arguments."""
         self._tokenizer, self._ends = tokenizer, end_token_ids
         self._stream = TextStream(tokenizer, end_token_ids, stop)
         self._found: int | None = None
 
     def __call__(self, tokens: Sequence[int], whole: bool) -> int | None:
-        """How many of the new tokens come before the first stop string, None while there is none.
+        """Return how many new tokens precede the first stop string, or None if none has been found yet.
 
         Args:
-          tokens: those that will not change any more: each time those of the last time, and more.
-          whole: whether there will be no more.
+          tokens: all new tokens that are final so far; every call extends the tokens of the previous one.
+          whole: whether there will be no more tokens.
         """
         if not self._stream.ended:
             self._stream.push(tokens, whole)
@@ -286,7 +294,7 @@ class StopSearch:
 def stop_tests(
     tokenizer: TextTokenizer, end_token_ids: Collection[int], stops: Iterable[Sequence[str]]
 ) -> list[StopTest | None]:
-    """A :class:`StopSearch` for each row that has stop strings, None for the others."""
+    """Return a :class:`StopSearch` for each row that has stop strings, and None for the others."""
     return [StopSearch(tokenizer, end_token_ids, stop) if stop else None for stop in stops]
 
 
@@ -296,9 +304,9 @@ def stream_texts(
     end_token_ids: Collection[int],
     stop: Sequence[str],
 ) -> Iterator[tuple[str, ...]]:
-    """The pieces of a :class:`TextStream` for each row of these prefixes, whenever there is one of any row.
+    """Yield the next piece of text of every row, whenever any row has one; see :class:`TextStream`.
 
-    No prefixes are asked for once all texts are complete.
+    Once all texts are complete, no more prefixes are consumed.
     """
     streams: list[TextStream] = []
     rows: Sequence[Sequence[int]] = ()

@@ -1,8 +1,9 @@
-"""Renders chat templates in a process of its own: a template that does not end, or fills the memory, ends this alone.
+"""The program of the child process that renders chat templates; :mod:`runtime.text.chat_template` starts it.
 
-:mod:`runtime.text.chat_template` starts it. It reads a JSON object a line from standard input, the arguments of
-transformers' ``render_jinja_template`` and ``seconds`` to do it in, and writes an object a line: ``texts``, or an
-``error``. An empty object says that it is ready.
+A template that loops forever or fills the memory ends only this process. The program reads one JSON object per line
+from standard input: the arguments of transformers' ``render_jinja_template``, and a time limit ``seconds``. For each it
+writes one line with a JSON object that has ``texts`` or an ``error``. An empty object at the start says that the
+process is ready.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import sys
 from typing import Any
 
-# Beside what the process has when it is ready.
+# Memory that rendering may use, in addition to the memory of the process when it is ready.
 _MEMORY_BYTES = 1 << 30
 _MAX_CHARACTERS = 1 << 24
 
@@ -23,7 +24,7 @@ def _bound_memory() -> None:
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             pages = int(file.read().split()[0])
-    except OSError:  # a system without such files
+    except OSError:  # a system without /proc
         return
     limit = pages * resource.getpagesize() + _MEMORY_BYTES
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -32,23 +33,23 @@ def _bound_memory() -> None:
 
 
 def _render(render: Any, request: dict[str, Any]) -> dict[str, Any]:
-    # What this signal does by default ends the process, even within one call of C.
+    # SIGALRM ends the process by default, even during a call into C code.
     signal.setitimer(signal.ITIMER_REAL, request.pop("seconds"))
     try:
         texts, _ = render(**request)
-    except Exception as error:  # a template can raise whatever Python can
+    except Exception as error:  # a template can raise any exception
         return {"error": f"{type(error).__name__}: {error!s:.300}"}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     if max(map(len, texts)) > _MAX_CHARACTERS:
-        return {"error": f"it makes a text of more than {_MAX_CHARACTERS} characters"}
+        return {"error": f"the rendered text has more than {_MAX_CHARACTERS} characters"}
     return {"texts": texts}
 
 
 def main() -> None:
-    """Render until standard input ends."""
+    """Answer requests until standard input ends."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nothing that a library prints is taken for an answer
+    os.dup2(2, 1)  # what libraries print goes to stderr, so that it is not mistaken for an answer
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _bound_memory()

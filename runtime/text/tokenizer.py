@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the model's own tokenizer and chat template. No code from the folder is run."""
+"""Tokenization with the checkpoint's tokenizer and chat template. No code from the checkpoint folder is run."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from sharding.errors import InputError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Tokens that end a completion, where a checkpoint's vocabulary has them.
+# These tokens end a completion, if the checkpoint's vocabulary has them.
 END_TOKENS = ("<|im_end|>", "<|dlm_pad|>", "<|endoftext|>")
 
 
-# Conversations of a batch that may take a chat template too long: with more of them, it is the template's fault.
+# If more conversations than this time out, the chat template itself is considered broken.
 _MAX_TIMEOUTS = 3
 
 
 class TextTokenizer:
-    """A folder's tokenizer."""
+    """The tokenizer of a checkpoint."""
 
     def __init__(self, tokenizer: Any, name: str, renderer: TemplateRenderer | None = None) -> None:
-        """Wrap a fast tokenizer of transformers; ``name`` is the folder's, for messages."""
+        """Wrap a fast tokenizer of transformers; ``name`` is the checkpoint's name, for messages."""
         self._tokenizer = tokenizer
         self._name = name
         self._renderer = renderer or TemplateRenderer()
@@ -36,20 +36,20 @@ class TextTokenizer:
 
     @classmethod
     def from_folder(cls, folder: CheckpointFolder) -> TextTokenizer | None:
-        """Load a folder's tokenizer: ``tokenizer.json``, or a Qwen2 ``vocab.json`` and ``merges.txt``.
+        """Load a folder's tokenizer from ``tokenizer.json``, or from Qwen2's ``vocab.json`` and ``merges.txt``.
 
         Returns:
-          None where the folder has neither.
+          The tokenizer, or None if the folder has neither.
 
         Raises:
-          CheckpointError: the files are there and cannot be read, or are not files of the folder.
+          CheckpointError: the files exist but cannot be read, or are links to files outside the folder.
         """
         has_json = (folder.path / "tokenizer.json").is_file()
         has_bpe = all((folder.path / file).is_file() for file in ("vocab.json", "merges.txt"))
         if not has_json and not has_bpe:
             return None
-        folder.side_files()  # none of what is read now is a link to elsewhere, or too large
-        # Named classes, never the automatic one: a class named by the folder could be code in the folder.
+        folder.side_files()  # raises if a file is too large, or is a link out of the folder
+        # Not AutoTokenizer: it could load a class whose code is in the folder.
         from transformers import PreTrainedTokenizerFast, Qwen2TokenizerFast
 
         loader = PreTrainedTokenizerFast if has_json else Qwen2TokenizerFast
@@ -61,17 +61,17 @@ class TextTokenizer:
             raise CheckpointError(f"{folder.path}: the tokenizer cannot be read ({error!s:.300})") from error
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; special tokens written in it are recognised, none is added.
+        """Encode a text to token ids. Special tokens written in the text are recognised; none are added.
 
         Raises:
           InputError: the tokenizer fails on this text.
         """
-        # Not verbose: how long a prompt may be is checked where the model is known.
+        # verbose=False suppresses a warning about the length, which is checked elsewhere against the model.
         ids = self._guarded(lambda: self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
         return list(ids)
 
     def _guarded(self, work: Callable[[], Result]) -> Result:
-        """What ``work`` returns.
+        """Call ``work`` and return its result.
 
         Raises:
           InputError: the tokenizers library raises an error or panics.
@@ -81,10 +81,10 @@ class TextTokenizer:
         except BaseException as error:
             if not _is_of_library(error):
                 raise
-            raise InputError("prompt: the tokenizer cannot take this text", field="prompt", detail=error) from error
+            raise InputError("prompt: the tokenizer cannot process this text", field="prompt", detail=error) from error
 
     def encode_chat(self, text: str) -> list[int]:
-        """Token ids of a user's message in the chat template, ready for the assistant's answer.
+        """Encode a user's message with the chat template, up to the beginning of the assistant's answer.
 
         Raises:
           CheckpointError: the checkpoint has no chat template.
@@ -92,7 +92,7 @@ class TextTokenizer:
         return self.encode_messages([{"role": "user", "content": text}])
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer; see :meth:`render_messages`."""
+        """Encode a conversation, up to the beginning of the assistant's answer; see :meth:`render_messages`."""
         return self.encode(self.render_messages(messages))
 
     @property
@@ -100,10 +100,10 @@ class TextTokenizer:
         """The checkpoint's chat template.
 
         Raises:
-          CheckpointError: it has none.
+          CheckpointError: the checkpoint has none.
         """
         found = self._tokenizer.chat_template
-        if isinstance(found, dict):  # several by name, of which this one is for conversations
+        if isinstance(found, dict):  # named templates, of which "default" is for conversations
             found = found.get("default")
         if not found:
             raise CheckpointError(f"{self._name}: the tokenizer has no chat template; leave --chat off")
@@ -111,15 +111,19 @@ class TextTokenizer:
 
     @chat_template.setter
     def chat_template(self, template: str | None) -> None:
-        """Use another chat template; None for none."""
+        """Replace the chat template; None removes it."""
         self._tokenizer.chat_template = template
 
     def render_messages(self, messages: Sequence[Mapping[str, str]], answer: bool = True) -> str:
-        """Text of a conversation, ``{"role", "content"}`` each, with the beginning of the assistant's ``answer``.
+        """Render a conversation to text.
+
+        Args:
+          messages: the messages, each ``{"role": ..., "content": ...}``.
+          answer: append the beginning of the assistant's answer.
 
         Raises:
           CheckpointError: the checkpoint has no chat template.
-          InputError: its template refuses these messages, fails, or does not end.
+          InputError: the template rejects these messages, fails, or does not finish in time.
         """
         return self._render([messages], answer)[0]
 
@@ -128,15 +132,15 @@ class TextTokenizer:
         return self._renderer.render(self.chat_template, conversations, special, answer)
 
     def render_batch(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[str | InputError]:
-        """Texts of conversations, as :meth:`render_messages` makes each, or why there is none.
+        """Render conversations to texts, with an error in place of each text that cannot be rendered.
 
         Raises:
-          CheckpointError: the chat template does not end, for several of them.
+          CheckpointError: rendering of several conversations did not finish in time.
         """
 
         def one(messages: Sequence[Mapping[str, str]]) -> str:
             if self._timeouts > _MAX_TIMEOUTS:
-                raise TemplateTimeoutError("messages: the chat template does not end", field="messages")
+                raise TemplateTimeoutError("messages: the chat template does not finish", field="messages")
             try:
                 return self.render_messages(messages)
             except TemplateTimeoutError:
@@ -146,12 +150,12 @@ class TextTokenizer:
         found = _each(lambda: self._render(conversations, True), one, conversations)
         if self._timeouts > _MAX_TIMEOUTS:
             raise CheckpointError(
-                f"{self._name}: the chat template does not end: {self._timeouts} conversations were tried"
+                f"{self._name}: the chat template did not finish in time for {self._timeouts} conversations"
             )
         return found
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int] | InputError]:
-        """Token ids of texts, as :meth:`encode` makes each, or why there are none. All cores take part."""
+        """Encode texts on all CPU cores, with an error in place of the ids of each text that cannot be encoded."""
 
         def whole() -> list[list[int]]:
             found = self._tokenizer(
@@ -166,11 +170,11 @@ class TextTokenizer:
         return _each(lambda: self._guarded(whole), self.encode, texts)
 
     def start_renderer(self) -> None:
-        """Start what renders conversations, so that the first one need not wait for it."""
+        """Start the process that renders conversations, so that the first one does not have to wait for it."""
         self._renderer.start()
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids, without special tokens unless asked.
+        """Decode token ids to text, by default without special tokens.
 
         Raises:
           InputError: the tokenizer fails on these ids.
@@ -183,20 +187,23 @@ class TextTokenizer:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens in :data:`END_TOKENS` that the vocabulary has."""
+        """Ids of those tokens in :data:`END_TOKENS` that the vocabulary has."""
         vocabulary = self._tokenizer.get_vocab()
         return tuple(vocabulary[token] for token in END_TOKENS if token in vocabulary)
 
 
 def _is_of_library(error: BaseException) -> bool:
-    """Whether a library raised it: a panic of Rust is no :class:`Exception`, and its class has no public name."""
+    """Return whether a library raised the error, by an exception or by a Rust panic.
+
+    A Rust panic is not an :class:`Exception`, and its class has no public name.
+    """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _each(
     whole: Callable[[], list[Result]], one: Callable[[Item], Result], items: Sequence[Item]
 ) -> list[Result | InputError]:
-    """What ``whole`` makes of all items; where it fails, what ``one`` makes of each, or why it does not."""
+    """Return ``whole()`` for all items. If it fails, return ``one(item)`` or its error for each item."""
     if not items:
         return []
     try:
@@ -214,19 +221,19 @@ def _each(
 def encode_prompts(
     tokenizer: TextTokenizer, prompts: str | Sequence[str], pad_token_id: int, *, chat: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenize a prompt, or several, into left-padded rows: int32 ``[B, S]`` and their attention mask ``[B, S]``.
+    """Tokenize one or more prompts into left-padded rows: int32 ``[B, S]`` and an attention mask ``[B, S]``.
 
     Raises:
-      InputError: no prompts, one that is no text, or one without tokens.
-      CheckpointError: ``chat``, and no chat template.
+      InputError: there are no prompts, one is not a string, or one has no tokens.
+      CheckpointError: ``chat`` is set, but the checkpoint has no chat template.
     """
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if not prompts or not all(isinstance(text, str) for text in prompts):
-        raise InputError("prompts: expected a text, or a list of at least one")
+        raise InputError("prompts: expected a string, or a non-empty list of strings")
     encoded = [tokenizer.encode_chat(text) if chat else tokenizer.encode(text) for text in prompts]
     empty = [number for number, tokens in enumerate(encoded) if not tokens]
     if empty:
-        raise InputError(f"prompt {empty[0]} is empty: a prompt has at least one token")
+        raise InputError(f"prompt {empty[0]} is empty; expected at least one token")
     width = max(map(len, encoded))
     ids = np.full((len(encoded), width), pad_token_id, np.int32)
     mask = np.zeros_like(ids)
@@ -237,10 +244,10 @@ def encode_prompts(
 
 
 def end_tokens(config: ModelConfig, folder: CheckpointFolder, tokenizer: TextTokenizer | None) -> tuple[int, ...]:
-    """Tokens that end a completion: the configurations', and the tokenizer's where there is one.
+    """Return the tokens that end a completion, from the model and generation configs and from the tokenizer.
 
     Raises:
-      ConfigError: the generation config names one that is no token.
+      ConfigError: the generation config names an id that is not in the vocabulary.
     """
     ids = [*config.end_token_ids, *token_ids(folder.generation_config, "eos_token_id", config.vocab_size - 1)]
     return tuple(dict.fromkeys([*ids, *(() if tokenizer is None else tokenizer.end_token_ids)]))

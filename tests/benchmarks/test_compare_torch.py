@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import compare_torch
 from benchmarks.torch_models import torch_device
-from launch.startup import run_launcher
+from launch.process.startup import run_launcher
 from sharding.errors import InputError
 
 torch = pytest.importorskip("torch")

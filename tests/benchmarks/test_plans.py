@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plans
-from launch.startup import run_launcher
+from launch.process.startup import run_launcher
 
 
 def run(*arguments: str) -> None:

@@ -10,7 +10,7 @@ from absl import flags
 
 from benchmarks import report, scaling
 from benchmarks.scaling_plots import plot_scaling
-from launch.startup import run_launcher
+from launch.process.startup import run_launcher
 from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig
 from runtime.planner.compiled import CompiledPhase, compile_workload

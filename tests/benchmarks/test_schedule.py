@@ -12,7 +12,7 @@ from benchmarks.bundles import read_dump, read_kernel
 from benchmarks.kernel_work import bytes_moved, operations
 from benchmarks.pass_times import Device, Work, pass_times
 from benchmarks.report import fill_tables
-from launch.startup import run_launcher
+from launch.process.startup import run_launcher
 from runtime.planner.hlo import read_module
 
 # A loop of 10 iterations that overlaps copies with the work on 8 tiles, and within it one of 5.

@@ -16,6 +16,7 @@ from absl import flags
 from benchmarks.load import Answer, Ask, Client, open_loop, saturate, summary
 from benchmarks.records import Timing
 from benchmarks.serve.__main__ import define_flags, main, measure, profile, ratios, read_subject
+from benchmarks.serve.acceptance import acceptance
 from benchmarks.serve.plots import draw
 from benchmarks.serve.processes import Checkout
 from benchmarks.serve.tables import serve_tables
@@ -169,6 +170,19 @@ def test_ratios_between_sections() -> None:
     assert ratios({}) == {}
 
 
+def test_what_is_expected_of_a_record() -> None:
+    measured = results(old=True)
+    measured["loads"]["0.6"]["useful_share"] = 0.79
+    rows = acceptance(measured, ratios(measured))
+    found = {row["what"]: (row["value"], row["met"]) for row in rows if row["goal"] is not None}
+    assert list(found.values()) == [
+        (1.2, True), (1.3, True), (2, True), (50.0, True), (8.0, True), (3, False), (3, False), (0.79, False),
+        (1.25, False), (0, True),
+    ]  # fmt: skip
+    assert {row["what"]: row["value"] for row in rows}["old server, cold cache: programs"] == 24
+    assert acceptance({}, {}) == []
+
+
 def test_tables_and_plots_of_a_record(tmp_path: Path) -> None:
     sizes = []
     for old in (False, True):
@@ -177,7 +191,8 @@ def test_tables_and_plots_of_a_record(tmp_path: Path) -> None:
         sizes.append((tmp_path / "plot.png").stat().st_size)
         written = json.dumps(
             {
-                "results": measured | {"ratios": ratios(measured)},
+                "results": measured
+                | {"ratios": ratios(measured), "acceptance": acceptance(measured, ratios(measured))},
                 "settings": FULL.settings()
                 | {
                     "address": None,
@@ -192,6 +207,7 @@ def test_tables_and_plots_of_a_record(tmp_path: Path) -> None:
         )
         lines = serve_tables(json.loads(written)).splitlines()
         before = "30 s" if old else ""
+        assert lines[2].endswith("times engine.generate, the slowest | 1.2 | at most 1.3 | yes |")
         assert f"| one request, 32 new tokens | 0.5 s | 0.6 s | 1.20x | 1.40x | 1.30x | {before} | yes |" in lines
         assert "| server, blocks of 1, 16 tokens | 2 | 0.012 s | 0.099 s | 7 |" in lines
         assert "| 30% of 2.00 requests/s | 0.7 s | 1.4 s | 2.1 s | 83% | 3 |" in lines

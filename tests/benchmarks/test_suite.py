@@ -23,7 +23,7 @@ from benchmarks.suite.sheet import Sheet
 from benchmarks.suite.tables import suite_tables
 from checkpoints import DEMO, open_folder
 from checkpoints.opening import open_tensors
-from launch.startup import EXIT_RESTART, run_launcher
+from launch.process.startup import EXIT_RESTART, run_launcher
 from runtime import Engine
 from sharding.errors import InputError
 
@@ -353,10 +353,12 @@ def test_a_command_of_the_same_subject() -> None:
     ]  # fmt: skip
 
 
-def test_the_tables_of_the_readme_are_those_of_its_records() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "<!-- table: " in text
-    assert report.fill_tables(text, ROOT) == text
+@pytest.mark.parametrize(("document", "tables"), [("README.md", 2), ("benchmarks/README.md", 5)])
+def test_the_tables_of_documents_are_those_of_their_records(document: str, tables: int) -> None:
+    path = ROOT / document
+    text = path.read_text(encoding="utf-8")
+    assert text.count("<!-- end of table -->") == tables
+    assert report.fill_tables(text, path.parent) == text, f"python -m benchmarks.report --readme={document}"
 
 
 def test_the_scaling_tables_are_those_of_their_records() -> None:

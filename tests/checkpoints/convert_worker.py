@@ -15,7 +15,7 @@ from absl import flags
 from checkpoints.opening import open_tensors
 from checkpoints.source import Index, StoredTensor, StoredTensors
 from launch import convert
-from launch.startup import run_launcher
+from launch.process.startup import run_launcher
 
 
 def failing(tensor: StoredTensor, how: str) -> StoredTensor:

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from absl import flags
 
-from launch.model_flags import define_model_flags, describe_loaded, load_engine, open_checkpoint
-from launch.startup import define_device_flags, run_launcher, start_devices
+from launch.flags.model import define_model_flags, describe_loaded, load_engine, open_checkpoint
+from launch.process.startup import define_device_flags, run_launcher, start_devices
 
 
 def shard_digests(weights: Any) -> dict[str, str]:

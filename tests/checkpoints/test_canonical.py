@@ -80,14 +80,15 @@ def test_restored_on_any_mesh_as_from_the_source(mesh: str, tmp_path_factory: py
 
 
 def test_orbax_reads_it(micro: Path, canonical: Path) -> None:
-    """By itself, without this project: both of its interfaces."""
+    """By itself, without this project: both of its interfaces, onto the devices that wrote it and onto the host."""
     import orbax.checkpoint
     from orbax.checkpoint import v1
 
     expected = load_file(micro / "model.safetensors")
     new = v1.load(canonical / "weights")
+    host = v1.load(canonical / "weights", dict.fromkeys(expected, np.ndarray))
     old = orbax.checkpoint.PyTreeCheckpointer().restore(canonical / "weights" / "state")
-    for found in (new, old):
+    for found in (new, host, old):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert found[name].dtype == value.dtype

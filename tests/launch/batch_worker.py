@@ -12,7 +12,7 @@ from pathlib import Path
 from absl import flags
 
 from launch import batch
-from launch.startup import run_launcher
+from launch.process.startup import run_launcher
 from runtime.execution.pool import Pool
 from runtime.execution.step_plan import PoolOutcome, PoolPlan
 

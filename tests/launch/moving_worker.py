@@ -14,7 +14,7 @@ from unittest import mock
 from absl import flags
 
 from launch import serve
-from launch.startup import run_launcher
+from launch.process.startup import run_launcher
 from runtime.execution import scheduler
 from runtime.execution.assignment import Choice, Need, OpenBucket, assign
 from runtime.execution.buckets import pack

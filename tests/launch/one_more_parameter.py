@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
+from pydantic import ValidationError
 
 from runtime.decoding import parameters
 from runtime.decoding.schema import Integer, Requirement, exposed_parameters, parameter
@@ -40,13 +41,13 @@ def main(folder: Path) -> dict[str, Any]:
     from checkpoints import DEMO, open_folder
     from launch import serve
     from launch.batches.lines import read_batch
-    from launch.decoding_flags import decoding_config, define_decoding_flags
-    from launch.model_flags import read_tokenizer
+    from launch.docs.parameter_table import table
+    from launch.flags.decoding import decoding_config, define_decoding_flags
+    from launch.flags.model import read_tokenizer
     from launch.openai.bodies import Defaults
-    from launch.parameter_table import table
-    from launch.serving.bodies import ChatBody, CompletionBody, validate
-    from launch.serving.errors import ApiError, from_input_error
-    from launch.serving.openapi import document
+    from launch.serving.app import Application
+    from launch.serving.bodies import ChatBody, CompletionBody
+    from launch.serving.errors import from_input_error, from_validation_error
     from launch.serving.reading import describe
     from runtime.models.families import parse_config
     from sharding.errors import InputError
@@ -75,9 +76,9 @@ def main(folder: Path) -> dict[str, Any]:
         "default": config.patience,
         "lines": [line.config.patience for line in batch.lines],
         "bad": [line.message for line in batch.bad],
-        "body": validate(CompletionBody, body).decoding(),
+        "body": CompletionBody.model_validate(body).decoding(),
         "openapi": [
-            document("1")["components"]["schemas"][kind]["properties"]["patience"]["anyOf"][0]
+            Application("1").openapi()["components"]["schemas"][kind]["properties"]["patience"]["anyOf"][0]
             for kind in ("CompletionBody", "ChatBody")
         ],
         "table": [line for line in table().splitlines() if "`patience`" in line],
@@ -89,9 +90,9 @@ def main(folder: Path) -> dict[str, Any]:
         found["flag error"] = (str(error), error.field)
         found["http error"] = from_input_error(error.__cause__).body()["error"]  # type: ignore[arg-type]
     try:
-        validate(ChatBody, {"messages": [{"role": "user", "content": "x"}], "patience": 10})
-    except ApiError as error:
-        found["body error"] = error.body()["error"]
+        ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], "patience": 10})
+    except ValidationError as error:
+        found["body error"] = from_validation_error(error).body()["error"]
     return found
 
 

@@ -183,7 +183,7 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
     ({"id": "5", "prompt": "x", "temperature": "hot"}, "temperature is 'hot'"),
     ({"id": "6", "prompt": "x", "n": 0}, "n is 0"),
     ({"id": "7", "prompt": "x", "seed": -1}, "seed is -1"),
-    ({"id": "8", "prompt": [1, 10**9]}, "is no token"),
+    ({"id": "8", "prompt": [1, 10**9]}, "is not a token id"),
     ({"id": "9", "prompt": "x", "algorithm": "best"}, "algorithm is 'best'"),
     ({"id": "10", "prompt": "x", "stop": [""]}, "stop: expected"),
     ({"id": "11", "prompt": "x", "max_tokens": 3, "max_new_tokens": 4}, "twice"),

@@ -114,7 +114,7 @@ def test_what_the_tokenizer_cannot_take_is_a_bad_line(tmp_path: Path, defaults: 
     found = read(tmp_path, b"\n".join([line("a"), line("b", prompt="boom"), line("c")]), defaults)
     assert [one.id for one in found.lines] == ["a", "c"]
     assert [(bad.number, bad.id) for bad in found.bad] == [(2, "b")]
-    assert "the tokenizer cannot take this text" in found.bad[0].message
+    assert "the tokenizer cannot process this text" in found.bad[0].message
 
 
 def test_chat_templates_that_refuse_a_line_and_that_do_not_end(tmp_path: Path, defaults: Defaults) -> None:
@@ -127,11 +127,11 @@ def test_chat_templates_that_refuse_a_line_and_that_do_not_end(tmp_path: Path, d
     found = read(tmp_path, raw, defaults)
     assert [one.id for one in found.lines] == ["0", "1", "2", "4", "5"]
     assert [one.tokens for one in found.lines] == [defaults.tokenizer.encode("good")] * 5
-    assert "the chat template refuses them (TemplateError: no)" in found.bad[0].message
+    assert "the chat template cannot render them (TemplateError: no)" in found.bad[0].message
     library = PreTrainedTokenizerFast.from_pretrained(str(DEMO))
     library.chat_template = ENDLESS
     defaults = dataclasses.replace(defaults, tokenizer=TextTokenizer(library, "x", TemplateRenderer(seconds=0.3)))
-    with pytest.raises(CheckpointError, match="does not end: 4 conversations were tried"):
+    with pytest.raises(CheckpointError, match="did not finish in time for 4 conversations"):
         read(tmp_path, raw, defaults)
 
 

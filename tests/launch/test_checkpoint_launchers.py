@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 
 from checkpoints import CheckpointFolder, open_folder
 from checkpoints.manifest import MANIFEST_FILE
-from launch import convert, export, inspect, startup, verify
+from launch import convert, export, inspect, verify
+from launch.process import startup
 from sharding.errors import InputError
 from tests.checkpoints.small import MICRO, contents, to_canonical, write_source
 from tests.checkpoints.test_legacy_conversion import legacy_tree

@@ -148,7 +148,7 @@ wait
 @pytest.fixture
 def slice_of_two(tmp_path: Path) -> dict[str, str]:
     """An environment in which gcloud is a script that plays a slice of two hosts."""
-    from launch.local import free_port
+    from launch.hosts.local_processes import free_port
 
     programs = {
         "bin/gcloud": FAKE_GCLOUD,
@@ -319,35 +319,3 @@ def test_notebook_runs_from_top_to_bottom(monkeypatch: pytest.MonkeyPatch) -> No
     assert "sums right" in printed
     assert "def is_even" in printed
     assert "0 programs compiled" in printed
-
-
-PAGES = [REPOSITORY / "README.md", *sorted(CLUSTER.glob("*.md"))]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_commands_of_the_pages_have_flags_that_exist(page: Path) -> None:
-    """Every ``diffumesh COMMAND --flag`` that a page shows is one that the launcher knows."""
-    import importlib
-    import shlex
-
-    from absl import flags
-
-    from launch.main import LAUNCHERS
-
-    blocks = "\n".join(re.findall(r"^```(?:bash|console)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
-    lines = blocks.replace("\\\n", " ").splitlines()
-    found = 0
-    for line in lines:
-        match = re.search(
-            r"(?:diffumesh|slurm\.sh|tpu-vm\.sh run|-m launch\.main|diffumesh:\w+) ([a-z]+)(?= |$)(.*)", line
-        )
-        if not match or match[1] not in LAUNCHERS:
-            continue
-        values = flags.FlagValues()
-        importlib.import_module(f"launch.{match[1]}").define_flags(values)
-        words = [word for word in shlex.split(match[2], comments=True) if word.startswith("--")]
-        for word in words[: words.index("--")] if "--" in words else words:
-            name = word.lstrip("-").partition("=")[0]
-            assert name in values or name.removeprefix("no") in values, f"{page.name}: {line.strip()}"
-        found += 1
-    assert found or page.name not in ("README.md",)

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from typing import Any
 
 import pytest
 
+from launch.hosts.host import Host
 from launch.serving.compilation import Compilation
-from launch.serving.engine import HostStep
-from runtime import Bucket, Executor, Grid, PoolLimits, Programs, Scheduler, StepPlan
+from launch.serving.engine import HostStep, load_cached
+from runtime import (
+    Bucket,
+    DiffusionConfig,
+    Executor,
+    Grid,
+    PoolLimits,
+    Programs,
+    RequestHandle,
+    RowRequest,
+    Scheduler,
+    StepPlan,
+)
 from runtime.execution.buckets import PassCost
 from tests.launch.served import wait_for
 
@@ -23,10 +36,11 @@ class FakePool:
 
 
 class FakeExecutor:
-    """Compiles nothing, and only when it may."""
+    """Compiles nothing, and only when it may; ``cached`` more programs are in the persistent cache."""
 
-    def __init__(self) -> None:
+    def __init__(self, cached: int = 0) -> None:
         """Begin with a gate that is closed."""
+        self.cached_programs, self._cached = min(1, cached), cached
         self.pools = [FakePool()]
         self.later = [*(Programs(0, bucket) for bucket in BUCKETS[1:]), Programs(None, Bucket(1, 64))]
         self.gate = threading.Event()
@@ -34,6 +48,8 @@ class FakeExecutor:
 
     def compile(self, programs: Programs) -> str:
         assert self.gate.wait(60)
+        self._cached -= 1
+        self.cached_programs += self._cached >= 0
         if programs.bucket == Bucket(1, 32):
             raise MemoryError("too little")
         return str(programs)
@@ -70,6 +86,28 @@ def test_the_most_wanted_first_and_used_when_every_host_has_it(executor: Executo
     assert executor.score_widths == [128, 64]
     assert len(said) == 1
     assert "0: 1 x 32: MemoryError: too little" in said[0]
+    compilation.stop(60)
+
+
+@pytest.mark.parametrize(("own", "other", "loaded"), [(0, True, 0), (2, True, 3), (2, False, 0), (9, True, 4)])
+def test_what_is_cached_is_loaded_before_requests_come(own: int, other: bool, loaded: int) -> None:
+    executor: Any = FakeExecutor(own)
+    executor.gate.set()
+    scheduler, compilation = Scheduler([PoolLimits(FakePool.grid)]), Compilation(executor)
+
+    class TwoHosts(Host):
+        def gather(self, topic: str, value: Any) -> list[Any]:
+            return [value, value if topic != "cached" else other]
+
+    compilation.restrict(scheduler)
+    reports = load_cached(compilation, TwoHosts())
+    # The first one that is not in the cache tells that the others are not either; until then it is compiled.
+    assert list(map(len, reports)) == [loaded, loaded]
+    compilation.settle(reports, scheduler, lambda text: None)
+    assert compilation.remaining == 4 - loaded
+    scheduler.add(RequestHandle(rows=[RowRequest([1] * 40, DiffusionConfig(max_new_tokens=8), 0)]))
+    [bucket] = scheduler.schedule(0.0).pools[0].buckets
+    assert bucket.width == (64 if loaded else 128)
     compilation.stop(60)
 
 

@@ -15,10 +15,10 @@ from absl import flags
 from launch import generate
 from launch.hosts.place import Place
 from launch.hosts.supervisor import check_coordinator_port
+from launch.process.startup import run_launcher
 from launch.serving.errors import ApiError
 from launch.serving.http import HttpServer, listen
 from launch.serving.limits import Limits
-from launch.startup import run_launcher
 from sharding.errors import InputError
 
 
@@ -51,7 +51,7 @@ def test_messages_show_no_control_characters(capsys: pytest.CaptureFixture[str])
 
 
 PRINTS = """
-from launch.startup import run_launcher
+from launch.process.startup import run_launcher
 run_launcher(lambda values: print("result" * {count}), lambda values: None, "help", {arguments})
 """
 

@@ -19,7 +19,8 @@ from absl import flags
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import DEMO
-from launch import generate, interruption, main, startup
+from launch import generate, main
+from launch.process import interruption, startup
 from tests import golden_cases
 from tests.launch.mistakes import refusal
 
@@ -167,8 +168,8 @@ def test_explain_needs_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
         (["--max_new_tokens=1000000"], "the model allows"),
         (["--mesh=tensor=3"], "does not divide"),
         (["--mesh=data=512"], "512 devices"),
-        (["--mesh=model=2"], 'no axis "model"'),
-        (["--attention=cudnn"], "needs a GPU"),
+        (["--mesh=model=2"], 'unknown axis "model"'),
+        (["--attention=cudnn"], "requires a GPU"),
         (["--history_html=/nowhere/page.html"], "no such folder"),
         (["--prompt_file=/nowhere/prompt"], "cannot be read"),
         (["--prompt="], "empty"),
@@ -273,7 +274,7 @@ def test_a_generation_that_hangs_is_ended(tmp_path: Path) -> None:
     """A step that takes long: what was seen last is printed, and the process ends."""
     code = """if True:
         import signal, threading, time
-        from launch import interruption
+        from launch.process import interruption
         interruption.SECONDS_TO_STOP = 1.3
         with interruption.Interruption(2, lambda rows: print([list(row) for row in rows])) as found:
             tests = found.stop_tests([None, None])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.history_html import HistoryRow, HistoryToken, render_history_html, write_history_html
+from launch.display.history_html import HistoryRow, HistoryToken, render_history_html, write_history_html
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "chrome"])), None)
 EXECUTED = "document.documentElement.dataset.executed='yes'"
@@ -88,7 +88,7 @@ def test_nothing_is_asked_of_the_network():
     for tag, attributes, _ in elements(page):
         assert not {"src", "href", "srcset", "action", "style"} & set(attributes), (tag, attributes)
         assert not [name for name in attributes if name.startswith("on")]
-    source = (Path(__file__).parents[2] / "launch" / "history.html").read_text(encoding="utf-8")
+    source = (Path(__file__).parents[2] / "launch" / "display" / "history.html").read_text(encoding="utf-8")
     assert not re.search(r"https?:|@import|url\(|innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b", source)
     [policy] = [attributes["content"] for _, attributes, _ in elements(page) if "http-equiv" in attributes]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")

@@ -18,7 +18,7 @@ from benchmarks.faults import CASES, HEARTBEAT, STALL, HostProcesses, generate_c
 from checkpoints import DEMO
 from checkpoints.manifest import MANIFEST_FILE
 from launch import convert, generate
-from launch.local import free_port, worst
+from launch.hosts.local_processes import free_port, worst
 
 PROMPTS = ["--prompt=def add(a, b):\n", "--prompt=def is_even(number):\n"]
 GENERATE = [*PROMPTS, "--max_new_tokens=16", "--json", "--compile_cache="]
@@ -315,7 +315,7 @@ def test_free_ports_are_none_that_the_system_gives_away(monkeypatch: pytest.Monk
     assert max(ports) + 1 < first
     half_taken, free = list(dict.fromkeys(ports))[:2]
     draws = iter([(port - 20000) // 2 for port in (half_taken, free)])
-    monkeypatch.setattr("launch.local.secrets.randbelow", lambda count: next(draws))
+    monkeypatch.setattr("launch.hosts.local_processes.secrets.randbelow", lambda count: next(draws))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", half_taken + 1))
         assert free_port() == free

@@ -13,11 +13,11 @@ import pytest
 
 from launch import generate
 from launch.hosts.faults import EXIT_USER_ERROR, Fault
+from launch.hosts.local_processes import environment, free_port
 from launch.hosts.messages import MAX_GREETING, decode, encode, printable
 from launch.hosts.place import Place
 from launch.hosts.secret import SECRET, SECRET_FILE, is_proof, new_secret, nonce, proof, read_secret
 from launch.hosts.supervisor import greet
-from launch.local import environment, free_port
 from sharding.errors import InputError
 from tests.launch.test_hub import SECRET as OWN
 from tests.launch.test_hub import Peer, judge

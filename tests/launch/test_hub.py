@@ -14,11 +14,11 @@ import pytest
 from launch.hosts import hub as hub_module
 from launch.hosts.faults import EXIT_RESTART, EXIT_USER_ERROR, Fault, Timeouts, fault_of_status
 from launch.hosts.hub import Hub
+from launch.hosts.local_processes import free_port
 from launch.hosts.messages import MAX_TEXT, Message, encode, receive, shorten
 from launch.hosts.place import Place
 from launch.hosts.secret import new_secret
 from launch.hosts.supervisor import greet
-from launch.local import free_port
 from sharding.errors import InputError
 
 SECRET = new_secret().encode()

@@ -1,4 +1,4 @@
-"""Every way in has every decoding parameter: flags, lines, bodies, their document, modes, and the README's table."""
+"""Every way in has every decoding parameter: flags, lines, bodies, their document, modes, and the documented table."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 from absl import flags
 
 from checkpoints import DEMO, open_folder
-from launch import parameter_table, serve
-from launch.decoding_flags import decoding_config, define_decoding_flags
-from launch.model_flags import read_tokenizer
+from launch import serve
+from launch.docs import parameter_table
+from launch.flags.decoding import decoding_config, define_decoding_flags
+from launch.flags.model import read_tokenizer
 from launch.openai.bodies import Defaults, by_our_names, known, read_config
+from launch.serving.app import Application
 from launch.serving.bodies import ChatBody, CompletionBody
 from launch.serving.errors import from_input_error
-from launch.serving.openapi import document
 from runtime import DiffusionConfig, SamplingConfig
 from runtime.decoding.parameters import AUTOREGRESSIVE_PARAMETERS, EXPOSED_PARAMETERS
 from runtime.decoding.schema import Boolean, Choice, Parameter, declared_parameters
@@ -121,7 +122,7 @@ def test_a_parameter_by_flag_by_line_and_by_body(name: str) -> None:
 
 
 def test_bodies_and_their_document_have_every_parameter() -> None:
-    schemas = document("1")["components"]["schemas"]
+    schemas = Application("1").openapi()["components"]["schemas"]
     for name, one in EXPOSED_PARAMETERS.items():
         for kind in (CompletionBody, ChatBody):
             spelled = "logprobs" if name == "log_probabilities" else one.http_name
@@ -145,8 +146,8 @@ def test_modes_set_what_a_mode_can() -> None:
 
 
 def test_the_table_of_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert parameter_table.write(readme) == readme, "python -m launch.parameter_table README.md"
+    readme = (ROOT / "launch" / "README.md").read_text("utf-8")
+    assert parameter_table.write(readme) == readme, "python -m launch.docs.parameter_table launch/README.md"
     for config in (DiffusionConfig, SamplingConfig):
         for one in declared_parameters(config):
             assert f"| `{one.name}`" in readme
@@ -224,4 +225,4 @@ def test_a_new_parameter_is_one_field(tmp_path: Path) -> None:
     assert "patience=7" in found["mode"]
     assert found["flag error"] == ["--patience requires --parallel=threshold", "patience"]
     assert found["http error"]["param"] == found["body error"]["param"] == "patience"
-    assert found["body error"]["message"] == "patience: expected at most 9"
+    assert found["body error"]["message"] == "patience: Input should be less than or equal to 9"

@@ -14,6 +14,7 @@ import pytest
 from checkpoints import DEMO
 from checkpoints.folder import QUANTIZATION_KEY
 from launch import plan
+from launch.plans import search
 from runtime.planner.compiled import CompiledPhase
 from runtime.planner.workload import Workload
 from sharding.errors import MeshError
@@ -149,7 +150,9 @@ def test_the_readme_uses_the_best_mesh(
 def test_without_the_compiler_the_analytical_part_works_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "missing_compiler", lambda platform: "pip install 'diffumesh[tpu]' (libtpu)")
+    monkeypatch.setattr(
+        "launch.plans.search.missing_compiler", lambda platform: "pip install 'diffumesh[tpu]' (libtpu)"
+    )
     plan.run([*HERE[:2], "--topology=v5e:2x4", "--json"])
     captured = capsys.readouterr()
     assert "analytical only" in captured.err
@@ -159,15 +162,15 @@ def test_without_the_compiler_the_analytical_part_works_alone(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--topology=v7:2x2"], 'no chip "v7"'),
+        (["--topology=v7:2x2"], 'unknown chip "v7"'),
         (["--topology=v5e:3x3"], "no such slice"),
-        (["--topology=v5e:2x4", "--mesh=tensor=3"], "does not divide by tensor=3"),
+        (["--topology=v5e:2x4", "--mesh=tensor=3"], "is not divisible by tensor=3"),
         (["--topology=v5e:2x4", "--mesh=tensor=16"], "there are 8"),
-        (["--topology=v5e:2x4", "--mesh=kv=2"], 'no axis "kv"'),
+        (["--topology=v5e:2x4", "--mesh=kv=2"], 'unknown axis "kv"'),
         (["--topology=8xh100", "--batch=1000000"], "What would help"),
         (["--topology=8xh100", "--mesh=data=8", "--batch=100000"], "8xh100: mesh data=8,sequence=1,tensor=1 needs"),
-        (["--topology=v5e:2x4", "--mesh=data=3"], "first 3 of 8 chips are no box"),
-        (["--topology=v5e:4x4", "--mesh=data=6"], "first 6 of 16 chips are no box"),
+        (["--topology=v5e:2x4", "--mesh=data=3"], "first 3 of 8 chips do not form a box"),
+        (["--topology=v5e:4x4", "--mesh=data=6"], "first 6 of 16 chips do not form a box"),
         (["--topology=2xv5e:2x4", "--mesh=data=6,tensor=2"], "first 12 of 16 chips are not the same box in each slice"),
         (["--topology=all", "--mesh=tensor=3"], "8xh200: "),
         (["--topology=v5e:2x4", "--plot=plan.picture"], "must end with one of"),
@@ -294,9 +297,9 @@ def test_what_the_compiler_finds_too_large_makes_room_for_the_next(
             raise MeshError("the compiler refuses: Ran out of memory in memory space hbm.\nmuch more")
         return [compiled_with(1 << 40 if len(tried) == 1 else 1 << 30)]
 
-    monkeypatch.setattr(plan, "compile_workload", compile_)
-    monkeypatch.setattr(plan, "aot_devices", lambda topology: [])
-    monkeypatch.setattr(plan, "missing_compiler", lambda platform: None)
+    monkeypatch.setattr(search, "compile_workload", compile_)
+    monkeypatch.setattr(search, "aot_devices", lambda topology: [])
+    monkeypatch.setattr(search, "missing_compiler", lambda platform: None)
     arguments = ["plan", "--model=diffucoder-7b", "--topology=v5e:2x4", "--batch=16"]
     plan.run([*arguments, "--json"])
     (found,) = json.loads(capsys.readouterr().out)["plans"]
@@ -377,8 +380,8 @@ def test_what_cannot_be_written_is_said_before_anything_is_compiled(
 
 def test_machines_that_do_not_fit_say_what_is_short_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "--topology=all", "--batch=1024")
-    (line,) = [line for line in out.splitlines() if line.startswith("does not fit: nothing fits v5e:2x2.")]
-    assert "GB on each device (estimated) of 16.91 usable" in line
+    (line,) = [line for line in out.splitlines() if line.startswith("does not fit: no mesh of v5e:2x2 fits.")]
+    assert "GB per device, but only 16.91 GB are usable" in line
     assert "What would help" in line
     out = run(capsys, "--topology=all", "--mesh=data=2,tensor=4")
     (line,) = [line for line in out.splitlines() if line.startswith("no such mesh: v5e:2x2")]
@@ -389,9 +392,9 @@ def test_all_machines_show_what_the_compiler_says(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "MACHINES", ("v5e:2x4", "v4:2x2x1"))
-    monkeypatch.setattr(plan, "compile_workload", lambda *arguments: [compiled_with(1 << 30)])
-    monkeypatch.setattr(plan, "aot_devices", lambda topology: [])
-    monkeypatch.setattr(plan, "missing_compiler", lambda platform: None)
+    monkeypatch.setattr(search, "compile_workload", lambda *arguments: [compiled_with(1 << 30)])
+    monkeypatch.setattr(search, "aot_devices", lambda topology: [])
+    monkeypatch.setattr(search, "missing_compiler", lambda platform: None)
     out = run(capsys, "--topology=all", "--batch=16", "--compile=2")
     lines = [line for line in out.splitlines() if line.startswith("compiled: ")]
     assert [line.split(",")[0] for line in lines] == ["compiled: v4:2x2x1"] * 2 + ["compiled: v5e:2x4"] * 2

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from checkpoints import DEMO, CheckpointFolder
-from launch.model_flags import default_name
+from launch.flags.model import default_name
 from launch.serving.engine import ServingEngine, follow
 from launch.serving.errors import ENGINE_FAILED, ApiError
 from launch.serving.keys import Keys
@@ -164,7 +164,9 @@ def test_a_chat_with_a_model_that_has_no_template(tiny: Engine, monkeypatch: pyt
         changed.setattr(tiny.tokenizer, "chat_template", None)
         answer = found.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
         assert answer.status_code == 400
-        assert answer.json()["error"]["message"] == "messages: this model has no chat template; see /v1/completions"
+        assert (
+            answer.json()["error"]["message"] == "messages: The model has no usable chat template. Use /v1/completions."
+        )
 
 
 def test_who_waits_to_be_read_is_refused_unread(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

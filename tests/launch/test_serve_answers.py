@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from launch.serving.openapi import document
+from launch.serving.app import Application
 from runtime import DiffusionConfig, Engine
 from runtime.decoding.parameters import MAX_SEED
 from tests.launch.served import PATIENCE, Served, demo, offline, served, wait_for
@@ -187,37 +187,42 @@ def test_scores_are_those_of_the_engine(there: Served) -> None:
 
 WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "model_not_found"),
-    ("/v1/completions", {"model": "demo"}, 400, "prompt: missing"),
+    ("/v1/completions", {"model": "demo"}, 400, "prompt: Field required"),
     ("/v1/completions", {"prompt": ""}, 400, "the prompt is empty"),
     ("/v1/completions", {"prompt": []}, 400, "prompt"),
     ("/v1/completions", {"prompt": [[]]}, 400, "prompt"),
-    ("/v1/completions", {"prompt": [9**9]}, 400, "is no token"),
-    ("/v1/completions", {"prompt": "x", "wait": 1}, 400, "wait: not supported"),
+    ("/v1/completions", {"prompt": [9**9]}, 400, "is not a token id"),
+    ("/v1/completions", {"prompt": "x", "wait": 1}, 400, "wait: Extra inputs are not permitted"),
     ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
     ("/v1/completions", {"prompt": "x", "echo": True}, 400, "echo"),
     ("/v1/completions", {"prompt": "x", "logprobs": 3}, 400, "logprobs"),
     ("/v1/completions", {"prompt": "x", "presence_penalty": 0.1}, 400, "presence_penalty"),
     ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of"),
-    ("/v1/completions", {"prompt": "x", "n": 33}, 400, "at most 32 a request"),
+    ("/v1/completions", {"prompt": "x", "n": 33}, 400, "at most 32 per request"),
     ("/v1/completions", {"prompt": "x", "n": "2"}, 400, "n: "),
     ("/v1/completions", {"prompt": "x", "max_tokens": 500}, 400, "has room for 128"),
     ("/v1/completions", {"prompt": "word " * 20000}, 400, "too long"),
     ("/v1/completions", {"prompt": "word " * 200}, 400, "has room for 128"),
     ("/v1/completions", {"prompt": "x", "seed": MAX_SEED + 1}, 400, "seed"),
     ("/v1/completions", {"prompt": "x", "temperature": 1e-9}, 400, "temperature"),
-    ("/v1/completions", {"prompt": "x", "algorithm": "origin"}, 400, "no such programs are compiled here"),
-    ("/v1/completions", {"prompt": "x", "cache": "dual"}, 400, "no such programs are compiled here"),
+    ("/v1/completions", {"prompt": "x", "algorithm": "origin"}, 400, "This server does not offer algorithm=origin"),
+    (
+        "/v1/completions",
+        {"prompt": "x", "cache": "dual"},
+        400,
+        "block_length=32, cache=dual, parallel=none. Available: ",
+    ),
     (
         "/v1/completions",
         {"prompt": "x", **COMPILED, "refresh_blocks": 4},
         400,
-        "refresh_blocks=4, parallel=threshold: no such programs",
+        "refresh_blocks=4, parallel=threshold. Available: ",
     ),
     (
         "/v1/completions",
         {"prompt": "x", **COMPILED, "refresh_blocks": 0},
         400,
-        "refresh_blocks=0, parallel=threshold: no such programs",
+        "refresh_blocks=0, parallel=threshold. Available: ",
     ),
     ("/v1/completions", {"prompt": "x", "steps": 65}, 400, "at most 64"),
     ("/v1/completions", {"prompt": "x", **COMPILED, "steps": 4}, 400, "steps requires parallel=none"),
@@ -228,10 +233,10 @@ WRONG: list[tuple[str, Any, int, str]] = [
         400,
         "alg_temp requires algorithm=maskgit_plus",
     ),
-    ("/v1/completions", {"prompt": "x", "n": 0}, 400, "n: expected at least 1"),
-    ("/v1/completions", {"prompt": "x", "temperature": "1"}, 400, "temperature: expected a number"),
-    ("/v1/completions", {"prompt": "x", "cache": "both"}, 400, "cache: expected 'none', 'prefix' or 'dual'"),
-    ("/v1/completions", {"prompt": "x", "user": "u" * 513}, 400, "user: expected at most 512 characters"),
+    ("/v1/completions", {"prompt": "x", "n": 0}, 400, "n: Input should be greater than or equal to 1"),
+    ("/v1/completions", {"prompt": "x", "temperature": "1"}, 400, "temperature: Input should be a valid number"),
+    ("/v1/completions", {"prompt": "x", "cache": "both"}, 400, "cache: Input should be 'none', 'prefix' or 'dual'"),
+    ("/v1/completions", {"prompt": "x", "user": "u" * 513}, 400, "user: String should have at most 512 characters"),
     ("/v1/completions", {"prompt": "x", "threshold": 0.5}, 400, "threshold requires parallel=threshold"),
     ("/v1/completions", {"prompt": "x", **COMPILED, "factor": 2.0}, 400, "factor requires parallel=factor"),
     (
@@ -285,7 +290,7 @@ def test_what_is_refused_says_why(there: Served) -> None:
 def test_about_the_server(there: Served) -> None:
     assert there.get("/health").json()["status"] == "ready"
     assert there.get("/version").json() == {"version": "1.2.3"}
-    assert there.get("/openapi.json").json() == document("1.2.3")
+    assert there.get("/openapi.json").json() == Application("1.2.3").openapi()
     before = there.metric("request_success_total")
     assert there.post("/v1/completions", {"prompt": "def f(x):", "max_tokens": 4}).status_code == 200
     wait_for(lambda: there.metric("request_success_total") == before + 1)

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import pytest
 
+from launch.display.pages import page_template
 from launch.openai.answers import token_text
-from launch.pages import page_template
 from launch.serving.keys import Keys
 from runtime import DiffusionConfig, Engine
 from runtime.execution.rows import row_seed
@@ -205,7 +205,7 @@ def test_menus_are_the_servers_modes(page: Any, there: Served, monkeypatch: pyte
     with page.expect_request("**/v1/completions") as sent:
         page.click("#run")
     assert asked.items() <= sent.value.post_data_json.items()
-    page.wait_for_selector("html[data-state=failed]")  # no such programs are compiled here
+    page.wait_for_selector("html[data-state=failed]")  # this server does not offer cache=dual
     page.select_option("[name=cache]", "none")
     with page.expect_request("**/v1/completions") as sent:
         page.click("#run")

@@ -1,4 +1,4 @@
-"""The server as it is started: the README's commands, signals, and two hosts of which one dies."""
+"""The server as it is started: the commands of its README, signals, and two hosts of which one dies."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def streams(url: str, count: int, tokens: int) -> tuple[list[threading.Thread], 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the README's commands are curl's, and there is none on PATH")
 def test_the_readmes_commands_and_a_signal(tmp_path: Path, compiled: str) -> None:
-    readme = (ROOT / "README.md").read_text()
-    block = readme[readme.index("## Serving") :].split("```bash\n")[2].partition("```")[0]
+    readme = (ROOT / "launch" / "serving" / "README.md").read_text()
+    block = readme[readme.index("## Quickstart") :].split("```bash\n")[2].partition("```")[0]
     commands = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines() if line]
     assert len(commands) == 3
     with started(tmp_path, "--mesh=tensor=1", compiled) as (url, process, log):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from launch.watch import COMPILING, MASK, NEW_STYLE, CanvasWatcher, RowView, WatchToken, fold, printable, window
+from launch.display.watch import COMPILING, MASK, NEW_STYLE, CanvasWatcher, RowView, WatchToken, fold, printable, window
 
 SHOW_CURSOR = "\x1b[?25h"
 HIDE_CURSOR = "\x1b[?25l"

@@ -32,7 +32,7 @@ def test_parse() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("model=2", 'no axis "model"'),
+        ("model=2", 'unknown axis "model"'),
         ("tensor=2,tensor=2", "twice"),
         ("tensor=0", "positive"),
         ("tensor=two", "cannot read"),
@@ -49,7 +49,7 @@ def test_parse_errors(text: str, says: str) -> None:
 def test_resolve_errors() -> None:
     with pytest.raises(MeshError, match="needs 32 devices, and there are 8"):
         MeshSpec(tensor=32).resolve(8)
-    with pytest.raises(MeshError, match="3 does not divide the 8 devices"):
+    with pytest.raises(MeshError, match="the number of devices, 8, is not a multiple of 3"):
         MeshSpec(data=-1, tensor=3).resolve(8)
 
 

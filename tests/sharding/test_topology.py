@@ -61,7 +61,7 @@ def test_names_as_people_write_them(text: str, same: str) -> None:
         ("v4-7", "v4 has no such slice of 7 TensorCores"),
         ("h100-8", "8xh100"),
         ("2x2xv5e:2x4", "v5e:2x2"),
-        ("v7:2x2", 'no chip "v7"'),
+        ("v7:2x2", 'unknown chip "v7"'),
         ("v5e:3x3", "v5e has no such slice"),
         ("v5e:2x4x2", "v5e has no such slice"),
         ("v4:2x4", "v4 has no such slice"),

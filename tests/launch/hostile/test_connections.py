@@ -6,9 +6,10 @@ import http.client
 import json
 import socket
 
+import httpx
 import pytest
 
-from launch.serving.openapi import document
+from launch.serving.app import Application
 from tests.launch.hostile.sending import GOOD, port, post_head, raw
 from tests.launch.served import PATIENCE, Served
 
@@ -69,7 +70,7 @@ def test_heads_that_are_odd(there: Served, head: bytes, expected: tuple[int, ...
     status, body = raw(there, head)
     assert status in expected, body
     assert status == 200 or set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
-    assert str(status) in document("1.2.3")["paths"]["/health"]["get"]["responses"]
+    assert str(status) in Application("1.2.3").openapi()["paths"]["/health"]["get"]["responses"]
 
 
 def test_two_lengths_of_one_body(there: Served) -> None:
@@ -95,6 +96,27 @@ def test_two_requests_at_once_on_a_connection(there: Served, right: str) -> None
             answer = http.client.HTTPResponse(connection)
             answer.begin()
             assert json.loads(answer.read(int(answer.headers["content-length"])))["choices"][0]["text"] == right
+
+
+def test_bytes_that_are_not_http_after_a_request(there: Served) -> None:
+    with socket.create_connection(("127.0.0.1", port(there)), timeout=PATIENCE) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n\x16\x03\x01\r\n\r\n")
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+    first, second = received.split(b"HTTP/1.1 ")[1:]
+    assert first.startswith(b"200 ")
+    assert second.startswith(b"400 ")
+    assert json.loads(second.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+def test_head_is_get_without_a_body(there: Served) -> None:
+    for path in ("/health", "/v1/models"):
+        answer = httpx.head(f"{there.url}{path}", timeout=PATIENCE)
+        assert answer.status_code == 200
+        assert int(answer.headers["content-length"]) == len(there.get(path).content)
+        assert not answer.content
+    assert httpx.head(f"{there.url}/v1/completions", timeout=PATIENCE).status_code == 405
 
 
 def test_heads_are_bounded(there: Served) -> None:

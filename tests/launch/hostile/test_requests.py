@@ -14,7 +14,7 @@ import schemathesis
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
-from launch.serving.openapi import document
+from launch.serving.app import Application
 from tests.launch.hostile.sending import CONFIG, GOOD, PATHS, READ, REFUSED, check_refusal
 from tests.launch.served import PATIENCE, Served
 
@@ -23,7 +23,7 @@ def requests_of_the_document(
     found: Served, mode: GenerationMode, examples: int, method: str = "POST", paths: Sequence[str] = PATHS
 ) -> set[int]:
     """The statuses of answers, refusals in their shape."""
-    schema = schemathesis.openapi.from_dict(document("1.2.3"))
+    schema = schemathesis.openapi.from_dict(Application("1.2.3").openapi())
     seen = set()
     with requests.Session() as session:
         for path in paths:
@@ -50,7 +50,7 @@ def requests_of_the_document(
 def test_requests_of_the_document(there: Served) -> None:
     assert 200 in requests_of_the_document(there, GenerationMode.POSITIVE, 15)
     assert requests_of_the_document(there, GenerationMode.NEGATIVE, 15) <= set(REFUSED)
-    assert requests_of_the_document(there, GenerationMode.POSITIVE, 5, "GET", READ) == {200, 404}
+    assert requests_of_the_document(there, GenerationMode.POSITIVE, 5, "GET", READ[1:]) == {200, 404}
 
 
 @pytest.mark.slow

@@ -342,7 +342,7 @@ def test_weights_are_replaced_without_compiling(folders: dict[str, Path], tmp_pa
     for message, layers in wrong.items():
         with pytest.raises(InputError, match=message):
             own.replace_weights(old.replace(layers=layers))
-    with pytest.raises(InputError, match=r"another model than this engine's \(architecture: qwen2 and gpt2"):
+    with pytest.raises(InputError, match=r"the model differs from this engine's \(architecture: qwen2 and gpt2"):
         own.replace_weights(folders["gpt2"])
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"rope_theta": 77.0, "rope_parameters": None}))

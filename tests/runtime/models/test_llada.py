@@ -151,7 +151,7 @@ def test_the_plan_has_the_published_parameters() -> None:
         ({"activation_type": "swiglu"}, "activation_type is 'swiglu'"),
         ({"include_qkv_bias": True}, "include_qkv_bias is True"),
         ({"weight_tying": True}, "tie_word_embeddings is True"),
-        ({"embedding_size": 100}, "every token needs a row"),
+        ({"embedding_size": 100}, "is larger than embedding_size"),
     ],
 )
 def test_what_the_forward_pass_does_not_have_is_refused(change: dict[str, Any], said: str) -> None:

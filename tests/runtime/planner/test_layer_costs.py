@@ -218,7 +218,7 @@ def test_a_layer_with_another_cost_has_another_estimate() -> None:
     assert before.hbm_bytes - after.hbm_bytes == 2 * (layers * gone + moved)
     residual = positions * width * 2
     assert before.collective_bytes - after.collective_bytes == layers * residual
-    assert [one.times for one in after.collectives if one.what == "sum, 1 a layer"] == [layers]
+    assert [one.times for one in after.collectives if one.what == "sum, 1 per layer"] == [layers]
     peak = {tensor.name: tensor.bytes for tensor in parallel.memory.peak}
     assert peak["up"] == positions * mlp * 2
     assert dense.memory.total - parallel.memory.total == 2 * layers * gone + peak["up"]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from checkpoints import CheckpointFolder
-from launch.startup import is_main_process, start_devices
+from launch.process.startup import is_main_process, start_devices
 from runtime import MeshSpec, ModelConfig, ModelLayout, model_layout
 from runtime.planner import default_mesh, partition_spec, shard_shape
 

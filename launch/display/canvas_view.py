@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.history_html import HistoryRow, HistoryToken, write_history_html
-from launch.watch import TokenKind
+from launch.display.history_html import HistoryRow, HistoryToken, write_history_html
+from launch.display.watch import TokenKind
 from runtime import Completion, DiffusionConfig, Engine, GenerationResult
 
 
@@ -39,7 +39,7 @@ class CanvasView:
     def history_rows(
         self, result: GenerationResult, titles: Sequence[str], completions: Sequence[Completion]
     ) -> list[HistoryRow]:
-        """A finished generation for :func:`launch.history_html.write_history_html`.
+        """A finished generation for :func:`launch.display.history_html.write_history_html`.
 
         A row that ended early has the steps that it made, and without the positions that it never came to.
         """

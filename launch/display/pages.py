@@ -15,7 +15,9 @@ def page_template(package: str, name: str) -> str:
         return resources.files(package).joinpath(name).read_text(encoding="utf-8").rstrip("\n")
 
     page = read(package, name) + "\n"
-    return page.replace("{{style}}", read("launch", "pages.css")).replace("{{script}}", read("launch", "pages.js"))
+    return page.replace("{{style}}", read("launch.display", "pages.css")).replace(
+        "{{script}}", read("launch.display", "pages.js")
+    )
 
 
 def content_security_policy(template: str) -> str:

@@ -1,6 +1,6 @@
-"""The table of decoding parameters in the README, from their declarations.
+"""Write the table of decoding parameters from their declarations.
 
-python -m launch.parameter_table README.md      write it between its markers
+python -m launch.docs.parameter_table launch/README.md      replaces the text between the table's markers
 """
 
 from __future__ import annotations

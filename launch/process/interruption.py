@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART
-from launch.startup import Report, this_host
+from launch.process.startup import Report, this_host
 from runtime import StopTest
 
 # A generation that was asked to stop lasts no longer than this.

@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import flags
 
-from launch.startup import is_main_process
+from launch.process.startup import is_main_process
 from runtime import InputError
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.pages import content_security_policy, page_template
+from launch.display.pages import content_security_policy, page_template
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def render_history_html(rows: Sequence[HistoryRow], *, title: str, settings: Map
     Returns:
       A complete HTML document in ASCII characters, but for the template's own.
     """
-    template = page_template("launch", "history.html")
+    template = page_template("launch.display", "history.html")
     content = {
         "title": title,
         "settings": list(settings.items()),

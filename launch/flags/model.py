@@ -8,7 +8,7 @@ from absl import flags
 
 from checkpoints import DEMO, VERIFY, CheckpointFolder, LoadedBytes, open_folder
 from launch.hosts.preflight import agree_on_programs
-from launch.startup import progress_bar, say, this_host
+from launch.process.startup import progress_bar, say, this_host
 from runtime import (
     ATTENTION_IMPLEMENTATIONS,
     CACHE_DTYPES,
@@ -88,7 +88,7 @@ def read_tokenizer(folder: CheckpointFolder) -> TextTokenizer:
 
 
 def load_engine(values: flags.FlagValues, folder: CheckpointFolder, rows: int, max_batch: int | None = None) -> Engine:
-    """The model on its mesh, after :func:`launch.startup.start_devices`. All hosts load it, and agree on its programs.
+    """Load the model onto its mesh, after :func:`launch.process.startup.start_devices`. Every host calls this.
 
     Args:
       values: parsed :func:`define_model_flags`.

@@ -1,0 +1,87 @@
+"""The two tables of speed in README.md: what was measured and what is estimated, each row from a record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+Record = dict[str, Any]
+Read = Callable[[str], Record | None]
+
+# Modes of the demo that the summary shows, beside exact decoding, and the words for each.
+_MODES = {
+    "exact": "exact, one token per step",
+    "exact_early_stop": "exact, each row ends at its end token",
+    "fast_dllm_8_stop": "the Fast-dLLM baseline (dual cache, blocks of 8, threshold 0.9), ending likewise",
+    "dual_threshold_8_stop_once": "dual cache, threshold 0.9, one refresh, ending likewise",
+}
+
+
+def measured_table(read: Read) -> str:
+    """What was measured, with the command that measured it.
+
+    Args:
+      read: gives the record of a name below ``benchmarks/results``, None where there is none.
+    """
+    return _table(("what", "result", "command"), list(_measured(read)))
+
+
+def estimated_table(read: Read) -> str:
+    """What ``python -m benchmarks.plans`` estimates: the best mesh of each machine.
+
+    Args:
+      read: as for :func:`measured_table`.
+    """
+    rows = []
+    for name in ("v4_2x2x1", "v5e_2x4", "v5e_4x4", "v5p_2x2x2", "8xh100", "2x8xh200"):
+        record = read(f"plans/{name}")
+        if record is None:
+            continue
+        best, settings = record["results"]["meshes"][0], record["settings"]
+        estimate = best["estimated"]
+        rows.append(
+            (
+                f"{record['results']['topology']}, {settings['batch']} x ({settings['prompt']} + "
+                f"{settings['new_tokens']}) tokens",
+                f"`{','.join(axis for axis in best['mesh'].split(',') if not axis.endswith('=1')) or 'data=1'}`",
+                f"{1e3 * estimate['phases'][0]['seconds']:.1f}",
+                f"{estimate['tokens_per_second']:,.0f}",
+                f"{estimate['memory_bytes_per_device'] / 1e9:.1f}",
+            )
+        )
+    return _table(("machine and workload", "best mesh", "ms per step", "tokens/s", "GB per device"), rows)
+
+
+def _measured(read: Read) -> Iterator[tuple[str, str, str]]:
+    if (modes := read("diffusion_modes")) is not None:
+        for name, words in _MODES.items():
+            if (row := modes["results"].get(name)) is not None:
+                speed = (
+                    f"{row['tokens_per_second']:.0f} tokens/s ({row['of_exact']:.1f}x), {row['parse_rate']:.1%} parse"
+                )
+                yield f"demo, {words}", speed, f"`{_command(modes)}`"
+    if (torch := read("compare_torch")) is not None:
+        for kind, words in (("generate", "masked diffusion"), ("autoregressive", "Qwen2, cached decoding")):
+            each = [row["times_as_fast"]["median"] for row in torch["results"][kind]]
+            result = f"{min(each):.1f}x to {max(each):.1f}x as fast, same tokens"
+            yield f"mid-size model beside PyTorch, {words}", result, f"`{_command(torch)}`"
+    if (scheduler := read("offline_scheduler")) is not None:
+        each = [row["throughput_ratio"] for row in scheduler["results"].values()]
+        result = f"{min(each):.2f}x to {max(each):.2f}x the throughput"
+        yield "continuous batching beside fixed batches", result, f"`{_command(scheduler)}`"
+    if (full := read("full_checkpoint")) is not None:
+        convert = full["results"]["convert"]
+        result = f"{convert['seconds']:.0f} s, peak {convert['peak_resident_bytes'] / 1e9:.1f} GB of host memory"
+        yield "conversion of a 15.2 GB checkpoint", result, "`python -m benchmarks.full_checkpoint --folder=DIR`"
+    if (server := read("serve")) is not None and (lone := server["results"].get("lone")):
+        each = [row["times_generate"] for row in lone]
+        result = f"{min(each):.2f}x to {max(each):.2f}x the time of `engine.generate`"
+        yield "a lone request to the server", result, "`python -m benchmarks.serve --old=DIR`"
+
+
+def _command(record: Record) -> str:
+    return str(record["command"])
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ("---",) * len(head), *rows))

@@ -1,0 +1,42 @@
+"""Completions on standard output, and the line that sums up a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from runtime import Completion, GenerationResult, GenerationStats
+
+
+def summary(completions: Sequence[Completion], stats: GenerationStats, stopped_by: signal.Signals | None) -> str:
+    """What was done, in a line: tokens of text, without ends and what follows them."""
+    tokens = sum(len(completion.tokens) for completion in completions)
+    decoding = max(stats.seconds - stats.compile_seconds, 1e-9)
+    parts = [
+        f"{tokens} tokens of text in {stats.seconds:.2f} s",
+        f"{stats.compile_seconds:.1f} s of them compiling" if stats.compiled_programs else "nothing compiled",
+        f"{stats.forwards} forward passes, {tokens / decoding:.1f} tokens/s",
+    ]
+    if stats.masks_left:
+        parts.append(f"{stats.masks_left} masks left")
+    return (f"stopped by {stopped_by.name}: " if stopped_by is not None else "") + "; ".join(parts)
+
+
+def write_completions(
+    completions: Sequence[Completion], titles: Sequence[str], result: GenerationResult, values: flags.FlagValues
+) -> None:
+    """Completions on standard output, as text or JSON lines."""
+    stats = dataclasses.asdict(result.stats)
+    for completion, title in zip(completions, titles, strict=True):
+        if values.json:
+            print(json.dumps(dataclasses.asdict(completion) | {"stats": stats}, ensure_ascii=False))
+            continue
+        if len(completions) > 1:
+            print(f"=== {title} ===")
+        print(("" if values.chat else completion.filled_prompt or completion.prompt) + completion.text)
+    sys.stdout.flush()

@@ -1,0 +1,1 @@
+"""Example programs. Each is run by a test with the demo checkpoint."""

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Complete a file in the format of HumanEval+ and write samples for EvalPlus.
+#   launch/docs/examples/evalplus.sh DIR [FLAGS of diffumesh batch]
+# The two tasks below have the fields of a HumanEval+ line. With EvalPlus installed, its own file is written by
+#   python -c 'from evalplus.data import get_human_eval_plus as get, write_jsonl; write_jsonl("tasks.jsonl", get().values())'
+# and the samples are checked by
+#   evalplus.evaluate --dataset humaneval --samples DIR/results/samples.jsonl
+set -euo pipefail
+folder=$1
+shift
+mkdir -p "$folder"
+cat > "$folder/tasks.jsonl" <<'TASKS'
+{"task_id": "HumanEval/0", "prompt": "def is_even(number):\n", "entry_point": "is_even", "canonical_solution": "", "test": ""}
+{"task_id": "HumanEval/1", "prompt": "def add(first, second):\n", "entry_point": "add", "canonical_solution": "", "test": ""}
+TASKS
+python -m launch.main batch --input="$folder/tasks.jsonl" --output_dir="$folder/results" --format=evalplus \
+  --max_new_tokens=32 "$@"
+cat "$folder/results/samples.jsonl"

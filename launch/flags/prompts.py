@@ -1,0 +1,51 @@
+"""Prompts from ``--prompt``, ``--prompt_file`` or standard input."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from absl import flags
+
+from launch.process.startup import is_main_process, this_host
+from runtime import InputError
+
+MAX_PROMPT_BYTES = 16 << 20
+
+
+def read_prompts(values: flags.FlagValues) -> list[str]:
+    """The prompts that flags or standard input give.
+
+    Raises:
+      InputError: none, one that is empty, or a file that cannot be read as UTF-8 text.
+    """
+    prompts = list(values.prompt)
+    for name in values.prompt_file:
+        try:
+            if Path(name).stat().st_size > MAX_PROMPT_BYTES:
+                raise InputError(f"--prompt_file={name}: larger than {MAX_PROMPT_BYTES} bytes")
+            prompts.append(Path(name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--prompt_file={name}: cannot be read as UTF-8 text ({error})") from error
+    if not prompts:
+        # Host 0's standard input is everybody's.
+        prompts = [this_host().gather("standard input", read_standard_input() if is_main_process() else "")[0]]
+    if not prompts or not all(prompts):
+        raise InputError(
+            "a prompt is empty or missing; give --prompt='def fibonacci(n):', --prompt_file or standard input"
+        )
+    return prompts
+
+
+def read_standard_input() -> str:
+    """What stands there, nothing where a person would have to type it.
+
+    Raises:
+      InputError: it is not UTF-8 text.
+    """
+    if sys.stdin.isatty():
+        return ""
+    try:
+        return sys.stdin.buffer.read(MAX_PROMPT_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not UTF-8 text ({error})") from error

@@ -1,0 +1,1 @@
+"""Results of ``diffumesh plan``: the ranking of one machine, tables and plots."""

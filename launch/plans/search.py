@@ -1,0 +1,88 @@
+"""The meshes of one machine, ranked by the estimates, the best of them compiled."""
+
+from __future__ import annotations
+
+from absl import flags
+
+from launch.plans.topology_plan import TopologyPlan
+from launch.process.profiling import write_programs
+from launch.process.startup import say
+from runtime import MeshError, MeshSpec
+from runtime.planner import (
+    Topology,
+    Workload,
+    aot_devices,
+    compile_workload,
+    estimate_workload,
+    missing_compiler,
+    rank,
+    shortage,
+    what_would_help,
+)
+
+
+def plan_topology(
+    workload: Workload, topology: Topology, values: flags.FlagValues, compile_best: int, everything: bool
+) -> TopologyPlan:
+    """Rank the meshes of one machine and compile the best of them.
+
+    Raises:
+      MeshError: a mesh that was named and cannot be, or that the compiler refuses.
+    """
+    if values.mesh is not None:
+        try:
+            found = estimate_workload(workload, topology, MeshSpec.parse(values.mesh))
+        except MeshError as error:
+            if not everything:
+                raise
+            return TopologyPlan(topology, [], [], f"{topology}: {error}")
+        if found.fits:
+            plan = TopologyPlan(topology, [found], [])
+        else:
+            plan = TopologyPlan(topology, [], [found], f"{topology}: mesh {shortage(found)}")
+    else:
+        plan = TopologyPlan(topology, *rank(workload, topology))
+    install = missing_compiler(topology.chip.platform) if compile_best else None
+    if install is not None:
+        plan.notes.append(f"analytical only: compiling for {topology} needs {install}")
+        say(plan.notes[-1])
+    elif compile_best and plan.fitting:
+        compile_plan(workload, plan, values, compile_best, only=values.mesh is not None and not everything)
+    return plan
+
+
+def compile_plan(workload: Workload, plan: TopologyPlan, values: flags.FlagValues, count: int, only: bool) -> None:
+    """Compile the best meshes of a plan; one that the compiler finds too large makes room for the next.
+
+    Args:
+      workload: what is run.
+      plan: of one machine.
+      values: flags.
+      count: meshes to compile.
+      only: there is no next.
+
+    Raises:
+      MeshError: the compiler refuses the only one.
+    """
+    topology = plan.topology
+    devices = aot_devices(topology)
+    while len(plan.compiled) < min(count, len(plan.fitting)):
+        number = len(plan.compiled)
+        found = plan.fitting[number]
+        say(f"compiling for {topology}, mesh {found.spec}")
+        try:
+            programs = compile_workload(workload, found.spec, devices)
+            most, usable = max(one.memory_bytes for one in programs), topology.chip.usable_bytes
+            if most > usable:
+                raise MeshError(f"needs {most / 1e9:.2f} GB of memory on each device of {usable / 1e9:.2f} usable")
+        except MeshError as error:
+            reason = str(error).splitlines()[0]
+            if "memory" in reason:
+                reason += f"; {what_would_help(found)}"
+            if only:
+                raise MeshError(f"{found.spec} on {topology}, by the compiler: {reason}") from error
+            plan.refuse(number, f"by the compiler, {reason}")
+            say(plan.notes[-1])
+            continue
+        plan.compiled[number] = programs
+        write_programs(values, {f"{topology}_{found.spec}_{one.name}": one.text for one in programs})

@@ -1,0 +1,150 @@
+"""Documents: their commands have flags that exist, their links lead somewhere, and what is generated is up to date."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import nbclient
+import pytest
+from absl import flags
+
+from launch.docs import api_reference, canvas_picture, hardware_table
+from launch.docs.examples import openai_client, rl_rollouts
+from launch.main import LAUNCHERS
+from runtime import DiffusionConfig
+from tests.launch.served import demo, served
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "launch").rglob("*.md")),
+]
+# Commands of documents whose first word of arguments is a command of ours.
+COMMAND = re.compile(r"(?:diffumesh|slurm\.sh|tpu-vm\.sh run|-m launch\.main|diffumesh:\w+) ([a-z]+)(?= |$)(.*)")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def commands(page: Path) -> list[str]:
+    """Lines of the shell blocks of a page, continued lines joined."""
+    blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    return "\n".join(blocks).replace("\\\n", " ").splitlines()
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=name_of)
+def test_commands_have_flags_that_exist(page: Path) -> None:
+    found = 0
+    for line in commands(page):
+        match = COMMAND.search(line)
+        if not match or match[1] not in LAUNCHERS:
+            continue
+        values = flags.FlagValues()
+        importlib.import_module(f"launch.{match[1]}").define_flags(values)
+        words = [word for word in shlex.split(match[2], comments=True) if word.startswith("--")]
+        for word in words[: words.index("--")] if "--" in words else words:
+            name = word.lstrip("-").partition("=")[0]
+            assert name in values or name.removeprefix("no") in values or name in ("help", "helpfull"), line
+        found += 1
+    assert found or page != ROOT / "README.md"
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=name_of)
+def test_modules_and_links_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
+    for module in set(re.findall(r"python3? -m ((?:launch|benchmarks|checkpoints)(?:\.[a-z0-9_]+)+)", text)):
+        assert importlib.util.find_spec(module) is not None, module
+    for target in re.findall(r"\]\(([^)#\s]+)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 200
+
+
+def test_the_picture_is_that_of_a_run() -> None:
+    picture = (ROOT / "launch" / "docs" / "canvas.svg").read_text("utf-8")
+    assert canvas_picture.draw(canvas_picture.run_demo()) == picture, "python -m launch.docs.canvas_picture"
+
+
+def test_the_reference_is_that_of_the_docstrings() -> None:
+    stored = (ROOT / "launch" / "docs" / "api.md").read_text("utf-8")
+    assert api_reference.reference() == stored, "python -m launch.docs.api_reference launch/docs/api.md"
+    for name in ("generate_tokens", "stream_tokens", "log_likelihoods", "replace_weights", "score"):
+        assert f"\n### `{name}`\n" in stored
+
+
+def test_the_machines_are_those_of_the_planner() -> None:
+    stored = (ROOT / "launch" / "docs" / "hardware.md").read_text("utf-8")
+    assert f"<!-- machines -->\n{hardware_table.table()}<!-- end of machines -->" in stored, (
+        "python -m launch.docs.hardware_table launch/docs/hardware.md"
+    )
+
+
+def test_the_example_of_openais_client(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = demo()
+    config = engine.with_end_tokens(DiffusionConfig.published(32))
+    with served(engine, config) as found:
+        whole, streamed, scored = openai_client.main(found.url)
+    expected = engine.generate(openai_client.PROMPT, DiffusionConfig.published(32, steps=16, seed=1))[0].text
+    assert whole == expected
+    assert streamed.strip()
+    assert scored.strip()
+    assert "return" in capsys.readouterr().out
+
+
+def test_the_example_of_rollouts() -> None:
+    advantages, means = rl_rollouts.main(new_tokens=16)
+    assert advantages.shape == means.shape == (len(rl_rollouts.PROMPTS) * rl_rollouts.SAMPLES,)
+    assert abs(advantages.reshape(-1, rl_rollouts.SAMPLES).sum(axis=1)).max() < 1e-6
+    assert (means <= 0).all()
+    assert means.min() < -0.01
+
+
+def test_the_example_of_evalplus(tmp_path: Path) -> None:
+    script = ROOT / "launch" / "docs" / "examples" / "evalplus.sh"
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(
+        ["bash", str(script), str(tmp_path), "--devices=1", "--steps=8", "--compile_cache="],
+        cwd=ROOT, env=environment, check=True, capture_output=True, timeout=240,
+    )  # fmt: skip
+    samples = [json.loads(line) for line in (tmp_path / "results" / "samples.jsonl").read_text().splitlines()]
+    assert [sample["task_id"] for sample in samples] == ["HumanEval/0", "HumanEval/1"]
+    assert all(set(sample) == {"task_id", "completion"} for sample in samples)
+
+
+def test_the_local_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbformat
+
+    notebook = nbformat.read(ROOT / "launch" / "docs" / "examples" / "local.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "it is stored without outputs"
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": ROOT}}
+    )
+    client.execute()
+    printed = "".join(
+        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output
+    )
+    assert "--- step 0" in printed
+    assert "--- step 32" in printed
+    assert "def count_vowels" in printed
+
+
+def test_the_python_of_the_readme(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    [program] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    exec(compile(program, "README.md", "exec"), {})
+    assert "return" in capsys.readouterr().out
