@@ -1,10 +1,14 @@
-"""Masked diffusion with block-causal attention: what the steps of a block commit, and which positions they compute.
+"""Masked diffusion with block-causal attention: what each step of a block commits and computes.
 
-Blocks are those of the attention mask: they are counted from position 0, so that the first one to be filled may begin
-with tokens of the prompt. A block is seen whole by itself and by later blocks only, so the keys and values of a block
-that is complete change no more. They come into the cache in the first pass of the next block: where the model predicts
-a position by its own output that pass also runs the next block, else it commits the next block's first position, which
-the complete block predicts alone, as in Fast-dLLM v2 (Wu et al., 2025) and SDAR (Cheng et al., 2025).
+The blocks are those of the attention mask. They are counted from position 0, so the first block that is filled may begin
+with prompt tokens. A position sees its own block and the blocks before it. Keys and values of a finished block are
+therefore final, and caching them is exact.
+
+The first pass of a block also writes the keys and values of the previous block, which is finished by then. If the model
+has no prediction offset, one window computes both blocks. Otherwise the output at the previous block's last position
+predicts the new block's first position, which is committed alone: that pass computes the previous block only.
+
+The algorithms are those of SDAR (Cheng et al., 2025) and Fast-dLLM v2 (Wu et al., 2025).
 
 Dimension letters: B batch, S canvas.
 """
@@ -23,18 +27,18 @@ Array = jax.Array
 def block_demand(
     program: DenoiseProgram, mask_token: int, request: DenoiseRequest, state: DenoiseState, in_block: Array
 ) -> tuple[Array, Array, Array]:
-    """What the step that a row has come to asks for; see :func:`runtime.decoding.progress.next_step`.
+    """Return what the next step of each row needs; see :func:`runtime.decoding.progress.next_step`.
 
     Args:
-      program: what is compiled in.
-      mask_token: of the model.
-      request: ends, schedule and sub-blocks.
-      state: before the step.
-      in_block: bool ``[B, S]``, positions of each row's block.
+      program: compiled settings.
+      mask_token: the model's mask token.
+      request: run-time arguments.
+      state: state before the step.
+      in_block: bool ``[B, S]``, positions of each row's current block.
 
     Returns:
-      Positions whose token it needs bool ``[B, S]``, how many of them it commits at least int32 ``[B]``, and the masks
-      of the block before the row's end int32 ``[B]``.
+      The positions that the step chooses tokens for, bool ``[B, S]``; how many of them it commits at least, int32
+      ``[B]``; and the number of masks of the block that are left before the row's end, int32 ``[B]``.
     """
     places = jnp.arange(state.canvas.shape[1])
     start = block_start(request, state.block)
@@ -52,7 +56,7 @@ def block_demand(
 
 
 def _sub_block(request: DenoiseRequest, start: Array, masked: Array) -> tuple[Array, Array]:
-    """The sub-block in which the first mask of each row's block is: its first position and the one after it."""
+    """Return the sub-block that contains each row's first mask: its first position and the position after its last."""
     length = request.sub_block_length
     first = start + (jnp.argmax(masked, axis=1).astype(jnp.int32) - start) // length * length
     return first, jnp.minimum(first + length, start + request.block_length)
@@ -64,32 +68,32 @@ def _is_masked_at(masked: Array, place: Array) -> Array:
 
 
 def begins_masked(mask_token: int, request: DenoiseRequest, state: DenoiseState, block: Array) -> Array:
-    """Whether the first position of each row's block of this number ``[B]`` is masked: bool ``[B]``."""
+    """Return whether the first position of each row's block with this number ``[B]`` is masked: bool ``[B]``."""
     return _is_masked_at(state.canvas == mask_token, block_start(request, block))
 
 
 def window_bounds(
     program: DenoiseProgram, request: DenoiseRequest, state: DenoiseState, wanted: Array
 ) -> tuple[Array, Array]:
-    """First position of each row's window, and the one after its last: int32 ``[B]``.
+    """Return the first position of each row's window and the position after its last, int32 ``[B]``.
 
     Args:
-      program: what is compiled in.
-      request: the blocks.
-      state: before the step.
-      wanted: bool ``[B, S]``, positions whose token each row's step needs.
+      program: compiled settings.
+      request: run-time arguments.
+      state: state before the step.
+      wanted: bool ``[B, S]``, positions that each row's step chooses tokens for.
     """
     start, end = block_start(request, state.block), block_start(request, state.block + 1)
     stale = state.previous_block_stale > 0
     before = jnp.where(stale, block_start(request, state.block - 1), start)
     if program.first_alone:
-        # What completes the block before commits the first position of this one, and needs no more of it.
+        # The pass that writes the previous block needs only the first position of the current one.
         end = jnp.where(stale, start + 1, end)
     if program.sub_block_window:
         first, last = _sub_block(request, start, wanted)
         begun = jnp.take_along_axis(state.commit_steps, jnp.minimum(start, wanted.shape[1] - 1)[:, None], axis=1)
         passes = state.step_in_block - (program.first_alone & (begun[:, 0] >= 0))
-        # An approximation: the rest of the block is as the last pass over all of it left it.
+        # This is an approximation: keys and values of the rest of the block are those of its last whole pass.
         alone = ~stale & (passes > 0) & ~_is_masked_at(wanted, first)
         before, end = jnp.where(alone, first, before), jnp.where(alone, last, end)
     return before, jnp.minimum(end, request.lengths)
@@ -98,17 +102,18 @@ def window_bounds(
 def is_certain_enough(
     program: DenoiseProgram, request: DenoiseRequest, confidences: Array, wanted: Array, counts: Array
 ) -> Array:
-    """The wanted positions that a parallel rule commits: bool ``[B, S]``.
+    """Return the positions that the parallel rule commits, bool ``[B, S]``.
 
-    ``threshold`` takes ``counts`` of them at least and all that are more certain, ``sequential`` the first ``counts``,
-    ``entropy_sum`` the most certain ones while the sum of their entropies is below the limit, one at least.
+    ``threshold`` commits the ``counts`` most certain positions and all whose certainty is above the threshold.
+    ``sequential`` commits the first ``counts`` positions. ``entropy_sum`` commits the most certain positions while the
+    sum of their entropies stays below the limit, and at least one.
 
     Args:
-      program: what is compiled in.
-      request: threshold and limit.
-      confidences: float32 ``[B, S]``, -inf where no token is wanted.
-      wanted: bool ``[B, S]``.
-      counts: int32 ``[B]``.
+      program: compiled settings.
+      request: run-time arguments.
+      confidences: float32 ``[B, S]``, -inf where no token is wanted; negative entropies for ``entropy_sum``.
+      wanted: bool ``[B, S]``, positions that have a chosen token.
+      counts: int32 ``[B]``, the number that the schedule gives.
     """
     if program.parallel == "sequential":
         return wanted & (jnp.cumsum(wanted, axis=1) <= counts[:, None])

@@ -273,8 +273,8 @@ class DiffusionConfig:
         "factor commit at least one token per step: the first position of a block in the block's first step, "
         "afterwards the most certain one. Certainty follows algorithm: the probability of the chosen token (also for "
         "origin), the margin between the two best tokens, or exp(-entropy). Block-causal models: threshold also "
-        "commits at least as many tokens as the schedule gives; sequential commits that number of tokens from left to right; "
-        "entropy_sum commits the most certain tokens while their entropies sum to less than entropy_limit.",
+        "commits at least as many tokens as the schedule gives; sequential commits that number of tokens from left to "
+        "right; entropy_sum commits the most certain tokens while their entropies sum to less than entropy_limit.",
         compiled=True,
         mode=True,
     )

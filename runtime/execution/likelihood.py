@@ -97,10 +97,12 @@ def estimate_log_likelihoods(
       seed: of the noise.
 
     Raises:
-      InputError: a pair that is empty or too long, or an autoregressive model.
+      InputError: a pair that is empty or too long, or a model that is autoregressive or block-causal.
     """
     if runner.layout.config.objective == "autoregressive":
         raise InputError("estimates are of diffusion models; log_likelihoods is exact for autoregressive ones")
+    if runner.layout.config.family.attention == "block_causal":
+        raise InputError("estimates are not for block-causal models: they mask all blocks of a text at once")
     _check(pairs, runner.layout.config.max_positions)
     found = []
     for context, continuation in pairs:

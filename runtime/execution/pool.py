@@ -18,7 +18,7 @@ from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig, S
 from runtime.execution.buckets import MAX_PROGRAMS, MOVE_ROOM, Bucket, Grid, PassCost, make_grid
 from runtime.execution.pool_state import PoolLimits
 from runtime.execution.row_request import RowRequest, RowResult
-from runtime.execution.rows import check_kind
+from runtime.execution.rows import check_kind, with_model_blocks
 from runtime.execution.runner import Runner, weight_bytes
 from runtime.execution.slot_kinds import open_slots
 from runtime.execution.slots import MovingRow, Row, Slots
@@ -229,7 +229,7 @@ class Pool:
         Raises:
           InputError: fewer steps than the configuration takes.
         """
-        config, canvas = general(shape.config), runner.bucket(shape.canvas)
+        config, canvas = general(with_model_blocks(shape.config, runner.layout.config)), runner.bucket(shape.canvas)
         max_steps = step_limit(config, canvas, shape.max_steps)
         count = slot_count(runner, config, canvas, shape.slots)
         grid = pool_grid(runner, config, canvas, count, shape.widths, shape.max_programs)

@@ -94,7 +94,7 @@ def config_kind(model: ModelConfig) -> type[DiffusionConfig | SamplingConfig]:
 
 
 def with_model_blocks(config: ConfigT, model: ModelConfig) -> ConfigT:
-    """A configuration that names the blocks of block-causal attention: its own, else the model's."""
+    """Set the block length of block-causal attention: the configuration's own, or the model's if it has none."""
     if not isinstance(config, DiffusionConfig) or model.family.attention != "block_causal":
         return config
     length = config.block_length or model.attention_block_length
@@ -163,10 +163,10 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
 
 
 def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
-    """Check that cache and sub-blocks are for the model's attention.
+    """Check that the model's attention supports the requested cache and sub-blocks.
 
     Raises:
-      InputError: they are not.
+      InputError: it does not.
     """
     in_blocks, name = config.family.attention == "block_causal", config.family.name
     if in_blocks and request.cache not in ("none", "exact"):

@@ -1,14 +1,15 @@
-"""Fast-dLLM v2 (Wu et al., 2025): Qwen2.5 with block-causal attention, which fills its blocks by masked diffusion.
+"""Fast-dLLM v2 (Wu et al., 2025): Qwen2.5 with block-causal attention, trained to fill masks block by block.
 
-The prediction for a position is the output before it. So the first token of a block follows from the complete block
-before it alone, and is committed before the others, in the pass that brings the keys and values of that block into the
-cache.
+The output at one position predicts the next. The finished block before a block therefore predicts its first token, which
+is committed before the others.
 
-The decoding follows ``generate`` of the published modelling code, with these differences. A prompt of exactly one block
-stays in the context: the original leaves it out of its cache. Rows of different lengths are padded on the left, which
-the mask of the original does not know. The number of new tokens is an exact limit, where the original counts blocks and
-adds a token. A row decides for itself whether a sub-block is run alone, where the original asks whether any row has a
-mask at its first position.
+Decoding follows ``generate`` of the published modelling code, with these differences:
+
+* A prompt of exactly one block stays in the context. The original drops it from its cache.
+* Batches are padded on the left. The original's attention mask does not exclude padding.
+* The number of new tokens is an exact limit. The original counts blocks, and adds one token after the last block.
+* With ``sub_block_cache``, each row decides whether to compute only its sub-block. The original asks whether any row of
+  the batch has a mask at the sub-block's first position.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     return transformer_config(FAST_DLLM_V2, raw, attention_block_length=length)
 
 
-# The defaults of its chat and evaluation scripts.
+# The defaults of the published chat and evaluation scripts.
 _PUBLISHED: dict[str, Any] = {
     "algorithm": "maskgit_plus",
     "temperature": 0.0,

@@ -1,10 +1,13 @@
-"""SDAR (Cheng et al., 2025): Qwen3 with block-causal attention, which fills its blocks by masked diffusion, no shift.
+"""SDAR (Cheng et al., 2025): the weights of Qwen3 with block-causal attention, trained to fill masks block by block.
 
-The decoding follows ``generate.py`` of JetAstra/SDAR, with these differences. A step commits no more positions than are
-masked: where fewer were left than the schedule says, the original overwrites tokens of the prompt or committed ones. A
-block in which the model has predicted MASK takes further steps, and keeps the masks that are left then: the original
-fails. The last block is cut at the number of new tokens that was asked for. A row ends as soon as a stop token and all
-before it are committed, where the original fills its block first.
+Decoding follows ``generate.py`` of JetAstra/SDAR, with these differences:
+
+* A step never commits more positions than are masked. In the original, a step whose count exceeds the masks of the block
+  overwrites prompt tokens or committed tokens.
+* If the model predicts the mask token, the block gets further steps, up to its length, and then keeps the masks that are
+  left. The original fails.
+* The number of new tokens is an exact limit: the last block is cut. The original returns whole blocks.
+* A row ends as soon as a stop token and everything before it are committed. The original fills the block first.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ _BLOCK_LENGTH = 4
 
 def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     check_features(SDAR, raw, qwen3.FEATURES)
-    read_integer(raw, "head_dim", 1, 1 << 12)  # hidden_size / num_attention_heads would be another model
+    read_integer(raw, "head_dim", 1, 1 << 12)  # required, as in Qwen3
     length = read_integer(raw, "block_size", 1, MAX_BLOCK_LENGTH, default=_BLOCK_LENGTH)
     return transformer_config(SDAR, raw, attention_block_length=length)
 
 
-# The defaults of the script of JetAstra/SDAR.
+# The defaults of generate.py in JetAstra/SDAR.
 _PUBLISHED: dict[str, Any] = {
     "algorithm": "maskgit_plus",
     "temperature": 1.0,
