@@ -251,7 +251,7 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 400, "tools"),
     ("/v1/score", {"input": [[1, 2]], "targets": [[1]]}, 400, "targets"),
-    ("/v1/score", {"input": [[1] * 200]}, 400, "room for 128"),
+    ("/v1/score", {"input": [[1] * 200]}, 400, "fit into 128 positions"),
     ("/v1/nothing", {}, 404, "not_found"),
     ("/health", {}, 405, "method_not_allowed"),
 ]
