@@ -1,8 +1,8 @@
 """Masked diffusion with block-causal attention: what each step of a block commits and computes.
 
-The blocks are those of the attention mask. They are counted from position 0, so the first block that is filled may begin
-with prompt tokens. A position sees its own block and the blocks before it. Keys and values of a finished block are
-therefore final, and caching them is exact.
+The blocks are those of the attention mask. They are counted from position 0, so the first block that is filled may
+begin with prompt tokens. A position sees its own block and the blocks before it. Keys and values of a finished block
+are therefore final, and caching them is exact.
 
 The first pass of a block also writes the keys and values of the previous block, which is finished by then. If the model
 has no prediction offset, one window computes both blocks. Otherwise the output at the previous block's last position

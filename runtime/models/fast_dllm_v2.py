@@ -1,7 +1,7 @@
 """Fast-dLLM v2 (Wu et al., 2025): Qwen2.5 with block-causal attention, trained to fill masks block by block.
 
-The output at one position predicts the next. The finished block before a block therefore predicts its first token, which
-is committed before the others.
+The output at one position predicts the next. The finished block before a block therefore predicts its first token,
+which is committed before the others.
 
 Decoding follows ``generate`` of the published modelling code, with these differences:
 

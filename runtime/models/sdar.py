@@ -2,10 +2,10 @@
 
 Decoding follows ``generate.py`` of JetAstra/SDAR, with these differences:
 
-* A step never commits more positions than are masked. In the original, a step whose count exceeds the masks of the block
-  overwrites prompt tokens or committed tokens.
-* If the model predicts the mask token, the block gets further steps, up to its length, and then keeps the masks that are
-  left. The original fails.
+* A step never commits more positions than are masked. In the original, a step whose count exceeds the masks of the
+  block overwrites prompt tokens or committed tokens.
+* If the model predicts the mask token, the block gets further steps, up to its length, and then keeps the masks that
+  are left. The original fails.
 * The number of new tokens is an exact limit: the last block is cut. The original returns whole blocks.
 * A row ends as soon as a stop token and everything before it are committed. The original fills the block first.
 """
