@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from checkpoints import DEMO
+from checkpoints import DEMO, open_folder
 from runtime import DiffusionConfig, Engine, InputError
 from runtime.execution.row_request import RowRequest
 from runtime.models.config import ConfigError
 from runtime.models.families import parse_config
-from runtime.models.random_weights import random_weights
 from runtime.planner.estimate import estimate_workload
 from runtime.planner.presets import PRESETS, preset
 from runtime.planner.workload import Workload
@@ -242,26 +241,18 @@ def test_requests_of_another_family_are_refused() -> None:
 
 
 def test_served(tmp_path: Path) -> None:
-    """Text through the server is that of the engine, with the model's blocks and with a request's own."""
+    """Text through the server is that of the engine."""
     demo = json.loads((DEMO / "config.json").read_text())
     raw = json.loads((GOLDEN.folder / "config.json").read_text())
     raw |= {name: demo[name] for name in ("vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / file, tmp_path)
-    own = with_tokenizer(tmp_path)
+    folder = open_folder(tmp_path, weights=False)
+    own = Engine.random(parse_config(folder.config), "data=1", folder=folder)
     config = own.published(max_new_tokens=11, temperature=0.0)
     assert (config.cache, config.parallel, config.threshold) == ("exact", "threshold", 0.85)  # type: ignore[union-attr]
     expected = own.generate(["def f("], config=config)[0].text
     with served(own, config, name="sdar") as there:
         answer = there.client().completions.create(model="sdar", prompt="def f(", max_tokens=11, temperature=0.0)
     assert answer.choices[0].text == expected
-
-
-def with_tokenizer(folder: Path) -> Engine:
-    """An engine with random weights and the tokenizer of a folder."""
-    from checkpoints import open_folder
-
-    checkpoint = open_folder(folder)
-    layout = Engine.random(parse_config(checkpoint.config), "data=1").layout
-    return Engine(layout, random_weights(layout, 0, "float32"), folder=checkpoint)
