@@ -127,7 +127,7 @@ class _Conversion:
 
     @functools.cached_property
     def _sources(self) -> Sources:
-        """The tensors to write, quantized if they are to be."""
+        """The tensors to write, quantized if requested."""
         found = self.tensors
         if self.target.quantization != self.source.quantization:
             found = quantized_tensors(found, self.target)
@@ -151,22 +151,25 @@ class _Conversion:
     def _weights(self) -> Storage:
         return self.output.storage.child(WEIGHTS_FOLDER)
 
+    @property
+    def _orbax_path(self) -> Path:
+        return Path(self._weights.place).resolve()  # Orbax requires an absolute path
+
     def write(self, progress: Progress | None) -> list[str]:
-        """Write the tensors; the digests of every process."""
+        """Write the tensors; return the digests of all processes as JSON."""
         cuts = self._cuts
         if cuts is None:
             arrays = self._weights.child(orbax.TREE)
             return self.processes.agree(
                 lambda: json.dumps(write_blocks(self._sources, arrays, self.processes, progress))
             )
-        place = Path(self._weights.place)
-        digests = write_groups(self._sources, cuts, place, self.processes, progress)
+        digests = write_groups(self._sources, cuts, self._orbax_path, self.processes, progress)
         return self.processes.agree(lambda: json.dumps(digests))
 
     def complete(self) -> str:
         """Complete the Orbax checkpoint; return the names of its files."""
         if self._cuts is not None:
-            orbax.finalize(Path(self._weights.place))
+            orbax.finalize(self._orbax_path)
         elif self.processes.is_first:
             merge_databases(self._weights.child(orbax.TREE), self.processes.count)
             for name, data in orbax.descriptions(self._sources.entries).items():

@@ -71,9 +71,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("input", None, "File of prompts, one JSON object per line.", flag_values=values)
     flags.DEFINE_string("output_dir", None, "Folder for the results; created if needed.", flag_values=values)
     flags.DEFINE_enum("format", "results", FORMATS, f"evalplus: also write {SAMPLES} for EvalPlus.", flag_values=values)
-    flags.DEFINE_bool(
-        "skip_bad", False, "Write invalid lines to errors.jsonl and run the others.", flag_values=values
-    )
+    flags.DEFINE_bool("skip_bad", False, "Write invalid lines to errors.jsonl and run the others.", flag_values=values)
     flags.DEFINE_integer(
         "slots", None, "Rows on the devices at a time. Default: 32 per data shard.", 1, flag_values=values
     )

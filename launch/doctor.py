@@ -53,9 +53,11 @@ def define_flags(values: flags.FlagValues) -> None:
         "checkpoint", str(DEMO), "Checkpoint to verify. Default: the demo in the package.", flag_values=values
     )
     flags.DEFINE_string(
-        "mesh", None, "Mesh to try collectives on. Default: data over hosts, tensor within.", flag_values=values
+        "mesh", None, "Mesh to test collectives on. Default: data over hosts, tensor within each.", flag_values=values
     )
-    flags.DEFINE_float("megabytes", 16.0, "Size of a collective on each device.", 0.001, 4096.0, flag_values=values)
+    flags.DEFINE_float(
+        "megabytes", 16.0, "Size of each collective per device, in megabytes.", 0.001, 4096.0, flag_values=values
+    )
     define_device_flags(values)
 
 

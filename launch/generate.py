@@ -63,19 +63,23 @@ def define_flags(values: flags.FlagValues) -> None:
 
     define_model_flags(values)
     flags.DEFINE_multi_string("prompt", [], "Text to complete; repeat for a batch.", flag_values=values)
-    flags.DEFINE_multi_string("prompt_file", [], "File whose whole text is a prompt; repeatable.", flag_values=values)
+    flags.DEFINE_multi_string(
+        "prompt_file", [], "File whose contents are a prompt; repeat for a batch.", flag_values=values
+    )
     switch("chat", "Put each prompt into the checkpoint's chat template as a user's message.")
-    flags.DEFINE_integer("max_batch", None, "Rows on the devices at a time. Default: by memory.", 1, flag_values=values)
+    flags.DEFINE_integer(
+        "max_batch", None, "Rows on the devices at a time. Default: as memory allows.", 1, flag_values=values
+    )
     define_decoding_flags(values)
-    flags.DEFINE_integer("num_return_sequences", 1, "Completions of each prompt.", 1, MAX_SAMPLES, flag_values=values)
-    flags.DEFINE_multi_string("stop", [], "String that ends a completion; repeatable.", flag_values=values)
+    flags.DEFINE_integer("num_return_sequences", 1, "Completions per prompt.", 1, MAX_SAMPLES, flag_values=values)
+    flags.DEFINE_multi_string("stop", [], "Stop string that ends a completion; repeatable.", flag_values=values)
     switch("json", "One JSON line per completion.")
     switch("watch", "Show the canvas as it unmasks, in the terminal.")
     flags.DEFINE_string(
         "history_html", None, "Write a page that replays the generation step by step.", flag_values=values
     )
-    switch("verbose", "Say every decoding parameter, the mesh, and what was read.")
-    switch("explain", "Print how every weight lies on the mesh, and stop.")
+    switch("verbose", "Print all decoding parameters, the mesh and the size of the weights.")
+    switch("explain", "Print the layout of every weight on the mesh, and stop.")
     define_profiling_flags(values)
     define_device_flags(values)
 
@@ -91,7 +95,7 @@ def main(values: flags.FlagValues) -> None:
     config = decoding_config(values, folder, model)
     config = config.with_end_tokens(end_tokens(model, folder, tokenizer), default=True)
     if values.history_html is not None and isinstance(config, SamplingConfig):
-        raise InputError(f"--history_html is of denoise steps, and {folder.name} is autoregressive")
+        raise InputError(f"--history_html requires a diffusion model; {folder.name} is autoregressive")
     prompts = read_prompts(values)
     ids, mask = encode_prompts(tokenizer, prompts, model.pad_token_id, chat=values.chat)
     check_request(read_rows(ids, mask, model), model, config)

@@ -106,7 +106,7 @@ class HarnessModel(LM):
           InputError: the model is a diffusion model, for which rolling likelihoods are not defined.
         """
         if self.engine.config.objective == "masked_diffusion":
-            raise InputError("rolling log-likelihoods (perplexity) are of autoregressive models")
+            raise InputError("rolling log-likelihoods (perplexity) require an autoregressive model")
         found = []
         for request in requests:
             windows = get_rolling_token_windows(

@@ -28,9 +28,11 @@ _MAX_PROCESSES = 64
 def define_flags(values: flags.FlagValues) -> None:
     """Define the flags of this command."""
     flags.DEFINE_integer("num_processes", 2, "Processes to start.", 1, _MAX_PROCESSES, flag_values=values)
-    flags.DEFINE_integer("devices_per_process", 1, "CPU devices that each simulates.", 1, 4096, flag_values=values)
+    flags.DEFINE_integer("devices_per_process", 1, "Simulated CPU devices per process.", 1, 4096, flag_values=values)
     flags.DEFINE_integer("port", None, "Coordinator's port. Default: a free one.", 1, 65534, flag_values=values)
-    flags.DEFINE_float("grace", 15.0, "Seconds for the others to end when one has failed.", 0.0, flag_values=values)
+    flags.DEFINE_float(
+        "grace", 15.0, "Seconds that the other processes have to end after one failed.", 0.0, flag_values=values
+    )
 
 
 def main(values: flags.FlagValues, command: Sequence[str]) -> int:

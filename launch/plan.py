@@ -50,30 +50,39 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("model", None, tuple(PRESETS), "Architecture by name; no download.", flag_values=values)
     string("checkpoint", None, "Model folder, URL or Hub name; only its config.json is read.")
     string("topology", None, "Machine, such as v5e-8, 2xv5e:16x16, l4, 8xH100, 2x8xh200, or all.")
-    string("mesh", None, "Plan this mesh alone, such as data=2,tensor=4; one axis may be -1.")
+    string("mesh", None, "Plan only this mesh, such as data=2,tensor=4; one axis may be -1.")
     flags.DEFINE_enum("dtype", None, STORED_DTYPES, "Default: as stored.", flag_values=values)
     integer("batch", 1, "Rows that are generated together.")
     integer("prompt", 256, "Tokens of each prompt.")
     integer("new_tokens", 256, "Tokens to generate for each row.")
-    integer("steps", None, "Denoise steps of masked diffusion, in all blocks together. Default: as many as new tokens.")
+    integer("steps", None, "Denoise steps of masked diffusion in all blocks together. Default: one per new token.")
     flags.DEFINE_enum("cache", "none", CACHES, "Cache of masked diffusion; none is exact.", flag_values=values)
-    integer("block_length", 32, "Positions of a block, with a cache.")
+    integer("block_length", 32, "Positions per block, with a cache.")
     flags.DEFINE_enum(
-        "quantize", "none", QUANTIZATIONS, "Weights in int8; what is stored so is planned so.", flag_values=values
+        "quantize",
+        "none",
+        QUANTIZATIONS,
+        "Plan with int8 weights. A checkpoint stored in int8 is always planned so.",
+        flag_values=values,
     )
     flags.DEFINE_integer(
-        "compile", None, "Best meshes to compile. Default: 1, and none with --topology=all.", 0, 64, flag_values=values
+        "compile",
+        None,
+        "Number of best meshes to compile. Default: 1, or 0 with --topology=all.",
+        0,
+        64,
+        flag_values=values,
     )
     flags.DEFINE_float(
         "price_per_chip_hour",
         None,
-        "Dollars for a chip and an hour: adds dollars per million tokens.",
+        "Dollars per chip-hour; adds a column with dollars per million tokens.",
         0.0,
         flag_values=values,
     )
     flags.DEFINE_bool("json", False, "One JSON object instead of a table.", flag_values=values)
     string("plot", None, "Write time, memory and rate or cost of each mesh to this file (PNG, SVG or PDF).")
-    string("dump_hlo", None, "Write the optimized HLO of what is compiled into this folder.")
+    string("dump_hlo", None, "Write the optimized HLO of compiled programs into this folder.")
 
 
 def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
@@ -94,7 +103,7 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
     given = [f"--{flag}" for flag in ("steps", "cache", "block_length") if values[flag].present]
     if config.objective == "autoregressive" and given:
         raise InputError(
-            f"{', '.join(given)}: of masked diffusion; {name} is autoregressive, with a cache and a pass for each token"
+            f"{', '.join(given)}: only for masked diffusion; {name} is autoregressive, with a cache, one pass per token"
         )
     return name, Workload(
         config,
@@ -121,7 +130,7 @@ def main(values: flags.FlagValues) -> None:
     everything = values.topology == "all"
     count = values.compile if values.compile is not None else 0 if everything else 1
     if values.dump_hlo is not None and count == 0:
-        raise InputError("--dump_hlo is of what is compiled, and nothing is; give --compile=1")
+        raise InputError("--dump_hlo requires a compiled mesh: give --compile=1")
     if values.dump_hlo is not None:
         check_folder("dump_hlo", values.dump_hlo)
     if values.plot is not None:

@@ -141,7 +141,7 @@ def read_limits(values: flags.FlagValues) -> Limits:
       InputError: a request could never be queued.
     """
     if values.max_rows > values.max_queue:
-        raise InputError(f"--max_rows={values.max_rows} of a request cannot wait in --max_queue={values.max_queue}")
+        raise InputError(f"--max_rows={values.max_rows} of a request do not fit into --max_queue={values.max_queue}")
     return Limits(
         body=values.max_body_bytes,
         headers=values.max_header_bytes,
@@ -189,7 +189,7 @@ def read_keys(values: flags.FlagValues) -> Keys:
     if values.api_key_file is not None:
         return Keys.read(Path(values.api_key_file))
     if values.host not in LOOPBACK:
-        raise InputError(f"--host={values.host} is open to others: give --api_key_file, or --host=127.0.0.1")
+        raise InputError(f"--host={values.host} is open to the network: give --api_key_file, or --host=127.0.0.1")
     return Keys()
 
 
@@ -200,9 +200,9 @@ def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: Mod
       InputError: there is no tokenizer, or a decoding flag is invalid or can only be set by requests.
     """
     if values["seed"].present:
-        raise InputError('--seed: a request says its own, as "seed", or gets one at random')
+        raise InputError('--seed: requests set their own, as "seed", or get a random one')
     if values["log_probabilities"].present:
-        raise InputError('--log_probabilities: a request asks for its own, as "logprobs"')
+        raise InputError('--log_probabilities: requests set their own, as "logprobs"')
     tokenizer = read_tokenizer(folder)
     end_token_ids = end_tokens(model, folder, tokenizer)
     config = decoding_config(values, folder, model)

@@ -90,7 +90,7 @@ class BatchFolder:
             if whole < size:
                 os.ftruncate(handle, whole)
                 os.fsync(handle)
-                self.repaired.append(f"{path}: a last line that was written in part is removed, and done again")
+                self.repaired.append(f"{path}: removed an incomplete last line; it is computed again")
         except OSError as error:
             raise InputError(f"{path}: cannot be written to ({error.strerror or error})") from error
 
@@ -106,7 +106,7 @@ class BatchFolder:
         try:
             if not path.exists():
                 if os.fstat(self._files[RESULTS]).st_size:
-                    raise InputError(f"{self.path}: there are results and no {RUN}; name another --output_dir")
+                    raise InputError(f"{self.path}: there are results but no {RUN}; name another --output_dir")
                 return
             if path.stat().st_size > _MAX_RUN_BYTES:
                 raise ValueError("too large")
@@ -121,7 +121,7 @@ class BatchFolder:
         if different:
             raise InputError(
                 f"{self.path} holds the results of another run: {'; '.join(different)}. Name another --output_dir, or "
-                "run as before to go on"
+                "run the earlier command to continue"
             )
 
     def begin(self, facts: Mapping[str, Any]) -> None:
@@ -142,7 +142,9 @@ class BatchFolder:
                 try:
                     yield line, json.loads(line)
                 except ValueError as error:
-                    raise InputError(f"{path}:{number}: not JSON, so not written by this run; move it away") from error
+                    raise InputError(
+                        f"{path}:{number}: not JSON, so not written by this run; move the file away"
+                    ) from error
 
     def done(self, known: Collection[Key]) -> set[Key]:
         """The keys of the results that exist.
@@ -158,12 +160,12 @@ class BatchFolder:
             if not is_sealed(record):
                 raise InputError(
                     f"{self.path / RESULTS}:{number}: changed since it was written: its digest is wrong; remove the "
-                    "line, and it is done again"
+                    "line, and it is computed again"
                 )
             key = key_of(record)
             if key is None or key not in known or key in found:
-                why = "twice" if key in found else "of no line of the input"
-                raise InputError(f"{self.path / RESULTS}:{number}: a result that is there {why}; move the file away")
+                why = "appears twice" if key in found else "belongs to no line of the input"
+                raise InputError(f"{self.path / RESULTS}:{number}: a result that {why}; move the file away")
             found.add(key)
         return found
 
@@ -196,8 +198,8 @@ class BatchFolder:
             os.fsync(handle)
         except OSError as error:
             raise InputError(
-                f"{self.path / name}: cannot be written ({error.strerror or error}). What it holds is whole: mend that "
-                "and run the same command again"
+                f"{self.path / name}: cannot be written ({error.strerror or error}). Results so far are intact: fix "
+                "the cause and run the same command again"
             ) from error
 
     def sort(self, order: Sequence[Key]) -> list[dict[str, Any]]:

@@ -78,7 +78,7 @@ class CanvasView:
 
 
 def row_titles(prompts: Sequence[str], samples: int) -> list[str]:
-    """A heading for every row: the first line of its prompt, and the sample's number where there are several."""
+    """A heading for every row: the first line of its prompt, and the sample's number if there are several samples."""
     return [
         (prompt.strip().splitlines() or [""])[0][:80] + (f"  [{sample}]" if samples > 1 else "")
         for prompt in prompts

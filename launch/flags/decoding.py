@@ -36,7 +36,7 @@ def define_decoding_flags(values: flags.FlagValues) -> None:
         "preset",
         "published",
         ("published", "class"),
-        "Where decoding parameters start: as the model's authors run it, or the original class's defaults.",
+        "Defaults of decoding parameters: those the model's authors publish, or those of the original class.",
         flag_values=values,
     )
     for parameter in EXPOSED_PARAMETERS.values():
@@ -144,8 +144,8 @@ def _sampling_config(values: flags.FlagValues, folder: CheckpointFolder, given: 
     if wrong:
         own = [f"--{name}" for name in AUTOREGRESSIVE_PARAMETERS]
         raise InputError(
-            f"{folder.name} is autoregressive: {', '.join(f'--{name}' for name in wrong)} is for diffusion models; it "
-            f"has {', '.join(own)} and --cache=none",
+            f"{folder.name} is autoregressive: {', '.join(f'--{name}' for name in wrong)} is for diffusion models; use "
+            f"{', '.join(own)} and --cache=none",
             field=wrong[0],
         )
     said: dict[str, Any] = {"max_new_tokens": _NEW_TOKENS}

@@ -42,12 +42,16 @@ def define_model_flags(values: flags.FlagValues) -> None:
     string("checkpoint", str(DEMO), "Model folder, URL (gs://...) or Hub name. Default: the demo in the package.")
     string("revision", None, "Branch, tag or commit on the Hub. A token is read from HF_TOKEN or the Hub's login.")
     flags.DEFINE_bool("offline", False, "Use only what the Hub's local cache holds.", flag_values=values)
-    choice("verify", "full", VERIFY, "What of the checkpoint's manifest of digests to check.")
-    string("mesh", None, "For example data=2,sequence=1,tensor=4; one may be -1. Default: chosen and printed.")
-    choice("dtype", None, STORED_DTYPES, "Default: as stored, and float32 on CPU.")
+    choice("verify", "full", VERIFY, "How much of the checkpoint's digests to check.")
+    string(
+        "mesh",
+        None,
+        "For example data=2,sequence=1,tensor=4; one axis may be -1. Default: chosen by the planner and printed.",
+    )
+    choice("dtype", None, STORED_DTYPES, "Dtype of the weights. Default: as stored; float32 on CPU.")
     choice("attention", "auto", ATTENTION_IMPLEMENTATIONS, "Attention implementation.")
-    choice("quantize", "none", QUANTIZATIONS, "int8: weights as integers, a scale for each output channel.")
-    choice("kv_cache", "model", CACHE_DTYPES, "Dtype of keys and values that are kept.")
+    choice("quantize", "none", QUANTIZATIONS, "int8: store weights as 8-bit integers with a scale per output channel.")
+    choice("kv_cache", "model", CACHE_DTYPES, "Dtype of the KV cache.")
 
 
 def check_named(values: flags.FlagValues) -> None:

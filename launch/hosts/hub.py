@@ -160,7 +160,7 @@ class Hub:
         host, hosts, name = hello.get("host"), hello.get("hosts"), str(hello.get("name", ""))[:100]
         problem = None
         if hosts != self._hosts:
-            problem = f"it counts {hosts} hosts, and host 0 {self._hosts}"
+            problem = f"it counts {hosts} hosts, and host 0 counts {self._hosts}"
         elif not isinstance(host, int) or not 0 <= host < self._hosts:
             problem = f"there is no host {host} among {self._hosts}"
         elif host in self._members:
@@ -191,7 +191,7 @@ class Hub:
         now = time.monotonic()
         asked = sum(host in gather.values for gather in self._gathers.values())
         if asked >= _MAX_OPEN_TOPICS or len(topic) > _MAX_TOPIC:
-            self._report(Fault("exception", f"asks {asked + 1} questions at a time; {topic!r:.80}"), host)
+            self._report(Fault("exception", f"starts {asked + 1} exchanges at a time; {topic!r:.80}"), host)
             return
         gather = self._gathers.setdefault(topic, _Gather(now, now))
         gather.values[host] = value
@@ -212,7 +212,7 @@ class Hub:
         common = max(here, key=lambda name: (len(here[name]), 0 in here[name]))
         others = [f"{self._names(hosts)} came to {name!r}" for name, hosts in here.items() if name != common]
         text = (
-            f"the hosts do not do the same: {'; '.join(others)}, the others to {common!r}; start all with the same "
+            f"the hosts do not run the same: {'; '.join(others)}, the others to {common!r}; start all with the same "
             "command, flags and prompts included"
         )
         self._report(Fault("differ", text, EXIT_USER_ERROR), here[common][0])
@@ -250,7 +250,7 @@ class Hub:
         missing = [host for host in range(self._hosts) if host not in self._members]
         waited = now - self._started
         if missing and waited > self._timeouts.initialization:
-            text = f"has not come within {waited:.0f} s; {len(self._members)} of {self._hosts} hosts are here"
+            text = f"has not joined within {waited:.0f} s; {len(self._members)} of {self._hosts} hosts have joined"
             fault = Fault("missing", text, EXIT_RESTART, missing[0], self._names(missing))
             self._faults.append((now, fault))
         if missing and now - self._said > SAY_EVERY_SECONDS:
@@ -279,7 +279,7 @@ class Hub:
         first = aborted[0] if 0 < len(aborted) < self._hosts else self._faults[0][1]
         still = [host for host, member in self._members.items() if member.still > _STILL and not member.done]
         if still:
-            text = f"has not moved for {self._members[still[0]].still:.0f} s, and the collectives of others failed"
+            text = f"made no progress for {self._members[still[0]].still:.0f} s, and the collectives of others failed"
             return Fault("frozen", text, EXIT_RESTART, still[0], self._names(still))
         behind = self._behind()
         if behind and first.host not in behind and not aborted:
@@ -310,12 +310,12 @@ class Hub:
             await asyncio.sleep(0.05)
         for host, member in sorted(self._members.items()):
             self._say(
-                f"---- {self._name(host)}, {member.marks} marks of progress, stacks:\n{member.stacks or '(none came)'}"
+                f"---- {self._name(host)}, {member.marks} marks of progress, stacks:\n{member.stacks or '(none)'}"
             )
         behind = self._behind()
         text = f"no progress for {stood:.0f} s"
         if not behind:
-            return Fault("stalled", f"{text}; all have come equally far, their stacks are above", who="all hosts")
+            return Fault("stalled", f"{text}; all hosts are at the same point, their stacks are above", who="all hosts")
         return Fault(
-            "stalled", f"{text}; the others have come further and wait", EXIT_RESTART, behind[0], self._names(behind)
+            "stalled", f"{text}; the other hosts are further and wait", EXIT_RESTART, behind[0], self._names(behind)
         )

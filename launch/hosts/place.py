@@ -65,29 +65,31 @@ def define_place_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "coordinator_address", None, "Several hosts: name:port of host 0. Default: as detected.", flag_values=values
     )
-    integer("num_processes", "Several hosts: how many. 1 keeps to this one, whatever is detected.", 1, MAX_HOSTS)
-    integer("process_id", "Several hosts: the process index of this one, from 0.", 0, MAX_HOSTS - 1)
     integer(
-        "coordinator_port", f"Port of JAX's coordination service. Default: as detected, or {DEFAULT_PORT}.", 1, 65535
+        "num_processes", "Several hosts: their number. 1 runs on this host only, whatever is detected.", 1, MAX_HOSTS
     )
-    integer("control_port", "Port where host 0 hears of faults. Default: the one after the coordinator's.", 1, 65535)
+    integer("process_id", "Several hosts: process index of this host, from 0.", 0, MAX_HOSTS - 1)
+    integer(
+        "coordinator_port", f"Port of JAX's coordination service. Default: as detected, else {DEFAULT_PORT}.", 1, 65535
+    )
+    integer("control_port", "Port of host 0 for reports of faults. Default: the coordinator's port plus 1.", 1, 65535)
     flags.DEFINE_string(
         "coordinator_bind_address",
         None,
-        "Address that host 0 listens on. Default: all, or loopback.",
+        "Address that host 0 listens on. Default: all addresses, or loopback for a local coordinator.",
         flag_values=values,
     )
     flags.DEFINE_list(
-        "local_device_ids", None, "Numbers of the devices that this process uses. Default: all.", flag_values=values
+        "local_device_ids", None, "Ids of the devices that this process uses. Default: all.", flag_values=values
     )
 
     def seconds(name: str, default: int, text: str) -> None:
         flags.DEFINE_integer(name, default, f"Seconds {text}", 1, 1 << 20, flag_values=values)
 
-    seconds("initialization_timeout", 300, "until a host that has not come counts as missing.")
-    seconds("heartbeat_timeout", 60, "until a host that gives no sign of life counts as dead.")
-    seconds("shutdown_timeout", 300, "that hosts wait for one another at the end.")
-    seconds("stall_timeout", 1800, "without any progress until all hosts print their stacks and stop.")
+    seconds("initialization_timeout", 300, "until a host that has not joined counts as missing.")
+    seconds("heartbeat_timeout", 60, "without a heartbeat until a host counts as dead.")
+    seconds("shutdown_timeout", 300, "that hosts wait for each other at the end.")
+    seconds("stall_timeout", 1800, "without progress on any host until all hosts print their stacks and stop.")
 
 
 def find_place(values: flags.FlagValues, environment: Mapping[str, str] | None = None) -> Place:
@@ -120,9 +122,7 @@ def find_place(values: flags.FlagValues, environment: Mapping[str, str] | None =
         found = detected
     host, hosts, address, where = found
     if not 1 <= hosts <= MAX_HOSTS or not 0 <= host < hosts:
-        raise InputError(
-            f"{where}: host {host} of {hosts}; hosts are numbered from 0, and there are {MAX_HOSTS} at most"
-        )
+        raise InputError(f"{where}: host {host} of {hosts}; expected an index from 0 and at most {MAX_HOSTS} hosts")
     if hosts == 1:
         return Place(0, 1, found_in=where)
     name, port = _split_address(address, values.coordinator_port, where)
@@ -189,7 +189,7 @@ def _from_jax(values: flags.FlagValues) -> _Found | None:
             None, None, None, None, None, values.initialization_timeout
         )
     except (KeyError, ValueError) as error:
-        raise InputError(f"the cluster's variables around this process make no sense to JAX: {error!r}") from error
+        raise InputError(f"JAX cannot read the cluster's environment variables: {error!r}") from error
     if address is None or hosts is None or host is None:
         return None
     return host, hosts, address, "what JAX detects"

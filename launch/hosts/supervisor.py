@@ -96,8 +96,8 @@ def _own_secret(place: Place) -> bytes:
     secret = read_secret()
     if not secret and not place.is_on_one_machine:
         raise InputError(
-            f"several hosts must have a secret by which they know one another: the same for all, in a file that "
-            f"{SECRET_FILE} names or in {SECRET}; openssl rand -hex 32 makes one"
+            f"several hosts need a shared secret: the same on all hosts, in a file that {SECRET_FILE} names or in "
+            f"{SECRET}; openssl rand -hex 32 makes one"
         )
     return secret
 
@@ -109,13 +109,13 @@ async def greet(
     own = nonce()
     challenge = await receive_greeting(reader)
     if challenge is None or challenge["kind"] != "challenge":
-        return Fault("gone", "closes the connection without a word", host=0)
+        return Fault("gone", "closed the connection without an answer", host=0)
     said = (challenge.get("nonce"), own, place.host, place.hosts, name)
     fields = {"host": place.host, "hosts": place.hosts, "name": name, "nonce": own}
     writer.write(encode("hello", **fields, proof=proof(secret, "host", *said)))
     answer = await receive(reader)
     if answer is None:
-        return Fault("gone", "closes the connection without a word", host=0)
+        return Fault("gone", "closed the connection without an answer", host=0)
     if answer["kind"] == "verdict":
         return Fault.parse(answer)
     if not is_proof(answer.get("proof"), secret, "hub", own):
@@ -229,7 +229,7 @@ class Supervisor:
             if fault.host == self._place.host:
                 self._say(f"{self._name}: {own.text.rstrip()}")
             else:
-                self._say(f"{self._name} failed in consequence: {own.text.rstrip().splitlines()[-1]}")
+                self._say(f"{self._name} failed as a consequence: {own.text.rstrip().splitlines()[-1]}")
         shown = own is not None and own.text == fault.text
         if self._place.host == 0 and fault.host != 0 and not shown and "\n" in fault.text.strip():
             self._say(f"{fault.who}:\n{fault.text.rstrip()}")
@@ -354,7 +354,7 @@ class Supervisor:
             now = time.monotonic()
             where = f"{address}:{place.control_port}"
             if now - started > self._timeouts.initialization:
-                text = f"is missing: nobody answers at {where} ({reason}) within {now - started:.0f} s"
+                text = f"is missing: no answer at {where} ({reason}) within {now - started:.0f} s"
                 self._finish(Fault("missing", text, host=0, who="host 0"))
                 return None
             if now - said > _SAY_EVERY:
@@ -370,7 +370,7 @@ class Supervisor:
             greeting = greet(reader, self._hub, self._secret, self._place, socket.gethostname())
             refusal = await asyncio.wait_for(greeting, self._timeouts.heartbeat)
         except TimeoutError:
-            refusal = Fault("gone", "does not answer: something else listens there, or it is frozen", host=0)
+            refusal = Fault("gone", "does not answer: another program listens on its port, or it is frozen", host=0)
         if refusal is not None:
             self._finish(replace(refusal, who=refusal.who or f"host 0 ({self._place.coordinator_host})"))
             return

@@ -64,7 +64,7 @@ class Interruption:
         if self.signal is not None:
             raise KeyboardInterrupt
         self._note(signal.Signals(number))
-        print("stopping: what there is follows; a second Ctrl-C stops at once", file=sys.stderr, flush=True)
+        print("stopping: the text so far follows; a second Ctrl-C stops at once", file=sys.stderr, flush=True)
 
     def _note(self, heard: signal.Signals) -> None:
         self.signal, self._heard = heard, time.monotonic()
@@ -80,7 +80,7 @@ class Interruption:
             if any(self._latest):
                 self._show(self._latest)
             sys.stdout.flush()
-            when = "in a long step" if any(self._latest) else "before there was anything"
+            when = "in a long step" if any(self._latest) else "before there was any text"
             print(f"stopped by {self.signal.name} {when}", file=sys.stderr, flush=True)
             os._exit(self.exit_code)
 

@@ -20,13 +20,13 @@ def define_profiling_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "profile_dir",
         None,
-        "Write a trace for XProf or TensorBoard into this folder: operations by the model's named scopes.",
+        "Write a trace for XProf or TensorBoard into this folder.",
         flag_values=values,
     )
     flags.DEFINE_string(
         "dump_hlo",
         None,
-        "Write the optimized HLO of every program that was compiled into this folder.",
+        "Write the optimized HLO of every compiled program into this folder.",
         flag_values=values,
     )
 

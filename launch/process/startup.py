@@ -107,7 +107,7 @@ def run_launcher(
     _host = _find_host(argv, together) if "coordinator_address" in values else Host()
     if not together and _host.process_index > 0:
         print(
-            f"host {_host.process_index} has nothing to do: host 0 does this alone; --num_processes=1 does it here too",
+            f"host {_host.process_index} has nothing to do: host 0 runs this command; --num_processes=1 runs it here",
             file=sys.stderr,
         )
         return
@@ -226,7 +226,7 @@ def define_device_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer(
         "devices",
         None,
-        "Simulate this many CPU devices instead of using what is attached.",
+        "Simulate this many CPU devices instead of using the attached devices.",
         lower_bound=1,
         upper_bound=MAX_SIMULATED_DEVICES,
         flag_values=values,
@@ -234,7 +234,7 @@ def define_device_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "compile_cache",
         str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "diffumesh" / "compiled"),
-        "Private folder where compiled programs are kept between runs; empty for none.",
+        "Private folder in which compiled programs are cached between runs; empty for none.",
         flag_values=values,
     )
 
@@ -300,7 +300,7 @@ def _private_folder(path: str) -> Path | None:
             raise PermissionError(errno.EACCES, "it may not be written")
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        say(f"warning: --compile_cache={path}: {why}; programs are compiled anew in every run")
+        say(f"warning: --compile_cache={path}: {why}; programs will be compiled again in every run")
         return None
     return folder
 

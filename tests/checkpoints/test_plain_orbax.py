@@ -148,6 +148,14 @@ def test_without_a_database(micro: Path, tmp_path: Path) -> None:
     assert contents(folder) == contents(micro)
 
 
+def test_relative_paths(plain: Path, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(plain.parent)
+    assert contents(Path(plain.name)) == contents(micro)
+    monkeypatch.chdir(tmp_path)
+    assert contents(to_canonical(micro, Path("canonical"))) == contents(micro)
+    assert contents(tmp_path / "canonical") == contents(micro)
+
+
 def test_another_model(plain: Path, micro: Path, tmp_path: Path) -> None:
     from orbax.checkpoint import v1
 

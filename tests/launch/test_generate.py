@@ -221,7 +221,7 @@ def test_without_a_compile_cache_it_goes_on(capsys: pytest.CaptureFixture[str], 
     said = capsys.readouterr()
     assert said.out.startswith(PROMPT)
     assert f"warning: --compile_cache={cache}: " in said.err
-    assert "compiled anew" in said.err
+    assert "compiled again in every run" in said.err
 
 
 def test_one_line_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
