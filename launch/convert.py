@@ -61,10 +61,9 @@ def use_cpu_devices(values: flags.FlagValues) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    option = "jax_num_cpu_devices"
-    if values.devices is None and getattr(jax.config, option) < 1:
+    if values.devices is None and jax.config.values["jax_num_cpu_devices"] < 1:
         with suppress(RuntimeError):  # this process has used its devices already
-            jax.config.update(option, 2)
+            jax.config.update("jax_num_cpu_devices", 2)
 
 
 def main(values: flags.FlagValues) -> None:
