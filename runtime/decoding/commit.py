@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from runtime.decoding.choices import Choices
 from runtime.decoding.sampling import draw_per_position
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, row_steps
-from runtime.models.arrays import rows_alone
+from runtime.models.arrays import only_row_fields
 from runtime.models.forward import Forward
 
 Array = jax.Array
@@ -54,7 +54,7 @@ def commit(
             chosen = _by_certainty(program, request, state, confidences, wanted)
         return chosen & (choices.tokens != forward.config.mask_token_id)
 
-    chosen = forward.on_rows(select, request, rows_alone(state), choices, wanted, counts)
+    chosen = forward.on_rows(select, request, only_row_fields(state), choices, wanted, counts)
     kept = state.log_probabilities
     if kept is not None and choices.log_probabilities is not None:
         kept = jnp.where(chosen, choices.log_probabilities, kept)
