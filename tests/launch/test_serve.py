@@ -31,6 +31,7 @@ from launch.serving.response_stream import ResponseStream
 from runtime import DiffusionConfig, Engine, Executor, PoolShape, SamplingConfig, SchedulerPolicy, StepOutcome, StepPlan
 from runtime.execution.runner import weight_bytes
 from sharding.errors import InputError
+from tests.launch.hostile.sending import port, post_head
 from tests.launch.served import PATIENCE, OneHost, Served, demo, offline, served, wait_for
 from tests.launch.tiny import write_tiny_checkpoint
 
@@ -267,10 +268,9 @@ def test_rooms_and_deadlines(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_client_that_goes_after_stray_bytes_frees_its_slot(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(engine, CONFIG) as found, slowly(found, monkeypatch):
         body = json.dumps({"prompt": PROMPT, "max_tokens": 60, "steps": 60}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
         for stray in (b"", b"\r\n", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"):
-            with socket.create_connection(("127.0.0.1", int(found.url.rpartition(":")[2])), timeout=PATIENCE) as client:
-                client.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+            with socket.create_connection(("127.0.0.1", port(found)), timeout=PATIENCE) as client:
+                client.sendall(post_head("/v1/completions", f"Content-Length: {len(body)}") + body)
                 wait_for(lambda: found.metric("num_requests_running") == 1)
                 client.sendall(stray)
                 time.sleep(0.1)  # so that it arrives in a packet of its own
@@ -282,16 +282,13 @@ def test_a_client_that_goes_after_stray_bytes_frees_its_slot(engine: Engine, mon
 def test_stray_bytes_do_not_disturb_a_stream(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(engine, CONFIG) as found, slowly(found, monkeypatch, PATIENCE) as gate:
         body = json.dumps({"prompt": PROMPT, "max_tokens": 8, "stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
-        with socket.create_connection(("127.0.0.1", int(found.url.rpartition(":")[2])), timeout=PATIENCE) as client:
-            client.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+        with socket.create_connection(("127.0.0.1", port(found)), timeout=PATIENCE) as client:
+            client.sendall(post_head("/v1/completions", f"Content-Length: {len(body)}", "Connection: close") + body)
             wait_for(lambda: found.metric("num_requests_running") == 1)
             client.sendall(b"\r\nstray")
-            time.sleep(0.1)  # so that it arrives in a packet of its own
+            time.sleep(0.1)
             gate.set()
-            received = b""
-            while part := client.recv(1 << 16):
-                received += part
+            received = b"".join(iter(lambda: client.recv(1 << 16), b""))
         assert received.count(b"HTTP/1.1 ") == 1
         assert b"data: [DONE]" in received
 
@@ -398,11 +395,10 @@ def test_keys_names_and_slow_clients(engine: Engine, tmp_path: Path) -> None:
         for name in ("evil.example", "127.0.0.1.evil.example", "/v1/models?x=", "a b"):
             assert found.get("/health", headers={**right, "host": name}).status_code in (400, 403)
         assert found.get("/health", headers={**right, "host": "LOCALHOST:80"}).status_code == 200
-        port = int(found.url.rpartition(":")[2])
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer key-of-somebody-1\r\n"
         slow = head + b"content-type: application/json\r\ncontent-length: 20\r\n\r\n{"
         for sent, expected in ((head, b""), (slow, b" 408 "), (b"x" * 20000, b" 400 ")):
-            with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+            with socket.create_connection(("127.0.0.1", port(found)), timeout=PATIENCE) as connection:
                 connection.sendall(sent)
                 start, answer = time.monotonic(), b""
                 try:
