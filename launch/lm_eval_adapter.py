@@ -72,9 +72,7 @@ class HarnessModel(LM):
     def _config(self, fields: dict[str, Any]) -> DiffusionConfig | SamplingConfig:
         fields = {"max_new_tokens": _DEFAULT_NEW_TOKENS, "temperature": 0.0} | fields
         try:
-            if self.engine.config.objective == "autoregressive":
-                return self.engine.with_end_tokens(SamplingConfig(**fields))
-            return self.engine.with_end_tokens(DiffusionConfig.published(**fields))
+            return self.engine.with_end_tokens(self.engine.published(**fields))
         except TypeError as error:
             raise InputError(f"model_args: {error}") from error
 

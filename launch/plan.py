@@ -57,7 +57,7 @@ def define_flags(values: flags.FlagValues) -> None:
     integer("new_tokens", 256, "Tokens to generate for each row.")
     integer("steps", None, "Denoise steps of masked diffusion in all blocks together. Default: one per new token.")
     flags.DEFINE_enum("cache", "none", CACHES, "Cache of masked diffusion; none is exact.", flag_values=values)
-    integer("block_length", 32, "Positions per block, with a cache.")
+    integer("block_length", None, "Positions per block, with a cache. Default: 32, or that of the model's attention.")
     flags.DEFINE_enum(
         "quantize",
         "none",
@@ -113,7 +113,7 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
         values.new_tokens,
         values.steps or values.new_tokens,
         values.cache,
-        values.block_length,
+        values.block_length or config.attention_block_length or Workload.block_length,
         values.quantize if stored == "none" else stored,
     )
 

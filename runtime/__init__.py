@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     )
     from runtime.execution.result import GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
-    from runtime.execution.rows import MAX_SAMPLES, check_request, row_seed, row_seeds
+    from runtime.execution.rows import MAX_SAMPLES, check_request, row_seed, row_seeds, with_model_blocks
     from runtime.execution.scheduler import Scheduler, SchedulerPolicy, SchedulerStats
     from runtime.execution.step_plan import ScorePass, StepOutcome, StepPlan
     from runtime.models.attention import ATTENTION_IMPLEMENTATIONS
@@ -163,6 +163,7 @@ __all__ = [
     "row_seeds",
     "step_limit",
     "stop_tests",
+    "with_model_blocks",
 ]
 
 _HOMES = {
@@ -253,6 +254,7 @@ _HOMES = {
     "lock": "checkpoints.local_files",
     "parse_json_object": "checkpoints.local_files",
     "replace_file": "checkpoints.local_files",
+    "with_model_blocks": "runtime.execution.rows",
 }
 
 if not TYPE_CHECKING:  # so that a type checker knows every name, and no other

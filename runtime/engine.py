@@ -206,7 +206,7 @@ class Engine(TokenEngine):
         name = "" if self._folder is None else f"{self._folder.name} {self._folder.config.get('_name_or_path', '')}"
         settings = self.config.family.published_settings(name) | overrides
         diffusion = isinstance(default_config(self.config), DiffusionConfig)
-        return DiffusionConfig.published(**settings) if diffusion else SamplingConfig(**settings)
+        return self._resolved(DiffusionConfig.published(**settings) if diffusion else SamplingConfig(**settings))
 
     # ---- generation -------------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class Engine(TokenEngine):
 
     def with_end_tokens(self, config: GenerationConfig | None) -> GenerationConfig:
         """Return a configuration that stops rows at the checkpoint's end tokens, unless ``early_stop`` is false."""
-        return (config or default_config(self.config)).with_end_tokens(self.end_token_ids, default=True)
+        return self._resolved(config).with_end_tokens(self.end_token_ids, default=True)
 
     def stop_tests(self, stops: Sequence[Sequence[str]], stop_token_ids: Sequence[int] = ()) -> list[StopTest | None]:
         """Return, for the stop strings of each row, the test that ends the row; see :meth:`generate_tokens`."""

@@ -24,6 +24,7 @@ from runtime import (
     SamplingConfig,
     check_given,
     declared_parameters,
+    with_model_blocks,
 )
 
 # New tokens if neither a flag nor the checkpoint sets a number.
@@ -130,7 +131,7 @@ def _diffusion_config(
     fields = said | given
     if steps_follow_tokens(values, folder):
         fields["steps"] = min(MAX_STEPS, max(1, fields.get("max_new_tokens", defaults.max_new_tokens)))
-    config = defaults.replace(**fields)
+    config = with_model_blocks(defaults.replace(**fields), model)
     check_given(config, given)
     return config
 

@@ -27,6 +27,7 @@ from runtime import (
     check_request,
     dependents,
     parse_json_object,
+    with_model_blocks,
 )
 
 MAX_STOPS, MAX_STOP = 16, 1024
@@ -299,7 +300,7 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
     follows = defaults.steps_follow_tokens and isinstance(config, DiffusionConfig)
     if follows and "steps" not in fields and isinstance(tokens, int):
         fields["steps"] = min(MAX_STEPS, max(1, tokens))
-    made = config.replace(**fields)
+    made = with_model_blocks(config.replace(**fields), defaults.model)
     check_given(made, given)
     return made
 

@@ -51,6 +51,8 @@ class SamplingRule:
       filtered: apply top-p and top-k.
       suppress_mask: never choose the mask token.
       confidence_dtype: dtype in which logits are filtered and ranked, such as ``float32`` or the model's dtype.
+      greedy: take the most probable token also in rows whose temperature is above 0. Their confidences are those of the
+        distribution at that temperature.
     """
 
     confidence: str
@@ -58,6 +60,7 @@ class SamplingRule:
     filtered: bool
     suppress_mask: bool
     confidence_dtype: str
+    greedy: bool = False
 
 
 def _blocks(values: Array) -> Array:
@@ -331,7 +334,7 @@ def choose_tokens(
         probabilities = _softmax(logits, sums, dtype)
         largest, tokens = vocab_argmax(probabilities)
         confidence = _confidence(rule, probabilities, largest, tokens)
-        if rule.sampled:
+        if rule.sampled and not rule.greedy:
             # Compute the confidence before the noise, so that the two do not occupy memory over the vocabulary at the
             # same time.
             logits, confidence = jax.lax.optimization_barrier((logits, confidence))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.decoding.block_schedule import block_schedule
+from runtime.decoding.block_schedule import block_schedule, canvas_length
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.caller_rows import CallerRows
 from runtime.execution.hooks import HookedSteps, LogitsHook, TokensHook
@@ -167,7 +167,7 @@ def generate_rows(
     """
     start, programs = time.perf_counter(), runner.programs
     compiled, compile_seconds = programs.compiled, programs.seconds
-    width = runner.bucket(int(rows.lengths.max()) + config.max_new_tokens)
+    width = runner.bucket(canvas_length(int(rows.lengths.max()), config))
     own = CallerRows(rows, config, seeds, runner.layout.config, width)
     stats = GenerationStats(steps=most_steps(runner, own, config, width))
     history: np.ndarray | None = None

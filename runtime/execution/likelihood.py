@@ -99,11 +99,15 @@ def estimate_log_likelihoods(
       seed: seed of the noise.
 
     Raises:
-      InputError: a context or continuation is empty or too long, or the model is autoregressive.
+      InputError: a context or continuation is empty or too long, or the model is autoregressive or block-causal.
     """
     if runner.layout.config.objective == "autoregressive":
         raise InputError(
             "estimate_log_likelihoods requires a diffusion model; use log_likelihoods for an autoregressive model"
+        )
+    if runner.layout.config.family.attention == "block_causal":
+        raise InputError(
+            "estimate_log_likelihoods does not support block-causal models: it masks all blocks of a text at once"
         )
     _check(pairs, runner.layout.config.max_positions)
     found = []

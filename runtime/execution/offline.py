@@ -74,7 +74,7 @@ class OfflineScheduler:
         self._runner, self._requests = runner, requests
         self._stop_tests = stop_tests or [None] * len(requests)
         self.stats = SchedulerStats()
-        widest = width or runner.bucket(max((request.length for request in requests), default=1))
+        widest = width or runner.bucket(max((request.canvas_length for request in requests), default=1))
         groups: dict[Hashable, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(program_key(runner, request.config, widest), []).append(number)
@@ -85,12 +85,12 @@ class OfflineScheduler:
     def _group(self, numbers: list[int], slots: int | None, width: int | None) -> _Group:
         requests, runner = [self._requests[number] for number in numbers], self._runner
         config, data = requests[0].config, runner.layout.spec.data
-        canvas = width or runner.bucket(max(request.length for request in requests))
+        canvas = width or runner.bucket(max(request.canvas_length for request in requests))
         most = min(math.ceil(len(numbers) / data) * data, DEFAULT_SLOTS * data if slots is None else slots)
         # If all rows have the same length and a slot each, one bucket is enough.
-        several = len({request.length for request in requests}) > 1 or len(numbers) > most
+        several = len({request.canvas_length for request in requests}) > 1 or len(numbers) > most
         count = slot_count(runner, config, canvas, most, moves=several)
-        work = [Work(self._requests[number].length, iterations_of(self._requests[number])) for number in numbers]
+        work = [Work(self._requests[number].canvas_length, iterations_of(self._requests[number])) for number in numbers]
         # Long rows first, so that the rows that run last are short.
         order = sorted(range(len(numbers)), key=lambda index: (-work[index].iterations, numbers[index]))
         grid, top = pool_grid(runner, config, canvas, count), Bucket(count, canvas)

@@ -18,7 +18,7 @@ from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig, S
 from runtime.execution.buckets import MAX_PROGRAMS, MOVE_ROOM, Bucket, Grid, PassCost, make_grid
 from runtime.execution.pool_state import PoolLimits
 from runtime.execution.row_request import RowRequest, RowResult
-from runtime.execution.rows import check_kind
+from runtime.execution.rows import check_kind, with_model_blocks
 from runtime.execution.runner import Runner, weight_bytes
 from runtime.execution.slot_kinds import open_slots
 from runtime.execution.slots import MovingRow, Row, Slots
@@ -159,8 +159,9 @@ def pass_cost(runner: Runner, config: GenerationConfig) -> PassCost:
     if config.cache == "none":
         return PassCost(floor, overhead)
     length = config.block_length or DEFAULT_BLOCK_LENGTH
-    # Each block starts with a refresh over whole rows, whose cost is spread over the block's positions.
-    return PassCost(floor, overhead, length, 1 / length)
+    # Each block starts with a refresh over whole rows, whose cost is spread over the block's positions. An exact cache
+    # needs no refresh: its window is twice as wide instead.
+    return PassCost(floor, overhead, length, 0.0 if config.cache == "exact" else 1 / length)
 
 
 def pool_grid(
@@ -229,7 +230,8 @@ class Pool:
         Raises:
           InputError: ``shape.max_steps`` is less than what its configuration needs.
         """
-        config, canvas = generalized(shape.config), runner.bucket(shape.canvas)
+        config = generalized(with_model_blocks(shape.config, runner.layout.config))
+        canvas = runner.bucket(shape.canvas)
         max_steps = step_limit(config, canvas, shape.max_steps)
         count = slot_count(runner, config, canvas, shape.slots)
         grid = pool_grid(runner, config, canvas, count, shape.widths, shape.max_programs)

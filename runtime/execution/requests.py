@@ -101,8 +101,9 @@ class ScheduledRow:
 def iterations_of(request: RowRequest) -> int:
     """Return the maximum number of iterations that a row takes, not counting masks in its prompt."""
     config = request.config
-    if not isinstance(config, DiffusionConfig) or config.parallel != "none":
-        return max(1, config.max_new_tokens)
+    if not isinstance(config, DiffusionConfig) or config.parallel != "none" or config.attention_block_length:
+        # The last block may be filled from its end.
+        return max(1, request.canvas_length - len(request.tokens))
     return max(1, min(config.steps, config.max_new_tokens or config.steps))
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from runtime.decoding.autoregressive import DecodeRequest, DecodeState
-from runtime.decoding.block_schedule import block_schedule
+from runtime.decoding.block_schedule import block_schedule, steps_of_a_block
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.decoding.schedule import padded_steps, transfer_table
 from runtime.decoding.state import DenoiseRequest, DenoiseState
@@ -57,7 +57,8 @@ def diffusion_row(
     row = request or empty_row(model, default)
     config = row.config
     assert isinstance(config, DiffusionConfig)
-    canvas, lengths = make_canvas(row.rows, model, config.max_new_tokens if request else 0, width)
+    new = row.canvas_length - len(row.tokens) if request else 0
+    canvas, lengths = make_canvas(row.rows, model, new, width)
     first = lengths if request is None else np.array([first_position(request, model)], np.int32)
     length, steps_per_block = block_schedule(config, width)
     ratios = np.zeros((1, padded_steps(max(steps_per_block, steps), width)), np.float32)
@@ -66,17 +67,21 @@ def diffusion_row(
     zero = np.zeros(1, np.int32)
     return DenoiseRequest(
         lengths=lengths,
+        ends=lengths if request is None else np.array([row.length], np.int32),
         prompts=row.rows.lengths,
         first=first,
         seeds=seed_words([row.seed]),
         ratios=ratios,
         block_length=np.array([length], np.int32),
+        sub_block_length=np.array([min(config.sub_block_length or length, length)], np.int32),
         steps_per_block=np.array([steps_per_block], np.int32),
+        block_steps=np.array([steps_of_a_block(config, length)], np.int32),
         refresh_interval=np.array([config.refresh_interval or NEVER], np.int32),
-        refresh_blocks=np.array([config.refresh_blocks], np.int32),
+        refresh_blocks=np.array([0 if config.cache == "exact" else config.refresh_blocks], np.int32),
         stop_tokens=stop_rows(config.stop_token_ids, 1),
         threshold=np.array([config.threshold], np.float32),
         factor=np.array([config.factor], np.float32),
+        entropy_limit=np.array([config.entropy_limit], np.float32),
         cfg_scale=np.array([config.cfg_scale], np.float32),
         alg_temp=np.array([config.alg_temp or 0.0], np.float32),
         **sampling_rows(config, model.vocab_size, 1),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runtime.decoding.block_schedule import canvas_length
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.left_padding import Rows
 from runtime.models.config import ModelConfig
@@ -35,6 +36,11 @@ class RowRequest:
         return len(self.tokens) + self.config.max_new_tokens
 
     @property
+    def canvas_length(self) -> int:
+        """Positions that it needs of a canvas: S, and what fills the last block of block-causal attention."""
+        return canvas_length(len(self.tokens), self.config)
+
+    @property
     def rows(self) -> Rows:
         """The prompt as a batch of one row."""
         tokens = np.array([self.tokens], np.int32)
@@ -45,9 +51,13 @@ def first_position(request: RowRequest, model: ModelConfig) -> int:
     """Return the position at which the first block of a diffusion request starts: that of its first mask.
 
     With the ``even`` schedule, blocks start after the prompt, as in LLaDA's ``generate.py``: masks in the prompt are
-    candidates in every block, but no block starts at them.
+    candidates in every block, but no block starts at them. Blocks of block-causal attention are counted from
+    position 0.
     """
     prompt = list(request.tokens)
+    if model.family.attention == "block_causal":
+        block = request.config.attention_block_length  # type: ignore[union-attr]
+        return (prompt.index(model.mask_token_id) if model.mask_token_id in prompt else len(prompt)) // block * block
     if model.mask_token_id not in prompt or (model.family.schedule == "even" and request.config.max_new_tokens):
         return len(prompt)
     return prompt.index(model.mask_token_id)
@@ -55,7 +65,7 @@ def first_position(request: RowRequest, model: ModelConfig) -> int:
 
 def block_span(request: RowRequest, model: ModelConfig) -> int:
     """Return the number of positions from the first block of a request to its end; 0 if there is nothing to fill."""
-    return request.length - first_position(request, model)
+    return request.canvas_length - first_position(request, model)
 
 
 def final_tokens(canvas: np.ndarray, prompt: int) -> np.ndarray:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from runtime.decoding.parameters import MAX_STOP_TOKENS, DiffusionConfig, Sampli
 from runtime.execution.left_padding import Rows, read_rows
 from runtime.models.config import ModelConfig
 from sharding.errors import InputError
+
+ConfigT = TypeVar("ConfigT", DiffusionConfig, SamplingConfig, DiffusionConfig | SamplingConfig)
 
 MAX_SAMPLES = 1 << 16
 
@@ -91,6 +93,14 @@ def config_kind(model: ModelConfig) -> type[DiffusionConfig | SamplingConfig]:
     return SamplingConfig if model.objective == "autoregressive" else DiffusionConfig
 
 
+def with_model_blocks(config: ConfigT, model: ModelConfig) -> ConfigT:
+    """Set the block length of block-causal attention: the configuration's own, or the model's if it has none."""
+    if not isinstance(config, DiffusionConfig) or model.family.attention != "block_causal":
+        return config
+    length = config.block_length or model.attention_block_length
+    return config.replace(block_length=length, attention_block_length=length)
+
+
 def prepare_rows(
     input_ids: Any,
     attention_mask: Any,
@@ -136,6 +146,13 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
         )
     if not isinstance(request, DiffusionConfig):
         return
+    check_blocks(config, request)
+    if request.parallel not in config.family.parallel_rules:
+        raise InputError(
+            f"parallel={request.parallel} is not for {config.family.name} models; use one of "
+            f"{', '.join(config.family.parallel_rules)}",
+            field="parallel",
+        )
     if request.cfg_scale > 0 and not config.family.guidance:
         raise InputError(f"cfg_scale is not available for {config.family.name} models", field="cfg_scale")
     if request.algorithm not in config.family.algorithms:
@@ -144,6 +161,23 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
             f"{', '.join(config.family.algorithms)}",
             field="algorithm",
         )
+
+
+def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
+    """Check that the model's attention supports the requested cache and sub-blocks.
+
+    Raises:
+      InputError: it does not.
+    """
+    in_blocks, name = config.family.attention == "block_causal", config.family.name
+    if in_blocks and request.cache not in ("none", "exact"):
+        raise InputError(f"cache={request.cache} is not for {name} models; use none or exact", field="cache")
+    if not in_blocks and request.cache == "exact":
+        raise InputError(f"cache=exact is not for {name} models: it is for block-causal attention", field="cache")
+    if not in_blocks and request.sub_block_length is not None:
+        raise InputError(f"sub_block_length is not for {name} models", field="sub_block_length")
+    if request.sub_block_cache and request.sub_block_length is None:
+        raise InputError("sub_block_cache requires sub_block_length", field="sub_block_cache")
 
 
 def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig | SamplingConfig) -> None:

@@ -94,9 +94,15 @@ class Runner:
         """Round a length up to a bucket; see :func:`canvas_bucket`."""
         return canvas_bucket(length, self.layout, self.platform)
 
-    def forward(self, canvas: int) -> Forward:
-        """Return layout and attention implementation for canvases of this many positions."""
-        return Forward(self.layout, choose_attention(self._attention, self.platform, self.layout, canvas, self.dtype))
+    def forward(self, canvas: int, block_length: int = 0) -> Forward:
+        """Return layout and attention implementation for canvases of this many positions.
+
+        Args:
+          canvas: number of positions.
+          block_length: block length of block-causal attention, if it differs from the model's.
+        """
+        attention = choose_attention(self._attention, self.platform, self.layout, canvas, self.dtype)
+        return Forward(self.layout, attention).with_blocks(block_length)
 
     def chunk(self, batch: int, canvas: int) -> int:
         """Return the number of positions per row in a head chunk; see :func:`head_chunk`."""

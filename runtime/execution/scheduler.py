@@ -176,7 +176,7 @@ class Scheduler:
         """Queue the rows and score passes of a request."""
         pool = self._pools[handle.pool]
         for index, request in enumerate(handle.rows):
-            alone = Bucket(pool.limits.data, pool.limits.grid.width_for(request.length))
+            alone = Bucket(pool.limits.data, pool.limits.grid.width_for(request.canvas_length))
             # The rank is the time at which the row would end, so a shorter row that arrives later may overtake it.
             seconds = pool.estimate(alone) * iterations_of(request) if self.policy.step_seconds else 0.0
             pool.queue.push(handle.owner, ScheduledRow(handle, index), handle.arrived + seconds)
@@ -285,7 +285,7 @@ class Scheduler:
         self.stats.moves += sum(row is not None and row in now and now[row] != place for row, place in places.items())
 
     def _need(self, row: ScheduledRow, grid: Grid) -> Need:
-        length = row.request.length
+        length = row.request.canvas_length
         if not grid.grows:
             return Need(length, length)
         # The prefill generates one token, and each iteration another one.

@@ -17,6 +17,7 @@ from runtime.execution.left_padding import Rows, end_align, read_rows
 from runtime.execution.programs import fetch, lower_hidden, lower_logits, lower_score, put, shapes_of
 from runtime.execution.runner import Runner
 from runtime.models.forward import Forward
+from runtime.models.masks import MAX_BLOCK_LENGTH
 from sharding.errors import InputError
 
 
@@ -38,12 +39,12 @@ def check_length(runner: Runner, rows: Rows) -> None:
         raise InputError(f"{width} positions; the model allows {limit}")
 
 
-def gather_logits(runner: Runner, canvas: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def gather_logits(runner: Runner, canvas: np.ndarray, lengths: np.ndarray, block_length: int = 0) -> np.ndarray:
     """Compute unshifted logits float32 ``[B, S, V]`` of rows from :func:`pad_rows`, and bring them to the host.
 
     The head runs on one chunk of positions at a time, so the logits of a whole canvas are never on a device.
     """
-    layout, forward = runner.layout, runner.forward(canvas.shape[1])
+    layout, forward = runner.layout, runner.forward(canvas.shape[1], block_length)
     arguments = (runner.weights, put(canvas, layout.sharding("batch", None)), put(lengths, layout.sharding("batch")))
     transformer = runner.programs.get(
         ("hidden", forward, shapes_of(arguments)), lambda: lower_hidden(forward, *arguments)
@@ -71,15 +72,32 @@ def shifted_logits(runner: Runner, canvas: np.ndarray, lengths: np.ndarray) -> n
     return np.concatenate([logits[:, :offset], logits[:, : logits.shape[1] - offset]], axis=1)
 
 
-def logits_of_rows(runner: Runner, rows: Rows) -> np.ndarray:
-    """Compute unshifted logits float32 ``[B, S, V]`` in the caller's layout, zero at padding."""
+def logits_of_rows(runner: Runner, rows: Rows, block_length: int | None = None) -> np.ndarray:
+    """Compute unshifted logits float32 ``[B, S, V]`` in the caller's layout, zero at padding.
+
+    Args:
+      runner: the model on its mesh.
+      rows: start-aligned rows, and the caller's own.
+      block_length: block length of block-causal attention; None for the model's.
+
+    Raises:
+      InputError: the rows do not fit the model, or ``block_length`` is given for a model without blocks.
+    """
     check_length(runner, rows)
+    model = runner.layout.config
+    if block_length is not None:
+        if model.family.attention != "block_causal":
+            raise InputError(f"block_length is not for {model.family.name} models", field="block_length")
+        if isinstance(block_length, bool) or not 1 <= block_length <= MAX_BLOCK_LENGTH:
+            raise InputError(f"block_length is {block_length}; expected 1 to {MAX_BLOCK_LENGTH}", field="block_length")
     out = np.zeros((*rows.original.shape, runner.layout.config.vocab_size), np.float32)
     bucket = runner.bucket(rows.tokens.shape[1])
     size = runner.batch_size(len(rows.lengths), bucket)
     for part in runner.batches(len(rows.lengths), bucket):
         own = rows.take(part)
-        out[part] = end_align(gather_logits(runner, *pad_rows(own, size, bucket)), own.lengths, out[part])
+        out[part] = end_align(
+            gather_logits(runner, *pad_rows(own, size, bucket), block_length or 0), own.lengths, out[part]
+        )
     return out
 
 

@@ -57,7 +57,7 @@ class DiffusionSlots(Slots):
         """
         # The ratio table must have the same size for all rows, including empty slots, which have this configuration.
         self._config, self._steps = config, max(steps, block_schedule(config, width)[1])
-        self.forward = runner.forward(width)
+        self.forward = runner.forward(width, config.attention_block_length)
         model, chunk = runner.layout.config, runner.chunk(count, width)
         self.program = denoise_program(
             config, model, str(runner.dtype), chunk=chunk, width=width, span=width if span is None else span

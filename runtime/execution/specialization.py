@@ -25,6 +25,7 @@ def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) ->
     # Parallel rules require a confidence, which the random algorithms do not define.
     confidence = config.algorithm
     if config.parallel != "none":
+        confidence = "entropy" if config.parallel == "entropy_sum" else confidence
         confidence = {"origin": "maskgit_plus", "random": "low_confidence"}.get(confidence, confidence)
     return SamplingRule(
         confidence=confidence,
@@ -32,6 +33,7 @@ def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) ->
         filtered=_is_filtered(config, vocab_size),
         suppress_mask=config.suppress_mask,
         confidence_dtype=model_dtype if config.confidence_dtype == "model" else "float32",
+        greedy=config.greedy,
     )
 
 
@@ -49,7 +51,10 @@ def denoise_program(
       span: the largest distance in any row from its first mask to its end, in positions.
     """
     length, _ = block_schedule(config, width)
-    offset = model.family.prediction_offset
+    offset, block = model.family.prediction_offset, config.attention_block_length
+    assert (model.family.attention == "block_causal") == bool(block), "block-causal attention has blocks"
+    sub_block = config.sub_block_length if config.sub_block_cache else None
+    widths = window_widths(config.cache, length, span, config.refresh_blocks, offset=offset, sub_block=sub_block)
     return DenoiseProgram(
         algorithm=config.algorithm,
         sampling=sampling_rule(config, model.vocab_size, model_dtype),
@@ -59,8 +64,11 @@ def denoise_program(
         guided=config.cfg_scale > 0,
         log_probabilities=config.log_probabilities,
         parallel=config.parallel,
-        windows=window_widths(config.cache, length, span, config.refresh_blocks, offset=offset),
-        within_block=config.cache == "dual",
+        windows=widths,
+        within_block=config.cache in ("dual", "exact"),
+        attention_block_length=block,
+        first_alone=bool(block and offset),
+        sub_block_window=sub_block is not None,
     )
 
 

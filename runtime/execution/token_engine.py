@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.decoding.block_schedule import canvas_length
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.caller_rows import CallerRows
 from runtime.execution.generation import Observers, WatchedBatch, generate_rows
@@ -20,7 +21,7 @@ from runtime.execution.offline import OfflineScheduler
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
 from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import check_request, default_config, prepare_rows
+from runtime.execution.rows import check_request, default_config, prepare_rows, with_model_blocks
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import logits_of_rows, score_batch
 from sharding.errors import InputError
@@ -65,9 +66,13 @@ class TokenEngine:
         """Return the tokens that end a text, according to the model's files."""
         return self.config.end_token_ids
 
+    def _resolved(self, config: GenerationConfig | None) -> GenerationConfig:
+        """Complete a configuration with what depends on the model; None is the model's default."""
+        return with_model_blocks(config or default_config(self.config), self.config)
+
     def _with_early_stop(self, config: GenerationConfig | None) -> GenerationConfig:
         """Complete a configuration for token-level calls, in which rows stop early only if it sets ``early_stop``."""
-        config = config or default_config(self.config)
+        config = self._resolved(config)
         return config.with_end_tokens(self.known_end_tokens(), default=False) if config.early_stop else config
 
     # ---- generation -------------------------------------------------------------------------------------------
@@ -131,7 +136,7 @@ class TokenEngine:
         if every < 1:
             raise InputError(f"every is {every}; expected at least 1")
         rows, seeds = prepare_rows(input_ids, attention_mask, config, 1, self.config)
-        width = self.runner.bucket(int(rows.lengths.max()) + config.max_new_tokens)
+        width = self.runner.bucket(canvas_length(int(rows.lengths.max()), config))
         batch = WatchedBatch(self.runner, CallerRows(rows, config, seeds, self.config, width), config, width)
         yield 0, batch.canvas()
         for done in batch.advance_by(every):
@@ -172,12 +177,20 @@ class TokenEngine:
 
     # ---- scoring ----------------------------------------------------------------------------------------------
 
-    def logits(self, input_ids: Any, attention_mask: Any = None) -> np.ndarray:
+    def logits(self, input_ids: Any, attention_mask: Any = None, *, block_length: int | None = None) -> np.ndarray:
         """Compute the model's unshifted logits at every position: numpy float32 ``[B, S, V]``, zero at padding.
 
         This takes one forward pass; the logits are brought to the host in chunks of positions.
+
+        Args:
+          input_ids: integers ``[B, S]``.
+          attention_mask: ``[B, S]``, left padding; None for none.
+          block_length: block length of block-causal attention; None for the model's.
+
+        Raises:
+          InputError: the rows do not fit the model, or ``block_length`` is given for a model without blocks.
         """
-        return logits_of_rows(self.runner, read_rows(input_ids, attention_mask, self.config))
+        return logits_of_rows(self.runner, read_rows(input_ids, attention_mask, self.config), block_length)
 
     def score(
         self,

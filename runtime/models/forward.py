@@ -71,6 +71,13 @@ class Forward:
         rules = replace(self.layout.rules, canvas=(), residual=())
         return replace(self, layout=replace(self.layout, rules=rules), attention="xla")
 
+    def with_blocks(self, length: int) -> Forward:
+        """The same with blocks of this many positions in block-causal attention; 0 for the model's own."""
+        if length in (0, self.config.attention_block_length):
+            return self
+        config = replace(self.config, attention_block_length=length)
+        return replace(self, layout=replace(self.layout, config=config))
+
     @property
     def is_single_cpu(self) -> bool:
         """Whether the mesh is a single CPU device, for which some operations are written as faster loops."""

@@ -87,7 +87,7 @@ class Qwen3Weights(qwen2.Qwen2Weights):
 
 
 # What the forward pass supports: key of config.json -> (what an absent key means, supported values).
-_FEATURES = qwen2.FEATURES | {"attention_bias": (False, (False, None))}
+FEATURES = qwen2.FEATURES | {"attention_bias": (False, (False, None))}
 
 _PUBLISHED: dict[str, Any] = {
     "model_type": "qwen3",
@@ -104,7 +104,7 @@ _PUBLISHED: dict[str, Any] = {
 
 
 def _parse(raw: Mapping[str, Any]) -> ModelConfig:
-    check_features(QWEN3, raw, _FEATURES)
+    check_features(QWEN3, raw, FEATURES)
     read_integer(raw, "head_dim", 1, 1 << 12)  # required: Qwen3 does not derive it from the hidden size
     return transformer_config(QWEN3, raw)
 

@@ -123,6 +123,7 @@ def test_requirements_name_parameters_and_their_values() -> None:
                 assert isinstance(kind, Choice)
                 assert set(requirement.values) < set(kind.choices)
     assert [one.name for one in dependents(DiffusionConfig, "cache")] == [
+        "sub_block_cache",
         "refresh_interval",
         "refresh_blocks",
         "cfg_scale",
@@ -145,6 +146,7 @@ def test_what_is_compiled_in() -> None:
         "algorithm": "origin",
         "confidence_dtype": "float32",
         "suppress_mask": False,
+        "greedy": False,
         "cache": "none",
         "parallel": "none",
     }
