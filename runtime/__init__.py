@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from checkpoints.errors import CheckpointError
     from checkpoints.fingerprint import folder_fingerprint
     from checkpoints.folder import CheckpointFolder
+    from checkpoints.local_files import JsonObjectError, lock, parse_json_object, replace_file
     from runtime.decoding.parameters import (
         AUTOREGRESSIVE_PARAMETERS,
         CACHES,
@@ -109,6 +110,7 @@ __all__ = [
     "Grid",
     "InputError",
     "Integer",
+    "JsonObjectError",
     "MeshError",
     "MeshSpec",
     "ModelConfig",
@@ -150,10 +152,13 @@ __all__ = [
     "encode_prompts",
     "end_tokens",
     "folder_fingerprint",
+    "lock",
     "model_layout",
     "parse_config",
+    "parse_json_object",
     "plain_number",
     "read_rows",
+    "replace_file",
     "row_seed",
     "row_seeds",
     "step_limit",
@@ -246,6 +251,10 @@ _HOMES = {
     "step_limit": "runtime.execution.pool",
     "stop_tests": "runtime.text.completions",
     "with_model_blocks": "runtime.execution.rows",
+    "JsonObjectError": "checkpoints.local_files",
+    "lock": "checkpoints.local_files",
+    "parse_json_object": "checkpoints.local_files",
+    "replace_file": "checkpoints.local_files",
 }
 
 if not TYPE_CHECKING:  # so that a type checker knows every name, and no other

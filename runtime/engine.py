@@ -27,7 +27,7 @@ from runtime.models.families import Weights, model_layout, parse_config
 from runtime.models.placement import place_weights
 from runtime.models.random_weights import random_weights
 from runtime.planner.default import choose_layout
-from runtime.text.completions import Completion, CompletionBuilder, certain_prefixes, stop_tests, stream_texts
+from runtime.text.completions import Completion, CompletionBuilder, final_prefixes, stop_tests, stream_texts
 from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
@@ -256,7 +256,7 @@ class Engine(TokenEngine):
         config = self.with_end_tokens(config)
         canvases = self.stream_tokens(ids, mask, config, every=every)
         masked = self.config.mask_token_id if isinstance(config, DiffusionConfig) else None
-        prefixes = certain_prefixes(canvases, ids.shape[1], masked)
+        prefixes = final_prefixes(canvases, ids.shape[1], masked)
         pieces = stream_texts(self.tokenizer, prefixes, (*self.end_token_ids, *config.stop_token_ids), stop)
         return (piece for (piece,) in pieces) if isinstance(prompts, str) else pieces
 

@@ -15,8 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from runtime import DiffusionConfig, Engine, SamplingConfig
+from runtime.execution import programs
+from runtime.execution.programs import compiler_options
+from sharding.mesh import MeshSpec
+from tests.compilation import AS_RELEASED
 
 FOLDER = Path(__file__).parent / "golden" / "dream_tiny"
 
@@ -193,7 +198,26 @@ def golden_folders(environment: Mapping[str, str] = os.environ) -> list[Golden]:
     return [Golden(folder) for folder in [*own, *named]]
 
 
-@functools.cache
 def engine(mesh: str = "data=1", folder: Path = FOLDER) -> Engine:
-    """The engine of a golden folder in float32."""
-    return Engine.load(folder, mesh=mesh, dtype="float32")
+    """The engine of a golden folder in float32; all ways to write a mesh name one engine, with its programs."""
+    return _engine(MeshSpec.parse(mesh), folder)
+
+
+def engine_as_released(mesh: str = "data=1", folder: Path = FOLDER) -> Engine:
+    """The same, whose programs are compiled as they are for users."""
+    return _engine(MeshSpec.parse(mesh), folder, True)
+
+
+@functools.cache
+def _engine(spec: MeshSpec, folder: Path, as_released: bool = False) -> Engine:
+    asked = []
+
+    def options(platform: str) -> dict[str, Any]:
+        asked.append(platform)
+        return (compiler_options(platform) or {}) | (AS_RELEASED if as_released else {})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "compiler_options", options)
+        found = Engine.load(folder, spec, dtype="float32")
+    assert asked, "an engine asks for its options when it is made"
+    return found

@@ -24,7 +24,7 @@ from runtime.decoding.block_causal import window_bounds
 from runtime.decoding.choices import Choices, choose_on_canvas
 from runtime.decoding.commit import commit
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, block_start, row_steps
-from runtime.models.arrays import rows_alone
+from runtime.models.arrays import only_row_fields
 from runtime.models.cached import fill_rows, run_window
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
@@ -124,7 +124,7 @@ class CachedStep:
                 return *_first(waiting), *(_row_of_each(part, waiting) for part in (steps, wanted, request))
 
             target, mine, own_steps, own_wanted, own_request = self.forward.on_rows(
-                take, waiting, row_steps(self.request, state), self.wanted, rows_alone(self.request)
+                take, waiting, row_steps(self.request, state), self.wanted, only_row_fields(self.request)
             )
             own_wanted = own_wanted & (target >= 0)[:, None]
             choices = choose_on_canvas(self.forward, program, self.weights, own_request, own_steps, hidden, own_wanted)

@@ -18,7 +18,7 @@ from runtime.decoding.block_causal import is_certain_enough
 from runtime.decoding.choices import Choices, confidence_ranks
 from runtime.decoding.sampling import draw_per_position
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, row_steps
-from runtime.models.arrays import rows_alone
+from runtime.models.arrays import only_row_fields
 from runtime.models.forward import Forward
 
 Array = jax.Array
@@ -57,7 +57,7 @@ def commit(
             chosen = _by_certainty(program, request, state, confidences, wanted)
         return chosen & (choices.tokens != forward.config.mask_token_id)
 
-    chosen = forward.on_rows(select, request, rows_alone(state), choices, wanted, counts)
+    chosen = forward.on_rows(select, request, only_row_fields(state), choices, wanted, counts)
     kept = state.log_probabilities
     if kept is not None and choices.log_probabilities is not None:
         kept = jnp.where(chosen, choices.log_probabilities, kept)

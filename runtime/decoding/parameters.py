@@ -130,11 +130,11 @@ class SamplingConfig:
         validate(self)
 
     def replace(self, **changes: Any) -> SamplingConfig:
-        """A copy with these fields changed, validated again."""
+        """Return a copy with these fields changed, after validating it."""
         return replace(self, **changes)
 
     def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> SamplingConfig:
-        """The configuration with ``early_stop`` decided; see :func:`decide_early_stop`."""
+        """Return a copy in which ``early_stop`` is decided; see :func:`decide_early_stop`."""
         return replace(self, **decide_early_stop(self, end_token_ids, default))
 
 
@@ -345,11 +345,11 @@ class DiffusionConfig:
         return cls(**(settings | overrides))
 
     def replace(self, **changes: Any) -> DiffusionConfig:
-        """A copy with these fields changed, validated again."""
+        """Return a copy with these fields changed, after validating it."""
         return replace(self, **changes)
 
     def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> DiffusionConfig:
-        """The configuration with ``early_stop`` decided; see :func:`decide_early_stop`."""
+        """Return a copy in which ``early_stop`` is decided; see :func:`decide_early_stop`."""
         return replace(self, **decide_early_stop(self, end_token_ids, default))
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from runtime.decoding.block_causal import begins_masked, block_demand
 from runtime.decoding.sampling import draw_per_position
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, block_start, row_steps
-from runtime.models.arrays import row_fields, rows_alone
+from runtime.models.arrays import only_row_fields, row_fields
 from runtime.models.forward import Forward
 
 Array = jax.Array
@@ -30,7 +30,7 @@ def next_step(
       no token.
     """
     advance = partial(_advance, program, forward.config.mask_token_id)
-    rows = replace(rows_alone(state), log_probabilities=None)
+    rows = replace(only_row_fields(state), log_probabilities=None)
     rows, wanted, counts = forward.on_rows(advance, request, rows)
     return replace(state, **row_fields(rows)), wanted, counts
 

@@ -268,7 +268,7 @@ def _draw(forward: Forward, logits: Array, keys: Array) -> Array:
         return vocab_argmax(logits + gumbel_noise(keys, logits.shape[-1]))[1]
 
     few = math.gcd(keys.size, _NOISY_POSITIONS)
-    if not forward.alone_on_cpu or keys.size == few:
+    if not forward.is_single_cpu or keys.size == few:
         return draw(logits, keys)
     # XLA on CPU writes the PRNG counters to memory. For a few positions at a time they stay in the processor's caches.
     groups = logits.reshape(-1, few, logits.shape[-1]), keys.reshape(-1, few)
@@ -280,7 +280,7 @@ def _confidence(rule: SamplingRule, probabilities: Array, largest: Array, best: 
     dtype = jnp.dtype(rule.confidence_dtype)
     if rule.confidence == "entropy":
         terms = _round(probabilities * _round(jnp.log(probabilities + _ENTROPY_EPSILON), dtype), dtype)
-        # Terms lie between -1/e and 0 but for the epsilon, so clipping only removes rounding.
+        # Terms lie between -1/e and 0, except for the effect of the epsilon, which the clipping removes.
         return _round(-vocab_sum(jnp.clip(-terms, 0.0, 1.0)), dtype)
     if rule.confidence == "topk_margin":
         others = jnp.arange(probabilities.shape[-1]) != best[..., None]

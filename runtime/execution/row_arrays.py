@@ -1,4 +1,4 @@
-"""Rows as the loops take them: a request and the state it starts from, as arrays on the host.
+"""Conversion of row requests to the host arrays that the decoding loops take: run-time arguments and initial state.
 
 Dimension letters: S canvas, R padded steps of a block, T cache length.
 """
@@ -24,32 +24,35 @@ from runtime.models.config import ModelConfig
 
 Tree = TypeVar("Tree")
 
-# Forward passes between refreshes where only entering a block asks for one; and no limit on iterations or steps.
+# The refresh interval of rows that refresh only on entering a block, and the value for "no limit" on iterations or
+# steps.
 NEVER = 1 << 30
 UNLIMITED = np.int32(np.iinfo(np.int32).max)
 
 
-def quiet_token(model: ModelConfig) -> int:
-    """A token that is no mask, so that a row of it has nothing to denoise."""
+def filler_token(model: ModelConfig) -> int:
+    """Return a token that is not the mask token, so that a row of it has nothing to denoise."""
     return 0 if model.mask_token_id != 0 else 1
 
 
 def empty_row(model: ModelConfig, config: DiffusionConfig | SamplingConfig) -> RowRequest:
-    """The request of a slot that holds none: one token, and nothing to generate."""
-    return RowRequest([quiet_token(model)], config, 0)
+    """Return the request that stands in for an empty slot: one token, and nothing to generate."""
+    return RowRequest([filler_token(model)], config, 0)
 
 
 def diffusion_row(
     request: RowRequest | None, default: DiffusionConfig, model: ModelConfig, width: int, steps: int
 ) -> tuple[DenoiseRequest, DenoiseState]:
-    """One row of masked diffusion, every array ``[1, ...]``; the state has no cache.
+    """Return the run-time arguments and the initial state of one diffusion row, every array ``[1, ...]``.
+
+    The state has no cache.
 
     Args:
-      request: the row; None for a slot that holds none.
-      default: the configuration of such a slot.
-      model: for its mask token and vocabulary.
+      request: the row; None for an empty slot.
+      default: the configuration of an empty slot.
+      model: the model's configuration.
       width: S.
-      steps: of a block, for which there is room at least.
+      steps: minimum number of steps per block that the ratio table must have room for.
     """
     row = request or empty_row(model, default)
     config = row.config
@@ -102,12 +105,14 @@ def diffusion_row(
 def autoregressive_row(
     request: RowRequest | None, default: SamplingConfig, model: ModelConfig, width: int
 ) -> tuple[DecodeRequest, DecodeState]:
-    """One row of autoregressive decoding, every array ``[1, ...]``; the state has no cache.
+    """Return the run-time arguments and the initial state of one autoregressive row, every array ``[1, ...]``.
+
+    The state has no cache.
 
     Args:
-      request: the row; None for a slot that holds none.
-      default: the configuration of such a slot.
-      model: for its vocabulary.
+      request: the row; None for an empty slot.
+      default: the configuration of an empty slot.
+      model: the model's configuration.
       width: T.
     """
     row = request or empty_row(model, default)
@@ -120,7 +125,7 @@ def autoregressive_row(
         prompts=prompts,
         ends=ends,
         stop_tokens=stop_rows(config.stop_token_ids, 1),
-        # The most probable token passes every filter.
+        # At temperature 0 filters have no effect, because the most probable token passes all of them.
         **sampling_rows(config if config.temperature > 0 else SamplingConfig(), model.vocab_size, 1),
         max_iterations=UNLIMITED,
     ), DecodeState(
@@ -133,7 +138,7 @@ def autoregressive_row(
 
 
 def join_rows(rows: Sequence[Tree]) -> Tree:
-    """Rows ``[1, ...]`` as one batch ``[B, ...]``; what has no entry for each row is taken from the first."""
+    """Join rows ``[1, ...]`` into a batch ``[B, ...]``. Fields without a row axis are taken from the first row."""
     parts = [row_fields(row) for row in rows]
     joined: dict[str, Any] = jax.tree.map(lambda *values: np.concatenate(values), *parts)
     return replace(rows[0], **joined)  # type: ignore[type-var]

@@ -218,7 +218,7 @@ def transformer_config(
     Raises:
       ConfigError: a number is missing or out of range, or the family does not support the head (tied or untied).
     """
-    tied = _tied(family, raw, tied_by_default)
+    tied = _read_tied(family, raw, tied_by_default)
     number = {key: read_integer(raw, key, 1, limit) for key, limit in _LIMITS.items()}
     head_dim = _head_dim(raw, number, rotary)
     last_token = number["vocab_size"] - 1
@@ -247,7 +247,7 @@ def transformer_config(
     )
 
 
-def _tied(family: Family, raw: Mapping[str, Any], default: bool) -> bool:
+def _read_tied(family: Family, raw: Mapping[str, Any], default: bool) -> bool:
     tied = raw.get("tie_word_embeddings", default)
     if not isinstance(tied, bool) or (family.tied_weights if tied else family.weights) is None:
         raise ConfigError(
