@@ -108,7 +108,7 @@ def estimate_log_likelihoods(
         )
     if runner.layout.config.family.attention == "block_causal":
         raise InputError(
-            "estimate_log_likelihoods is not for block-causal models: it masks all blocks of a text at once"
+            "estimate_log_likelihoods is not available for block-causal models: it masks all blocks of a text at once"
         )
     _check(pairs, runner.layout.config.max_positions)
     found = []
