@@ -61,7 +61,7 @@ def use_cpu_devices(values: flags.FlagValues) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    if values.devices is None and jax.config.jax_num_cpu_devices < 1:
+    if values.devices is None and jax.config.values["jax_num_cpu_devices"] < 1:
         with suppress(RuntimeError):  # this process has used its devices already
             jax.config.update("jax_num_cpu_devices", 2)
 

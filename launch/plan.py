@@ -57,7 +57,7 @@ def define_flags(values: flags.FlagValues) -> None:
     integer("new_tokens", 256, "Tokens to generate for each row.")
     integer("steps", None, "Denoise steps of masked diffusion in all blocks together. Default: one per new token.")
     flags.DEFINE_enum("cache", "none", CACHES, "Cache of masked diffusion; none is exact.", flag_values=values)
-    integer("block_length", None, "Positions per block, with a cache. Default: 32, or that of block-causal attention.")
+    integer("block_length", None, "Positions per block, with a cache. Default: 32, or that of the model's attention.")
     flags.DEFINE_enum(
         "quantize",
         "none",

@@ -250,11 +250,11 @@ _HOMES = {
     "row_seeds": "runtime.execution.rows",
     "step_limit": "runtime.execution.pool",
     "stop_tests": "runtime.text.completions",
-    "with_model_blocks": "runtime.execution.rows",
     "JsonObjectError": "checkpoints.local_files",
     "lock": "checkpoints.local_files",
     "parse_json_object": "checkpoints.local_files",
     "replace_file": "checkpoints.local_files",
+    "with_model_blocks": "runtime.execution.rows",
 }
 
 if not TYPE_CHECKING:  # so that a type checker knows every name, and no other

@@ -99,8 +99,7 @@ def estimate_log_likelihoods(
       seed: seed of the noise.
 
     Raises:
-      InputError: a context or continuation is empty or too long, or the model is autoregressive or
-        block-causal.
+      InputError: a context or continuation is empty or too long, or the model is autoregressive or block-causal.
     """
     if runner.layout.config.objective == "autoregressive":
         raise InputError(
@@ -108,7 +107,7 @@ def estimate_log_likelihoods(
         )
     if runner.layout.config.family.attention == "block_causal":
         raise InputError(
-            "estimate_log_likelihoods is not available for block-causal models: it masks all blocks of a text at once"
+            "estimate_log_likelihoods does not support block-causal models: it masks all blocks of a text at once"
         )
     _check(pairs, runner.layout.config.max_positions)
     found = []

@@ -159,8 +159,8 @@ def pass_cost(runner: Runner, config: GenerationConfig) -> PassCost:
     if config.cache == "none":
         return PassCost(floor, overhead)
     length = config.block_length or DEFAULT_BLOCK_LENGTH
-    # Each block starts with a refresh over whole rows, whose cost is spread over the block's positions. With an exact
-    # cache it starts with a window of two blocks instead.
+    # Each block starts with a refresh over whole rows, whose cost is spread over the block's positions. An exact cache
+    # needs no refresh: its window is twice as wide instead.
     return PassCost(floor, overhead, length, 0.0 if config.cache == "exact" else 1 / length)
 
 
@@ -230,8 +230,8 @@ class Pool:
         Raises:
           InputError: ``shape.max_steps`` is less than what its configuration needs.
         """
-        asked, canvas = with_model_blocks(shape.config, runner.layout.config), runner.bucket(shape.canvas)
-        config = generalized(asked)
+        config = generalized(with_model_blocks(shape.config, runner.layout.config))
+        canvas = runner.bucket(shape.canvas)
         max_steps = step_limit(config, canvas, shape.max_steps)
         count = slot_count(runner, config, canvas, shape.slots)
         grid = pool_grid(runner, config, canvas, count, shape.widths, shape.max_programs)

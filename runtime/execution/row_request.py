@@ -51,8 +51,8 @@ def first_position(request: RowRequest, model: ModelConfig) -> int:
     """Return the position at which the first block of a diffusion request starts: that of its first mask.
 
     With the ``even`` schedule, blocks start after the prompt, as in LLaDA's ``generate.py``: masks in the prompt are
-    candidates in every block, but no block starts at them. With block-causal attention, the blocks are counted from
-    position 0, and the first one is that of the first mask.
+    candidates in every block, but no block starts at them. Blocks of block-causal attention are counted from
+    position 0.
     """
     prompt = list(request.tokens)
     if model.family.attention == "block_causal":

@@ -97,7 +97,9 @@ class Runner:
     def forward(self, canvas: int, block_length: int = 0) -> Forward:
         """Return layout and attention implementation for canvases of this many positions.
 
-        ``block_length`` is that of block-causal attention; 0 for the model's own.
+        Args:
+          canvas: number of positions.
+          block_length: block length of block-causal attention, if it differs from the model's.
         """
         attention = choose_attention(self._attention, self.platform, self.layout, canvas, self.dtype)
         return Forward(self.layout, attention).with_blocks(block_length)

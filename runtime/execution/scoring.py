@@ -81,7 +81,7 @@ def logits_of_rows(runner: Runner, rows: Rows, block_length: int | None = None) 
       block_length: block length of block-causal attention; None for the model's.
 
     Raises:
-      InputError: rows that are too long, or a block length for a model without block-causal attention.
+      InputError: the rows do not fit the model, or ``block_length`` is given for a model without blocks.
     """
     check_length(runner, rows)
     model = runner.layout.config

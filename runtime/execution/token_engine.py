@@ -67,7 +67,7 @@ class TokenEngine:
         return self.config.end_token_ids
 
     def _resolved(self, config: GenerationConfig | None) -> GenerationConfig:
-        """Complete a configuration (by default the model's) with the settings that depend on the model."""
+        """Complete a configuration with what depends on the model; None is the model's default."""
         return with_model_blocks(config or default_config(self.config), self.config)
 
     def _with_early_stop(self, config: GenerationConfig | None) -> GenerationConfig:
@@ -184,11 +184,11 @@ class TokenEngine:
 
         Args:
           input_ids: integers ``[B, S]``.
-          attention_mask: ``[B, S]``, 1 for tokens and 0 for padding on the left; None for no padding.
+          attention_mask: ``[B, S]``, left padding; None for none.
           block_length: block length of block-causal attention; None for the model's.
 
         Raises:
-          InputError: rows that do not fit the model, or a block length for a model without block-causal attention.
+          InputError: the rows do not fit the model, or ``block_length`` is given for a model without blocks.
         """
         return logits_of_rows(self.runner, read_rows(input_ids, attention_mask, self.config), block_length)
 

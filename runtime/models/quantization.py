@@ -56,7 +56,7 @@ def int8_scales(largest: Any) -> Any:
 
 
 def int8_values(wide: Any, scales: Any) -> Any:
-    """Round float32 weights to int8 multiples of broadcastable ``scales``. Both are NumPy arrays, or both JAX arrays."""
+    """Round float32 weights to int8 multiples of broadcastable ``scales``. Both are NumPy arrays or both JAX arrays."""
     numbers = wide.__array_namespace__()
     inverse = np.float32(1.0) / numbers.where(scales == 0.0, np.float32(1.0), scales)
     return numbers.round(wide * inverse).astype(np.int8)

@@ -96,7 +96,7 @@ def test_logits(golden: Golden, mesh: str) -> None:
     assert forwards
     for forward in forwards:
         ids, mask = golden.inputs(forward)
-        # The block length of the attention mask may be part of the name: forward_block8.
+        # A name may state the block length of the attention mask: forward_block8.
         _, _, length = forward.partition("_block")
         blocks = {"block_length": int(length)} if length else {}
         found = golden_cases.engine_as_released(mesh, golden.folder).logits(ids, mask, **blocks)

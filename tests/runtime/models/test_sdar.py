@@ -239,7 +239,7 @@ def test_requests_of_another_family_are_refused() -> None:
         dream.logits(ids % 200, mask, block_length=4)
     with pytest.raises(InputError, match="block_length is 0; expected 1 to"):
         engine().logits(ids, mask, block_length=0)
-    with pytest.raises(InputError, match="estimate_log_likelihoods is not available for block-causal models"):
+    with pytest.raises(InputError, match="estimate_log_likelihoods does not support block-causal models"):
         engine().estimate_log_likelihoods([([1, 2], [3, 302])])
 
 
