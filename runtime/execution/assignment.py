@@ -44,6 +44,12 @@ class OpenBucket:
         """The rows that are in it."""
         return [row for row in self.slots if row is not None]
 
+    def without(self, rows: Collection[int]) -> OpenBucket:
+        """The bucket without some rows."""
+        if not set(rows) & set(self.rows):
+            return self
+        return OpenBucket(self.number, self.bucket, [None if row in rows else row for row in self.slots])
+
     def put(self, rows: Collection[int], data: int) -> None:
         """Put rows into free slots, as many into each shard of ``data``; neighbours stay neighbours, as in a shard
         adjacent rows with the same prompt are read once.

@@ -150,8 +150,8 @@ class OfflineScheduler:
             pool = self._open(group)
             longest = self._requests[group.numbers[0]].config.max_new_tokens
             share = min(_MAX_ITERATIONS, max(1, longest // _STEPS_PER_ROW))
-            policy = SchedulerPolicy(iterations or share, step_seconds=None, first_tokens=False)
-            scheduler = Scheduler([replace(pool.limits, prefill_limit=None)], policy, self.stats)
+            policy = SchedulerPolicy(iterations or share, step_seconds=None, first_tokens=False, chunks=None)
+            scheduler = Scheduler([pool.limits], policy, self.stats)
             rows, tests = zip(*((self._requests[number], self._stop_tests[number]) for number in numbers), strict=True)
             scheduler.add(RequestHandle(rows=rows, stop_tests=tests))
             while scheduler.waiting or scheduler.running:

@@ -31,9 +31,6 @@ GenerationConfig = DiffusionConfig | SamplingConfig
 # Number of a bucket, and a slot of it.
 Place = tuple[int, int]
 
-# Prompts that are read in one step for each shard of ``data``: rows that already generate wait in the meantime.
-_PREFILLS_PER_SHARD = 2
-
 
 def uses_cache(config: GenerationConfig) -> bool:
     """Whether rows of this configuration keep keys and values."""
@@ -203,7 +200,6 @@ class Pool:
       config: what is compiled.
       grid: the shapes.
       max_steps: denoise steps of a block at most.
-      prefill_limit: rows that may be inserted in a step; None for as many as there are free slots.
     """
 
     def __init__(
@@ -219,7 +215,6 @@ class Pool:
           data: shards of the batch.
         """
         self.config, self.grid, self.max_steps, self._make, self._data = config, grid, max_steps, make, data
-        self.prefill_limit = _PREFILLS_PER_SHARD * data if isinstance(config, SamplingConfig) else None
         self._open: dict[int, _Open] = {}
 
     @classmethod
@@ -253,7 +248,7 @@ class Pool:
     def limits(self) -> PoolLimits:
         """What a scheduler has to know of it."""
         most = self.count * self.width if uses_cache(self.config) else math.inf
-        return PoolLimits(self.grid, self.prefill_limit, most, self._data)
+        return PoolLimits(self.grid, most, self._data)
 
     @property
     def held(self) -> list[int]:
@@ -282,22 +277,26 @@ class Pool:
         results = self._finish(plan.finish)
         self._arrange(plan)
         canvases: dict[int, np.ndarray] = {}
-        runs = []
+        runs: list[BucketRun] = []
+        unread: list[int] = []
         for one in plan.buckets:
             there = self._open[one.number]
             if not (there.held and one.iterations):
                 continue
             slots, start = there.slots, time.perf_counter()
-            done = slots.run(one.iterations)
-            runs.append(BucketRun(one.number, slots.forwards, slots.iterations, time.perf_counter() - start))
+            done = slots.run(one.iterations, chunks=one.chunks)
+            reading = slots.prefill_seconds
+            seconds = time.perf_counter() - start - reading
+            runs.append(BucketRun(one.number, slots.forwards, slots.iterations, seconds, reading))
             # Counted from nothing each time.
-            slots.forwards = slots.iterations = 0
+            slots.forwards, slots.iterations, slots.prefill_seconds = 0, 0, 0.0
+            unread += [there.held[slot][0] for slot in slots.unread if slot in there.held]
             finished = {slot: there.held.pop(slot) for slot in list(there.held) if done[slot]}
             results += slots.collect(finished) if finished else []
             if one.canvases and there.held:
                 canvas = there.slots.canvas()
                 canvases |= {row: _as_long(canvas[slot], request) for slot, (row, request) in there.held.items()}
-        return PoolOutcome(plan.pool, results, canvases, runs)
+        return PoolOutcome(plan.pool, results, canvases, runs, unread)
 
     def _finish(self, rows: Sequence[int]) -> list[RowResult]:
         """Results of rows that are done with what they have; they are evicted as the plan has no slots for them."""

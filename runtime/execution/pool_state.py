@@ -23,13 +23,11 @@ class PoolLimits:
 
     Attributes:
       grid: its buckets.
-      prefill_limit: rows that may be inserted in a step; None for as many as there are free slots.
       most_positions: of all open buckets together; unlimited where rows keep no cache.
       data: shards of rows.
     """
 
     grid: Grid
-    prefill_limit: int | None = None
     most_positions: float = math.inf
     data: int = 1
 
@@ -64,6 +62,11 @@ class PoolState:
     def rows(self) -> list[int]:
         """Numbers of the rows in slots."""
         return [row for one in self.buckets for row in one.rows]
+
+    @property
+    def held(self) -> dict[int, list[int | None]]:
+        """Slots of the buckets that have rows; one without is closed when something else changes."""
+        return {one.number: one.slots for one in self.buckets if one.rows}
 
     def estimate(self, bucket: Bucket) -> float:
         """Seconds of an iteration, 0 where nothing is known."""

@@ -65,6 +65,7 @@ class ScheduledRow:
       prefix: tokens before its first open position, as far as canvases were looked at.
       first_token: when the first of them was seen, None before.
       last_growth: when they last became more.
+      unread: whether its prompt is not read to its end: it has a slot, and no part in the iterations of its bucket.
       counted: new tokens that count, once the row's stop test has ended it; None before.
     """
 
@@ -75,6 +76,7 @@ class ScheduledRow:
     prefix: int = 0
     first_token: float | None = None
     last_growth: float = 0.0
+    unread: bool = False
     counted: int | None = None
 
     @property

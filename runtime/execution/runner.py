@@ -40,6 +40,10 @@ _COMPILE_SECONDS, _CPU_COMPILE_SECONDS, _CPU_FLOPS = 30.0, 3.0, 1e11
 _WIDTH_STEPS = {"cpu": 32, "tpu": 128}
 _WIDTH_STEP_DEFAULT = 64
 
+# Positions of a prompt that are read at a time while other rows decode: enough to fill the matrix units.
+PROMPT_CHUNKS = {"cpu": 128}
+_PROMPT_CHUNK_DEFAULT = 512
+
 # Logits positions per device that the head is run on at a time: enough to fill the matrix units.
 _HEAD_POSITIONS = {"cpu": 64}
 _HEAD_POSITIONS_DEFAULT = 512
@@ -100,6 +104,11 @@ class Runner:
     def chunk(self, batch: int, canvas: int) -> int:
         """Positions of each row that the head is run on at a time; see :func:`head_chunk`."""
         return head_chunk(batch, canvas, self.layout, self.platform)
+
+    @property
+    def prompt_chunk(self) -> int:
+        """Positions of a prompt that are read at a time in slots that other rows may be in."""
+        return PROMPT_CHUNKS.get(self.platform, _PROMPT_CHUNK_DEFAULT)
 
     def batch_size(self, rows: int, canvas: int, cached: bool = False) -> int:
         """Rows on the devices at a time for ``rows`` in all: a multiple of the data axis that memory allows."""

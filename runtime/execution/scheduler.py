@@ -7,6 +7,7 @@ The policy:
 * Rows are in the cheapest buckets whose programs are there; they move only where a pass becomes cheaper by a tenth.
 * A step takes about ``step_seconds``. Buckets run in it in the order of the time that their rows have had, each row
   counting alike, and new rows first: a long canvas has as much of the devices as a short row, and not more.
+* A bucket reads one chunk of a prompt in a step, so that a long prompt does not stall the rows beside it.
 * A bucket runs as many iterations as its share of the step holds, but no more than until its first row is done, and
   one at a time while a row in it is new and has shown nothing.
 
@@ -60,11 +61,13 @@ class SchedulerPolicy:
       max_iterations: of a bucket in a step.
       step_seconds: that a step takes, about, by the iterations before; None runs ``max_iterations`` of all buckets.
       first_tokens: whether the first token of every row is watched for, streamed or not.
+      chunks: of prompts that a bucket reads in a step, for each shard of ``data``; None for whole prompts.
     """
 
     max_iterations: int = 16
     step_seconds: float | None = 0.05
     first_tokens: bool = True
+    chunks: int | None = 1
 
 
 @dataclass
@@ -220,11 +223,11 @@ class Scheduler:
                 self.waiting -= len(queue.remove(lambda row: row.handle.closed))
         insertions, finish, changed = {}, {}, set()
         for number, pool in enumerate(self._pools):
-            before = _held(pool)
+            before = pool.held
             finish[number] = self._evict(pool)
             insertions[number] = self._admit(pool, now) if admit else []
             self._assign(pool, [one.row for one in insertions[number]])
-            if before != _held(pool):
+            if before != pool.held:
                 changed.add(number)
         iterations = self._share_step()
         plans = [
@@ -245,14 +248,13 @@ class Scheduler:
         # These are there until their results are.
         ended = [row for row in pool.rows if row not in aborted and self._rows[row].counted is not None]
         if aborted or ended:
-            pool.buckets = [_without(one, {*aborted, *ended}) for one in pool.buckets]
+            pool.buckets = [one.without({*aborted, *ended}) for one in pool.buckets]
         return ended
 
     def _admit(self, pool: PoolState, now: float) -> list[Insertion]:
         """Waiting rows that get a slot now."""
         insertions = []
-        free = pool.limits.grid.slots - len(pool.rows)
-        for _ in range(free if pool.limits.prefill_limit is None else min(free, pool.limits.prefill_limit)):
+        for _ in range(pool.limits.grid.slots - len(pool.rows)):
             row = pool.queue.pop()
             if row is None:
                 break
@@ -328,6 +330,7 @@ class Scheduler:
         return any(
             not row.prefix and row.iterations < FIRST_LOOKS and (row.handle.stream or self.policy.first_tokens)
             for row in rows
+            if not row.unread
         )
 
     def _bucket_plans(self, number: int, iterations: Mapping[tuple[int, int], int]) -> list[BucketPlan]:
@@ -335,7 +338,8 @@ class Scheduler:
         for one in self._pools[number].buckets:
             own, shape = iterations.get((number, one.number), 0), one.bucket
             wanted = own > 0 and self._canvases_wanted(one)
-            plans.append(BucketPlan(one.number, shape.rows, shape.width, list(one.slots), own, wanted))
+            slots = list(one.slots)
+            plans.append(BucketPlan(one.number, shape.rows, shape.width, slots, own, wanted, self.policy.chunks))
         return plans
 
     def _canvases_wanted(self, bucket: OpenBucket) -> bool:
@@ -380,8 +384,11 @@ class Scheduler:
             if run.iterations:
                 pool.measured(one.bucket, run.seconds / run.iterations)
                 pool.had[one.number] += run.seconds / len(one.rows)
+            pool.had[one.number] += run.prefill_seconds / len(one.rows)
             for held in one.rows:
-                self._rows[held].iterations += run.iterations
+                row = self._rows[held]
+                row.unread = held in outcome.unread
+                row.iterations += 0 if row.unread else run.iterations
         for number, canvas in outcome.canvases.items():
             row = self._rows[number]
             prompt = len(row.request.tokens)
@@ -396,7 +403,7 @@ class Scheduler:
 
     def _finish_row(self, pool: PoolState, result: RowResult, now: float) -> None:
         row = self._rows.pop(result.number)
-        pool.buckets = [_without(one, {result.number}) for one in pool.buckets]
+        pool.buckets = [one.without({result.number}) for one in pool.buckets]
         config, prompt = row.request.config, len(row.request.tokens)
         row.look(result.sequence[prompt:], whole=True)
         steps = len(np.unique(result.commit_steps[result.commit_steps >= 0]))
@@ -430,18 +437,6 @@ class Scheduler:
             handle.closed = True
             self._requests.remove(handle)
             self._events.append(RequestFinished(handle, now - handle.arrived))
-
-
-def _without(bucket: OpenBucket, rows: Collection[int]) -> OpenBucket:
-    """The bucket without some rows."""
-    if not set(rows) & set(bucket.rows):
-        return bucket
-    return OpenBucket(bucket.number, bucket.bucket, [None if row in rows else row for row in bucket.slots])
-
-
-def _held(pool: PoolState) -> dict[int, list[int | None]]:
-    """Slots of the buckets that have rows; one without is closed when something else changes."""
-    return {one.number: one.slots for one in pool.buckets if one.rows}
 
 
 def _all(pool: PoolState) -> tuple[Sequence[Bucket], Callable[[Bucket], float]]:

@@ -60,6 +60,7 @@ class Slots(abc.ABC):
       count: B.
       width: S at most, a bucket.
       forwards: forward passes so far.
+      prefill_seconds: wall time so far of those that have read prompts in chunks.
       iterations: those of them that every taken slot took part in: all but the prefills of inserted rows.
       request: run-time arguments of all slots, on the mesh.
       state: the loop's state of all slots, on the mesh.
@@ -72,6 +73,7 @@ class Slots(abc.ABC):
         """Make free slots."""
         self._runner, self.width, self.count, self._cached = runner, width, count, cached
         self.forwards = self.iterations = 0
+        self.prefill_seconds = 0.0
         self._limits: dict[int | None, jax.Array] = {}
 
     @abc.abstractmethod
@@ -79,16 +81,24 @@ class Slots(abc.ABC):
         """Request and state of one row on the host, every array ``[1, ...]``; None for an empty slot."""
 
     @abc.abstractmethod
-    def run(self, max_iterations: int | None = None, step_limit: int | None = None) -> np.ndarray:
-        """Run iterations until every slot is done, or a limit is reached.
+    def run(
+        self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
+    ) -> np.ndarray:
+        """Read prompts, then run iterations until every slot is done, or a limit is reached.
 
         Args:
           max_iterations: None for no limit.
           step_limit: no row begins this step of its own, or a later one (diffusion); None for no limit.
+          chunks: of prompts, for each shard of ``data``, that are read at most (autoregressive); None for all.
 
         Returns:
           Which slots are done, bool ``[B]``; empty ones are.
         """
+
+    @property
+    def unread(self) -> list[int]:
+        """Slots whose prompts are not read to their end: they have no new tokens yet."""
+        return []
 
     @abc.abstractmethod
     def canvas(self) -> np.ndarray:
