@@ -26,6 +26,10 @@ from runtime.execution.step_plan import StepOutcome
 # Slots for each shard of ``data`` where nobody says how many: enough to fill a device, few enough to empty together.
 DEFAULT_SLOTS = 32
 
+# Buckets that are chosen from, and how full passes may be: many rows wait, and few buckets are compiled for them.
+_CANDIDATES = 96
+_SATURATION = 4
+
 # A step runs a share of the iterations that a row takes, and not so many that slots stand empty.
 _STEPS_PER_ROW = 16
 _MAX_ITERATIONS = 16
@@ -91,9 +95,10 @@ class OfflineScheduler:
         several = len({request.length for request in requests}) > 1 or len(numbers) > most
         count = slot_count(runner, config, canvas, most, moves=several)
         work = [Work(self._requests[number].length, iterations_of(self._requests[number])) for number in numbers]
-        # Long rows first, so that the last ones in their slots are short.
-        order = sorted(range(len(numbers)), key=lambda index: (-work[index].iterations, numbers[index]))
-        grid, top = pool_grid(runner, config, canvas, count), Bucket(count, canvas)
+        # Rows of similar length are in slots together, and fit their buckets; the last ones are short.
+        order = sorted(range(len(numbers)), key=lambda index: (-work[index].length, -work[index].iterations, index))
+        grid = pool_grid(runner, config, canvas, count, limit=_CANDIDATES, saturation=_SATURATION)
+        top = Bucket(count, canvas)
         known = runner.buckets.setdefault(self._programs(requests, canvas), set())
 
         def compiling(bucket: Bucket) -> float:

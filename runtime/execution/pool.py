@@ -167,6 +167,7 @@ def pool_grid(
     slots: int,
     widths: Sequence[int] | None = None,
     limit: int = MAX_PROGRAMS,
+    saturation: int = 1,
 ) -> Grid:
     """The buckets of a way of decoding.
 
@@ -177,12 +178,15 @@ def pool_grid(
       slots: rows at a time.
       widths: of the others; None for a ladder of them.
       limit: how many there may be.
+      saturation: see :func:`runtime.execution.buckets.make_grid`.
     """
     step = runner.width_step()
     own = None if widths is None else sorted({runner.bucket(width) for width in (*widths, canvas)})
     cost, data = pass_cost(runner, config), runner.layout.spec.data
     grows = isinstance(config, SamplingConfig)
-    return make_grid(slots, canvas, cost, data=data, step=step, widths=own, limit=limit, grows=grows)
+    return make_grid(
+        slots, canvas, cost, data=data, step=step, widths=own, limit=limit, grows=grows, saturation=saturation
+    )
 
 
 @dataclass

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 from runtime.execution.buckets import Bucket, pack
 
-# Rows that stand for all of them, and pieces that the end is cut into, where fewer and fewer rows are left.
-_SAMPLE = 64
+# Pieces that the rows are cut into, and the end, where fewer and fewer rows are left.
 _PIECES = 8
 # A bucket is added if it makes everything cheaper by this share at least.
-_GAIN = 0.02
+_GAIN = 0.01
 
 
 @dataclass(frozen=True)
@@ -83,13 +82,11 @@ def _total(
 
     total, first = 0.0, max(0, len(rows) - slots)
     if first:
-        # Slots are full of any rows: a sample of them has the lengths that there are.
-        sample = rows[:: -(-len(rows) // _SAMPLE)]
-        # Rows do not meet more than there are slots.
-        share = min(len(sample), slots)
-        groups = [sample[start : start + share] for start in range(0, len(sample) - share + 1, share)]
-        cost = sum(passes([row.length for row in group]) for group in groups) / (share * len(groups))
-        total += cost * sum(row.iterations for row in rows[:first])
+        # Rows that follow one another are in slots together.
+        size = -(-first // _PIECES)
+        for start in range(0, first, size):
+            cost = passes([row.length for row in rows[start : start + slots]]) / slots
+            total += cost * sum(row.iterations for row in rows[start : min(first, start + size)])
     last = sorted(rows[first:], key=lambda row: -row.iterations)
     made, size = 0, -(-len(last) // _PIECES)
     for start in range((len(last) - 1) // size * size, -1, -size):
