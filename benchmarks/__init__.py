@@ -1,1 +1,1 @@
-"""Benchmarks: each module writes one JSON record a run."""
+"""Benchmarks: each command writes one JSON record per run."""

@@ -1,4 +1,4 @@
-"""Attacks on checkpoints, the server, several hosts and batches: what was tried, and what of it held.
+"""Attacks on checkpoints, the server, several hosts and batches: the number of attempts and their effects.
 
 ``python -m benchmarks.faults --attacks`` runs them all in their long forms; tests run the short ones.
 """
@@ -58,15 +58,15 @@ _START_SECONDS = 300.0
 
 
 def change(folder: Path, kind: str, generator: random.Random) -> dict[Path, bytes | None] | None:
-    """Change one file of a checkpoint's folder at random.
+    """Make one random change to a file of a checkpoint's folder.
 
     Args:
-      folder: of the checkpoint; what is in it may be any file, hidden ones and documents left aside.
+      folder: the checkpoint's folder; any file in it may change, except hidden files and documents.
       kind: one of :data:`CHANGES`.
-      generator: of random numbers.
+      generator: random number generator.
 
     Returns:
-      What was there before, by path, None for a file that was not; None where nothing came to be changed.
+      The old contents by path (None for a file that did not exist); None if nothing changed.
     """
     inert = (".md", ".gitattributes")
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(inert))
@@ -110,7 +110,7 @@ def change(folder: Path, kind: str, generator: random.Random) -> dict[Path, byte
 
 
 def put_back(path: Path, data: bytes | None) -> None:
-    """Give a file the bytes that it had; None where it was not there."""
+    """Restore the bytes of a file; None removes a file that did not exist."""
     if data is not None:
         path.write_bytes(data)
         return
@@ -121,7 +121,7 @@ def put_back(path: Path, data: bytes | None) -> None:
 
 
 def refusal(folder: Path) -> str:
-    """What :func:`checkpoints.verify` says is wrong with a folder, empty where it finds nothing."""
+    """The error of :func:`checkpoints.verify` for a folder; empty if it finds none."""
     try:
         verify(open_folder(folder))
     except CheckpointError as error:
@@ -130,7 +130,7 @@ def refusal(folder: Path) -> str:
 
 
 def try_changes(folder: Path, count: int, seed: int = 0) -> dict[str, int]:
-    """Make so many random changes to a checkpoint, one at a time: how many were tried, and found by ``verify``."""
+    """Make random changes to a checkpoint, one at a time, and count those that ``verify`` finds."""
     generator = random.Random(seed)
     tried = found = 0
     while tried < count:
@@ -145,7 +145,7 @@ def try_changes(folder: Path, count: int, seed: int = 0) -> dict[str, int]:
 
 
 def attack_checkpoints(count: int) -> dict[str, Any]:
-    """Random changes of a Hugging Face folder and of a canonical checkpoint, both of the demo's weights."""
+    """Make random changes to a Hugging Face folder and to a canonical checkpoint with the demo's weights."""
     with tempfile.TemporaryDirectory() as name:
         plain, canonical = Path(name, "huggingface"), Path(name, "orbax")
         shutil.copytree(DEMO, plain, ignore=shutil.ignore_patterns("*.py", "*.jsonl", "__pycache__"))
@@ -158,7 +158,7 @@ def attack_checkpoints(count: int) -> dict[str, Any]:
 
 
 def attack_templates(seconds: float = 1.0) -> dict[str, Any]:
-    """Chat templates that do not end, fill the memory or fail: how many were refused, and within how many seconds."""
+    """Render chat templates that never end, fill the memory or fail; count refusals and measure their time."""
     renderer, longest, refused = TemplateRenderer(seconds), 0.0, 0
     for template in TEMPLATES:
         start = time.monotonic()
@@ -175,7 +175,7 @@ def _resident() -> int:
 
 
 def attack_hub(connections: int) -> dict[str, Any]:
-    """Strangers that send host 0 a line without end: how many were cut off, and what they cost it."""
+    """Send host 0 endless lines without authentication; count closed connections and measure memory."""
 
     async def attack() -> tuple[int, int]:
         port, sent, cut = free_port(), 0, 0
@@ -200,7 +200,7 @@ def attack_hub(connections: int) -> dict[str, Any]:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, int, subprocess.Popen[bytes]]]:
-    """A server of the demo in a process of its own: its address, its port and the process."""
+    """Serve the demo in a child process; yields its address, port and process."""
     log = folder / "server.log"
     command = [sys.executable, "-m", "launch.serve", "--port=0", "--mesh=tensor=1", "--canvas=128"]
     with log.open("wb") as file:
@@ -227,7 +227,7 @@ def _post(address: tuple[str, int], source: str, body: bytes) -> int:
 
 
 def attack_server(clients: int, requests: int) -> dict[str, Any]:
-    """Valid requests beside clients that send lists of 100,000 mistakes each: latencies in seconds, and memory."""
+    """Send valid requests while clients send bodies with 100,000 errors; measure latencies in seconds and memory."""
     flood = json.dumps({"prompt": [-1] * 100_000}).encode()
     valid = json.dumps({"prompt": "def f(x):\n", "max_tokens": 8, "seed": 1}).encode()
     with tempfile.TemporaryDirectory() as name, serving(Path(name)) as (host, port, process):
@@ -277,7 +277,7 @@ def _quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 def attack_batch(lines: int) -> dict[str, Any]:
-    """A batch of so many lines: seconds from its start until the first result is on the disk."""
+    """Run a batch of many lines; measure the seconds until the first result is on disk."""
     with tempfile.TemporaryDirectory() as name:
         source, output = Path(name, "in.jsonl"), Path(name, "out")
         with source.open("w") as file:

@@ -3,10 +3,10 @@
   python -m benchmarks.autoregressive                         15 and 128 new tokens, float32, bfloat16 and int8
   python -m benchmarks.autoregressive --variants=float32,int8 --new_tokens=15 --trials=3
 
-Each is warmed up with the very shapes it is timed at; mean and deviation over the trials, which follow one another.
-The tokens of cached and uncached runs must be the same. int8 is of the weights (``int8_cache`` of the cache too), with
-activations in float32. For orientation: an earlier JAX project reports 24.45 tokens/s for its int8 GPT-2 124M, cached,
-on an RTX 4070. Beside transformers: ``python -m benchmarks.compare_torch --parts=gpt2``.
+Each variant is warmed up with the shapes that are timed. Means and deviations are over consecutive trials. Cached and
+uncached runs must yield the same tokens. ``int8`` quantizes the weights (``int8_cache`` also the cache); activations
+are float32. For orientation: an earlier JAX project reports 24.45 tokens/s for its int8 GPT-2 124M, cached, on an RTX
+4070. Beside transformers: ``python -m benchmarks.compare_torch --parts=gpt2``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def rates(call: Callable[[], Any], tokens: int, trials: int) -> dict[str, float]
 
 
 def measure(values: flags.FlagValues, name: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Time one variant, cached and uncached at every length: a row of the record each."""
+    """Time one variant, cached and uncached, at every length; returns a row per combination."""
     config = preset("gpt2")
     prompt = np.random.default_rng(0).integers(0, config.vocab_size, (values.batch, values.prompt)).astype(np.int32)
     dtype, quantize, kv_cache = VARIANTS[name]
@@ -116,7 +116,7 @@ def measure(values: flags.FlagValues, name: str, lengths: Sequence[int]) -> list
 
 
 def main(values: flags.FlagValues) -> None:
-    """Measure, print a line each, write the record."""
+    """Measure every variant, print a line for each, and write the record."""
     check_profiling(values)
     unknown = [name for name in values.variants if name not in VARIANTS]
     if unknown:
@@ -143,7 +143,7 @@ def main(values: flags.FlagValues) -> None:
 
 
 def autoregressive_table(record: dict[str, Any]) -> str:
-    """A record of this benchmark as a Markdown table: a row for each variant and length."""
+    """Convert a record to a Markdown table with a row per variant and length."""
     settings, machine = record["settings"], record["machine"]
     lines = [
         "| weights | new tokens | cached, tokens/s | uncached, tokens/s | weights MB | cache MB |",
@@ -167,7 +167,7 @@ def autoregressive_table(record: dict[str, Any]) -> str:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """One line for people."""
+    """Print one line with a row's results."""
     rate = row["tokens_per_second"]
     memory = f"  weights {row['weight_bytes'] / 1e6:.0f} MB, cache {row['cache_bytes'] / 1e6:.1f} MB"
     print(

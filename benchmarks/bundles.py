@@ -1,6 +1,6 @@
 """Cycles of TPU kernels, counted in the final bundles that libtpu writes while it compiles.
 
-A bundle is one very long instruction word, and a core issues one a cycle. libtpu writes the bundles of each kernel to a
+A bundle is a very long instruction word; a core issues one per cycle. libtpu writes the bundles of each kernel to a
 text file, with the nesting of loops beside each bundle and the trip count of a loop in its exit test.
 """
 
@@ -35,7 +35,7 @@ def dump_options(folder: Path) -> str:
 
 @dataclass
 class _Loop:
-    """A loop, or the whole kernel: bundles of its own, the loops in it, and what its text says of its length."""
+    """A loop or a whole kernel: its own bundles, the loops in it, and its trip count as far as it is known."""
 
     depth: int
     trips: int | None = None
@@ -49,7 +49,7 @@ class _Loop:
     rows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def read(self, marks: str, words: str) -> None:
-        """Add a bundle of its own."""
+        """Add a bundle to this loop."""
         if "PF" in marks:
             self.skipping = None
         if self.skipping is None:
@@ -69,7 +69,7 @@ class _Loop:
             self.trips = -(-int(found[2]) // max(1, self.steps.get(found[1], 1)))
 
     def issued(self, tiles: int) -> tuple[int, int]:
-        """Cycles and loops of unknown length, of this loop and those in it."""
+        """Cycles, and loops of unknown trip count, of this loop and the loops in it."""
         inside = [one.issued(tiles) for one in self.inner]
         trips = 1 if self.trips is None else self.trips
         if self.stages and trips - _COPY_STAGES <= tiles <= trips:
@@ -103,7 +103,7 @@ def read_kernel(text: str, tiles: int = 0) -> Kernel:
 
     Args:
       text: its bundles.
-      tiles: that the compiler cut its work into, where that is known.
+      tiles: number of tiles into which the compiler split the work, if known.
     """
     kernel = _Loop(0, trips=1)
     open_loops = [kernel]
@@ -121,7 +121,7 @@ def read_kernel(text: str, tiles: int = 0) -> Kernel:
 
 
 def _bundles(text: str) -> Iterator[tuple[str, int, str]]:
-    """Marks, depth and words of each bundle; comments within a bundle may run over several lines."""
+    """Yield marks, depth and text of each bundle; comments within a bundle may span several lines."""
     current: tuple[str, int, str] | None = None
     for line in text.splitlines():
         found = _BUNDLE.match(line)
@@ -136,11 +136,11 @@ def _bundles(text: str) -> Iterator[tuple[str, int, str]]:
 
 
 def read_dump(folder: Path, tiles: Mapping[str, int]) -> dict[str, Kernel]:
-    """The kernels of a dump, by the name that the optimized HLO has for them.
+    """Read the kernels of a dump, by their names in the optimized HLO.
 
     Args:
-      folder: that was dumped to.
-      tiles: of kernels, as for :func:`read_kernel`.
+      folder: folder of the dump.
+      tiles: tiles of each kernel, as for :func:`read_kernel`.
     """
     found = {}
     for path in sorted(folder.iterdir()):

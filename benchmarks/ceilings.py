@@ -1,4 +1,4 @@
-"""What a device reaches at best, measured in the same run: the rates that MFU and MBU are shares of."""
+"""Measured peak rates of a device, which are the denominators of MFU and MBU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.records import time_alternating
 
 # Calls queued before waiting, so that the host's share of each vanishes.
 _QUEUED = 10
-# Sizes that fill a device: of a square product, and bytes of an array that no cache holds.
+# Sizes that saturate a device: of a square product, and bytes of an array larger than any cache.
 MATMUL_SIZE = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
 COPY_BYTES = {"cpu": 1 << 28, "gpu": 1 << 31, "tpu": 1 << 30}
 
@@ -25,8 +25,8 @@ class Ceilings:
     """Measured rates of one device.
 
     Attributes:
-      flops: of a large square matrix product, floating-point operations per second.
-      bandwidth: of a copy, bytes read and written per second.
+      flops: floating-point operations per second of a large square matrix product.
+      bandwidth: bytes read and written per second by a copy.
     """
 
     flops: float
@@ -34,11 +34,11 @@ class Ceilings:
 
 
 def measure_ceilings(device: Any, dtype: str, repeats: int, matmul_size: int, copy_bytes: int) -> Ceilings:
-    """Rates of one device.
+    """Measure the peak rates of one device.
 
     Args:
       device: which.
-      dtype: of the product.
+      dtype: dtype of the matrix product.
       repeats: timed calls.
       matmul_size: rows and columns of the product.
       copy_bytes: size of the array that is copied.
@@ -71,7 +71,7 @@ def measure_ceilings(device: Any, dtype: str, repeats: int, matmul_size: int, co
 
 
 def fits_or_none(measure: Callable[[], Result]) -> Result | str:
-    """What ``measure`` finds, or the device's own words where its memory is too small: no end of a run."""
+    """Call ``measure``; if the device's memory is too small, return its message, so that the run goes on."""
     try:
         return measure()
     except Exception as error:

@@ -1,14 +1,15 @@
-"""The same work in PyTorch (transformers) on the same device, in the same run, taking turns: ratios with their spread.
+"""Compare with PyTorch (transformers): the same work on the same device, taking turns in one process.
 
   python -m benchmarks.compare_torch                     a mid-size model in float32, some 15 minutes on 2 cores
   python -m benchmarks.compare_torch --dtype=bfloat16 --record=compare_torch_bfloat16
   python -m benchmarks.compare_torch --random=diffucoder-7b --dtype=bfloat16 --batch=1,8 --canvas=512,1024   on a GPU
 
-Parts: ``forward`` is one pass of a bidirectional model, without its output head and with it; ``generate`` masked
-diffusion beside the published loop, half of each canvas prompt and half generated, greedily by entropy; and
-``autoregressive`` a causal model of the same sizes with its cache, ``gpt2`` GPT-2 124M, beside transformers' greedy
-generation. Both sides have the same weights and prompts, made in PyTorch and read here from a checkpoint; calls
-alternate after warm-up with the timed shapes, and so do the answers meet: logits, and shares of equal tokens.
+Parts: ``forward`` is one pass of a bidirectional model, without and with its output head. ``generate`` is masked
+diffusion beside the published loop; half of each canvas is prompt, and half is generated greedily by entropy.
+``autoregressive`` is a causal model of the same sizes with its cache, and ``gpt2`` is GPT-2 124M; both are compared
+with greedy generation of transformers. Both sides have the same prompts and the same weights, which are made in PyTorch
+and read here from a checkpoint. Calls alternate after a warm-up with the timed shapes. Results are compared too:
+logits, and the share of equal tokens.
 
 Dimension letters: B batch, S canvas, V vocab.
 """
@@ -96,7 +97,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 @dataclass(frozen=True)
 class Sides:
-    """One model twice.
+    """One model in JAX and in PyTorch.
 
     Attributes:
       engine: here.
@@ -126,7 +127,7 @@ class Sides:
 
 
 def ratios(ours: Timing, theirs: Timing) -> dict[str, Any]:
-    """Both times and how much faster we are, with the spread over pairs of calls."""
+    """Both times and their ratio, with the spread over pairs of calls."""
     return {
         "jax_ms": ours,
         "torch_ms": theirs,
@@ -136,7 +137,7 @@ def ratios(ours: Timing, theirs: Timing) -> dict[str, Any]:
 
 
 def compare_forward(sides: Sides, batch: int, canvas: int, values: flags.FlagValues) -> dict[str, Any]:
-    """One pass over tokens ``[B, S]``, without the head and with it, and how far the logits are apart."""
+    """Compare one pass over tokens ``[B, S]``, without and with the head, and the difference of the logits."""
     engine, layout, config = sides.engine, sides.engine.layout, sides.engine.config
     ids = np.random.default_rng(0).integers(0, config.vocab_size - 2, (batch, canvas))
     forward = Forward(layout, choose_attention("auto", engine.platform, layout, canvas, engine.dtype))
@@ -185,7 +186,7 @@ def compare_forward(sides: Sides, batch: int, canvas: int, values: flags.FlagVal
 def compare_generation(
     sides: Sides, prompt: np.ndarray, request: Any, theirs: Callable[[Any], Any], values: flags.FlagValues
 ) -> dict[str, Any]:
-    """A generation from prompts ``[B, P]``, and the share of new tokens that are equal."""
+    """Compare a generation from prompts ``[B, P]``, and the share of equal new tokens."""
     tokens = sides.tokens(prompt)
     found: dict[str, Any] = {}
 
@@ -211,7 +212,7 @@ def compare_generation(
 
 
 def both_sides(part: str, torch: Any, device: str, values: flags.FlagValues) -> Sides:
-    """A part's model on both sides, with the same weights."""
+    """Make a part's model in JAX and in PyTorch, with the same weights."""
     dtype = values.dtype
     with tempfile.TemporaryDirectory() as folder:
         if part == "gpt2":
@@ -226,7 +227,7 @@ def both_sides(part: str, torch: Any, device: str, values: flags.FlagValues) -> 
 
 
 def compare_part(part: str, torch: Any, device: str, values: flags.FlagValues) -> list[dict[str, Any]]:
-    """Every comparison of a part: a row each. Nothing outlives it that holds either model."""
+    """Run every comparison of a part; returns a row for each. No reference to the models is kept."""
     rows = []
     sides = both_sides(part, torch, device, values)
     for sizes, compare in cases(part, sides, values):
@@ -238,7 +239,7 @@ def compare_part(part: str, torch: Any, device: str, values: flags.FlagValues) -
 
 
 def free_memory(torch: Any, device: str) -> None:
-    """Free what no name holds any more, on both sides."""
+    """Free unreferenced memory in both frameworks."""
     jax.clear_caches()
     gc.collect()
     if device == "cuda":
@@ -246,7 +247,7 @@ def free_memory(torch: Any, device: str) -> None:
 
 
 def cases(part: str, sides: Sides, values: flags.FlagValues) -> Iterator[tuple[dict[str, int], Callable[[], Any]]]:
-    """Sizes of each of a part's comparisons, and what makes it."""
+    """The sizes of a part's comparisons, and the function that makes each."""
     generator, vocab = np.random.default_rng(0), sides.engine.config.vocab_size - 2
     for batch in integers("batch", values.batch):
         if part in ("forward", "generate"):
@@ -284,7 +285,7 @@ def cases(part: str, sides: Sides, values: flags.FlagValues) -> Iterator[tuple[d
 
 
 def main(values: flags.FlagValues) -> None:
-    """Compare, print a line a shape, write the record."""
+    """Run the comparisons, print a line for each shape, and write the record."""
     # Both frameworks share the device's memory: take it as it is needed.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     check_profiling(values)
@@ -323,7 +324,7 @@ def main(values: flags.FlagValues) -> None:
 
 
 def line(part: str, sizes: dict[str, int], row: dict[str, Any]) -> str:
-    """What was found, for people."""
+    """One line with the results of a comparison."""
     shape = " ".join(f"{name}={size}" for name, size in sizes.items())
     if "out_of_memory" in row:
         return f"{part} {shape}: out of memory"

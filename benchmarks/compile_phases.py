@@ -2,7 +2,7 @@
 
   python -P benchmarks/compile_phases.py FOLDER '{"model": "diffucoder-7b", "topology": "v5e:2x4", ...}'
 
-Run with a checkout of the project on ``PYTHONPATH``. It imports of it only what checkouts of long ago have too.
+Run it with a checkout of the project on ``PYTHONPATH``. It imports only names that old checkouts have too.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""How often does the demo checkpoint write a function that works?
+"""Measure how often the demo checkpoint writes a function that works.
 
     python -m benchmarks.demo_quality
 
 Three sets of prompts, each with a line of figures, and benchmarks/results/demo_quality.json:
 
 * ``held_out_tasks``: combinations of parts that training has not seen, with tests;
-* ``plain_tasks``: functions that anybody would try first, with tests;
+* ``plain_tasks``: common functions, with tests;
 * ``library``: 200 held-out functions of the standard library, which have no tests. A completion counts as parsed when
-  prompt + completion is valid Python; because a trivial body would parse too, body lines, distinct bodies and agreement
-  with the original stand beside it.
+  prompt + completion is valid Python; because a trivial body would parse too, the numbers of body lines and distinct
+  bodies and the agreement with the original are reported as well.
 
 A task is passed (pass@1) when its one completion meets all tests, in a limited child process. The card in
 checkpoints/demo/README.md has the numbers to expect.

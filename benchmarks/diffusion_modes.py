@@ -57,14 +57,14 @@ _COPIES = 8
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of decoding.
+    """A decoding mode.
 
     Attributes:
       changes: to the exact configuration; None for the Fast-dLLM baseline.
       baseline_block: positions of the baseline's blocks.
       baseline_stops: whether the baseline stops after a block with an end token.
-      quantize: of the weights.
-      dtype: of weights that are not quantized, and of activations.
+      quantize: quantization of the weights.
+      dtype: dtype of weights that are not quantized, and of activations.
       kv_cache: dtype of the cache.
     """
 
@@ -105,7 +105,7 @@ MODES = {
     "dual_threshold_8_stop_once_int8": Mode(_ONCE, "int8"),
     "dual_threshold_8_stop_once_int8_cache": Mode(_ONCE, "int8", kv_cache="int8"),
 }
-# Modes that only make a step between two others; --modes names them where they are wanted.
+# Modes between two others, which run only if --modes names them.
 _BETWEEN = ("blocks_32", "dual_threshold_16", "dual_threshold_8_stop_2")
 
 
@@ -128,7 +128,7 @@ def define_flags(values: flags.FlagValues) -> None:
 def likelihood(
     engine: Engine, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], new_tokens: int
 ) -> float:
-    """A Monte Carlo upper bound of the nats per token of completions under the model, the same noise at every call.
+    """A Monte Carlo upper bound of the nats per token of completions under the model; every call uses the same noise.
 
     Completions have at most ``new_tokens`` tokens.
     """
@@ -159,7 +159,7 @@ def likelihood(
 
 
 def completer(engine: Engine, mode: Mode, base: DiffusionConfig) -> Callable[[np.ndarray], tuple[np.ndarray, int, int]]:
-    """What completes one prompt ``[S]`` in this mode: new tokens, forwards, positions computed."""
+    """Make the function that completes one prompt ``[S]``: returns new tokens, forward passes, computed positions."""
     if mode.changes is None:
         baseline = FastDLLMBaseline(
             engine, base.max_new_tokens, mode.baseline_block, engine.end_token_ids if mode.baseline_stops else ()
@@ -175,14 +175,14 @@ def completer(engine: Engine, mode: Mode, base: DiffusionConfig) -> Callable[[np
 
 
 def up_to_end(new: np.ndarray, ends: Sequence[int]) -> np.ndarray:
-    """New tokens up to and with the first end token."""
+    """New tokens up to and including the first end token."""
     return new[: next((place + 1 for place, token in enumerate(new.tolist()) if token in ends), len(new))]
 
 
 def run_mode(
     engine: Engine, mode: Mode, base: DiffusionConfig, prompts: Sequence[np.ndarray]
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """Complete every prompt: new tokens up to and with the first end token, and forwards and positions per token."""
+    """Complete every prompt: new tokens up to and including the first end token, forward passes, computed positions."""
     made = [completer(engine, mode, base)(prompt) for prompt in prompts]
     completions = [up_to_end(new, engine.end_token_ids) for new, _, _ in made]
     tokens = sum(map(len, completions))
@@ -195,13 +195,13 @@ def run_mode(
 
 
 def speeds(timing: Timing, exact: Timing | None, tokens: int, exact_tokens: int) -> dict[str, Any]:
-    """Tokens per second over rounds that made so many tokens, and beside exact's, round by round.
+    """Tokens per second over all rounds, and the ratio to exact decoding in each round.
 
     Args:
       timing: milliseconds of each round.
-      exact: those of the exact algorithm in the same rounds, where it ran.
-      tokens: of a round.
-      exact_tokens: of a round of the exact algorithm.
+      exact: times of the exact algorithm in the same rounds, if it ran.
+      tokens: tokens per round.
+      exact_tokens: tokens per round of the exact algorithm.
     """
     each = [1e3 * tokens / one for one in timing.each]
     found: dict[str, Any] = {
@@ -219,14 +219,14 @@ def speeds(timing: Timing, exact: Timing | None, tokens: int, exact_tokens: int)
 
 
 def cache_bytes(engine: Engine, mode: Mode, length: int) -> int:
-    """Bytes of one row's cache; 0 where the mode has none."""
+    """Bytes of one row's cache; 0 if the mode has no cache."""
     if mode.changes is not None and mode.changes.get("cache", "none") == "none":
         return 0
     return cache_bytes_per_device(engine.layout, 1, bucket_length(length), cache_dtype(mode.kv_cache, engine.dtype))
 
 
 def modes_table(record: dict[str, Any]) -> str:
-    """A record of this benchmark as a Markdown table: a row a mode, cost beside what came out."""
+    """Convert a record to a Markdown table with a row per mode."""
     results, settings, machine = record["results"], record["settings"], record["machine"]
     exact = results.get("exact")
     lines = [
@@ -265,7 +265,7 @@ def modes_table(record: dict[str, Any]) -> str:
 
 
 def check_flags(values: flags.FlagValues) -> None:
-    """Check what can be checked before anything is loaded.
+    """Check the flags before anything is loaded.
 
     Raises:
       InputError: a mode, a number of tokens, or a place for the plot that cannot be; or matplotlib is missing.
@@ -296,15 +296,15 @@ def quality(
     exact: Sequence[np.ndarray] | None,
     new_tokens: int,
 ) -> dict[str, Any]:
-    """How good completions are: whether they parse, agree with the held-out text and with exact's, and are likely.
+    """Quality of completions: parse rate, agreement with the held-out text and with exact decoding, and likelihood.
 
     Args:
       judge: the engine under which they are scored.
       held_out: rows with a ``prompt`` and a ``completion``.
       prompts: their prompts in tokens.
       made: the completions of one mode.
-      exact: those of the exact algorithm, where it ran.
-      new_tokens: of a completion at most.
+      exact: completions of the exact algorithm, if it ran.
+      new_tokens: largest number of tokens of a completion.
     """
     encode, decode = judge.tokenizer.encode, judge.tokenizer.decode
     texts = [decode(new.tolist()) for new in made]
@@ -322,7 +322,7 @@ def quality(
 
 
 def print_row(name: str, row: dict[str, Any]) -> None:
-    """One line for people."""
+    """Print one line with a mode's results."""
     print(
         f"{name:<28} {row['tokens_per_second']:7.1f} ± {row['tokens_per_second_deviation']:4.1f} tok/s "
         f"{row['forwards_per_token']:6.3f} fwd/tok {row['positions_per_token']:7.1f} pos/tok  "
@@ -333,7 +333,7 @@ def print_row(name: str, row: dict[str, Any]) -> None:
 
 
 def measure(values: flags.FlagValues, held_out: Sequence[dict[str, str]]) -> dict[str, dict[str, Any]]:
-    """Run every mode over the held-out prompts, then time them in turns: a row a mode."""
+    """Run every mode over the held-out prompts, then time the modes in turn; returns a row per mode."""
     base = DiffusionConfig(max_new_tokens=values.new_tokens, steps=values.new_tokens, algorithm="entropy")
 
     @functools.cache

@@ -1,4 +1,4 @@
-"""The published way to decode diffusion language models fast, to be beaten on the same model and machine."""
+"""Fast-dLLM as published, the baseline of fast decoding on the same model and machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.models.transformer import project_logits
 
 
 class FastDLLMBaseline:
-    """Fast-dLLM's dual cache with threshold (Wu et al., 2025), one row at a time, the whole generation one program."""
+    """Fast-dLLM's dual cache with threshold (Wu et al., 2025), one row at a time, as one program."""
 
     def __init__(
         self, engine: Engine, new_tokens: int, block: int = 32, ends: Sequence[int] = (), threshold: float = 0.9
@@ -29,7 +29,7 @@ class FastDLLMBaseline:
           new_tokens: a multiple of ``block``.
           block: positions of a block.
           ends: a row stops after a block with one of these tokens.
-          threshold: of the probability of what a window commits.
+          threshold: probability above which a token is committed.
         """
         self._engine, self._new, self._block, self._threshold = engine, new_tokens, block, threshold
         self._ends = tuple(ends)
@@ -84,7 +84,7 @@ class FastDLLMBaseline:
         return canvas, forwards, cache
 
     def __call__(self, ids: np.ndarray) -> tuple[np.ndarray, int, int]:
-        """Complete one row ``[1, S]``: new tokens, forwards, positions computed."""
+        """Complete one row ``[1, S]``; returns new tokens, forward passes and computed positions."""
         length = ids.shape[1] + self._new
         width = bucket_length(length)
         canvas = np.full((1, width), self._engine.config.pad_token_id, np.int32)

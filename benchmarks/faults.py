@@ -1,4 +1,4 @@
-"""What a fault on one host does to the others: real processes on this machine, gloo between them.
+"""Measure what a fault on one host does to the others, with real processes on this machine that use gloo.
 
   python -m benchmarks.faults              the whole table: each fault on the first rank and on another
   python -m benchmarks.faults --only=kill,stuck
@@ -42,16 +42,16 @@ _LIMIT = 180.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one case.
+    """The outcome of one case.
 
     Attributes:
       case: the fault.
-      host: where.
-      hosts: how many there were.
-      seconds: from the fault until all processes were down.
-      from_start: from the start of the processes until all were down.
-      codes: exit code of each host as a shell gives it; None of one that was never started.
-      named: whether the host at fault was named on host 0, or by the survivors where host 0 was gone.
+      host: process index of the host with the fault.
+      hosts: number of hosts.
+      seconds: seconds from the fault until all processes had ended.
+      from_start: seconds from the start of the processes until all had ended.
+      codes: exit code of each host as a shell reports it; None for a host that was not started.
+      named: whether host 0, or the survivors if host 0 failed, named the host at fault.
       logs: standard error of each host.
     """
 
@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def survivors(self) -> list[int]:
-        """Exit codes of the hosts that the fault left alive."""
+        """Exit codes of the hosts that survived the fault."""
         return [code for code in self.codes if code is not None and not (self.case == "lose" and code == 137)]
 
 
@@ -74,7 +74,7 @@ class HostProcesses:
     """Processes of several hosts on this machine; leaving the ``with`` block kills whatever is left of them."""
 
     def __init__(self, commands: Sequence[Sequence[str] | None], folder: Path, devices: int = 1) -> None:
-        """Start a process for each command that is not None, its output in files of ``folder``."""
+        """Start a process for each command that is not None, with output to files in ``folder``."""
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes] | None] = []
         port, secret = free_port(), new_secret()
@@ -109,11 +109,11 @@ class HostProcesses:
 
     @property
     def groups(self) -> list[int]:
-        """Process groups of the hosts that were started, each of a supervisor and what it has started."""
+        """Process groups of the started hosts; each has a supervisor and its children."""
         return [process.pid for process in self._processes if process is not None]
 
     def running(self) -> bool:
-        """Whether any process of any host is still there, workers too."""
+        """Whether any process of any host is still running, workers included."""
         for process in self._processes:
             if process is None:
                 continue
@@ -127,7 +127,7 @@ class HostProcesses:
         return False
 
     def wait(self, limit: float = _LIMIT) -> list[int | None]:
-        """Wait until all is down. Returns exit codes as a shell gives them.
+        """Wait until all processes have ended. Returns exit codes as a shell reports them.
 
         Raises:
           TimeoutError: something is still there after ``limit`` seconds.
@@ -141,25 +141,25 @@ class HostProcesses:
         return [128 - code if code is not None and code < 0 else code for code in codes]
 
     def send(self, number: int, which: int) -> None:
-        """A signal to one host's supervisor."""
+        """Send a signal to one host's supervisor."""
         process = self._processes[number]
         assert process is not None
         process.send_signal(which)
 
     def text(self, kind: str) -> list[str]:
-        """What each host has printed: ``out`` or ``err``."""
+        """The output of each host: ``out`` or ``err``."""
         paths = [self._path(number, kind) for number in range(len(self._processes))]
         return [path.read_text(errors="replace") if path.exists() else "" for path in paths]
 
 
 def generate_command(*arguments: str, module: str = "launch.generate") -> list[str]:
-    """A short generation with the demo on three hosts' devices."""
+    """The command of a short generation with the demo on the devices of three hosts."""
     own = ["--prompt=def add(a, b):\n", "--max_new_tokens=48", "--mesh=sequence=-1", "--compile_cache="]
     return [sys.executable, "-m", module, *own, *arguments]
 
 
 def commands_of(case: str, host: int, hosts: int, folder: Path) -> list[list[str] | None]:
-    """What each host is started with."""
+    """The command of each host."""
     shared = [f"--heartbeat_timeout={HEARTBEAT}"]
     shared += [f"--stall_timeout={STALL}"] if case == "stuck" else []
     shared += [f"--initialization_timeout={INITIALIZATION}"] if case == "missing" else []
@@ -205,7 +205,7 @@ def run_case(case: str, host: int, hosts: int = 3) -> Outcome:
 
 
 def names_host(log: str, host: int) -> bool:
-    """Whether a host's log says that ``host`` is the reason of the end."""
+    """Whether a host's log names ``host`` as the cause."""
     found = re.search(r"^host \d+ \(.*?\) stops with exit code \d+[^:]*: (.*)$", log, re.MULTILINE)
     reason = found[1] if found else ""
     if "do not agree" in reason:

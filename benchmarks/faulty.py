@@ -1,8 +1,8 @@
-"""``launch.generate`` with one fault on one host: what :mod:`benchmarks.faults` and the tests run.
+"""Run ``launch.generate`` with a fault on one host, for :mod:`benchmarks.faults` and tests.
 
 python -m benchmarks.faulty --fault=kill --fault_host=1 ...the flags of launch.generate
 
-The fault happens between two pieces of the denoising. Before it, a line ``FAULT <seconds since 1970>`` goes to standard
+The fault happens between two reports of progress. Before it, a line ``FAULT <seconds since 1970>`` goes to standard
 error.
 """
 
@@ -67,14 +67,14 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Define this launcher's flags."""
+    """Define the flags of this command."""
     generate.define_flags(values)
     flags.DEFINE_enum("fault", None, list(FAULTS), "What happens.", flag_values=values)
     flags.DEFINE_integer("fault_host", 0, "Where it happens.", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the launcher."""
+    """Run the command."""
 
     @contextlib.contextmanager
     def with_fault(title: str, *, of_bytes: bool = False) -> Iterator[Report]:

@@ -1,12 +1,12 @@
-"""A 7.6B checkpoint from end to end on one machine: make, copy, convert, verify, restore, denoise.
+"""Make, copy, convert, verify, restore and run a 7.6B checkpoint on one machine, with time and memory.
 
   python -m benchmarks.full_checkpoint --folder=/somewhere/with/50GB            15.2 GB of bfloat16, 4 files
   python -m benchmarks.full_checkpoint --folder=/tmp/try --layers=1 --vocab=8192    the same in a minute
 
-Each phase is a process of its own that finds nothing of its input in the page cache. The record has its wall time,
-bytes per second and peak resident memory, beside a plain copy and a plain reading of the same bytes and the digest of
-one core in the same run. Goals: conversion within 2 GiB and twice the time of the copy; restoring within the weights
-and 2 GiB; verifying as fast as the disk is read or one core digests, whichever is slower.
+Each phase runs in its own process with an empty page cache. The record has its wall time, bytes per second and peak
+resident memory, beside a plain copy and a plain read of the same bytes and the speed of the digest on one core. Goals:
+conversion within 2 GiB and twice the time of the copy; restoring within the size of the weights plus 2 GiB; verifying
+at the speed of the disk or of the digest on one core, whichever is slower.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FILES = 4
 
 
 def config_of(layers: int, vocab: int) -> dict[str, Any]:
-    """DiffuCoder-7B's config.json, with fewer layers or a smaller vocabulary to try things."""
+    """DiffuCoder-7B's config.json, optionally with fewer layers or a smaller vocabulary."""
     return {
         "architectures": ["DreamModel"],
         "model_type": DREAM.model_type,
@@ -128,7 +128,7 @@ def restore(values: flags.FlagValues, checkpoint: Path) -> None:
 
 
 def run_phase(name: str, command: Sequence[str]) -> dict[str, Any]:
-    """Run a process: seconds, peak resident bytes, and the JSON that it printed, if any."""
+    """Run a process; returns seconds, peak resident bytes, and the JSON that it printed, if any."""
     print(f"{name} ...", file=sys.stderr, flush=True)
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
@@ -145,7 +145,7 @@ def run_phase(name: str, command: Sequence[str]) -> dict[str, Any]:
 
 
 def copy_bytes(source: Path, target: Path) -> float:
-    """Copy a folder's files and wait until they are on the disk; returns seconds."""
+    """Copy a folder's files and sync them to disk; returns seconds."""
     start = time.perf_counter()
     target.mkdir()
     for path in source.iterdir():
@@ -156,7 +156,7 @@ def copy_bytes(source: Path, target: Path) -> float:
 
 
 def forget(folder: Path) -> None:
-    """Write a folder's files to the disk and take them out of the page cache."""
+    """Sync a folder's files to disk and drop them from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -165,7 +165,7 @@ def forget(folder: Path) -> None:
 
 
 def read_bytes(folder: Path) -> float:
-    """Read a folder's files and do nothing with them; returns seconds."""
+    """Read a folder's files and discard the data; returns seconds."""
     start = time.perf_counter()
     buffer = bytearray(32 << 20)
     for path in folder.rglob("*"):
@@ -177,7 +177,7 @@ def read_bytes(folder: Path) -> float:
 
 
 def digest_speed() -> float:
-    """Bytes per second of one core's digest, over chunks of the size that a 7.6B model's are."""
+    """Bytes per second of the digest on one core, over chunks of the size of a 7.6B model's."""
     chunk = np.random.default_rng(0).bytes(2 << 20)
     start, count = time.perf_counter(), 512
     for _ in range(count):
@@ -186,7 +186,7 @@ def digest_speed() -> float:
 
 
 def run_phases(values: flags.FlagValues, folder: Path) -> tuple[dict[str, Any], int]:
-    """Make, copy, convert, read, verify and restore a model: figures by phase, and the model's bytes."""
+    """Make, copy, convert, read, verify and restore a model; returns results by phase, and the size of the model."""
     source, copied, checkpoint = folder / "source", folder / "copy", folder / "checkpoint"
     again = [
         "-m",
@@ -222,7 +222,7 @@ def run_phases(values: flags.FlagValues, folder: Path) -> tuple[dict[str, Any], 
 
 
 def print_phases(results: dict[str, Any], size: int) -> None:
-    """Print a line for each phase, and what they say together."""
+    """Print a line for each phase, and the comparison with the goals."""
     for name, phase in results.items():
         peak = f", peak {phase['peak_resident_bytes'] / 2**30:.2f} GiB" if "peak_resident_bytes" in phase else ""
         print(f"{name:<8} {phase['seconds']:8.1f} s  {phase['bytes_per_second'] / 1e9:6.2f} GB/s{peak}")

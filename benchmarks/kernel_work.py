@@ -1,4 +1,4 @@
-"""What a kernel of optimized HLO takes: its bundles on a TPU, its operations and bytes on a GPU."""
+"""The time of a kernel of optimized HLO: from its bundles on a TPU, from its operations and bytes on a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def clock(chip: Chip) -> float:
 
 
 def tiles_of(module: Module) -> dict[str, int]:
-    """Tiles that the TPU compiler cut each kernel into, where its configuration says so."""
+    """The number of tiles into which the TPU compiler split each kernel, if its configuration contains it."""
     found = {}
     for instructions in module.computations.values():
         for one in instructions:
@@ -55,11 +55,11 @@ def tiles_of(module: Module) -> dict[str, int]:
 
 
 def tpu_device(chip: Chip, kernels: Mapping[str, Kernel], module: Module, links: Links, missing: set[str]) -> Device:
-    """A TPU: a kernel takes its bundles, or the time of its bytes where that is longer.
+    """A TPU: the time of a kernel is that of its bundles or of its bytes, whichever is longer.
 
     Args:
       chip: which.
-      kernels: of the program, from the dump.
+      kernels: the program's kernels, from the dump.
       module: the program.
       links: seconds of a collective.
       missing: takes the names of kernels without bundles.
@@ -81,14 +81,14 @@ def tpu_device(chip: Chip, kernels: Mapping[str, Kernel], module: Module, links:
 
 
 def _shape_of_work(module: Module, local: dict[str, Instruction], one: Instruction) -> str:
-    """What two kernels share of which the compiler writes the bundles of one alone."""
+    """The shape of a kernel's work. The compiler writes bundles for only one of several kernels with the same shape."""
     operands = [local[name].shape for name in one.operands if name in local]
     body = [f"{inner.operation} {inner.shape}" for inner in module.computations.get(one.called.get("calls", ""), ())]
     return f"{one.operation} {one.shape} {operands} {body}"
 
 
 def gpu_device(links: Links) -> Device:
-    """An H200: a kernel takes the longer of its operations and its bytes at measured rates, and a launch."""
+    """An H200: the time of a kernel is that of its operations or bytes at measured rates, plus a launch."""
 
     def kernel(module: Module, local: dict[str, Instruction], one: Instruction) -> Work:
         moved = bytes_moved(module, local, one)
@@ -99,11 +99,11 @@ def gpu_device(links: Links) -> Device:
 
 
 def link_times(wiring: Wiring, sizes: Mapping[str, int]) -> Links:
-    """Seconds of a collective alone: its bytes over link rates.
+    """Seconds of a collective on its own: bytes divided by link rates.
 
     Args:
-      wiring: of the mesh.
-      sizes: of its axes.
+      wiring: the links of the mesh.
+      sizes: sizes of its axes.
     """
 
     def seconds(one: HloCollective) -> float:
@@ -118,7 +118,7 @@ def link_times(wiring: Wiring, sizes: Mapping[str, int]) -> Links:
 
 
 def bytes_moved(module: Module, local: Mapping[str, Instruction], one: Instruction) -> float:
-    """Bytes that a kernel reads and writes in device memory; of an array that it slices, the slice."""
+    """Bytes that a kernel reads and writes in device memory; only the slice of an array that it slices."""
     if one.operation in _SLICES:
         return 2.0 * _in_memory(one.shape)
     inner = module.computations.get(one.called.get("calls", ""), ()) if one.operation == "fusion" else ()
@@ -136,7 +136,7 @@ def _in_memory(shape: str) -> int:
 
 
 def _taken(module: Module, body: Sequence[Instruction], number: int) -> float:
-    """Bytes that a fused computation takes of a parameter: all, or what it slices out."""
+    """Bytes that a fused computation reads of a parameter: all, or the slice."""
     name = next((one.name for one in body if one.operation == "parameter" and one.rest.startswith(f"{number})")), "")
     total = 0.0
     for one in body:
@@ -160,7 +160,7 @@ def _taken(module: Module, body: Sequence[Instruction], number: int) -> float:
 
 
 def _written(module: Module, body: Sequence[Instruction], shape: str) -> float:
-    """Bytes of a kernel's results; of an array that is updated in place, the update."""
+    """Bytes of a kernel's results; only the update of an array that is updated in place."""
     whole = _in_memory(shape)
     if not body or not whole:
         return whole

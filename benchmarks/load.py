@@ -1,7 +1,7 @@
-"""Requests as clients of a server send them, at their own pace or at that of the answers, and how long each takes.
+"""Load for servers: clients that send requests at a fixed rate or after each answer, and the latency of each request.
 
-Any server with OpenAI's completions will do. Times count from the moment at which a request was due, so that a client
-that falls behind hides nothing.
+Works with any server that has OpenAI's completions route. Latencies count from the moment at which a request was due,
+so that a client that falls behind does not hide any delay.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request; seconds count from when it was due.
+    """The outcome of a request; seconds count from when it was due.
 
     Attributes:
       status: HTTP status, 0 if the answer broke off.
@@ -60,10 +60,10 @@ class Answer:
 
 
 class Client:
-    """A server as the load sees it."""
+    """A client of one server."""
 
     def __init__(self, address: str, key: str | None, seconds: float) -> None:
-        """Prepare to send to ``address``; ``seconds`` is how long an answer may take."""
+        """Prepare to send to ``address``; an answer may take at most ``seconds``."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx.AsyncClient(base_url=address, headers=headers, timeout=seconds, limits=limits)
@@ -102,7 +102,7 @@ class Client:
 
 
 class _Whole:
-    """An answer that is one object."""
+    """An answer in one object."""
 
     def __init__(self) -> None:
         self.first: float | None = None
@@ -118,7 +118,7 @@ class _Whole:
 
 
 class _Streamed(_Whole):
-    """An answer that comes in events."""
+    """A streamed answer."""
 
     def __init__(self, due: float) -> None:
         super().__init__()
@@ -144,13 +144,13 @@ class _Streamed(_Whole):
 async def open_loop(
     client: Client, asks: Sequence[Ask], rate: float, seed: int, longest_idle: float | None = None
 ) -> list[Answer]:
-    """Requests that arrive as a Poisson process, whatever becomes of those before.
+    """Send requests as a Poisson process, without waiting for answers.
 
     Args:
       client: the server.
       asks: the requests, in the order of their arrivals.
-      rate: arrivals a second.
-      seed: of the arrivals.
+      rate: arrivals per second.
+      seed: seed of the arrival times.
       longest_idle: seconds. While the server has no request, a longer wait for the next arrival is cut to this: an
         idle server keeps nothing of the time before, so no answer is faster for it, and the load is over sooner.
     """
@@ -173,7 +173,7 @@ async def open_loop(
 
 
 async def closed_loop(client: Client, asks: Sequence[Ask], users: int) -> list[Answer]:
-    """So many users, each of whom sends the next request when the last one is answered; answers in order of requests.
+    """Simulate users who each send the next request after the last answer. Answers are in the order of requests.
 
     Args:
       client: the server.
@@ -193,7 +193,7 @@ async def closed_loop(client: Client, asks: Sequence[Ask], users: int) -> list[A
 
 @dataclass(frozen=True)
 class Saturated:
-    """What a server did while more requests waited than it had slots.
+    """Throughput of a server while more requests waited than it had slots.
 
     Attributes:
       seconds: from the answer before the first that counts to the last one.
@@ -207,12 +207,12 @@ class Saturated:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens that were asked for, a second; they decide the work, whether an end token is among them or not."""
+        """Requested new tokens per second. They determine the work, whether or not an end token is among them."""
         return sum(ask.max_tokens for ask in self.asks) / self.seconds
 
 
 async def saturate(client: Client, asks: Sequence[Ask], users: int, warmup: int) -> Saturated:
-    """Keep a server full: ``users`` requests are there at any time, from the first answer that counts to the last.
+    """Keep ``users`` requests open at any time, from the first counted answer to the last.
 
     The requests that are unanswered when the first user has none left to send are given up, so that no tail counts in
     which slots stand empty.
@@ -243,7 +243,7 @@ async def saturate(client: Client, asks: Sequence[Ask], users: int, warmup: int)
 
 
 def summary(answers: Sequence[Answer]) -> dict[str, Any]:
-    """What a load got.
+    """Summarise the answers of a load.
 
     Args:
       answers: to all requests.
@@ -264,7 +264,7 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """The 50th, 90th and 99th in milliseconds; None of nothing."""
+    """The 50th, 90th and 99th percentile in milliseconds; None without values."""
     if not seconds:
         return None
     return {f"p{rank}": round(1e3 * float(np.percentile(seconds, rank)), 2) for rank in (50, 90, 99)}

@@ -1,11 +1,11 @@
-"""The plot of ways of decoding: speed against quality."""
+"""Plot of decoding modes: speed against quality."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
 
-# The modes of the plot: what they are called there, and where beside the point.
+# The modes in the plot, with the text and position of their labels.
 _SHOWN: dict[str, tuple[str, Literal["left", "center", "right"], Literal["bottom", "top"]]] = {
     "exact": ("exact", "center", "bottom"),
     "exact_early_stop": ("exact, early stop", "center", "bottom"),
@@ -17,7 +17,7 @@ _SHOWN: dict[str, tuple[str, Literal["left", "center", "right"], Literal["bottom
 
 
 def draw_modes(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Speed against quality of the modes that matter, named beside their points."""
+    """Draw speed against quality of the main modes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")

@@ -1,4 +1,4 @@
-"""The models that benchmarks run: their sizes from flags, and the work that they are.
+"""Models of benchmarks: their sizes from flags, and their floating-point operations.
 
 Dimension letters: B batch, S canvas.
 """
@@ -43,7 +43,7 @@ SIZES = {
 
 
 def define_model_flags(values: flags.FlagValues, default: str | None = "mid-size") -> None:
-    """``--random``, a model by name with random weights, and a flag for each of its sizes."""
+    """Define ``--random``, a model by name with random weights, and a flag for each size."""
     flags.DEFINE_enum("random", default, tuple(SIZES), "Random weights of this model's sizes.", flag_values=values)
     for name in SIZES["mid-size"]:
         text = f"Another size than --random's: {name.replace('_', ' ')}."
@@ -51,7 +51,7 @@ def define_model_flags(values: flags.FlagValues, default: str | None = "mid-size
 
 
 def model_sizes(values: flags.FlagValues) -> dict[str, int]:
-    """The sizes that flags give."""
+    """Read the sizes from flags."""
     sizes = SIZES[values.random]
     return {name: size if values[name].value is None else values[name].value for name, size in sizes.items()}
 
@@ -80,7 +80,7 @@ def checkpoint_config(sizes: dict[str, int], dtype: str, family: Family = DREAM)
 
 
 def model_config(sizes: dict[str, int], dtype: str, family: Family = DREAM) -> ModelConfig:
-    """The same as the runtime's configuration.
+    """The model's configuration for the runtime.
 
     Raises:
       ConfigError: sizes that make no model.
@@ -89,7 +89,7 @@ def model_config(sizes: dict[str, int], dtype: str, family: Family = DREAM) -> M
 
 
 def layer_config(config: ModelConfig) -> dict[str, Any]:
-    """The ``config.json`` of one layer of a model, with a vocabulary that is next to nothing."""
+    """The ``config.json`` of one layer of a model, with a tiny vocabulary."""
     sizes = {
         "layers": 1,
         "hidden_size": config.hidden_size,
@@ -113,7 +113,7 @@ def forward_flops(
       batch: B.
       canvas: S, positions that are computed of each row.
       head_positions: positions, of all rows together, that the output head runs on.
-      keys: what each position attends to; by default S, one another.
+      keys: number of keys per position; default S.
     """
     layout = model_layout(config)
     layers = sum(math.prod(leaf.shape) for leaf in layout.leaves if leaf.layers and leaf.contracted)

@@ -1,11 +1,11 @@
-"""The offline scheduler against fixed batches on the same prompts: what continuous batching gains.
+"""Continuous batching by the offline scheduler against fixed batches, on the same prompts.
 
   python -m benchmarks.offline_scheduler         the demo checkpoint's held-out prompts, some minutes on 2 cores
   python -m benchmarks.offline_scheduler --mesh=data=8 --slots=64 --checkpoint=... --prompts=...  anywhere else
 
-Rows end with their end token, so they are of uneven length. Fixed batches take as many rows as there are slots, in the
-order of the input, and begin the next when the last row is done. Both sides must give the same tokens. Forward passes
-do not depend on the machine; times do. Written to benchmarks/results/offline_scheduler.json.
+Rows end at their end token, so their lengths differ. Fixed batches take as many rows as there are slots, in the order
+of the input, and start the next batch when the last row is done. Both sides must yield the same tokens. The number of
+forward passes does not depend on the machine; times do. Written to benchmarks/results/offline_scheduler.json.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def measure(
     config: DiffusionConfig | SamplingConfig,
     values: flags.FlagValues,
 ) -> dict[str, Any]:
-    """Both ways on the same rows: times, forward passes, and how busy the slots are."""
+    """Run both on the same rows; returns times, forward passes and utilisation of the slots."""
     found: dict[str, Any] = {}
     slots = values.slots
 
@@ -111,7 +111,7 @@ def measure(
 
 
 def main(values: flags.FlagValues) -> None:
-    """Measure, print a line a mode, write the record."""
+    """Measure every mode, print a line for each, and write the record."""
     check_profiling(values)
     use_cores(values.cores)
     notes = load_notes()

@@ -1,6 +1,7 @@
-"""Time of one pass of a compiled program: its instructions one after another, collectives where nothing hides them.
+"""Time of one pass of a compiled program: the sum of its instructions, and collectives that nothing overlaps.
 
-The optimized HLO lists instructions in the order in which a device runs them. What each takes is for the caller to say.
+The optimized HLO lists instructions in the order in which a device runs them. The caller provides the time of each
+instruction.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SCOPE = re.compile(r'op_name="([^"]*)"')
 
 @dataclass(frozen=True)
 class Work:
-    """What one run of a kernel takes.
+    """The work of one run of a kernel.
 
     Attributes:
       seconds: alone on the device.
@@ -35,7 +36,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Device:
-    """What instructions take on a device.
+    """Times of instructions on a device.
 
     Attributes:
       kernel: work of one instruction, given the module and the instructions of its computation by name.
@@ -52,15 +53,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Spent:
-    """Time that an instruction takes of a pass.
+    """The time of an instruction in a pass.
 
     Attributes:
-      name: of the instruction.
+      name: name of the instruction.
       kind: ``kernel``, ``collective`` (what of it nothing hides), ``memory`` (waiting for copies) or ``launch`` (of
         all kernels of a computation).
       scope: the named scopes that it was written in.
-      seconds: of all its runs in the pass.
-      runs: how many those are.
+      seconds: seconds of all its runs in the pass.
+      runs: number of runs.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Spent:
 
 @dataclass
 class _Queue:
-    """Transfers beside the kernels: those of one lane run one after another."""
+    """Transfers that overlap with kernels; transfers of one lane run one after another."""
 
     free_at: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     until: dict[str, float] = field(default_factory=dict)
@@ -90,13 +91,13 @@ class _Walk:
     refresh: bool | None
 
     def times(self, within: tuple[str, ...]) -> float:
-        """How often the pass runs what stands within these loops and branches."""
+        """How often a pass runs the code within these loops and branches."""
         if self.refresh is not None and (within[:2] == ("loop", "loop")) != self.refresh:
             return 0.0
         return self.open_lengths[min(within.count("loop"), len(self.open_lengths) - 1)]
 
     def run(self, name: str, repeats: int, within: tuple[str, ...]) -> list[Spent]:
-        """The instructions of a computation that is run ``repeats`` times."""
+        """Yield the instructions of a computation that runs ``repeats`` times."""
         instructions = self.module.computations.get(name, ())
         local = {one.name: one for one in instructions}
         often = repeats * self.times(within)
@@ -152,7 +153,7 @@ class _Walk:
         return found
 
     def _nested(self, one: Instruction, repeats: int, within: tuple[str, ...]) -> list[Spent] | None:
-        """What runs inside a loop, a branch or a call; None for other instructions."""
+        """The computations inside a loop, a branch or a call; None for other instructions."""
         if one.operation == "while":
             trips = self.module.trips(one)
             inside = within if trips is not None else (*within, "loop")
@@ -167,7 +168,7 @@ class _Walk:
         return None
 
     def _fused_collectives(self, one: Instruction) -> list[tuple[str, HloCollective]]:
-        """Collectives inside a fusion, with their channels: the compiler spreads one over several fusions."""
+        """Collectives inside a fusion, with their channels. The compiler may split one over several fusions."""
         if one.operation != "fusion":
             return []
         found, name = [], one.called.get("calls", "")
@@ -183,12 +184,12 @@ class _Walk:
 
 
 def pass_times(module: Module, name: str, device: Device, chunks: float) -> list[Spent]:
-    """The instructions of one pass and what they take.
+    """The instructions of one pass and their times.
 
     Args:
       module: optimized HLO of the program that has the pass.
-      name: of the pass: ``denoise step``, ``refresh``, ``block step``, ``prefill`` or ``decode``.
-      device: what instructions take.
+      name: the pass: ``denoise step``, ``refresh``, ``block step``, ``prefill`` or ``decode``.
+      device: times of instructions.
       chunks: runs of the head, which are the innermost loop of a length that only running tells.
     """
     # Outside any open loop a program prepares; the first open loop is over passes, one inside it over chunks.

@@ -1,10 +1,10 @@
-"""Plans of the 7.6B model for seven machines, verified by their compilers: memory and collectives of the real program.
+"""Plans of the 7.6B model for seven machines, with memory and collectives from their compilers.
 
   python -m benchmarks.plans                          needs libtpu and JAX's CUDA plugin, and no accelerator
   python -m benchmarks.plans --only=v5e:2x4,8xh100
 
-Every mesh is ranked by the analytical model; the best, and the one that shards weights alone where it is another, are
-compiled. Written to benchmarks/results/plans/, a record for each machine. Times are estimated.
+Every mesh is ranked by the analytical model. The best mesh, and the mesh that shards only weights, are compiled. Times
+are estimated. There is one record per machine in benchmarks/results/plans/.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Plan, print a line a mesh that is compiled, write the records."""
+    """Plan, print a line for each compiled mesh, and write the records."""
     compile_only()
     unknown = set(values.only) - set(MACHINES)
     if unknown:

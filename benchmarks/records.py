@@ -1,4 +1,4 @@
-"""What every benchmark does around its work: flags, timing, and one JSON record a run."""
+"""Shared parts of benchmarks: flags, timing, and one JSON record per run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PACKAGES = ("diffumesh", "jax", "jaxlib", *_COMPILERS, "flax", "numpy", "torch"
 
 
 class NotRunError(Exception):
-    """Why something cannot be measured here."""
+    """The reason why something cannot be measured here."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: Sequence[float], cpu_seconds: Sequence[float]) -> Timing:
-        """Summarise wall and processor seconds of each call."""
+        """Summarise the wall and processor seconds of calls."""
         wall = [1e3 * one for one in seconds]
         return cls(
             median=round(statistics.median(wall), 3),
@@ -65,7 +65,7 @@ class Timing:
         )
 
     def times_as_fast_as(self, other: Timing) -> dict[str, float]:
-        """How much faster these calls were than those that took turns with them: of each pair, then all pairs."""
+        """The speed-up over calls that took turns with these: the ratio of each pair, summarised over all pairs."""
         ratios = [theirs / ours for ours, theirs in zip(self.each, other.each, strict=True)]
         return {
             "median": round(statistics.median(ratios), 3),
@@ -76,7 +76,7 @@ class Timing:
 
 
 def time_alternating(calls: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 2) -> dict[str, Timing]:
-    """Time several calls in turn, A B A B ..., so that whatever else the machine does falls on all of them alike.
+    """Time several calls in turn, A B A B ..., so that other load on the machine affects all of them equally.
 
     Args:
       calls: by name; each returns only when its work is done, JAX arrays are waited for.
@@ -101,12 +101,12 @@ def time_alternating(calls: Mapping[str, Callable[[], Any]], repeats: int, warmu
 
 
 def kind_of_devices(devices: Sequence[Any]) -> Kind:
-    """``simulated devices`` where several CPU devices share one host, else ``measured``."""
+    """``simulated devices`` if several CPU devices share one host, else ``measured``."""
     return "simulated devices" if devices[0].platform == "cpu" and len(devices) > 1 else "measured"
 
 
 def use_cores(count: int | None) -> int:
-    """Keep this process to ``count`` processor cores, for every framework alike; call it before a device is touched.
+    """Restrict this process to ``count`` processor cores, in every framework. Call this before a device is used.
 
     Returns:
       Cores that the process may use.
@@ -127,10 +127,10 @@ def use_cores(count: int | None) -> int:
 
 
 def load_notes(torch_cores: int = 0) -> list[str]:
-    """What a reader must know when the machine was busy before a run began; nothing when it was not.
+    """A note if the machine was busy before the run began; otherwise empty.
 
     Args:
-      torch_cores: cores that PyTorch's threads share; 0 where it does not run.
+      torch_cores: cores that PyTorch's threads share; 0 if it does not run.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load < 0.5:
@@ -145,12 +145,12 @@ def load_notes(torch_cores: int = 0) -> list[str]:
 
 
 def note_lines(record: Mapping[str, Any]) -> list[str]:
-    """What stands below a record's table: what a reader of its numbers must know, if there is anything."""
+    """The lines below a record's table: its notes, if there are any."""
     return ["", f"Note: {'; '.join(record['notes'])}."] if record["notes"] else []
 
 
 def package_version(package: str) -> str | None:
-    """The installed version of a package, None where it is not installed."""
+    """The installed version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -182,7 +182,7 @@ def build_record(
     devices: Sequence[Any] = (),
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """One run as a JSON object: what was run, on what, with which versions, and what came out.
+    """One run as a JSON object: command, machine, versions, settings and results.
 
     Args:
       benchmark: name of the benchmark's module.
@@ -220,7 +220,7 @@ def build_record(
 
 
 def write_record(record: Mapping[str, Any], output_dir: str, name: str | None = None) -> Path:
-    """Write a record as ``output_dir/name.json``; the name is the benchmark's own by default."""
+    """Write a record as ``output_dir/name.json``; the default name is the benchmark's."""
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name or record['benchmark']}.json"
@@ -235,7 +235,7 @@ def _plain(value: Any) -> Any:
 
 
 def define_record_flags(values: flags.FlagValues) -> None:
-    """Flags that every benchmark has; a record that could not be written is an error before there is anything in it."""
+    """Define the flags of every benchmark. A folder that cannot be written is an error at the start."""
     flags.DEFINE_string("output_dir", "benchmarks/results", "Folder of the JSON record.", flag_values=values)
     flags.DEFINE_string("record", None, "Name of the record. Default: the benchmark's.", flag_values=values)
 
@@ -248,10 +248,10 @@ def define_record_flags(values: flags.FlagValues) -> None:
 
 
 def check_output(name: str, path: Path, *, is_file: bool = False) -> None:
-    """Check, before the work, that its results can be written; folders that are missing will be made.
+    """Check, before the work, that its results can be written. Missing folders will be created.
 
     Args:
-      name: of the flag.
+      name: name of the flag.
       path: a folder for files, or with ``is_file`` one file.
 
     Raises:
@@ -268,7 +268,7 @@ def check_output(name: str, path: Path, *, is_file: bool = False) -> None:
 
 
 def check_one_host() -> None:
-    """Check that no other host works on this.
+    """Check that the run has one host.
 
     Raises:
       InputError: several do.

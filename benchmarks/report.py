@@ -1,12 +1,12 @@
-"""Tables and plots, from records.
+"""Make tables and plots from records.
 
   python -m benchmarks.report --folder=benchmarks/results/scaling            Markdown on standard output
   python -m benchmarks.report --folder=... --plots=DIR --output=FILE.md      and plots: small multiples
   python -m benchmarks.report --readme=benchmarks/README.md                  renew the tables of a document
 
-Scaling: records of one kind (measured, simulated devices, estimated), pass, mode and axis make one table; plots show
-the speed-up with its spread over the timed runs, beside the ideal line, and of simulated devices traffic and memory. In
-a document a table is written between two comments: ``<!-- table: results/NAME.json -->``, a path relative to the
+Scaling: records of one kind (measured, simulated devices, estimated), pass, mode and axis form a table. Plots show the
+speed-up with its spread over the timed runs, beside the ideal line; for simulated devices they show traffic and memory.
+In a document a table is written between two comments: ``<!-- table: results/NAME.json -->``, a path relative to the
 document, or ``<!-- summary: measured benchmarks/results -->`` (or ``estimated``), and ``<!-- end of table -->``.
 """
 
@@ -34,7 +34,7 @@ from sharding.errors import InputError
 
 _MAX_RECORD_BYTES = 16 << 20
 
-# Benchmarks whose records make tables of a README.
+# Benchmarks whose records make tables of documents.
 _TABLES = {
     "autoregressive": autoregressive_table,
     "compare_torch": comparison_table,
@@ -43,7 +43,7 @@ _TABLES = {
     "serve": serve_tables,
     "suite": suite_tables,
 }
-# Below tables of scaling.
+# Notes below scaling tables.
 _SIMULATED = (
     "Simulated devices share the cores of one host: times say nothing about speed. What is "
     "measured is the bytes moved, memory and tokens."
@@ -65,11 +65,11 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """One record.
+    """Read a record.
 
     Raises:
       InputError: the file is larger than any record.
-      ValueError: it is no JSON.
+      ValueError: the file is not JSON.
     """
     if path.stat().st_size > _MAX_RECORD_BYTES:
         raise InputError(f"{path}: larger than {_MAX_RECORD_BYTES} bytes")
@@ -81,11 +81,11 @@ def fill_tables(text: str, folder: Path) -> str:
     """Renew every table of a text from its records; a record that does not exist yet makes no table.
 
     Args:
-      text: of a Markdown file.
-      folder: what the records' paths are relative to.
+      text: contents of a Markdown file.
+      folder: the folder to which the records' paths are relative.
 
     Raises:
-      InputError: a record that is none of a benchmark with tables.
+      InputError: a record does not belong to a benchmark with tables.
     """
 
     def fill(found: re.Match[str]) -> str:
@@ -110,10 +110,10 @@ def fill_tables(text: str, folder: Path) -> str:
 
 
 def read_groups(folder: Path) -> dict[Group, list[dict[str, Any]]]:
-    """Points of scaling records below a folder, by table, ascending in devices.
+    """Read the scaling records below a folder, grouped by table and sorted by number of devices.
 
     Raises:
-      InputError: no such folder, no record of scaling in it, or a file that is no record.
+      InputError: the folder does not exist or has no scaling record, or a file is not a record.
     """
     if not folder.is_dir():
         raise InputError(f"--folder={folder}: there is no such folder")
@@ -173,7 +173,7 @@ def table(group: Group, points: list[dict[str, Any]]) -> str:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Make the tables, and the plots where they are asked for."""
+    """Make the tables, and the plots if the flag is set."""
     if values.readme is not None:
         path = Path(values.readme)
         try:

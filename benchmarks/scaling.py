@@ -1,16 +1,16 @@
-"""How work scales over devices: strong (the same work on more) and weak (more work on more), a record a point.
+"""Scaling over devices: strong (fixed work) and weak (work grows with devices), one record per point.
 
-  python -m benchmarks.scaling                              on what is attached, each axis over 1, 2, 4, 8 ... devices
-  python -m benchmarks.scaling --devices=8                  on simulated CPU devices, with a small model
-  python -m benchmarks.scaling --estimate=h100              the 7.6B model on 1 to 256 chips, by the analytical model
+  python -m benchmarks.scaling                  on the attached devices, each axis over 1, 2, 4, 8 ... devices
+  python -m benchmarks.scaling --devices=8      on simulated CPU devices, with a small model
+  python -m benchmarks.scaling --estimate=h100  the 7.6B model on 1 to 256 chips, by the analytical model
 
 Passes: a denoise step of exact masked diffusion, a step of a cached block, the prefill and the decode step of an
-autoregressive model of the same sizes; requests are the planner's, with the published settings. A time is that of a
-whole generation over its passes; where passes of another kind (the prefill, refreshes) are among them, a generation of
-those alone takes turns with it and is subtracted. On simulated devices, which share the cores of one host, times say
-nothing about speed: what is measured there is that the tokens stay the same, what moves, and what is compiled. Weak
-scaling multiplies rows by devices, and positions on the sequence axis. An estimate is of the mesh on which that pass is
-fastest, among those that the whole generation fits. ``python -m benchmarks.report`` makes tables and plots.
+autoregressive model of the same sizes. Requests are those of the planner, with the published settings. The time of a
+pass is that of a whole generation divided by its passes; if passes of another kind (prefill, refreshes) are among them,
+a generation with only those takes turns with it and is subtracted. Simulated devices share the cores of one host, so
+their times say nothing about speed; they show that tokens stay the same, and the bytes moved and memory of the program.
+Weak scaling multiplies rows by devices, or positions on the sequence axis. An estimate is for the mesh on which the
+pass is fastest, among those that fit the whole generation. ``python -m benchmarks.report`` makes tables and plots.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def define_flags(values: flags.FlagValues) -> None:
     """Define this benchmark's flags."""
     define_record_flags(values)
     define_device_flags(values)
-    values["compile_cache"].value = ""  # what is compiled here shall be compiled
+    values["compile_cache"].value = ""  # measure compilation, not the cache
     define_profiling_flags(values)
     values["output_dir"].value = "benchmarks/results/scaling"
     define_model_flags(values)
@@ -134,7 +134,7 @@ def _powers_of_two(limit: int) -> list[int]:
 
 
 def add_rates(point: dict[str, Any], first: dict[str, Any]) -> None:
-    """Speed-up and efficiency of a point against the first one: work done in a time, and for each device."""
+    """Add speed-up and efficiency of a point relative to the first one."""
     speed = first["ms"]["median"] * point["work"] / (point["ms"]["median"] * first["work"])
     point["speedup"] = round(speed, 3)
     point["efficiency"] = round(speed * first["devices"] / point["devices"], 3)
@@ -143,7 +143,7 @@ def add_rates(point: dict[str, Any], first: dict[str, Any]) -> None:
 def measure(
     values: flags.FlagValues, what: str, axis: str, mode: str, count: int, devices: list[Any]
 ) -> dict[str, Any]:
-    """One point: time of one pass, and of its program memory, collectives and compile time.
+    """Measure a point: the time of one pass, and memory, collectives and compile time of its program.
 
     Raises:
       MeshError: the model does not divide over the axis.
@@ -201,7 +201,7 @@ def workload_of(values: flags.FlagValues, what: str, batch: int, canvas: int) ->
 
 
 def dtype_of(values: flags.FlagValues) -> str:
-    """``--dtype``, or what it is by default."""
+    """``--dtype``, or its default."""
     return values.dtype or ("float32" if values.estimate is None else "bfloat16")
 
 
@@ -224,7 +224,7 @@ def write_point(
 
 
 def estimate_points(values: flags.FlagValues, counts: list[int]) -> None:
-    """The 7.6B model on ``counts`` chips, 1 to 256 by default: on each machine the mesh that is fastest and fits.
+    """Estimate the 7.6B model on ``counts`` chips, 1 to 256 by default, on the fastest mesh that fits.
 
     Raises:
       InputError: a flag that only measurements have, or a count that no machine of these chips has.
@@ -260,7 +260,7 @@ def estimate_points(values: flags.FlagValues, counts: list[int]) -> None:
 
 
 def estimated_workload(what: str, dtype: str, rows: int) -> Workload:
-    """The generation that a pass of the 7.6B model is estimated in; all but one position of a prefill's are prompt."""
+    """The generation for the estimate of a pass of the 7.6B model. For a prefill all positions but one are prompt."""
     name = "diffucoder-7b" if what in ("denoise step", "block step") else "qwen2.5-7b"
     new = 1 if what == "prefill" else ESTIMATED_CANVAS // 2
     cache = "dual" if what == "block step" else "none"
@@ -268,7 +268,7 @@ def estimated_workload(what: str, dtype: str, rows: int) -> Workload:
 
 
 def fastest(what: str, workload: Workload, topology: Topology) -> Estimate | None:
-    """The mesh on which this pass takes least, of those that the generation fits; None where it fits none."""
+    """The mesh on which this pass is fastest, among those that fit the generation; None if no mesh fits."""
     fitting, _ = rank(workload, topology)
     return min(fitting, key=lambda one: (phase_of(what, one).seconds, one.spec.tensor, one.spec.sequence), default=None)
 

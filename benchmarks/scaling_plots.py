@@ -1,4 +1,4 @@
-"""Plots of scaling records: a panel for each pass, a line for each axis or chip, a picture for each kind and mode."""
+"""Plots of scaling records: a figure per kind and mode, a panel per pass, a line per axis or chip."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _held(point: Mapping[str, Any]) -> float:
 
 
 def plot_scaling(groups: Mapping[Group, Sequence[Mapping[str, Any]]], folder: Path) -> list[Path]:
-    """Draw the groups: speed-ups beside the ideal line; of simulated devices, which have none, traffic and memory.
+    """Draw the groups: speed-ups beside the ideal line, or traffic and memory for simulated devices.
 
     Raises:
       InputError: matplotlib is not installed.
@@ -71,7 +71,7 @@ def _name_line(axes: Axes, name: str, x: float, y: float, color: str) -> None:
 
 
 def _prepare(axes: Axes, devices: Sequence[int]) -> None:
-    """Devices are doubled from tick to tick, with room for names behind the last."""
+    """Prepare the axes: ticks at powers of two, with room for labels on the right."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(devices, [str(one) for one in devices])
     axes.set_xlim(devices[0] / 1.2, devices[-1] * (devices[-1] / devices[0]) ** 0.4 * 1.1)

@@ -1,12 +1,13 @@
-"""Times of a pass by the compilers' own schedules: no accelerator is needed, and nothing runs.
+"""Times of a pass from the compilers' own schedules. Nothing runs, so no accelerator is needed.
 
-  python -m benchmarks.schedule                            every target that a compiler here knows
+  python -m benchmarks.schedule                            every target for which a compiler is installed
   python -m benchmarks.schedule --only=v5e-t8-b1           some of them
-  python -m benchmarks.schedule --before=PATH              and the same of another checkout, in the same record
+  python -m benchmarks.schedule --before=PATH              compare with another checkout, in the same record
 
-A TPU kernel takes the bundles that libtpu schedules, or the time of its bytes where that is longer; collectives take
-their bytes over the links, less what runs beside them. A GPU kernel is *modelled*: the longer of its operations at 790
-TF/s and its bytes at 4.3 TB/s, as measured on an H200, and a launch. Each target is compiled in a process of its own.
+The time of a TPU kernel is that of the bundles that libtpu schedules or of its bytes, whichever is longer; collectives
+take the time of their bytes on the links, minus the overlap with kernels. The time of a GPU kernel is *modelled*: its
+operations at 790 TFLOP/s or its bytes at 4.3 TB/s, as measured on an H200, whichever is longer, plus a launch. Each
+target is compiled in its own process.
 """
 
 from __future__ import annotations
@@ -65,25 +66,25 @@ class Target:
 
     @property
     def child(self) -> dict[str, Any]:
-        """What :mod:`benchmarks.compile_phases` is told."""
+        """The arguments of :mod:`benchmarks.compile_phases`."""
         return {"model": _MODEL, "topology": self.topology, "mesh": self.mesh, "dtype": "bfloat16", **self.workload}
 
     @property
     def estimate(self) -> Estimate:
-        """What the planner of this checkout says of the workload."""
+        """The estimate of this checkout's planner."""
         fields = {name: value for name, value in self.child.items() if name not in ("model", "topology", "mesh")}
         workload = Workload(preset(self.child["model"]), **fields)
         return estimate_workload(workload, parse_topology(self.topology), MeshSpec.parse(self.mesh))
 
     def chunks(self, chunk: int) -> float:
-        """How often the head runs in the pass, with chunks of this many positions."""
+        """How often the head runs in a pass, with chunks of this many positions."""
         return -(-_MASKED // chunk) if self.phase == _STEP else 1
 
     def planned_ms(self) -> float:
-        """The planner's time of the pass."""
+        """The planner's estimate of the time of the pass."""
         found = self.estimate
         phase = next(one.phase for one in found.phases if one.phase.name == self.phase)
-        return round(1e3 * found.of_phase(replace(phase, chunks=self.chunks(phase.chunk))).seconds, 3)
+        return round(1e3 * found.estimate_phase(replace(phase, chunks=self.chunks(phase.chunk))).seconds, 3)
 
 
 def _canvas(rows: int, positions: int) -> dict[str, Any]:
@@ -146,11 +147,11 @@ def compile_target(target: Target, checkout: Path, folder: Path) -> None:
 
 
 def measure(target: Target, folder: Path) -> dict[str, Any]:
-    """Add up what a target's pass takes.
+    """Add up the time of a target's pass.
 
     Args:
       target: which.
-      folder: that :func:`compile_target` has filled.
+      folder: the folder that :func:`compile_target` filled.
     """
     described = json.loads((folder / "phases.json").read_text(encoding="utf-8"))
     program = "blocks" if target.phase in ("block step", "refresh") else target.phase
@@ -168,7 +169,7 @@ def measure(target: Target, folder: Path) -> dict[str, Any]:
 
 
 def _summary(spent: Sequence[Spent], described: Mapping[str, Any], target: Target, missing: set[str]) -> dict[str, Any]:
-    """One result: the time, where it goes, and the instructions that take most of it."""
+    """One result: the time, its parts, and the instructions that take most of it."""
     parts: dict[str, float] = defaultdict(float)
     for one in spent:
         parts[one.kind if one.kind != "kernel" else _part(one.scope)] += 1e3 * one.seconds
@@ -194,7 +195,7 @@ def _summary(spent: Sequence[Spent], described: Mapping[str, Any], target: Targe
 
 
 def _part(scope: str) -> str:
-    """The part of a step that a kernel belongs to, from the scopes that it was written in."""
+    """The part of a step that a kernel belongs to, from its named scopes."""
     names = scope.split("/")
     for name in ("qkv", "o_proj", "mlp", "attention", "embed", "lm_head", "choose_tokens", "final_norm", "layer"):
         if name in names:
@@ -203,7 +204,7 @@ def _part(scope: str) -> str:
 
 
 def schedule_table(record: Mapping[str, Any]) -> str:
-    """Markdown of a record: a row for each target, milliseconds."""
+    """Convert a record to a Markdown table with a row per target, in milliseconds."""
     lines = [
         "| machine, mesh | pass | rows of positions | before | now | goal | planned | where the time goes now |",
         "|---|---|---|---|---|---|---|---|",
@@ -237,7 +238,7 @@ def schedule_table(record: Mapping[str, Any]) -> str:
 
 
 def _measure_all(targets: Mapping[str, Target], checkouts: Mapping[str, Path]) -> dict[str, Any]:
-    """Results of targets of one workload, of each checkout."""
+    """Results of the targets of one workload, for each checkout."""
     results: dict[str, Any] = {
         name: {**one.child, "pass": one.phase, "goal_ms": one.goal, "planned_ms": one.planned_ms()}
         for name, one in targets.items()
@@ -252,7 +253,7 @@ def _measure_all(targets: Mapping[str, Target], checkouts: Mapping[str, Path]) -
 
 
 def main(values: flags.FlagValues) -> None:
-    """Measure every target, print a line each, write the record."""
+    """Measure every target, print a line for each, and write the record."""
     compile_only()
     unknown = set(values.only) - set(TARGETS)
     if unknown:

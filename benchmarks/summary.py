@@ -1,4 +1,4 @@
-"""The two tables of speed in README.md: what was measured and what is estimated, each row from a record."""
+"""The two tables of speed in README.md, measured and estimated, with rows from records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 Record = dict[str, Any]
 Read = Callable[[str], Record | None]
 
-# Modes of the demo that the summary shows, beside exact decoding, and the words for each.
+# Decoding modes of the demo that the summary shows, and the words for each.
 _MODES = {
     "exact": "exact, one token per step",
     "exact_early_stop": "exact, each row ends at its end token",
@@ -18,16 +18,16 @@ _MODES = {
 
 
 def measured_table(read: Read) -> str:
-    """What was measured, with the command that measured it.
+    """A table of measurements, with the commands that made them.
 
     Args:
-      read: gives the record of a name below ``benchmarks/results``, None where there is none.
+      read: returns the record with a name below ``benchmarks/results``; None if there is none.
     """
     return _table(("what", "result", "command"), list(_measured(read)))
 
 
 def estimated_table(read: Read) -> str:
-    """What ``python -m benchmarks.plans`` estimates: the best mesh of each machine.
+    """A table of estimates by ``python -m benchmarks.plans``: the best mesh of each machine.
 
     Args:
       read: as for :func:`measured_table`.

@@ -1,4 +1,4 @@
-"""The time of one forward pass of a kind, from whole generations that take turns with one another.
+"""The time of one forward pass, from whole generations that take turns.
 
 Dimension letters: B batch, P prompt.
 """
@@ -22,11 +22,11 @@ Request = DiffusionConfig | SamplingConfig
 
 @dataclass(frozen=True)
 class TimedPass:
-    """A kind of pass that was timed.
+    """A timed kind of pass.
 
     Attributes:
-      timing: of one pass; processor time is not told apart.
-      passes: of this kind in the generation.
+      timing: times of one pass; processor time is not measured per pass.
+      passes: number of passes of this kind in the generation.
       result: the generation's.
     """
 
@@ -36,7 +36,7 @@ class TimedPass:
 
 
 def timed_requests(workload: Workload, what: str) -> Mapping[str, Request]:
-    """The workload's own request, ``whole``, and one that makes its passes of ``others`` kinds alone, if it has any."""
+    """The workload's request, ``whole``, and ``others``, with only its passes of other kinds, if it has any."""
     if workload.config.objective == "autoregressive":
         sampling = workload.sampling()
         return {"whole": sampling} | ({"others": sampling.replace(max_new_tokens=1)} if what == "decode" else {})
@@ -50,12 +50,12 @@ def timed_requests(workload: Workload, what: str) -> Mapping[str, Request]:
 def time_pass(
     engine: Engine, ids: np.ndarray, requests: Mapping[str, Request], repeats: int, warmup: int = 2
 ) -> TimedPass:
-    """One pass: a whole generation, less the other kinds' of the same turn, over the passes that are left.
+    """Time one pass: a whole generation, minus the passes of other kinds in the same turn, divided by its passes.
 
     Args:
       engine: the model.
       ids: prompts ``[B, P]``.
-      requests: as of :func:`timed_requests`.
+      requests: the result of :func:`timed_requests`.
       repeats: timed calls of each request.
       warmup: calls before them.
 

@@ -1,8 +1,7 @@
-"""The PyTorch side of comparisons: transformers' models with the very weights that run here, and the published loop.
+"""The PyTorch side of comparisons: transformers' models with the same weights, and the published decoding loop.
 
-Dream and DiffuCoder are transformers' Qwen2 with its causal mask taken away, in its fast path: fused attention
-(``sdpa``) without a mask. ``diffusion_generate`` is a plain rendering of the published decoding loop, full logits and
-all.
+Dream and DiffuCoder are transformers' Qwen2 without the causal mask, on its fast path: fused attention (``sdpa``)
+without a mask. ``diffusion_generate`` is a direct implementation of the published decoding loop, with full logits.
 
 Dimension letters: B batch, S canvas, P prompt, V vocab.
 """
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def import_torch() -> Any:
-    """PyTorch with transformers.
+    """Import PyTorch with transformers.
 
     Raises:
       InputError: they are not installed.
@@ -52,19 +51,19 @@ def torch_device(torch: Any, platform: str) -> str:
 
 
 def wait_for(torch: Any, device: str) -> None:
-    """Wait until PyTorch's device has done what it was given."""
+    """Wait until PyTorch's device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def torch_model(config: dict[str, Any], dtype: str, device: str = "cpu", seed: int = 0) -> Any:
-    """A random Qwen2 in PyTorch, made on its device, in evaluation mode.
+    """Make a random Qwen2 in PyTorch, on its device, in evaluation mode.
 
     Args:
       config: a ``config.json``; a Dream's makes a model that attends both ways.
-      dtype: of weights and activations.
+      dtype: dtype of weights and activations.
       device: PyTorch's name of it.
-      seed: of the weights.
+      seed: seed of the random weights.
 
     Raises:
       InputError: this version of transformers cannot do without its causal mask.
@@ -113,7 +112,7 @@ def save_torch_model(model: Any, config: dict[str, Any], folder: Path) -> None:
 
 
 def gpt2_model(dtype: str, device: str = "cpu", seed: int = 0) -> Any:
-    """A random GPT-2 of 124 million parameters in PyTorch, in evaluation mode; no token ends its text."""
+    """Make a random GPT-2 of 124 million parameters in PyTorch, in evaluation mode, without an end token."""
     torch = import_torch()
     import transformers
 
@@ -153,7 +152,7 @@ def diffusion_generate(
     Args:
       model: logits of tokens.
       prompt: int64 ``[B, P]``, rows of one length.
-      mask_token: stands where nothing is decided.
+      mask_token: id of the mask token.
       new_tokens: positions to fill.
       steps: forward passes.
       top_p: nucleus that confidences are measured in; None for all.

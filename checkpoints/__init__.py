@@ -1,6 +1,6 @@
-"""Checkpoints in and out: files to sharded arrays and back. No pickle is loaded, no code of a model folder is run.
+"""Checkpoints: files to sharded arrays and back. No pickle is loaded, and no code of a model folder is run.
 
-Public names are imported on first use: importing this package imports no framework.
+Public names are imported on first use, so importing this package imports no framework.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from checkpoints.conversion import convert
     from checkpoints.errors import CheckpointError, OtherProcessError
     from checkpoints.export import export_checkpoint
-    from checkpoints.fingerprint import file_fingerprint, folder_fingerprint
+    from checkpoints.fingerprint import folder_fingerprint
     from checkpoints.folder import DEMO, CheckpointFolder, open_folder
-    from checkpoints.legacy import LegacyPickle, open_legacy
+    from checkpoints.legacy import LegacyPickle, LegacySource, config_folder, find_legacy, legacy_path, open_legacy
     from checkpoints.loading import LoadedBytes, check_tensors, load_weights, stored_leaves
+    from checkpoints.local_files import lock, parse_json_object, replace_file
     from checkpoints.opening import VERIFY, open_tensors, read_manifest
     from checkpoints.output import FolderOutput, Output, output_at
     from checkpoints.processes import Processes
@@ -28,21 +29,27 @@ __all__ = [
     "CheckpointFolder",
     "FolderOutput",
     "LegacyPickle",
+    "LegacySource",
     "LoadedBytes",
     "OtherProcessError",
     "Output",
     "Processes",
     "check_tensors",
+    "config_folder",
     "convert",
     "export_checkpoint",
-    "file_fingerprint",
+    "find_legacy",
     "folder_fingerprint",
+    "legacy_path",
     "load_weights",
+    "lock",
     "open_folder",
     "open_legacy",
     "open_tensors",
     "output_at",
+    "parse_json_object",
     "read_manifest",
+    "replace_file",
     "stored_leaves",
     "uncovered_files",
     "verify",
@@ -55,22 +62,28 @@ _HOMES = {
     "DEMO": "checkpoints.folder",
     "FolderOutput": "checkpoints.output",
     "LegacyPickle": "checkpoints.legacy",
+    "LegacySource": "checkpoints.legacy",
     "LoadedBytes": "checkpoints.loading",
     "OtherProcessError": "checkpoints.errors",
     "Output": "checkpoints.output",
     "Processes": "checkpoints.processes",
     "VERIFY": "checkpoints.opening",
     "check_tensors": "checkpoints.loading",
+    "config_folder": "checkpoints.legacy",
     "convert": "checkpoints.conversion",
     "export_checkpoint": "checkpoints.export",
-    "file_fingerprint": "checkpoints.fingerprint",
+    "find_legacy": "checkpoints.legacy",
     "folder_fingerprint": "checkpoints.fingerprint",
+    "legacy_path": "checkpoints.legacy",
     "load_weights": "checkpoints.loading",
+    "lock": "checkpoints.local_files",
     "open_folder": "checkpoints.folder",
     "open_legacy": "checkpoints.legacy",
     "open_tensors": "checkpoints.opening",
     "output_at": "checkpoints.output",
+    "parse_json_object": "checkpoints.local_files",
     "read_manifest": "checkpoints.opening",
+    "replace_file": "checkpoints.local_files",
     "stored_leaves": "checkpoints.loading",
     "uncovered_files": "checkpoints.verification",
     "verify": "checkpoints.verification",

@@ -30,12 +30,11 @@ from checkpoints.folder import CheckpointFolder
 from checkpoints.source import BytesRead, Index, StoredTensor, StoredTensors
 from checkpoints.storage import Storage, first_line, storage_context
 
-# Storage chunks are chunks of the digests, cut further into rows: a shard's slice reads little besides itself, and no
-# chunk is too large to be read fast.
+# Chunks of digests are stored in smaller chunks of whole rows: larger ones are slower to read.
 _STORAGE_CHUNK_BYTES = 8 << 20
-# What may be on its way to the disk, beyond the block at hand.
+# Limit of the bytes that wait to be written, besides the current block.
 _BYTES_IN_FLIGHT = 256 << 20
-# OCDBT as Orbax configures it: tensor metadata inline, a single manifest, one writer.
+# OCDBT configured as by Orbax: metadata of arrays inline, a single manifest, one writer.
 _DATABASE = {
     "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"},
     "assume_config": True,
@@ -44,7 +43,7 @@ _DATABASE = {
 
 
 def storage_chunk(digest_chunk: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The chunks in which a tensor is stored: those of its digests, cut into equal rows of bounded size."""
+    """Return the shape of stored chunks: a chunk of digests, divided into equal numbers of rows of bounded size."""
     rows = digest_chunk[0]
     fewest = min(rows, -(-math.prod(digest_chunk) * itemsize // _STORAGE_CHUNK_BYTES))
     equal = next((parts for parts in range(fewest, 4 * fewest) if rows % parts == 0), fewest)
@@ -63,20 +62,20 @@ class ArrayWriter:
     All blocks are stored when the ``with`` block ends. If it ends with an error, no write is left running.
 
     Raises:
-      CheckpointError: something cannot be written.
+      CheckpointError: an array cannot be written.
     """
 
     def __init__(self, arrays: Storage, process: int) -> None:
-        """Take the folder of the arrays, and the index of this process."""
+        """Write into the folder ``arrays``, as the process of this index."""
         self._part = arrays.child(f"ocdbt.process_{process}")
         self._pending: deque[tuple[Any, int]] = deque()
         self._in_flight = 0
 
     def create(self, tensors: dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]]) -> dict[str, Any]:
-        """Make tensors, to be filled by :meth:`write`, of given shape, dtype and storage chunk by name."""
+        """Create arrays for :meth:`write`, given shape, dtype and chunk by name; return them by name."""
         opening = {name: self._create(name, *described) for name, described in tensors.items()}
         for future in opening.values():
-            future.exception()  # waits: none is under way when one has failed
+            future.exception()  # waits, so that no request is left running if one has failed
         return {name: self._wait(future) for name, future in opening.items()}
 
     def _create(self, name: str, shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...]) -> Any:
@@ -98,7 +97,7 @@ class ArrayWriter:
         )
 
     def write(self, tensor: Any, index: Index, data: np.ndarray) -> None:
-        """Write a block of whole chunks; ``data`` must not change any more."""
+        """Start to write a block of whole chunks. ``data`` must not change afterwards."""
         self._pending.append((tensor[index].write(data, can_reference_source_data_indefinitely=True), data.nbytes))
         self._in_flight += data.nbytes
         while self._in_flight > _BYTES_IN_FLIGHT:
@@ -126,11 +125,11 @@ class ArrayWriter:
 
 
 def merge_databases(arrays: Storage, processes: int) -> None:
-    """Write the database of all arrays, which refers to the data that each process has written.
+    """Write the database of all arrays. It refers to the data in the databases of the processes.
 
     Args:
       arrays: the folder of the arrays.
-      processes: how many have written.
+      processes: number of processes that wrote.
 
     Raises:
       CheckpointError: it cannot be written.

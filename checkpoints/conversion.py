@@ -1,4 +1,4 @@
-"""Any checkpoint to a canonical one, a few blocks of its tensors in memory at a time, by one process or several."""
+"""Converts any checkpoint to a canonical one, a group of tensors at a time, in one process or several."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ def convert(
     progress: Progress | None = None,
     processes: Processes | None = None,
 ) -> None:
-    """Make a canonical checkpoint; ``output.prepare`` comes first.
+    """Write a canonical checkpoint. Call ``output.prepare`` first.
 
-    Every process reads and writes its share of the tensors; the result does not depend on their number. Peak host
-    memory is a small multiple of the largest tensor, or of a block where a tensor is larger. One process writes the
-    manifest last, from everyone's digests, so that an interrupted conversion leaves nothing that could be taken for a
+    Every process reads and writes a share of the tensors; tensors and manifest do not depend on their number. Peak host
+    memory is two groups of tensors (see :mod:`checkpoints.writing`), or twice the largest tensor if that is larger.
+    Process 0 writes the manifest last, so an interrupted conversion leaves nothing that could be taken for a
     checkpoint.
 
     Args:
-      source: a folder, Hugging Face or canonical, that gives configuration, tokenizer and, by default, the tensors.
-      layout: of its model; no mesh is needed.
-      output: where, a place that every process sees.
-      tensors: the tensors, where they are not the folder's own.
+      source: a folder of any format, with configuration, tokenizer and, by default, the tensors.
+      layout: the layout of its model; it needs no mesh.
+      output: where to write; all processes must see it.
+      tensors: the tensors, if they are not the folder's.
       dtype: ``bfloat16``, ``float32`` or ``float16``; None keeps the stored one.
-      quantize: ``int8`` stores matrices as integers with a scale for each output channel; that cannot be undone.
-      progress: called with (bytes digested, bytes to digest), of this process's share.
-      processes: this one among those that convert together; default it alone.
+      quantize: ``int8`` stores matrices as integers with a scale per output channel; this cannot be undone.
+      progress: called with (bytes done, bytes to do).
+      processes: this process among those that convert together; alone by default.
 
     Raises:
-      CheckpointError: the source is not whole, or not the model that its configuration describes; a tensor holds NaN
-        or infinity, or would in ``dtype``; the output cannot be written; another process failed.
+      CheckpointError: the source is incomplete, or not the model of its configuration; a tensor contains NaN or
+        infinity, or would in ``dtype``; the output cannot be written; or another process failed.
     """
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -88,12 +88,12 @@ class _Conversion:
     """The steps of one conversion, which all processes take together.
 
     Attributes:
-      source: the folder that is converted.
-      target: layout of the model as it is to be stored.
-      output: where.
-      tensors: what is converted.
-      dtype: to store; None keeps the stored one.
-      processes: this one among all that convert.
+      source: the folder to convert.
+      target: layout of the model as it will be stored.
+      output: where to write.
+      tensors: the tensors to convert.
+      dtype: dtype to store; None keeps the stored one.
+      processes: this process among all that convert.
     """
 
     source: CheckpointFolder
@@ -107,11 +107,9 @@ class _Conversion:
         """Check the request and mark the output; return the mark of process 0."""
         stored = self.source.quantization
         if stored != "none" and (self.dtype is not None or quantize not in ("none", stored)):
-            raise CheckpointError(f"{self.source.place}: stored as {stored}; that can only be copied")
+            raise CheckpointError(f"{self.source.place}: stored as {stored}, so it can only be copied")
         if self.dtype is not None and quantize != "none":
-            raise CheckpointError(
-                f"dtype {self.dtype} and quantization {quantize} are two conversions; make one of them"
-            )
+            raise CheckpointError(f"dtype {self.dtype} and quantization {quantize} exclude one another; choose one")
         if not self.processes.is_first:
             return ""
         mark = secrets.token_hex(16)
@@ -129,7 +127,7 @@ class _Conversion:
 
     @functools.cached_property
     def _sources(self) -> Sources:
-        """The tensors to write, quantized if they are to be."""
+        """The tensors to write, quantized if requested."""
         found = self.tensors
         if self.target.quantization != self.source.quantization:
             found = quantized_tensors(found, self.target)
@@ -153,22 +151,25 @@ class _Conversion:
     def _weights(self) -> Storage:
         return self.output.storage.child(WEIGHTS_FOLDER)
 
+    @property
+    def _orbax_path(self) -> Path:
+        return Path(self._weights.place).resolve()  # Orbax requires an absolute path
+
     def write(self, progress: Progress | None) -> list[str]:
-        """Write the tensors; the digests of every process."""
+        """Write the tensors; return the digests of all processes as JSON."""
         cuts = self._cuts
         if cuts is None:
             arrays = self._weights.child(orbax.TREE)
             return self.processes.agree(
                 lambda: json.dumps(write_blocks(self._sources, arrays, self.processes, progress))
             )
-        place = Path(self._weights.place)
-        digests = write_groups(self._sources, cuts, place, self.processes, progress)
+        digests = write_groups(self._sources, cuts, self._orbax_path, self.processes, progress)
         return self.processes.agree(lambda: json.dumps(digests))
 
     def complete(self) -> str:
         """Complete the Orbax checkpoint; return the names of its files."""
         if self._cuts is not None:
-            orbax.finalize(Path(self._weights.place))
+            orbax.finalize(self._orbax_path)
         elif self.processes.is_first:
             merge_databases(self._weights.child(orbax.TREE), self.processes.count)
             for name, data in orbax.descriptions(self._sources.entries).items():
@@ -207,7 +208,7 @@ class _Conversion:
 
 
 def _dtype_changes(source: CheckpointFolder, dtype: str | None) -> dict[str, str]:
-    """Changes of the configuration where the dtype was changed: transformers calls it "dtype" since 4.56."""
+    """Return the changes of the configuration for a new dtype. transformers calls it "dtype" since 4.56."""
     if dtype is None:
         return {}
     said = [key for key in ("torch_dtype", "dtype") if key in source.config]
@@ -215,7 +216,7 @@ def _dtype_changes(source: CheckpointFolder, dtype: str | None) -> dict[str, str
 
 
 def copy_side_files(source: CheckpointFolder, target: Storage, changes: Mapping[str, str]) -> dict[str, str]:
-    """Copy configuration, tokenizer and licence, and say their digests. Changes are written into the config."""
+    """Copy configuration, tokenizer and licence, change the configuration, and return the files' digests by name."""
     digests = {}
     for name in source.side_files():
         if name in (INDEX_FILE, MANIFEST_FILE, FILES_FILE):

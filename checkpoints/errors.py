@@ -1,23 +1,23 @@
-"""What can be wrong with a checkpoint."""
+"""Errors of checkpoints."""
 
 from sharding.errors import InputError
 
 
 class CheckpointError(InputError):
-    """A checkpoint that cannot be used; the subclasses say why where that can be told."""
+    """A checkpoint cannot be used; the subclasses say why, if that is known."""
 
 
 class IncompleteCheckpointError(CheckpointError):
-    """A checkpoint whose writing was not finished, or of which something is missing."""
+    """A checkpoint was not written completely, or a part of it is missing."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A checkpoint whose data is not what was written; the message names the tensor or the file."""
+    """A checkpoint differs from what was written; the message names the tensor or the file."""
 
 
 class MismatchedCheckpointError(CheckpointError):
-    """A checkpoint of another model, shape, dtype or format than wanted; the message says want and have."""
+    """A checkpoint has another model, shape, dtype or format than expected; the message has both."""
 
 
 class OtherProcessError(CheckpointError):
-    """Another process of the same work failed, and this one ends for it; the message says with what."""
+    """Another process failed, so this one ends too; the message has the other's error."""

@@ -1,4 +1,4 @@
-"""Two folders exchange their names in one step, where the system can do that."""
+"""Exchanges the names of two folders in one step, on systems that can."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-# Of systems and file systems that cannot.
+# Errors of systems and file systems that cannot exchange names.
 _CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
 @functools.cache
 def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
-    """Linux's renameat2, None where the C library has none."""
+    """Return Linux's renameat2, or None if the C library does not have it."""
     found = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if found is not None:
         found.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
@@ -25,13 +25,13 @@ def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Give each of two folders of one file system the name of the other; at every moment both names are there.
+    """Exchange the names of two folders of one file system. Both names exist at every moment.
 
     Returns:
-      False where that cannot be done here; nothing has happened then.
+      False if this system cannot do it; then nothing has changed.
 
     Raises:
-      OSError: it fails for any other reason.
+      OSError: the exchange failed for another reason.
     """
     rename = _renameat2()
     if rename is None:

@@ -1,4 +1,4 @@
-"""Any checkpoint to a Hugging Face folder of safetensors, bit for bit."""
+"""Exports a checkpoint as a Hugging Face folder of safetensors, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _SHARD_BYTES = 1 << 30
 
 
 def export_checkpoint(source: CheckpointFolder, output: FolderOutput, *, progress: Progress | None = None) -> None:
-    """Write a checkpoint as a Hugging Face folder; ``output.prepare`` comes first.
+    """Write a checkpoint as a Hugging Face folder. Call ``output.prepare`` first.
 
     Args:
-      source: canonical or Hugging Face.
-      output: where.
+      source: a checkpoint of any format.
+      output: the folder to write.
       progress: called with (bytes read, bytes to read).
 
     Raises:
-      CheckpointError: the source is not whole, or quantized, or the output cannot be written.
+      CheckpointError: the source is incomplete or quantized, or the output cannot be written.
     """
     if source.quantization != "none":
         raise CheckpointError(
-            f"{source.place}: stored as {source.quantization}; the weights it was made of are not in it"
+            f"{source.place}: stored as {source.quantization}; the original weights cannot be recovered from it"
         )
     found = open_tensors(source)
     shards = _plan_shards(found)
@@ -67,7 +67,7 @@ def _sync(path: Path) -> None:
 
 
 def write_index(folder: Path, claims: dict[str, str], total_size: int) -> None:
-    """Write the index of a Hugging Face folder: ``claims`` maps tensor names to file names."""
+    """Write the index of a Hugging Face folder. ``claims`` maps tensor names to file names."""
     index = {"metadata": {"total_size": total_size}, "weight_map": claims}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 

@@ -1,8 +1,7 @@
-"""The list of a checkpoint's files with their sizes and digests.
+"""The list of the files that Orbax wrote for a checkpoint's weights, with sizes and digests.
 
-The manifest has the digests of tensors, which are the same however a checkpoint is stored. This list has those of the
-files that hold them: of a canonical checkpoint the database of tensors and Orbax's metadata, whose names and bytes are
-another conversion's own.
+The manifest has digests of tensors, which do not depend on how a checkpoint is stored. The files are the database of
+arrays and Orbax's descriptions; their names and bytes differ from one conversion to the next.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ class StoredFile:
 
 
 def list_files(storage: Storage, names: Iterable[str]) -> dict[str, StoredFile]:
-    """Sizes and digests of files, by name.
+    """Compute sizes and digests of files, by name.
 
     Raises:
-      CheckpointError: one cannot be read.
+      CheckpointError: a file cannot be read.
     """
     return {name: StoredFile(*storage.digest(name)) for name in names}
 
 
 def dump_files(files: dict[str, StoredFile]) -> str:
-    """The list as JSON, with a digest of itself."""
+    """Write the list as JSON that includes a digest of itself."""
     body = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -47,10 +46,10 @@ def dump_files(files: dict[str, StoredFile]) -> str:
 
 
 def parse_files(text: str, where: str) -> dict[str, StoredFile]:
-    """Read such a list.
+    """Read the list.
 
     Raises:
-      CorruptCheckpointError: it is not what :func:`dump_files` wrote.
+      CorruptCheckpointError: the text is not what :func:`dump_files` wrote.
     """
     body = unseal(text, where)
     try:
@@ -60,5 +59,5 @@ def parse_files(text: str, where: str) -> dict[str, StoredFile]:
         if outside := [name for name in files if not is_inside(name)]:
             raise ValueError(f"{outside[0]!r:.200} is not the name of a file in this folder")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{where}: the list of files makes no sense ({error!s:.300})") from error
+        raise CorruptCheckpointError(f"{where}: the list of files is invalid ({error!s:.300})") from error
     return files

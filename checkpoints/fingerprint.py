@@ -1,4 +1,4 @@
-"""Telling two checkpoints apart without reading them whole."""
+"""Fingerprints, which tell checkpoints apart without reading all of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SAMPLE_BYTES = 4096
 
 
 def folder_fingerprint(folder: CheckpointFolder) -> str:
-    """A digest by which hosts can see whether they have the same checkpoint.
+    """Compute a digest by which hosts can tell whether they have the same checkpoint.
 
-    With a manifest it covers every byte, as far as the checkpoint is what its manifest says. Without one it covers the
-    small files, and of each file of weights its size and samples spread over it.
+    With a manifest the digest covers every byte, if the checkpoint is intact. Without one it covers the small files,
+    and the sizes and samples of the files of weights.
 
     Raises:
       CheckpointError: a file cannot be read.
@@ -28,19 +28,20 @@ def folder_fingerprint(folder: CheckpointFolder) -> str:
         for name in folder.side_files():
             if not has_manifest or name in (MANIFEST_FILE, "config.json"):
                 state.update(name.encode() + b"\0" + hashlib.sha256(folder.read_bytes(name)).digest())
-        if not has_manifest:
-            for path in sorted(path for path in folder.path.glob("*.safetensors") if path.is_file()):
-                _sample(path, state, path.name)
+        if not has_manifest and folder.remote is None:
+            for name in folder.names():
+                if ("/" not in name and name.endswith(".safetensors")) or folder.is_weight_file(name):
+                    _sample(folder.path / name, state, name)
     except OSError as error:
         raise CheckpointError(f"{folder.place}: cannot be read ({error})") from error
     return state.hexdigest()[:16]
 
 
 def file_fingerprint(path: Path) -> str:
-    """The same for a file of weights that is in no folder of its own, as a legacy pickle: its size, and samples.
+    """Compute such a digest of one file of weights, from its size and samples.
 
     Raises:
-      CheckpointError: it cannot be read.
+      CheckpointError: the file cannot be read.
     """
     state = hashlib.sha256()
     try:

@@ -1,11 +1,10 @@
-"""A model folder, wherever it is: on disk, behind a URL that fsspec reads, or on the Hugging Face Hub."""
+"""Model folders on a disk, at a URL, or on the Hugging Face Hub."""
 
 from __future__ import annotations
 
 import atexit
 import fnmatch
 import hashlib
-import json
 import logging
 import os
 import re
@@ -13,22 +12,26 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from checkpoints.errors import CheckpointError
+from checkpoints.local_files import parse_json_object, replace_file
 from checkpoints.storage import STORAGE_SCHEMES, Storage
 
 logger = logging.getLogger("diffumesh")
 
 DEMO = Path(__file__).parent / "demo"
 
-# Where the config.json of a checkpoint that was quantized when it was converted says so.
+# Key of config.json that says how a conversion quantized the weights.
 QUANTIZATION_KEY = "diffumesh_quantization"
 
-# Of a file beside the weights. Nothing larger is read, whatever its name.
+# Limit for files beside the weights. Larger files are not read.
 MAX_SIDE_FILE_BYTES = 64 << 20
 
+# Read from a remote file at a time.
+_FETCHED_BLOCK_BYTES = 16 << 20
 # The folder that a conversion gives to Orbax.
 WEIGHTS_FOLDER = "weights"
 # Where Orbax's arrays may be within a folder: as a conversion saves them, or as somebody saved them with Orbax. Orbax
@@ -36,27 +39,19 @@ WEIGHTS_FOLDER = "weights"
 _ARRAY_FOLDERS = (f"{WEIGHTS_FOLDER}/state", WEIGHTS_FOLDER, "state/state", "state", "")
 # Orbax's description of a tree of arrays, in the folder of the arrays.
 _TREE_FILE = "_METADATA"
-# Ends the name of a folder in which a checkpoint is being made; whatever is in it, it is not one yet.
+# Suffix of the folder in which a conversion writes. Such a folder is never taken for a checkpoint.
 STAGING_SUFFIX = ".converting"
 
-# What belongs to a checkpoint beside its weights: configuration, tokenizer, licence. Never code, never pickles.
+# Files that belong to a checkpoint beside its weights: configuration, tokenizer, licence. Code and pickles do not.
 SIDE_FILES = ("*.json", "*.jinja", "merges.txt", "LICENSE*")
-# The one folder beside them that transformers reads.
+# The only subfolder that transformers reads.
 TEMPLATES_FOLDER = "additional_chat_templates"
 _FETCHED = (*SIDE_FILES, "*.safetensors")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f'"{next(key for key in keys if keys.count(key) > 1)}" stands twice')
-    return found
-
-
 def is_side_file(name: str) -> bool:
-    """Whether a file, by its path within a folder, is one of those that belong to a checkpoint beside its weights."""
+    """Whether a file, given its path in the folder, belongs to a checkpoint beside its weights."""
     folder, _, file = name.rpartition("/")
     if folder == TEMPLATES_FOLDER:
         return file.endswith(".jinja")
@@ -69,8 +64,8 @@ class CheckpointFolder:
 
     Attributes:
       path: the folder on this machine.
-      name: what the user called it, for messages and for telling a checkpoint's kind.
-      remote: where an Orbax checkpoint is, if not in ``path``, which then has its small files.
+      name: the name that the user gave, for messages.
+      remote: the location of an Orbax checkpoint that is not on this machine; ``path`` then has its small files.
       remote_arrays: the folder of Orbax's arrays within ``remote``.
     """
 
@@ -81,7 +76,7 @@ class CheckpointFolder:
 
     @property
     def is_orbax(self) -> bool:
-        """Whether the weights are Orbax's, finished or not; a Hugging Face folder holds safetensors instead."""
+        """Whether Orbax wrote the weights, completely or not; a Hugging Face folder has safetensors instead."""
         return (
             self.remote is not None
             or (self.path / WEIGHTS_FOLDER).is_dir()
@@ -90,7 +85,7 @@ class CheckpointFolder:
 
     @property
     def arrays_folder(self) -> str:
-        """The folder of an Orbax checkpoint's arrays, by its path within this folder; empty for this folder."""
+        """Relative path of the folder of an Orbax checkpoint's arrays; empty if it is this folder."""
         if self.remote is not None:
             return self.remote_arrays
         found = _find_arrays(lambda name: (self.path / name).is_file())
@@ -98,26 +93,26 @@ class CheckpointFolder:
 
     @property
     def storage(self) -> Storage:
-        """The folder itself, wherever it is."""
+        """This folder as storage, on this machine or remote."""
         return self.remote or Storage.at(self.path)
 
     @property
     def arrays(self) -> Storage:
-        """The folder of an Orbax checkpoint's arrays."""
+        """The folder of an Orbax checkpoint's arrays as storage."""
         return self.storage.child(self.arrays_folder)
 
     def is_weight_file(self, name: str) -> bool:
-        """Whether a file, by its path within the folder, is one of those that Orbax wrote for the weights."""
+        """Whether Orbax wrote a file, given its path in the folder, for the weights."""
         top = self.arrays_folder.partition("/")[0]
         return self.is_orbax and (name.startswith(f"{top}/") if top else not is_side_file(name))
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """Path or URL, for messages."""
         return str(self.path) if self.remote is None else self.remote.place
 
     def names(self) -> list[str]:
-        """Every file, those of folders within included, by its path with slashes; sorted.
+        """List all files, also those in subfolders, by sorted relative path with slashes.
 
         Raises:
           CheckpointError: the folder cannot be listed.
@@ -126,16 +121,16 @@ class CheckpointFolder:
             return self.remote.names()
         found = []
         for parent, folders, files in os.walk(self.path, onerror=_cannot_list):
-            # A link to a folder is walked into by nobody here, and counts as what it is: one entry.
+            # A link to a folder is not followed, and counts as one entry.
             links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
             found += [Path(parent, name).relative_to(self.path).as_posix() for name in (*files, *links)]
         return sorted(found)
 
     def side_files(self) -> list[str]:
-        """The files beside the weights, by name: configuration, tokenizer, chat templates, licence.
+        """List the files beside the weights, by name: configuration, tokenizer, chat templates, licence.
 
         Raises:
-          CheckpointError: one is a link that leaves the folder, or is too large.
+          CheckpointError: a file is too large, or a link to a file outside of the folder.
         """
         templates = self.path / TEMPLATES_FOLDER
         paths = [*self.path.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
@@ -146,10 +141,10 @@ class CheckpointFolder:
         return found
 
     def read_bytes(self, name: str) -> bytes:
-        """A side file's bytes.
+        """Read a file beside the weights.
 
         Raises:
-          CheckpointError: it cannot be read, is too large, or is a link that leaves the folder.
+          CheckpointError: it cannot be read, is too large, or is a link to a file outside of the folder.
         """
         self._check_side_file(name)
         try:
@@ -158,10 +153,10 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path / name}: cannot be read ({error.strerror or error})") from error
 
     def _check_side_file(self, name: str) -> None:
-        """Check that a file is one of this folder, and of a size that can be read.
+        """Check that a file is in this folder and not too large.
 
-        What it says may be copied, printed or served: a link to a file elsewhere would hand that on. A snapshot of the
-        Hub's cache consists of links to the blobs beside it.
+        Contents may be copied, printed or served, so a link must not reach a file elsewhere. Links in a snapshot of the
+        Hub's cache lead to the blobs beside it.
         """
         path = self.path / name
         try:
@@ -175,7 +170,7 @@ class CheckpointFolder:
             raise CheckpointError(f"{path}: {size} bytes are too many for a {Path(name).name}")
 
     def read_json(self, file: str) -> dict[str, Any] | None:
-        """A JSON object from the folder, None where there is no such file.
+        """Read a JSON object from a file; None if there is no such file.
 
         Raises:
           CheckpointError: the file cannot be read, is too large, not UTF-8 JSON, not an object, or has a key twice.
@@ -184,21 +179,18 @@ class CheckpointFolder:
         if not path.is_file():
             return None
         try:
-            value = json.loads(self.read_bytes(file).decode("utf-8"), object_pairs_hook=_reject_duplicates)
+            return parse_json_object(self.read_bytes(file))
         except CheckpointError:
             raise
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise CheckpointError(f"{path}: not a readable JSON file ({error!s:.300})") from error
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
-        return value
 
     @property
     def config(self) -> dict[str, Any]:
         """The parsed ``config.json``.
 
         Raises:
-          CheckpointError: there is none, or it cannot be read.
+          CheckpointError: the file does not exist or cannot be read.
         """
         config = self.read_json("config.json")
         if config is None:
@@ -207,24 +199,24 @@ class CheckpointFolder:
 
     @property
     def quantization(self) -> str:
-        """How the weights are stored: ``none``, or as :data:`QUANTIZATION_KEY` of the config says.
+        """Quantization of the stored weights: :data:`QUANTIZATION_KEY` of the configuration, or ``none``.
 
         Raises:
-          CheckpointError: it says something that is no text.
+          CheckpointError: the value is not a string.
         """
         said = self.config.get(QUANTIZATION_KEY, "none")
         if not isinstance(said, str):
-            raise CheckpointError(f"{self.place}: {QUANTIZATION_KEY} of config.json is {said!r}; expected a text")
+            raise CheckpointError(f"{self.place}: {QUANTIZATION_KEY} of config.json is {said!r}; expected a string")
         return said
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """The parsed ``generation_config.json``, empty where there is none."""
+        """The parsed ``generation_config.json``; empty if there is none."""
         return self.read_json("generation_config.json") or {}
 
 
 def _find_arrays(has: Callable[[str], bool]) -> str | None:
-    """The folder of Orbax's arrays, by what tells whether a file exists; None where there is none."""
+    """Find the folder of Orbax's arrays; None if there is none. ``has`` tells whether a file exists."""
     return next((name for name in _ARRAY_FOLDERS if has(f"{name}/{_TREE_FILE}".lstrip("/"))), None)
 
 
@@ -240,20 +232,20 @@ def open_folder(
     offline: bool = False,
     weights: bool = True,
 ) -> CheckpointFolder:
-    """Find a model folder and bring it to this machine where it is not here already.
+    """Open a model folder, and download it if it is not on this machine.
 
     Args:
-      path: a folder that is open already, a local one, a URL (``gs://bucket/folder``), or a Hub name
-        (``apple/DiffuCoder-7B-cpGRPO``). A local folder of that name wins over the Hub. Of a canonical checkpoint
-        behind a URL only the small files are fetched, its tensors are read where they are; any other folder is fetched
-        through fsspec, with the libraries it needs.
+      path: an open folder, a local folder, a URL (``gs://bucket/folder``), or a name on the Hub
+        (``apple/DiffuCoder-7B-cpGRPO``). A local folder takes precedence over the Hub. Of an Orbax checkpoint at a URL
+        only the small files are downloaded, and its tensors are read from the URL. Other folders are downloaded with
+        fsspec, which may need a library for the scheme.
       revision: branch, tag or commit on the Hub.
-      token: Hub token; default is the one huggingface_hub finds.
-      offline: use only what the Hub's local cache already holds.
-      weights: whether weights are fetched too; without them only the small files beside them are sure to be there.
+      token: Hub token; default is the one that huggingface_hub finds.
+      offline: use only the Hub's local cache.
+      weights: whether to download weights too; without them only the small files are sure to be there.
 
     Raises:
-      CheckpointError: there is no such folder, or it cannot be fetched.
+      CheckpointError: there is no such folder, or it cannot be downloaded.
     """
     if isinstance(path, CheckpointFolder):
         return path
@@ -266,7 +258,7 @@ def open_folder(
             return CheckpointFolder(local, text)
         if local.exists():
             raise CheckpointError(f"{text} is a file; a checkpoint is a folder with config.json and *.safetensors")
-    except (OSError, RuntimeError) as error:  # a name that no file can have, or a user that there is not
+    except (OSError, RuntimeError) as error:  # an invalid name, or an unknown user
         raise CheckpointError(f"{text[:200]}: not a folder ({error})") from error
     if not _HUB_NAME.fullmatch(text):
         raise CheckpointError(f"{text}: no such folder")
@@ -282,15 +274,15 @@ def _fetch_hub(name: str, patterns: Sequence[str], revision: str | None, token: 
                 name, revision=revision, token=token, local_files_only=offline, allow_patterns=list(patterns)
             )
         )
-    except Exception as error:  # the library raises many kinds; each means that the model is not to be had
+    except Exception as error:  # the library raises many kinds
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CheckpointError(
-            f"{name}: no such folder here, and the Hugging Face Hub did not give it ({reason})"
+            f"{name}: no such folder here, and it cannot be downloaded from the Hugging Face Hub ({reason})"
         ) from error
 
 
 def _open_remote_orbax(url: str) -> CheckpointFolder | None:
-    """Open the Orbax checkpoint behind a URL; None where there is none."""
+    """Open the Orbax checkpoint at a URL; None if there is none."""
     if url.partition("://")[0] not in STORAGE_SCHEMES:
         return None
     storage = Storage.at(url)
@@ -303,10 +295,8 @@ def _open_remote_orbax(url: str) -> CheckpointFolder | None:
     cache = _cache_folder("\n".join(identity))
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, data in files.items():
-        partial = cache / f"{name}.{os.getpid()}.partial"
-        partial.parent.mkdir(exist_ok=True)
-        partial.write_bytes(data)
-        partial.replace(cache / name)
+        (cache / name).parent.mkdir(exist_ok=True)
+        replace_file(cache / name, [data])
     return CheckpointFolder(cache, url, storage, _ARRAY_FOLDERS[0] if arrays is None else arrays)
 
 
@@ -324,16 +314,15 @@ def _fetch_url(url: str, patterns: Sequence[str]) -> Path:
             for name, remote in sorted(remotes.items())
             if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
         }
-        # The cache is of these very files: a change at the source, of the same size too, is another folder here.
+        # A change at the source, even of the same size, leads to another folder here.
         cache = _cache_folder("\n".join([url, *(f"{name} {system.ukey(remote)}" for name, remote in wanted.items())]))
         for name, remote in wanted.items():
             target = cache / name
             if not target.is_file():
                 if is_side_file(name) and (size := system.size(remote) or 0) > MAX_SIDE_FILE_BYTES:
                     raise CheckpointError(f"{remote}: {size} bytes are too many for a {name}")
-                partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-                system.get_file(remote, str(partial))
-                partial.replace(target)
+                with system.open(remote, "rb") as file:
+                    replace_file(target, iter(partial(file.read, _FETCHED_BLOCK_BYTES), b""))
         return cache
     except (OSError, ImportError, ValueError) as error:
         if isinstance(error, CheckpointError):
@@ -342,7 +331,7 @@ def _fetch_url(url: str, patterns: Sequence[str]) -> Path:
 
 
 def _cache_folder(identity: str) -> Path:
-    """A private folder for copies of small files; a temporary one of this process where the user's cache has none."""
+    """Make a private folder for downloaded files: in the user's cache, or else a temporary one of this process."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         folder = base / "diffumesh" / "checkpoints" / hashlib.sha256(identity.encode()).hexdigest()[:32]
@@ -352,7 +341,7 @@ def _cache_folder(identity: str) -> Path:
         why: object = "it may not be written"
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
         why = error
-    logger.warning("no cache folder (%s): small files of the checkpoint are fetched anew in every run", why)
+    logger.warning("no cache folder (%s): files of the checkpoint are downloaded again in every run", why)
     temporary = Path(tempfile.mkdtemp(prefix="diffumesh-"))
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     return temporary

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face folder: safetensors, one file or several with an index."""
+"""Tensors of a Hugging Face folder: one safetensors file, or several with an index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DTYPES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
 
 
 def _file_names(folder: CheckpointFolder, family: Family) -> tuple[list[str], frozenset[str]]:
-    """Files that hold weights, and the names of the weights that the index claims."""
+    """Return the files of weights, and the names of the weights that the index lists."""
     index = folder.read_json(INDEX_FILE)
     if index is None:
         if not (folder.path / SINGLE_FILE).is_file():
@@ -40,10 +40,10 @@ def _file_names(folder: CheckpointFolder, family: Family) -> tuple[list[str], fr
 
 
 def open_safetensors(folder: CheckpointFolder) -> StoredTensors:
-    """Find every tensor in the folder's files, reading headers alone.
+    """Open all tensors in the folder's files. Only headers are read.
 
     Raises:
-      CheckpointError: no weights, an index that cannot be meant, or a file that is not whole.
+      CheckpointError: there are no weights, the index is invalid, or a file is damaged.
       ConfigError: the folder's model is not supported.
     """
     family = find_family(folder.config)
@@ -72,7 +72,7 @@ def open_safetensors(folder: CheckpointFolder) -> StoredTensors:
 
 
 def _read(path: Path, name: str, count: BytesRead, index: Index) -> np.ndarray:
-    # The library maps the file, and what has been read of a map stays resident: a map for each read is let go.
+    # The library maps the file, and pages stay resident while it is open. So it is opened for each read.
     try:
         with safe_open(path, "numpy") as file:
             data = file.get_slice(name)[index]

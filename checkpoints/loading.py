@@ -1,7 +1,7 @@
-"""Stored tensors, straight into the shardings of a mesh.
+"""Loads stored tensors onto the devices of a mesh.
 
-Every process reads the slices that its own devices need, a layer at a time, so that host memory holds a few tensors of
-a layer and never the model. Transposition, stacking and padding follow from the weights' declarations.
+Every process reads the slices that its own devices need, one layer at a time: host memory holds a few tensors of a
+layer and never the whole model. Transposition, stacking and padding follow from the declarations of the weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_tensors(folder: CheckpointFolder, leaves: list[WeightLeaf], found: Sto
     """Check that the tensors are exactly those that a model declares.
 
     Raises:
-      MismatchedCheckpointError: lists every missing, unknown, duplicate or mis-shaped tensor.
+      MismatchedCheckpointError: lists all missing, unknown, duplicate and mis-shaped tensors.
     """
     expected = {source: leaf.source_shape for leaf in leaves for source in leaf.sources}
     quantized = {source for leaf in leaves if leaf.quantized for source in leaf.sources}
@@ -42,11 +42,9 @@ def check_tensors(folder: CheckpointFolder, leaves: list[WeightLeaf], found: Sto
     problems += [f"unknown: {name:.200} {list(found[name].shape)}" for name in found.by_name if name not in expected]
     for name, copies in found.by_name.items():
         if len(copies) > 1:
-            problems.append(f"duplicate: {name:.200} stands in {len(copies)} files")
+            problems.append(f"duplicate: {name:.200} is in {len(copies)} files")
         if name in expected and copies[0].shape != expected[name]:
-            problems.append(
-                f"shape: {name} is {list(copies[0].shape)}, and config.json makes it {list(expected[name])}"
-            )
+            problems.append(f"shape: {name} is {list(copies[0].shape)}; config.json says {list(expected[name])}")
         supported = ("int8",) if name in quantized else DTYPES
         if copies[0].dtype not in supported:
             problems.append(f"dtype: {name:.200} is {copies[0].dtype}; supported: {', '.join(supported)}")
@@ -54,15 +52,15 @@ def check_tensors(folder: CheckpointFolder, leaves: list[WeightLeaf], found: Sto
     problems += [f"index: {name:.200} is in no file" for name in absent]
     if problems:
         raise MismatchedCheckpointError(
-            f"{folder.place}: the weights are not those of the model:\n  " + "\n  ".join(problems)
+            f"{folder.place}: the weights do not match the model of config.json:\n  " + "\n  ".join(problems)
         )
 
 
 def stored_leaves(folder: CheckpointFolder, layout: ModelLayout) -> list[WeightLeaf]:
-    """The leaves that a checkpoint must hold, quantized as it says that it is.
+    """Return the leaves that a checkpoint must have, quantized as its configuration says.
 
     Raises:
-      MismatchedCheckpointError: a quantization that there is not.
+      MismatchedCheckpointError: the quantization is not supported.
     """
     if folder.quantization not in QUANTIZATIONS:
         raise MismatchedCheckpointError(
@@ -72,28 +70,28 @@ def stored_leaves(folder: CheckpointFolder, layout: ModelLayout) -> list[WeightL
 
 
 def check_weights(folder: CheckpointFolder, layout: ModelLayout) -> str | None:
-    """Check, without reading data, that a checkpoint holds exactly the declared weights.
+    """Check, without reading data, that a checkpoint has exactly the declared weights.
 
     Returns:
-      The dtype that they are stored in, None where they mix several.
+      The dtype in which they are stored; None if there are several.
 
     Raises:
-      CheckpointError: lists every missing, unknown, duplicate or mis-shaped tensor; or says what is damaged.
+      CheckpointError: lists all missing, unknown, duplicate and mis-shaped tensors, or says what is damaged.
     """
     found = open_tensors(folder, verify="sizes")
     leaves = stored_leaves(folder, layout)
     check_tensors(folder, leaves, found)
-    # Integers and their scales stand for a matrix in the dtype of what is not quantized.
+    # The dtype of a quantized checkpoint is that of the tensors that are not quantized.
     plain = {leaf.sources[0] for leaf in layout.leaves if not leaf.contracted or folder.quantization == "none"}
     dtypes = {found[source].dtype for leaf in leaves for source in leaf.sources if leaf.sources[0] in plain}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _runs(leaf: WeightLeaf, sizes: dict[str, int], kept: Mapping[str, tuple[int, int]]) -> list[list[slice]]:
-    """For every dimension of a source tensor the ranges that hold the kept parts of its axes, and nothing besides."""
+    """Return, for every dimension of a source tensor, the ranges that contain exactly the kept parts of its axes."""
     found = []
     for merge in leaf.source_axes:
-        # Axes after the last one that is cut are whole: they, and the range of that one, are contiguous.
+        # Axes after the last one that is cut are complete, so they are contiguous with the range of that axis.
         cut = [place for place, axis in enumerate(merge) if kept[axis] != (0, sizes[axis])]
         last = max(cut, default=0)
         stride = math.prod(sizes[axis] for axis in merge[last + 1 :])
@@ -107,10 +105,10 @@ def _runs(leaf: WeightLeaf, sizes: dict[str, int], kept: Mapping[str, tuple[int,
 
 
 def _read_part(leaf: WeightLeaf, layout: ModelLayout, tensor: StoredTensor, index: Index) -> np.ndarray:
-    """A part of one source tensor, its dimensions unmerged and padded, zero where it reaches into padding.
+    """Read a part of a source tensor; unmerge its dimensions and fill padding with zeros.
 
     Args:
-      leaf: whose source it is.
+      leaf: the weight that the tensor belongs to.
       layout: the model on its mesh.
       tensor: the source tensor.
       index: the part, over the axes of :func:`_source_order`.
@@ -121,7 +119,7 @@ def _read_part(leaf: WeightLeaf, layout: ModelLayout, tensor: StoredTensor, inde
     }
     kept = {axis: (min(low, sizes[axis]), min(high, sizes[axis])) for axis, (low, high) in ranges.items()}
     wanted = [high - low for low, high in ranges.values()]
-    if any(low == high for low, high in kept.values()):  # nothing but padding
+    if any(low == high for low, high in kept.values()):  # only padding
         return np.zeros(wanted, tensor.dtype)
     runs = _runs(leaf, sizes, kept)
     if all(len(pieces) == 1 for pieces in runs):
@@ -142,7 +140,7 @@ def _read_part(leaf: WeightLeaf, layout: ModelLayout, tensor: StoredTensor, inde
 
 
 def _source_order(leaf: WeightLeaf) -> list[str]:
-    """A leaf's axes, without layers, in the order of its source tensor's dimensions."""
+    """Return a leaf's axes, without layers, in the order of its source tensor's dimensions."""
     return [axis for merge in leaf.source_axes for axis in merge]
 
 
@@ -169,7 +167,7 @@ def _key(index: Any, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _read_parts(layout: ModelLayout, leaf: WeightLeaf, tensor: StoredTensor, dtype: Any) -> _Parts:
-    """What this host's devices hold of a source tensor. Devices that hold the same part share one read."""
+    """Read the parts of a source tensor for this host's devices. Devices with the same part share one read."""
     axes = _source_order(leaf)
     shape = tuple(_padded_sizes(leaf, axes))
     parts: _Parts = {}
@@ -181,14 +179,14 @@ def _read_parts(layout: ModelLayout, leaf: WeightLeaf, tensor: StoredTensor, dty
     return parts
 
 
-# Kept, so that leaves and models that are alike share one program.
+# Cached, so that equal leaves and models share one program.
 @functools.lru_cache(256)
 def _transpose(order: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda array: jnp.copy(jnp.transpose(array, order)), out_shardings=sharding)
 
 
 def _to_devices(layout: ModelLayout, leaf: WeightLeaf, dtype: Any) -> Callable[[_Parts], jax.Array]:
-    """Puts a layer of a leaf on the mesh. It is transposed there: on a host that would take most of the time."""
+    """Return a function that puts a layer of a leaf on the mesh, and transposes it there: hosts are slower at it."""
     axes = _source_order(leaf)
     shape = tuple(_padded_sizes(leaf, axes))
     wanted = leaf.axes[1:] if leaf.is_stacked else leaf.axes
@@ -197,10 +195,10 @@ def _to_devices(layout: ModelLayout, leaf: WeightLeaf, dtype: Any) -> Callable[[
     sharding = layout.sharding(*axes)
 
     def put(parts: _Parts) -> jax.Array:
-        # A CPU device may take a host buffer as its own: what is kept is a copy.
+        # A CPU device may use the host's buffer, so a copy is kept.
         array = jax.make_array_from_callback(shape, sharding, lambda index: parts[_key(index, shape)], dtype=dtype)
         kept = transpose(array).block_until_ready()
-        # The host buffers of one tensor are gone before the next is put.
+        # The host's buffers are released before the next tensor is put.
         array.delete()
         parts.clear()
         return kept
@@ -211,7 +209,7 @@ def _to_devices(layout: ModelLayout, leaf: WeightLeaf, dtype: Any) -> Callable[[
 def _layers(
     layout: ModelLayout, leaf: WeightLeaf, parts: list[tuple[WeightLeaf, Any]], reading: Iterator[_Parts]
 ) -> Iterator[Any]:
-    """The layers of a leaf on the mesh, one after another: as they are stored, or quantized there."""
+    """Yield the layers of a leaf on the mesh: as they are stored, or quantized on the devices."""
     puts = [_to_devices(layout, part, dtype) for part, dtype in parts]
     quantize = layout.quantizer(leaf, layered=False)
     while True:
@@ -220,7 +218,7 @@ def _layers(
 
 
 def _parts(leaf: WeightLeaf, stored: str, dtype: Any) -> list[tuple[WeightLeaf, Any]]:
-    """The tensors that a layer of a leaf has in a checkpoint of this quantization, and their dtypes on the devices."""
+    """Return the stored tensors of a layer of a leaf, and their dtypes on the devices, for a stored quantization."""
     if stored != "none" and leaf.quantized:
         return [(leaf, jnp.dtype(jnp.int8)), (leaf.scales, jnp.dtype(jnp.float32))]
     return [(leaf, dtype)]
@@ -228,12 +226,12 @@ def _parts(leaf: WeightLeaf, stored: str, dtype: Any) -> list[tuple[WeightLeaf, 
 
 @dataclass(frozen=True)
 class LoadedBytes:
-    """What loading weights took this host.
+    """Bytes of weights that a host loaded.
 
     Attributes:
-      bytes_read: read from the checkpoint by this host.
-      bytes_held: on this host's devices, padding and replication included.
-      bytes_stored: of the whole checkpoint.
+      bytes_read: bytes that this host read from the checkpoint.
+      bytes_held: bytes on this host's devices, with padding and replicas.
+      bytes_stored: bytes of all weights in the checkpoint.
     """
 
     bytes_read: int
@@ -251,28 +249,30 @@ def load_weights(
     """Load a checkpoint's weights onto a mesh.
 
     Args:
-      folder: canonical, or Hugging Face layout, one file or several with an index.
+      folder: the checkpoint, of any format.
       layout: the model on its mesh.
       dtype: dtype on the devices.
       progress: called after every tensor.
       verify: ``full``, ``sizes`` or ``none``; see :func:`checkpoints.opening.open_tensors`.
 
     Returns:
-      The weights' tree, sharded, padded, layers stacked; and what it took.
+      The tree of weights, sharded, padded and with stacked layers; and the bytes that were loaded.
 
     Raises:
-      CheckpointError: lists every missing, unknown, duplicate or mis-shaped tensor; or names a file that is damaged.
+      CheckpointError: lists all missing, unknown, duplicate and mis-shaped tensors, or names what is damaged.
     """
     found = open_tensors(folder, verify)
     check_tensors(folder, stored_leaves(folder, layout), found)
     stored = folder.quantization
     if stored not in ("none", layout.quantization):
-        raise MismatchedCheckpointError(f"{folder.place}: stored as {stored}; it cannot be loaded as anything else")
+        raise MismatchedCheckpointError(
+            f"{folder.place}: stored as {stored}, so it cannot be loaded with another quantization"
+        )
     kept = jnp.dtype(dtype)
-    # Large tensors first: what one needs for a moment beside its place on the devices is taken while little is there.
+    # Large tensors first, because they need temporary memory on the devices, which are still empty then.
     leaves = sorted(layout.leaves, key=lambda leaf: -math.prod(leaf.source_shape))
     parts = {leaf.name: _parts(leaf, stored, kept) for leaf in leaves}
-    # A tensor is read while the one before it goes to the devices.
+    # The next tensor is read while one is transferred to the devices.
     reading = read_ahead(
         partial(_read_parts, layout, part, found[part.sources[number]], own)
         for leaf in leaves

@@ -1,9 +1,9 @@
-"""The manifest of digests: what a checkpoint must contain, to the bit.
+"""The manifest: digests of every tensor and file of a checkpoint.
 
-Neither safetensors nor Orbax notices a flipped bit in weight data. The manifest holds, for every tensor, its shape,
-its dtype and an XXH3-128 digest of each chunk of the logical array, on a grid that shards of a mesh align with, so that
-a host verifies what it reads and reads little more than it needs. It is written last: a checkpoint of ours without one
-is not finished.
+Neither safetensors nor Orbax notices a flipped bit in weight data. The manifest holds the shape and dtype of every
+tensor, and an XXH3-128 digest of each chunk of it. Chunks are cut so that the shards of a mesh consist of whole chunks:
+a host verifies what it reads, and reads little more than it needs. A conversion writes the manifest last, so a
+converted checkpoint without one is not finished.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from runtime.models.declarations import ModelLayout, WeightLeaf
 
 MANIFEST_FILE = "diffumesh.manifest.json"
 _FORMAT = "diffumesh checkpoint manifest"
-# Version 1 listed the small files beside the weights alone, and nobody looked for files that it does not list.
+# Version 1 covered only the small files beside the weights, and files that it did not list were allowed.
 _VERSION = 2
 _OLDER_VERSION = 1
 
-# Chunks are not cut below this size: a digest of a few bytes is a waste.
+# Chunks are not cut below this size, to keep the manifest small.
 _MIN_CHUNK_BYTES = 128 << 10
 _MAX_PARTS = 64
-# A sharded dimension that shares no larger power of two with the parts is cut unevenly.
+# A sharded dimension whose greatest common divisor with _MAX_PARTS is smaller than this is cut unevenly.
 _MIN_COMMON_PARTS = 8
 _MAX_TENSORS = 1 << 20
 _MAX_DIMENSIONS = 8
@@ -42,21 +42,21 @@ _HEAD_AXES = ("kv_heads", "queries_per_kv")
 
 
 def digest(data: bytes | memoryview) -> str:
-    """XXH3-128 of bytes, in hexadecimal."""
+    """Return the XXH3-128 digest of bytes, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def seal(body: dict[str, Any]) -> str:
-    """A JSON object as text, with a digest of itself."""
+    """Write a JSON object as text that includes a digest of the object."""
     text = json.dumps(body, sort_keys=True)
     return json.dumps({"body": json.loads(text), "self": digest(text.encode())}, sort_keys=True) + "\n"
 
 
 def unseal(text: str, where: str) -> dict[str, Any]:
-    """The object that :func:`seal` has written.
+    """Read the object from a text that :func:`seal` wrote.
 
     Raises:
-      CorruptCheckpointError: the text is any other, if only by a space.
+      CorruptCheckpointError: the text differs from what was written, even by a space.
     """
     try:
         body = json.loads(text)["body"]
@@ -68,19 +68,20 @@ def unseal(text: str, where: str) -> dict[str, Any]:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a path, relative and with slashes, is one of a file within the folder."""
+    """Whether a relative path with slashes stays within its folder."""
     path = PurePosixPath(name)
     return 0 < len(name) <= _MAX_PATH and str(path) == name and not path.is_absolute() and ".." not in path.parts
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What the manifest says of one tensor.
+    """The manifest's entry of one tensor.
 
     Attributes:
-      shape, dtype: of the logical array.
-      grid: into how many parts each dimension is cut; equal ones, the last one shorter where the size does not divide.
-      digests: one per chunk, C order of the grid; each over the chunk's elements in C order, little-endian.
+      shape, dtype: of the tensor.
+      grid: number of parts into which each dimension is cut. Parts are equal, except that the last one is shorter if
+        the size does not divide.
+      digests: one per chunk, in C order of the grid. Each is of the chunk's elements in C order, little-endian.
     """
 
     shape: tuple[int, ...]
@@ -90,11 +91,11 @@ class TensorEntry:
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
-        """Shape of a chunk that is not a last one."""
+        """Shape of a chunk that is not the last one of a dimension."""
         return chunk_shape(self.shape, self.grid)
 
     def chunks(self, index: Index) -> Iterator[tuple[int, Index]]:
-        """Number and place of every chunk that a part of the tensor touches."""
+        """Yield number and place of every chunk that a part of the tensor overlaps."""
         steps = self.chunk_shape
         ranges = [range(part.start // step, -(-part.stop // step)) for part, step in zip(index, steps, strict=True)]
         for place in itertools.product(*ranges):
@@ -111,20 +112,20 @@ class TensorEntry:
 
 
 def chunk_shape(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the chunks that a grid cuts a tensor into; the last ones of a dimension may be shorter."""
+    """Return the shape of chunks for a grid; the last chunk of a dimension may be smaller."""
     return tuple(-(-size // parts) for size, parts in zip(shape, grid, strict=True))
 
 
 def chunk_grid(leaf: WeightLeaf, sizes: dict[str, int], itemsize: int) -> tuple[int, ...]:
-    """The grid of a source tensor: heads apart from one another, other sharded dimensions in powers of two.
+    """Choose the grid of a source tensor: one part per head, and powers of two for other sharded dimensions.
 
-    A dimension that does not divide is cut into as many parts, the last one shorter: shards, which are of the padded
-    dimension, then do not align with chunks, and reading one takes a little of its neighbours along.
+    A dimension that does not divide is cut into as many parts, of which the last one is shorter. Shards of the padded
+    dimension then do not consist of whole chunks, and reading a shard also reads a little of its neighbours.
 
     Args:
-      leaf: the weight that the tensor is the source of.
+      leaf: the weight that the tensor belongs to.
       sizes: unpadded sizes of logical axes.
-      itemsize: bytes of an element.
+      itemsize: bytes per element.
     """
     total = math.prod(leaf.source_shape) * itemsize
     room = max(1, total // _MIN_CHUNK_BYTES)
@@ -147,20 +148,20 @@ def chunk_grid(leaf: WeightLeaf, sizes: dict[str, int], itemsize: int) -> tuple[
 
 
 class Digester:
-    """Makes the entry of a tensor whose rows come by in order."""
+    """Computes the entry of a tensor from its rows, given in order."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str, grid: tuple[int, ...]) -> None:
         self._shape, self._dtype, self._grid = shape, dtype, grid
         self._step = chunk_shape(shape, grid)
         beside = TensorEntry(shape[1:], dtype, grid[1:], ("",) * math.prod(grid[1:]))
-        # Chunks beside one another, which the same rows run through.
+        # The chunks that the same rows belong to, next to one another.
         self._columns = [place for _, place in beside.chunks(tuple(slice(0, size) for size in shape[1:]))]
         self._states: list[Any] = []
         self._digests: list[str] = []
         self._row = 0
 
     def update(self, rows: np.ndarray) -> None:
-        """Take the next rows."""
+        """Add the next rows."""
         first = self._row
         while self._row < first + len(rows):
             if not self._states:
@@ -177,7 +178,7 @@ class Digester:
 
     @property
     def entry(self) -> TensorEntry:
-        """The entry, when all rows have come by."""
+        """The entry, once all rows have been added."""
         assert self._row == self._shape[0], "rows are missing"
         return TensorEntry(self._shape, self._dtype, self._grid, tuple(self._digests))
 
@@ -207,20 +208,20 @@ def _bytes_of(data: np.ndarray) -> memoryview:
 
 
 def verified(tensor: StoredTensor, entry: TensorEntry, where: str) -> StoredTensor:
-    """The tensor, reading through the digests: a part is handed out when all chunks it touches are intact.
+    """Return a tensor whose every read checks the digests of all chunks that the part overlaps.
 
     Args:
-      tensor: as stored.
-      entry: what the manifest says of it.
+      tensor: the tensor as it is stored.
+      entry: its entry in the manifest.
       where: the checkpoint, for messages.
 
     Raises (when read):
-      CorruptCheckpointError: names the tensor.
+      CorruptCheckpointError: a chunk is damaged; the message names the tensor and the chunk.
     """
 
     def read(index: Index) -> np.ndarray:
         chunks = list(entry.chunks(index))
-        # One read of everything the chunks cover, then digests of its parts.
+        # All chunks are read at once, and digested one by one.
         low = [min(part[axis].start for _, part in chunks) for axis in range(len(index))]
         high = [max(part[axis].stop for _, part in chunks) for axis in range(len(index))]
         data = tensor.read(tuple(slice(*ends) for ends in zip(low, high, strict=True)))
@@ -241,9 +242,9 @@ class Manifest:
 
     Attributes:
       tensors: by name.
-      files: digests by name of what the folder holds beside a canonical checkpoint's weights: configuration,
-        tokenizer, licence; of a Hugging Face folder every file.
-      covers_folder: whether a file that it does not list is one that was added; older ones list some files alone.
+      files: digests by name of the files beside Orbax's weights (configuration, tokenizer, licence), or of all files of
+        a Hugging Face folder.
+      covers_folder: whether all files are listed, so that any other file was added later; false for version 1.
     """
 
     tensors: dict[str, TensorEntry]
@@ -251,7 +252,7 @@ class Manifest:
     covers_folder: bool = True
 
     def dump(self) -> str:
-        """As JSON, with a digest of itself."""
+        """Write it as JSON that includes a digest of itself."""
         body = {
             "format": _FORMAT,
             "version": _VERSION if self.covers_folder else _OLDER_VERSION,
@@ -269,8 +270,8 @@ class Manifest:
         """Read a manifest.
 
         Raises:
-          CorruptCheckpointError: it is not what :meth:`dump` wrote.
-          MismatchedCheckpointError: it is of a version that this one does not read.
+          CorruptCheckpointError: the text is not what :meth:`dump` wrote.
+          MismatchedCheckpointError: this version of diffumesh does not read the manifest's version.
         """
         body = unseal(text, where)
         version = body.get("version")
@@ -288,7 +289,7 @@ class Manifest:
             if outside:
                 raise ValueError(f"{outside[0]!r:.200} is not the name of a file in this folder")
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise CorruptCheckpointError(f"{where}: the manifest makes no sense ({error!s:.300})") from error
+            raise CorruptCheckpointError(f"{where}: the manifest is invalid ({error!s:.300})") from error
         return cls(tensors, files, version == _VERSION)
 
 
@@ -309,6 +310,6 @@ def _parse_entry(raw: dict[str, Any]) -> TensorEntry:
 
 
 def grids(layout: ModelLayout, itemsize: int) -> dict[str, tuple[int, ...]]:
-    """The grid of every tensor of a model, by source name."""
+    """Choose the grids of all tensors of a model, by source name."""
     sizes = layout.config.dimensions
     return {source: chunk_grid(leaf, sizes, itemsize) for leaf in layout.stored_leaves for source in leaf.sources}

@@ -1,4 +1,4 @@
-"""Finds numbers that are none, NaN and infinities, in what is read of a checkpoint."""
+"""Finds NaN and infinity in the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 
-# The bits of the exponent, which are all set in NaN and the infinities alone.
+# The bits of the exponent. They are all set in NaN and infinity, and in no other number.
 _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 _SHOWN = 20
 
 
 class NonFinite:
-    """Counts such numbers by tensor, from any thread."""
+    """Counts NaN and infinity by tensor. It is thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def count(self, name: str, data: np.ndarray) -> None:
-        """Take a part of a tensor."""
+        """Count those in a part of a tensor."""
         exponent = _EXPONENTS.get(str(data.dtype))
         if exponent is None:  # integers
             return
@@ -34,10 +34,10 @@ class NonFinite:
                 self._counts[name] += found
 
     def check(self, place: str) -> None:
-        """Check that none was found.
+        """Check that there are none.
 
         Raises:
-          CheckpointError: names the tensors, and how many of their elements are no numbers.
+          CheckpointError: names the tensors, with the number of such elements in each.
         """
         if self._counts:
             shown = [f"{name:.200} ({count} of its elements)" for name, count in sorted(self._counts.items())]

@@ -1,4 +1,4 @@
-"""Opening a checkpoint of either kind, with its digests."""
+"""Opens a checkpoint of any format, and checks it against its manifest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.models.families import find_family
 
 logger = logging.getLogger("diffumesh")
 
-# What people read beside a model, and no program does.
+# Documents for people, which no program reads.
 _DOCUMENTS = (".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf")
 
 VERIFY = ("full", "sizes", "none")
@@ -28,11 +28,11 @@ def read_manifest(folder: CheckpointFolder) -> Manifest | None:
     """Read a folder's manifest; None where a Hugging Face folder, or what plain Orbax saved, has none.
 
     Raises:
-      IncompleteCheckpointError: a conversion that was not finished.
-      CorruptCheckpointError, MismatchedCheckpointError: it cannot be used.
+      IncompleteCheckpointError: a conversion to this folder was not finished.
+      CorruptCheckpointError, MismatchedCheckpointError: the manifest cannot be used.
     """
     if folder.path.name.endswith(STAGING_SUFFIX):
-        raise IncompleteCheckpointError(f"{folder.place}: what a conversion was interrupted in; convert again")
+        raise IncompleteCheckpointError(f"{folder.place}: an interrupted conversion left this folder; convert again")
     text = _own_file(folder, MANIFEST_FILE)
     if text is not None:
         return Manifest.parse(text, f"{folder.place}/{MANIFEST_FILE}")
@@ -45,24 +45,24 @@ def read_manifest(folder: CheckpointFolder) -> Manifest | None:
 
 
 def _is_a_conversion(folder: CheckpointFolder) -> bool:
-    """Whether an Orbax checkpoint is one that a conversion wrote, or began to write."""
+    """Whether a conversion wrote, or began to write, an Orbax checkpoint."""
     return any(folder.storage.read(name) is not None for name in (FILES_FILE, MARK_FILE))
 
 
 def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensors:
-    """Open a checkpoint's tensors, canonical or Hugging Face, without reading their data.
+    """Open a checkpoint's tensors without reading their data.
 
     Args:
       folder: the checkpoint.
       verify: ``full`` checks the digest of every chunk that is read, ``sizes`` shapes and dtypes, ``none`` nothing.
-        A Hugging Face folder without a manifest has nothing to be checked against.
+        Without a manifest there is nothing to check against.
 
     Raises:
-      CheckpointError: what is missing or damaged; reading may raise too.
+      CheckpointError: something is missing or damaged. Reading a tensor may raise it too.
     """
     manifest = read_manifest(folder)
     if manifest is not None and verify != "none":
-        # First of all: what a changed configuration says must not be acted on.
+        # Before anything else, so that a changed configuration is not used.
         check_files(folder, manifest)
     if folder.is_orbax:
         found = _open_orbax(folder, manifest)
@@ -124,29 +124,27 @@ def _open_orbax(folder: CheckpointFolder, manifest: Manifest | None) -> StoredTe
 
 
 def check_files(folder: CheckpointFolder, manifest: Manifest) -> None:
-    """Check the files beside the weights against their digests, and that no other file is there.
+    """Check the files beside the weights against their digests, and that there are no other files.
 
-    Of files of weights only names and, on a disk, sizes are looked at: their tensors have digests of their own.
+    Of files of weights only the names and, on a disk, the sizes are checked: the tensors have digests of their own.
 
     Raises:
-      CorruptCheckpointError: names a file that is absent, changed or added.
+      CorruptCheckpointError: a file is missing, changed or added; the message names it.
     """
     for name, wanted in manifest.files.items():
         path = folder.path / name
         if not path.is_file():
-            raise CorruptCheckpointError(f"{path}: the manifest lists this file, and it is not there")
+            raise CorruptCheckpointError(f"{path}: the manifest lists this file, but it does not exist")
         if is_side_file(name) and digest(_side_file(folder, name)) != wanted:
-            raise CorruptCheckpointError(f"{path}: not what was written: its digest is wrong")
+            raise CorruptCheckpointError(f"{path}: changed since it was written: its digest is wrong")
     if not manifest.covers_folder:
         return
     weights = weight_files(folder)
     there = set(covered_files(folder))
     if absent := sorted(weights.keys() - there):
-        raise CorruptCheckpointError(f"{folder.place}/{absent[0]}: the checkpoint had this file, and it is not there")
+        raise CorruptCheckpointError(f"{folder.place}/{absent[0]}: this file of the checkpoint is missing")
     if added := sorted(there - weights.keys() - manifest.files.keys()):
-        raise CorruptCheckpointError(
-            f"{folder.place}: files that are not of this checkpoint were added to it: {', '.join(added)!s:.1000}"
-        )
+        raise CorruptCheckpointError(f"{folder.place}: files were added to this checkpoint: {', '.join(added)!s:.1000}")
     if folder.remote is None:
         for name, file in weights.items():
             if (size := (folder.path / name).stat().st_size) != file.size:
@@ -161,21 +159,21 @@ def _side_file(folder: CheckpointFolder, name: str) -> bytes:
 
 
 def weight_files(folder: CheckpointFolder) -> dict[str, StoredFile]:
-    """The files of an Orbax checkpoint's weights, as its own list has them; none of any other folder.
+    """Return the files that Orbax wrote for a checkpoint's weights, from the checkpoint's list; none of other formats.
 
     Raises:
-      CorruptCheckpointError: the list is not there or is damaged.
+      CorruptCheckpointError: the list is missing or damaged.
     """
     if not folder.is_orbax:
         return {}
     text = _own_file(folder, FILES_FILE)
     if text is None:
-        raise CorruptCheckpointError(f"{folder.place}: the list of its files, {FILES_FILE}, is not there")
+        raise CorruptCheckpointError(f"{folder.place}: the list of its files, {FILES_FILE}, is missing")
     return parse_files(text, f"{folder.place}/{FILES_FILE}")
 
 
 def _own_file(folder: CheckpointFolder, name: str) -> str | None:
-    """The text of a manifest or a list of files, None where there is none."""
+    """Read a manifest or a list of files; None if it does not exist."""
     try:
         return _side_file(folder, name).decode("utf-8") if (folder.path / name).is_file() else None
     except UnicodeDecodeError as error:
@@ -183,10 +181,10 @@ def _own_file(folder: CheckpointFolder, name: str) -> str | None:
 
 
 def covered_files(folder: CheckpointFolder) -> list[str]:
-    """The files of a folder that a manifest accounts for, by name: all that a program may read as a part of the model.
+    """List the files that a manifest covers, by name: all files that a program may read as a part of the model.
 
-    Documents and what is hidden are left out, and so are the manifest and the list of files, which have digests of
-    themselves.
+    Documents and hidden files are left out, and so are the manifest and the list of files, which contain their own
+    digests.
     """
     return [
         name

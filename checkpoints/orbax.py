@@ -32,12 +32,12 @@ _DATABASE_FILE = "manifest.ocdbt"
 
 
 def _key(path: Any) -> str:
-    """The key of a leaf: keys of nested trees are joined with dots."""
+    """Return the key of a leaf. Keys of nested trees are joined with dots."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _context(chunk_bytes: Mapping[str, int]) -> Any:
-    """Orbax's options: uncompressed bytes in chunks of given sizes."""
+    """Return Orbax's options: uncompressed bytes, in chunks of given sizes."""
     from orbax.checkpoint import v1
 
     def storage(path: Any, value: Any) -> Any:
@@ -55,12 +55,12 @@ def _context(chunk_bytes: Mapping[str, int]) -> Any:
 
 
 def save_group(place: Path, arrays: Mapping[str, jax.Array], chunk_bytes: Mapping[str, int]) -> None:
-    """Save a group of arrays into a checkpoint that :func:`finalize` completes. All processes call it alike.
+    """Save a group of arrays into a checkpoint that :func:`finalize` completes. All processes make the same call.
 
     Args:
-      place: where the checkpoint will be; there is nothing yet.
-      arrays: by name, each over the devices of all processes. Replicas are equal, and the first one is stored.
-      chunk_bytes: size of the chunks of an array, by name; an array without one is a chunk for each shard.
+      place: absolute path of the checkpoint; it does not exist yet.
+      arrays: arrays by name, each over the devices of all processes. The first replica of each shard is stored.
+      chunk_bytes: size of an array's chunks by name; without a size, each shard is one chunk.
 
     Raises:
       CheckpointError: it cannot be written.
@@ -68,23 +68,23 @@ def save_group(place: Path, arrays: Mapping[str, jax.Array], chunk_bytes: Mappin
     from orbax.checkpoint import v1
 
     logger = logging.getLogger("absl")
-    logger.addFilter(_is_worth_saying)
+    logger.addFilter(_is_useful)
     try:
         with _context(chunk_bytes):
             v1.partial.save(place, dict(arrays))
     except Exception as error:  # the library raises many kinds
         raise CheckpointError(f"{place}: cannot be written ({first_line(error)})") from error
     finally:
-        logger.removeFilter(_is_worth_saying)
+        logger.removeFilter(_is_useful)
 
 
-def _is_worth_saying(record: logging.LogRecord) -> bool:
-    """Leave out Orbax's warning that chunks are below a megabyte: one head is, and is read alone."""
+def _is_useful(record: logging.LogRecord) -> bool:
+    """Filter out Orbax's warning about chunks below a megabyte: a head is smaller, but has to be read alone."""
     return "target_byte_size too small" not in record.getMessage()
 
 
 def finalize(place: Path) -> None:
-    """Complete a checkpoint of saved groups. All processes call it alike.
+    """Complete a checkpoint of saved groups. All processes make the same call.
 
     Raises:
       CheckpointError: it cannot be written.
@@ -99,13 +99,13 @@ def finalize(place: Path) -> None:
 
 
 def descriptions(names: Iterable[str]) -> dict[str, bytes]:
-    """The files by which Orbax describes a checkpoint of arrays of these names, as Orbax writes them.
+    """Make Orbax's description of a checkpoint of arrays with these names.
 
-    Orbax saves a tree of small arrays, and the files that hold their data are left out: shapes and dtypes are stored
-    with the arrays themselves.
+    Orbax saves a tree of tiny arrays, and the files of their data are left out. The description does not contain shapes
+    and dtypes, which are stored with the arrays.
 
     Returns:
-      Bytes by path within the checkpoint.
+      The bytes of each file, by path in the checkpoint.
 
     Raises:
       CheckpointError: they cannot be made.
@@ -115,7 +115,7 @@ def descriptions(names: Iterable[str]) -> dict[str, bytes]:
         if jax.process_count() == 1:
             _save_names(place, list(names))
         else:
-            # A save is a joint act of all processes, and this is one process's own: another one makes it, alone.
+            # All processes of a run have to save together, so another process does it alone.
             made = subprocess.run(
                 [sys.executable, "-m", "checkpoints.orbax", str(place)],
                 input="\n".join(names),
@@ -145,20 +145,22 @@ def _save_names(place: Path, names: list[str]) -> None:
 
 
 def stored_keys(folder: CheckpointFolder, tensor_name: Callable[[str], str | None]) -> dict[str, str]:
-    """The keys of a checkpoint's arrays, by the model's names of them, as Orbax describes them.
+    """Return the keys of a checkpoint's arrays, by the model's names, from Orbax's description.
 
     Args:
       folder: the checkpoint.
-      tensor_name: gives the model's name of a key, None for one that is no weight.
+      tensor_name: returns the model's name for a key, or None if the key is not a weight.
 
     Raises:
-      IncompleteCheckpointError: Orbax cannot describe it.
+      IncompleteCheckpointError: Orbax cannot describe the checkpoint.
     """
     from orbax.checkpoint import v1
 
     arrays = folder.arrays.place.removeprefix("file://")
+    if "://" not in arrays:
+        arrays = os.path.abspath(arrays)  # Orbax requires an absolute path
     try:
-        # The folder above the arrays describes them, unless the old interface has saved them.
+        # The parent folder has the description, unless the old interface saved the arrays.
         place = arrays if v1.is_orbax_checkpoint(arrays) else arrays.rpartition("/")[0]
         leaves, _ = jax.tree_util.tree_flatten_with_path(v1.metadata(place).metadata)
     except Exception as error:  # the library raises many kinds

@@ -1,16 +1,15 @@
-"""Where a checkpoint is written, and the moment from which it is one.
+"""Outputs of conversions: folders that appear complete, in one step.
 
-On disk it is made in a folder of another name, which is exchanged with what it replaces when it is whole, so that a
-reader finds the one or the other at any moment. Where a system cannot exchange names, two renamings leave a moment
-without either. An object store has no renaming: there the manifest, written last, completes the checkpoint, and what it
-replaces loses its own manifest first. Either way a file that only an unfinished conversion has marks what may be
-cleaned up; on disk a conversion that runs holds a lock on it.
+On a disk, a conversion writes into a folder of another name, which is exchanged with the old checkpoint when it is
+complete: a reader finds the old or the new one at any moment. On systems that cannot exchange names, there is neither
+for a moment between two renames. An object store cannot rename: there the manifest, written last, completes the
+checkpoint, and the manifest of the old one is deleted first. A marker file distinguishes an unfinished conversion,
+which may be cleaned up; on a disk, a running conversion holds a lock on it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,19 +20,20 @@ from typing import IO
 from checkpoints.errors import CheckpointError
 from checkpoints.exchange import exchange
 from checkpoints.folder import STAGING_SUFFIX
+from checkpoints.local_files import lock, sync
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.storage import Storage
 
-# Stands in what is being written, with a text that tells one conversion from another.
+# Marks an unfinished conversion, and contains a text that identifies it.
 MARK_FILE = "diffumesh.converting"
 
 
 @dataclass
 class FolderOutput:
-    """A folder on disk.
+    """A folder on a disk, written in one step.
 
     Attributes:
-      path: its name when it is whole.
+      path: its path when it is complete.
     """
 
     path: Path
@@ -41,34 +41,34 @@ class FolderOutput:
 
     @property
     def place(self) -> str:
-        """Its name, for messages."""
+        """Its path, for messages."""
         return str(self.path)
 
     @property
     def staging(self) -> Path:
-        """Where the checkpoint is made. It is never taken for one."""
+        """The folder to write into until the checkpoint is complete. It is never taken for a checkpoint."""
         return self.path.with_name(self.path.name + STAGING_SUFFIX)
 
     @property
     def storage(self) -> Storage:
-        """What to write into between :meth:`begin` and :meth:`finish`."""
+        """The storage to write into between :meth:`begin` and :meth:`finish`."""
         return Storage.at(self.staging)
 
     @property
     def _set_aside(self) -> Path:
-        """What is being replaced, whole, on systems that cannot exchange names."""
+        """The old checkpoint between two renames, on systems that cannot exchange names."""
         return self.path.with_name(self.path.name + ".replaced")
 
     @property
     def _removing(self) -> Path:
-        """What was replaced, or what is left of it. It is never brought back."""
+        """The old checkpoint while it is deleted. It is never restored."""
         return self.path.with_name(self.path.name + ".removing")
 
     def prepare(self, overwrite: bool) -> list[str]:
-        """Make way: clean up after an interrupted conversion.
+        """Check that the output can be written, and clean up after an interrupted conversion.
 
         Returns:
-          What was done, a sentence each.
+          A sentence per action.
 
         Raises:
           CheckpointError: the output exists and may not be replaced, its parent does not exist or cannot be written
@@ -87,13 +87,13 @@ class FolderOutput:
         return said
 
     def clean_up(self) -> list[str]:
-        """Remove what an interrupted conversion left, and bring back what it was about to replace.
+        """Remove what an interrupted conversion left, and restore the checkpoint that it was about to replace.
 
         Returns:
-          What was done, a sentence each.
+          A sentence per action.
 
         Raises:
-          CheckpointError: it cannot be removed, or the conversion is running.
+          CheckpointError: something cannot be removed, or the conversion is still running.
         """
         said = []
         with self._writing():
@@ -113,7 +113,7 @@ class FolderOutput:
         return said
 
     def begin(self, mark: str) -> None:
-        """Make the place to write into, marked with a text. It is this conversion's until :meth:`close`.
+        """Make and lock the folder to write into, marked with a text, until :meth:`close`.
 
         Raises:
           CheckpointError: it cannot be made, or another conversion has made it since :meth:`prepare`.
@@ -127,25 +127,25 @@ class FolderOutput:
             self._lock(self._mark)
             self._mark.write(mark.encode())
             self._mark.flush()
-            os.fsync(self._mark.fileno())  # other machines look for it
+            os.fsync(self._mark.fileno())  # other machines read it
 
     def finish(self) -> None:
-        """Give the checkpoint its name, replacing the one that has it. Everything has been written, durably.
+        """Flush the checkpoint to the disk and give it its name, replacing the old one.
 
         Raises:
-          CheckpointError: it cannot be renamed; or what it replaced cannot be removed, and it is there itself.
+          CheckpointError: it cannot be renamed; or it is in place, but the old one cannot be deleted.
         """
         with self._writing():
             _sync_all(self.staging)
             replaced = self._give_name()
-            # Not before: what has no mark and is still called an unfinished one may be removed by anybody.
+            # Only now: under the other name, a folder without a marker may be removed by another conversion.
             (self.path / MARK_FILE).unlink()
-            _sync(self.path)
-            _sync(self.path.parent)
+            sync(self.path)
+            sync(self.path.parent)
         if replaced is None:
             return
         try:
-            # Under a name from which nothing is brought back: what is removed in part is no checkpoint.
+            # Renamed first, so that a partly deleted checkpoint is never restored.
             replaced.rename(self._removing)
             shutil.rmtree(self._removing)
         except OSError as error:
@@ -154,7 +154,7 @@ class FolderOutput:
             ) from error
 
     def _give_name(self) -> Path | None:
-        """Give what was made its name; where what had that name is now, None if nothing had it."""
+        """Give the new checkpoint its name; return where the old one is now, None if there was none."""
         if not self.path.exists():
             self.staging.rename(self.path)
             return None
@@ -165,21 +165,18 @@ class FolderOutput:
         return self._set_aside
 
     def close(self) -> None:
-        """Let go of it, finished or not."""
+        """Release the lock, whether finished or not."""
         if self._mark is not None:
             self._mark.close()
             self._mark = None
 
     def _lock(self, mark: IO[bytes]) -> None:
-        """Hold a mark's file until it is closed; the system lets go of it when the process ends, however it ends."""
-        try:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            raise CheckpointError(
-                f"{self.path}: another conversion to it is running; wait for it, or name another output"
-            ) from error
-        except OSError:
-            pass  # a file system without locks
+        """Lock the marker file until it is closed or this process ends."""
+        with contextlib.suppress(OSError):  # a file system without locks
+            if not lock(mark.fileno()):
+                raise CheckpointError(
+                    f"{self.path}: another conversion to it is running; wait for it, or name another output"
+                )
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -191,10 +188,10 @@ class FolderOutput:
 
 @dataclass(frozen=True)
 class ObjectOutput:
-    """A folder of an object store, or one on disk that is to be treated as such.
+    """A folder of an object store, or one on a disk that is treated as such.
 
     Attributes:
-      storage: what to write into between :meth:`begin` and :meth:`finish`.
+      storage: the storage to write into between :meth:`begin` and :meth:`finish`.
     """
 
     storage: Storage
@@ -205,13 +202,13 @@ class ObjectOutput:
         return self.storage.place
 
     def prepare(self, overwrite: bool) -> list[str]:
-        """Make way: clean up after an interrupted conversion.
+        """Check that the output can be written, and clean up after an interrupted conversion.
 
         Returns:
-          What was done or will be, a sentence each.
+          A sentence per action, done or to come.
 
         Raises:
-          CheckpointError: there is something that may not be replaced, or the store cannot be used.
+          CheckpointError: the output exists and may not be replaced, or the store cannot be used.
         """
         names = self.storage.names()
         if not names:
@@ -227,32 +224,32 @@ class ObjectOutput:
         ]
 
     def begin(self, mark: str) -> None:
-        """Mark the place with a text and remove what it holds, its manifest first."""
+        """Mark the folder with a text and delete its other files, the manifest first."""
         self.storage.write(MARK_FILE, mark.encode())
         self._delete([name for name in self.storage.names() if name != MARK_FILE])
 
     def _delete(self, names: list[str]) -> None:
-        # The manifest before all else, the mark after all else: at any moment it is a checkpoint or may be removed.
+        # The manifest first and the marker last: at any moment this is a checkpoint or a marked conversion.
         self.storage.delete([name for name in names if name == MANIFEST_FILE])
         self.storage.delete([name for name in names if name not in (MANIFEST_FILE, MARK_FILE)])
         self.storage.delete([name for name in names if name == MARK_FILE])
 
     def finish(self) -> None:
-        """The manifest has been written: take the mark away."""
+        """Delete the marker. The manifest has been written."""
         self.storage.delete([MARK_FILE])
 
     def close(self) -> None:
-        """Nothing is held: there are no locks in an object store."""
+        """Do nothing: an object store has no locks."""
 
 
 Output = FolderOutput | ObjectOutput
 
 
 def output_at(place: str | Path) -> Output:
-    """The output that a path or a URL (``gs://bucket/folder``) names.
+    """Return the output at a path or a URL (``gs://bucket/folder``).
 
     Raises:
-      CheckpointError: a URL that cannot be written to, or the home of a user that there is not.
+      CheckpointError: the URL cannot be written to, or the path contains an unknown user's home.
     """
     if isinstance(place, str) and "://" in place:
         return ObjectOutput(Storage.at(place))
@@ -263,16 +260,8 @@ def output_at(place: str | Path) -> Output:
 
 
 def _sync_all(folder: Path) -> None:
-    """Flush every file and folder in a folder to the disk: not all that writes into it does so."""
+    """Flush all files and subfolders of a folder to the disk. Orbax does not flush its small files."""
     for parent, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(parent, name))
-        _sync(Path(parent))
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            sync(Path(parent, name))
+        sync(Path(parent))

@@ -1,4 +1,4 @@
-"""Several processes that work on one checkpoint together."""
+"""Processes that write one checkpoint together."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def _alone(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those that work together; by itself by default.
+    """This process among those that work together; alone by default.
 
     Attributes:
-      index: of this one.
-      count: of all.
-      exchange: hands a text to all and returns everyone's, by index; waits for all. Every process calls it alike.
+      index: of this process.
+      count: number of processes.
+      exchange: sends a text to all processes, waits for theirs, and returns them by index. All processes call it.
     """
 
     index: int = 0
@@ -29,26 +29,26 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process does what one alone must do."""
+        """Whether this is the process that does the work of which there is only one part."""
         return self.index == 0
 
     def agree(self, stage: Callable[[], str]) -> list[str]:
-        """Run a stage on every process. They go on together, or fail together.
+        """Run a stage on every process. All of them continue, or all of them fail.
 
         Args:
-          stage: this process's part; what it returns goes to all.
+          stage: this process's part; all processes receive the text that it returns.
 
         Returns:
-          What every process returned, by index.
+          The texts of all processes, by index.
 
         Raises:
-          OtherProcessError: names another process that failed, with what it said.
-          BaseException: this one's own.
+          OtherProcessError: another process failed; the message has its index and its error.
+          BaseException: this process failed, with this error.
         """
         try:
             said = stage()
         except BaseException as error:
-            # The others wait for this one: they are told before anything else.
+            # The others wait for this process, so they are told first.
             self.exchange(json.dumps({"failed": str(error) or type(error).__name__}))
             raise
         answers = [json.loads(text) for text in self.exchange(json.dumps({"said": said}))]
@@ -58,7 +58,7 @@ class Processes:
         return [answer["said"] for answer in answers]
 
     def owners(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Divide named things among the processes, so that all have about the same size; the owner of each by name."""
+        """Divide named items into shares of about equal size; return the index of the process of each item."""
         loads, found = [0] * self.count, {}
         for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
             found[name] = loads.index(min(loads))
@@ -66,6 +66,6 @@ class Processes:
         return found
 
     def share(self, sizes: Mapping[str, int]) -> list[str]:
-        """This process's share of named things, in the order of ``sizes``."""
+        """Return the names in this process's share, in the order of ``sizes``."""
         owners = self.owners(sizes)
         return [name for name in sizes if owners[name] == self.index]

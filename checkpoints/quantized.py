@@ -1,4 +1,4 @@
-"""Tensors quantized while they are read: int8 with a float32 scale for each output channel, as on the devices."""
+"""Tensors that are quantized while they are read: int8 with a float32 scale per output channel, as on the devices."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 from checkpoints.source import Index, StoredTensor, StoredTensors
 from runtime.models.declarations import ModelLayout
-from runtime.models.quantization import INVERSE_INT8_MAX
+from runtime.models.quantization import int8_scales, int8_values
 
 
 @dataclass(frozen=True)
 class _Quantized:
-    """One matrix: its scales take a reading of it by themselves."""
+    """A matrix that is quantized on reading. Its scales require one more pass over it."""
 
     tensor: StoredTensor
     contracted: tuple[int, ...]
@@ -27,7 +27,7 @@ class _Quantized:
             part = np.abs(self.tensor.read(block).astype(np.float32)).max(axis=self.contracted)
             where = tuple(block[place] for place in kept)
             largest[where] = np.maximum(largest[where], part)
-        return largest * INVERSE_INT8_MAX
+        return np.asarray(int8_scales(largest))
 
     def read_scales(self, index: Index) -> np.ndarray:
         return self.scales[index]
@@ -36,14 +36,13 @@ class _Quantized:
         kept = tuple(part for place, part in enumerate(index) if place not in self.contracted)
         scales = np.expand_dims(self.scales[kept], self.contracted)
         wide = self.tensor.read(index).astype(np.float32)
-        inverse = np.float32(1.0) / np.where(scales == 0.0, np.float32(1.0), scales)
-        return np.rint(wide * inverse).astype(np.int8)
+        return np.asarray(int8_values(wide, scales))
 
 
 def quantized_tensors(found: StoredTensors, layout: ModelLayout) -> StoredTensors:
-    """A checkpoint's tensors as a layout's quantization stores them: integers, and scales under names of their own.
+    """Return a checkpoint's tensors, quantized as a layout says: matrices as integers, and their scales as tensors.
 
-    The same integers and scales as :func:`runtime.models.quantization.quantize` makes on the devices.
+    Integers and scales equal those of :func:`runtime.models.quantization.quantize` on the devices.
     """
     by_name = dict(found.by_name)
     for leaf in layout.leaves:

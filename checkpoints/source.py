@@ -1,4 +1,4 @@
-"""Stored tensors: what a checkpoint of any kind offers to those who load, convert or verify it."""
+"""Stored tensors: the interface of every checkpoint format to loading, conversion, export and verification."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import numpy as np
 Index = tuple[slice, ...]
 T = TypeVar("T")
 
-# At most what the allocator keeps for the next block, so that its pages are not made anew.
+# Small enough that the allocator reuses the memory of one block for the next.
 BLOCK_BYTES = 32 << 20
 
-# Of weights as they are, and of quantized ones too.
+# Dtypes of weights, and of weights and quantized weights.
 DTYPES = ("bfloat16", "float32", "float16")
 STORED_DTYPES = (*DTYPES, "int8")
 
@@ -29,11 +29,11 @@ class StoredTensor:
     """One tensor of a checkpoint.
 
     Attributes:
-      name: its name, Hugging Face's.
-      shape: its shape, as Hugging Face stores it: torch layout, unpadded.
-      dtype: numpy name of its dtype.
-      read: reads a part of it, given a slice per dimension, without reading the rest.
-      rows: rows of the leading dimension that are stored or verified together.
+      name: its Hugging Face name.
+      shape: its unpadded shape in Hugging Face's layout, which is PyTorch's.
+      dtype: NumPy's name of its dtype.
+      read: reads a part, given a slice per dimension, without reading the rest.
+      rows: number of leading rows that are stored or verified together.
     """
 
     name: str
@@ -44,21 +44,21 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        """Size of its data."""
+        """Size in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def whole(self) -> np.ndarray:
-        """All of it, read in blocks, so that reading holds little beside the result."""
+        """Read all of it in blocks, so that little memory is needed besides the result."""
         out = np.empty(self.shape, self.dtype)
         for block in self.blocks():
             out[block] = self.read(block)
         return out
 
     def blocks(self, rows: int = 1) -> list[Index]:
-        """Parts of whole rows, in order, that make up the whole.
+        """Split the tensor into consecutive parts of whole rows.
 
-        They have some :data:`BLOCK_BYTES` each, or more where more rows belong together: their number is a multiple of
-        ``rows`` and of the tensor's own, or all there are.
+        Each has about :data:`BLOCK_BYTES`, or more if more rows belong together: the number of rows is a multiple of
+        ``rows`` and of the tensor's own ``rows``, except in the last part.
         """
         unit = math.lcm(rows, self.rows)
         row_bytes = max(1, self.bytes // self.shape[0])
@@ -68,10 +68,10 @@ class StoredTensor:
 
 
 class BytesRead:
-    """Counts the bytes that are read from a checkpoint's tensors, by any thread.
+    """Counts the bytes that are read from a checkpoint's tensors. It is thread-safe.
 
     Attributes:
-      total: so far.
+      total: bytes read so far.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class BytesRead:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """Count some more."""
+        """Add bytes."""
         with self._lock:
             self.total += count
 
@@ -89,9 +89,9 @@ class StoredTensors:
     """The tensors of an open checkpoint.
 
     Attributes:
-      by_name: every tensor, each name's copies in a list; more than one are duplicates.
-      claims: names that an index says exist.
-      bytes_read: counts what is read of them.
+      by_name: lists of the tensors with a name; more than one are duplicates.
+      claims: names that the index of a Hugging Face folder lists.
+      bytes_read: counts the bytes read.
     """
 
     by_name: dict[str, list[StoredTensor]]
@@ -103,12 +103,12 @@ class StoredTensors:
 
     @property
     def bytes(self) -> int:
-        """Size of all data."""
+        """Size of all tensors in bytes."""
         return sum(copies[0].bytes for copies in self.by_name.values())
 
 
 def read_ahead(reads: Iterable[Callable[[], T]], readers: int = 1) -> Iterator[T]:
-    """The results of calls, in order, made in threads a few ahead of who takes them."""
+    """Make calls in threads, a few ahead of their consumer, and yield the results in order."""
     with ThreadPoolExecutor(readers) as pool:
         pending: deque[Future[T]] = deque()
         try:

@@ -1,8 +1,8 @@
-"""A folder by its place, on disk or in an object store, through TensorStore's key-value stores.
+"""Folders on a disk or in an object store, through TensorStore's key-value stores.
 
-On disk a file appears whole, under its name, after its bytes are on the disk. An object store gives the same for every
-object, but has no folders and no renaming. Credentials are found as TensorStore finds them (for Google Cloud Storage
-the application default ones); ``TENSORSTORE_GCS_HTTP_URL`` names another server.
+A file appears under its name in one step, with all its bytes, and is durable from then on. This holds on a disk and in
+an object store. An object store has no folders and cannot rename. TensorStore finds the credentials (for Google Cloud
+Storage the application default ones); ``TENSORSTORE_GCS_HTTP_URL`` names another server.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import xxhash
 
 from checkpoints.errors import CheckpointError
 
-# Of URLs that TensorStore reads and writes.
+# Schemes of URLs that TensorStore reads and writes.
 STORAGE_SCHEMES = ("gs", "s3", "file")
 
 _BLOCK_BYTES = 4 << 20
 
-# A server that does not answer is given up after some half a minute.
+# Requests to a server that does not answer fail after about half a minute.
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
 
 
 def first_line(error: Exception) -> str:
-    """What the library says, without the source lines that it adds."""
+    """Return the first line of a library's error message: the lines after it show source code."""
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 @functools.cache
 def storage_context() -> Any:
-    """What all stores of this process share. Nothing is cached: what is read is read once."""
+    """Return the TensorStore context of this process. Nothing is cached, because nothing is read twice."""
     return tensorstore.Context(
         {
             "cache_pool": {"total_bytes_limit": 0},
@@ -48,11 +48,11 @@ def storage_context() -> Any:
 
 @dataclass(frozen=True)
 class Storage:
-    """A folder of files.
+    """A folder of files, on a disk or in an object store.
 
     Attributes:
       place: its path or URL, for messages.
-      spec: TensorStore's JSON of it; its path ends with a slash.
+      spec: TensorStore's JSON specification of it; the path in it ends with a slash.
     """
 
     place: str
@@ -60,10 +60,10 @@ class Storage:
 
     @classmethod
     def at(cls, place: Path | str) -> Storage:
-        """A folder on disk by its path, or any by its URL (``gs://bucket/folder``); it need not exist.
+        """Return the folder of a path or a URL (``gs://bucket/folder``). It need not exist.
 
         Raises:
-          CheckpointError: no URL of a folder that TensorStore reads and writes.
+          CheckpointError: TensorStore cannot read and write a folder of this URL.
         """
         if isinstance(place, Path):
             return cls(str(place), {"driver": "file", "path": f"{place.resolve()}/"})
@@ -79,7 +79,7 @@ class Storage:
         return cls(place.rstrip("/"), spec)
 
     def child(self, name: str) -> Storage:
-        """A folder within this one; this one itself where the name is empty."""
+        """Return a folder within this one, or this one if the name is empty."""
         if not name:
             return self
         return Storage(f"{self.place}/{name}", self.spec | {"path": f"{self.spec['path']}{name}/"})
@@ -88,7 +88,7 @@ class Storage:
         return tensorstore.KvStore.open(self.spec, context=storage_context()).result()
 
     def read(self, name: str) -> bytes | None:
-        """A file's bytes, None where there is no such file.
+        """Read a file's bytes; None if there is no such file.
 
         Raises:
           CheckpointError: it cannot be read.
@@ -100,10 +100,10 @@ class Storage:
         return bytes(found.value) if found.state == "value" else None
 
     def digest(self, name: str) -> tuple[int, str]:
-        """Size of a file, and XXH3-128 of its bytes in hexadecimal.
+        """Return a file's size in bytes and its XXH3-128 digest in hexadecimal.
 
         Raises:
-          CheckpointError: it cannot be read, or is not there.
+          CheckpointError: the file cannot be read or does not exist.
         """
         state, size = xxhash.xxh3_128(), 0
         try:
@@ -126,7 +126,7 @@ class Storage:
                 yield block
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file; it is there, whole and durable, when this returns.
+        """Write a file. It is complete and durable when this returns.
 
         Raises:
           CheckpointError: it cannot be written.
@@ -137,10 +137,10 @@ class Storage:
             raise CheckpointError(f"{self.place}/{name}: cannot be written ({first_line(error)})") from error
 
     def names(self) -> list[str]:
-        """Every file in it, those of folders within included, sorted.
+        """List all files, also those in subfolders, by sorted relative path.
 
         Raises:
-          CheckpointError: it cannot be listed.
+          CheckpointError: the folder cannot be listed.
         """
         try:
             return sorted(name.decode() for name in self._open().list().result())
@@ -148,10 +148,10 @@ class Storage:
             raise CheckpointError(f"{self.place}: cannot be listed ({first_line(error)})") from error
 
     def delete(self, names: list[str]) -> None:
-        """Delete files; those that are not there are none.
+        """Delete files. Names without a file are ignored.
 
         Raises:
-          CheckpointError: one cannot be deleted.
+          CheckpointError: a file cannot be deleted.
         """
         try:
             store = self._open()

@@ -1,4 +1,4 @@
-"""A whole checkpoint against its digests, and the digests of a Hugging Face folder."""
+"""Verifies a checkpoint against its manifest, and writes manifests of checkpoints that have none."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from checkpoints.source import Index, StoredTensors, read_ahead
 from checkpoints.storage import Storage
 from runtime.models.declarations import ModelLayout
 
-# Blocks that are read and digested at a time: one core's digest is faster than one reader.
+# Threads that read: one core digests faster than one thread reads.
 _READERS = 3
 
 
 def write_manifest(folder: CheckpointFolder, layout: ModelLayout, *, progress: Progress | None = None) -> None:
-    """Write the manifest of a folder on disk from what it holds now.
+    """Write the manifest of a folder on a disk from its present content.
 
     A manifest that an Orbax checkpoint has already is verified first. If an older version wrote it, the new one also
     covers the files which that version left out.
 
     Raises:
-      CheckpointError: the folder is not whole, not what its manifest says, or not the model that its configuration
-        describes.
+      CheckpointError: the folder is incomplete, differs from its manifest, or is not the model of its configuration.
     """
     storage = Storage.at(folder.path)
     manifest = read_manifest(folder) if folder.is_orbax else None
@@ -70,20 +69,20 @@ def _digest_tensors(
 
 
 def verify(folder: CheckpointFolder, *, progress: Progress | None = None) -> int:
-    """Read a whole checkpoint through its digests: every tensor, and every file.
+    """Read every tensor and every file of a checkpoint, and check the digests.
 
     Returns:
-      Bytes of tensors verified.
+      Number of bytes of tensors.
 
     Raises:
-      IncompleteCheckpointError: there is no manifest to verify against.
-      CorruptCheckpointError: names the tensor or the file that is damaged, missing or added.
-      CheckpointError: all is as it was written, and tensors hold numbers that are none.
+      IncompleteCheckpointError: there is no manifest.
+      CorruptCheckpointError: a tensor or a file is damaged, missing or added; the message names it.
+      CheckpointError: the checkpoint is intact, but tensors contain NaN or infinity.
     """
     manifest = read_manifest(folder)
     if manifest is None:
         raise IncompleteCheckpointError(
-            f"{folder.place}: there is no manifest to verify against; --write_manifest makes it"
+            f"{folder.place}: there is no manifest to verify against; --write_manifest writes it"
         )
     found = open_tensors(folder)
     blocks = [(name, block) for name in found.by_name for block in found[name].blocks()]
@@ -93,7 +92,7 @@ def verify(folder: CheckpointFolder, *, progress: Progress | None = None) -> int
         done += data.nbytes
         if progress is not None:
             progress(done, found.bytes)
-    # After the tensors, which say by name what is damaged; a header or a database may be damaged beside them.
+    # After the tensors, because their errors are more specific. Headers and databases may be damaged too.
     _verify_files(folder, manifest)
     wrong.check(folder.place)
     return done
@@ -114,11 +113,13 @@ def _verify_files(folder: CheckpointFolder, manifest: Manifest) -> None:
     for files in read_ahead(reads, _READERS):
         for name, file in files.items():
             if file.digest != wanted[name]:
-                raise CorruptCheckpointError(f"{folder.place}/{name}: not what was written: its digest is wrong")
+                raise CorruptCheckpointError(
+                    f"{folder.place}/{name}: changed since it was written: its digest is wrong"
+                )
 
 
 def uncovered_files(folder: CheckpointFolder) -> list[str]:
-    """Files that the manifest of an older version does not cover; none where it covers the folder."""
+    """List the files that a manifest of version 1 does not cover; none if the manifest is newer or missing."""
     manifest = read_manifest(folder)
     if manifest is None or manifest.covers_folder:
         return []

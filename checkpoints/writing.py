@@ -1,7 +1,7 @@
-"""Tensors of a conversion, written and digested on the way: by Orbax in groups, or by TensorStore in blocks.
+"""Writes and digests the tensors of a conversion, with Orbax in groups or with TensorStore in blocks.
 
-Both writers store the tensors under their names in an Orbax checkpoint, in chunks that the chunks of the digests
-consist of, and return the digests of what this process wrote. :func:`orbax_cuts` says whether Orbax can do so.
+Both store the tensors by name in an Orbax checkpoint, in chunks that make up the chunks of the digests, and return
+the digests of the chunks that this process read. :func:`orbax_cuts` tells whether Orbax can.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from checkpoints.processes import Processes
 from checkpoints.source import Index, StoredTensors, read_ahead
 from checkpoints.storage import Storage
 
-# Tensors that Orbax saves together. A larger one is a group of its own.
-_GROUP_BYTES = 512 << 20
+# Limit of tensors that Orbax saves together. A larger tensor is a group by itself.
+GROUP_BYTES = 512 << 20
 
-# By name of a tensor and number of a chunk.
+# Digests by name of the tensor and number of the chunk.
 Digests = dict[str, dict[int, str]]
 
 
@@ -37,9 +37,9 @@ class Sources:
     """The tensors to write.
 
     Attributes:
-      found: the tensors as they are stored now.
-      entries: shape, dtype to write and grid of digests of each, by name; the digests are still empty.
-      place: the checkpoint that they come from, for messages.
+      found: the tensors to read.
+      entries: shape, dtype to write and grid of each tensor by name, without digests.
+      place: the checkpoint that is read, for messages.
     """
 
     found: StoredTensors
@@ -47,11 +47,11 @@ class Sources:
     place: str
 
     def sizes(self) -> dict[str, int]:
-        """Bytes to write of each tensor."""
+        """Return the bytes to write of each tensor, by name."""
         return {name: math.prod(one.shape) * np.dtype(one.dtype).itemsize for name, one in self.entries.items()}
 
     def read(self, name: str, index: Index, wrong: NonFinite) -> np.ndarray:
-        """Read a part of a tensor in the dtype to write; count what is not a finite number."""
+        """Read a part of a tensor in the dtype to write, and count NaN and infinity in it."""
         data = self.found[name].read(index)
         with np.errstate(over="ignore"):  # infinities are counted below
             data = np.ascontiguousarray(data.astype(self.entries[name].dtype, copy=False))
@@ -61,12 +61,12 @@ class Sources:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is sharded for Orbax, so that its chunks are those of the digests.
+    """The sharding of a tensor with which Orbax stores it in the right chunks.
 
     Attributes:
-      axis: the dimension that is sharded.
-      shards: into how many parts; 1 if the tensor is one chunk.
-      chunk_bytes: size of a chunk; None if a chunk is a whole shard.
+      axis: the sharded dimension.
+      shards: number of shards; 1 if the tensor is one chunk.
+      chunk_bytes: size of a chunk; None if each shard is one chunk.
     """
 
     axis: int = 0
@@ -75,13 +75,13 @@ class Cut:
 
 
 def orbax_cuts(entries: Mapping[str, TensorEntry], devices: int) -> dict[str, Cut] | None:
-    """Find out how to shard tensors over devices so that Orbax stores them in chunks of the digests.
+    """Choose shardings of tensors over devices, with which Orbax stores them in chunks of the digests.
 
     Orbax cuts a sharded array along the sharded dimension, into the largest equal parts below a size in bytes.
 
     Returns:
-      A cut of each tensor by name; None if there is none for some tensor: a dimension does not divide into the chunks
-      of its digests, or no number of devices divides them.
+      The cut of each tensor by name. None if a tensor has none: a dimension does not divide into the chunks of its
+      digests, or the devices do not divide the chunks.
     """
     cuts = {}
     for name, entry in entries.items():
@@ -103,15 +103,15 @@ def orbax_cuts(entries: Mapping[str, TensorEntry], devices: int) -> dict[str, Cu
 def write_groups(
     sources: Sources, cuts: Mapping[str, Cut], place: Path, processes: Processes, progress: Progress | None
 ) -> Digests:
-    """Save tensors with Orbax, a group at a time, without completing the checkpoint. All processes call it alike.
+    """Save tensors with Orbax, a group at a time, without completing the checkpoint. All processes make the same call.
 
-    Each process reads what its devices hold, and digests the shards of which it has the first copy.
+    Each process reads the shards of its devices, and digests those of which it has the first replica.
 
     Args:
       sources: the tensors.
-      cuts: how each is sharded, from :func:`orbax_cuts`.
-      place: the checkpoint that Orbax writes; there is nothing yet.
-      processes: this one among those of JAX's own.
+      cuts: the result of :func:`orbax_cuts`.
+      place: absolute path of the checkpoint; it does not exist yet.
+      processes: this process among JAX's processes.
       progress: called with (bytes done, bytes to do) of all processes together.
 
     Raises:
@@ -120,7 +120,7 @@ def write_groups(
     wrong, digests = NonFinite(), Digests()
     sizes = sources.sizes()
     owners = processes.owners(sizes)
-    # A tensor is read while the ones before it are saved.
+    # The next tensor is read while a group is saved.
     parts = read_ahead(partial(_read_part, sources, name, cuts[name], owners[name], wrong) for name in sizes)
     done = 0
     for group in _groups(sizes):
@@ -136,7 +136,7 @@ def write_groups(
                     progress(done, sum(sizes.values()))
             return ""
 
-        # A process that cannot read its part says so here: saving waits for all of them.
+        # Errors of reading are exchanged here, because saving waits for all processes.
         processes.agree(read)
         chunk_bytes = {name: size for name in group if (size := cuts[name].chunk_bytes) is not None}
         orbax.save_group(place, arrays, chunk_bytes)
@@ -152,7 +152,7 @@ def write_groups(
 def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     group: list[str] = []
     for name, size in sizes.items():
-        if group and sum(sizes[one] for one in group) + size > _GROUP_BYTES:
+        if group and sum(sizes[one] for one in group) + size > GROUP_BYTES:
             yield group
             group = []
         group.append(name)
@@ -161,13 +161,13 @@ def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class _Part:
-    """What this process's devices hold of a tensor.
+    """The part of a tensor on this process's devices.
 
     Attributes:
-      shape: of the whole tensor.
-      sharding: of the whole tensor, over the devices of all processes.
-      low: where the part begins, in each dimension.
-      data: the part.
+      shape: shape of the whole tensor.
+      sharding: its sharding over the devices of all processes.
+      low: start of the part in each dimension.
+      data: the elements of the part.
     """
 
     shape: tuple[int, ...]
@@ -183,11 +183,11 @@ class _Part:
         ]
 
     def array(self) -> jax.Array:
-        """The tensor as an array over the devices of all processes."""
+        """Make the array over the devices of all processes."""
         return jax.make_array_from_callback(self.shape, self.sharding, self._slice, dtype=self.data.dtype)
 
     def digests(self, entry: TensorEntry) -> dict[int, str]:
-        """Digests of the chunks in shards of which this process holds the first copy."""
+        """Digest the chunks in those shards of which this process has the first replica."""
         places = self.sharding.devices_indices_map(self.shape)
         found: dict[int, str] = {}
         for device in self.sharding.mesh.devices[:, 0]:
@@ -200,7 +200,7 @@ class _Part:
 
 
 def _read_part(sources: Sources, name: str, cut: Cut, owner: int, wrong: NonFinite) -> _Part:
-    """Read what this process's devices hold of a tensor. The first copy of a tensor that is not cut is its owner's."""
+    """Read the part of a tensor on this process's devices; ``owner`` gets the first replica if it is not sharded."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     if cut.shards == 1:
         first = next(number for number, device in enumerate(devices) if device.process_index == owner)
@@ -230,8 +230,8 @@ def write_blocks(sources: Sources, arrays: Storage, processes: Processes, progre
     Args:
       sources: the tensors.
       arrays: the folder of the arrays.
-      processes: this one among those that write.
-      progress: called with (bytes digested, bytes to digest) of this process.
+      processes: this process among those that write.
+      progress: called with (bytes done, bytes to do) of this process.
 
     Raises:
       CheckpointError: a tensor cannot be read or written.

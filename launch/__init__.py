@@ -1,1 +1,1 @@
-"""Absl launchers: the only place with flags, environment variables, printing and process start-up."""
+"""Commands: the only package with flags, environment variables, printing and process start-up."""

@@ -1,16 +1,16 @@
-"""Complete a file of prompts, each exactly once, whatever happens on the way.
+"""Complete a file of prompts, each exactly once, through interruptions and restarts.
 
-  diffumesh batch --input=prompts.jsonl --output_dir=DIR                 the demo checkpoint, on whatever is here
+  diffumesh batch --input=prompts.jsonl --output_dir=DIR                 the demo checkpoint, on this machine's devices
   diffumesh batch --input=... --output_dir=DIR --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --chat
   diffumesh batch --input=HumanEval.jsonl --output_dir=DIR --format=evalplus ...    samples.jsonl for EvalPlus
 
-Lines are {"id": "1", "prompt": "def f("}, with decoding parameters of their own beside them where they differ, or
-OpenAI batch requests {"custom_id": "1", "body": {"messages": [...], "max_tokens": 256}}. DIR/results.jsonl grows by a
-line a result, in the order in which they are ready; DIR/sorted.jsonl is in the order of the input, once all are there.
+A line is {"id": "1", "prompt": "def f("}, with its own decoding parameters as further fields, or an OpenAI batch
+request {"custom_id": "1", "body": {"messages": [...], "max_tokens": 256}}. DIR/results.jsonl receives one line per
+result, when it is ready; DIR/sorted.jsonl has all results in the order of the input, at the end.
 
-The same command goes on where a run was interrupted: what is on the disk is not computed again, and the results are
-those of a run that was not interrupted. DIR/run.json says of what they are (checkpoint, tokenizer, input, parameters,
-seed, code); another run is refused. On several hosts each reads the input, and host 0 has the output.
+To continue after an interruption, run the same command again: results on disk are not computed again, and the output
+equals that of an uninterrupted run. DIR/run.json records the checkpoint, tokenizer, input, parameters, seed and code; a
+different run is refused. With several hosts, every host reads the input, and host 0 writes the output.
 """
 
 from __future__ import annotations
@@ -66,16 +66,14 @@ SECONDS_BETWEEN_REPORTS = 10.0
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Define this launcher's flags."""
+    """Define the flags of this command."""
 
-    flags.DEFINE_string("input", None, "File of prompts, a JSON object a line.", flag_values=values)
-    flags.DEFINE_string("output_dir", None, "Folder of the results; made where there is none.", flag_values=values)
-    flags.DEFINE_enum("format", "results", FORMATS, f"evalplus: write {SAMPLES} for EvalPlus too.", flag_values=values)
-    flags.DEFINE_bool(
-        "skip_bad", False, "Write lines that cannot be run to errors.jsonl and run the others.", flag_values=values
-    )
+    flags.DEFINE_string("input", None, "File of prompts, one JSON object per line.", flag_values=values)
+    flags.DEFINE_string("output_dir", None, "Folder for the results; created if needed.", flag_values=values)
+    flags.DEFINE_enum("format", "results", FORMATS, f"evalplus: also write {SAMPLES} for EvalPlus.", flag_values=values)
+    flags.DEFINE_bool("skip_bad", False, "Write invalid lines to errors.jsonl and run the others.", flag_values=values)
     flags.DEFINE_integer(
-        "slots", None, "Rows on the devices at a time. Default: 32 for each shard of data.", 1, flag_values=values
+        "slots", None, "Rows on the devices at a time. Default: 32 per data shard.", 1, flag_values=values
     )
     define_model_flags(values)
     flags.DEFINE_bool(
@@ -89,16 +87,16 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def read_input(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> tuple[Batch, Defaults]:
-    """The input's lines, checked, and what they were read with.
+    """Read and check the lines of the input; returns them with the defaults they were read with.
 
     Raises:
-      InputError: a flag, or without ``--skip_bad`` any line, that cannot be run.
+      InputError: a flag is invalid, or a line is and ``--skip_bad`` is not set.
     """
     tokenizer = read_tokenizer(folder)
     end_token_ids = end_tokens(model, folder, tokenizer)
     config = decoding_config(values, folder, model)
     if not isinstance(config.seed, int):
-        raise InputError(f"--seed={values.seed}: a batch has one; a line may have its own, as a field")
+        raise InputError(f"--seed={values.seed}: a batch has one seed; give other seeds as fields of lines")
     defaults = Defaults(
         model_name=default_name(folder),
         model=model,
@@ -124,7 +122,7 @@ def read_input(values: flags.FlagValues, folder: CheckpointFolder, model: ModelC
 def run_facts(
     values: flags.FlagValues, folder: CheckpointFolder, checkpoint: str, batch: Batch, defaults: Defaults
 ) -> dict[str, Any]:
-    """What decides the results: they belong to one run when all of it is the same. The mesh is not in it."""
+    """The facts that determine the results and identify a run. The mesh is not among them."""
     digest = hashlib.sha256()
     for name in _TOKENIZER_FILES:
         if (folder.path / name).is_file():
@@ -150,21 +148,21 @@ def run_facts(
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the launcher."""
+    """Run the command."""
     for name in ("input", "output_dir"):
         if not values[name].value:
             raise InputError(f"--{name} is missing; see --help")
     if "://" in values.output_dir:
-        raise InputError(f"--output_dir={values.output_dir}: a folder on a disk of host 0 is needed, for it is locked")
+        raise InputError(f"--output_dir={values.output_dir}: expected a folder on a disk of host 0")
     check_profiling(values)
     folder, model = open_checkpoint(values)
     batch, defaults = read_input(values, folder, model)
     if batch.ignored:
-        say(f"fields that say nothing to the decoder, left aside: {', '.join(batch.ignored):.500}")
+        say(f"ignored fields, which are no decoding parameters: {', '.join(batch.ignored):.500}")
     checkpoint = folder_fingerprint(folder)
     facts = run_facts(values, folder, checkpoint, batch, defaults)
     order = [key for line in batch.lines for key in keys(line)]
-    # Host 0 alone has the folder; all hosts do the same rows.
+    # Only host 0 has the output folder; all hosts compute the same rows.
     with _held(values.output_dir) if is_main_process() else _nothing() as output:
         done: set[Key] = set()
         if output is not None:
@@ -175,7 +173,7 @@ def main(values: flags.FlagValues) -> None:
         start_devices(values, {"checkpoint": checkpoint, "input": batch.digest})
         done = {(key[0], key[1]) for key in this_host().gather("done", sorted(done, key=str))[0]}
         if output is not None and done:
-            say(f"{len(done)} of {len(order)} results are there already")
+            say(f"{len(done)} of {len(order)} results exist already")
         if len(done) < len(order):
             engine = load_engine(values, folder, len(order), values.slots)
             facts |= {"weights": str(engine.dtype)}
@@ -192,7 +190,7 @@ def main(values: flags.FlagValues) -> None:
                 write_programs(values, engine.program_texts())
             missing = len(order) - len(done) - made
             if missing:
-                say(f"{missing} of {len(order)} results are missing; the same command goes on with them")
+                say(f"{missing} of {len(order)} results are missing; run the same command again to continue")
                 this_host().finish()
                 sys.exit(EXIT_RESTART)
         if output is not None:
@@ -221,18 +219,18 @@ def complete(
     output: BatchFolder | None,
     slots: int | None,
 ) -> int:
-    """Generate what is not done, and write it as it is ready.
+    """Generate the missing results, and write each when it is ready.
 
     Args:
       engine: the model on its mesh.
       lines: all lines of the input.
-      done: records that are there already.
-      defaults: what the lines were read with.
-      output: where to write; None on hosts that do not.
+      done: keys of the results that exist.
+      defaults: the defaults that the lines were read with.
+      output: the output folder; None on hosts that do not write.
       slots: see :meth:`Engine.scheduler`.
 
     Returns:
-      Records that were finished; all that were missing, unless the run was told to drain.
+      The number of results written: all that were missing, unless the run was told to stop.
     """
     rows = LineRows(lines, defaults)
     skip = rows.of_records(done)
@@ -254,19 +252,19 @@ def complete(
 
 
 class _Report:
-    """Lines on standard error about how far the batch is."""
+    """Prints the progress of the batch on standard error."""
 
     def __init__(self, stats: SchedulerStats, rows: int) -> None:
         self._stats, self._rows = stats, rows
         self._start = self._last = time.monotonic()
 
     def at_times(self) -> None:
-        """Say so when the last time is a while ago."""
+        """Print the progress if the last line was printed some time ago."""
         if time.monotonic() - self._last >= SECONDS_BETWEEN_REPORTS:
             self.now()
 
     def now(self) -> None:
-        """Say how far the batch is."""
+        """Print the progress."""
         self._last = time.monotonic()
         stats, seconds = self._stats, max(self._last - self._start, 1e-9)
         left = self._rows - stats.rows
@@ -281,7 +279,7 @@ class _Report:
 
 
 def _publish(output: BatchFolder, order: Sequence[Key], batch: Batch, values: flags.FlagValues) -> None:
-    """What is written once every result is there."""
+    """Write the sorted results, and the samples for EvalPlus, once every result exists."""
     found = output.sort(order)
     if values.format == "evalplus":
         output.write(SAMPLES, [sample for record in found for sample in evalplus_records(record, values.chat)])

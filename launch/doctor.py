@@ -1,11 +1,11 @@
-"""Look the machine over: what one pastes into a bug report, and runs first on a new slice.
+"""Check a machine: for a bug report, or before the first run on new hardware.
 
-  diffumesh doctor                                        on whatever is here, one host or many
+  diffumesh doctor                                        the devices of this machine, or of all hosts
   diffumesh doctor --checkpoint=DIR --mesh=data=2,tensor=8    this checkpoint, and each axis of this mesh
 
-It says versions, settings of the environment that matter, devices and their memory, the meshes that the checkpoint's
-model divides over and fits, whether collectives over each axis of a mesh add up and at what bandwidth, whether every
-byte of the checkpoint is intact, and the state of the compile cache. On several hosts it is started on all of them.
+Reports versions, relevant settings of the environment, devices and their memory, the meshes over which the checkpoint's
+model can be divided and fits, whether collectives over each axis give right sums and at what bandwidth, whether every
+byte of the checkpoint is intact, and the state of the compile cache. With several hosts, start it on all of them.
 """
 
 from __future__ import annotations
@@ -42,20 +42,22 @@ from runtime.planner import (
     weights_class,
 )
 
-# Settings that change what runs. No others are shown: the environment also holds secrets.
+# Environment variables that affect a run. Others are not shown, because the environment may hold secrets.
 _SETTINGS = ("JAX_", "XLA_", "LIBTPU_INIT_ARGS", "TPU_", "CUDA_VISIBLE_DEVICES", "NCCL_", "TF_GPU_ALLOCATOR")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Define this launcher's flags."""
+    """Define the flags of this command."""
     flags.DEFINE_string(
         "checkpoint", str(DEMO), "Checkpoint to verify. Default: the demo in the package.", flag_values=values
     )
     flags.DEFINE_string(
-        "mesh", None, "Mesh to try collectives on. Default: data over hosts, tensor within.", flag_values=values
+        "mesh", None, "Mesh to test collectives on. Default: data over hosts, tensor within each.", flag_values=values
     )
-    flags.DEFINE_float("megabytes", 16.0, "Size of a collective on each device.", 0.001, 4096.0, flag_values=values)
+    flags.DEFINE_float(
+        "megabytes", 16.0, "Size of each collective per device, in megabytes.", 0.001, 4096.0, flag_values=values
+    )
     define_device_flags(values)
 
 
@@ -70,7 +72,7 @@ def version_lines() -> Iterator[str]:
 
 
 def device_lines(devices: Sequence[Any]) -> Iterator[str]:
-    """What is attached, host by host."""
+    """The devices of each host."""
     host = this_host()
     yield f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}) on {host.count} host(s)"
     slices = {getattr(device, "slice_index", 0) for device in devices}
@@ -84,7 +86,7 @@ def device_lines(devices: Sequence[Any]) -> Iterator[str]:
 
 
 def mesh_lines(config: ModelConfig, devices: Sequence[Any], dtype: str) -> Iterator[str]:
-    """Tensor axes that the model divides over, what they hold, and the mesh that would be chosen."""
+    """Sizes of the tensor axis that the model allows, memory per device for each, and the default mesh."""
     memory = device_memory(jax.local_devices()[0])
     for size in tensor_sizes(config, weights_class(config), len(devices)):
         needed = weight_bytes(model_layout(config, MeshSpec(tensor=size)), dtype)
@@ -95,7 +97,7 @@ def mesh_lines(config: ModelConfig, devices: Sequence[Any], dtype: str) -> Itera
 
 
 def checkpoint_lines(folder: CheckpointFolder) -> Iterator[str]:
-    """What the checkpoint is, and whether it is what it was."""
+    """The checkpoint's path and fingerprint, and whether its bytes match their digests."""
     yield f"{folder.path}, fingerprint {folder_fingerprint(folder)}"
     if read_manifest(folder) is None:
         yield "no manifest of digests: nothing to verify against (diffumesh verify --write_manifest makes one)"
@@ -124,7 +126,7 @@ def cache_lines(path: str) -> Iterator[str]:
 
 
 def section(title: str, lines: Iterator[str]) -> None:
-    """Print a section as its lines come, on host 0."""
+    """Print a section on host 0, line by line."""
     if is_main_process():
         print(f"\n## {title}")
     for line in lines:
@@ -133,7 +135,7 @@ def section(title: str, lines: Iterator[str]) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the launcher."""
+    """Run the command."""
     if values.mesh is not None:
         MeshSpec.parse(values.mesh)
     check_named(values)

@@ -2,11 +2,11 @@
 
   diffumesh export --checkpoint=DIR --output=FOLDER
 
-transformers loads the folder (for Dream: the original code does). Tensors are verified against their digests on the
-way and written a gigabyte at a time. Started on several hosts, the first does the work.
+transformers loads the folder (for Dream, with the original code). Tensors are checked against their digests and written
+a gigabyte at a time. On several hosts, the first one does the work.
 
-No code is copied. Where config.json names code of the model's own ("auto_map", as Dream's does), put the *.py files of
-the original folder beside the export; trust_remote_code finds them there.
+No code is copied. If config.json refers to code ("auto_map", as in Dream's), copy the *.py files of the original folder
+into the export, where trust_remote_code finds them.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ from collections.abc import Sequence
 from absl import flags
 
 from checkpoints import FolderOutput, Processes, export_checkpoint
-from launch.convert import define_output_flags, make_way, open_model, say_licence
+from launch.folders.models import open_model, say_licence
+from launch.folders.outputs import define_output_flags, prepare_output
 from launch.hosts.place import define_place_flags
 from launch.process.startup import progress_bar, run_launcher, say
 from runtime import InputError
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Define this launcher's flags."""
+    """Define this command's flags."""
     flags.DEFINE_string("checkpoint", None, "Checkpoint to export.", flag_values=values)
     define_output_flags(values)
     define_place_flags(values)
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the launcher."""
+    """Run the command."""
     source, _ = open_model(values.checkpoint, "checkpoint")
     if "://" in (values.output or ""):
-        raise InputError(f"--output={values.output}: a Hugging Face folder is written to a disk")
-    output = make_way(values, Processes())
+        raise InputError(f"--output={values.output}: a Hugging Face folder can only be written to a disk")
+    output = prepare_output(values, Processes())
     assert isinstance(output, FolderOutput)
     say_licence(source)
     with progress_bar("exporting", of_bytes=True) as progress:
         export_checkpoint(source, output, progress=progress)
     if "auto_map" in source.config:
         say(
-            "config.json names code of the model's own (auto_map), which is not copied: for trust_remote_code put the "
-            f"*.py files of the original folder into {output.place}"
+            "config.json refers to code (auto_map), which is not copied: for trust_remote_code, copy the *.py files of "
+            f"the original folder into {output.place}"
         )
     print(output.place)
 

@@ -1,14 +1,14 @@
 """Complete prompts with a diffusion or autoregressive language model on any mesh.
 
-  diffumesh generate --prompt='def fibonacci(n):'              the demo checkpoint, on whatever is here
+  diffumesh generate --prompt='def fibonacci(n):'              the demo checkpoint, on the devices of this machine
   diffumesh generate --checkpoint=apple/DiffuCoder-7B-cpGRPO --chat --mesh=tensor=8 --prompt='Sort a list.'
   diffumesh generate --devices=8 --mesh=data=2,tensor=4 ...    the same on 8 simulated CPU devices
-  diffumesh generate --checkpoint=DIR --mesh=tensor=8 --explain    how the weights would lie, and stop
-  diffumesh generate --cache=dual --parallel=threshold ...    in blocks, faster than exact
+  diffumesh generate --checkpoint=DIR --mesh=tensor=8 --explain    print the layout of the weights, and stop
+  diffumesh generate --cache=dual --parallel=threshold ...    in blocks with a cache: faster, and approximate
 
 Prompts come from --prompt, --prompt_file or standard input. Completions go to standard output, everything else to
-standard error. Decoding flags that are not given come from the preset (entropy, top_p .95, top_k 50, as many steps as
-tokens) as far as the checkpoint's own generation_config.json does not say otherwise.
+standard error. Decoding flags override the checkpoint's generation_config.json, which overrides the preset (entropy,
+top_p 0.95, top_k 50, one step per token).
 """
 
 from __future__ import annotations
@@ -56,32 +56,36 @@ from runtime import (
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Define this launcher's flags."""
+    """Define the flags of this command."""
 
     def switch(name: str, text: str) -> None:
         flags.DEFINE_bool(name, False, text, flag_values=values)
 
     define_model_flags(values)
     flags.DEFINE_multi_string("prompt", [], "Text to complete; repeat for a batch.", flag_values=values)
-    flags.DEFINE_multi_string("prompt_file", [], "File whose whole text is a prompt; repeatable.", flag_values=values)
+    flags.DEFINE_multi_string(
+        "prompt_file", [], "File whose contents are a prompt; repeat for a batch.", flag_values=values
+    )
     switch("chat", "Put each prompt into the checkpoint's chat template as a user's message.")
-    flags.DEFINE_integer("max_batch", None, "Rows on the devices at a time. Default: by memory.", 1, flag_values=values)
+    flags.DEFINE_integer(
+        "max_batch", None, "Rows on the devices at a time. Default: as memory allows.", 1, flag_values=values
+    )
     define_decoding_flags(values)
-    flags.DEFINE_integer("num_return_sequences", 1, "Completions of each prompt.", 1, MAX_SAMPLES, flag_values=values)
-    flags.DEFINE_multi_string("stop", [], "String that ends a completion; repeatable.", flag_values=values)
+    flags.DEFINE_integer("num_return_sequences", 1, "Completions per prompt.", 1, MAX_SAMPLES, flag_values=values)
+    flags.DEFINE_multi_string("stop", [], "Stop string that ends a completion; repeatable.", flag_values=values)
     switch("json", "One JSON line per completion.")
     switch("watch", "Show the canvas as it unmasks, in the terminal.")
     flags.DEFINE_string(
         "history_html", None, "Write a page that replays the generation step by step.", flag_values=values
     )
-    switch("verbose", "Say every decoding parameter, the mesh, and what was read.")
-    switch("explain", "Print how every weight lies on the mesh, and stop.")
+    switch("verbose", "Print all decoding parameters, the mesh and the size of the weights.")
+    switch("explain", "Print the layout of every weight on the mesh, and stop.")
     define_profiling_flags(values)
     define_device_flags(values)
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the launcher."""
+    """Run the command."""
     folder, model = open_checkpoint(values)
     check_profiling(values)
     if values.explain:
@@ -91,7 +95,7 @@ def main(values: flags.FlagValues) -> None:
     config = decoding_config(values, folder, model)
     config = config.with_end_tokens(end_tokens(model, folder, tokenizer), default=True)
     if values.history_html is not None and isinstance(config, SamplingConfig):
-        raise InputError(f"--history_html is of denoise steps, and {folder.name} is autoregressive")
+        raise InputError(f"--history_html requires a diffusion model; {folder.name} is autoregressive")
     prompts = read_prompts(values)
     ids, mask = encode_prompts(tokenizer, prompts, model.pad_token_id, chat=values.chat)
     check_request(read_rows(ids, mask, model), model, config)
@@ -159,7 +163,7 @@ def generate_watched(
             if watcher.active and is_main_process():
                 watcher.update(step, view.rows(canvas))
 
-        # All hosts go step by step; host 0 draws.
+        # All hosts run step by step; host 0 draws.
         return engine.generate_tokens(
             ids,
             mask,

@@ -3,11 +3,11 @@
   python -m launch.lm_eval_adapter run --model diffumesh --tasks gsm8k \
       --model_args checkpoint=apple/DiffuCoder-7B-Instruct,mesh=tensor=8,max_new_tokens=256,cache=dual
 
-All after the module's name is the harness's own command line. Of --model_args, ``checkpoint``, ``mesh`` (axes apart by
-semicolons), ``dtype``, ``quantize``, ``kv_cache``, ``slots``, ``seed``, ``mc_samples`` are read here; the others are
-decoding parameters, which come before what a task asks for. Likelihoods are exact for autoregressive models; for
-diffusion models they are the Monte Carlo estimate of Dream's authors, which says nothing about greedy decoding. This is
-one process with the devices of its machine: several hosts are not joined. Exit code 2 is a parameter to mend.
+Everything after the module's name is the harness's own command line. Of --model_args, ``checkpoint``, ``mesh`` (axes
+separated by semicolons), ``dtype``, ``quantize``, ``kv_cache``, ``slots``, ``seed`` and ``mc_samples`` are read here;
+the others are decoding parameters, which override those of a task. Likelihoods are exact for autoregressive models. For
+diffusion models they are the Monte Carlo estimate of Dream's authors, which does not report whether greedy decoding
+yields the text. The adapter runs in one process on the devices of one machine. Exit code 2 means an invalid parameter.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from checkpoints import DEMO
 from launch.hosts.faults import EXIT_USER_ERROR
 from runtime import CompletionBuilder, DiffusionConfig, Engine, InputError, RowRequest, SamplingConfig, row_seed
 
-# Names of the harness, and ours.
+# Parameter names of the harness, and ours.
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
 _DEFAULT_NEW_TOKENS = 256
 
 
 class HarnessModel(LM):
-    """A checkpoint on a mesh, as the harness calls it."""
+    """A checkpoint on a mesh with the interface of the harness."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class HarnessModel(LM):
         device: Any = None,
         **decoding: Any,
     ) -> None:
-        """Load it. The harness's ``batch_size`` and ``device`` are slots and the mesh here, and not read.
+        """Load the model. The harness's ``batch_size`` and ``device`` are ignored: use ``slots`` and ``mesh``.
 
         Raises:
-          InputError: a parameter that is wrong, or that this model's decoder does not have.
+          InputError: a parameter is invalid or does not apply to this model.
         """
         super().__init__()
         spec = mesh.replace(";", ",") if mesh else None
@@ -72,16 +72,14 @@ class HarnessModel(LM):
     def _config(self, fields: dict[str, Any]) -> DiffusionConfig | SamplingConfig:
         fields = {"max_new_tokens": _DEFAULT_NEW_TOKENS, "temperature": 0.0} | fields
         try:
-            if self.engine.config.objective == "autoregressive":
-                return self.engine.with_end_tokens(SamplingConfig(**fields))
-            return self.engine.with_end_tokens(DiffusionConfig.published(**fields))
+            return self.engine.with_end_tokens(self.engine.published(**fields))
         except TypeError as error:
             raise InputError(f"model_args: {error}") from error
 
     # ---- likelihoods ------------------------------------------------------------------------------------------
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of a context and its continuation, which gets the spaces at the context's end."""
+        """Tokens of a context and its continuation. Spaces at the end of the context belong to the continuation."""
         end = self.engine.end_token_ids[0]
         bare = context.rstrip()
         whole, before = (self.engine.tokenizer.encode(text) for text in (context + continuation, bare))
@@ -92,7 +90,7 @@ class HarnessModel(LM):
         return (before or [end])[-max(1, room) :], new
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Log-likelihood of each (context, continuation), and whether greedy decoding gives it."""
+        """Log-likelihood of each (context, continuation), and whether greedy decoding yields the continuation."""
         pairs = [self._pair(*request.args) for request in requests]
         if self.engine.config.objective == "autoregressive":
             return self.engine.log_likelihoods(pairs)
@@ -103,10 +101,10 @@ class HarnessModel(LM):
         """Log-likelihood of whole texts, window by window.
 
         Raises:
-          InputError: a diffusion model, for which the estimate's authors define none.
+          InputError: the model is a diffusion model, for which rolling likelihoods are not defined.
         """
         if self.engine.config.objective == "masked_diffusion":
-            raise InputError("rolling log-likelihoods (perplexity) are of autoregressive models")
+            raise InputError("rolling log-likelihoods (perplexity) require an autoregressive model")
         found = []
         for request in requests:
             windows = get_rolling_token_windows(
@@ -122,7 +120,7 @@ class HarnessModel(LM):
     # ---- generation -------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Text of each (context, parameters), cut at the first of its stop strings."""
+        """Generate for each (context, parameters), and cut the text at the first stop string."""
         seen: Counter[str] = Counter()
         rows, stops = [], []
         for context, asked in (request.args for request in requests):
@@ -145,7 +143,7 @@ class HarnessModel(LM):
 
     @staticmethod
     def _asked(parameters: dict[str, Any]) -> dict[str, Any]:
-        """A task's parameters by our names; those of sampling count where it samples."""
+        """A task's parameters by our names; sampling parameters apply only if the task samples."""
         names = {"max_gen_toks": "max_new_tokens"} | (_SAMPLING if parameters.get("do_sample") else {})
         fields = {own: parameters[name] for name, own in names.items() if parameters.get(name) is not None}
         if "max_new_tokens" in fields:
@@ -160,16 +158,16 @@ class HarnessModel(LM):
         return self._name.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The checkpoint's own template, for the harness's records."""
+        """The checkpoint's chat template, for the harness's records."""
         return self.engine.tokenizer.chat_template if chat_template else ""
 
     def apply_chat_template(self, chat_history: Iterable[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text."""
+        """Render a conversation to text."""
         return self.engine.tokenizer.render_messages(list(chat_history), add_generation_prompt)
 
 
 def run() -> None:
-    """Entry point: the harness's own, which knows the model ``diffumesh``."""
+    """Register the model ``diffumesh`` and run the harness."""
     register_model("diffumesh")(HarnessModel)
     try:
         cli_evaluate()

@@ -1,11 +1,11 @@
-"""Run a launcher as several processes on this machine: what a user tries first, and the bench that tests run on.
+"""Run a command as several processes on this machine, to try out or test a run on several hosts.
 
   diffumesh local --num_processes=4 --devices_per_process=2 -- diffumesh generate --mesh=tensor=8 ...
 
-Each process simulates its devices on the CPU, and they talk through gloo. Process 0 has the standard input, and what it
-prints on standard output goes to standard output; every other line goes to standard error with the index of its
-process in front. When one process fails, the others have --grace seconds to end too, and are killed then; the exit code
-is that of the worst. SIGTERM and Ctrl-C are handed on.
+Each process simulates its devices on the CPU; the processes communicate through gloo. Process 0 reads standard input,
+and its standard output is passed on. All other output goes to standard error, with the index of its process in front.
+When a process fails, the others have --grace seconds to end, and are then killed. The exit code is the most severe one.
+SIGTERM and Ctrl-C are passed on.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ _MAX_PROCESSES = 64
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Define this launcher's flags."""
+    """Define the flags of this command."""
     flags.DEFINE_integer("num_processes", 2, "Processes to start.", 1, _MAX_PROCESSES, flag_values=values)
-    flags.DEFINE_integer("devices_per_process", 1, "CPU devices that each simulates.", 1, 4096, flag_values=values)
+    flags.DEFINE_integer("devices_per_process", 1, "Simulated CPU devices per process.", 1, 4096, flag_values=values)
     flags.DEFINE_integer("port", None, "Coordinator's port. Default: a free one.", 1, 65534, flag_values=values)
-    flags.DEFINE_float("grace", 15.0, "Seconds for the others to end when one has failed.", 0.0, flag_values=values)
+    flags.DEFINE_float(
+        "grace", 15.0, "Seconds that the other processes have to end after one failed.", 0.0, flag_values=values
+    )
 
 
 def main(values: flags.FlagValues, command: Sequence[str]) -> int:
@@ -57,7 +59,7 @@ def main(values: flags.FlagValues, command: Sequence[str]) -> int:
     codes = processes.codes()
     if any(codes):
         print(f"exit codes: {', '.join(map(str, codes))}", file=sys.stderr, flush=True)
-    # What was frozen is no fault of the user's: it was killed here, and another start may do better.
+    # A frozen process was killed here: that is not the user's fault, and a restart may help.
     return worst([EXIT_RESTART if number in late else code for number, code in enumerate(codes) if code is not None])
 
 

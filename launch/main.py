@@ -1,4 +1,4 @@
-"""The console command: ``diffumesh generate ...`` is ``python -m launch.generate ...``, and so for each launcher."""
+"""The console command: ``diffumesh generate ...`` runs ``python -m launch.generate ...``, and so for each command."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ LAUNCHERS = {
     "convert": "turn a Hugging Face folder into a canonical checkpoint with digests",
     "export": "turn a checkpoint back into a Hugging Face folder",
     "verify": "check every byte of a checkpoint against its digests",
-    "inspect": "say what is inside a checkpoint and which meshes fit",
-    "local": "run a launcher as several processes on this machine",
-    "doctor": "look the machine over: versions, devices, collectives, checkpoint",
-    "plan": "say, before a machine is rented, which meshes fit, how fast and at what cost",
+    "inspect": "list what is in a checkpoint and which meshes fit",
+    "local": "run a command as several processes on this machine",
+    "doctor": "check a machine: versions, devices, collectives, checkpoint",
+    "plan": "estimate which meshes fit a machine, how fast and at what cost",
 }
 
 
 def usage() -> str:
-    """What the command says when asked for help."""
+    """The text of ``diffumesh --help``."""
     lines = [f"  {name:<10} {what}" for name, what in LAUNCHERS.items()]
     return "\n".join(
         [

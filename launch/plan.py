@@ -1,14 +1,14 @@
-"""Know before you rent: does a model fit a machine, on which mesh, how fast, at what cost. Needs no accelerator.
+"""Estimate whether a model fits a machine, on which mesh, how fast and at what cost. Needs no accelerator.
 
   diffumesh plan --model=diffucoder-7b --topology=v5e-8                 every mesh, ranked; the best compiled
   diffumesh plan --model=diffucoder-7b --topology=8xH100 --batch=8 --mesh=data=2,tensor=4
   diffumesh plan --checkpoint=DIR --topology=all --price_per_chip_hour=1.2 --plot=plan.png
 
 Topologies: v5e-8 or v5e:2x4, v4-32 or v4:2x2x4, v5p:4x4x4, v6e:4x4; 2xv5e:16x16 for two slices; l4, rtx4090, a100-40gb,
-8xH100; 2x8xh200 for two hosts. Times, rates and costs are estimated by a roofline at rates that large products and
-copies reach; speeds of networks between hosts and slices are assumptions, and a collective between GPU hosts uses the
-network cards of all its GPUs. Memory and collectives of the best meshes are the compiler's own, of the very program
-that generates, where the compiler is installed (libtpu for TPU, JAX's CUDA plugin for GPU).
+8xH100; 2x8xh200 for two hosts. Times, rates and costs are estimated by a roofline model with the rates that large
+matrix products and copies reach. Speeds of networks between hosts and slices are assumptions; a collective between GPU
+hosts uses the network cards of all its GPUs. If the compiler is installed (libtpu for TPU, JAX's CUDA plugin for GPU),
+memory and collectives of the best meshes come from compiling the same program that generates.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from runtime.planner import (
     preset,
 )
 
-# What --topology=all compares: machines that are rented as they are.
+# The machines of --topology=all, as cloud providers rent them.
 MACHINES = (
     "v4:2x2x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5p:2x2x1", "v5p:2x2x2", "v6e:2x2", "v6e:2x4", "1xl4", "4xl4",
     "1xrtx4090", "1xa100-40gb", "8xa100-40gb", "1xa100", "8xa100", "1xh100", "8xh100", "1xh200", "8xh200", "2x8xh200",
@@ -39,7 +39,7 @@ MACHINES = (
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Define this launcher's flags."""
+    """Define the flags of this command."""
 
     def integer(name: str, default: int | None, text: str) -> None:
         flags.DEFINE_integer(name, default, text, 1, flag_values=values)
@@ -50,37 +50,46 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("model", None, tuple(PRESETS), "Architecture by name; no download.", flag_values=values)
     string("checkpoint", None, "Model folder, URL or Hub name; only its config.json is read.")
     string("topology", None, "Machine, such as v5e-8, 2xv5e:16x16, l4, 8xH100, 2x8xh200, or all.")
-    string("mesh", None, "Plan this mesh alone, such as data=2,tensor=4; one axis may be -1.")
+    string("mesh", None, "Plan only this mesh, such as data=2,tensor=4; one axis may be -1.")
     flags.DEFINE_enum("dtype", None, STORED_DTYPES, "Default: as stored.", flag_values=values)
     integer("batch", 1, "Rows that are generated together.")
     integer("prompt", 256, "Tokens of each prompt.")
     integer("new_tokens", 256, "Tokens to generate for each row.")
-    integer("steps", None, "Denoise steps of masked diffusion, in all blocks together. Default: as many as new tokens.")
+    integer("steps", None, "Denoise steps of masked diffusion in all blocks together. Default: one per new token.")
     flags.DEFINE_enum("cache", "none", CACHES, "Cache of masked diffusion; none is exact.", flag_values=values)
-    integer("block_length", 32, "Positions of a block, with a cache.")
+    integer("block_length", None, "Positions per block, with a cache. Default: 32, or that of the model's attention.")
     flags.DEFINE_enum(
-        "quantize", "none", QUANTIZATIONS, "Weights in int8; what is stored so is planned so.", flag_values=values
+        "quantize",
+        "none",
+        QUANTIZATIONS,
+        "Plan with int8 weights. A checkpoint stored in int8 is always planned so.",
+        flag_values=values,
     )
     flags.DEFINE_integer(
-        "compile", None, "Best meshes to compile. Default: 1, and none with --topology=all.", 0, 64, flag_values=values
+        "compile",
+        None,
+        "Number of best meshes to compile. Default: 1, or 0 with --topology=all.",
+        0,
+        64,
+        flag_values=values,
     )
     flags.DEFINE_float(
         "price_per_chip_hour",
         None,
-        "Dollars for a chip and an hour: adds dollars per million tokens.",
+        "Dollars per chip-hour; adds a column with dollars per million tokens.",
         0.0,
         flag_values=values,
     )
     flags.DEFINE_bool("json", False, "One JSON object instead of a table.", flag_values=values)
     string("plot", None, "Write time, memory and rate or cost of each mesh to this file (PNG, SVG or PDF).")
-    string("dump_hlo", None, "Write the optimized HLO of what is compiled into this folder.")
+    string("dump_hlo", None, "Write the optimized HLO of compiled programs into this folder.")
 
 
 def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
     """The model's name and the workload that flags describe.
 
     Raises:
-      InputError: no model, or numbers that do not go together.
+      InputError: no model is given, or the values contradict each other.
     """
     if (values.model is None) == (values.checkpoint is None):
         raise InputError(f"give one of --model={'|'.join(PRESETS)} and --checkpoint=DIR")
@@ -94,7 +103,7 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
     given = [f"--{flag}" for flag in ("steps", "cache", "block_length") if values[flag].present]
     if config.objective == "autoregressive" and given:
         raise InputError(
-            f"{', '.join(given)}: of masked diffusion; {name} is autoregressive, with a cache and a pass for each token"
+            f"{', '.join(given)}: only for masked diffusion; {name} is autoregressive, with a cache, one pass per token"
         )
     return name, Workload(
         config,
@@ -104,14 +113,14 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
         values.new_tokens,
         values.steps or values.new_tokens,
         values.cache,
-        values.block_length,
+        values.block_length or config.attention_block_length or Workload.block_length,
         values.quantize if stored == "none" else stored,
     )
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the launcher."""
-    # Programs are compiled for AOT topologies; an attached device is not touched.
+    """Run the command."""
+    # Programs are compiled for AOT topologies; attached devices are not used.
     compile_only()
     name, workload = read_workload(values)
     if values.topology is None:
@@ -121,7 +130,7 @@ def main(values: flags.FlagValues) -> None:
     everything = values.topology == "all"
     count = values.compile if values.compile is not None else 0 if everything else 1
     if values.dump_hlo is not None and count == 0:
-        raise InputError("--dump_hlo is of what is compiled, and nothing is; give --compile=1")
+        raise InputError("--dump_hlo requires a compiled mesh: give --compile=1")
     if values.dump_hlo is not None:
         check_folder("dump_hlo", values.dump_hlo)
     if values.plot is not None:

@@ -2,14 +2,14 @@
 
   diffumesh serve                                              the demo checkpoint, on 127.0.0.1:8000
   diffumesh serve --checkpoint=apple/DiffuCoder-7B-cpGRPO --mesh=tensor=8 --canvas=512 --canvas=2048 --slots=16
-  diffumesh serve --mode=cache=dual,parallel=threshold ...     a second way of decoding, for requests that ask
-  diffumesh serve --host=0.0.0.0 --api_key_file=keys.txt ...   to others, who have a key
+  diffumesh serve --mode=cache=dual,parallel=threshold ...     a second decoding mode, which requests may select
+  diffumesh serve --host=0.0.0.0 --api_key_file=keys.txt ...   open to the network, with API keys
 
-/v1/completions, /v1/chat/completions, /v1/score, /v1/models, /health, /metrics, /version, /openapi.json. Requests share
-a number of slots on the mesh, in buckets of several shapes: what is computed follows the rows that are there. Once
-/health says ready no request waits for a compiler; further shapes are compiled beside the requests. The tokens of a
-request depend on it and its seed alone. Decoding flags say what a request starts from. SIGTERM finishes what was
-accepted, within --grace; a second one stops at once.
+Routes: /v1/completions, /v1/chat/completions, /v1/score, /v1/models, /health, /metrics, /version, /openapi.json.
+Requests share a number of slots on the mesh, and forward passes cover buckets of rows and positions that fit the
+present requests. Once /health says ready, no request waits for the compiler; further shapes are compiled while requests
+run. The tokens of a request depend only on the request and its seed. Decoding flags set the defaults of requests.
+SIGTERM finishes accepted requests within --grace seconds; a second SIGTERM stops at once.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ except ModuleNotFoundError as error:
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 _DEFAULT_CANVAS = 512
 _DEFAULT_SLOTS = 8
-# Open files beside connections: weights, devices, logs.
+# Open files besides connections: weights, devices, logs.
 _OTHER_FILES = 128
-# After the grace period: answers are flushed, a trace is written.
+# Time after the grace period to flush answers and write a trace.
 _ENDING_SECONDS = 15.0
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Define this launcher's flags."""
+    """Define the flags of this command."""
 
     def string(name: str, default: str | None, text: str) -> None:
         flags.DEFINE_string(name, default, text, flag_values=values)
@@ -84,50 +84,50 @@ def define_flags(values: flags.FlagValues) -> None:
     def seconds(name: str, default: float, text: str) -> None:
         flags.DEFINE_float(name, default, text, 0.01, 1e6, flag_values=values)
 
-    string("host", "127.0.0.1", "Address to listen on. One that is not this machine's own asks for --api_key_file.")
-    integer("port", 8000, "Port to listen on; 0 for any that is free.", 0, 65535)
-    string("api_key_file", None, "File of API keys, one a line, readable by its owner alone; every route asks for one.")
+    string("host", "127.0.0.1", "Address to listen on. Any other than loopback requires --api_key_file.")
+    integer("port", 8000, "Port to listen on; 0 for a free one.", 0, 65535)
+    string("api_key_file", None, "File of API keys, one per line, readable only by its owner; all routes require one.")
     flags.DEFINE_list(
         "allowed_hosts",
         None,
-        "Names by which clients may call. Default: this machine's own, or any.",
+        "Host names that requests may use. Default: those of this machine on loopback, else any.",
         flag_values=values,
     )
-    string("served_model_name", None, "How clients call the model. Default: its Hub name, or that of its folder.")
+    string("served_model_name", None, "Name of the model in the API. Default: its Hub name, or the name of its folder.")
     flags.DEFINE_multi_integer(
         "canvas",
         [],
-        f"Positions of the widest slot, prompt and new tokens; given several times, the widths that there are to be. "
-        f"Default: {_DEFAULT_CANVAS}, and widths up to it.",
+        f"Largest number of positions, prompt and new tokens together; repeat it to list the widths to compile. "
+        f"Default: {_DEFAULT_CANVAS}, and a ladder of widths up to it.",
         2,
         1 << 20,
         flag_values=values,
     )
-    integer("slots", _DEFAULT_SLOTS, "Rows on the devices at a time, of each mode.", 1, 1 << 16)
-    integer("max_programs", MAX_PROGRAMS, "Shapes that programs are compiled for, of each mode, at most.", 1, 1 << 10)
+    integer("slots", _DEFAULT_SLOTS, "Rows on the devices at a time, for each mode.", 1, 1 << 16)
+    integer("max_programs", MAX_PROGRAMS, "Largest number of shapes to compile for each mode.", 1, 1 << 10)
     flags.DEFINE_multi_string(
         "mode",
         [],
-        "Another way of decoding that requests may ask for, as cache=dual,parallel=threshold; repeatable.",
+        "Another decoding mode that requests may select, such as cache=dual,parallel=threshold; repeatable.",
         flag_values=values,
     )
     integer(
         "max_steps",
         None,
-        "Denoise steps of a block at most. Default: as many as positions, or as requests have that do not say.",
+        "Largest number of denoise steps per block. Default: the canvas, or --steps.",
         1,
         MAX_STEPS,
     )
-    integer("max_queue", 64, "Rows that may wait; what is more is refused with 429.", 1, 1 << 20)
-    integer("max_rows", 32, "Completions, or scored rows, of one request.", 1, 1024)
-    integer("max_body_bytes", 1 << 20, "Bytes of a request.", 1 << 10, 1 << 30)
-    integer("max_header_bytes", 16 << 10, "Bytes of a request's head.", 1 << 10, 1 << 20)
-    integer("max_connections", 1024, "Connections at a time.", 1, 1 << 16)
-    seconds("request_timeout", 600.0, "Seconds from a request's arrival to its end.")
-    seconds("read_timeout", 10.0, "Seconds in which a request's head, and then its body, must be there.")
-    seconds("write_timeout", 30.0, "Seconds that a client may leave an answer unread.")
-    seconds("unhealthy_after", 60.0, "Seconds of one step of the engine until /health says that it has stalled.")
-    seconds("grace", 30.0, "Seconds to finish what was accepted, after SIGTERM: the grace period.")
+    integer("max_queue", 64, "Rows that may wait; further requests are refused with 429.", 1, 1 << 20)
+    integer("max_rows", 32, "Largest number of completions or scored rows of one request.", 1, 1024)
+    integer("max_body_bytes", 1 << 20, "Largest body of a request in bytes.", 1 << 10, 1 << 30)
+    integer("max_header_bytes", 16 << 10, "Largest head of a request in bytes.", 1 << 10, 1 << 20)
+    integer("max_connections", 1024, "Largest number of open connections.", 1, 1 << 16)
+    seconds("request_timeout", 600.0, "Seconds within which a request must finish.")
+    seconds("read_timeout", 10.0, "Seconds within which a client must send the head, and then the body, of a request.")
+    seconds("write_timeout", 30.0, "Seconds for which a client may leave a response unread.")
+    seconds("unhealthy_after", 60.0, "Seconds that one step of the engine may take before /health reports a stall.")
+    seconds("grace", 30.0, "Grace period: seconds to finish accepted requests after SIGTERM.")
     define_model_flags(values)
     define_decoding_flags(values)
     define_device_flags(values)
@@ -135,13 +135,13 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def read_limits(values: flags.FlagValues) -> Limits:
-    """The bounds that flags say.
+    """Read the limits from flags.
 
     Raises:
       InputError: a request could never be queued.
     """
     if values.max_rows > values.max_queue:
-        raise InputError(f"--max_rows={values.max_rows} of a request cannot wait in --max_queue={values.max_queue}")
+        raise InputError(f"--max_rows={values.max_rows} of a request do not fit into --max_queue={values.max_queue}")
     return Limits(
         body=values.max_body_bytes,
         headers=values.max_header_bytes,
@@ -157,10 +157,10 @@ def read_limits(values: flags.FlagValues) -> Limits:
 
 
 def allow_files(connections: int) -> None:
-    """Let this process have as many files open as it may, and check that they are enough for so many connections.
+    """Raise the limit of open files as far as allowed, and check that it suffices for the connections.
 
     Raises:
-      InputError: they are not.
+      InputError: the limit is too low.
     """
     if sys.platform == "win32":  # no such limit
         return
@@ -168,7 +168,7 @@ def allow_files(connections: int) -> None:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHER_FILES
-    # Where there is no hard limit the kernel has one of its own, which it does not say.
+    # Without a hard limit, the kernel has a limit of its own that it does not report.
     allowed = wanted if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
@@ -181,28 +181,28 @@ def allow_files(connections: int) -> None:
 
 
 def read_keys(values: flags.FlagValues) -> Keys:
-    """The keys that flags say.
+    """Read the API keys that flags name.
 
     Raises:
-      InputError: an address of others without any.
+      InputError: the server is open to the network without keys.
     """
     if values.api_key_file is not None:
         return Keys.read(Path(values.api_key_file))
     if values.host not in LOOPBACK:
-        raise InputError(f"--host={values.host} is open to others: give --api_key_file, or --host=127.0.0.1")
+        raise InputError(f"--host={values.host} is open to the network: give --api_key_file, or --host=127.0.0.1")
     return Keys()
 
 
 def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> Defaults:
-    """What requests start from.
+    """The defaults of requests.
 
     Raises:
-      InputError: no tokenizer, or a decoding flag that is wrong or each request's own.
+      InputError: there is no tokenizer, or a decoding flag is invalid or can only be set by requests.
     """
     if values["seed"].present:
-        raise InputError('--seed: a request says its own, as "seed", or gets one at random')
+        raise InputError('--seed: requests set their own, as "seed", or get a random one')
     if values["log_probabilities"].present:
-        raise InputError('--log_probabilities: a request asks for its own, as "logprobs"')
+        raise InputError('--log_probabilities: requests set their own, as "logprobs"')
     tokenizer = read_tokenizer(folder)
     end_token_ids = end_tokens(model, folder, tokenizer)
     config = decoding_config(values, folder, model)
@@ -221,10 +221,10 @@ def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: Mod
 
 
 def read_modes(texts: Sequence[str], defaults: Defaults) -> list[DiffusionConfig | SamplingConfig]:
-    """The ways of decoding: that of the flags, and those of --mode.
+    """The decoding modes: the one of the flags, and those of --mode.
 
     Raises:
-      InputError: one that cannot be read, or that this model does not have.
+      InputError: a mode is invalid or does not apply to this model.
     """
     found = [defaults.config]
     for text in texts:
@@ -245,10 +245,10 @@ def read_modes(texts: Sequence[str], defaults: Defaults) -> list[DiffusionConfig
 def shapes(
     values: flags.FlagValues, model: ModelConfig, configs: Sequence[DiffusionConfig | SamplingConfig]
 ) -> tuple[list[PoolShape], list[Mode]]:
-    """The slots that there are to be, and which of them are for which way of decoding.
+    """The shapes of the pools of slots, and the pool of each mode.
 
     Raises:
-      InputError: a canvas that the model does not allow, or in which requests that say nothing do not fit.
+      InputError: the model does not allow a canvas, or a request with default lengths does not fit.
     """
     widths = sorted(set(values.canvas)) or [min(_DEFAULT_CANVAS, model.max_positions)]
     if widths[-1] > model.max_positions:
@@ -271,7 +271,7 @@ def shapes(
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the launcher."""
+    """Run the command."""
     if _MISSING is not None:
         raise InputError(f"the server needs {_MISSING}: pip install 'diffumesh[serve]'")
     check_profiling(values)

@@ -1,12 +1,13 @@
 """Check every byte of a checkpoint against its manifest of digests.
 
-  diffumesh verify --checkpoint=DIR                       canonical, or a Hugging Face folder with a manifest
-  diffumesh verify --checkpoint=FOLDER --write_manifest   write the manifest of a Hugging Face folder
+  diffumesh verify --checkpoint=DIR                       any checkpoint that has a manifest
+  diffumesh verify --checkpoint=FOLDER --write_manifest   write the manifest of a Hugging Face folder or of a checkpoint
+                                                          that plain Orbax saved
 
-Every tensor and every file is read. Names the tensor or the file that is damaged, missing or was added, or the tensors
-that hold NaN or infinity, and exits with 2; prints one line and exits with 0 when all is intact. Documents (README.md,
-pictures) and hidden files may come and go. A manifest of version 1 covers fewer files, and is said to: --write_manifest
-checks such a checkpoint, and makes its manifest cover all of it.
+Every tensor and every file is read. If all are intact, the command prints one line and exits with 0. Otherwise it names
+the tensor or file that is damaged, missing or added, or the tensors that contain NaN or infinity, and exits with 2.
+Documents (README.md, pictures) and hidden files are not covered. A manifest of version 1 covers fewer files, which is
+reported; --write_manifest verifies such a checkpoint and extends its manifest to all files.
 """
 
 from __future__ import annotations
@@ -17,39 +18,39 @@ from collections.abc import Sequence
 from absl import flags
 
 from checkpoints import DEMO, uncovered_files, verify, write_manifest
-from launch.convert import open_model
+from launch.folders.models import open_model
 from launch.process.startup import progress_bar, run_launcher, say
 from runtime import InputError
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Define this launcher's flags."""
+    """Define this command's flags."""
     flags.DEFINE_string(
         "checkpoint", str(DEMO), "Checkpoint to verify. Default: the demo in the package.", flag_values=values
     )
     flags.DEFINE_bool(
         "write_manifest",
         False,
-        "Write the manifest of a Hugging Face folder as it is now, or bring a canonical checkpoint's up to date.",
+        "Write the manifest of a Hugging Face or Orbax folder as it is now, or renew a canonical checkpoint's.",
         flag_values=values,
     )
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the launcher."""
+    """Run the command."""
     folder, layout = open_model(values.checkpoint, "checkpoint")
     start = time.perf_counter()
     if values.write_manifest:
         if "://" in values.checkpoint:
-            raise InputError(f"--checkpoint={values.checkpoint}: --write_manifest goes with a folder on this machine")
+            raise InputError(f"--checkpoint={values.checkpoint}: --write_manifest requires a folder on this machine")
         with progress_bar("digesting", of_bytes=True) as progress:
             write_manifest(folder, layout, progress=progress)
     with progress_bar("verifying", of_bytes=True) as progress:
         count = verify(folder, progress=progress)
     if uncovered := uncovered_files(folder):
         say(
-            f"the manifest is of an older version and does not cover {len(uncovered)} files: "
-            f"{', '.join(uncovered):.300}; --write_manifest makes it"
+            f"the manifest has an older version and does not cover {len(uncovered)} files: "
+            f"{', '.join(uncovered):.300}; --write_manifest extends it"
         )
     seconds = time.perf_counter() - start
     print(f"{folder.place}: {count:,} bytes of weights intact ({count / seconds / 1e9:.2f} GB/s)")

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from checkpoints.errors import CheckpointError
     from checkpoints.fingerprint import folder_fingerprint
     from checkpoints.folder import CheckpointFolder
+    from checkpoints.local_files import JsonObjectError, lock, parse_json_object, replace_file
     from runtime.decoding.parameters import (
         AUTOREGRESSIVE_PARAMETERS,
         CACHES,
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     )
     from runtime.execution.result import GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
-    from runtime.execution.rows import MAX_SAMPLES, check_request, row_seed, row_seeds
+    from runtime.execution.rows import MAX_SAMPLES, check_request, row_seed, row_seeds, with_model_blocks
     from runtime.execution.scheduler import Scheduler, SchedulerPolicy, SchedulerStats
     from runtime.execution.step_plan import ScorePass, StepOutcome, StepPlan
     from runtime.models.attention import ATTENTION_IMPLEMENTATIONS
@@ -109,6 +110,7 @@ __all__ = [
     "Grid",
     "InputError",
     "Integer",
+    "JsonObjectError",
     "MeshError",
     "MeshSpec",
     "ModelConfig",
@@ -150,14 +152,18 @@ __all__ = [
     "encode_prompts",
     "end_tokens",
     "folder_fingerprint",
+    "lock",
     "model_layout",
     "parse_config",
+    "parse_json_object",
     "plain_number",
     "read_rows",
+    "replace_file",
     "row_seed",
     "row_seeds",
     "step_limit",
     "stop_tests",
+    "with_model_blocks",
 ]
 
 _HOMES = {
@@ -244,6 +250,11 @@ _HOMES = {
     "row_seeds": "runtime.execution.rows",
     "step_limit": "runtime.execution.pool",
     "stop_tests": "runtime.text.completions",
+    "JsonObjectError": "checkpoints.local_files",
+    "lock": "checkpoints.local_files",
+    "parse_json_object": "checkpoints.local_files",
+    "replace_file": "checkpoints.local_files",
+    "with_model_blocks": "runtime.execution.rows",
 }
 
 if not TYPE_CHECKING:  # so that a type checker knows every name, and no other

@@ -27,7 +27,7 @@ from runtime.models.families import Weights, model_layout, parse_config
 from runtime.models.placement import place_weights
 from runtime.models.random_weights import random_weights
 from runtime.planner.default import choose_layout
-from runtime.text.completions import Completion, CompletionBuilder, certain_prefixes, stop_tests, stream_texts
+from runtime.text.completions import Completion, CompletionBuilder, final_prefixes, stop_tests, stream_texts
 from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
@@ -206,7 +206,7 @@ class Engine(TokenEngine):
         name = "" if self._folder is None else f"{self._folder.name} {self._folder.config.get('_name_or_path', '')}"
         settings = self.config.family.published_settings(name) | overrides
         diffusion = isinstance(default_config(self.config), DiffusionConfig)
-        return DiffusionConfig.published(**settings) if diffusion else SamplingConfig(**settings)
+        return self._resolved(DiffusionConfig.published(**settings) if diffusion else SamplingConfig(**settings))
 
     # ---- generation -------------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Engine(TokenEngine):
         config = self.with_end_tokens(config)
         canvases = self.stream_tokens(ids, mask, config, every=every)
         masked = self.config.mask_token_id if isinstance(config, DiffusionConfig) else None
-        prefixes = certain_prefixes(canvases, ids.shape[1], masked)
+        prefixes = final_prefixes(canvases, ids.shape[1], masked)
         pieces = stream_texts(self.tokenizer, prefixes, (*self.end_token_ids, *config.stop_token_ids), stop)
         return (piece for (piece,) in pieces) if isinstance(prompts, str) else pieces
 
@@ -274,7 +274,7 @@ class Engine(TokenEngine):
 
     def with_end_tokens(self, config: GenerationConfig | None) -> GenerationConfig:
         """Return a configuration that stops rows at the checkpoint's end tokens, unless ``early_stop`` is false."""
-        return (config or default_config(self.config)).with_end_tokens(self.end_token_ids, default=True)
+        return self._resolved(config).with_end_tokens(self.end_token_ids, default=True)
 
     def stop_tests(self, stops: Sequence[Sequence[str]], stop_token_ids: Sequence[int] = ()) -> list[StopTest | None]:
         """Return, for the stop strings of each row, the test that ends the row; see :meth:`generate_tokens`."""

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Split of a tensor axis of size ``kv * group`` over ``num_kv_heads`` groups of ``queries_per_kv`` query heads."""
+    """How attention heads are divided over a tensor axis of size ``kv * group``.
+
+    Attributes:
+      num_kv_heads: number of KV heads.
+      queries_per_kv: number of query heads that share a KV head.
+      kv: number of shards of the KV heads.
+      group: number of shards of the query heads within each KV group.
+    """
 
     num_kv_heads: int
     queries_per_kv: int

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.compilation import QUICK_FLAGS
+
 # libtpu reads these when it is loaded: describe a slice instead of looking for one.
 os.environ.update(
     JAX_PLATFORMS="cpu",
@@ -20,6 +22,8 @@ os.environ.update(
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     HF_HUB_OFFLINE="1",
 )
+# Also for child processes. `XLA_FLAGS= pytest` compiles everything as released.
+os.environ.setdefault("XLA_FLAGS", QUICK_FLAGS)
 
 import jax
 import pytest

@@ -15,8 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from runtime import DiffusionConfig, Engine, SamplingConfig
+from runtime.execution import programs
+from runtime.execution.programs import compiler_options
+from sharding.mesh import MeshSpec
+from tests.compilation import AS_RELEASED
 
 FOLDER = Path(__file__).parent / "golden" / "dream_tiny"
 
@@ -42,13 +47,55 @@ def llada_config(case: Case) -> DiffusionConfig:
     return DiffusionConfig(**{"algorithm" if key == "remasking" else key: value for key, value in case.items()})
 
 
+def block_causal_config(case: Case, length: int, new: int, **own: Any) -> DiffusionConfig:
+    """The request of a case with block-causal attention: ``steps`` of each block of ``length``, ``new`` tokens."""
+    steps = case["steps"] * -(-new // length)
+    return DiffusionConfig(new, steps=steps, algorithm="maskgit_plus", cache="exact", block_length=length, **own)
+
+
+def sdar_config(case: Case) -> DiffusionConfig:
+    """The request of one of SDAR's cases, whose tokens are the most probable ones at any temperature."""
+    rules = {"low_confidence_static": "none", "low_confidence_dynamic": "threshold", "sequential": "sequential"}
+    rule = rules[case["remasking_strategy"]]
+    return block_causal_config(
+        {"steps": case["denoising_steps"]},
+        case["block_length"],
+        case["new_tokens"],
+        greedy=True,
+        temperature=case["temperature"],
+        top_p=case["top_p"],
+        top_k=case["top_k"] or None,
+        parallel=rule,
+        stop_token_ids=case["stop_token_ids"] or (),
+        **({"threshold": case["confidence_threshold"]} if rule == "threshold" else {}),
+    )
+
+
+def fast_dllm_v2_config(case: Case) -> DiffusionConfig:
+    """The request of one of Fast-dLLM v2's cases; ``max_new_tokens`` there counts blocks, and ``top_p`` is not read."""
+    return block_causal_config(
+        {"steps": case["block_size"]},
+        case["block_size"],
+        case["new_tokens"],
+        parallel="threshold",
+        threshold=case["threshold"],
+        sub_block_length=case["small_block_size"],
+        sub_block_cache=case["use_block_cache"],
+        stop_token_ids=(case["stop_token_id"],),
+    )
+
+
 # The request of a case, by the model_type of config.json.
 CONFIGS: dict[str, Callable[[Case], DiffusionConfig | SamplingConfig]] = {
     "Dream": diffusion_config,
+    "Fast_dLLM_Qwen": fast_dllm_v2_config,
     "llada": llada_config,
     "qwen2": sampling_config,
     "qwen3": sampling_config,
+    "sdar": sdar_config,
 }
+# Families whose originals return blocks that are filled, however many new tokens were asked for.
+IN_BLOCKS = ("Fast_dLLM_Qwen", "sdar")
 
 
 @dataclass(frozen=True)
@@ -69,9 +116,18 @@ class Golden:
         with np.load(self.folder / "cases.npz") as file:
             return dict(file)
 
+    @functools.cached_property
+    def family(self) -> str:
+        """``model_type`` of the configuration."""
+        return str(json.loads((self.folder / "config.json").read_text()).get("model_type"))
+
     def inputs(self, name: str) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens and attention mask of a case, ``[B, S]``."""
-        return self.arrays[f"{name}.input_ids"], self.arrays.get(f"{name}.attention_mask")
+        """Tokens and attention mask of a case, ``[B, S]``; rows that are padded on the right are moved to the end."""
+        ids, lengths = self.arrays[f"{name}.input_ids"], self.arrays.get(f"{name}.lengths")
+        if lengths is None:
+            return ids, self.arrays.get(f"{name}.attention_mask")
+        mask = (np.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]).astype(np.int32)
+        return np.stack([np.roll(row, ids.shape[1] - length) for row, length in zip(ids, lengths, strict=True)]), mask
 
     def config(self, name: str) -> DiffusionConfig | SamplingConfig:
         """The request of a case.
@@ -79,13 +135,40 @@ class Golden:
         Raises:
           ValueError: no entry of ``CONFIGS`` says what the parameters of this family's cases mean.
         """
-        family = json.loads((self.folder / "config.json").read_text()).get("model_type")
-        if family not in CONFIGS:
+        if self.family not in CONFIGS:
             raise ValueError(
-                f"{self.folder}: golden cases of model_type {family!r} are not known; "
+                f"{self.folder}: golden cases of model_type {self.family!r} are not known; "
                 f"tests.golden_cases.CONFIGS knows {', '.join(CONFIGS)}"
             )
-        return CONFIGS[family]({key: value for key, value in self.cases[name].items() if key != "name"})
+        case = {key: value for key, value in self.cases[name].items() if key != "name"}
+        return CONFIGS[self.family](case | ({"new_tokens": self.new_tokens(name)} if self.in_blocks else {}))
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the original decodes block after block, and returns blocks that are filled."""
+        return self.family in IN_BLOCKS
+
+    def new_tokens(self, name: str) -> int:
+        """New tokens of the longest row of a case in blocks, as if no stop token were met."""
+        case, prompts = self.cases[name], self.arrays[f"{name}.input_ids"].shape[1]
+        if f"{name}.lengths" in self.arrays:
+            return int((self.arrays[f"{name}.sequence_lengths"] - self.arrays[f"{name}.lengths"]).max())
+        if "max_new_tokens" in case:
+            # Blocks that are decoded, the one that the prompt begins among them, and the token after the last one.
+            length = case["block_size"]
+            return (prompts // length + case["max_new_tokens"] // length) * length + 1 - prompts
+        return self.arrays[f"{name}.sequences"].shape[1] - prompts
+
+    def rows(self, name: str) -> list[np.ndarray]:
+        """Expected tokens of each row of a case in blocks, up to its first stop token."""
+        case, found = self.cases[name], []
+        stops = case["stop_token_ids"] or [] if "stop_token_ids" in case else [case["stop_token_id"]]
+        lengths = self.arrays.get(f"{name}.lengths", [self.arrays[f"{name}.input_ids"].shape[1]] * 8)
+        ends = self.arrays.get(f"{name}.sequence_lengths", [None] * 8)
+        for tokens, prompt, end in zip(self.arrays[f"{name}.sequences"], lengths, ends, strict=False):
+            met = np.flatnonzero(np.isin(tokens[prompt:end], stops))
+            found.append(tokens[: prompt + met[0] + 1] if met.size else tokens[:end])
+        return found
 
     def sequences(self, name: str, width: int, pad_token_id: int) -> np.ndarray:
         """Expected tokens ``[B, width]`` of a case, with ``pad_token_id`` after the end of each row.
@@ -115,7 +198,26 @@ def golden_folders(environment: Mapping[str, str] = os.environ) -> list[Golden]:
     return [Golden(folder) for folder in [*own, *named]]
 
 
-@functools.cache
 def engine(mesh: str = "data=1", folder: Path = FOLDER) -> Engine:
-    """The engine of a golden folder in float32."""
-    return Engine.load(folder, mesh=mesh, dtype="float32")
+    """The engine of a golden folder in float32; all ways to write a mesh name one engine, with its programs."""
+    return _engine(MeshSpec.parse(mesh), folder)
+
+
+def engine_as_released(mesh: str = "data=1", folder: Path = FOLDER) -> Engine:
+    """The same, whose programs are compiled as they are for users."""
+    return _engine(MeshSpec.parse(mesh), folder, True)
+
+
+@functools.cache
+def _engine(spec: MeshSpec, folder: Path, as_released: bool = False) -> Engine:
+    asked = []
+
+    def options(platform: str) -> dict[str, Any]:
+        asked.append(platform)
+        return (compiler_options(platform) or {}) | (AS_RELEASED if as_released else {})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "compiler_options", options)
+        found = Engine.load(folder, spec, dtype="float32")
+    assert asked, "an engine asks for its options when it is made"
+    return found

@@ -1,1 +1,1 @@
-"""The whole set of measurements of one model on one machine, a row each, filled or marked not run and why."""
+"""All measurements of one model on one machine: one row each, with a value or the reason why it was not run."""

@@ -1,14 +1,15 @@
-"""The whole set of measurements of a model on this machine, in one command; ends with an acceptance list.
+"""Run all measurements of a model on this machine, and print an acceptance list.
 
   python -m benchmarks.suite --budget=480                             the demo checkpoint, about 10 minutes on 2 cores
   python -m benchmarks.suite --checkpoint=apple/DiffuCoder-7B-cpGRPO  on the GPUs or TPUs that are attached
   python -m benchmarks.suite --random=diffucoder-7b                   the 7.6B shape without its weights
 
-Every row is filled or marked not run and why: what would take too long by the measured ceilings, does not fit, or has
-no sense here. Calls are warmed up with the shapes that are timed; compile time stands apart, measured in processes of
-their own, cold and with a warm persistent cache. MFU is against a square product, MBU against a copy, both of the same
-run. Written to benchmarks/results/suite_<device>.json, or beside it to suite_<device>_cut_short.json where the model
-does not load or the run is interrupted; ``python -m benchmarks.report --readme=README.md`` makes the tables there.
+Every row has a value or the reason why it was not run: it would take too long by the measured ceilings, does not fit,
+or does not apply. Calls are warmed up with the shapes that are timed. Compile time is measured separately, in child
+processes, with a cold and with a warm persistent cache. MFU is relative to a square matrix product, MBU to a copy, both
+measured in the same run. The record is benchmarks/results/suite_<device>.json, or suite_<device>_cut_short.json if the
+model does not load or the run is interrupted. ``python -m benchmarks.report --readme=benchmarks/README.md`` makes its
+tables.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Measure, print a line a row, write the record."""
+    """Measure, print a line per row, and write the record."""
     lengths, batches = integers("lengths", values.lengths), integers("batches", values.batches)
     shapes = read_shapes(values.steps)
     check_one_host()
@@ -113,7 +114,7 @@ def main(values: flags.FlagValues) -> None:
 
 
 def ceilings_of(sheet: Sheet, values: flags.FlagValues, device: Any, dtype: str) -> Ceilings:
-    """What a device reaches at best, with a row for each rate.
+    """Measure the peak rates of a device, with a row for each.
 
     Raises:
       InputError: its memory is too small beside the weights.
@@ -132,7 +133,7 @@ def ceilings_of(sheet: Sheet, values: flags.FlagValues, device: Any, dtype: str)
 
 
 def measure(subject: Subject, lengths: list[int], batches: list[int], shapes: Sequence[tuple[int, int]]) -> None:
-    """Every row that needs the model; what says most comes first, as long as there is time."""
+    """Measure every row that needs the model, the most important first, while there is time."""
     measure_ten_tokens(subject)
     measure_generations(subject)
     measure_lengths(subject)
@@ -148,7 +149,7 @@ def measure(subject: Subject, lengths: list[int], batches: list[int], shapes: Se
 
 
 def settings_of(values: flags.FlagValues, engine: Engine | None) -> dict[str, Any]:
-    """What a record says of how it was made; of a model that did not load there is no size, dtype or mesh."""
+    """The settings of a record; size, dtype and mesh are missing if the model did not load."""
     places = ("checkpoint", "output_dir", "record", "profile_dir", "dump_hlo", "compile_cache")
     settings = {name: values[name].value for name in values if name not in places}
     return {

@@ -1,6 +1,6 @@
-"""One start of a process: seconds to devices, weights and the first canvas. A suite runs it twice with one cache.
+"""Start a process once: seconds to devices, weights and the first canvas. The suite runs it twice with one cache.
 
-Prints a JSON object; ``python -m benchmarks.suite`` says what its numbers are.
+Prints a JSON object; ``python -m benchmarks.suite`` explains its numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEW_TOKENS, STEPS, PROMPT = 50, 25, 14
 
 
 def main(values: flags.FlagValues) -> None:
-    """Start, generate, and say how long each part took."""
+    """Start, generate, and print how long each part took."""
     check_subject(values)
     start_devices(values)
     start = time.perf_counter()

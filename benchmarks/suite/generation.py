@@ -1,4 +1,4 @@
-"""Whole generations: tokens a second, alone and in batches, by diffusion and token after token, and on the CPU.
+"""Whole generations: tokens per second of single rows and batches, diffusion and autoregressive, and on the CPU.
 
 Dimension letters: B batch, P prompt.
 """
@@ -39,7 +39,7 @@ DECODE_BATCHES = (1, 8, 64)
 
 
 def measure_generations(subject: Subject) -> None:
-    """The generations that people ask for first; the first is the one that a trace is made of."""
+    """Typical generations; the first one is traced."""
     engine = subject.engine
     for number, (name, batch, new, steps) in enumerate(GENERATIONS):
         found: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def measure_generations(subject: Subject) -> None:
 
 
 def _profile(subject: Subject, name: str, prepare: Callable[[], Callable[[], None]]) -> None:
-    """A trace and the programs of what was timed, where flags ask for them; a row only where that fails."""
+    """Write a trace and the programs of a timed call if the flags are set; adds a row only if that fails."""
     if given_profiling(subject.values):
         texts = subject.engine.program_texts
         subject.sheet.attempt(
@@ -65,7 +65,7 @@ def _profile(subject: Subject, name: str, prepare: Callable[[], Callable[[], Non
 
 
 def measure_batches(subject: Subject, batches: list[int]) -> None:
-    """The same generation for more and more rows, and which batch makes most tokens a second."""
+    """The same generation with more and more rows, and the batch with the most tokens per second."""
     engine, sheet = subject.engine, subject.sheet
     new, steps = BATCH_REQUEST
     best: tuple[float, int] | None = None
@@ -95,7 +95,7 @@ def measure_batches(subject: Subject, batches: list[int]) -> None:
 
 
 def causal_engine(engine: Engine) -> Engine:
-    """The engine, or one that reads a diffusion model's weights token after token, as its parents do."""
+    """The engine, or an autoregressive one with the weights of a diffusion model."""
     if engine.config.objective == "autoregressive":
         return engine
     config = replace(engine.config, family=QWEN2, mask_token_id=-1)
@@ -106,7 +106,7 @@ def causal_engine(engine: Engine) -> Engine:
 
 
 def measure_autoregressive(subject: Subject) -> None:
-    """Generations with the cache and without it, and one decode step against it."""
+    """Measure generations with and without the cache, and one decode step with it."""
     sheet = subject.sheet
     causal = sheet.tried(lambda: causal_engine(subject.engine))
     if isinstance(causal, str):
@@ -148,7 +148,7 @@ def measure_autoregressive(subject: Subject) -> None:
 
 
 def measure_cpu(subject: Subject) -> None:
-    """A denoise step, or token, of the shortest generation on this machine's processor, beside the accelerator's."""
+    """A denoise step, or token, of the shortest generation on the CPU, beside that on the accelerator."""
     name, batch, new, _ = GENERATIONS[0]
     sheet, values = subject.sheet, subject.values
     title = "a pass of " + name

@@ -1,4 +1,4 @@
-"""Each layer beside PyTorch's in float32 on the CPU, on the same input: does this device compute what it should?
+"""Compare each layer with PyTorch's in float32 on the CPU, on the same input, to check the device's results.
 
 Dimension letters: S sequence, D embed.
 """
@@ -22,7 +22,7 @@ from runtime.models.declarations import WeightLeaf
 from runtime.models.dream import DREAM
 from runtime.models.forward import Forward
 from runtime.models.qwen2 import QWEN2
-from runtime.models.transformer import block
+from runtime.models.transformer import run_layer
 
 _POSITIONS = 64
 # Of an element's size and of the root mean square together; a few roundings of the dtype.
@@ -30,7 +30,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 
 
 def source_tensor(leaf: WeightLeaf, number: int, array: np.ndarray) -> np.ndarray:
-    """A layer's weight as a checkpoint has it, of a leaf's array, padding included, that has the layer."""
+    """A layer's weight in the format of a checkpoint, from a padded array that contains the layer."""
     axes, shape = leaf.axes, leaf.shape
     if leaf.is_stacked:
         axes, shape, array = axes[1:], shape[1:], array[leaf.layers.index(number)]
@@ -40,7 +40,7 @@ def source_tensor(leaf: WeightLeaf, number: int, array: np.ndarray) -> np.ndarra
 
 
 def layer_parity(subject: Subject) -> dict[str, Any]:
-    """Share of each layer's outputs within tolerance of PyTorch's, given the input that the layer has here.
+    """Share of each layer's outputs within tolerance of PyTorch's, for the same input of the layer.
 
     Raises:
       NotRunError: there is no PyTorch, or no model of its that these weights fit.
@@ -67,7 +67,7 @@ def layer_parity(subject: Subject) -> dict[str, Any]:
 
     tables = weights.position_tables(forward, positions, x.dtype)
     named = layout.named(weights)
-    program = jax.jit(lambda layer, x: block(forward, layer, x, lengths, tables)[0])
+    program = jax.jit(lambda layer, x: run_layer(forward, layer, x, lengths, tables)[0])
     shares = []
     for number in range(config.num_layers):
         before = fetch(x)[:1].astype(np.float32)

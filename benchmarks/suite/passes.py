@@ -1,4 +1,4 @@
-"""Single forward passes and denoise steps: time, efficiency over batches, MFU, and when anything is compiled.
+"""Single forward passes and denoise steps: time, efficiency over batches, MFU, and compilation of new lengths.
 
 Dimension letters: B batch, S canvas.
 """
@@ -39,7 +39,7 @@ _BLOCK_CANVAS, _BLOCK = 256, 32
 
 
 def masked_positions(result: GenerationResult) -> float:
-    """Positions, all rows together, that were masked when a forward pass ran: the mean over the passes."""
+    """Masked positions of all rows during a forward pass, averaged over the passes."""
     steps = np.unique(result.commit_steps[result.commit_steps >= 0])
     return float(np.mean([(result.commit_steps >= step).sum() for step in steps]))
 
@@ -55,7 +55,7 @@ def _arguments(subject: Subject, batch: int, canvas: int) -> tuple[Forward, tupl
 
 
 def measure_ten_tokens(subject: Subject) -> None:
-    """One pass over 10 tokens, logits of all of them included."""
+    """Measure one pass over 10 tokens, with the logits of all of them."""
     engine, canvas = subject.engine, 10
 
     def prepare() -> Callable[[], Any]:
@@ -82,7 +82,7 @@ def grid_name(canvas: int, batch: int) -> str:
 
 
 def measure_grid(subject: Subject, lengths: list[int], batches: list[int]) -> None:
-    """The transformer without its head over lengths and batches; efficiency is tokens a second over batch 1's."""
+    """Measure the transformer without its head over lengths and batches. Efficiency is relative to batch 1."""
     for canvas in lengths:
         for batch in batches:
 
@@ -122,13 +122,13 @@ def read_shapes(texts: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _workload(subject: Subject, batch: int, canvas: int) -> Workload:
-    """Denoise steps of a canvas half of which is masked, decoded as the planner foresees it."""
+    """A workload of denoise steps on a canvas that is half masked, for the planner."""
     half = canvas // 2
     return Workload(subject.engine.config, str(subject.engine.dtype), batch, canvas - half, half, _STEPS)
 
 
 def measure_steps(subject: Subject, shapes: Sequence[tuple[int, int]]) -> None:
-    """A denoise step, canvas in and canvas out: a generation divided by its passes, with the published settings."""
+    """Measure a denoise step: a generation with the published settings divided by its passes."""
     config = subject.engine.config
     for batch, canvas in shapes:
         name = f"batch {batch}, canvas {canvas}"
@@ -153,7 +153,7 @@ def measure_steps(subject: Subject, shapes: Sequence[tuple[int, int]]) -> None:
 
 
 def masked_in_blocks(result: GenerationResult, prompt: int, length: int) -> float:
-    """Positions of a block, all rows together, that were masked when a step of a block ran: the mean over the steps.
+    """Masked positions of the block of all rows during a block step, averaged over the steps.
 
     The first pass of each block, a refresh, is none of them.
     """
@@ -165,7 +165,7 @@ def masked_in_blocks(result: GenerationResult, prompt: int, length: int) -> floa
 
 
 def measure_block_steps(subject: Subject) -> None:
-    """A step of a dual cache's block: its window alone is computed, against cached keys and values of the rest."""
+    """Measure a block step with a dual cache: only the window is computed, with cached keys and values of the rest."""
     engine = subject.engine
     config, platform = engine.config, engine.platform
     for batch in BLOCK_BATCHES:
@@ -202,7 +202,7 @@ def measure_block_steps(subject: Subject) -> None:
 
 
 def _predicted(subject: Subject, batch: int, canvas: int) -> dict[str, float]:
-    """What the planner says of such a step on this machine, where it knows the chip."""
+    """The planner's estimate of such a step on this machine, if it knows the chip."""
     topology = topology_of(subject.devices)
     if topology.chip.name not in CHIPS:
         return {}
@@ -211,7 +211,7 @@ def _predicted(subject: Subject, batch: int, canvas: int) -> dict[str, float]:
 
 
 def measure_lengths(subject: Subject, new_tokens: int = 16, steps: int = 4) -> None:
-    """A first call at a length of a bucket that is there already, and at one of a new bucket: is anything compiled?"""
+    """Measure a first call with a length of a compiled bucket, and with a length of a new bucket."""
     engine, sheet = subject.engine, subject.sheet
     request = request_of(engine.config, new_tokens, steps)
 

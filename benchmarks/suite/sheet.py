@@ -1,4 +1,4 @@
-"""Rows of measurements, each filled or marked not run and why, within a budget of time."""
+"""Rows of measurements within a time budget; each has a value or the reason why it was not run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Row:
     """One measurement.
 
     Attributes:
-      section: what it belongs to.
-      name: what was measured.
-      unit: of the four numbers.
-      mean, deviation, minimum, maximum: over the trials; None where it was not run.
-      trials: how many.
-      facts: what else is known of it: rates, counts, shapes.
+      section: section of the table.
+      name: the measurement.
+      unit: unit of the four numbers.
+      mean, deviation, minimum, maximum: over the trials; None if the row was not run.
+      trials: number of trials.
+      facts: further facts: rates, counts, shapes.
       not_run: why it was not.
     """
 
@@ -44,19 +44,19 @@ class Row:
 
 
 class Sheet:
-    """The rows of a run, in the order in which they were asked for.
+    """The rows of a run, in order.
 
     Attributes:
       rows: so far.
-      failures: rows and items that were not run because of an error that is nobody's wish.
+      failures: rows and items that were not run because of an unexpected error.
     """
 
     def __init__(self, trials: int, row_seconds: float, budget: float | None) -> None:
         """Begin with no row.
 
         Args:
-          trials: timed calls of a row, where there is time for so many.
-          row_seconds: what a row may take; rows of which not even two calls fit are not run.
+          trials: timed calls per row, if there is time for them.
+          row_seconds: largest time of a row; a row is not run if two calls would take longer.
           budget: seconds for all rows together; None for no limit.
         """
         self.rows: list[Row] = []
@@ -69,13 +69,13 @@ class Sheet:
         return next((row for row in self.rows if row.name == name and row.not_run is None), None)
 
     def value(self, section: str, name: str, number: float, unit: str, facts: Mapping[str, Any] | None = None) -> None:
-        """A row that is one number."""
+        """Add a row with one number."""
         self.values(section, name, [number], unit, facts)
 
     def values(
         self, section: str, name: str, numbers: Sequence[float], unit: str, facts: Mapping[str, Any] | None = None
     ) -> None:
-        """A row of one number a trial, however it was found."""
+        """Add a row with one number per trial."""
         deviation = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
         mean, deviation, low, high = (
             round(one, 4) for one in (statistics.mean(numbers), deviation, min(numbers), max(numbers))
@@ -83,7 +83,7 @@ class Sheet:
         self.add(Row(section, name, unit, mean, deviation, low, high, len(numbers), dict(facts or {})))
 
     def timing(self, section: str, name: str, timing: Timing, facts: Mapping[str, Any]) -> None:
-        """A row of timed calls, or passes."""
+        """Add a row of timed calls or passes."""
         self.add(
             Row(
                 section, name, "ms", timing.mean, timing.deviation, timing.minimum, timing.maximum, timing.repeats,
@@ -92,7 +92,7 @@ class Sheet:
         )  # fmt: skip
 
     def leave_out(self, section: str, name: str, why: str) -> None:
-        """A row that is not run."""
+        """Add a row that is not run."""
         self.add(Row(section, name, not_run=why))
 
     def measure(
@@ -105,14 +105,14 @@ class Sheet:
         seconds: float = 0.0,
         warmup: int = 1,
     ) -> None:
-        """A row of timed calls.
+        """Time calls and add a row.
 
         Args:
           section: see :class:`Row`.
           name: see :class:`Row`.
           prepare: makes the call that is timed; compiles and reads what it needs. It may raise :class:`NotRunError`.
-          facts: what else to note, once the calls are timed.
-          seconds: how long one call is expected to take.
+          facts: returns further facts after the calls.
+          seconds: expected seconds of one call.
           warmup: calls before those that are timed, with the very same shapes.
         """
 
@@ -124,7 +124,7 @@ class Sheet:
         self.attempt(section, name, work)
 
     def trials(self, seconds: float, warmup: int = 1) -> int:
-        """Timed calls that there is time for, where one is expected to take ``seconds``.
+        """The number of timed calls that fit into the budget if one takes ``seconds``.
 
         Raises:
           NotRunError: not even two.
@@ -137,7 +137,7 @@ class Sheet:
         return trials
 
     def attempt(self, section: str, name: str, work: Callable[[], None]) -> None:
-        """Let ``work`` add a row, or say why it was not run: no time, or what :meth:`tried` finds."""
+        """Let ``work`` add a row, or add the reason why it was not run: time, or :meth:`tried`."""
         spent = time.perf_counter() - self._start
         if self._budget is not None and spent > self._budget:
             self.leave_out(section, name, f"the budget of {self._budget:.0f} s was used up")
@@ -147,7 +147,7 @@ class Sheet:
             self.leave_out(section, name, found)
 
     def tried(self, work: Callable[[], Result]) -> Result | str:
-        """What ``work`` returns, or why there is nothing: no memory, or what it raises of our own kinds or others."""
+        """The result of ``work``, or the reason why it failed: not enough memory, or the error that it raised."""
         try:
             this_host().mark()  # a run of many rows does not hang
             found = fits_or_none(work)
@@ -164,7 +164,7 @@ class Sheet:
         return [asdict(row) for row in self.rows]
 
     def add(self, row: Row) -> None:
-        """Note a row and print it."""
+        """Add a row and print it."""
         self.rows.append(row)
         if row.not_run is not None:
             print(f"{row.section}: {row.name}: not run, {row.not_run}", flush=True)

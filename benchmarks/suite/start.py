@@ -1,4 +1,4 @@
-"""What happens before the first token: configuration, weights, conversion, compilation cold and warm."""
+"""Time before the first token: configuration, weights, conversion, cold and warm compilation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TRIALS = 3
 
 
 def measure_compilation(sheet: Sheet, values: flags.FlagValues) -> None:
-    """Pairs of processes with one compile cache, empty and then full. No device may be in use yet: they want it alone.
+    """Time pairs of processes with one compile cache, first empty, then full. This process must not use a device yet.
 
     A small model is started often, each time with a new cache.
     """
@@ -65,7 +65,7 @@ def measure_compilation(sheet: Sheet, values: flags.FlagValues) -> None:
 
 
 def one_trial(size: int, failed: str | None = None) -> dict[str, str]:
-    """The fact that says why there was one trial: what failed, or that ``size`` bytes of weights are many."""
+    """The reason for a single trial: an error, or the size of the weights."""
     return {"one_trial": failed or f"weights of {size / 1e9:.1f} GB are large"}
 
 
@@ -86,7 +86,7 @@ def start_process(arguments: list[str]) -> dict[str, Any]:
 
 
 def measure_files(sheet: Sheet, values: flags.FlagValues) -> None:
-    """Reading the configuration, and converting the checkpoint."""
+    """Measure reading the configuration and converting the checkpoint."""
     if values.random is not None:
         for name in ("configuration", "conversion to a canonical checkpoint"):
             sheet.leave_out(SECTION, name, "random weights have no files; see benchmarks.full_checkpoint")
@@ -121,7 +121,7 @@ def measure_files(sheet: Sheet, values: flags.FlagValues) -> None:
 
 
 def load(sheet: Sheet, values: flags.FlagValues, devices: list[Any]) -> Engine:
-    """The engine, loaded and timed; small ones several times."""
+    """Load the engine and measure the time; small models are loaded several times."""
     note_memory(sheet, "before the weights", devices)
     times: list[float] = []
     while True:
@@ -146,7 +146,7 @@ def load(sheet: Sheet, values: flags.FlagValues, devices: list[Any]) -> Engine:
 
 
 def note_memory(sheet: Sheet, when: str, devices: list[Any]) -> None:
-    """Memory of this process and of the first device, and the most that either has had so far."""
+    """Add rows with the memory of this process and of the first device, current and peak."""
     # Kilobytes on Linux, bytes on macOS.
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     facts = {"peak": round(most / 1e9, 3)}

@@ -1,4 +1,4 @@
-"""What a suite measures: the model that flags name, on the devices that they name."""
+"""The model that a suite measures, on the devices that flags select."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _EXPECTED = 0.3
 
 
 def define_subject_flags(values: flags.FlagValues) -> None:
-    """Flags of the model and the devices."""
+    """Define the flags of the model and the devices."""
     define_device_flags(values)
-    values["compile_cache"].value = ""  # what is compiled here shall be compiled
+    values["compile_cache"].value = ""  # measure compilation, not the cache
     flags.DEFINE_enum("device", "auto", tuple(DEVICES), "Where to run.", flag_values=values)
     flags.DEFINE_string("checkpoint", None, "Model folder, URL or Hub name. Default: the demo.", flag_values=values)
     define_model_flags(values, None)
@@ -44,7 +44,7 @@ def define_subject_flags(values: flags.FlagValues) -> None:
 
 
 def check_subject(values: flags.FlagValues) -> None:
-    """Check the flags before a device is touched, and choose the device.
+    """Check the flags before a device is used, and choose the device.
 
     Raises:
       InputError: two models.
@@ -71,7 +71,7 @@ def model_size_flags() -> list[str]:
 
 
 def command(module: str, values: flags.FlagValues, *more: str) -> list[str]:
-    """A command that runs another module on the same subject in a process of its own."""
+    """A command that runs another module with the same model and devices in a child process."""
     names = ["device", "devices", "checkpoint", "random", "dtype", "mesh", "attention", *model_size_flags()]
     given = [f"--{name}={values[name].value}" for name in names if values[name].value is not None]
     return [sys.executable, "-m", module, *given, *more]
@@ -92,7 +92,7 @@ def attached_devices(values: flags.FlagValues) -> list[Any]:
 
 
 def open_engine(values: flags.FlagValues, devices: Sequence[Any], mesh: str | None = None) -> Engine:
-    """The model on the devices; ``mesh`` is the flag's by default."""
+    """Load the model onto the devices; ``mesh`` defaults to the flag."""
     mesh = mesh or values.mesh
     if values.random is None:
         return Engine.load(
@@ -104,7 +104,7 @@ def open_engine(values: flags.FlagValues, devices: Sequence[Any], mesh: str | No
 
 
 def model_name(values: flags.FlagValues) -> str:
-    """What to call the model in a record: no place on this machine."""
+    """The model's name in a record, without paths of this machine."""
     name: str = values.random or values.checkpoint
     return Path(name).name if Path(name).is_dir() else name
 
@@ -116,7 +116,7 @@ def prompt_ids(config: ModelConfig, batch: int, length: int) -> np.ndarray:
 
 
 def request_of(config: ModelConfig, new_tokens: int, steps: int) -> DiffusionConfig | SamplingConfig:
-    """A greedy generation as the model makes it; ``steps`` are of masked diffusion."""
+    """A greedy generation of the model's kind; ``steps`` applies to masked diffusion."""
     if config.objective == "autoregressive":
         return SamplingConfig(max_new_tokens=new_tokens)
     return DiffusionConfig(max_new_tokens=new_tokens, steps=steps, algorithm="entropy")
@@ -124,13 +124,13 @@ def request_of(config: ModelConfig, new_tokens: int, steps: int) -> DiffusionCon
 
 @dataclass
 class Subject:
-    """A model that is ready, and the sheet that it fills.
+    """A loaded model, and the sheet for its rows.
 
     Attributes:
       values: the flags.
-      sheet: where rows go.
+      sheet: the sheet for its rows.
       engine: the model.
-      ceilings: what one of its devices reaches.
+      ceilings: measured peak rates of one device.
     """
 
     values: flags.FlagValues
@@ -147,25 +147,25 @@ class Subject:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights of one device that every pass reads: all but the embedding table."""
+        """Bytes of weights that every pass reads on one device: all but the embedding table."""
         return self.engine.layout.bytes_read_per_pass(self.engine.dtype)
 
     def expected_seconds(self, batch: int, canvas: int, forwards: int = 1) -> float:
-        """About how long forward passes will take, by the ceilings."""
+        """Expected seconds of forward passes, from the ceilings."""
         flops = forward_flops(self.engine.config, batch, canvas, 0) / len(self.devices)
         reading = self.weight_bytes / self.ceilings.bandwidth
         return forwards * max(flops / self.ceilings.flops, reading) / _EXPECTED
 
     def mfu(self, flops: float, milliseconds: float) -> float:
-        """Share of the measured product's rate that this many operations in this time are."""
+        """Model FLOPs utilisation, relative to the measured matrix product."""
         return round(flops / (milliseconds / 1e3) / (self.ceilings.flops * len(self.devices)), 4)
 
     def mbu(self, bytes_read: float, milliseconds: float) -> float:
-        """Share of the measured copy's rate that reading these bytes of one device in this time is."""
+        """Memory bandwidth utilisation of one device, relative to the measured copy."""
         return round(bytes_read / (milliseconds / 1e3) / self.ceilings.bandwidth, 4)
 
     def check_shape(self, batch: int, canvas: int, cached: bool = False) -> None:
-        """Check that rows can be run at once.
+        """Check that the rows fit into one batch.
 
         Raises:
           NotRunError: the model has fewer positions, or the devices less memory, or the mesh does not divide them.
@@ -183,7 +183,7 @@ class Subject:
     def generation(
         self, engine: Engine, batch: int, prompt: int, request: DiffusionConfig | SamplingConfig, found: dict[str, Any]
     ) -> Callable[[], Callable[[], None]]:
-        """What prepares a timed generation; its last result is left in ``found["result"]``."""
+        """Make the function that prepares a timed generation; its last result is stored in ``found["result"]``."""
 
         def prepare() -> Callable[[], None]:
             cached = request.use_cache if isinstance(request, SamplingConfig) else request.cache != "none"
@@ -212,11 +212,11 @@ class Subject:
         Args:
           section: see :class:`Row`.
           name: see :class:`Row`.
-          engine: that generates.
+          engine: the engine that generates.
           prepare: makes the workload and the requests that :func:`benchmarks.timed_passes.time_pass` wants. It may
             raise :class:`InputError`.
-          facts: what else to note.
-          seconds: that one turn of the requests is expected to take.
+          facts: further facts of the row.
+          seconds: expected seconds of one turn of the requests.
         """
 
         def work() -> None:

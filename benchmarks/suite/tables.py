@@ -1,4 +1,4 @@
-"""A suite's record as Markdown: the rows, the grid of forward passes, the acceptance list."""
+"""Convert a suite's record to Markdown: rows, grid of forward passes, acceptance list."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _number(value: float) -> str:
 
 
 def _grid(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Rows of the grid by length, columns by batch; what was not run stands once, below."""
+    """The grid with a row per length and a column per batch. Cells that were not run are listed once, below."""
     found = {row["name"]: row for row in rows}
     pairs = [(int(name.split()[0]), int(name.split()[-1])) for name in found]
     lengths, batches = (sorted(set(sizes)) for sizes in zip(*pairs, strict=True))

@@ -1,4 +1,4 @@
-"""Text in and out: the tokenizer, and whether what the model writes is coherent."""
+"""Text: speed of the tokenizer, and coherence of completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEW_TOKENS = 64
 
 
 def measure_tokenizer(subject: Subject) -> None:
-    """The first call, with all that it loads, later ones, and decoding."""
+    """Measure the first call with everything that it loads, later calls, and decoding."""
     sheet, values = subject.sheet, subject.values
     if values.random is not None:
         for name in NAMES:
@@ -56,7 +56,7 @@ def measure_tokenizer(subject: Subject) -> None:
 
 
 def coherence(subject: Subject) -> dict[str, Any]:
-    """Completions of a few prompts, and how many are valid Python.
+    """Complete a few prompts and count the valid Python programs.
 
     Raises:
       NotRunError: nothing here can write.

@@ -1,1 +1,1 @@
-"""Two checkouts of the project beside one another: times of the same generations, taken in turns."""
+"""Compare two checkouts of the project: times of the same generations, taking turns."""

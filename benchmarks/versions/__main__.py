@@ -1,10 +1,10 @@
-"""Times generations in this checkout beside an older one, taking turns, and compares their tokens.
+"""Time generations in this checkout and in an older one, taking turns, and compare their tokens.
 
     git worktree add ../old COMMIT
     python -m benchmarks.versions --old=../old
 
-Both run the same generations of the same checkpoints: the demo, and random weights of ``--random``'s sizes. A process
-of each checkout stays alive, so that both are warm.
+Both run the same generations with the same checkpoints: the demo, and random weights with the sizes of ``--random``. A
+process of each checkout stays alive, so that both are warm.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WEIGHT_SCALE = 0.08
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """This benchmark's flags."""
+    """Define the flags of this benchmark."""
     define_record_flags(values)
     define_model_flags(values)
     flags.DEFINE_string("old", None, "Root of the other checkout.", required=True, flag_values=values)
@@ -66,7 +66,7 @@ class Checkout:
     """A process of one checkout that runs generations on command."""
 
     def __init__(self, root: Path, folders: list[str]) -> None:
-        """Start it, and wait until its models are loaded."""
+        """Start the process, and wait until its models are loaded."""
         self._process = subprocess.Popen(
             [sys.executable, str(_CHILD), *folders],
             cwd=root,
@@ -85,7 +85,7 @@ class Checkout:
         return json.loads(line)
 
     def run(self, generation: str) -> dict[str, Any]:
-        """Seconds, forward passes and a digest of the tokens of one generation."""
+        """Run one generation; returns seconds, forward passes and a digest of the tokens."""
         assert self._process.stdin is not None
         print(generation, file=self._process.stdin, flush=True)
         found: dict[str, Any] = self._answer()

@@ -1,8 +1,8 @@
-"""The generations that are timed, in a process of their own for each checkout.
+"""The timed generations, in a child process for each checkout.
 
-It runs as a script with the checkout's root on ``PYTHONPATH``, and uses nothing of the project but its public API: the
-same file serves an older and a newer checkout. Commands come line by line on standard input: the name of a generation
-runs it once and answers with a line of JSON.
+It runs as a script with the checkout's root on ``PYTHONPATH``, and uses only the public API of the project, so that the
+same file works with an older and a newer checkout. Commands come line by line on standard input: the name of a
+generation runs it once and answers with a line of JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def generations(demo: str, diffusion: str, autoregressive: str) -> dict[str, tup
 
 
 def main(demo: str, diffusion: str, autoregressive: str) -> None:
-    """Answer commands until there are none."""
+    """Answer commands until standard input ends."""
     known = generations(*(str(Path(folder)) for folder in (demo, diffusion, autoregressive)))
     print(json.dumps(list(known)), flush=True)
     for line in sys.stdin:

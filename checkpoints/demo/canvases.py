@@ -23,11 +23,11 @@ from checkpoints.demo.recipe import Recipe
 
 
 class Corpus:
-    """Encoded functions with the lengths of their prompts; generated ones first, then the standard library's."""
+    """Encoded functions with the lengths of their prompts: generated ones, then those of the standard library."""
 
     def __init__(self, generated: Sequence[tuple[str, str]], library: Sequence[tuple[str, str]], tokenizer: Tokenizer,
                  recipe: Recipe) -> None:  # fmt: skip
-        """Encodes (prompt, body) pairs; those that are too long are left out."""
+        """Encode (prompt, body) pairs; leave out those that are too long."""
         self.end = corpus.token_id(tokenizer, corpus.END)
         self.mask = corpus.token_id(tokenizer, corpus.MASK)
         self.rows: list[np.ndarray] = []
@@ -50,7 +50,7 @@ class Corpus:
                 self.prompts.append(len(head.ids))
 
     def draw(self, generator: np.random.Generator, count: tuple[int, int], library_share: float) -> np.ndarray:
-        """Random functions, a share of them from the standard library."""
+        """Draw random functions, a share of them from the standard library."""
         generated = generator.integers(0, self.generated, count)
         if self.generated == len(self.rows):
             return generated
@@ -59,7 +59,7 @@ class Corpus:
 
 
 def _cut(prompt: str, body: str, number: int) -> tuple[str, str]:
-    """Moves the newline and the indent to the prompt in a part of the functions: prompts may end with them."""
+    """Move the newline and the indent to the prompt in some of the functions, because prompts may end with them."""
     kind = number % 10
     if kind >= 5 or not body.startswith("\n    "):
         return prompt, body
@@ -78,7 +78,7 @@ class Batch:
 
 
 def mask_body(length: int, generator: np.random.Generator, recipe: Recipe) -> np.ndarray:
-    """Which of a body's tokens are masked [length], at least one: at random, or the right end as in decoding.
+    """Choose the masked tokens of a body [length], at least one: at random, or at the right end as in decoding.
 
     Of n tokens k are masked, k uniform in 1..n, so that with weight n / k the mean of the masked tokens' cross
     entropies is the bound on the negative log-likelihood, but for the limit on the weight.
@@ -119,7 +119,7 @@ def _noise(rows: Sequence[int], data: Corpus, kind: str, length: int, recipe: Re
 
 def make_batch(data: Corpus, canvases: np.ndarray, kinds: Sequence[str], recipe: Recipe,
                generator: np.random.Generator) -> Batch:  # fmt: skip
-    """Noises canvases, each given as the functions on it [B, functions]."""
+    """Mask canvases, each given as its functions [B, functions]."""
     length = recipe.canvas
     parts = [
         _noise(rows, data, kind, length, recipe, generator) for rows, kind in zip(canvases.tolist(), kinds, strict=True)
@@ -144,7 +144,7 @@ def make_batch(data: Corpus, canvases: np.ndarray, kinds: Sequence[str], recipe:
 
 
 def training_batch(data: Corpus, recipe: Recipe, seed: int, step: int, steps: int) -> Batch:
-    """The batch of a step of `steps`: the same for the same seed and step, so that a run can be resumed anywhere."""
+    """Make the batch of a step of `steps`. It depends only on seed and step, so a run can be resumed at any step."""
     generator = np.random.default_rng((seed, step))
     drawn = data.draw(generator, (recipe.rows, 16), recipe.library_share)
     kind = generator.random(recipe.rows)
@@ -154,7 +154,7 @@ def training_batch(data: Corpus, recipe: Recipe, seed: int, step: int, steps: in
 
 
 def checking_batches(data: Corpus, recipe: Recipe, seed: int) -> list[Batch]:
-    """Every function of `data` first on an open canvas, the same masks every time; only its own body counts."""
+    """Put every function of `data` first on an open canvas, with fixed masks; only its own body counts."""
     recipe = replace(recipe, tail_weight=0.0)
     number = np.arange(len(data.rows))
     alone = np.stack([np.roll(number, -i)[:16] for i in number])

@@ -1,4 +1,4 @@
-"""The demo's model as transformers has it, and the files of its checkpoint folder.
+"""The demo's model in transformers, and the files of its checkpoint folder.
 
 The model is transformers' Qwen2 with bidirectional attention, which has Dream's weights under Dream's names.
 Letters: B rows, S canvas length, K kv heads, G query heads per KV head, H head dim.
@@ -8,14 +8,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import transformers
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from checkpoints.demo import corpus
 from checkpoints.demo.recipe import Recipe
+from checkpoints.local_files import replace_file
 
 
 def bidirectional_attention(
@@ -91,18 +92,14 @@ def dream_config(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def save(folder: Path, files: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> None:
-    """Writes JSON files and weights (as bfloat16), each under a temporary name first: the folder stays loadable."""
+    """Write JSON files and weights (as bfloat16). Each file is replaced in one step, so the folder stays loadable."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        temporary = folder / f".{name}.partial"
-        temporary.write_text(content if isinstance(content, str) else json.dumps(content, indent=1) + "\n")
-        temporary.replace(folder / name)
+        text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
+        replace_file(folder / name, [text.encode()])
     if weights is not None:
-        temporary = folder / ".model.safetensors.partial"
         tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in weights.items()}
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        temporary.replace(folder / "model.safetensors")
-        temporary.unlink(missing_ok=True)
+        replace_file(folder / "model.safetensors", [safetensors.torch.save(tensors, metadata={"format": "pt"})])
 
 
 def tokenizer_files(tokenizer: Tokenizer, recipe: Recipe) -> dict[str, Any]:

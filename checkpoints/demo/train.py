@@ -9,6 +9,7 @@ manifest of digests is made anew after it: `diffumesh verify --write_manifest`.
 README.md beside this file says what to expect.
 """
 
+import io
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from checkpoints.demo.canvases import Batch, Corpus, checking_batches, training_
 from checkpoints.demo.model import build_model, save, tokenizer_files
 from checkpoints.demo.programs import FOLDER, excluded, read_tasks, training_programs
 from checkpoints.demo.recipe import Recipe
+from checkpoints.local_files import replace_file
 
 Pair = tuple[str, str]
 
@@ -64,12 +66,9 @@ def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
 
 
 def kept_pairs(path: Path, make: Callable[[], Iterable[Pair]]) -> list[Pair]:
-    """(prompt, body) pairs from a file; made once, where there is none."""
+    """Read (prompt, body) pairs from a file; make the file if it does not exist."""
     if not path.exists():
-        partial = path.with_suffix(".partial")
-        with partial.open("w", encoding="utf-8") as out:
-            out.writelines(json.dumps(pair) + "\n" for pair in make())
-        partial.replace(path)
+        replace_file(path, (f"{json.dumps(pair)}\n".encode() for pair in make()))
     with path.open(encoding="utf-8") as lines:
         return [(prompt, body) for prompt, body in map(json.loads, lines)]
 
@@ -110,7 +109,7 @@ class Trainer:
         self.copy(self.parameters)
 
     def copy(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Hands weights to the worker."""
+        """Copy weights to the worker."""
         torch._foreach_copy_([p.data for p in self.copies], [p.data for p in parameters])
 
     def train(self, batch: Batch) -> torch.Tensor:
@@ -135,7 +134,7 @@ class Trainer:
 
     @torch.no_grad()
     def held_out_loss(self, check: Sequence[Batch]) -> float:
-        """Mean loss in nats per body token with the averaged weights, which the worker holds for the moment."""
+        """Mean loss in nats per body token with the averaged weights, which the worker uses meanwhile."""
         self.copy(self.average)
         with torch.compiler.set_stance("force_eager"):  # shapes that training does not have
             losses = [masked_loss(self.worker, batch, self.device).item() for batch in check]
@@ -147,14 +146,14 @@ class Trainer:
         return dict(zip((n for n, _ in self.master.named_parameters()), self.average, strict=True))
 
     def save(self, path: Path, record: dict[str, Any]) -> None:
-        """Writes everything that resuming needs."""
-        partial = path.with_suffix(".partial")
+        """Write the state that resuming needs."""
         state = {"master": self.master.state_dict(), "average": self.average, "step": self.step, "record": record}
-        torch.save({**state, "optimizers": [o.state_dict() for o in self.optimizers]}, partial)
-        partial.replace(path)
+        data = io.BytesIO()
+        torch.save({**state, "optimizers": [o.state_dict() for o in self.optimizers]}, data)
+        replace_file(path, [data.getbuffer()])
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Goes on where `save` was called; returns its record."""
+        """Restore the state that `save` wrote; return its record."""
         state = torch.load(path, map_location=self.device, weights_only=True)
         self.master.load_state_dict(state["master"])
         torch._foreach_copy_(self.average, state["average"])
@@ -169,7 +168,7 @@ class Trainer:
 def first_record(
     values: flags.FlagValues, recipe: Recipe, data: Corpus, parameters: int, device: str
 ) -> dict[str, Any]:
-    """What training.json says about a run, without its log."""
+    """Return the contents of training.json for a run, without the log."""
     return {
         "command": f"python -m checkpoints.demo.train --steps={values.steps} --seed={values.seed}",
         "recipe": asdict(recipe),
@@ -202,7 +201,7 @@ def prepare(values: flags.FlagValues, recipe: Recipe) -> tuple[Corpus, list[Batc
 
 
 def main(values: flags.FlagValues) -> None:
-    """Generates programs, trains from the state there is or from none, and saves."""
+    """Generate programs, train from a saved state or from scratch, and save."""
     recipe, folder, state = Recipe(), Path(values.output), Path(values.state) / "state.pt"
     state.parent.mkdir(parents=True, exist_ok=True)
     name = values.device if values.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -245,7 +244,7 @@ def main(values: flags.FlagValues) -> None:
 
 
 def run() -> None:
-    """Parses the command line and trains; exits with 2 on a flag that is wrong."""
+    """Parse the command line and train; exit with 2 if a flag is wrong."""
     values = flags.FlagValues()
     define_flags(values)
     if "--help" in sys.argv[1:]:

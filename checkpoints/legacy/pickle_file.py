@@ -1,15 +1,11 @@
 """The legacy weight file, a pickled ``params.pkl``, indexed without being unpickled.
 
-A pickle is a program for a stack machine that may call anything. Its opcodes are walked over a memory map with symbols
-in the place of objects: an array is "these bytes, this shape, this dtype", a global is a name on a list. No name is
-imported or looked up, nothing is called, and the bytes of arrays are skipped. Files are read that pickle writes for
-dicts and Flax ``FrozenDict`` of JAX and numpy arrays, protocols 3, 4 and 5. Anything else is an error; there is no
-fallback to unpickling.
+A pickle is a program for a stack machine, and the program may call anything. :mod:`checkpoints.legacy.walker` walks
+over its opcodes in a memory map, with symbols instead of objects. No name is imported or looked up, nothing is called,
+and the bytes of arrays are skipped. It reads what pickle writes, with protocols 3, 4 and 5, for dicts and Flax
+``FrozenDict`` of JAX and NumPy arrays. Anything else is an error; there is no fallback to unpickling.
 
-Protocol 2 and older are refused: they hold an array's bytes as UTF-8 text, so that none of its bytes has a known
-place in the file and every one would have to be decoded.
-
-The walk itself is :mod:`checkpoints.legacy.walker`.
+Protocols 2 and older are refused: they store an array's bytes as UTF-8 text, which would have to be decoded.
 """
 
 from __future__ import annotations
@@ -26,20 +22,20 @@ from checkpoints.legacy.walker import walk
 
 
 class LegacyPickle:
-    """An indexed legacy file, whose arrays are read one by one: ``with LegacyPickle(path) as weights:``.
+    """An indexed legacy file, whose arrays can be read one by one: ``with LegacyPickle(path) as weights:``.
 
     The file must not be shortened while it is open: reading a memory map past the end of its file kills the process.
 
     Attributes:
-      tensors: every array by its path, in the file's order.
+      tensors: all arrays by path, in the file's order.
 
     Raises:
-      LegacyPickleError: the file cannot be opened, is damaged, or is anything but nested dicts of arrays. Says where,
-        and what would be right.
+      LegacyPickleError: the file cannot be opened, is damaged, or contains something other than nested dicts of
+        arrays. The message says where, and what was expected.
     """
 
     def __init__(self, path: Path) -> None:
-        # Asked first: opening a pipe would wait for its writer.
+        # Checked first, because opening a pipe would wait for its writer.
         if not path.is_file():
             raise LegacyPickleError(f"{path}: there is no such file")
         try:
@@ -48,7 +44,7 @@ class LegacyPickle:
         except (OSError, ValueError) as error:  # ValueError: the file is empty
             raise LegacyPickleError(f"{path}: cannot be read ({error}); {REMEDY}") from error
         try:
-            # Only the pages between payloads are touched: no reading ahead.
+            # Only the pages between arrays are read, so the system should not read ahead.
             self._advise("MADV_RANDOM")
             self.tensors = walk(self._data, str(path))
             self._advise("MADV_NORMAL")
@@ -61,11 +57,11 @@ class LegacyPickle:
             self._data.madvise(getattr(mmap, advice), start, len(self._data) if length is None else length)
 
     def read(self, path: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """A copy of one part of one array, C-ordered; its pages of the map are given back.
+        """Copy a part of an array in C order, and release the array's pages of the memory map.
 
         Args:
-          path: of the array.
-          index: a slice for each leading dimension; default the whole array.
+          path: path of the array.
+          index: a slice per leading dimension; default is the whole array.
 
         Raises:
           LegacyPickleError: there is no such array.
@@ -86,7 +82,7 @@ class LegacyPickle:
         return part
 
     def close(self) -> None:
-        """Give the memory map back."""
+        """Close the memory map."""
         self._data.close()
 
     def __enter__(self) -> LegacyPickle:
@@ -99,7 +95,7 @@ class LegacyPickle:
 
 
 def index_pickle(path: Path) -> dict[str, LegacyTensor]:
-    """Every array of a legacy file by its path, in the file's order, without reading any of them.
+    """List all arrays of a legacy file by path, in the file's order, without reading any of them.
 
     Raises:
       LegacyPickleError: see :class:`LegacyPickle`.

@@ -1,7 +1,7 @@
-"""The values that a legacy pickle may build, as symbols, and the names and dtypes that it may use.
+"""Symbols for the values that a legacy pickle may build, and the names and dtypes that it may use.
 
-An array is "these bytes, this shape, this dtype"; a global is a name on a list. Symbols are compared by identity, never
-by their content: shared tuples can make that content exponentially large.
+An array is a range of bytes with a shape and a dtype; a global is a name on a list. Symbols are compared by identity,
+never by content: shared tuples can make the content exponentially large.
 
 Arrays: ``ndarray.__reduce_ex__`` and ``dtype.__reduce__`` of numpy, ``jax._src.array._reconstruct_array``,
 ``flax.core.FrozenDict.__reduce__``.
@@ -29,7 +29,7 @@ EXTENSION_DTYPES: dict[str, np.dtype] = {
 }
 DTYPES = {name: np.dtype(name) for name in DTYPE_CODES.values()} | EXTENSION_DTYPES
 
-# Module and name -> its meaning here. numpy 2 moved numpy.core to numpy._core.
+# From module and name to a meaning. numpy 2 moved numpy.core to numpy._core.
 GLOBALS = {
     ("numpy", "ndarray"): "ndarray",
     ("numpy", "dtype"): "dtype",
@@ -46,20 +46,20 @@ REMEDY = "expected a dict or FrozenDict of JAX or numpy arrays, as written by pi
 
 
 class LegacyPickleError(CheckpointError):
-    """A pickle that is damaged, or holds anything but nested dicts of arrays."""
+    """A pickle is damaged, or contains something other than nested dicts of arrays."""
 
 
 @dataclass(frozen=True)
 class LegacyTensor:
-    """The place of one array in the file.
+    """The location of an array in the file.
 
     Attributes:
       path: keys of the dicts, joined by ``/``.
       shape: its sizes.
       dtype: name of its little-endian numpy or ml_dtypes dtype: ``bfloat16``.
-      offset: of its first byte in the file.
-      nbytes: its length.
-      order: of its elements: ``C`` last dimension fastest, ``F`` first dimension fastest, ``K`` as ``axes`` say.
+      offset: position of its first byte in the file.
+      nbytes: its size in bytes.
+      order: order of its elements: ``C`` last dimension fastest, ``F`` first dimension fastest, ``K`` as in ``axes``.
       axes: for ``K``: dimension ``i`` of the array is dimension ``axes[i]`` of the C-ordered array in the file.
     """
 
@@ -72,12 +72,12 @@ class LegacyTensor:
     axes: tuple[int, ...] | None = None
 
 
-# The stack also holds None, bool, int and str as they are.
+# None, bool, int and str are on the stack as they are.
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Global:
-    """A name on the list of globals, and what it means here."""
+    """A name on the list of globals, with its meaning."""
 
     name: str
     meaning: str
@@ -93,7 +93,7 @@ class Bytes:
 
 @dataclass(eq=False, slots=True)
 class DType:
-    """A dtype by its name; usable once its state is set."""
+    """A dtype. It can be used once its state is set."""
 
     name: str
     has_state: bool = False
@@ -101,14 +101,14 @@ class DType:
 
 @dataclass(eq=False, slots=True)
 class Array:
-    """An array; usable once its state is set."""
+    """An array. It can be used once its state is set."""
 
-    tensor: LegacyTensor | None = None  # without its path, which only the root dict tells
+    tensor: LegacyTensor | None = None  # without its path, which follows from the root dict
 
 
 @dataclass(eq=False, slots=True)
 class Tuple:
-    """A tuple of symbols, and how deep containers are nested in it."""
+    """A tuple of symbols, with the depth of containers nested in it."""
 
     values: tuple[object, ...]
     depth: int
@@ -116,16 +116,18 @@ class Tuple:
 
 @dataclass(eq=False, slots=True)
 class Dict:
-    """A dict of symbols, which accepts items until something uses it."""
+    """A dict of symbols. It accepts items until another value contains it."""
 
-    items: dict[str, tuple[object, int]] = field(default_factory=dict)  # with the offset at which each is set
+    items: dict[str, tuple[object, int]] = field(
+        default_factory=dict
+    )  # each with the offset of the operation that set it
     depth: int = 0
     is_used: bool = False
 
 
 def is_dtype_layout(name: str, size: int, alignment: int, flags: int) -> bool:
-    """Whether numpy writes this size, alignment and flags in the state of a dtype."""
+    """Whether NumPy writes this size, this alignment and these flags in the state of a dtype."""
     if name not in EXTENSION_DTYPES:
         return (size, alignment, flags) == (-1, -1, 0)
-    # NEEDS_PYAPI, USE_GETITEM, USE_SETITEM: versions of ml_dtypes differ in them. No flag of an object.
+    # Versions of ml_dtypes differ in NEEDS_PYAPI, USE_GETITEM and USE_SETITEM. Flags of objects are not allowed.
     return size == alignment == DTYPES[name].itemsize and flags | 0x70 == 0x70

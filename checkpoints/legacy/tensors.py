@@ -1,7 +1,7 @@
-"""The legacy pickle's tensors under the names and in the layout of Hugging Face.
+"""Tensors of a legacy pickle, with the names and in the layout of Hugging Face.
 
-The file is a Flax tree of an earlier port. Its kernels have the shape ``[in, out]``, and it has no q, k and v biases:
-the port lost them. They can be taken from a Hugging Face folder of the same model, or be zeros.
+The file is a Flax tree from an earlier port of Dream. Its kernels have the shape ``[in, out]``. It has no q, k and v
+biases, because the port lost them: they are taken from a Hugging Face folder of the same model, or are zeros.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.[qkv]_proj\.bias")
 
 
 def source_name(path: str) -> str | None:
-    """The Hugging Face name of a tensor of the pickle, None where the tree has no such place."""
+    """Return the Hugging Face name of a tensor of the pickle; None if the tree has no such path."""
     match = _LAYER.fullmatch(path)
     if match is None:
         return _OUTSIDE_LAYERS.get(path)
@@ -61,20 +61,20 @@ def open_legacy(
 
     Args:
       path: the file.
-      layout: of the model that it should hold.
-      stack: closes the files in the end.
+      layout: layout of the expected model.
+      stack: closes the file in the end.
       biases_from: a folder of the same model to take the q, k and v biases from.
-      zero_biases: make them zero.
+      zero_biases: set them to zero.
 
     Raises:
-      CheckpointError: the file is not such a pickle, or its biases are missing and nothing was said about them.
+      CheckpointError: the file is not such a pickle, or its biases are missing and nothing replaces them.
     """
     pickle = stack.enter_context(LegacyPickle(path))
     found: dict[str, list[StoredTensor]] = {}
     for tensor in pickle.tensors.values():
         name = source_name(tensor.path)
         if name is None:
-            raise CheckpointError(f"{path}: {tensor.path} is not a place in the legacy tree of Dream")
+            raise CheckpointError(f"{path}: {tensor.path} is not a path of the legacy tree of Dream")
         transposed = tensor.path.endswith("/kernel")
         shape = tensor.shape[::-1] if transposed else tensor.shape
         reader = partial(_read, pickle, tensor.path, transposed)
@@ -105,7 +105,7 @@ def _read(pickle: LegacyPickle, path: str, transposed: bool, index: Index) -> np
 
 
 def _transpose(data: np.ndarray) -> np.ndarray:
-    # Some rows at a time, which stay in the processor's cache: several times as fast as numpy's copy of the whole.
+    # A few rows at a time stay in the processor's cache, which is several times as fast as one copy with NumPy.
     out = np.empty(data.shape[::-1], data.dtype)
     for first in range(0, len(data), _TRANSPOSED_ROWS):
         out[:, first : first + _TRANSPOSED_ROWS] = data[first : first + _TRANSPOSED_ROWS].T

@@ -1,11 +1,11 @@
-"""A walk over a pickle's opcodes that finds the arrays which the file would build, without building anything.
+"""Walks over a pickle's opcodes and finds the arrays that the file would build, without building anything.
 
 No name is imported or looked up, nothing is called, and the bytes of arrays are skipped. The values on the stack are
 symbols (:mod:`checkpoints.legacy.symbols`).
 
-A container is complete before anything uses it, as in every file that pickle writes: setting items of a dict that is
-already part of something, or using a dtype or an array without its state, is an error. So there are no cycles, and a
-value that is shared through the memo never changes.
+A container has to be complete before another value contains it, as in every file that pickle writes. It is an error to
+set items of a dict that is already in another value, or to use a dtype or an array without its state. So there are no
+cycles, and a value that is shared through the memo never changes.
 
 Opcodes: ``Lib/pickletools.py`` of CPython.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import mmap
-import pickletools  # for the names of opcodes in messages, nothing else
+import pickletools  # only for the names of opcodes in messages
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -35,8 +35,8 @@ from checkpoints.legacy.symbols import (
     is_dtype_layout,
 )
 
-# The largest models stored so have a few thousand tensors, some 50 operations each. The bounds hold what a hostile
-# file can cost to some hundred MiB and a few seconds.
+# The largest models in this format have a few thousand tensors, with some 50 operations each. The bounds limit the cost
+# of a hostile file to some hundred MiB and a few seconds.
 MAX_OPERATIONS = 1_000_000
 MAX_STACK = 10_000  # pickle sets the items of a dict in batches of 1000
 MAX_DEPTH = 64
@@ -54,7 +54,7 @@ def _is_int(value: object) -> bool:
 
 
 class _Walker:
-    """Walks the opcodes of one pickle. ``place`` is the offset of the current one."""
+    """Walks over the opcodes of one pickle. ``place`` is the offset of the current one."""
 
     def __init__(self, data: mmap.mmap, name: str) -> None:
         self.data = data
@@ -73,7 +73,7 @@ class _Walker:
         raise LegacyPickleError(f"{self.name}, byte {self.place if place is None else place}: {problem}; {remedy}")
 
     def take(self, count: int) -> int:
-        """Step over ``count`` bytes; their offset. No opcode reaches past its frame or the file."""
+        """Skip ``count`` bytes and return their offset. No opcode may reach past its frame or the file."""
         start, end = self.cursor, self.size if self.frame_end is None else self.frame_end
         if count > end - start:
             what = "file" if self.frame_end is None else "frame"
@@ -150,7 +150,7 @@ class _Walker:
         return values
 
     def use(self, value: object) -> int:
-        """Make ``value`` a part of something: from here on it does not change. Returns its depth."""
+        """Put ``value`` into another value, after which it may not change; return its depth."""
         if isinstance(value, Dict):
             value.is_used = True
         elif isinstance(value, DType) and not value.has_state:
@@ -162,7 +162,7 @@ class _Walker:
             self.fail(f"nested deeper than {MAX_DEPTH}")
         return depth
 
-    # Operations; ``number`` is what the opcode's fixed-width argument says, 0 where it has none
+    # Operations. ``number`` is the opcode's fixed-width argument, 0 if it has none.
 
     def protocol(self, number: int) -> None:
         if self.place:
@@ -214,7 +214,7 @@ class _Walker:
                 shown = ascii(key)[:80] if isinstance(key, str) else type(key).__name__.strip("_")
                 self.fail(f"a dict has the key {shown}, and keys are printable names without a slash")
             if key in target.items:
-                self.fail(f'the key "{key}" stands twice in a dict')
+                self.fail(f'the key "{key}" appears twice in a dict')
             if value is target:
                 self.fail("a dict contains itself")
             target.depth = max(target.depth, 1 + self.use(value))
@@ -283,14 +283,14 @@ class _Walker:
     # Arrays
 
     def is_empty_array(self, values: tuple[object, ...]) -> bool:
-        """Whether these are the arguments with which numpy makes an array to be filled: (ndarray, (0,), b"b")."""
+        """Whether these are the arguments with which NumPy makes an empty array: (ndarray, (0,), b"b")."""
         match values:
             case (Global(meaning="ndarray"), Tuple(values=(0,)), Bytes(length=1) as code):
                 return self.data[code.offset] == ord("b")
         return False
 
     def is_aval(self, aval: Dict) -> bool:
-        """Whether this is what JAX notes beside an array's values; ``named_shape`` by older versions."""
+        """Whether JAX writes this dict beside an array's values. Older versions write ``named_shape``."""
         return all(
             (key == "weak_type" and isinstance(value, bool))
             or (key == "named_shape" and isinstance(value, Dict) and not value.items)
@@ -308,7 +308,7 @@ class _Walker:
         if len(sizes) != len(shape.values) or len(sizes) > MAX_DIMENSIONS:
             self.fail(f"an array's shape is not up to {MAX_DIMENSIONS} sizes", "the file is damaged")
         itemsize = DTYPES[dtype.name].itemsize
-        # Zeros left out, so that no size beside them is beyond what numpy can hold.
+        # Without zeros, because NumPy limits the other sizes of an empty array too.
         if math.prod(size for size in sizes if size) * itemsize > MAX_TENSOR_BYTES:
             self.fail(f"an array of shape {sizes} is too large", "the file is damaged")
         if math.prod(sizes) * itemsize != data.length:
@@ -337,7 +337,7 @@ class _Walker:
             for key, (value, place) in content.items.items():
                 nodes += 1
                 path = prefix + key
-                # Shared dicts multiply: a few bytes can stand for 2^64 paths.
+                # Shared dicts multiply: a few bytes can encode 2^64 paths.
                 if nodes > MAX_NODES or len(path) > MAX_PATH_LENGTH:
                     self.fail(f"more than {MAX_NODES} names, or one longer than {MAX_PATH_LENGTH}", place=place)
                 if isinstance(value, Dict):
@@ -358,7 +358,7 @@ class _Walker:
 
 _OPCODE_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 
-# Opcode -> width in bytes of its argument, and what it does.
+# From opcode to the width of its argument in bytes, and its operation.
 OPCODES: dict[int, tuple[int, Callable[[_Walker, int], None]]] = {
     0x80: (1, _Walker.protocol),
     0x95: (8, _Walker.frame),
@@ -401,9 +401,9 @@ OPCODES: dict[int, tuple[int, Callable[[_Walker, int], None]]] = {
 
 
 def walk(data: mmap.mmap, name: str) -> dict[str, LegacyTensor]:
-    """Every array of a mapped pickle by its path, in the file's order.
+    """Find all arrays of a mapped pickle, by path, in the file's order. ``name`` is the file's name, for messages.
 
     Raises:
-      LegacyPickleError: the pickle is damaged, or is anything but nested dicts of arrays; ``name`` is the file's.
+      LegacyPickleError: the pickle is damaged, or contains something other than nested dicts of arrays.
     """
     return _Walker(data, name).run()

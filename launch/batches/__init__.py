@@ -1,1 +1,1 @@
-"""Batches of prompts: their lines, what is written of them, and the folder that survives the run."""
+"""Files of prompts: reading lines, building records, and the output folder that survives restarts."""

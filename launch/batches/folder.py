@@ -1,13 +1,12 @@
-"""The folder of a batch: what is done survives whatever happens, and is never done twice.
+"""The output folder of a batch. Results survive interruptions, and no prompt is completed twice.
 
-results.jsonl and errors.jsonl grow by whole lines, one write each, synced to the disk. run.json says what the results
-are of: another run is refused. At the end sorted.jsonl holds the results in the order of the input.
+results.jsonl and errors.jsonl grow by whole lines, one write per line, synced to disk. run.json describes the run, and
+a different run is refused. At the end sorted.jsonl holds the results in the order of the input.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,25 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from launch.batches.records import Key, as_line, is_sealed, key_of, sealed
-from runtime import InputError
+from runtime import InputError, lock, parse_json_object, replace_file
 
 RUN, RESULTS, ERRORS, SORTED, LOCK = "run.json", "results.jsonl", "errors.jsonl", "sorted.jsonl", ".lock"
 _MAX_RUN_BYTES = 1 << 20
 
 
 class BatchFolder:
-    """A batch's folder, held by this process until it ends or closes it.
+    """The output folder of a batch, locked by this process until it ends or calls :meth:`close`.
 
     Attributes:
       path: the folder.
-      repaired: what was mended when it was opened, a sentence each.
+      repaired: repairs made when the folder was opened, one sentence each.
     """
 
     def __init__(self, path: Path) -> None:
-        """Make the folder where there is none, lock it, and mend what a process that was killed has left.
+        """Create the folder if needed, lock it, and repair what a killed process left behind.
 
         Raises:
-          InputError: it cannot be written to, or another process is at it.
+          InputError: the folder cannot be written, or another process holds it.
         """
         self.path = path
         self.repaired: list[str] = []
@@ -55,27 +54,26 @@ class BatchFolder:
             raise
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the files and release the locks."""
         for handle in (*self._files.values(), *self._locks):
             os.close(handle)
         self._files, self._locks = {}, []
 
     def _lock(self) -> None:
-        """Lock the folder itself, which cannot be removed while it holds results, and a file for other machines.
+        """Lock the folder itself and a file in it.
 
-        Network file systems lock files alone, and a file can be removed by anybody who tidies up. The system lets go of
-        both when the process ends, however it ends.
+        The folder cannot be removed while it holds results, but network file systems lock only files; a file can be
+        removed by someone who tidies up. The system releases both locks when the process ends, however it ends.
         """
         folder, file = self._locks
         for handle in (folder, file):
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                if not lock(handle):
                     raise InputError(
                         f"--output_dir={self.path}: another process is writing there; wait for it, or name another "
                         "folder"
-                    ) from error
+                    )
+            except OSError as error:
                 if handle == file:
                     raise InputError(
                         f"--output_dir={self.path}: cannot be locked ({error.strerror or error})"
@@ -92,29 +90,27 @@ class BatchFolder:
             if whole < size:
                 os.ftruncate(handle, whole)
                 os.fsync(handle)
-                self.repaired.append(f"{path}: a last line that was written in part is removed, and done again")
+                self.repaired.append(f"{path}: removed an incomplete last line; it is computed again")
         except OSError as error:
             raise InputError(f"{path}: cannot be written to ({error.strerror or error})") from error
 
-    # ---- which run it is --------------------------------------------------------------------------------------
+    # ---- the run's facts -------------------------------------------------------------------------------------
 
     def check(self, facts: Mapping[str, Any]) -> None:
-        """Check that what the folder holds, if anything, is of the same run as far as ``facts`` say.
+        """Check that existing results belong to a run with these facts.
 
         Raises:
-          InputError: it is of another, and the sentence says in what.
+          InputError: they belong to another run; the message names the differences.
         """
         path = self.path / RUN
         try:
             if not path.exists():
                 if os.fstat(self._files[RESULTS]).st_size:
-                    raise InputError(f"{self.path}: there are results and no {RUN}; name another --output_dir")
+                    raise InputError(f"{self.path}: there are results but no {RUN}; name another --output_dir")
                 return
             if path.stat().st_size > _MAX_RUN_BYTES:
                 raise ValueError("too large")
-            said = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(said, dict):
-                raise ValueError("not an object")
+            said = parse_json_object(path.read_bytes())
         except (OSError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
@@ -125,14 +121,14 @@ class BatchFolder:
         if different:
             raise InputError(
                 f"{self.path} holds the results of another run: {'; '.join(different)}. Name another --output_dir, or "
-                "run as before to go on"
+                "run the earlier command to continue"
             )
 
     def begin(self, facts: Mapping[str, Any]) -> None:
-        """Say which run it is, unless that has been said.
+        """Write the facts of the run, unless they are there already.
 
         Raises:
-          InputError: it cannot be written.
+          InputError: the file cannot be written.
         """
         if not (self.path / RUN).exists():
             self._replace(RUN, [json.dumps(facts, indent=2, ensure_ascii=False).encode() + b"\n"])
@@ -146,41 +142,43 @@ class BatchFolder:
                 try:
                     yield line, json.loads(line)
                 except ValueError as error:
-                    raise InputError(f"{path}:{number}: not JSON, so not written by this run; move it away") from error
+                    raise InputError(
+                        f"{path}:{number}: not JSON, so not written by this run; move the file away"
+                    ) from error
 
     def done(self, known: Collection[Key]) -> set[Key]:
-        """Records that are there.
+        """The keys of the results that exist.
 
         Args:
-          known: those that there can be.
+          known: the keys that the input allows.
 
         Raises:
-          InputError: one that is not as it was written, of no line of the input, or there twice.
+          InputError: a result was changed since it was written, belongs to no line of the input, or exists twice.
         """
         found: set[Key] = set()
         for number, (_, record) in enumerate(self._records(RESULTS), 1):
             if not is_sealed(record):
                 raise InputError(
                     f"{self.path / RESULTS}:{number}: changed since it was written: its digest is wrong; remove the "
-                    "line, and it is done again"
+                    "line, and it is computed again"
                 )
             key = key_of(record)
             if key is None or key not in known or key in found:
-                why = "twice" if key in found else "of no line of the input"
-                raise InputError(f"{self.path / RESULTS}:{number}: a result that is there {why}; move the file away")
+                why = "appears twice" if key in found else "belongs to no line of the input"
+                raise InputError(f"{self.path / RESULTS}:{number}: a result that {why}; move the file away")
             found.add(key)
         return found
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write results. When this returns they are on the disk.
+        """Write results. When this returns, they are on disk.
 
         Raises:
-          InputError: the disk is full or gone; what was there before is whole.
+          InputError: the disk is full or gone; earlier results are intact.
         """
         self._append(RESULTS, map(sealed, records))
 
     def add_errors(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write those errors that are not there yet.
+        """Write the errors that are not there yet.
 
         Raises:
           InputError: as :meth:`append`.
@@ -200,12 +198,12 @@ class BatchFolder:
             os.fsync(handle)
         except OSError as error:
             raise InputError(
-                f"{self.path / name}: cannot be written ({error.strerror or error}). What it holds is whole: mend that "
-                "and run the same command again"
+                f"{self.path / name}: cannot be written ({error.strerror or error}). Results so far are intact: fix "
+                "the cause and run the same command again"
             ) from error
 
     def sort(self, order: Sequence[Key]) -> list[dict[str, Any]]:
-        """Write :data:`SORTED`: the results in this order. Returns them."""
+        """Write the results in this order to :data:`SORTED`, and return them."""
         lines: dict[Key | None, tuple[bytes, Any]] = {}
         for line, record in self._records(RESULTS):
             lines[key_of(record)] = line, record
@@ -213,29 +211,19 @@ class BatchFolder:
         return [lines[key][1] for key in order]
 
     def write(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write another file of records, all at once."""
+        """Write another file of records, atomically."""
         self._replace(name, [as_line(record) for record in records])
 
     def _replace(self, name: str, lines: Iterable[bytes]) -> None:
         path = self.path / name
-        staged = path.with_name(f".{name}.unfinished")
         try:
-            with staged.open("wb") as file:
-                file.writelines(lines)
-                file.flush()
-                os.fsync(file.fileno())
-            staged.rename(path)
-            folder = os.open(self.path, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            replace_file(path, lines)
         except OSError as error:
             raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 def _end_of_last_line(handle: int, size: int) -> int:
-    """Bytes up to and with the last line feed."""
+    """Bytes up to and including the last line feed."""
     end = size
     while end > 0:
         start = max(0, end - (1 << 16))
@@ -247,7 +235,7 @@ def _end_of_last_line(handle: int, size: int) -> int:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Name, earlier and present value of what differs; of objects, of what differs in them."""
+    """Name, old value and new value of each difference, recursively."""
     for name, value in now.items():
         other = before.get(name)
         if isinstance(value, Mapping) and isinstance(other, Mapping):

@@ -1,4 +1,4 @@
-"""Lines of prompts: plain ones and OpenAI batch requests, checked before anything runs."""
+"""Read the lines of an input file, plain ones and OpenAI batch requests, and check them before anything runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from runtime import InputError, RowRequest, row_seed
 
 MAX_LINE_BYTES = 16 << 20
 _PART_BYTES = 1 << 20
-# Lines whose prompts are tokenized together: on all cores, and in one call of the library.
+# Lines whose prompts are tokenized in one call, on all cores.
 LINES_TOGETHER = 1024
 _BYTES_TOGETHER = 32 << 20
 MAX_ID = 512
@@ -34,12 +34,12 @@ Form = Literal["plain", "completion", "chat"]
 
 @dataclass(frozen=True)
 class Line(Asked):
-    """A line that can be run: what it asks for, and where it stands.
+    """A valid line.
 
     Attributes:
-      number: in the file, from 1.
+      number: line number in the file, from 1.
       id: unique in the file.
-      form: how its results are written.
+      form: the format of its results.
     """
 
     number: int
@@ -47,7 +47,7 @@ class Line(Asked):
     form: Form
 
     def requests(self) -> list[RowRequest]:
-        """A row for each sample. Its seed is a hash of seed, id and sample, so that it is the same in any order."""
+        """A row for each sample. Its seed is a hash of seed, id and sample, independent of the order of lines."""
         return [
             RowRequest(self.tokens, self.config, row_seed(self.seed, self.id, sample)) for sample in range(self.samples)
         ]
@@ -55,7 +55,7 @@ class Line(Asked):
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that cannot be run; ``id`` is None where it has none of its own."""
+    """An invalid line; ``id`` is None if it has no id of its own."""
 
     number: int
     id: str | None
@@ -64,13 +64,13 @@ class BadLine:
 
 @dataclass(frozen=True)
 class Batch:
-    """A whole file.
+    """The contents of an input file.
 
     Attributes:
-      lines: what can be run.
-      bad: what cannot.
-      ignored: names of fields of plain lines that say nothing to the decoder.
-      digest: of the file's bytes.
+      lines: the valid lines.
+      bad: the invalid lines.
+      ignored: names of fields of plain lines that are not used.
+      digest: digest of the file's bytes.
     """
 
     lines: list[Line]
@@ -80,10 +80,10 @@ class Batch:
 
 
 def read_batch(path: Path, defaults: Defaults) -> Batch:
-    """Read and check every line; blank ones are passed over.
+    """Read and check every line; blank lines are skipped.
 
     Raises:
-      InputError: the file cannot be read, or has no line; or the chat template does not end.
+      InputError: the file cannot be read or has no line, or the chat template exceeds its time.
     """
     reader = _Reader(defaults)
     try:
@@ -100,7 +100,7 @@ def read_batch(path: Path, defaults: Defaults) -> Batch:
 
 
 def _raw_lines(file: IO[bytes], digest: hashlib._Hash) -> Iterator[bytes | None]:
-    """The lines of a file, None for one that is too long, which is not kept in memory."""
+    """Yield the lines of a file; None for a line that is too long, which is not kept in memory."""
     first = True
     while raw := file.readline(MAX_LINE_BYTES + 1):
         digest.update(raw)
@@ -108,7 +108,7 @@ def _raw_lines(file: IO[bytes], digest: hashlib._Hash) -> Iterator[bytes | None]
         while not raw.endswith(b"\n") and (rest := file.readline(_PART_BYTES)):
             digest.update(rest)
             raw, is_whole = rest, False
-        # Editors on Windows begin a file with a mark that says that it is UTF-8.
+        # Editors on Windows write a byte order mark at the start of UTF-8 files.
         yield (raw.removeprefix(codecs.BOM_UTF8) if first else raw) if is_whole else None
         first = False
 
@@ -122,11 +122,11 @@ class _Drafted:
 
 
 class _Reader:
-    """Checks lines one by one, and tokenizes the prompts of many together.
+    """Checks lines one by one and tokenizes their prompts in groups.
 
     Attributes:
-      lines, bad, ignored: as in :class:`Batch`, of the lines so far; ``bad`` in any order.
-      digest: of the file so far.
+      lines, bad, ignored: as in :class:`Batch`, for the lines so far; ``bad`` is not sorted.
+      digest: digest of the file so far.
     """
 
     def __init__(self, defaults: Defaults) -> None:
@@ -140,7 +140,7 @@ class _Reader:
         self.digest = hashlib.sha256()
 
     def add(self, number: int, raw: bytes | None) -> None:
-        """Check a line; None is one that was too long."""
+        """Check a line; None stands for a line that is too long."""
         identity = None
         try:
             if raw is None:
@@ -151,7 +151,7 @@ class _Reader:
             identity = _identity(record)
             if identity in self._seen:
                 first, again, identity = self._seen[identity], identity, None
-                raise InputError(f"the id {again!r:.80} stands in line {first} too")
+                raise InputError(f"duplicate id {again!r:.80} (first used on line {first})")
             self._seen[identity] = number
             form, fields = _fields(record, self.ignored)
             self._drafts.append(_Drafted(number, identity, form, read_draft(fields, self._defaults)))
@@ -163,7 +163,7 @@ class _Reader:
             self.finish()
 
     def finish(self) -> None:
-        """Tokenize the prompts of the lines that wait for it."""
+        """Tokenize the prompts of the lines checked since the last call."""
         drafts, self._drafts, self._characters = self._drafts, [], 0
         encoded = encode_drafts([one.draft for one in drafts], self._defaults)
         for one, tokens in zip(drafts, encoded, strict=True):
@@ -187,7 +187,7 @@ def _identity(record: Mapping[str, Any]) -> str:
 
 
 def _fields(record: dict[str, Any], ignored: dict[str, None]) -> tuple[Form, dict[str, Any]]:
-    """The form of a line, and what its body says."""
+    """The form of a line and the fields of its body."""
     form: Form = "plain"
     if "custom_id" in record:
         body = record.get("body")
@@ -201,7 +201,7 @@ def _fields(record: dict[str, Any], ignored: dict[str, None]) -> tuple[Form, dic
     fields = known(changes)
     rest = {name: value for name, value in changes.items() if name not in fields}
     if form == "plain":
-        # Datasets have fields of their own.
+        # Datasets have further fields, which are ignored.
         ignored.update(dict.fromkeys(rest))
     else:
         nothing_else(rest)

@@ -1,4 +1,4 @@
-"""What is written of a line: plain records, OpenAI's, EvalPlus samples, errors. Nothing in them depends on when."""
+"""Output records: plain, in OpenAI's format, EvalPlus samples, and errors. No record contains a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launch.batches.lines import BadLine, Line
 from launch.openai.answers import DECIMALS, answer, choice, logprobs, usage
 from runtime import CompletionBuilder, DiffusionConfig, RowRequest, RowResult, TextTokenizer
 
-# Which record of results.jsonl: the id of a line, and which of its samples; None for all of them in one.
+# Key of a record of results.jsonl: the id of a line and the index of a sample, or None for all samples in one record.
 Key = tuple[str, int | None]
 
 # The last field of every result.
@@ -21,12 +21,12 @@ _FENCED = re.compile(r"```[\w+-]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def keys(line: Line) -> list[Key]:
-    """The records that a line comes to: one for each sample of a plain one, one for all samples in OpenAI's form."""
+    """Keys of a line's records: one per sample of a plain line, one for all samples of an OpenAI line."""
     return [(line.id, sample) for sample in range(line.samples)] if line.form == "plain" else [(line.id, None)]
 
 
 def key_of(record: Any) -> Key | None:
-    """Which record of results.jsonl this is; None where it is none."""
+    """The key of a record of results.jsonl; None if it is not a result."""
     if not isinstance(record, dict):
         return None
     identity, index = record.get("custom_id", record.get("id")), record.get("index")
@@ -36,17 +36,17 @@ def key_of(record: Any) -> Key | None:
 
 
 def as_line(record: Mapping[str, Any]) -> bytes:
-    """A record as it is written."""
+    """Encode a record as a line."""
     return json.dumps(record, ensure_ascii=False, separators=(", ", ": ")).encode() + b"\n"
 
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A result with a digest of itself, by which the next run sees that it is whole."""
+    """Add a digest to a result, so that the next run can check it."""
     return {**record, DIGEST: hashlib.blake2b(as_line(record), digest_size=8).hexdigest()}
 
 
 def is_sealed(record: Any) -> bool:
-    """Whether a result is what :func:`sealed` has made."""
+    """Whether the digest of a result is right."""
     if not isinstance(record, dict):
         return False
     return sealed({name: value for name, value in record.items() if name != DIGEST}) == record
@@ -84,7 +84,7 @@ def sample_record(
 def openai_record(
     line: Line, samples: Sequence[Mapping[str, Any]], tokenizer: TextTokenizer, model_name: str
 ) -> dict[str, Any]:
-    """The record of a whole line in the form of OpenAI's batch results, from the plain ones of its samples."""
+    """The record of an OpenAI line in the format of OpenAI's batch results, from the plain records of its samples."""
     chat = line.form == "chat"
     choices, made = [], 0
     for sample in samples:
@@ -92,22 +92,22 @@ def openai_record(
         own = None if kept is None else logprobs(tokenizer, sample["tokens"], kept, chat)
         choices.append(choice(sample["index"], sample["text"], sample["finish_reason"], own, chat))
         made += len(sample["tokens"])
-    # A time would make two runs differ.
+    # The creation time is 0, because a time would make two runs differ.
     body = answer(f"cmpl-{line.id}", 0, model_name, choices, chat) | {"usage": usage(len(line.tokens), made)}
     response = {"status_code": 200, "request_id": f"req-{line.id}", "body": body}
     return {"id": f"batch_req-{line.id}", "custom_id": line.id, "response": response, "error": None}
 
 
 def error_record(bad: BadLine) -> dict[str, Any]:
-    """The record of a line that cannot be run."""
+    """The record of an invalid line."""
     return {"id": bad.id, "line": bad.number, "error": {"code": "invalid_request", "message": bad.message}}
 
 
 def evalplus_records(record: Mapping[str, Any], chat: bool) -> list[dict[str, str]]:
     """EvalPlus samples of a record of results.jsonl.
 
-    A raw completion goes on from the prompt of the task. A chat's answer stands for itself: its first fenced block, or
-    all of it where there is none.
+    A raw completion continues the prompt of the task. A chat's answer is a complete solution: its first fenced code
+    block, or the whole answer if it has none.
     """
     if "custom_id" in record:
         choices = record["response"]["body"]["choices"]

@@ -1,4 +1,4 @@
-"""The rows that a batch's lines come to, and from generated rows back to the records of lines."""
+"""Convert the lines of a batch to rows, and generated rows to records."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from runtime import RowRequest, RowResult
 
 
 class LineRows:
-    """Rows of all lines, line by line and sample by sample.
+    """The rows of all lines, ordered by line and sample.
 
     Attributes:
       requests: the rows to generate.
-      stops: strings that end each of them.
+      stops: the stop strings of each row.
     """
 
     def __init__(self, lines: Sequence[Line], defaults: Defaults) -> None:
-        """Take all lines of the input, and what they were read with."""
+        """Take all lines of the input, and the defaults they were read with."""
         self._defaults = defaults
         self.requests: list[RowRequest] = [request for line in lines for request in line.requests()]
         self.stops = [line.stop for line in lines for _ in range(line.samples)]
         self._owners = [(line, sample) for line in lines for sample in range(line.samples)]
-        self._samples: dict[str, dict[int, dict[str, Any]]] = {}  # of OpenAI lines that are not complete, by line id
+        self._samples: dict[str, dict[int, dict[str, Any]]] = {}  # samples of incomplete OpenAI lines, by line id
 
     def of_records(self, records: Collection[Key]) -> set[int]:
-        """Indices of the rows that these records are of."""
+        """Indices of the rows that belong to these records."""
         return {
             index
             for index, (line, sample) in enumerate(self._owners)

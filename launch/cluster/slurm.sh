@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A run on one or more multi-GPU hosts under Slurm: one process a host, with all of its GPUs.
+# A run on one or more multi-GPU hosts under Slurm: one process per host, with all of its GPUs.
 #
 #   sbatch --nodes=1 launch/cluster/slurm.sh generate --checkpoint=DIR --mesh=data=8 --prompt='...' --json
 #   sbatch --nodes=2 launch/cluster/slurm.sh generate --checkpoint=DIR --mesh=data=16 --prompt_file=a.txt --json
 #
 # Results go to diffumesh-JOB.out, everything else to diffumesh-JOB.err. A run that asks for a restart (exit code 42) is
-# requeued MAX_RESTARTS times at most; one that was told something wrong (2) is not. PYTHON names the interpreter.
+# requeued at most MAX_RESTARTS times; a run with a user error (2) is not. PYTHON names the interpreter.
 #SBATCH --job-name=diffumesh
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -26,16 +26,16 @@ if [[ $# -eq 0 ]]; then
   exit 2
 fi
 
-# Ports of this job's own, should two jobs share host 0: an even one for JAX, the next for the supervisors.
+# Ports for this job, in case two jobs share host 0: an even one for JAX, the next for the supervisors.
 export JAX_COORDINATOR_PORT=$((20000 + 2 * (SLURM_JOB_ID % 20000)))
 
-# By which the hosts of this job know one another; srun hands it on.
+# The secret with which the hosts of this job authenticate each other; srun passes it on.
 if [[ -z ${DIFFUMESH_HOSTS_SECRET_FILE:-} ]]; then
   DIFFUMESH_HOSTS_SECRET=${DIFFUMESH_HOSTS_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
   export DIFFUMESH_HOSTS_SECRET
 fi
 
-# The hosts end one another, by name; Slurm need not kill anybody for it.
+# A fault on one host ends the run on all hosts, so Slurm does not need to kill the others.
 srun --kill-on-bad-exit=0 --label "$PYTHON" -m launch.main "$@" | sed -u 's/^ *0: //'
 code=${PIPESTATUS[0]}
 

@@ -16,7 +16,7 @@ set -uo pipefail
 LOG=${LOG:-diffumesh.log}
 MAX_RESTARTS=${MAX_RESTARTS:-5}
 ENVIRONMENT="\$HOME/diffumesh"
-SECRET=diffumesh-hosts.secret # by which the hosts know one another; made by setup, in every home
+SECRET=diffumesh-hosts.secret # with which the hosts authenticate each other; setup writes it to every home folder
 
 usage() {
   sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2

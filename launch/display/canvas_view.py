@@ -1,4 +1,4 @@
-"""Canvases as people see them: each position's text and what it is, for the terminal and for the page.
+"""Convert canvases to text: each position's text and kind, for the terminal and the HTML page.
 
 Dimension letters: B rows, S the prompts' width, N new tokens.
 """
@@ -18,7 +18,7 @@ from runtime import Completion, DiffusionConfig, Engine, GenerationResult
 
 
 class CanvasView:
-    """Turns canvases of one batch into text, position by position."""
+    """Converts the canvases of one batch to text, position by position."""
 
     def __init__(self, engine: Engine, ids: np.ndarray, mask: np.ndarray, samples: int) -> None:
         """Take the prompts ``ids`` and ``mask`` ``[B, S]``, each of which has ``samples`` rows in every canvas."""
@@ -30,7 +30,7 @@ class CanvasView:
         self._text = functools.cache(lambda token: tokenizer.decode([token], skip_special_tokens=False))
 
     def rows(self, canvas: np.ndarray) -> list[list[tuple[str, TokenKind]]]:
-        """(text, kind) of every position that is no padding: canvas int32 ``[B, S + N]``."""
+        """(text, kind) of every position except padding; canvas int32 ``[B, S + N]``."""
         return [
             [(self._text(int(token)), kind) for token, kind in zip(tokens, kinds, strict=True)]
             for tokens, kinds in (self._row(number, row) for number, row in enumerate(canvas))
@@ -41,14 +41,14 @@ class CanvasView:
     ) -> list[HistoryRow]:
         """A finished generation for :func:`launch.display.history_html.write_history_html`.
 
-        A row that ended early has the steps that it made, and without the positions that it never came to.
+        A row that ended early has only the steps that it ran and the positions that it reached.
         """
         rows, width = [], self._real.shape[1]
         for number, (sequence, title, completion) in enumerate(zip(result.sequences, titles, completions, strict=True)):
             tokens, kinds = self._row(number, sequence)
             start = len(sequence) - len(tokens)
             set_at = result.commit_steps[number][start:].tolist()
-            # The text may end with a stop string, which no token shows.
+            # The text may end at a stop string in the middle of the tokens.
             cut = width + len(completion.tokens) - start if completion.finish_reason == "stop" else len(tokens)
             pieces, ended_early = [], False
             for place, (token, kind, step) in enumerate(zip(tokens.tolist(), kinds, set_at, strict=True)):
@@ -78,7 +78,7 @@ class CanvasView:
 
 
 def row_titles(prompts: Sequence[str], samples: int) -> list[str]:
-    """A heading for every row: the first line of its prompt, and the sample's number where there are several."""
+    """A heading for every row: the first line of its prompt, and the sample's number if there are several samples."""
     return [
         (prompt.strip().splitlines() or [""])[0][:80] + (f"  [{sample}]" if samples > 1 else "")
         for prompt in prompts

@@ -14,7 +14,7 @@ from runtime import Completion, GenerationResult, GenerationStats
 
 
 def summary(completions: Sequence[Completion], stats: GenerationStats, stopped_by: signal.Signals | None) -> str:
-    """What was done, in a line: tokens of text, without ends and what follows them."""
+    """One line that sums up a run. Tokens are counted without end tokens and what follows them."""
     tokens = sum(len(completion.tokens) for completion in completions)
     decoding = max(stats.seconds - stats.compile_seconds, 1e-9)
     parts = [
@@ -30,7 +30,7 @@ def summary(completions: Sequence[Completion], stats: GenerationStats, stopped_b
 def write_completions(
     completions: Sequence[Completion], titles: Sequence[str], result: GenerationResult, values: flags.FlagValues
 ) -> None:
-    """Completions on standard output, as text or JSON lines."""
+    """Print completions on standard output, as text or JSON lines."""
     stats = dataclasses.asdict(result.stats)
     for completion, title in zip(completions, titles, strict=True):
         if values.json:

@@ -1,4 +1,4 @@
-"""The table behind ``--explain``: what every weight looks like on a mesh, and what the layout costs."""
+"""``--explain``: a table of how every weight is laid out on a mesh, and what the layout costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.planner import default_mesh, partition_spec, shard_shape
 
 
 def explain(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> None:
-    """Print the layout's table, of the mesh that a run would take. A mesh that is fully given needs no devices."""
+    """Print the layout for the mesh of ``--mesh``, or for the default mesh. A complete mesh needs no devices."""
     spec = MeshSpec.parse(values.mesh) if values.mesh is not None else None
     dtype = values.dtype or model.dtype
     quantization = values.quantize if folder.quantization == "none" else folder.quantization
@@ -36,11 +36,11 @@ def explain(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConf
 def print_layout(layout: ModelLayout, dtype: str) -> None:
     """Print a row per weight: logical axes, partition spec, global shape, bytes per device, replication, padding.
 
-    Replication is how many devices hold each element, padding how much of the stored global array is zeros.
+    Replication is the number of devices that hold each element; padding is the share of added zeros.
 
     Args:
-      layout: the model on a mesh; no device is touched.
-      dtype: dtype of the weights on the devices that are not quantized.
+      layout: the model on a mesh; no device is used.
+      dtype: dtype of the weights that are not quantized.
     """
     table = Table(box=box.SIMPLE_HEAD, title=f"{layout.config.family.name} on {layout.spec}, {dtype}")
     for name in ("weight", "logical axes", "partition spec", "global shape"):

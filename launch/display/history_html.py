@@ -1,7 +1,7 @@
-"""`--history_html`: the finished text as a page, each token coloured by the step that set it.
+"""``--history_html``: the finished text as a page, each token coloured by the step that committed it.
 
-The page is one file: it asks nothing of the network, and a slider (or ``#step=12`` in its address) goes back to any
-step. ``history.html`` beside this module is its template.
+The page is a single file without network requests. A slider (or ``#step=12`` in its address) shows any step.
+``history.html`` beside this module is its template.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import html
 import json
 import os
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.display.pages import content_security_policy, page_template
+from runtime import replace_file
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class HistoryToken:
     """One position of a finished canvas.
 
     Attributes:
-      text: what the token says; any text, since the page shows it and never interprets it.
-      step: the step that set it, counted from 0 as in ``GenerationResult.commit_steps``; -1 where it was given in the
-        prompt, None where it is still masked.
-      end: it belongs to what follows the end of the text (the end token and its repetitions), which the page folds
-        into one button.
+      text: the token's text; the page never interprets it.
+      step: the step that committed it, from 0 as in ``GenerationResult.commit_steps``; -1 for a token of the prompt,
+        None if it is still masked.
+      end: whether it follows the end of the text (the end token and its repetitions); the page folds these into one
+        button.
     """
 
     text: str
@@ -42,7 +42,7 @@ class HistoryRow:
     Attributes:
       title: the row's heading.
       tokens: the canvas from its first real position to its last, prompt included.
-      steps: denoise steps that were asked for; every token's step is less.
+      steps: number of denoise steps; every token's step is smaller.
     """
 
     title: str
@@ -60,7 +60,7 @@ class HistoryRow:
 
 
 def render_history_html(rows: Sequence[HistoryRow], *, title: str, settings: Mapping[str, str]) -> str:
-    """The page as text.
+    """Render the page.
 
     Args:
       rows: the rows of the batch, which share the slider.
@@ -68,7 +68,7 @@ def render_history_html(rows: Sequence[HistoryRow], *, title: str, settings: Map
       settings: names and values to show below it.
 
     Returns:
-      A complete HTML document in ASCII characters, but for the template's own.
+      A complete HTML document; the data in it is ASCII.
     """
     template = page_template("launch.display", "history.html")
     content = {
@@ -83,21 +83,21 @@ def render_history_html(rows: Sequence[HistoryRow], *, title: str, settings: Map
             for row in rows
         ],
     }
-    # A script element ends at the first "</script", whatever it holds, so no "<" may stand in the data.
+    # A script element ends at the first "</script", so the data must not contain "<".
     data = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e")
     parts = {
         "title": html.escape(title.encode("utf-8", "replace").decode("utf-8")),
         "data": data,
         "policy": content_security_policy(template),
     }
-    # In one pass: a title that says {{data}} stays what it is.
+    # One pass over the template, so that {{data}} in a title is not replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
 def write_history_html(
     path: str | os.PathLike[str], rows: Sequence[HistoryRow], *, title: str, settings: Mapping[str, str]
 ) -> None:
-    """Write the page; a file that was there is replaced whole, or left as it was.
+    """Write the page; an existing file is replaced atomically.
 
     Args:
       path: the file, in a folder that exists.
@@ -110,12 +110,4 @@ def write_history_html(
     """
     target = Path(path)
     page = render_history_html(rows, title=title, settings=settings)
-    # In the same folder, since a replacement is atomic only inside one file system; opened as new, so that two writers
-    # cannot share it, and with the permissions any new file gets.
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    try:
-        with partial.open("x", encoding="utf-8", newline="\n") as stream:
-            stream.write(page)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    replace_file(target, [page.encode("utf-8")])

@@ -1,8 +1,8 @@
-// Half a surrogate pair is no character, and some programs that read a page's text fail on it.
+// A lone surrogate is not a character, and some programs that read a page fail on it.
 const wellFormed = (key, value) => typeof value === "string" ? value.replace(/\p{Surrogate}/gu, "\ufffd") : value;
 const find = (selector) => document.querySelector(selector);
 
-// Everything that came from a model or a user enters the page here, as text.
+// All text of models and users enters the page here, as text nodes.
 function make(tag, className, text) {
   const element = document.createElement(tag);
   if (className) element.className = className;
@@ -10,7 +10,7 @@ function make(tag, className, text) {
   return element;
 }
 
-// Control characters would vanish, and bidirectional ones would reorder their neighbours: both are shown instead.
+// Control characters would be invisible, and bidirectional ones would reorder text: show symbols instead.
 function visible(text) {
   return text
     .replace(/[\0-\x08\x0b-\x1f]/g, (sign) => String.fromCharCode(0x2400 + sign.charCodeAt(0)))
@@ -18,7 +18,7 @@ function visible(text) {
       (sign) => "\u27e8U+" + sign.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0") + "\u27e9");
 }
 
-// The text of a token: its line ends are seen, and that it is nothing too.
+// The text of a token, with visible line ends and a mark for an empty token.
 function spelled(text) {
   const inner = make("span", text ? "" : "empty");
   visible(text).split("\n").forEach((line, index) => {

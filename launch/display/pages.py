@@ -1,4 +1,4 @@
-"""What the pages for people share: one style, one way for text to get in, and a policy that lets nothing else run."""
+"""Shared parts of the HTML pages: style, script, and a content security policy that allows nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import resources
 
 
 def page_template(package: str, name: str) -> str:
-    """A page of a package, with ``pages.css`` and ``pages.js`` where it says ``{{style}}`` and ``{{script}}``."""
+    """Read a page of a package and insert ``pages.css`` and ``pages.js`` for ``{{style}}`` and ``{{script}}``."""
 
     def read(package: str, name: str) -> str:
         return resources.files(package).joinpath(name).read_text(encoding="utf-8").rstrip("\n")
@@ -21,7 +21,7 @@ def page_template(package: str, name: str) -> str:
 
 
 def content_security_policy(template: str) -> str:
-    """The policy under which a browser runs the template's script and style and nothing else, and loads nothing."""
+    """A policy that allows only the template's own script and style, and no network requests."""
 
     def digest(element: str) -> str:
         [source] = re.findall(rf"<{element}>(.*?)</{element}>", template, re.DOTALL)

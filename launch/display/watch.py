@@ -24,21 +24,21 @@ from rich.text import Text
 
 TokenKind = Literal["prompt", "generated", "mask", "end"]
 
-# Each stays apart from the others without colour too: new tokens are reversed, masks are blocks.
+# The styles can be told apart without colour: new tokens are reversed, masks are blocks.
 STYLES: dict[str, str] = {"prompt": "dim", "generated": "", "mask": "dim", "end": "dim"}
 NEW_STYLE = "bold reverse green"
 HEADING_STYLE = "bold cyan"
 MASK, END = "░", "·"
-END_RUN = 8  # as many end tokens between other tokens become one mark
+END_RUN = 8  # this many consecutive end tokens are shown as one mark
 COMPILING = "compiling: the canvas follows"
-SHARE = 0.1  # of the time may go into drawing
-LINES_PER_ROW = 4  # rows that would get fewer lines, heading included, are counted instead of shown
+SHARE = 0.1  # the largest share of the time spent on drawing
+LINES_PER_ROW = 4  # rows that would get fewer lines, heading included, are counted and not shown
 
 
 class WatchToken(NamedTuple):
-    """One position of a canvas: what it says and what it is.
+    """The text and kind of one position of a canvas.
 
-    ``end`` is what follows the end of the text: the end token and its repetitions.
+    The kind ``end`` stands for the end token and its repetitions.
     """
 
     text: str
@@ -47,10 +47,10 @@ class WatchToken(NamedTuple):
 
 @lru_cache(maxsize=1 << 15)
 def printable(text: str, ascii_only: bool = False) -> str:
-    """A token's text without anything that a terminal would obey: newlines stay, tabs become four spaces.
+    """A token's text without control sequences: newlines are kept, tabs become four spaces.
 
-    Control characters become their pictures (escape is ``␛``); other invisible ones, bidirectional overrides and lone
-    surrogates become ``\\ufffd``. The joiners that emoji and several scripts are written with stay.
+    Control characters become their symbols (escape becomes ``␛``); other invisible characters, bidirectional overrides
+    and lone surrogates become ``\\ufffd``. Joiners, which emoji and several scripts need, are kept.
     """
     shown = []
     for sign in text:
@@ -73,10 +73,10 @@ def printable(text: str, ascii_only: bool = False) -> str:
 
 
 def fold(pieces: Iterator[tuple[str, str]], width: int) -> tuple[list[list[tuple[str, str]]], int | None]:
-    """Lay pieces (text, style) out in lines of at most ``width`` cells, cut anywhere as an editor does.
+    """Break pieces (text, style) into lines of at most ``width`` cells, at any character.
 
     Returns:
-      The lines, each a list of pieces, and the first one with a new token on it, None without any.
+      The lines, each a list of pieces, and the index of the first line with a new token; None if there is none.
     """
     lines: list[list[tuple[str, str]]] = [[]]
     column, first_new = 0, None
@@ -101,13 +101,13 @@ def fold(pieces: Iterator[tuple[str, str]], width: int) -> tuple[list[list[tuple
 
 @dataclass
 class RowView:
-    """What the watcher keeps of one row between two drawings: which positions were masked, and the first line shown."""
+    """State of one row between two drawings: the masked positions, and the first line shown."""
 
     masked: list[bool] = field(default_factory=list)
     top: int = 0
 
     def pieces(self, tokens: Sequence[tuple[str, TokenKind]], ascii_only: bool) -> Iterator[tuple[str, str]]:
-        """The row as (text, style), a run of end tokens in one piece."""
+        """The row as (text, style); consecutive end tokens form one piece."""
         ends = 0
         for position, (text, kind) in enumerate(tokens):
             if kind == "end":
@@ -124,14 +124,14 @@ class RowView:
             new = position < len(self.masked) and self.masked[position]
             shown = printable(text, ascii_only)
             if new and shown.startswith("\n") and not ascii_only:
-                # A line break has nothing to highlight.
+                # A line break is invisible, so a symbol is highlighted.
                 yield "↵", NEW_STYLE
             yield shown, NEW_STYLE if new else STYLES[kind]
         if ends:
             yield end_mark(ends), STYLES["end"]
 
     def lines(self, tokens: Sequence[tuple[str, TokenKind]], width: int, height: int, ascii_only: bool) -> list[Text]:
-        """The part of the row that fits ``height`` lines: it moves no more than the first new token asks for."""
+        """The part of the row that fits into ``height`` lines. It scrolls no further than the first new token."""
         every, first_new = fold(self.pieces(tokens, ascii_only), width)
         self.masked = [kind == "mask" for _, kind in tokens]
         inner = max(1, height - 2)
@@ -149,9 +149,9 @@ class RowView:
 
 
 def window(total: int, height: int, top: int) -> tuple[int, int]:
-    """Which of ``total`` lines to show in ``height``, from ``top`` on: the first, and the one after the last.
+    """The range of ``total`` lines to show in ``height``, starting at ``top``: the first, and one after the last.
 
-    From a height of 3 on, one line stays free for each side on which something is cut.
+    With a height of 3 or more, one line is left free on each side on which lines are cut.
     """
     if total <= height:
         return 0, total
@@ -165,19 +165,19 @@ def window(total: int, height: int, top: int) -> tuple[int, int]:
 
 
 def as_text(line: list[tuple[str, str]]) -> Text:
-    """A line for rich, as literal text; neighbours of one style share their escape sequences."""
+    """Convert a line to rich text; adjacent pieces of one style share their escape sequences."""
     runs = groupby(line, key=lambda piece: piece[1])
     merged = [("".join(text for text, _ in run), style) for style, run in runs]
     return Text.assemble(*merged, no_wrap=True, overflow="crop")
 
 
 def end_mark(count: int) -> str:
-    """What stands for ``count`` end tokens in a row."""
+    """The mark for ``count`` consecutive end tokens."""
     return "<end>" if count == 1 else f"<end x{count}>"
 
 
 def cut_mark(count: int, where: str) -> Text:
-    """What stands for ``count`` lines that did not fit."""
+    """The mark for ``count`` lines that did not fit."""
     return Text(f"  {plural(count, 'line')} {where}", style="dim italic", no_wrap=True, overflow="crop")
 
 
@@ -187,11 +187,10 @@ def plural(count: int, noun: str) -> str:
 
 
 class CanvasWatcher:
-    """Draws the canvas as it unmasks, newly set tokens highlighted.
+    """Draws the canvas as it unmasks, with newly committed tokens highlighted.
 
-    A context manager; leaving it, by an exception too, gives the terminal back with its cursor. Where there is no
-    interactive terminal nothing is ever printed, and :attr:`active` is False. ``steps``, the denoise steps there will
-    be, may be set when they are known::
+    A context manager that restores the terminal on exit, also after an exception. Without an interactive terminal it
+    prints nothing, and :attr:`active` is False. ``steps``, the number of denoise steps, may be set later::
 
         with CanvasWatcher(steps=256) as watcher:
             for step, canvas in engine.stream_tokens(...):
@@ -212,14 +211,14 @@ class CanvasWatcher:
         """Prepare to watch one generation; nothing is drawn yet.
 
         Args:
-          steps: denoise steps there will be, at least 1.
-          titles: a heading for each row; a batch without any gets numbers.
+          steps: number of denoise steps, at least 1.
+          titles: a heading for each row; without titles, the rows of a batch are numbered.
           console: where to draw; default stderr.
-          frames_per_second: drawings a second at most, fewer where drawing is slow, so that it does not hold the
-            steps up. The first and the last canvas are always drawn, and what was set in a step that was not drawn is
-            new in the next drawing.
-          transient: wipe the drawing in the end instead of leaving the last one.
-          clock: seconds, for tests.
+          frames_per_second: the largest number of drawings per second; fewer if drawing is slow, so that it does not
+            delay the steps. The first and last canvas are always drawn. Tokens committed in steps that were not drawn
+            count as new in the next drawing.
+          transient: erase the last drawing on exit.
+          clock: returns seconds; for tests.
 
         Raises:
           ValueError: steps is below 1.
@@ -229,7 +228,7 @@ class CanvasWatcher:
         self.steps = steps
         self._titles = titles
         self._console = Console(stderr=True) if console is None else console
-        # Rich can be told by the environment to treat a pipe as a terminal, for colours; for drawing that is no use.
+        # The environment can make rich treat a pipe as a terminal, for colours; that does not help drawing.
         self._active = self._console.is_interactive and self._console.is_terminal
         if console is None:
             self._active = self._active and sys.stderr.isatty()
@@ -243,13 +242,13 @@ class CanvasWatcher:
 
     @property
     def active(self) -> bool:
-        """Whether there is an interactive terminal to draw on; where not, :meth:`update` does nothing."""
+        """Whether there is an interactive terminal to draw on; otherwise :meth:`update` does nothing."""
         return self._active
 
     def __enter__(self) -> CanvasWatcher:
         self._started = self._clock()
         if self._active:
-            # stdout is left alone: what the program prints there is its result. Warnings go above the drawing.
+            # stdout is not redirected, because it carries results. Warnings appear above the drawing.
             self._live = Live(
                 console=self._console,
                 auto_refresh=False,
@@ -277,12 +276,12 @@ class CanvasWatcher:
         """Show the canvas after ``step`` steps.
 
         Args:
-          step: steps done, 0 for the canvas before the first.
-          rows: the tokens of each row, :class:`WatchToken` or plain (text, kind). A position that was ``mask`` in the
-            canvas drawn before and is no more counts as newly set.
+          step: number of steps done; 0 for the canvas before the first step.
+          rows: the tokens of each row, as :class:`WatchToken` or (text, kind). A position counts as new if it was a
+            mask in the previous drawing.
 
         Raises:
-          RuntimeError: outside of the ``with`` block.
+          RuntimeError: the call is outside of the ``with`` block.
         """
         if not self._active:
             return
@@ -302,11 +301,11 @@ class CanvasWatcher:
         self._live.update(self.frame(step, rows), refresh=True)
 
     def frame(self, step: int, rows: Sequence[Sequence[tuple[str, TokenKind]]]) -> Group:
-        """What is drawn of these rows: progress, then the lines of as many rows as the console has room for."""
+        """The drawing: progress, then the lines of as many rows as fit into the console."""
         width, height = self._console.size
         ascii_only = self._console.options.ascii_only
         self._views += [RowView() for _ in range(len(self._views), len(rows))]
-        # One line for the progress, and one that stays free: the cursor's, below.
+        # One line for the progress, and one below for the cursor.
         room = max(2, height - 2)
         fit = max(1, min(len(rows), room // LINES_PER_ROW))
         if fit < len(rows):
@@ -314,7 +313,7 @@ class CanvasWatcher:
         cut: OverflowMethod = "crop" if ascii_only else "ellipsis"
         drawn: list[Text] = []
         for number, tokens in enumerate(rows[:fit]):
-            # What earlier rows left over goes to the later ones.
+            # Later rows get the lines that earlier rows left over.
             share = (room - len(drawn)) // (fit - number)
             if len(rows) > 1 or self._titles:
                 title = self._titles[number] if number < len(self._titles) else f"row {number}"
@@ -332,7 +331,7 @@ class CanvasWatcher:
         for column in range(3):
             grid.add_column(no_wrap=True, overflow="crop", ratio=1 if column == 1 else None)
         seconds = self._clock() - self._started
-        # The legend is in the line itself: what a mask looks like, and a token that was just set.
+        # The line contains the legend: a mask, and a new token.
         sign = "#" if self._console.options.ascii_only else MASK
         grid.add_row(
             Text(f"step {step:>{len(str(self.steps))}}/{self.steps}" + ("" if step else ", compiling")),

@@ -84,7 +84,7 @@ def _members(found: type) -> Iterator[tuple[str, Any]]:
 
 
 def _wrapped(signature: str) -> str:
-    """A signature, one parameter per line where it is long."""
+    """A signature, one parameter per line if it is long."""
     if len(signature) < 90:
         return signature
     inside, _, returned = signature[1:].rpartition(")")

@@ -19,10 +19,10 @@ _HEAD = ("parameter", "models", "values", "default", "compiled in", "requires", 
 
 
 def table(configs: dict[str, type] = _CONFIGS) -> str:
-    """A row for every parameter, in Markdown.
+    """A Markdown table with a row for every parameter.
 
     Args:
-      configs: kinds of configuration by what their models are called; one row where their declarations are the same.
+      configs: configuration classes by kind of model; equal declarations share a row.
     """
     rows: dict[Parameter, list[str]] = {}
     for models, config in configs.items():
@@ -34,10 +34,10 @@ def table(configs: dict[str, type] = _CONFIGS) -> str:
 
 
 def write(text: str) -> str:
-    """A document with the table between its markers renewed.
+    """Renew the table between the markers of a document.
 
     Raises:
-      InputError: there are none.
+      InputError: the document has no markers.
     """
     if not _MARKED.search(text):
         raise InputError("expected the lines <!-- decoding parameters --> and <!-- end of decoding parameters -->")

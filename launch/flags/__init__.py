@@ -1,1 +1,1 @@
-"""Flags that several commands share, and what is made of them: a checkpoint, an engine, a decoding configuration."""
+"""Flags that several commands share, and the checkpoint, engine and decoding configuration made from them."""

@@ -1,4 +1,4 @@
-"""Decoding flags, from the parameter schema, and the configuration that they make for a checkpoint."""
+"""Decoding flags, derived from the parameter schema, and the decoding configuration made from them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from runtime import (
     SamplingConfig,
     check_given,
     declared_parameters,
+    with_model_blocks,
 )
 
-# Tokens to generate where neither a flag nor the checkpoint says how many.
+# New tokens if neither a flag nor the checkpoint sets a number.
 _NEW_TOKENS = 64
 
 
 def define_decoding_flags(values: flags.FlagValues) -> None:
-    """Define ``--preset`` and a flag for every decoding parameter; None leaves a value to preset and checkpoint."""
+    """Define ``--preset`` and a flag for every decoding parameter. None means the value of the checkpoint or preset."""
     flags.DEFINE_enum(
         "preset",
         "published",
         ("published", "class"),
-        "Where decoding parameters start: as the model's authors run it, or the original class's defaults.",
+        "Defaults of decoding parameters: those the model's authors publish, or those of the original class.",
         flag_values=values,
     )
     for parameter in EXPOSED_PARAMETERS.values():
@@ -44,7 +45,7 @@ def define_decoding_flags(values: flags.FlagValues) -> None:
 
 
 def define_flag(parameter: Parameter, values: flags.FlagValues) -> None:
-    """Define the flag of one parameter. The configuration checks its bounds, not absl."""
+    """Define the flag of one parameter. The configuration checks its bounds; absl does not."""
     name, default, kind = parameter.name, parameter.flag_default, parameter.kind
     text = f"{parameter.help} {parameter.flag_help}".strip()
     if name not in AUTOREGRESSIVE_PARAMETERS:
@@ -62,10 +63,10 @@ def define_flag(parameter: Parameter, values: flags.FlagValues) -> None:
 
 
 def given_flags(values: flags.FlagValues) -> dict[str, Any]:
-    """Values of flags that differ from the flag's default, by the name of the parameter, not yet checked.
+    """Flags with other values than their defaults, by parameter name, not yet checked.
 
     Raises:
-      InputError: a text that cannot be parsed.
+      InputError: a value cannot be parsed.
     """
     found = {}
     for name, parameter in EXPOSED_PARAMETERS.items():
@@ -81,7 +82,7 @@ def given_flags(values: flags.FlagValues) -> dict[str, Any]:
 
 
 def steps_follow_tokens(values: flags.FlagValues, folder: CheckpointFolder) -> bool:
-    """Whether there are as many denoise steps as new tokens, because nobody says how many."""
+    """Whether the number of denoise steps equals the number of new tokens, because nothing sets it."""
     if values.preset != "published" or values["steps"].value is not None:
         return False
     return folder.generation_config.get("steps") is None
@@ -90,10 +91,10 @@ def steps_follow_tokens(values: flags.FlagValues, folder: CheckpointFolder) -> b
 def decoding_config(
     values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig
 ) -> DiffusionConfig | SamplingConfig:
-    """The decoding configuration: flags over the checkpoint's generation config over the preset.
+    """The decoding configuration: flags override the checkpoint's generation config, which overrides the preset.
 
-    Its ``early_stop`` is that of the flag. The end tokens are not in it yet, see ``with_end_tokens``: a request may
-    have another opinion.
+    ``early_stop`` comes from the flag. End tokens are added later by ``with_end_tokens``, because a request may set
+    ``early_stop`` differently.
 
     Args:
       values: flags as :func:`define_decoding_flags` defines them.
@@ -101,7 +102,7 @@ def decoding_config(
       model: its architecture, which decides the decoder.
 
     Raises:
-      InputError: a parameter is out of its range, or this model's decoder does not have it.
+      InputError: a parameter is out of its range or does not apply to this model.
     """
     given = given_flags(values)
     try:
@@ -109,7 +110,7 @@ def decoding_config(
             return _sampling_config(values, folder, given).replace(early_stop=values.early_stop)
         return _diffusion_config(values, folder, model, given).replace(early_stop=values.early_stop)
     except ParameterError as error:
-        # A value from the checkpoint's generation config is not a flag.
+        # Values from the checkpoint's generation config are named without dashes.
         wrong = error.field
         text = error.spelled(lambda name: name if name == wrong and name not in given else f"--{name}")
         raise InputError(text, field=wrong) from error
@@ -130,7 +131,7 @@ def _diffusion_config(
     fields = said | given
     if steps_follow_tokens(values, folder):
         fields["steps"] = min(MAX_STEPS, max(1, fields.get("max_new_tokens", defaults.max_new_tokens)))
-    config = defaults.replace(**fields)
+    config = with_model_blocks(defaults.replace(**fields), model)
     check_given(config, given)
     return config
 
@@ -144,25 +145,25 @@ def _sampling_config(values: flags.FlagValues, folder: CheckpointFolder, given: 
     if wrong:
         own = [f"--{name}" for name in AUTOREGRESSIVE_PARAMETERS]
         raise InputError(
-            f"{folder.name} is autoregressive: {', '.join(f'--{name}' for name in wrong)} is for diffusion models; it "
-            f"has {', '.join(own)} and --cache=none",
+            f"{folder.name} is autoregressive: {', '.join(f'--{name}' for name in wrong)} is for diffusion models; use "
+            f"{', '.join(own)} and --cache=none",
             field=wrong[0],
         )
     said: dict[str, Any] = {"max_new_tokens": _NEW_TOKENS}
-    # The authors' sampling parameters count where they sample at all.
+    # The authors' sampling parameters apply only if they sample.
     if values.preset == "published" and folder.generation_config.get("do_sample") is True:
         said |= {"temperature": 1.0} | _generation_config(folder, SamplingConfig)
     return SamplingConfig(**(said | fields), use_cache=use_cache)
 
 
 def _generation_config(folder: CheckpointFolder, kind: type) -> dict[str, Any]:
-    """Parameters in the checkpoint's ``generation_config.json``, by our names, without those that are null."""
+    """Parameters of the checkpoint's ``generation_config.json`` that are not null, by our names."""
     raw = folder.generation_config
     stored = [one for one in declared_parameters(kind) if one.in_checkpoint and raw.get(one.in_checkpoint) is not None]
     return {one.name: one.from_request(raw[one.in_checkpoint]) for one in stored}
 
 
 def describe(config: DiffusionConfig | SamplingConfig) -> str:
-    """The effective decoding parameters, in a line."""
+    """One line with the effective decoding parameters."""
     fields = dataclasses.asdict(config)
     return "decoding: " + ", ".join(f"{name}={value}" for name, value in fields.items())

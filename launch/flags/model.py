@@ -1,9 +1,10 @@
-"""Flags of the model that a launcher generates with, and that model on its mesh: shared by every one that does."""
+"""Flags that select a model and its mesh, and the checkpoint and engine made from them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from absl import flags
 
 from checkpoints import DEMO, VERIFY, CheckpointFolder, LoadedBytes, open_folder
@@ -24,13 +25,13 @@ from runtime import (
 
 
 def default_name(folder: CheckpointFolder) -> str:
-    """How clients call a checkpoint: a Hub name whole, as they know it; of a folder or a URL its last part."""
+    """The served name of a checkpoint: the whole Hub name, or the last part of a folder or URL."""
     local = Path(folder.name).expanduser()
     return local.absolute().name if "://" in folder.name or local.is_dir() else folder.name
 
 
 def define_model_flags(values: flags.FlagValues) -> None:
-    """Define them."""
+    """Define the model flags."""
 
     def string(name: str, default: str | None, text: str) -> None:
         flags.DEFINE_string(name, default, text, flag_values=values)
@@ -41,19 +42,23 @@ def define_model_flags(values: flags.FlagValues) -> None:
     string("checkpoint", str(DEMO), "Model folder, URL (gs://...) or Hub name. Default: the demo in the package.")
     string("revision", None, "Branch, tag or commit on the Hub. A token is read from HF_TOKEN or the Hub's login.")
     flags.DEFINE_bool("offline", False, "Use only what the Hub's local cache holds.", flag_values=values)
-    choice("verify", "full", VERIFY, "What of the checkpoint's manifest of digests to check.")
-    string("mesh", None, "For example data=2,sequence=1,tensor=4; one may be -1. Default: chosen and printed.")
-    choice("dtype", None, STORED_DTYPES, "Default: as stored, and float32 on CPU.")
+    choice("verify", "full", VERIFY, "How much of the checkpoint's digests to check.")
+    string(
+        "mesh",
+        None,
+        "For example data=2,sequence=1,tensor=4; one axis may be -1. Default: chosen by the planner and printed.",
+    )
+    choice("dtype", None, STORED_DTYPES, "Dtype of the weights. Default: as stored; float32 on CPU.")
     choice("attention", "auto", ATTENTION_IMPLEMENTATIONS, "Attention implementation.")
-    choice("quantize", "none", QUANTIZATIONS, "int8: weights as integers, a scale for each output channel.")
-    choice("kv_cache", "model", CACHE_DTYPES, "Dtype of keys and values that are kept.")
+    choice("quantize", "none", QUANTIZATIONS, "int8: store weights as 8-bit integers with a scale per output channel.")
+    choice("kv_cache", "model", CACHE_DTYPES, "Dtype of the KV cache.")
 
 
 def check_named(values: flags.FlagValues) -> None:
-    """Check that ``--checkpoint`` names something.
+    """Check that ``--checkpoint`` is not empty.
 
     Raises:
-      InputError: it is empty, as when a shell variable is not set.
+      InputError: it is empty, for example because a shell variable is not set.
     """
     if not values.checkpoint:
         raise InputError(
@@ -62,10 +67,10 @@ def check_named(values: flags.FlagValues) -> None:
 
 
 def open_checkpoint(values: flags.FlagValues) -> tuple[CheckpointFolder, ModelConfig]:
-    """The folder that flags name, and its model. Nothing is loaded, and no device touched.
+    """Open the checkpoint folder and parse its model. No weights are loaded, and no device is used.
 
     Raises:
-      InputError: there is none, it is not a model's, or ``--mesh`` names no mesh.
+      InputError: the folder does not exist or is not a model's, or ``--mesh`` is invalid.
     """
     check_named(values)
     folder = open_folder(values.checkpoint, revision=values.revision, offline=values.offline)
@@ -76,10 +81,10 @@ def open_checkpoint(values: flags.FlagValues) -> tuple[CheckpointFolder, ModelCo
 
 
 def read_tokenizer(folder: CheckpointFolder) -> TextTokenizer:
-    """The folder's tokenizer.
+    """Read the folder's tokenizer.
 
     Raises:
-      InputError: it has none.
+      InputError: the folder has no tokenizer.
     """
     tokenizer = TextTokenizer.from_folder(folder)
     if tokenizer is None:
@@ -93,8 +98,8 @@ def load_engine(values: flags.FlagValues, folder: CheckpointFolder, rows: int, m
     Args:
       values: parsed :func:`define_model_flags`.
       folder: the checkpoint.
-      rows: that there will be, for the default mesh.
-      max_batch: rows on the devices at a time; None for what memory allows.
+      rows: number of rows, for the choice of the default mesh.
+      max_batch: rows on the devices at a time; None for as many as memory allows.
     """
     with progress_bar("loading weights", of_bytes=True) as progress:
         engine = Engine.load(
@@ -110,15 +115,24 @@ def load_engine(values: flags.FlagValues, folder: CheckpointFolder, rows: int, m
             progress=progress,
         )
     engine.runner.programs.before_run = agree_on_programs(this_host())
-    lines = [*engine.notes, *([] if engine.loaded is None else [describe_loaded(engine.loaded)])]
-    # A launcher that has the flag is quiet without it.
+    lines = [*engine.notes, *([] if engine.loaded is None else [describe_loaded(engine, engine.loaded)])]
+    # Commands with --verbose print these lines only with that flag.
     for line in lines if "verbose" not in values or values.verbose else ():
         say(line)
     return engine
 
 
-def describe_loaded(loaded: LoadedBytes) -> str:
-    """What every host has read of the checkpoint and holds of the weights, in a line. All hosts call it."""
+def describe_loaded(engine: Engine, loaded: LoadedBytes) -> str:
+    """One line with the size of the weights, stored and in memory, and each host's share. All hosts call this."""
     sizes = this_host().gather("loaded", [loaded.bytes_read / 1e9, loaded.bytes_held / 1e9])
-    hosts = "; ".join(f"host {host} read {read:.3f}, holds {held:.3f}" for host, (read, held) in enumerate(sizes))
-    return f"weights, GB: {loaded.bytes_stored / 1e9:.3f} stored; {hosts}"
+    dtype = np.dtype(engine.dtype).name if engine.layout.quantization == "none" else engine.layout.quantization
+    line = (
+        f"Loaded {loaded.bytes_stored / 1e6:,.0f} MB of {engine.config.dtype} weights "
+        f"({sum(held for _, held in sizes) * 1e3:,.0f} MB in memory as {dtype})"
+    )
+    if len(sizes) == 1:
+        return line
+    hosts = "; ".join(
+        f"host {host} read {read:.3f} GB and holds {held:.3f} GB" for host, (read, held) in enumerate(sizes)
+    )
+    return f"{line}: {hosts}"

@@ -14,10 +14,10 @@ MAX_PROMPT_BYTES = 16 << 20
 
 
 def read_prompts(values: flags.FlagValues) -> list[str]:
-    """The prompts that flags or standard input give.
+    """Read the prompts from flags or standard input.
 
     Raises:
-      InputError: none, one that is empty, or a file that cannot be read as UTF-8 text.
+      InputError: there is no prompt, a prompt is empty, or a file is not UTF-8 text.
     """
     prompts = list(values.prompt)
     for name in values.prompt_file:
@@ -28,7 +28,7 @@ def read_prompts(values: flags.FlagValues) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--prompt_file={name}: cannot be read as UTF-8 text ({error})") from error
     if not prompts:
-        # Host 0's standard input is everybody's.
+        # All hosts use the standard input of host 0.
         prompts = [this_host().gather("standard input", read_standard_input() if is_main_process() else "")[0]]
     if not prompts or not all(prompts):
         raise InputError(
@@ -38,10 +38,10 @@ def read_prompts(values: flags.FlagValues) -> list[str]:
 
 
 def read_standard_input() -> str:
-    """What stands there, nothing where a person would have to type it.
+    """Read standard input; empty if it is an interactive terminal.
 
     Raises:
-      InputError: it is not UTF-8 text.
+      InputError: the input is not UTF-8 text.
     """
     if sys.stdin.isatty():
         return ""

@@ -1,4 +1,4 @@
-"""What can become of a host, and what is said of it."""
+"""Faults of a host: their kinds, exit codes and messages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ EXIT_USER_ERROR = 2
 EXIT_RESTART = 42
 EXIT_INTERRUPTED = 130
 
-# What happened. The last three may be no more than what another host's end does to this one: it stops too, its
-# collectives fail, and JAX aborts the process.
+# The last three may be consequences of another host's end: this host stops too, its collectives fail, or JAX aborts
+# its process.
 FaultKind = Literal[
-    "input",  # the user's to fix
-    "differ",  # found by all hosts alike
+    "input",  # the user can fix it
+    "differ",  # every host finds it
     "exception",
     "killed",
     "ended",
@@ -35,12 +35,12 @@ CONSEQUENCES = ("followed", "device", "aborted")
 
 
 class HostsDifferError(InputError):
-    """Hosts that should do the same were told or given different things; the message names them."""
+    """Hosts have different flags, inputs, code or programs; the message names them."""
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds: until a host counts as missing, as dead, as not ending, and a run as stalled."""
+    """Seconds after which a host counts as missing, as dead or as not ending, and a run counts as stalled."""
 
     initialization: float
     heartbeat: float
@@ -50,14 +50,14 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a run ends before it is done.
+    """The reason for which a run ends early.
 
     Attributes:
       kind: what happened.
-      text: the sentence or traceback that says it.
+      text: a sentence or a traceback.
       code: exit code of all hosts.
-      host: process index of the host at fault, None where it is not one.
-      who: its process index and name, or several.
+      host: process index of the host at fault; None if no single host is.
+      who: index and name of the host or hosts.
     """
 
     kind: FaultKind
@@ -68,16 +68,16 @@ class Fault:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether another host's end may be behind it."""
+        """Whether another host's end may have caused it."""
         return self.kind in CONSEQUENCES
 
     def fields(self) -> Message:
-        """For a message."""
+        """The fields of the message that reports this fault."""
         return {"fault": self.kind, "text": self.text, "code": self.code, "host": self.host, "who": self.who}
 
     @classmethod
     def parse(cls, message: Message) -> Fault:
-        """From a message; what it does not say right is taken for an exception without text."""
+        """Read a fault from a message. Invalid fields become those of an exception without text."""
         code, host = message.get("code"), message.get("host")
         return cls(
             kind=message.get("fault", "exception"),
@@ -88,7 +88,7 @@ class Fault:
         )
 
     def describe(self) -> str:
-        """Who, and what, in a line."""
+        """One line with the host and the fault."""
         lines = self.text.strip().splitlines() or ["no more is known"]
         if self.kind == "differ":
             return lines[0].removeprefix("error: ").rstrip(":")
@@ -101,7 +101,7 @@ def host_name(process_index: int, name: str | None) -> str:
 
 
 def fault_of_status(status: int) -> Fault:
-    """What the exit status of a worker that said nothing means.
+    """The fault that the exit status of a worker indicates when the worker itself reported none.
 
     Args:
       status: as :func:`os.waitpid` gives it, not 0.

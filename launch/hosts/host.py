@@ -1,4 +1,4 @@
-"""This host, as a launcher sees it: its process index, what all hosts say, whether to go on."""
+"""The host that a command runs on: its process index, messages between all hosts, and the signals it receives."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from runtime import InputError
 
 _TICK = 0.25
 _PR_SET_PDEATHSIG = 1
-_KILLED_WITHIN = 30.0  # by the supervisor, after a fault
+_KILLED_WITHIN = 30.0  # seconds in which the supervisor kills the worker after a fault
 
-# JAX's own heartbeat is what remains when supervisors fail: it must never come before them.
+# JAX's own heartbeat is the fallback for failed supervisors: it must never expire before they act.
 _LEAST_JAX_HEARTBEAT = 100
 
 
 class Host:
-    """A host that is alone: all hosts are this one. A context manager, within which it hears SIGTERM and stalls."""
+    """The only host of a run. As a context manager it handles SIGTERM and detects stalls."""
 
     process_index = 0
     count = 1
 
     def __init__(self, stall_timeout: float = math.inf) -> None:
-        """Take the seconds without progress after which the run is given up."""
+        """Set the seconds without progress after which the process exits."""
         self._terminated = False
         self._stall_timeout = stall_timeout
-        self._moved = math.inf  # until the first progress
+        self._moved = math.inf  # infinite until the first progress
         self._grace_period = math.inf
         self._end_by = math.inf
         self._wakeup: tuple[int, int] | None = None
@@ -52,7 +52,7 @@ class Host:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            # A handler in Python waits for the main thread, which may wait for devices: a thread reads the signals.
+            # Python runs signal handlers in the main thread, which may be waiting for devices: a thread reads a pipe.
             self._wakeup = os.pipe()
             os.set_blocking(self._wakeup[1], False)
             signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
@@ -89,29 +89,29 @@ class Host:
                 _give_up(f"not ended within {self._grace_period:.0f} s after SIGTERM")
 
     def mark(self) -> None:
-        """Note progress. All hosts of a run do so at the same points, so that one that is behind shows."""
+        """Note progress. All hosts call this at the same points, so that their counts show which one is behind."""
         self._moved = time.monotonic()
 
     def gather(self, topic: str, value: Any) -> list[Any]:
-        """What each host says, by process index: all hosts make this call, and it waits for all. Values are JSON."""
+        """Exchange a JSON value with all hosts: each makes this call, waits, and gets the values by process index."""
         return [json.loads(json.dumps(value))]
 
     def draining(self) -> bool:
-        """Whether to finish what is in flight and end: some host got SIGTERM. All hosts ask, and hear the same."""
+        """Whether some host received SIGTERM: finish what is in flight and end. All hosts get the same answer."""
         return any(self.gather("drain", self._terminated))
 
     def end_within(self, seconds: float) -> None:
-        """Once this host gets SIGTERM, let its process last no longer than that, whatever hangs in it."""
+        """Limit the seconds that this process may run after SIGTERM, even if something in it hangs."""
         self._grace_period = seconds
 
     def before_end(self, tell: Callable[[], None]) -> None:
-        """What to do, in a few seconds and in another thread, before a fault of any host ends this process."""
+        """Register a call for the seconds before a fault of any host ends this process; another thread makes it."""
 
     def finish(self) -> None:
-        """The launcher is done here."""
+        """Note that the command has finished on this host."""
 
     def fail(self, error: BaseException) -> None:
-        """The launcher has failed with an error that nobody caught."""
+        """Report an uncaught error of the command."""
 
 
 def _give_up(why: str) -> NoReturn:
@@ -121,10 +121,10 @@ def _give_up(why: str) -> NoReturn:
 
 
 class Member(Host):
-    """A host among several, in its worker process."""
+    """One of several hosts, in its worker process."""
 
     def __init__(self, place: Place, timeouts: Timeouts, link: socket.socket, shared: Shared) -> None:
-        """Start living: the supervisor sees from now on whether this process runs."""
+        """Connect to the supervisor and start the thread that shows it that this process is running."""
         super().__init__()
         self.process_index, self.count = place.host, place.hosts
         self._place = place
@@ -135,7 +135,7 @@ class Member(Host):
         self._tell: Callable[[], None] = lambda: None
         self._answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._sending = threading.Lock()
-        # The supervisor hears signals and ends this process; it must not outlive the supervisor either.
+        # The supervisor handles signals and ends this process, which must not outlive the supervisor.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if sys.platform == "linux":
@@ -146,13 +146,13 @@ class Member(Host):
         threading.Thread(target=self._live, name="life", daemon=True).start()
 
     def __enter__(self) -> Self:
-        """Wait until all hosts are there, and let JAX know them."""
+        """Wait until all hosts have joined, then initialise JAX's distributed runtime."""
         import jax
 
         place, timeouts = self._place, self._timeouts
         self.gather("join", None)
         if hasattr(jax.config, "jax_enable_preemption_service"):
-            jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is the supervisor's
+            jax.config.update("jax_enable_preemption_service", False)  # the supervisor handles SIGTERM
         jax.distributed.initialize(
             coordinator_address=place.coordinator,
             num_processes=place.hosts,
@@ -171,30 +171,30 @@ class Member(Host):
         self._shared.advance(1)
 
     def gather(self, topic: str, value: Any) -> list[Any]:
-        """What each host says, by process index."""
+        """Exchange a value with all hosts; returns the values by process index."""
         self._asked += 1
         self.mark()
         self._send(encode("gather", topic=f"{topic} {self._asked}", value=value))
         return self._answers.get()
 
     def end_within(self, seconds: float) -> None:
-        """The supervisor hears the signal."""
+        """Pass the limit to the supervisor, which handles the signal."""
         self._send(encode("grace period", seconds=seconds))
 
     def before_end(self, tell: Callable[[], None]) -> None:
-        """The supervisor waits for it."""
+        """Register the call; the supervisor waits for it."""
         self._tell = tell
         self._send(encode("last words"))
 
     def finish(self) -> None:
-        """Say that this host is done, and leave JAX's service together with the others."""
+        """Report that this host is done, and leave JAX's coordination service together with the others."""
         import jax
 
         self._send(encode("done"))
         jax.distributed.shutdown()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Tell the supervisor what happened, and wait for the end that it brings."""
+        """Report the error to the supervisor, and wait until it ends this process."""
         if isinstance(error, InputError):
             fault, text, code = "input", f"error: {error}", EXIT_USER_ERROR
             if isinstance(error, HostsDifferError):
@@ -233,14 +233,14 @@ class Member(Host):
 
 
 def _keep_stdout_for_results() -> None:
-    """Libraries in C++ (gloo, NCCL) write notes to standard output; a pipe that reads results must not see them."""
+    """Redirect the file descriptor of standard output, because C++ libraries (gloo, NCCL) write notes to it."""
     results = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(results, "w", 1, "utf-8")
 
 
 def _is_of_devices(error: BaseException | None) -> bool:
-    """Whether an error came from the devices, which fail too when another host is gone."""
+    """Whether an error comes from the devices. Devices also fail when another host is gone."""
     import jax
 
     while error is not None:
@@ -251,6 +251,6 @@ def _is_of_devices(error: BaseException | None) -> bool:
 
 
 def join(place: Place, timeouts: Timeouts) -> Host:
-    """Become one of several hosts. Returns in the worker process; the supervisor's program ends in here."""
+    """Become one of several hosts. Returns in the worker process; the supervisor never returns."""
     link, shared = supervise(place, timeouts)
     return Member(place, timeouts, link, shared)

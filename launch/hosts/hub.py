@@ -1,9 +1,9 @@
-"""Host 0's end of all connections: who is here, what all hosts say to one question, and whose fault it is.
+"""The hub on host 0: tracks which hosts are connected, exchanges values between them, and finds the cause of a fault.
 
-Every supervisor, host 0's own too, is connected to the hub, after it has proved to know the run's secret. A connection
-that closes is a host that is gone; one that is silent is a host that is frozen or cut off. What reaches the hub first
-need not be the cause: when a host dies, the collectives of the others fail, often before anything is known of the first
-one. Such faults wait a little for a better reason.
+Every supervisor, including host 0's own, connects to the hub and authenticates with the run's secret. A closed
+connection means that the host is gone; a silent one means that it is frozen or cut off. The first fault that reaches
+the hub need not be the cause: when a host dies, collectives of the others fail, often before the dead host is noticed.
+Such faults wait for a few seconds in case a better explanation arrives.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from runtime import InputError
 
 _TICK = 0.25
 SAY_EVERY_SECONDS = 5.0
-GRACE_PERIOD_SECONDS = 3.0  # that a fault which may be a consequence waits for its cause
-_STILL = 5.0  # a worker that has not moved for so long, when others fail, is the reason
+GRACE_PERIOD_SECONDS = 3.0  # how long a possible consequence waits for its cause
+_STILL = 5.0  # when others fail, a worker without progress for this long is the cause
 _STACKS_WAIT = 5.0
 _CLOSE_WAIT = 2.0
 _GREETING_SECONDS = 10.0
-# Connections that have not proved yet who they are, beyond as many as there are hosts.
+# Unauthenticated connections that are allowed beyond the number of hosts.
 _MORE_STRANGERS = 32
-# A host waits for the answer to one question before it asks the next.
+# A host waits for one exchange to end before it starts the next.
 _MAX_OPEN_TOPICS = 2
 _MAX_TOPIC = 200
 
-# What hosts gather before the run begins, and is worth a line when it takes long.
+# Exchanges before the run begins; they are reported if they take long.
 _SAID = ("join", "preflight", "devices")
 
 
@@ -55,10 +55,10 @@ class _Gather:
 
 
 class Hub:
-    """Where the supervisors of all hosts meet."""
+    """The server that all supervisors connect to."""
 
     def __init__(self, hosts: int, timeouts: Timeouts, say: Callable[[str], None], secret: bytes) -> None:
-        """Take the number of hosts, the patience with them, where to print, and what they all know."""
+        """Take the number of hosts, the timeouts, the function that prints, and the secret."""
         self._hosts = hosts
         self._timeouts = timeouts
         self._print = say
@@ -80,9 +80,9 @@ class Hub:
         """Open the port.
 
         Raises:
-          InputError: it is taken, or there is no such address here.
+          InputError: the port is in use, or this machine does not have the address.
         """
-        # Given "::", asyncio would leave IPv4 out.
+        # With "::" asyncio would listen on IPv6 only.
         host = None if address in ("[::]", "::") else address.strip("[]")
         try:
             self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_BYTES)
@@ -93,7 +93,7 @@ class Hub:
             ) from error
 
     async def watch(self) -> Fault | None:
-        """Wait until all hosts are done (None), or the run has failed. All hosts have been told then."""
+        """Wait until all hosts are done (returns None) or the run has failed, and tell all hosts."""
         while True:
             await asyncio.sleep(_TICK)
             now = time.monotonic()
@@ -127,7 +127,7 @@ class Hub:
             writer.close()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Message | None:
-        """The greeting of somebody who knows the secret; None of anybody else."""
+        """Authenticate a client and return its greeting; None if it does not know the secret."""
         if self._strangers >= self._hosts + _MORE_STRANGERS:
             return None
         self._strangers += 1
@@ -135,7 +135,7 @@ class Hub:
         try:
             writer.write(encode("challenge", nonce=challenge))
             hello = await asyncio.wait_for(receive_greeting(reader), _GREETING_SECONDS)
-        except TimeoutError:  # somebody who says nothing
+        except TimeoutError:  # the client sends nothing
             return None
         finally:
             self._strangers -= 1
@@ -149,18 +149,18 @@ class Hub:
         return hello
 
     def _refuse(self, hello: Message, writer: asyncio.StreamWriter, problem: str) -> None:
-        """Send somebody away: no reason to stop those who are here, for it may be a stray of another run."""
+        """Refuse a client. The run goes on, because the client may belong to another run."""
         host, name = f"{hello.get('host')!r:.20}", f"{hello.get('name', '')!r:.100}"
         self._say(f"refused a connection of {name} as host {host}: {problem}")
         fault = Fault("input", f"refused by host 0: {problem}", EXIT_USER_ERROR, who=f"host {host} ({name})")
         writer.write(encode("verdict", **fault.fields()))
 
     def _admit(self, hello: Message, writer: asyncio.StreamWriter) -> int | None:
-        """The process index of a host that may take part."""
+        """Admit a host: returns its process index, or None if it is refused."""
         host, hosts, name = hello.get("host"), hello.get("hosts"), str(hello.get("name", ""))[:100]
         problem = None
         if hosts != self._hosts:
-            problem = f"it counts {hosts} hosts, and host 0 {self._hosts}"
+            problem = f"it counts {hosts} hosts, and host 0 counts {self._hosts}"
         elif not isinstance(host, int) or not 0 <= host < self._hosts:
             problem = f"there is no host {host} among {self._hosts}"
         elif host in self._members:
@@ -191,7 +191,7 @@ class Hub:
         now = time.monotonic()
         asked = sum(host in gather.values for gather in self._gathers.values())
         if asked >= _MAX_OPEN_TOPICS or len(topic) > _MAX_TOPIC:
-            self._report(Fault("exception", f"asks {asked + 1} questions at a time; {topic!r:.80}"), host)
+            self._report(Fault("exception", f"starts {asked + 1} exchanges at a time; {topic!r:.80}"), host)
             return
         gather = self._gathers.setdefault(topic, _Gather(now, now))
         gather.values[host] = value
@@ -202,17 +202,17 @@ class Hub:
             self._compare(topic)
 
     def _compare(self, topic: str) -> None:
-        """Hosts ask the same questions in the same order; once all have asked, those with another one are a fault."""
+        """Hosts make the same exchanges in the same order: report those that make another one than most."""
         number = topic.rpartition(" ")[2]
         asked = [(open_topic.rpartition(" "), gather.values) for open_topic, gather in self._gathers.items()]
         here = {name: sorted(values) for (name, _, its_number), values in asked if its_number == number}
         if sum(map(len, here.values())) < self._hosts:
             return
-        # Of as many, those with host 0 are right.
+        # In a tie, the group of host 0 counts as right.
         common = max(here, key=lambda name: (len(here[name]), 0 in here[name]))
         others = [f"{self._names(hosts)} came to {name!r}" for name, hosts in here.items() if name != common]
         text = (
-            f"the hosts do not do the same: {'; '.join(others)}, the others to {common!r}; start all with the same "
+            f"the hosts do not run the same: {'; '.join(others)}, the others to {common!r}; start all with the same "
             "command, flags and prompts included"
         )
         self._report(Fault("differ", text, EXIT_USER_ERROR), here[common][0])
@@ -224,14 +224,14 @@ class Hub:
                 member.writer.write(line)
 
     async def _close(self) -> None:
-        """Let every host read what it was told, then close."""
+        """Wait until every host has read its messages, then close."""
         deadline = time.monotonic() + _CLOSE_WAIT
         while time.monotonic() < deadline and not all(m.writer.is_closing() for m in self._members.values()):
             await asyncio.sleep(0.05)
         if self._server is not None:
             self._server.close()
 
-    # ---- judgement --------------------------------------------------------------------------------------------
+    # ---- faults -----------------------------------------------------------------------------------------------
 
     def _name(self, host: int) -> str:
         member = self._members.get(host)
@@ -246,11 +246,11 @@ class Hub:
         self._faults.append((time.monotonic(), named))
 
     def _look_around(self, now: float) -> None:
-        """Notice who is missing, who is silent, and who keeps the others waiting."""
+        """Report hosts that are missing, silent, or keep the others waiting."""
         missing = [host for host in range(self._hosts) if host not in self._members]
         waited = now - self._started
         if missing and waited > self._timeouts.initialization:
-            text = f"has not come within {waited:.0f} s; {len(self._members)} of {self._hosts} hosts are here"
+            text = f"has not joined within {waited:.0f} s; {len(self._members)} of {self._hosts} hosts have joined"
             fault = Fault("missing", text, EXIT_RESTART, missing[0], self._names(missing))
             self._faults.append((now, fault))
         if missing and now - self._said > SAY_EVERY_SECONDS:
@@ -268,18 +268,18 @@ class Hub:
                 self._say(f"waiting for {self._names(late)} ({topic.split()[0]}) for {now - gather.since:.0f} s")
 
     def _cause(self, now: float) -> Fault | None:
-        """The fault to stop for, when it is time to."""
+        """The fault to end the run with; None if there is none yet."""
         for _, fault in self._faults:
             if not fault.is_consequence:
                 return fault
         if not self._faults or now - self._faults[0][0] < GRACE_PERIOD_SECONDS:
             return None
-        # JAX aborts all hosts when it gives up; one that aborts alone has crashed, and the others feel it.
+        # JAX aborts all hosts when it gives up. A host that aborts alone has crashed and made the others fail.
         aborted = [fault for _, fault in self._faults if fault.kind == "aborted"]
         first = aborted[0] if 0 < len(aborted) < self._hosts else self._faults[0][1]
         still = [host for host, member in self._members.items() if member.still > _STILL and not member.done]
         if still:
-            text = f"has not moved for {self._members[still[0]].still:.0f} s, and the collectives of others failed"
+            text = f"made no progress for {self._members[still[0]].still:.0f} s, and the collectives of others failed"
             return Fault("frozen", text, EXIT_RESTART, still[0], self._names(still))
         behind = self._behind()
         if behind and first.host not in behind and not aborted:
@@ -288,7 +288,7 @@ class Hub:
         return first
 
     def _behind(self) -> list[int]:
-        """Hosts that have come less far than others."""
+        """Hosts with less progress than others."""
         marks = {host: member.marks for host, member in self._members.items()}
         least = min(marks.values(), default=0)
         return (
@@ -302,7 +302,7 @@ class Hub:
         return now - self._moved > self._timeouts.stall
 
     async def _stall(self) -> Fault:
-        """Collect and print the stacks of all hosts; whoever has come least far is to blame."""
+        """Collect and print the stacks of all hosts; the fault names the host with the least progress."""
         stood = time.monotonic() - self._moved
         self._tell_all("dump")
         deadline = time.monotonic() + _STACKS_WAIT
@@ -310,12 +310,12 @@ class Hub:
             await asyncio.sleep(0.05)
         for host, member in sorted(self._members.items()):
             self._say(
-                f"---- {self._name(host)}, {member.marks} marks of progress, stacks:\n{member.stacks or '(none came)'}"
+                f"---- {self._name(host)}, {member.marks} marks of progress, stacks:\n{member.stacks or '(none)'}"
             )
         behind = self._behind()
         text = f"no progress for {stood:.0f} s"
         if not behind:
-            return Fault("stalled", f"{text}; all have come equally far, their stacks are above", who="all hosts")
+            return Fault("stalled", f"{text}; all hosts are at the same point, their stacks are above", who="all hosts")
         return Fault(
-            "stalled", f"{text}; the others have come further and wait", EXIT_RESTART, behind[0], self._names(behind)
+            "stalled", f"{text}; the other hosts are further and wait", EXIT_RESTART, behind[0], self._names(behind)
         )

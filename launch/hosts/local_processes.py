@@ -1,4 +1,4 @@
-"""Processes of one machine that form one run, each with simulated CPU devices."""
+"""Several processes on one machine that form one run, each with simulated CPU devices."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _FIRST_PORT, _LAST_PORT = 20000, 32000
 
 
 def free_port() -> int:
-    """A port of this machine that is free now, and so is the next.
+    """Find a free port whose successor is free too.
 
-    It is drawn from those that the system gives to nobody by itself, for it is bound only seconds later.
+    It lies outside the range from which the system assigns ports, because it is bound only seconds later.
     """
     while True:
         port = 2 * secrets.randbelow((_LAST_PORT - _FIRST_PORT) // 2) + _FIRST_PORT
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 def environment(process_index: int, count: int, port: int, devices: int, secret: str) -> dict[str, str]:
-    """Variables of one process; all of a run have one secret."""
+    """Environment variables of one process; all processes of a run share the secret."""
     around = {name: value for name, value in os.environ.items() if name != SECRET_FILE}
     return around | {
         SECRET: secret,
@@ -52,7 +52,7 @@ def environment(process_index: int, count: int, port: int, devices: int, secret:
 
 
 def worst(codes: Sequence[int]) -> int:
-    """The exit code that says most: anything over one that a restart may help, over none."""
+    """The most severe exit code: an error before one that a restart may fix, before 0."""
     return max(codes, key=lambda code: (code != 0, code != EXIT_RESTART, code))
 
 
@@ -60,10 +60,10 @@ class Processes:
     """The processes of one run."""
 
     def __init__(self, command: Sequence[str], count: int, devices: int, port: int) -> None:
-        """Start them.
+        """Start the processes.
 
         Raises:
-          InputError: there is no such command.
+          InputError: the command does not exist.
         """
         self._started: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
@@ -94,25 +94,25 @@ class Processes:
         self._readers.append(thread)
 
     def codes(self) -> list[int | None]:
-        """Exit codes as a shell gives them, None of those that run."""
+        """Exit codes as a shell reports them; None for running processes."""
         found = [process.poll() for process in self._started]
         return [128 - code if code is not None and code < 0 else code for code in found]
 
     def send(self, number: int) -> None:
-        """A signal to the leader of each process group that still runs."""
+        """Send a signal to the leader of each running process group."""
         for process in self._started:
             if process.poll() is None:
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """End everything that any of them has started."""
+        """Kill all process groups."""
         for process in self._started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def finish_output(self) -> None:
-        """Wait for what they printed."""
+        """Wait until all output has been copied."""
         for thread in self._readers:
             thread.join(timeout=5.0)
 
@@ -125,12 +125,12 @@ def _pass_on(stream: IO[bytes], process_index: int | None) -> None:
     out = sys.stdout.buffer if process_index is None else sys.stderr.buffer
     prefix = b"" if process_index is None else f"[{process_index}] ".encode()
     try:
-        # Closed where the reader of ours went away: the process hears of it, and does not wait for a pipe to be read.
+        # If our own reader is gone, close the pipe, so that the process gets an error and does not block.
         with stream:
             for line in stream:
                 out.write(prefix + line)
                 out.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # what is left in the buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # discard the rest of the buffer
     except ValueError:
         pass

@@ -1,4 +1,4 @@
-"""Messages between supervisors, and between a supervisor and its worker: JSON objects, one a line, bounded."""
+"""Messages between supervisors, and between a supervisor and its worker: one JSON object per line, of bounded size."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import json
 from typing import Any
 
 MAX_BYTES = 64 << 20
-MAX_TEXT = 64 << 10  # of a traceback
-MAX_GREETING = 4 << 10  # of what is said before a host is known
+MAX_TEXT = 64 << 10  # characters of a traceback
+MAX_GREETING = 4 << 10  # bytes of a message before authentication
 
 Message = dict[str, Any]
 
 
 def encode(kind: str, **fields: Any) -> bytes:
-    """A message as a line."""
+    """Encode a message as a line."""
     return json.dumps({"kind": kind, **fields}).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """A line as a message.
+    """Decode a line.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the line is not a message.
     """
     message = json.loads(line)
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
@@ -31,7 +31,7 @@ def decode(line: bytes) -> Message:
 
 
 async def receive(reader: asyncio.StreamReader) -> Message | None:
-    """The next message, None at the end of the connection or where no message can be made of what comes."""
+    """Read the next message; None at the end of the connection or if the line is not a message."""
     try:
         line = await reader.readline()
         return decode(line) if line else None
@@ -40,7 +40,7 @@ async def receive(reader: asyncio.StreamReader) -> Message | None:
 
 
 async def receive_greeting(reader: asyncio.StreamReader) -> Message | None:
-    """The next message from somebody who is not known yet; None where it is none, or is longer than one of these."""
+    """Read a message from an unauthenticated client; None if it is invalid or too long."""
     received = b""
     try:
         while not received.endswith(b"\n"):
@@ -54,7 +54,7 @@ async def receive_greeting(reader: asyncio.StreamReader) -> Message | None:
 
 
 def printable(text: str) -> str:
-    """A text of others as a terminal may see it: control characters, but for line feeds and tabs, are escaped."""
+    """Escape the control characters of an untrusted text, except line feeds and tabs, for a terminal."""
     return "".join(
         one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape", "backslashreplace").decode()
         for one in text
@@ -62,5 +62,5 @@ def printable(text: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """A text that fits a message: its end is what matters of a traceback."""
+    """Cut a text to the size of a message. The end is kept, because it is the important part of a traceback."""
     return text if len(text) <= MAX_TEXT else "...\n" + text[-MAX_TEXT:]

@@ -1,4 +1,4 @@
-"""Where a process stands among the hosts of a run: from flags, or from what a cluster manager has put around it."""
+"""Process index, number of hosts and coordinator address, from flags or from the cluster manager's environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_HOSTS = 1 << 14
 DEFAULT_PORT = 8476
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])")
 
-# One process of several on a machine: its index there, and how many there are, where the manager says so.
+# Variables with the index of a process on its machine and the number of processes there.
 _LOCAL_RANKS = (
     ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
     ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -25,16 +25,16 @@ _LOCAL_RANKS = (
 
 @dataclass(frozen=True)
 class Place:
-    """One host among those of a run.
+    """The position of one host in a run.
 
     Attributes:
       host: process index of this host, from 0.
-      hosts: how many there are.
+      hosts: number of hosts.
       coordinator: ``name:port`` of host 0, where JAX's coordination service listens.
       control_port: port of host 0 where its supervisor listens.
       bind: address that host 0 listens on.
-      local_devices: numbers of the devices that this process uses, None for all of the machine's.
-      found_in: what said so.
+      local_devices: ids of the devices that this process uses; None for all devices of the machine.
+      found_in: the source of these values, for messages.
     """
 
     host: int
@@ -52,12 +52,12 @@ class Place:
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether hosts reach host 0 through loopback, and nobody else does from elsewhere."""
+        """Whether host 0 is reached, and can be reached, through loopback only."""
         return all(_LOOPBACK.fullmatch(name) for name in (self.coordinator_host, self.bind))
 
 
 def define_place_flags(values: flags.FlagValues) -> None:
-    """Flags of where a process stands, and of how long hosts wait for one another."""
+    """Define the flags of a host's position, and of how long hosts wait for each other."""
 
     def integer(name: str, text: str, low: int, high: int) -> None:
         flags.DEFINE_integer(name, None, text, low, high, flag_values=values)
@@ -65,44 +65,46 @@ def define_place_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "coordinator_address", None, "Several hosts: name:port of host 0. Default: as detected.", flag_values=values
     )
-    integer("num_processes", "Several hosts: how many. 1 keeps to this one, whatever is detected.", 1, MAX_HOSTS)
-    integer("process_id", "Several hosts: the process index of this one, from 0.", 0, MAX_HOSTS - 1)
     integer(
-        "coordinator_port", f"Port of JAX's coordination service. Default: as detected, or {DEFAULT_PORT}.", 1, 65535
+        "num_processes", "Several hosts: their number. 1 runs on this host only, whatever is detected.", 1, MAX_HOSTS
     )
-    integer("control_port", "Port where host 0 hears of faults. Default: the one after the coordinator's.", 1, 65535)
+    integer("process_id", "Several hosts: process index of this host, from 0.", 0, MAX_HOSTS - 1)
+    integer(
+        "coordinator_port", f"Port of JAX's coordination service. Default: as detected, else {DEFAULT_PORT}.", 1, 65535
+    )
+    integer("control_port", "Port of host 0 for reports of faults. Default: the coordinator's port plus 1.", 1, 65535)
     flags.DEFINE_string(
         "coordinator_bind_address",
         None,
-        "Address that host 0 listens on. Default: all, or loopback.",
+        "Address that host 0 listens on. Default: all addresses, or loopback for a local coordinator.",
         flag_values=values,
     )
     flags.DEFINE_list(
-        "local_device_ids", None, "Numbers of the devices that this process uses. Default: all.", flag_values=values
+        "local_device_ids", None, "Ids of the devices that this process uses. Default: all.", flag_values=values
     )
 
     def seconds(name: str, default: int, text: str) -> None:
         flags.DEFINE_integer(name, default, f"Seconds {text}", 1, 1 << 20, flag_values=values)
 
-    seconds("initialization_timeout", 300, "until a host that has not come counts as missing.")
-    seconds("heartbeat_timeout", 60, "until a host that gives no sign of life counts as dead.")
-    seconds("shutdown_timeout", 300, "that hosts wait for one another at the end.")
-    seconds("stall_timeout", 1800, "without any progress until all hosts print their stacks and stop.")
+    seconds("initialization_timeout", 300, "until a host that has not joined counts as missing.")
+    seconds("heartbeat_timeout", 60, "without a heartbeat until a host counts as dead.")
+    seconds("shutdown_timeout", 300, "that hosts wait for each other at the end.")
+    seconds("stall_timeout", 1800, "without progress on any host until all hosts print their stacks and stop.")
 
 
 def find_place(values: flags.FlagValues, environment: Mapping[str, str] | None = None) -> Place:
-    """Where this process stands.
+    """Find the position of this process.
 
-    In this order: flags; ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``; on a Cloud TPU what
-    JAX detects; torchrun; SkyPilot; LeaderWorkerSet; what JAX detects elsewhere (Open MPI, Slurm, Kubernetes).
+    Sources, in this order: flags; ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``; on a Cloud
+    TPU JAX's detection; torchrun; SkyPilot; LeaderWorkerSet; JAX's detection elsewhere (Open MPI, Slurm, Kubernetes).
 
     Args:
       values: parsed :func:`define_place_flags`.
       environment: default ``os.environ``. JAX's own detection always looks at the real one.
 
     Raises:
-      InputError: flags or variables that make no sense, or are incomplete.
-      RuntimeError: what JAX asks (a metadata server, Kubernetes, a name of the network) does not answer.
+      InputError: flags or variables are invalid or incomplete.
+      RuntimeError: a service that JAX asks (metadata server, Kubernetes, DNS) does not answer.
     """
     around = os.environ if environment is None else environment
     if values.num_processes == 1:
@@ -120,9 +122,7 @@ def find_place(values: flags.FlagValues, environment: Mapping[str, str] | None =
         found = detected
     host, hosts, address, where = found
     if not 1 <= hosts <= MAX_HOSTS or not 0 <= host < hosts:
-        raise InputError(
-            f"{where}: host {host} of {hosts}; hosts are numbered from 0, and there are {MAX_HOSTS} at most"
-        )
+        raise InputError(f"{where}: host {host} of {hosts}; expected an index from 0 and at most {MAX_HOSTS} hosts")
     if hosts == 1:
         return Place(0, 1, found_in=where)
     name, port = _split_address(address, values.coordinator_port, where)
@@ -141,13 +141,13 @@ _Found = tuple[int, int, str, str]
 
 
 def _from_variables(around: Mapping[str, str]) -> _Found | None:
-    """Host, hosts, address and where that stands, from variables that JAX itself does not read."""
+    """Host, hosts, address and source, from variables that JAX itself does not read."""
     if found := _variables(around, "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS", "JAX_* variables"):
         return found
     if _on_tpu_vm():
         return None
     if found := _variables(around, "RANK", "WORLD_SIZE", "MASTER_ADDR", "torchrun"):
-        # MASTER_PORT is taken: torchrun itself listens there.
+        # torchrun itself listens on MASTER_PORT.
         port = _number(around, "MASTER_PORT", 65534) + 1 if "MASTER_PORT" in around else DEFAULT_PORT
         return *found[:2], f"{found[2]}:{port}", found[3]
     if found := _variables(around, "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS", "SkyPilot"):
@@ -175,21 +175,21 @@ def _on_tpu_vm() -> bool:
 
 
 def _from_jax(values: flags.FlagValues) -> _Found | None:
-    """What JAX detects. There is no public call for that without joining."""
+    """JAX's own detection. There is no public call for it that does not also connect."""
     from jax._src import clusters
 
     simulated = ("devices" in values and values.devices is not None) or os.environ.get("JAX_PLATFORMS") == "cpu"
     if simulated and _on_tpu_vm():
-        return None  # a pod's other hosts were not asked to simulate
+        return None  # the other hosts of the pod do not simulate devices
     managed = _on_tpu_vm() or {"OMPI_MCA_orte_hnp_uri", "SLURM_JOB_ID", "JOB_COMPLETION_INDEX"} & os.environ.keys()
     if "KUBERNETES_SERVICE_HOST" in os.environ and not managed:
-        return None  # a pod of no indexed job has no number; JAX would ask Kubernetes for one, and fail
+        return None  # without an indexed job a pod has no index; JAX would ask Kubernetes for one and fail
     try:
         address, hosts, host, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
             None, None, None, None, None, values.initialization_timeout
         )
     except (KeyError, ValueError) as error:
-        raise InputError(f"the cluster's variables around this process make no sense to JAX: {error!r}") from error
+        raise InputError(f"JAX cannot read the cluster's environment variables: {error!r}") from error
     if address is None or hosts is None or host is None:
         return None
     return host, hosts, address, "what JAX detects"
@@ -216,9 +216,9 @@ def _local_devices(given: Sequence[str] | None, around: Mapping[str, str]) -> tu
             raise InputError(f"--local_device_ids={','.join(given)}: expected different numbers, such as 0,1,2,3")
         return tuple(int(text) for text in given)
     if around.get("JAX_LOCAL_DEVICE_IDS") or _on_tpu_vm():
-        return None  # JAX reads the one itself, and on a TPU nothing is to be divided
+        return None  # JAX reads the variable itself; on a TPU devices are not divided among processes
     for rank, count in _LOCAL_RANKS:
-        # A process that is alone on its machine has all devices of it. Slurm writes "8(x2)".
+        # A process that is alone on its machine uses all its devices. Slurm writes "8(x2)".
         several = re.match(r"\d{1,6}", around.get(count, ""))
         if rank in around and several and int(several[0]) > 1:
             return (_number(around, rank),)

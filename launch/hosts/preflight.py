@@ -1,4 +1,4 @@
-"""Before any device works: every host says what it is and what it was asked to do, and all must say the same."""
+"""Compare all hosts before any device is used: versions, code, flags, inputs and devices must be the same."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _PACKAGES = ("diffumesh", "jax", "jaxlib", "libtpu", "flax", "numpy")
 _SOURCES = ("launch", "runtime", "checkpoints", "sharding")
 _MAX_FLAG_TEXT = 200
 
-# Where hosts may differ: what they print and where they keep their files; and the place flags.
+# Flags in which hosts may differ, besides the flags of their position: output and local files.
 _OWN_FLAGS = ("compile_cache", "watch", "history_html", "json")
 
 
 def code_digest() -> str:
-    """A digest of the source code that runs here, so that a forgotten deployment shows."""
+    """A digest of the source code on this host; a host with another version of the code differs in it."""
     root = Path(__file__).parent.parent.parent
     state = hashlib.sha256()
     for folder in _SOURCES:
@@ -45,7 +45,7 @@ def code_digest() -> str:
 
 
 def version_facts() -> Facts:
-    """Versions of what runs here."""
+    """Versions of Python, the code and the packages."""
     facts = {"python": platform.python_version(), "code": code_digest()}
     for package in _PACKAGES:
         try:
@@ -56,7 +56,7 @@ def version_facts() -> Facts:
 
 
 def flag_facts(values: flags.FlagValues) -> Facts:
-    """The flags that are not at their defaults, those aside in which hosts may differ."""
+    """Flags with other values than their defaults, except those in which hosts may differ."""
     own = flags.FlagValues()
     define_place_flags(own)
     return {
@@ -68,7 +68,7 @@ def flag_facts(values: flags.FlagValues) -> Facts:
 
 
 def memory_facts() -> dict[str, float]:
-    """Gigabytes of free memory and disk of this host; hosts may differ in them."""
+    """Free memory and disk of this host in gigabytes; hosts may differ in them."""
     pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
     free = shutil.disk_usage(Path.home() if Path.home().exists() else Path("/")).free
     return {
@@ -78,7 +78,7 @@ def memory_facts() -> dict[str, float]:
 
 
 def device_facts() -> tuple[Facts, dict[str, float]]:
-    """This host's devices: what must be the same everywhere, and what may differ."""
+    """This host's devices: facts that must be the same on every host, and facts that may differ."""
     devices = jax.local_devices()
     same = {"devices": f"{len(devices)} x {devices[0].device_kind}", "all devices": str(jax.device_count())}
     stats = [stats for device in devices if (stats := device.memory_stats())]
@@ -87,16 +87,16 @@ def device_facts() -> tuple[Facts, dict[str, float]]:
 
 
 def digest(text: str | bytes) -> str:
-    """A short digest, for comparing and for people."""
+    """A short digest, for comparisons and messages."""
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:16]
 
 
 def differences(facts: Sequence[Facts], names: Sequence[str]) -> list[str]:
-    """Sentences that name the hosts which differ from most others (from host 0 where there is no most).
+    """Sentences that name the hosts which differ from the majority (without a majority, from host 0).
 
     Args:
-      facts: of each host, by process index.
-      names: how to call each host.
+      facts: the facts of each host, by process index.
+      names: the name of each host, for the sentences.
     """
     found = []
     for key in dict.fromkeys(key for one in facts for key in one):
@@ -112,7 +112,7 @@ def differences(facts: Sequence[Facts], names: Sequence[str]) -> list[str]:
 
 
 def table(facts: Sequence[Facts], free: Sequence[Mapping[str, float]], names: Sequence[str]) -> Table:
-    """A column for all hosts that say the same; of what they have free the least and the most."""
+    """A table with a column for each group of equal hosts; free memory as a range."""
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for host, one in enumerate(facts):
         groups.setdefault(tuple(sorted(one.items())), []).append(host)
@@ -147,16 +147,16 @@ def _ranges(hosts: Sequence[int]) -> str:
 
 
 def check(host: Host, values: flags.FlagValues, inputs: Mapping[str, str], show: Callable[[Table], None]) -> None:
-    """All hosts meet before devices are touched, and again when each knows its devices.
+    """Compare all hosts, before devices are used and again when each host knows its devices.
 
     Args:
-      host: this one.
+      host: this host.
       values: its flags.
-      inputs: digests of what it read, by name, such as the checkpoint's.
+      inputs: digests of its inputs by name, for example of the checkpoint.
       show: prints the table, on host 0 only.
 
     Raises:
-      HostsDifferError: names each host that differs, and in what.
+      HostsDifferError: hosts differ; the message names them and the difference.
     """
     if host.count == 1:
         return
@@ -176,10 +176,10 @@ def check(host: Host, values: flags.FlagValues, inputs: Mapping[str, str], show:
 
 
 def agree_on_programs(host: Host) -> Callable[[Any], None]:
-    """What to call before each run of a program: hosts agree on a new one before it is compiled.
+    """Make the function to call before each run of a program: hosts compare a new program before it is compiled.
 
     Returns:
-      A function of the lowered program where it is new, else of None.
+      A function of the lowered program if it is new, else of None.
     """
 
     def before_run(lowered: jax.stages.Lowered | None) -> None:

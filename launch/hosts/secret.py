@@ -1,7 +1,7 @@
-"""The secret by which the hosts of a run know one another.
+"""The shared secret with which the hosts of a run authenticate each other.
 
-Whoever connects to host 0 proves that it knows the secret, and host 0 proves it in turn; neither sends it. Each proof
-is of a number that the other has just drawn, so that one that was overheard is worth nothing.
+A client that connects to host 0 proves that it knows the secret, and host 0 proves the same to the client. Neither
+sends it. Each proof is an HMAC over a nonce of the other side, so that a recorded proof cannot be replayed.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _LEAST, _MOST = 16, 4096
 
 
 def new_secret() -> str:
-    """A secret for one run."""
+    """Make a secret for one run."""
     return secrets.token_hex(32)
 
 
 def nonce() -> str:
-    """A number that nobody has seen before."""
+    """Draw a random nonce."""
     return secrets.token_hex(16)
 
 
 def read_secret(environment: Mapping[str, str] | None = None) -> bytes:
-    """The secret that the environment gives, or the file that it names; empty where it does neither.
+    """Read the secret from the environment or from the file that it names; empty if there is neither.
 
     Raises:
-      InputError: the file cannot be read or is open to others, or the secret is too short.
+      InputError: the file cannot be read, other users can read it, or the secret is too short.
     """
     around = os.environ if environment is None else environment
     if path := around.get(SECRET_FILE):
@@ -58,10 +58,10 @@ def read_secret(environment: Mapping[str, str] | None = None) -> bytes:
 
 
 def proof(secret: bytes, *said: object) -> str:
-    """What only those can say who know the secret."""
+    """HMAC of a message under the secret."""
     return hmac.new(secret, json.dumps(said).encode(), hashlib.sha256).hexdigest()
 
 
 def is_proof(given: object, secret: bytes, *said: object) -> bool:
-    """Whether a proof is one, compared in constant time."""
+    """Check a proof in constant time."""
     return isinstance(given, str) and hmac.compare_digest(given.encode(), proof(secret, *said).encode())

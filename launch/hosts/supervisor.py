@@ -1,4 +1,4 @@
-"""One host's supervisor: starts the worker, tells the hub what becomes of it, and ends as all hosts end."""
+"""A host's supervisor: starts the worker, reports its state to the hub, and exits with the code of all hosts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from launch.hosts.place import Place
 from launch.hosts.secret import SECRET, SECRET_FILE, is_proof, nonce, proof, read_secret
 from runtime import InputError
 
-# What hosts gather last before they work.
+# The last exchange between hosts before the work begins.
 BEGUN = "devices"
 
 _HEARTBEAT_SECONDS = 0.5
@@ -46,11 +46,11 @@ _LAST_WORDS_WAIT = 3.0
 
 @dataclass(frozen=True)
 class Shared:
-    """What a worker and its supervisor share besides their link.
+    """State that a worker shares with its supervisor, besides their socket.
 
     Attributes:
-      page: two counters, of the worker's life and of its progress.
-      stacks: where the worker writes its stacks on SIGUSR1.
+      page: two counters: one advances while the worker runs, one with its progress.
+      stacks: the file to which the worker writes its stacks on SIGUSR1.
     """
 
     page: mmap.mmap
@@ -58,26 +58,26 @@ class Shared:
 
     @classmethod
     def create(cls) -> Shared:
-        """Make it, before the fork."""
+        """Create the shared state, before the fork."""
         return cls(mmap.mmap(-1, 16), tempfile.TemporaryFile())
 
     def read(self, counter: int) -> int:
-        """Counter 0 (life) or 1 (progress)."""
+        """Read counter 0 (running) or 1 (progress)."""
         return int(struct.unpack_from("<Q", self.page, 8 * counter)[0])
 
     def advance(self, counter: int) -> None:
-        """Add one; only the worker does."""
+        """Add one to a counter; only the worker calls this."""
         struct.pack_into("<Q", self.page, 8 * counter, self.read(counter) + 1)
 
 
 def supervise(place: Place, timeouts: Timeouts) -> tuple[socket.socket, Shared]:
-    """Split into supervisor and worker. Returns in the worker; the supervisor ends this process's program.
+    """Fork into supervisor and worker. Returns in the worker; the supervisor exits in here.
 
     Returns:
-      The worker's end of the link, and what it shares with its supervisor.
+      The worker's end of the socket, and the shared state.
 
     Raises:
-      InputError: the hosts have no secret by which they know one another.
+      InputError: no secret is given, and the run is not on one machine.
     """
     secret = _own_secret(place)
     own, workers = socket.socketpair()
@@ -96,8 +96,8 @@ def _own_secret(place: Place) -> bytes:
     secret = read_secret()
     if not secret and not place.is_on_one_machine:
         raise InputError(
-            f"several hosts must have a secret by which they know one another: the same for all, in a file that "
-            f"{SECRET_FILE} names or in {SECRET}; openssl rand -hex 32 makes one"
+            f"several hosts need a shared secret: the same on all hosts, in a file that {SECRET_FILE} names or in "
+            f"{SECRET}; openssl rand -hex 32 makes one"
         )
     return secret
 
@@ -105,17 +105,17 @@ def _own_secret(place: Place) -> bytes:
 async def greet(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, place: Place, name: str
 ) -> Fault | None:
-    """Make this host and the hub known to one another; why not, where one of them does not know the secret."""
+    """Authenticate this host to the hub and the hub to this host. Returns a fault if one of them fails."""
     own = nonce()
     challenge = await receive_greeting(reader)
     if challenge is None or challenge["kind"] != "challenge":
-        return Fault("gone", "closes the connection without a word", host=0)
+        return Fault("gone", "closed the connection without an answer", host=0)
     said = (challenge.get("nonce"), own, place.host, place.hosts, name)
     fields = {"host": place.host, "hosts": place.hosts, "name": name, "nonce": own}
     writer.write(encode("hello", **fields, proof=proof(secret, "host", *said)))
     answer = await receive(reader)
     if answer is None:
-        return Fault("gone", "closes the connection without a word", host=0)
+        return Fault("gone", "closed the connection without an answer", host=0)
     if answer["kind"] == "verdict":
         return Fault.parse(answer)
     if not is_proof(answer.get("proof"), secret, "hub", own):
@@ -124,16 +124,16 @@ async def greet(
 
 
 def check_coordinator_port(place: Place) -> None:
-    """Check that JAX's coordination service can listen on host 0, which this one is.
+    """Check that JAX's coordination service can listen on this host, which is host 0.
 
     Raises:
-      InputError: another program does.
+      InputError: another program listens on the port.
     """
     address, port = place.bind.strip("[]"), int(place.coordinator.rpartition(":")[2])
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what has just ended is no obstacle
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections that have just closed
             tried.bind((address, port))
             tried.listen()
     except OSError as error:
@@ -144,12 +144,12 @@ def check_coordinator_port(place: Place) -> None:
 
 
 class Supervisor:
-    """What one host does around its worker."""
+    """Supervises the worker of one host."""
 
     def __init__(
         self, place: Place, timeouts: Timeouts, pid: int, link: socket.socket, shared: Shared, secret: bytes
     ) -> None:
-        """Take a worker that has just been started, and the secret of the run."""
+        """Take the worker that was just forked, and the secret of the run."""
         self._place = place
         self._secret = secret
         self._timeouts = timeouts
@@ -159,8 +159,8 @@ class Supervisor:
         self._name = host_name(place.host, socket.gethostname())
         self._link: asyncio.StreamWriter | None = None
         self._hub: asyncio.StreamWriter | None = None
-        self._is_known = False  # to the hub, which hears nothing else before
-        self._waiting: list[bytes] = []  # for the hub, until it is connected
+        self._is_known = False  # whether the hub has admitted this host
+        self._waiting: list[bytes] = []  # messages to send once the hub has admitted this host
         self._fault: Fault | None = None
         self._done = False
         self._ended = False
@@ -198,7 +198,7 @@ class Supervisor:
         if self._hub is not None:
             self._hub.close()
         if watching is not None:
-            # The others are told before JAX's service goes down with this host's worker.
+            # Tell the other hosts before JAX's coordination service ends with this worker.
             await asyncio.wait([watching], timeout=_VERDICT_WAIT)
         if fault is not None and self._last_words and self._link is not None and not self._ended:
             self._link.write(encode("verdict"))
@@ -211,7 +211,7 @@ class Supervisor:
         return self._conclude(fault)
 
     async def _guard(self, part: Any) -> None:
-        """A mistake in the supervisor itself must end the run too."""
+        """Run a task; an error in the supervisor itself ends the run too."""
         try:
             await part
         except Exception as error:
@@ -229,7 +229,7 @@ class Supervisor:
             if fault.host == self._place.host:
                 self._say(f"{self._name}: {own.text.rstrip()}")
             else:
-                self._say(f"{self._name} failed in consequence: {own.text.rstrip().splitlines()[-1]}")
+                self._say(f"{self._name} failed as a consequence: {own.text.rstrip().splitlines()[-1]}")
         shown = own is not None and own.text == fault.text
         if self._place.host == 0 and fault.host != 0 and not shown and "\n" in fault.text.strip():
             self._say(f"{fault.who}:\n{fault.text.rstrip()}")
@@ -244,14 +244,14 @@ class Supervisor:
 
         def wait() -> None:
             _, status = os.waitpid(self._pid, 0)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: a worker that hung in the kernel
+            with contextlib.suppress(RuntimeError):  # the loop is closed because the worker hung in the kernel
                 loop.call_soon_threadsafe(self._worker_ended.set_result, status)
 
-        # Not in the loop's own threads: those are waited for in the end.
+        # The loop waits for its own threads at the end, so this one is not among them.
         threading.Thread(target=wait, daemon=True).start()
         status = await asyncio.shield(self._worker_ended)
         self._ended = True
-        await asyncio.sleep(0.05)  # what it said last is still to be read
+        await asyncio.sleep(0.05)  # leave time to read its last messages
         if status == 0:
             self._send("done")
         elif self._fault is None:
@@ -282,7 +282,7 @@ class Supervisor:
                 os.kill(self._pid, signal.SIGKILL)
 
     async def _tick(self) -> None:
-        """Look whether the worker lives, and tell the hub that this host does."""
+        """Check that the worker is running, and send heartbeats to the hub."""
         while True:
             await asyncio.sleep(_HEARTBEAT_SECONDS)
             now, life = time.monotonic(), self._shared.read(0)
@@ -297,7 +297,7 @@ class Supervisor:
             self._send("heartbeat", marks=self._shared.read(1), still=0.0 if self._done or self._fault else still)
 
     async def _dump(self) -> None:
-        """The worker's stacks, for the hub."""
+        """Send the worker's stacks to the hub."""
         file = self._shared.stacks
         file.seek(0)
         file.truncate()
@@ -314,7 +314,7 @@ class Supervisor:
         self._send("stacks", text=shorten(text) or "(its process does not answer)")
 
     def _report(self, fault: Fault) -> None:
-        """Say what happened here, and tell the hub."""
+        """Print a fault of this host and report it to the hub."""
         if self._fault is not None:
             return
         self._fault = fault
@@ -336,7 +336,7 @@ class Supervisor:
             self._waiting.append(line)
 
     async def _connect(self) -> asyncio.StreamReader | None:
-        """Connect to the hub, trying until it is there; None when the patience ends."""
+        """Connect to the hub, retrying until it answers; None after the initialization timeout."""
         place = self._place
         if place.host == 0:
             address = "localhost" if place.bind in ("[::]", "::", "0.0.0.0") else place.bind
@@ -354,7 +354,7 @@ class Supervisor:
             now = time.monotonic()
             where = f"{address}:{place.control_port}"
             if now - started > self._timeouts.initialization:
-                text = f"is missing: nobody answers at {where} ({reason}) within {now - started:.0f} s"
+                text = f"is missing: no answer at {where} ({reason}) within {now - started:.0f} s"
                 self._finish(Fault("missing", text, host=0, who="host 0"))
                 return None
             if now - said > _SAY_EVERY:
@@ -370,7 +370,7 @@ class Supervisor:
             greeting = greet(reader, self._hub, self._secret, self._place, socket.gethostname())
             refusal = await asyncio.wait_for(greeting, self._timeouts.heartbeat)
         except TimeoutError:
-            refusal = Fault("gone", "does not answer: something else listens there, or it is frozen", host=0)
+            refusal = Fault("gone", "does not answer: another program listens on its port, or it is frozen", host=0)
         if refusal is not None:
             self._finish(replace(refusal, who=refusal.who or f"host 0 ({self._place.coordinator_host})"))
             return

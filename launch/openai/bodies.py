@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from runtime import (
@@ -19,6 +18,7 @@ from runtime import (
     DiffusionConfig,
     InputError,
     Integer,
+    JsonObjectError,
     ModelConfig,
     RowRequest,
     SamplingConfig,
@@ -26,6 +26,8 @@ from runtime import (
     check_given,
     check_request,
     dependents,
+    parse_json_object,
+    with_model_blocks,
 )
 
 MAX_STOPS, MAX_STOP = 16, 1024
@@ -116,15 +118,6 @@ class Asked:
     stop: tuple[str, ...]
 
 
-def _once(pairs: list[tuple[str, Any]], most: int | None = None) -> dict[str, Any]:
-    if most is not None and len(pairs) > most:
-        raise InputError(f"an object has {len(pairs)} names; at most {most} are allowed")
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise InputError("an object has the same name twice")
-    return found
-
-
 def parse_object(raw: bytes, names: int | None = None) -> dict[str, Any]:
     """Parse a JSON object.
 
@@ -136,18 +129,16 @@ def parse_object(raw: bytes, names: int | None = None) -> dict[str, Any]:
       InputError: the bytes are not UTF-8, not JSON or not an object, or an object has a name twice or too many names.
     """
     try:
-        record = json.loads(raw.decode("utf-8"), object_pairs_hook=partial(_once, most=names))
+        record = parse_json_object(raw, names)
         # A lone surrogate, which only an escape can produce, is not valid text.
         if _SURROGATE.search(raw):
             json.dumps(record, ensure_ascii=False).encode("utf-8")
-    except InputError:
-        raise
     except UnicodeError as error:
         raise InputError("not UTF-8", detail=error) from error
-    except (ValueError, RecursionError) as error:
+    except JsonObjectError as error:
+        raise InputError(str(error)) from error
+    except ValueError as error:
         raise InputError("not JSON", detail=error) from error
-    if not isinstance(record, dict):
-        raise InputError("expected an object")
     return record
 
 
@@ -309,7 +300,7 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
     follows = defaults.steps_follow_tokens and isinstance(config, DiffusionConfig)
     if follows and "steps" not in fields and isinstance(tokens, int):
         fields["steps"] = min(MAX_STEPS, max(1, tokens))
-    made = config.replace(**fields)
+    made = with_model_blocks(config.replace(**fields), defaults.model)
     check_given(made, given)
     return made
 

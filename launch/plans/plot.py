@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Meshes of one machine that have room; the best ones are drawn.
+# Largest number of meshes to draw for one machine.
 _MOST_BARS = 24
 _UNFIT = "#b0b0b0"
 
@@ -25,7 +25,7 @@ def check_plot(path: str) -> None:
     """Check before anything is computed that a picture can be written to this file.
 
     Raises:
-      InputError: matplotlib is not installed, the file's ending is no format of its, or the file cannot be written.
+      InputError: matplotlib is not installed or does not know the file's format, or the file cannot be written.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
@@ -52,13 +52,13 @@ def plot_plans(
 
 
 def draw_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], price: float | None = None) -> Figure:
-    """The picture: of one machine the best meshes, of several the best mesh of each, a row for each.
+    """Draw the figure: the best meshes of one machine, or the best mesh of each machine, one row each.
 
     Args:
-      name: of the model.
-      workload: what is run.
-      plans: of each machine.
-      price: dollars for a chip and an hour; None for rates in the place of costs.
+      name: name of the model.
+      workload: the workload.
+      plans: the plan of each machine.
+      price: dollars per chip-hour; None to show rates instead of costs.
     """
     from matplotlib.figure import Figure
 
@@ -71,7 +71,7 @@ def draw_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pri
     phases = sorted({bar.found.main_phase.phase.name for bar in bars})
     times = [1e3 * bar.found.main_phase.seconds for bar in bars]
     _draw_panel(panels[0], f"ms a pass ({', '.join(phases)})", bars, times, [_short(one) for one in times])
-    # What a chip has is drawn behind what the mesh needs of it.
+    # The memory of a chip is drawn behind the memory that the mesh needs.
     panels[1].barh(range(len(bars)), usable, color="none", edgecolor="#404040", linewidth=0.8)
     labels = [f"{one:.1f} of {limit:.1f}" for one, limit in zip(memory, usable, strict=True)]
     ends = [max(pair) for pair in zip(memory, usable, strict=True)]
@@ -98,7 +98,7 @@ def draw_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pri
 
 @dataclass(frozen=True)
 class _Bar:
-    """A mesh in the picture."""
+    """A mesh in the figure."""
 
     name: str
     found: Estimate
@@ -108,7 +108,7 @@ class _Bar:
 
 
 def _bars(plans: Sequence[TopologyPlan]) -> Iterator[_Bar]:
-    """The meshes of one machine, the best first; or of each machine the best."""
+    """Yield the meshes of one machine, best first, or the best mesh of each machine."""
     for plan in plans:
         meshes = [*plan.fitting, *plan.others]
         for number, found in enumerate(meshes[:1] if len(plans) > 1 else meshes):
@@ -125,7 +125,7 @@ def _bars(plans: Sequence[TopologyPlan]) -> Iterator[_Bar]:
 
 
 def _color(plan: TopologyPlan, plans: Sequence[TopologyPlan]) -> str:
-    """A color for every kind of chip."""
+    """The colour of a machine's kind of chip."""
     kinds = sorted({one.topology.chip.name for one in plans})
     return f"C{kinds.index(plan.topology.chip.name) % 10}"
 
@@ -138,7 +138,7 @@ def _draw_panel(
     labels: Sequence[str],
     ends: Sequence[float] | None = None,
 ) -> None:
-    """A bar a row with its number behind it, right of ``ends`` where something longer is drawn there."""
+    """Draw a bar per row with its number, to the right of ``ends`` if something longer is drawn there."""
     axes.barh(range(len(bars)), lengths, color=[bar.color for bar in bars], height=0.6)
     longest = max(ends or lengths)
     for row, (end, label) in enumerate(zip(ends or lengths, labels, strict=True)):
@@ -151,5 +151,5 @@ def _draw_panel(
 
 
 def _short(number: float) -> str:
-    """Three digits, without an exponent."""
+    """Format a number with three digits, without an exponent."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

@@ -1,4 +1,4 @@
-"""The meshes of one machine, ranked by the estimates, the best of them compiled."""
+"""Rank the meshes of one machine by estimate, and compile the best ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan_topology(
     """Rank the meshes of one machine and compile the best of them.
 
     Raises:
-      MeshError: a mesh that was named and cannot be, or that the compiler refuses.
+      MeshError: the mesh of ``--mesh`` is impossible, or the compiler refuses it.
     """
     if values.mesh is not None:
         try:
@@ -52,17 +52,17 @@ def plan_topology(
 
 
 def compile_plan(workload: Workload, plan: TopologyPlan, values: flags.FlagValues, count: int, only: bool) -> None:
-    """Compile the best meshes of a plan; one that the compiler finds too large makes room for the next.
+    """Compile the best meshes of a plan. If the compiler finds a mesh too large, the next one is compiled instead.
 
     Args:
-      workload: what is run.
-      plan: of one machine.
+      workload: the workload.
+      plan: the plan of one machine.
       values: flags.
-      count: meshes to compile.
-      only: there is no next.
+      count: number of meshes to compile.
+      only: the plan has one mesh only.
 
     Raises:
-      MeshError: the compiler refuses the only one.
+      MeshError: the compiler refuses the only mesh.
     """
     topology = plan.topology
     devices = aot_devices(topology)

@@ -7,12 +7,12 @@ from runtime.planner import CompiledPhase, Estimate, Topology, out_of_memory
 
 
 class TopologyPlan:
-    """Meshes of one machine: those that fit, ranked, what the compiler says of the best, and a verdict in words."""
+    """The ranked meshes of one machine, the compiler's results for the best of them, and a verdict."""
 
     def __init__(
         self, topology: Topology, fitting: list[Estimate], others: list[Estimate], why_none: str | None = None
     ) -> None:
-        """Take a ranking, and where a mesh was named that cannot be, why."""
+        """Take a ranking, and the reason if the named mesh is impossible."""
         self.topology, self.fitting, self.others = topology, fitting, others
         self.why_none = why_none
         self.compiled: dict[int, list[CompiledPhase]] = {}
@@ -20,7 +20,7 @@ class TopologyPlan:
         self.notes: list[str] = []
 
     def refuse(self, number: int, reason: str) -> None:
-        """Move a mesh that was estimated to fit to the others: the compiler says that it does not."""
+        """Move a mesh to those that do not fit, because the compiler refused it."""
         found = self.fitting.pop(number)
         self.others.insert(0, found)
         self.refused[found.spec] = f"{found.spec}: {reason}"
@@ -28,7 +28,7 @@ class TopologyPlan:
 
     @property
     def verdict(self) -> str:
-        """Why the first is first, or why there is none."""
+        """The reason why the first mesh is the best, or why no mesh fits."""
         if not self.fitting:
             if self.refused:
                 return f"{self.topology}: {'; '.join(self.refused.values())}"

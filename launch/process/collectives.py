@@ -20,10 +20,10 @@ _REPEATS = 5
 
 
 def probe_mesh(text: str | None, devices: Sequence[Any]) -> Mesh:
-    """The mesh to try: as given, or ``data`` over hosts and ``tensor`` over the devices of each.
+    """The mesh to test: as given, or ``data`` over hosts and ``tensor`` over the devices of each host.
 
     Raises:
-      MeshError: it does not fit the devices.
+      MeshError: the mesh does not fit the devices.
     """
     if text is not None:
         spec = MeshSpec.parse(text).resolve(len(devices))
@@ -34,7 +34,7 @@ def probe_mesh(text: str | None, devices: Sequence[Any]) -> Mesh:
 
 
 def collective_lines(mesh: Mesh, megabytes: float) -> Iterator[str]:
-    """An all-reduce over each axis: whether the sum is right, and bytes per second by the ring's count.
+    """Run an all-reduce over each axis; report its time and bandwidth (bytes that a ring moves), and check the sum.
 
     Raises:
       RuntimeError: a sum is wrong.
@@ -57,7 +57,7 @@ def collective_lines(mesh: Mesh, megabytes: float) -> Iterator[str]:
 
 
 def _all_reduce(mesh: Mesh, axis: str, count: int) -> tuple[float, bool]:
-    """Median seconds of an all-reduce of ``count`` floats over an axis, and whether every device has the sum."""
+    """Median seconds of an all-reduce of ``count`` floats over an axis, and whether every device has the right sum."""
     every = PartitionSpec(tuple(mesh.axis_names))
 
     @partial(jax.jit, out_shardings=jax.NamedSharding(mesh, every))

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during a generation: its rows end where they are, so that what there is can be printed."""
+"""Ctrl-C and SIGTERM during a generation: rows end early, and the text so far is printed."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART
 from launch.process.startup import Report, this_host
 from runtime import StopTest
 
-# A generation that was asked to stop lasts no longer than this.
+# Seconds after which an interrupted process exits in any case.
 SECONDS_TO_STOP = 5.0
-# After SIGTERM rows may go on for so long: a short generation is finished, and ends as if nothing had happened.
+# Seconds for which rows go on after SIGTERM, so that a short generation finishes normally.
 SECONDS_TO_FINISH = 2.5
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Interruption:
-    """Ends the rows of a generation when somebody asks for it; a context manager around the generation.
+    """A context manager around a generation that ends its rows on Ctrl-C or SIGTERM.
 
-    Rows end where their stop tests are asked, every few steps. Where a step takes too long for that, what the last look
-    saw is shown and the process ended.
+    Rows end at their next stop test, which runs every few steps. If a step takes too long for that, the tokens of the
+    last stop test are printed and the process exits.
 
     Attributes:
-      signal: what was heard; None while nothing was.
-      cut_short: whether rows were ended for it.
+      signal: the signal received; None if there was none.
+      cut_short: whether rows were ended early.
     """
 
     def __init__(self, rows: int, show: Callable[[Sequence[Sequence[int]]], None]) -> None:
-        """Take the number of rows, and what prints their new tokens where the generation itself cannot."""
+        """Take the number of rows, and a function that prints their new tokens when the generation itself cannot."""
         self.signal: signal.Signals | None = None
         self._show = show
         self._latest: list[Sequence[int]] = [() for _ in range(rows)]
@@ -57,20 +57,20 @@ class Interruption:
 
     @property
     def exit_code(self) -> int:
-        """Of a process that was stopped so: as a shell has it for Ctrl-C, and one that asks for a restart otherwise."""
+        """The exit code after an interruption: 130 for Ctrl-C, 42 for SIGTERM."""
         return EXIT_INTERRUPTED if self.signal == signal.SIGINT else EXIT_RESTART
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
             raise KeyboardInterrupt
         self._note(signal.Signals(number))
-        print("stopping: what there is follows; a second Ctrl-C stops at once", file=sys.stderr, flush=True)
+        print("stopping: the text so far follows; a second Ctrl-C stops at once", file=sys.stderr, flush=True)
 
     def _note(self, heard: signal.Signals) -> None:
         self.signal, self._heard = heard, time.monotonic()
 
     def _watch(self) -> None:
-        """Show what there is and end the process, where the generation does not end in time."""
+        """Print the tokens so far and exit if the generation does not end in time."""
         while not self._over:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
             if self.signal is None and this_host().draining():
@@ -80,12 +80,12 @@ class Interruption:
             if any(self._latest):
                 self._show(self._latest)
             sys.stdout.flush()
-            when = "in a long step" if any(self._latest) else "before there was anything"
+            when = "in a long step" if any(self._latest) else "before there was any text"
             print(f"stopped by {self.signal.name} {when}", file=sys.stderr, flush=True)
             os._exit(self.exit_code)
 
     def stop_tests(self, tests: Sequence[StopTest | None]) -> list[StopTest | None]:
-        """The rows' stop tests, which end every row once the generation is to stop."""
+        """Wrap the rows' stop tests, so that they end every row once the generation is interrupted."""
 
         def watched(row: int, test: StopTest | None) -> StopTest:
             def is_over(tokens: Sequence[int], whole: bool) -> int | None:
@@ -98,14 +98,14 @@ class Interruption:
         return [watched(row, test) for row, test in enumerate(tests)]
 
     def report(self, progress: Report) -> Report:
-        """A progress report that also asks, on all hosts alike, whether to stop."""
+        """Wrap a progress report, so that all hosts together also check whether to stop."""
 
         def ask(done: int, total: int) -> None:
             progress(done, total)
             if this_host().draining() and self.signal is None:
                 self._note(signal.SIGTERM)
             if self.signal == signal.SIGTERM:
-                # The first host's clock decides for all.
+                # Host 0's clock decides for all hosts.
                 self.cut_short = bool(
                     this_host().gather("interruption", time.monotonic() - self._heard > SECONDS_TO_FINISH)[0]
                 )

@@ -1,4 +1,4 @@
-"""``--profile_dir`` and ``--dump_hlo``: what the devices did, and the programs they did it with."""
+"""``--profile_dir`` and ``--dump_hlo``: write traces of the devices and the optimized programs."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from runtime import InputError
 
 
 def define_profiling_flags(values: flags.FlagValues) -> None:
-    """Define the flags."""
+    """Define the two flags."""
     flags.DEFINE_string(
         "profile_dir",
         None,
-        "Write a trace for XProf or TensorBoard into this folder: operations by the model's named scopes.",
+        "Write a trace for XProf or TensorBoard into this folder.",
         flag_values=values,
     )
     flags.DEFINE_string(
         "dump_hlo",
         None,
-        "Write the optimized HLO of every program that was compiled into this folder.",
+        "Write the optimized HLO of every compiled program into this folder.",
         flag_values=values,
     )
 
 
 def check_profiling(values: flags.FlagValues) -> None:
-    """Check the folders before a device is touched.
+    """Check the folders before a device is used.
 
     Raises:
-      InputError: one that cannot be made where it is to be, or written.
+      InputError: a folder cannot be created or written.
     """
     for name in ("profile_dir", "dump_hlo"):
         if values[name].value is not None:
@@ -43,14 +43,14 @@ def check_profiling(values: flags.FlagValues) -> None:
 
 
 def check_folder(name: str, path: str) -> None:
-    """Check that a folder is there or can be made, and that files can be written into it.
+    """Check that a folder exists or can be created, and that files can be written into it.
 
     Args:
-      name: of the flag.
+      name: name of the flag.
       path: the folder.
 
     Raises:
-      InputError: not so.
+      InputError: the folder cannot be used.
     """
     folder = Path(path).resolve()
     if not folder.parent.is_dir():
@@ -62,18 +62,18 @@ def check_folder(name: str, path: str) -> None:
 
 
 def given_profiling(values: flags.FlagValues) -> list[str]:
-    """The flags that are set, for the process that does the work; none where nobody asks."""
+    """The flags that are set, as arguments for a child process."""
     names = ("profile_dir", "dump_hlo")
     return [f"--{name}={values[name].value}" for name in names if values[name].value is not None]
 
 
 @contextlib.contextmanager
 def traced(values: flags.FlagValues, label: str = "") -> Iterator[None]:
-    """Trace what the devices do meanwhile, where ``--profile_dir`` asks for it; every host writes its own part.
+    """Trace the devices while the block runs, if ``--profile_dir`` is set. Every host writes its own part.
 
     Args:
       values: the flags.
-      label: of one of several things that are traced: the name of a folder within.
+      label: subfolder of this trace, if a command writes several.
     """
     if values.profile_dir is None:
         yield
@@ -85,12 +85,12 @@ def traced(values: flags.FlagValues, label: str = "") -> Iterator[None]:
 
 
 def write_programs(values: flags.FlagValues, texts: Mapping[str, str], label: str = "") -> None:
-    """Write optimized HLO by the program's name, where ``--dump_hlo`` asks for it, from host 0.
+    """Write the optimized HLO of each program from host 0, if ``--dump_hlo`` is set.
 
     Args:
       values: the flags.
-      texts: HLO by name.
-      label: of one of several things that are dumped: the name of a folder within.
+      texts: HLO by program name.
+      label: subfolder of these programs, if a command writes several groups.
     """
     if values.dump_hlo is None or not is_main_process():
         return
@@ -103,13 +103,13 @@ def write_programs(values: flags.FlagValues, texts: Mapping[str, str], label: st
 def profile_again(
     values: flags.FlagValues, label: str, call: Callable[[], Any], texts: Callable[[], Mapping[str, str]]
 ) -> None:
-    """Do once more what a benchmark has timed, traced, and write its programs; nothing where no flag asks for it.
+    """Repeat a timed call with tracing and write its programs, if the flags are set.
 
     Args:
       values: the flags.
-      label: the name of a folder within those of the flags, for this one of several.
-      call: what was timed; returns when its work is done.
-      texts: optimized HLO by name.
+      label: subfolder for this call.
+      call: the timed call; returns when its work is done.
+      texts: returns optimized HLO by program name.
     """
     if values.profile_dir is not None:
         with traced(values, label):

@@ -1,4 +1,4 @@
-"""What every launcher does around its work: flags, exit codes, hosts, simulated devices, compile cache, progress."""
+"""Start-up and shutdown of every command: flags, exit codes, hosts, devices, compile cache, progress."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from runtime import InputError
 MAX_SIMULATED_DEVICES = 4096
 SECONDS_BETWEEN_LINES = 10.0
 
-# What ``--help`` shows of a launcher with many flags, in this order; ``--helpfull`` shows every one.
+# Flags that ``--help`` shows for a command with many flags, in this order; ``--helpfull`` shows all flags.
 _FIRST_FLAGS = (
     "prompt", "prompt_file", "input", "output_dir", "format", "source", "output", "chat", "checkpoint", "mesh",
     "devices", "host", "port", "canvas", "slots", "max_new_tokens", "temperature", "seed", "cache", "parallel",
     "early_stop", "quantize", "watch", "verbose", "json",
 )  # fmt: skip
-# Launchers with no more than these show all.
+# A command with at most this many flags shows all of them.
 _MANY_FLAGS = 24
 
-# A function of (done, in all).
+# A progress report: called with (done, total).
 Report = Callable[[int, int], None]
 
-# Of files and ports: what is missing, forbidden, full or taken is so after a restart too.
+# Errors of files and ports that a restart cannot fix.
 _OF_USERS = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
@@ -61,7 +61,7 @@ _host = Host()
 
 
 def this_host() -> Host:
-    """The host that the running launcher is on."""
+    """The host that the running command is on."""
     return _host
 
 
@@ -79,21 +79,21 @@ def run_launcher(
     doc: str,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Parse flags and run a launcher, on one host or as one of several.
+    """Parse flags and run a command, on one host or as one of several.
 
-    Exits with 2 and one paragraph on standard error for what a user can fix, with 42 for anything else that went wrong.
+    Exits with 2 and a message on standard error for errors that the user can fix, with 42 for all other errors.
 
     Args:
-      main: the launcher, given its flags.
-      define: defines the flags. Each launcher has its own set, so that importing one defines nothing. One that
-        defines :func:`define_device_flags` runs on all hosts together; one that defines only
-        :func:`define_place_flags` runs on host 0, and the others have nothing to do; any other is alone wherever it is
+      main: the command's function, called with its flags.
+      define: defines the flags. Each command has its own set, so that importing one defines nothing. A command that
+        defines :func:`define_device_flags` runs on all hosts together. One that defines only
+        :func:`define_place_flags` runs on host 0, and the other hosts exit. Any other runs on its own wherever it is
         started.
-      doc: what ``--help`` says before the flags.
+      doc: the text of ``--help`` before the flags.
       argv: command line, program name first; default ``sys.argv``.
     """
     argv = list(sys.argv if argv is None else argv)
-    # transformers is here for its tokenizers; that PyTorch is missing is no news to anybody.
+    # transformers is used for its tokenizers only: its warning that PyTorch is missing does not matter.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     values = flags.FlagValues()
     define(values)
@@ -107,7 +107,7 @@ def run_launcher(
     _host = _find_host(argv, together) if "coordinator_address" in values else Host()
     if not together and _host.process_index > 0:
         print(
-            f"host {_host.process_index} has nothing to do: host 0 does this alone; --num_processes=1 does it here too",
+            f"host {_host.process_index} has nothing to do: host 0 runs this command; --num_processes=1 runs it here",
             file=sys.stderr,
         )
         return
@@ -123,7 +123,7 @@ def run_launcher(
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader of a pipe went away: nothing more to say, and nothing to say it to.
+        # The reader of the pipe is gone, so there is nobody to print to.
         _drop_output()
         sys.exit(0)
     except Exception as error:
@@ -133,7 +133,7 @@ def run_launcher(
 
 
 def _end_with(error: Exception) -> NoReturn:
-    """Tell all hosts of an error that nobody caught, say it, and exit with 2 or 42."""
+    """Report an uncaught error to all hosts, print it, and exit with 2 or 42."""
     if (message := _message_to_user(error)) is not None:
         _host.fail(error if isinstance(error, InputError) else InputError(message))
         _fail(message)
@@ -143,7 +143,7 @@ def _end_with(error: Exception) -> NoReturn:
 
 
 def _message_to_user(error: Exception) -> str | None:
-    """What to say of an error that its user can fix and a restart cannot; None of any other."""
+    """The message for an error that the user can fix and a restart cannot; None for other errors."""
     if isinstance(error, (InputError, flags.Error)):
         return str(error)
     if isinstance(error, OSError) and error.errno in _OF_USERS:
@@ -153,12 +153,12 @@ def _message_to_user(error: Exception) -> str | None:
 
 
 def _drop_output() -> None:
-    """Let what is still to be written to standard output go nowhere: Python would fail once more at its end."""
+    """Discard the rest of standard output; otherwise Python would fail again when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_help(values: flags.FlagValues, doc: str, arguments: Sequence[str]) -> bool:
-    """Print the help or the version where an argument asks for it; whether one did."""
+    """Print the help or the version if an argument asks for it. Returns whether one did."""
     if {"--help", "-help", "-h", "--helpfull"} & set(arguments):
         everything = "--helpfull" in arguments or len(values) <= _MANY_FLAGS
         print(
@@ -172,12 +172,12 @@ def _print_help(values: flags.FlagValues, doc: str, arguments: Sequence[str]) ->
 
 
 def _all_flags(values: flags.FlagValues) -> str:
-    """Help of every flag, under the module that defines it."""
+    """Help of every flag, grouped by the module that defines it."""
     return values.get_help().partition("\n")[2]
 
 
 def _first_flags(values: flags.FlagValues) -> str:
-    """Help of the flags that people need first, in the order of ``_FIRST_FLAGS``."""
+    """Help of the most important flags, in the order of ``_FIRST_FLAGS``."""
     shown = [name for name in _FIRST_FLAGS if name in values]
     lines = []
     for name in shown:
@@ -188,10 +188,10 @@ def _first_flags(values: flags.FlagValues) -> str:
 
 
 def _find_host(argv: Sequence[str], together: bool) -> Host:
-    """The host that this process is, joined with the others where the launcher runs on all of them together.
+    """Find out which host this is, and join the others if the command runs on all hosts together.
 
-    Only the flags that describe the cluster are read: another flag may be wrong, and then all hosts must hear of it.
-    Exits with 2 where these flags are wrong, and with 42 where the cluster does not answer.
+    Only the flags that describe the cluster are read here. If another flag is wrong, all hosts must be told, so it is
+    parsed after joining. Exits with 2 if these flags are wrong, and with 42 if the cluster does not answer.
     """
     values = flags.FlagValues()
     define_device_flags(values)
@@ -203,7 +203,7 @@ def _find_host(argv: Sequence[str], together: bool) -> Host:
             return join(place, Timeouts(*(values[name].value for name in waits)))
     except (InputError, flags.Error) as error:
         _fail(str(error))
-    except Exception:  # a cluster that does not answer now may answer later
+    except Exception:  # the cluster may answer later
         traceback.print_exc()
         sys.exit(EXIT_RESTART)
     host = Host(values.stall_timeout)
@@ -221,12 +221,12 @@ def _fail(message: str) -> NoReturn:
 
 
 def define_device_flags(values: flags.FlagValues) -> None:
-    """Flags of how a launcher uses the machine, and of the hosts it runs on."""
+    """Define the flags for devices, the compile cache and several hosts."""
     define_place_flags(values)
     flags.DEFINE_integer(
         "devices",
         None,
-        "Simulate this many CPU devices instead of using what is attached.",
+        "Simulate this many CPU devices instead of using the attached devices.",
         lower_bound=1,
         upper_bound=MAX_SIMULATED_DEVICES,
         flag_values=values,
@@ -234,17 +234,17 @@ def define_device_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "compile_cache",
         str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "diffumesh" / "compiled"),
-        "Private folder where compiled programs are kept between runs; empty for none.",
+        "Private folder in which compiled programs are cached between runs; empty for none.",
         flag_values=values,
     )
 
 
 def start_devices(values: flags.FlagValues, inputs: Mapping[str, str] | None = None) -> None:
-    """Apply :func:`define_device_flags` to JAX, and let all hosts agree. Call it before the first device is touched.
+    """Apply :func:`define_device_flags` to JAX and compare all hosts. Call this before the first device is used.
 
     Args:
       values: the flags.
-      inputs: digests of what was read, by name: all hosts must have read the same.
+      inputs: digests of the inputs by name; they must be the same on all hosts.
 
     Raises:
       InputError: hosts differ.
@@ -257,25 +257,25 @@ def start_devices(values: flags.FlagValues, inputs: Mapping[str, str] | None = N
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", values.devices)
     if values.compile_cache and (folder := _private_folder(values.compile_cache)) is not None:
-        # JAX writes it on host 0 only.
+        # JAX writes the cache on host 0 only.
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     if _host.count > 1:
-        # CPU devices may run independent programs in another order than they were sent in, and another on each host.
+        # With asynchronous dispatch, CPU devices may run independent programs in different orders on different hosts.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     _host.mark()
     preflight.check(
         _host, values, inputs or {}, lambda table: preflight.print_table(table) if is_main_process() else None
     )
     if _host.count > 1 and jax.default_backend() == "cpu":
-        # XLA loses the order of collectives when it reads a CPU program from the cache, and hosts get out of step.
+        # A CPU program that XLA reads from the cache loses the order of its collectives, so hosts would deadlock.
         jax.config.update("jax_compilation_cache_dir", None)
 
 
 def compile_only() -> None:
-    """Have JAX look for no accelerator: this process only compiles, for AOT topologies, and runs nothing.
+    """Keep JAX from looking for accelerators: this process only compiles for AOT topologies.
 
-    Call it before the first device is touched.
+    Call this before the first device is used.
     """
     import jax
 
@@ -286,8 +286,8 @@ def compile_only() -> None:
 
 
 def _private_folder(path: str) -> Path | None:
-    """The folder for compiled programs, of this user alone; None, and a line that says why, where there can be none."""
-    # Compiled programs are code: nobody else may be able to put any there.
+    """The private folder for compiled programs; if it cannot be used, None and a printed warning."""
+    # Compiled programs are code: no other user may be able to write them.
     try:
         folder = Path(path).expanduser()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -300,45 +300,45 @@ def _private_folder(path: str) -> Path | None:
             raise PermissionError(errno.EACCES, "it may not be written")
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        say(f"warning: --compile_cache={path}: {why}; programs are compiled anew in every run")
+        say(f"warning: --compile_cache={path}: {why}; programs will be compiled again in every run")
         return None
     return folder
 
 
 def check_writable(flag: str, path: str) -> None:
-    """Check before anything is computed that a file can be written there.
+    """Check, before anything is computed, that a file can be written.
 
     Raises:
-      InputError: it is a folder, its folder is not there, or this user may not write.
+      InputError: the path is a folder, its parent does not exist, or this user may not write there.
     """
     file = Path(path).resolve()
     if file.is_dir():
         raise InputError(f"--{flag}={path}: that is a folder; name a file")
     if not file.parent.is_dir():
         raise InputError(f"--{flag}={path}: there is no such folder")
-    # A file is replaced whole, so that its folder must take a new one.
+    # A file is replaced atomically, so its folder must be writable too.
     if not os.access(file.parent, os.W_OK | os.X_OK) or (file.exists() and not os.access(file, os.W_OK)):
         raise InputError(f"--{flag}={path}: this user may not write there")
 
 
 def is_main_process() -> bool:
-    """Whether this is the process that speaks: host 0."""
+    """Whether this process is on host 0, which prints."""
     return _host.process_index == 0
 
 
 def say(message: str) -> None:
-    """A line for people, on standard error, from host 0 only."""
+    """Print a message on standard error, on host 0 only."""
     if is_main_process():
         print(message, file=sys.stderr)
 
 
 @contextlib.contextmanager
 def progress_bar(title: str, *, of_bytes: bool = False) -> Iterator[Report]:
-    """A progress bar with rate and remaining time on an interactive terminal; elsewhere a line every 10 seconds.
+    """Show a progress bar on an interactive terminal, and print a line every 10 seconds elsewhere.
 
     Yields:
-      What to report to; host 0 alone shows it. All hosts report alike, so that the work they do between two reports is
-      the same program everywhere.
+      The function to report progress to. Only host 0 shows it, but all hosts report, so that they run the same programs
+      between two reports.
     """
     host = _host
     if not sys.stderr.isatty() or not is_main_process():
@@ -363,10 +363,10 @@ def progress_bar(title: str, *, of_bytes: bool = False) -> Iterator[Report]:
 
 
 class _Lines:
-    """Lines about how far something is, from host 0, for a log that cannot show a bar; also while nothing is reported.
+    """Prints lines of progress at intervals on host 0, for logs that cannot show a bar.
 
     Attributes:
-      done, total: what was reported last.
+      done, total: the last report.
     """
 
     def __init__(self, title: str, of_bytes: bool) -> None:

@@ -209,7 +209,7 @@ class Reader:
           ApiError: no pool can.
         """
         assert self._executor is not None
-        length = len(asked.tokens) + asked.config.max_new_tokens
+        length = RowRequest(asked.tokens, asked.config, 0).canvas_length
         if length > self.widest:
             raise self._too_long(length, "max_tokens")
         mode = next((mode for mode in self._modes if can_run(mode.config, asked.config)), None)

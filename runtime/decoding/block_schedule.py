@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig
+from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig, SamplingConfig
 
 
 def block_schedule(config: DiffusionConfig, width: int) -> tuple[int, int]:
@@ -17,30 +17,52 @@ def block_schedule(config: DiffusionConfig, width: int) -> tuple[int, int]:
       config: the request.
       width: positions of the canvas.
     """
+    if config.attention_block_length:
+        # Every step commits one position at least, unless the model predicts MASK.
+        return config.attention_block_length, config.attention_block_length
     length = config.block_length or (width if config.cache == "none" else DEFAULT_BLOCK_LENGTH)
     length = min(length, width)
     if config.parallel != "none":
         return length, length
-    return length, max(1, math.ceil(config.steps / max(1, math.ceil(config.max_new_tokens / length))))
+    return length, steps_of_a_block(config, length)
 
 
-def window_widths(cache: str, length: int, span: int, refresh_blocks: int = 1, *, offset: int) -> tuple[int, ...]:
+def steps_of_a_block(config: DiffusionConfig, length: int) -> int:
+    """Return the number of the request's steps per block of ``length`` positions of its new tokens."""
+    return max(1, math.ceil(config.steps / max(1, math.ceil(config.max_new_tokens / length))))
+
+
+def canvas_length(prompt: int, config: DiffusionConfig | SamplingConfig) -> int:
+    """Return the canvas length of a prompt and its new tokens: whole blocks if attention is block-causal."""
+    block = config.attention_block_length if isinstance(config, DiffusionConfig) else 0
+    return math.ceil((prompt + config.max_new_tokens) / max(block, 1)) * max(block, 1)
+
+
+def window_widths(
+    cache: str, length: int, span: int, refresh_blocks: int = 1, *, offset: int, sub_block: int | None = None
+) -> tuple[int, ...]:
     """Return the window widths to compile, in descending order.
 
     A dual cache needs windows of one block, and windows of two blocks if blocks may be entered without a refresh. A
     prefix cache needs windows up to the end of the row. Their widths are ``span`` halved repeatedly, down to at most
-    two blocks, so that a window is at most about twice as wide as needed.
+    two blocks, so that a window is at most about twice as wide as needed. An exact cache needs windows of one block
+    and, if the model has no prediction offset, of two; see :mod:`runtime.decoding.block_causal`.
 
     Args:
-      cache: ``none``, ``prefix`` or ``dual``.
+      cache: ``none``, ``prefix``, ``dual`` or ``exact``.
       length: positions per block.
       span: the largest distance in any row from its first mask to its end, in positions.
       refresh_blocks: refresh on entering every n-th block; 0 refreshes only for the first block.
       offset: number of positions before the block that a window must include to predict the block's first token, see
         :attr:`runtime.models.config.Family.prediction_offset`.
+      sub_block: positions of sub-blocks that are run alone, None for none.
     """
     if cache == "none":
         return ()
+    if cache == "exact":
+        widths = [length] if offset else [2 * length, length]
+        widths += [sub_block] if sub_block and sub_block < length else []
+        return tuple(width + offset for width in widths)
     if cache == "dual":
         widths = [length] if refresh_blocks == 1 else [2 * length, length]
     else:

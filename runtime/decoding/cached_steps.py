@@ -20,10 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from runtime.decoding.block_causal import window_bounds
 from runtime.decoding.choices import Choices, choose_on_canvas
 from runtime.decoding.commit import commit
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, block_start, row_steps
-from runtime.models.arrays import rows_alone
+from runtime.models.arrays import only_row_fields
 from runtime.models.cached import fill_rows, run_window
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
@@ -123,7 +124,7 @@ class CachedStep:
                 return *_first(waiting), *(_row_of_each(part, waiting) for part in (steps, wanted, request))
 
             target, mine, own_steps, own_wanted, own_request = self.forward.on_rows(
-                take, waiting, row_steps(self.request, state), self.wanted, rows_alone(self.request)
+                take, waiting, row_steps(self.request, state), self.wanted, only_row_fields(self.request)
             )
             own_wanted = own_wanted & (target >= 0)[:, None]
             choices = choose_on_canvas(self.forward, program, self.weights, own_request, own_steps, hidden, own_wanted)
@@ -152,11 +153,7 @@ class CachedStep:
         pass runs.
         """
         active = wanted.any(axis=1)
-        request, offset = self.request, self.forward.config.family.prediction_offset
-        start = jnp.maximum(block_start(request, state.block - state.previous_block_stale) - offset, 0)
-        stop = request.lengths
-        if self.program.within_block:
-            stop = jnp.minimum(stop, block_start(request, state.block + 1))
+        start, stop = self._window_bounds(state, wanted)
         stop = jnp.where(active, stop, 0)
         widths = self.program.windows
         needed = jnp.where(active, stop - start, 0).max()
@@ -168,6 +165,17 @@ class CachedStep:
             run = self._window(width, start, stop, wanted)
             state = jax.lax.cond(chosen == number, run, lambda state: state, state)
         return state
+
+    def _window_bounds(self, state: DenoiseState, wanted: Array) -> tuple[Array, Array]:
+        """First position of each row's window, and the one after its last: int32 ``[B]``."""
+        request, offset = self.request, self.forward.config.family.prediction_offset
+        if self.program.attention_block_length:
+            return window_bounds(self.program, request, state, wanted)
+        start = jnp.maximum(block_start(request, state.block - state.previous_block_stale) - offset, 0)
+        stop = request.lengths
+        if self.program.within_block:
+            stop = jnp.minimum(stop, block_start(request, state.block + 1))
+        return start, stop
 
     def _window(self, width: int, start: Array, stop: Array, wanted: Array) -> Callable[[DenoiseState], DenoiseState]:
         """Return a function that runs windows of one width, over ``[start, stop)`` of each row, and commits tokens."""

@@ -56,6 +56,12 @@ def choose(
     return Choices(tokens, confidences, log_probabilities(logits, tokens) if program.log_probabilities else None)
 
 
+def confidence_ranks(confidences: Array) -> Array:
+    """Rank positions by confidence: 0 is the highest, ties go to the lower position. ``[B, S]`` -> int32 ``[B, S]``."""
+    ranking = jnp.argsort(confidences, axis=1, stable=True, descending=True)
+    return jnp.argsort(ranking, axis=1, stable=True).astype(jnp.int32)
+
+
 def guide(logits: Array, unconditional: Array, scale: Array) -> Array:
     """Apply classifier-free guidance (Ho & Salimans, 2022) to logits ``[B, P, V]``.
 

@@ -14,10 +14,11 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from runtime.decoding.choices import Choices
+from runtime.decoding.block_causal import is_certain_enough
+from runtime.decoding.choices import Choices, confidence_ranks
 from runtime.decoding.sampling import draw_per_position
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, row_steps
-from runtime.models.arrays import rows_alone
+from runtime.models.arrays import only_row_fields
 from runtime.models.forward import Forward
 
 Array = jax.Array
@@ -50,11 +51,13 @@ def commit(
         confidences = jnp.where(wanted, choices.confidences, -jnp.inf)
         if program.parallel == "none":
             chosen = _by_schedule(program, request, state, confidences, wanted, counts)
+        elif program.attention_block_length:
+            chosen = is_certain_enough(program, request, confidences, wanted, counts)
         else:
             chosen = _by_certainty(program, request, state, confidences, wanted)
         return chosen & (choices.tokens != forward.config.mask_token_id)
 
-    chosen = forward.on_rows(select, request, rows_alone(state), choices, wanted, counts)
+    chosen = forward.on_rows(select, request, only_row_fields(state), choices, wanted, counts)
     kept = state.log_probabilities
     if kept is not None and choices.log_probabilities is not None:
         kept = jnp.where(chosen, choices.log_probabilities, kept)
@@ -65,12 +68,6 @@ def commit(
         step_in_block=state.step_in_block + wanted.any(axis=1),
         log_probabilities=kept,
     )
-
-
-def _ranks(confidences: Array) -> Array:
-    """Rank positions by confidence: 0 is the highest, ties go to the lower position. ``[B, S]`` -> int32 ``[B, S]``."""
-    ranking = jnp.argsort(confidences, axis=1, stable=True, descending=True)
-    return jnp.argsort(ranking, axis=1, stable=True).astype(jnp.int32)
 
 
 def _by_schedule(
@@ -94,7 +91,7 @@ def _by_schedule(
         noisy = confidences / jnp.where(alg_temp > 0, alg_temp, 1.0)
         noisy += draw_per_position(jax.random.gumbel, request.seeds, row_steps(request, state), state.canvas)
         confidences = jnp.where(alg_temp > 0, noisy, confidences)
-    return wanted & (_ranks(confidences) < counts[:, None])
+    return wanted & (confidence_ranks(confidences) < counts[:, None])
 
 
 def _by_certainty(
@@ -117,7 +114,7 @@ def _by_certainty(
     if program.parallel == "threshold":
         enough = certainty > request.threshold[:, None]
     else:
-        enough = certainty >= 1.0 - request.factor[:, None] / (_ranks(confidences) + 2).astype(jnp.float32)
+        enough = certainty >= 1.0 - request.factor[:, None] / (confidence_ranks(confidences) + 2).astype(jnp.float32)
     first_step = state.step_in_block == 0
     at_least = jnp.where(first_step, jnp.argmax(wanted, axis=1), jnp.argmax(confidences, axis=1))
     return wanted & (enough | (jnp.arange(wanted.shape[1]) == at_least[:, None]))

@@ -24,6 +24,8 @@ from runtime.decoding.schema import (
     same_as,
     validate,
 )
+from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES
+from runtime.models.masks import MAX_BLOCK_LENGTH
 
 MAX_STEPS = 1 << 16
 MAX_NEW_TOKENS = 1 << 20
@@ -31,8 +33,8 @@ MIN_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 1e4
 MAX_SEED = (1 << 63) - 1
 MAX_STOP_TOKENS = 64
-CACHES = ("none", "prefix", "dual")
-PARALLEL_RULES = ("none", "threshold", "factor")
+CACHES = ("none", "prefix", "dual", "exact")
+PARALLEL_RULES = tuple(dict.fromkeys((*BIDIRECTIONAL_RULES, *BLOCK_CAUSAL_RULES)))
 DEFAULT_BLOCK_LENGTH = 32
 CONFIDENCE_DTYPES = ("float32", "model")
 
@@ -40,7 +42,19 @@ CONFIDENCE_DTYPES = ("float32", "model")
 _TEMPERATURE = Real(0.0, MAX_TEMPERATURE, smallest=MIN_TEMPERATURE)
 _TOKEN_IDS = TokenIds(MAX_STOP_TOKENS, 1 << 30)
 _WITH_CACHE = Requirement("cache", ("dual", "prefix"))
+_EXACT_CACHE = Requirement("cache", ("exact",))
 _SCHEDULED = Requirement("parallel", ("none",))
+
+
+@dataclass(frozen=True)
+class _Steps(Requirement):
+    """The requirement that the parallel rule uses the schedule: none, and with block-causal attention two others."""
+
+    def met(self, config: Any) -> bool:
+        """Return whether the configuration's rule uses the schedule."""
+        return super().met(config) or (
+            config.attention_block_length > 0 and config.parallel in ("threshold", "sequential")
+        )
 
 
 @dataclass(frozen=True)
@@ -116,11 +130,11 @@ class SamplingConfig:
         validate(self)
 
     def replace(self, **changes: Any) -> SamplingConfig:
-        """A copy with these fields changed, validated again."""
+        """Return a copy with these fields changed, after validating it."""
         return replace(self, **changes)
 
     def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> SamplingConfig:
-        """The configuration with ``early_stop`` decided; see :func:`decide_early_stop`."""
+        """Return a copy in which ``early_stop`` is decided; see :func:`decide_early_stop`."""
         return replace(self, **decide_early_stop(self, end_token_ids, default))
 
 
@@ -141,7 +155,7 @@ class DiffusionConfig:
         512,
         Integer(1, MAX_STEPS),
         "Number of denoise steps, divided evenly among the blocks of new tokens.",
-        requires=(Requirement("parallel", ("none",), when_given=True),),
+        requires=(_Steps("parallel", ("none",), when_given=True),),
         in_checkpoint="steps",
         flag_help="Default: as many as new tokens.",
     )
@@ -192,16 +206,43 @@ class DiffusionConfig:
         None,
         Integer(1, MAX_NEW_TOKENS),
         "Positions per block. Blocks are filled one after another, starting at the first mask. Default: "
-        f"{DEFAULT_BLOCK_LENGTH} with a cache; without one, a single block for all positions.",
+        f"{DEFAULT_BLOCK_LENGTH} with a cache; without one, a single block for all positions. Block-causal models: the "
+        "blocks of the attention mask, counted from position 0; the default is the model's.",
         optional=True,
         compiled=_WITH_CACHE,
         mode=True,
+    )
+    sub_block_length: int | None = parameter(
+        None,
+        Integer(1, MAX_NEW_TOKENS),
+        "Positions per sub-block (block-causal models). The sub-blocks of a block are filled one after another. "
+        "Default: the whole block.",
+        optional=True,
+        compiled=_EXACT_CACHE,
+        mode=True,
+    )
+    sub_block_cache: bool = parameter(
+        False,
+        Boolean(),
+        "Compute only the current sub-block once its first position is committed. This is faster and approximate.",
+        compiled=_EXACT_CACHE,
+        requires=(_EXACT_CACHE,),
+        mode=True,
+        flag_default=False,
+    )
+    attention_block_length: int = parameter(
+        0,
+        Integer(0, MAX_BLOCK_LENGTH),
+        "Block length of block-causal attention, set from block_length and the model; 0 for other models.",
+        compiled=True,
+        exposed=False,
     )
     cache: str = parameter(
         "none",
         Choice(CACHES),
         "Reuse the keys and values of positions outside the current block (dual) or before it (prefix) between steps. "
-        "This is faster and approximate. none recomputes every position in every step, which is exact.",
+        "This is faster and approximate. none recomputes every position in every step, which is exact. exact reuses "
+        "those of finished blocks (block-causal models only) and generates the same tokens as none.",
         compiled=True,
         mode=True,
         flag_help="For autoregressive models, none recomputes the whole sequence for every token.",
@@ -231,7 +272,9 @@ class DiffusionConfig:
         "above threshold (threshold), or the n most certain ones, with n determined by factor (factor). threshold and "
         "factor commit at least one token per step: the first position of a block in the block's first step, "
         "afterwards the most certain one. Certainty follows algorithm: the probability of the chosen token (also for "
-        "origin), the margin between the two best tokens, or exp(-entropy).",
+        "origin), the margin between the two best tokens, or exp(-entropy). Block-causal models: threshold also "
+        "commits at least as many tokens as the schedule gives; sequential commits that number of tokens from left to "
+        "right; entropy_sum commits the most certain tokens while their entropies sum to less than entropy_limit.",
         compiled=True,
         mode=True,
     )
@@ -249,6 +292,21 @@ class DiffusionConfig:
         "1 - factor / (n + 1).",
         requires=(Requirement("parallel", ("factor",)),),
         mode=True,
+    )
+    entropy_limit: float = parameter(
+        0.35,
+        Real(0.0, 1e6),
+        "With parallel=entropy_sum, the sum of entropies in nats that the tokens committed in a step stay below.",
+        requires=(Requirement("parallel", ("entropy_sum",)),),
+        mode=True,
+    )
+    greedy: bool = parameter(
+        False,
+        Boolean(),
+        "Take the most probable token at every temperature. The temperature then affects only the confidence.",
+        compiled=True,
+        mode=True,
+        flag_default=False,
     )
     cfg_scale: float = parameter(
         0.0,
@@ -287,11 +345,11 @@ class DiffusionConfig:
         return cls(**(settings | overrides))
 
     def replace(self, **changes: Any) -> DiffusionConfig:
-        """A copy with these fields changed, validated again."""
+        """Return a copy with these fields changed, after validating it."""
         return replace(self, **changes)
 
     def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> DiffusionConfig:
-        """The configuration with ``early_stop`` decided; see :func:`decide_early_stop`."""
+        """Return a copy in which ``early_stop`` is decided; see :func:`decide_early_stop`."""
         return replace(self, **decide_early_stop(self, end_token_ids, default))
 
 
@@ -331,6 +389,8 @@ def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
     }
     if isinstance(config, DiffusionConfig) and config.cfg_scale > 0:
         found["cfg_scale"] = config.cfg_scale
+    if found.get("attention_block_length") == 0:
+        del found["attention_block_length"]
     if "block_length" in found:
         found["block_length"] = found["block_length"] or DEFAULT_BLOCK_LENGTH
     return found

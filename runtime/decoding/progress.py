@@ -10,9 +10,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from runtime.decoding.block_causal import begins_masked, block_demand
 from runtime.decoding.sampling import draw_per_position
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, block_start, row_steps
-from runtime.models.arrays import row_fields, rows_alone
+from runtime.models.arrays import only_row_fields, row_fields
 from runtime.models.forward import Forward
 
 Array = jax.Array
@@ -29,7 +30,7 @@ def next_step(
       no token.
     """
     advance = partial(_advance, program, forward.config.mask_token_id)
-    rows = replace(rows_alone(state), log_probabilities=None)
+    rows = replace(only_row_fields(state), log_probabilities=None)
     rows, wanted, counts = forward.on_rows(advance, request, rows)
     return replace(state, **row_fields(rows)), wanted, counts
 
@@ -50,13 +51,15 @@ def _advance(
         # block, so the cache would stay stale before that.
         every = request.refresh_blocks
         due = (state.step_in_block == 0) | ((every > 0) & (block % jnp.maximum(every, 1) == 0))
+        if program.first_alone:
+            due |= ~begins_masked(mask_token, request, state, block)
         state = replace(
             state,
             block=block,
             step_in_block=jnp.where(over, 0, jnp.where(idle, state.step_in_block + 1, state.step_in_block)),
             steps_until_refresh=jnp.where(over & due, 0, state.steps_until_refresh),
             previous_block_stale=jnp.where(over, 1, state.previous_block_stale),
-            done=state.done | (block_start(request, block) >= request.lengths),
+            done=state.done | (block_start(request, block) >= request.ends),
         )
         return state, (over | idle) & _may_step(request, state)
 
@@ -99,6 +102,8 @@ def _step_demand(
       of masks left in the row's block, int32 ``[B]``.
     """
     in_block = _in_block(request, state)
+    if program.attention_block_length:
+        return block_demand(program, mask_token, request, state, in_block)
     masked = (state.canvas == mask_token) & in_block
     left = masked.sum(axis=1, dtype=jnp.int32)
     if program.parallel != "none":

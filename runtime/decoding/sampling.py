@@ -51,6 +51,8 @@ class SamplingRule:
       filtered: apply top-p and top-k.
       suppress_mask: never choose the mask token.
       confidence_dtype: dtype in which logits are filtered and ranked, such as ``float32`` or the model's dtype.
+      greedy: take the most probable token also in rows whose temperature is above 0. Their confidences are those of the
+        distribution at that temperature.
     """
 
     confidence: str
@@ -58,6 +60,7 @@ class SamplingRule:
     filtered: bool
     suppress_mask: bool
     confidence_dtype: str
+    greedy: bool = False
 
 
 def _blocks(values: Array) -> Array:
@@ -265,7 +268,7 @@ def _draw(forward: Forward, logits: Array, keys: Array) -> Array:
         return vocab_argmax(logits + gumbel_noise(keys, logits.shape[-1]))[1]
 
     few = math.gcd(keys.size, _NOISY_POSITIONS)
-    if not forward.alone_on_cpu or keys.size == few:
+    if not forward.is_single_cpu or keys.size == few:
         return draw(logits, keys)
     # XLA on CPU writes the PRNG counters to memory. For a few positions at a time they stay in the processor's caches.
     groups = logits.reshape(-1, few, logits.shape[-1]), keys.reshape(-1, few)
@@ -277,7 +280,7 @@ def _confidence(rule: SamplingRule, probabilities: Array, largest: Array, best: 
     dtype = jnp.dtype(rule.confidence_dtype)
     if rule.confidence == "entropy":
         terms = _round(probabilities * _round(jnp.log(probabilities + _ENTROPY_EPSILON), dtype), dtype)
-        # Terms lie between -1/e and 0 but for the epsilon, so clipping only removes rounding.
+        # Terms lie between -1/e and 0, except for the effect of the epsilon, which the clipping removes.
         return _round(-vocab_sum(jnp.clip(-terms, 0.0, 1.0)), dtype)
     if rule.confidence == "topk_margin":
         others = jnp.arange(probabilities.shape[-1]) != best[..., None]
@@ -331,7 +334,7 @@ def choose_tokens(
         probabilities = _softmax(logits, sums, dtype)
         largest, tokens = vocab_argmax(probabilities)
         confidence = _confidence(rule, probabilities, largest, tokens)
-        if rule.sampled:
+        if rule.sampled and not rule.greedy:
             # Compute the confidence before the noise, so that the two do not occupy memory over the vocabulary at the
             # same time.
             logits, confidence = jax.lax.optimization_barrier((logits, confidence))

@@ -32,6 +32,9 @@ class DenoiseProgram:
       windows: window widths of cached steps, in descending order; empty without a cache.
       within_block: a window ends at the end of the row's block (dual cache); otherwise at the end of the row (prefix
         cache).
+      attention_block_length: block length of block-causal attention; 0 for other attention.
+      first_alone: the previous block predicts the first position of a block, which is therefore committed alone.
+      sub_block_window: compute only the current sub-block once its first position is committed.
     """
 
     algorithm: str
@@ -44,6 +47,9 @@ class DenoiseProgram:
     parallel: str = "none"
     windows: tuple[int, ...] = ()
     within_block: bool = False
+    attention_block_length: int = 0
+    first_alone: bool = False
+    sub_block_window: bool = False
 
 
 @flax.struct.dataclass
@@ -51,19 +57,23 @@ class DenoiseRequest:
     """Run-time arguments of a generation.
 
     Attributes:
-      lengths: int32 ``[B]``, length of each row's canvas: prompt plus new tokens.
+      lengths: int32 ``[B]``, length of each row's canvas: prompt plus new tokens, rounded up to whole blocks if
+        attention is block-causal.
+      ends: int32 ``[B]``, prompt plus new tokens. A row is done when no mask is left before this position.
       prompts: int32 ``[B]``, length of each prompt, masks inside it included.
       first: int32 ``[B]``, position at which each row's first block starts.
       seeds: uint32 ``[B, 2]``, each row's PRNG key data.
       ratios: float32 ``[B, R]``, fraction of a block's remaining masks that each step of the block commits.
       block_length: int32 ``[B]``, positions per block.
+      sub_block_length: int32 ``[B]``, positions per sub-block of block-causal attention.
       steps_per_block: int32 ``[B]``, maximum number of steps per block.
+      block_steps: int32 ``[B]``, number of steps that the ``even_block`` schedule divides a block into.
       refresh_interval: int32 ``[B]``, maximum number of forward passes from one refresh to the next, counting the
         first of the two.
       refresh_blocks: int32 ``[B]``, refresh on entering every n-th block; 0 refreshes only for the first block.
       stop_tokens: int32 ``[B, E]``, padded with -1. A row is done when one of these is among its new tokens and no mask
         is left before it.
-      threshold, factor: float32 ``[B]``, parameters of the parallel rules.
+      threshold, factor, entropy_limit: float32 ``[B]``, parameters of the parallel rules.
       cfg_scale: float32 ``[B]``, scale of classifier-free guidance; 0 for none.
       temperature, top_p, alg_temp: float32 ``[B]``, ignored by programs that do not use them. ``alg_temp`` 0 takes the
         most confident positions.
@@ -73,17 +83,21 @@ class DenoiseRequest:
     """
 
     lengths: Leaf = array("batch", dtype=_INTEGER)
+    ends: Leaf = array("batch", dtype=_INTEGER)
     prompts: Leaf = array("batch", dtype=_INTEGER)
     first: Leaf = array("batch", dtype=_INTEGER)
     seeds: Leaf = array("batch", "seed_words", dtype=jnp.uint32)
     ratios: Leaf = array("batch", "steps", dtype=_REAL)
     block_length: Leaf = array("batch", dtype=_INTEGER)
+    sub_block_length: Leaf = array("batch", dtype=_INTEGER)
     steps_per_block: Leaf = array("batch", dtype=_INTEGER)
+    block_steps: Leaf = array("batch", dtype=_INTEGER)
     refresh_interval: Leaf = array("batch", dtype=_INTEGER)
     refresh_blocks: Leaf = array("batch", dtype=_INTEGER)
     stop_tokens: Leaf = array("batch", "stop_tokens", dtype=_INTEGER)
     threshold: Leaf = array("batch", dtype=_REAL)
     factor: Leaf = array("batch", dtype=_REAL)
+    entropy_limit: Leaf = array("batch", dtype=_REAL)
     cfg_scale: Leaf = array("batch", dtype=_REAL)
     temperature: Leaf = array("batch", dtype=_REAL)
     top_p: Leaf = array("batch", dtype=_REAL)

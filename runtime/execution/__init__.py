@@ -1,1 +1,1 @@
-"""Rows on the devices: buckets, compiled programs, memory, slots and the scheduler."""
+"""Execution of rows on the devices: slots, buckets, compiled programs, memory, the scheduler, and scoring."""

@@ -1,6 +1,6 @@
-"""Which row is in which bucket: rows stay where they are unless moving them makes a pass cheaper.
+"""Assignment of rows to buckets: rows keep their slots unless moving them makes a pass cheaper.
 
-Everything here is a function of its arguments, without clocks, so that every host decides the same.
+All functions here are pure and use no clock, so every host makes the same decisions.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from dataclasses import dataclass, field
 
 from runtime.execution.buckets import Bucket, pack
 
-# Rows move if a pass over all of them becomes cheaper by this share.
+# Rows move if this makes a pass over all of them cheaper by at least this fraction.
 _GAIN = 0.1
 
 
 @dataclass(frozen=True)
 class Need:
-    """Positions of a row: ``least`` of a bucket that it may stay in, ``wanted`` of one that it is put into."""
+    """How wide a row's bucket must be, in positions.
+
+    Attributes:
+      least: width at which the row may stay in its bucket.
+      wanted: width of a bucket that the row is put into.
+    """
 
     least: int
     wanted: int
@@ -24,12 +29,12 @@ class Need:
 
 @dataclass
 class OpenBucket:
-    """A bucket that is in use.
+    """A bucket in use.
 
     Attributes:
-      number: no other bucket of the pool has had it.
+      number: identifies the bucket within its pool; numbers are never reused.
       bucket: its shape.
-      slots: the row in each slot, None where there is none.
+      slots: the row in each slot; None for a free slot.
     """
 
     number: int
@@ -41,7 +46,7 @@ class OpenBucket:
 
     @property
     def rows(self) -> list[int]:
-        """The rows that are in it."""
+        """The rows in the bucket."""
         return [row for row in self.slots if row is not None]
 
     def without(self, rows: Collection[int]) -> OpenBucket:
@@ -51,8 +56,9 @@ class OpenBucket:
         return OpenBucket(self.number, self.bucket, [None if row in rows else row for row in self.slots])
 
     def put(self, rows: Collection[int], data: int) -> None:
-        """Put rows into free slots, as many into each shard of ``data``; neighbours stay neighbours, as in a shard
-        adjacent rows with the same prompt are read once.
+        """Put rows into free slots, spread evenly over the ``data`` shards.
+
+        Adjacent rows stay adjacent, because adjacent rows of a shard with the same prompt share one prefill.
         """
         own = self.bucket.rows // data
         order = sorted(range(self.bucket.rows), key=lambda slot: (slot % own, slot // own))
@@ -63,13 +69,13 @@ class OpenBucket:
 
 @dataclass(frozen=True)
 class Choice:
-    """What rows may be put into.
+    """The buckets that rows may be put into.
 
     Attributes:
       buckets: shapes whose programs may be used; the first one holds a row of any length.
-      price: of a pass of one.
-      most_positions: of all open buckets together.
-      data: shards of rows.
+      price: cost of one pass of a bucket.
+      most_positions: limit on the positions of all open buckets together.
+      data: size of the data axis.
     """
 
     buckets: Sequence[Bucket]
@@ -83,17 +89,17 @@ def assign(
 ) -> list[OpenBucket]:
     """Give every row a slot.
 
-    New rows take free slots that are wide enough, or new buckets. Where cutting all rows into buckets anew makes a
-    pass over them cheaper by a tenth, they are cut anew, and rows move.
+    New rows take free slots that are wide enough, or slots of new buckets. If distributing all rows over buckets anew
+    makes a pass over them at least 10 % cheaper, rows move.
 
     Args:
-      there: the open buckets, of rows that are done or aborted none.
-      needs: of all rows, those that have no slot yet included.
-      choice: what rows may be put into.
-      numbers: of new buckets.
+      there: the open buckets, without rows that are done or aborted.
+      needs: width needs of all rows, including those without a slot.
+      choice: the buckets that rows may be put into.
+      numbers: iterator of numbers for new buckets.
 
     Returns:
-      The open buckets from now on; a row that is in the same one as before has the same slot.
+      The new list of open buckets. A row that stays in its bucket keeps its slot.
     """
     kept = _keep(there, needs, choice, numbers)
 
@@ -110,14 +116,14 @@ def assign(
     if not too_many and price(shapes) >= (1 - _GAIN) * price(now):
         return kept
     if positions(shapes) > choice.most_positions:
-        # The first bucket holds every row, and as many of it as there are slots are what memory was counted for.
+        # Memory is planned for this case: every row in a bucket as wide as the first, which holds any row.
         same = [bucket for bucket in choice.buckets if bucket.rows == choice.buckets[0].rows]
         groups = pack([needs[row].wanted for row in order], same, choice.price)
     return _regroup(there, order, groups, choice.data, numbers)
 
 
 def _descending(needs: Mapping[int, Need], there: Sequence[OpenBucket]) -> list[int]:
-    """All rows, the longest first; of equal ones those of one bucket next to one another."""
+    """Sort rows by length, longest first. Among equal rows, those of one bucket are adjacent."""
     places = {row: one.number for one in there for row in one.rows}
     return sorted(needs, key=lambda row: (-needs[row].wanted, places.get(row, -1), row))
 
@@ -125,7 +131,7 @@ def _descending(needs: Mapping[int, Need], there: Sequence[OpenBucket]) -> list[
 def _keep(
     there: Sequence[OpenBucket], needs: Mapping[int, Need], choice: Choice, numbers: Iterator[int]
 ) -> list[OpenBucket]:
-    """Every row where it is, and those that have no slot, or have grown out of theirs, in the cheapest way."""
+    """Keep rows in their slots, and place rows without a slot, or too long for theirs, as cheaply as possible."""
     kept = [
         OpenBucket(
             one.number,
@@ -160,7 +166,7 @@ def _regroup(
     data: int,
     numbers: Iterator[int],
 ) -> list[OpenBucket]:
-    """Rows in groups of given shapes, each in the open bucket of its shape that has most of them, or in a new one."""
+    """Put each group of rows into the open bucket of its shape that holds most of them already, or into a new one."""
     rows, first = [], 0
     for _, count in groups:
         rows.append(order[first : first + count])

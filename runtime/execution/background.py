@@ -1,4 +1,4 @@
-"""A thread that compiles while rows run."""
+"""Compilation in a background thread, while rows run."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Between two turns of threads in the interpreter; Python's own are ten times as long.
+# Python's thread switch interval while the compiler thread runs; the default is ten times as long.
 _SWITCH_SECONDS = 0.0005
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One thing that was compiled.
+    """The result of one compile task.
 
     Attributes:
-      name: of it.
-      seconds: that it took.
-      fingerprint: of what was compiled, None where that failed.
-      error: why it failed.
+      name: name of the task.
+      seconds: time that it took.
+      fingerprint: fingerprint of the compiled programs; None if the task failed.
+      error: why the task failed; empty if it did not.
     """
 
     name: str
@@ -31,14 +31,14 @@ class Compiled:
 
 
 class BackgroundCompiler:
-    """Compiles what it is given, one after another, in a thread of its own.
+    """Runs compile tasks one after another in a background thread.
 
     Attributes:
-      done: what has been compiled so far, in that order.
+      done: results of the finished tasks, in order.
     """
 
     def __init__(self) -> None:
-        """Start to wait."""
+        """Start the thread."""
         self.done: list[Compiled] = []
         self._tasks: queue.SimpleQueue[tuple[str, Callable[[], str], threading.Event] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
@@ -46,23 +46,23 @@ class BackgroundCompiler:
         self._thread.start()
 
     def put(self, name: str, task: Callable[[], str]) -> threading.Event:
-        """Compile this too, after what was given before; ``task`` returns the fingerprint.
+        """Queue a task, which compiles programs and returns their fingerprint.
 
         Returns:
-          What is set when it is done, or has failed.
+          An event that is set when the task is done or has failed.
         """
         finished = threading.Event()
         self._tasks.put((name, task, finished))
         return finished
 
     def stop(self, patience: float) -> None:
-        """Begin nothing new, and wait so many seconds for what is being compiled."""
+        """Start no more tasks, and wait up to ``patience`` seconds for the current one."""
         self._stopped.set()
         self._tasks.put(None)
         self._thread.join(patience)
 
     def _work(self) -> None:
-        # Tracing holds the interpreter: whoever runs rows meanwhile shall not wait long for each turn.
+        # Tracing holds Python's global lock. A shorter switch interval lets the thread that runs rows continue sooner.
         sys.setswitchinterval(_SWITCH_SECONDS)
         while (given := self._tasks.get()) is not None and not self._stopped.is_set():
             name, task, finished = given
@@ -70,7 +70,7 @@ class BackgroundCompiler:
             fingerprint, error = None, ""
             try:
                 fingerprint = task()
-            except Exception as failure:  # what cannot be compiled is left out; the rest goes on
+            except Exception as failure:  # a failed task is reported, and the other tasks continue
                 error = f"{type(failure).__name__}: {failure}"
             self.done.append(Compiled(name, time.perf_counter() - start, fingerprint, error))
             finished.set()

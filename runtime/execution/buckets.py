@@ -1,8 +1,8 @@
-"""Buckets: the shapes that rows are computed at, what a pass of each costs, and which rows share one.
+"""Buckets: the shapes that programs are compiled for, the cost of a pass of each, and how rows are distributed.
 
-Programs exist for a bounded set of buckets, a number of rows times a width each. Rows of similar length share a bucket,
-so that what is computed follows what is there. All decisions here are functions of their arguments, without clocks, so
-that every host makes the same.
+A bucket is a number of rows times a width. Programs exist for a limited set of buckets. Rows of similar length share a
+bucket, so that little padding is computed. All functions here are pure and use no clock, so every host makes the same
+decisions.
 """
 
 from __future__ import annotations
@@ -11,41 +11,41 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# Programs of one way of decoding, unless somebody says how many.
+# Default limit on the number of buckets of one mode.
 MAX_PROGRAMS = 24
 
-# Caches of a grid may hold so many times the positions of all its slots while rows move between buckets.
+# While rows move between buckets, caches may hold this many times the positions of all slots.
 MOVE_ROOM = 2
 
-# A pass of so many positions, in times of its floor or of its overhead, gains nothing from more rows.
+# Passes with more positions than this multiple of their floor, or of their overhead, gain nothing from more rows.
 _SATURATED_FLOORS = 8
 _SATURATED_OVERHEADS = 4
-# Widths grow by at most this share, or by one step.
+# Fractions by which each width exceeds the next smaller one (or by one step, if that is more), finest first.
 _GROWTH = (0.25, 0.5, 1.0)
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """A shape: so many rows of so many positions each."""
+    """A shape that programs are compiled for: a number of rows, and their width in positions."""
 
     rows: int
     width: int
 
     @property
     def positions(self) -> int:
-        """Positions of all rows."""
+        """Number of positions of all rows together."""
         return self.rows * self.width
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """What one forward pass of a bucket costs, in the time that one more position takes.
+    """Cost model of a forward pass. The unit is the time that one additional position takes.
 
     Attributes:
-      floor: positions at which a pass stops being bound by reading the weights.
-      overhead: what each pass costs whatever its shape.
-      window: positions of a row that a pass computes; None for all.
-      share: beside a window, what each position of a bucket adds: refreshes, or keys and values that are read.
+      floor: number of positions up to which reading the weights dominates, so that a pass costs the same.
+      overhead: cost that every pass has, regardless of its shape.
+      window: positions per row that a pass computes; None for all.
+      share: with a window, cost per position of the bucket, for refreshes or for reading keys and values.
     """
 
     floor: float
@@ -54,7 +54,7 @@ class PassCost:
     share: float = 0.0
 
     def __call__(self, bucket: Bucket) -> float:
-        """Cost of one pass."""
+        """Return the cost of one pass of a bucket."""
         if self.window is None:
             return self.overhead + max(self.floor, bucket.positions)
         computed = bucket.rows * min(self.window, bucket.width)
@@ -63,14 +63,14 @@ class PassCost:
 
 @dataclass(frozen=True)
 class Grid:
-    """The buckets of one way of decoding.
+    """The buckets of one mode.
 
     Attributes:
-      slots: rows at a time, at most.
+      slots: maximum number of rows at a time.
       canvas: width of the widest bucket.
-      buckets: all of them; the first is the widest one with the fewest rows, in which every row fits.
-      cost: of a pass.
-      grows: whether a row begins in a bucket for what it has so far, and moves on as it gets longer.
+      buckets: all buckets; the first has the largest width and the fewest rows, and holds any row.
+      cost: cost model of a pass.
+      grows: whether a row starts in a bucket for its current length, and moves to wider ones as it grows.
     """
 
     slots: int
@@ -80,12 +80,12 @@ class Grid:
     grows: bool = False
 
     def width_for(self, length: int) -> int:
-        """The narrowest width that holds a row of this length."""
+        """Return the smallest width that holds a row of this length."""
         return min(bucket.width for bucket in self.buckets if bucket.width >= length)
 
 
 def ladder(canvas: int, step: int, growth: float) -> list[int]:
-    """Widths up to ``canvas``: multiples of ``step`` that grow by ``growth``, and the canvas itself."""
+    """Return ascending widths: multiples of ``step`` that grow by the fraction ``growth``, and ``canvas`` itself."""
     found = [step]
     while found[-1] < canvas:
         found.append(found[-1] + max(step, int(growth * found[-1]) // step * step))
@@ -104,19 +104,19 @@ def make_grid(
     grows: bool = False,
     saturation: int = 1,
 ) -> Grid:
-    """The buckets for so many slots of a canvas.
+    """Choose the buckets for a number of slots and a canvas.
 
-    Rows are powers of two times the data axis: any number of rows of one width is a sum of them. A bucket gets more
-    rows only as long as a pass of it is cheaper than two passes of half as many.
+    Numbers of rows are powers of two times the data axis, so any number of rows is a sum of them. There are no buckets
+    so large that a pass costs no less than two passes of half the rows.
 
     Args:
-      slots: rows at a time, a multiple of ``data``.
-      canvas: positions of the widest bucket.
-      cost: of a pass.
-      data: shards of rows.
-      step: that widths are multiples of, but for the canvas.
-      widths: the widths themselves, the canvas among them; None for a ladder.
-      limit: how many buckets there may be.
+      slots: maximum number of rows at a time, a multiple of ``data``.
+      canvas: width of the widest bucket.
+      cost: cost model of a pass.
+      data: size of the data axis.
+      step: all widths except the canvas are multiples of this.
+      widths: the widths to use, including the canvas; None generates them with :func:`ladder`.
+      limit: maximum number of buckets.
       grows: see :class:`Grid`.
       saturation: times the positions of a pass from which on more rows gain little. Above 1 for rows that are there in
         plenty, which fill buckets of many.
@@ -135,7 +135,7 @@ def make_grid(
     smallest = Bucket(data, canvas)
     found = [smallest]
     most = (doubling[-1], *reversed(doubling[1:3]), data)
-    # Where a pass computes windows, its width costs little and more rows cost little: widths are given up first.
+    # If passes compute windows, the width has little influence on their cost, so use fewer widths before fewer rows.
     tries = [(growth, rows) for growth in _GROWTH for rows in most]
     if cost.window is not None:
         tries.sort(key=lambda one: -one[1])
@@ -147,14 +147,14 @@ def make_grid(
 
 
 def _coarser(canvas: int, rows: int, step: int) -> list[tuple[float, int, int]]:
-    """Wider and wider steps, where there may be very few buckets: growth, most rows, and the step."""
+    """Return coarser and coarser settings (growth, most rows, step) for grids with very few buckets."""
     return [(_GROWTH[-1], rows, step << power) for power in range(1, canvas.bit_length())]
 
 
 def _by_need(buckets: Sequence[Bucket], first: Bucket) -> list[Bucket]:
-    """Buckets in the order in which they help most while nothing is known about requests.
+    """Sort buckets by how useful they are likely to be while nothing is known about the requests.
 
-    Few rows before many, and widths by halving the gaps between those that are there.
+    Buckets with few rows come first. Among them, each width halves a gap between the widths before it.
     """
     order, found = [first], sorted({bucket.width for bucket in buckets} - {first.width})
     spans = [found]
@@ -172,19 +172,20 @@ def _by_need(buckets: Sequence[Bucket], first: Bucket) -> list[Bucket]:
 def pack(
     lengths: Sequence[int], buckets: Sequence[Bucket], price: Callable[[Bucket], float]
 ) -> list[tuple[Bucket, int]]:
-    """Cut rows into buckets at the lowest price.
+    """Distribute rows over buckets at the lowest total price, by dynamic programming.
 
     Args:
-      lengths: of all rows, descending; the longest fits some bucket.
-      buckets: to choose from, each as often as wanted.
-      price: of one bucket.
+      lengths: lengths of all rows, in descending order; the longest fits into some bucket.
+      buckets: the buckets to choose from; each may be used several times.
+      price: price of one bucket.
 
     Returns:
-      Buckets and how many of the rows each gets, one after another.
+      The buckets, and how many of the rows each gets, in the order of ``lengths``.
     """
     priced = [(bucket, price(bucket)) for bucket in buckets]
     total = len(lengths)
-    # The price of the rows from each one on, and the bucket of that one: full buckets cost no more than others.
+    # best[i]: the lowest price of rows i and after, and the bucket that starts with row i. A full bucket costs no more
+    # than one that is partly filled, so each bucket takes as many rows as it holds.
     best: list[tuple[float, Bucket]] = [(math.inf, buckets[0])] * total + [(0.0, buckets[0])]
     for first in range(total - 1, -1, -1):
         for bucket, own in priced:

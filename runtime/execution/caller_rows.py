@@ -1,4 +1,4 @@
-"""A batch as its caller sees it: left-padded rows with the new tokens at their end.
+"""Conversion between a caller's left-padded batch and the start-aligned row requests that run on the devices.
 
 Dimension letters: B batch, S the caller's prompt width, N new tokens, C canvas.
 """
@@ -19,12 +19,12 @@ from runtime.models.config import ModelConfig
 
 
 class CallerRows:
-    """The requests that a caller's rows come to, and what is handed back for them.
+    """The row requests for a caller's batch, and the conversion of their results to the caller's layout.
 
     Attributes:
-      requests: one per row.
-      padding: int32 ``[B, S + N]``, what is in the caller's rows where no token of ours is.
-      lengths: int32 ``[B]``, prompt and new tokens of each row.
+      requests: one request per row.
+      padding: int32 ``[B, S + N]``, the values of padding positions in the caller's layout.
+      lengths: int32 ``[B]``, length of each row, prompt and new tokens together.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class CallerRows:
         model: ModelConfig,
         width: int,
     ) -> None:
-        """Make the requests.
+        """Create the requests.
 
         Args:
-          rows: start-aligned prompts, and the caller's own.
+          rows: the prompts, start-aligned and as the caller gave them.
           config: decoding parameters of all rows.
-          seeds: one per row.
-          model: for its mask and padding tokens.
-          width: bucket C, at least the longest prompt and its new tokens.
+          seeds: one seed per row.
+          model: the model's configuration, for its mask and padding tokens.
+          width: C, the bucket of the canvases; at least the longest prompt with its new tokens.
         """
         self._config, self._model = config, model
         self._start, self.lengths = make_canvas(rows, model, config.max_new_tokens, width)
@@ -52,33 +52,33 @@ class CallerRows:
         self.padding = np.pad(rows.original, ((0, 0), (0, config.max_new_tokens)), constant_values=fill)
 
     def align(self, values: np.ndarray, onto: np.ndarray | None = None) -> np.ndarray:
-        """Start-aligned values ``[B or more, C, ...]`` in the caller's rows ``[B, S + N, ...]``."""
+        """Move start-aligned values ``[B or more, C, ...]`` to the caller's layout ``[B, S + N, ...]``."""
         return end_align(values[: len(self.lengths)], self.lengths, self.padding if onto is None else onto)
 
     def canvas(self, tokens: np.ndarray) -> np.ndarray:
-        """A canvas in the caller's rows, int32 ``[B, S + N]``, from tokens ``[B or more, C]`` with -1 where none is."""
-        # Masks, or positions that an autoregressive model has not come to.
+        """Convert canvases ``[B or more, C]``, -1 at open positions, to the caller's layout int32 ``[B, S + N]``."""
+        # Open positions are masks, or positions that an autoregressive model has not generated yet.
         is_diffusion = isinstance(self._config, DiffusionConfig)
         fill = self._model.mask_token_id if is_diffusion else self._model.pad_token_id
         return self.align(np.where(tokens < 0, fill, tokens))
 
     def sequences(self, results: Sequence[RowResult]) -> np.ndarray:
-        """The tokens of all rows, int32 ``[B, S + N]``."""
+        """Return the tokens of all rows, int32 ``[B, S + N]``."""
         return self.align(self._stack([one.sequence for one in results], 0))
 
     def commit_steps(self, results: Sequence[RowResult]) -> np.ndarray:
-        """The step that committed each position, int32 ``[B, S + N]``, -1 for the prompt and where none has."""
+        """Return the step that committed each position, int32 ``[B, S + N]``; -1 at positions that none committed."""
         return self.align(self._stack([one.commit_steps for one in results], -1), np.full_like(self.padding, -1))
 
     def log_probabilities(self, results: Sequence[RowResult]) -> np.ndarray | None:
-        """The log-probability of each new token, float32 ``[B, S + N]``, 0 elsewhere; None where none are kept."""
+        """Return log-probabilities of the new tokens, float32 ``[B, S + N]``, 0 elsewhere; None if not requested."""
         if not self._config.log_probabilities:
             return None
         kept = self._stack([one.log_probabilities for one in results], 0.0)
         return self.align(kept, np.zeros(self.padding.shape, np.float32))
 
     def history(self, results: Sequence[RowResult], steps: int) -> np.ndarray:
-        """The canvas after each of so many steps, int32 ``[steps, B, S + N]``."""
+        """Reconstruct the canvas after each of ``steps`` steps, int32 ``[steps, B, S + N]``."""
         sequences = self._stack([one.sequence for one in results], 0)
         commit_steps = self._stack([one.commit_steps for one in results], -1)
         prompts = np.array([len(one.tokens) for one in self.requests], np.int32)
@@ -90,7 +90,7 @@ class CallerRows:
         return np.stack([self.align(after(step)) for step in range(steps)])
 
     def _stack(self, rows: Sequence[Any], fill: float) -> np.ndarray:
-        """Rows of different lengths as one array ``[B, C]``."""
+        """Stack rows of different lengths into one array ``[B, C]``."""
         out = np.full(self._start.shape, fill, rows[0].dtype)
         for row, values in enumerate(rows):
             out[row, : len(values)] = values

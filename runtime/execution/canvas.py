@@ -1,4 +1,4 @@
-"""What comes of a canvas: padding after the end of a row, and the canvas after each step.
+"""Postprocessing of canvases: padding after the end of a row, and reconstruction of the canvas after each step.
 
 Dimension letters: B batch, S canvas, E stop tokens.
 """
@@ -13,14 +13,17 @@ from runtime.models.config import ModelConfig
 def pad_after_end(
     canvas: np.ndarray, commit_steps: np.ndarray, prompts: np.ndarray, stop_tokens: np.ndarray, model: ModelConfig
 ) -> np.ndarray:
-    """Put padding in the place of masks that a row which ended early has left.
+    """Replace the masks after the end of a row that stopped early by padding.
 
     Args:
       canvas: int32 ``[B, S]``.
-      commit_steps: int32 ``[B, S]``, -1 where no step has committed a position.
+      commit_steps: int32 ``[B, S]``, -1 at positions that no step has committed.
       prompts: int32 ``[B]``, length of each prompt.
-      stop_tokens: int32 ``[B, E]``; a row ends with the first of these after its prompt before which nothing is masked.
-      model: for its mask and padding tokens.
+      stop_tokens: int32 ``[B, E]``. A row ends at the first of these after its prompt that has no mask before it.
+      model: the model's configuration, for its mask and padding tokens.
+
+    Returns:
+      int32 ``[B, S]``.
     """
     masked = canvas == model.mask_token_id
     is_stop = (canvas[..., None] == stop_tokens[:, None]).any(axis=-1)
@@ -38,13 +41,13 @@ def canvas_after(
     stop_tokens: np.ndarray,
     model: ModelConfig,
 ) -> np.ndarray:
-    """The canvas ``[B, S]`` after a step, from the one before the first, the last one, and the steps of all positions.
+    """Reconstruct the canvas ``[B, S]`` after a step.
 
     Args:
-      step: which one, from 0.
-      start: int32 ``[B, S]``.
-      final: int32 ``[B, S]``.
-      commit_steps: int32 ``[B, S]``, -1 where no step has committed a position.
+      step: number of the step, from 0.
+      start: int32 ``[B, S]``, the canvas before the first step.
+      final: int32 ``[B, S]``, the canvas after the last step.
+      commit_steps: int32 ``[B, S]``, the step that committed each position; -1 if none has.
       prompts, stop_tokens, model: see :func:`pad_after_end`.
     """
     there = (commit_steps >= 0) & (commit_steps <= step)

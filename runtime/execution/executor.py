@@ -1,4 +1,4 @@
-"""Executes step plans: all pools of a server on one mesh. Every host of a run executes the same plans."""
+"""The executor of step plans: all pools of a server on one mesh. Every host of a run executes the same plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.execution.scoring import compile_scoring, score_rows
 from runtime.execution.step_plan import BucketPlan, Insertion, PoolPlan, ScorePass, StepOutcome, StepPlan
 
 _WARM_UP_TOKENS = 2
-# Widths that are scored at are halves of the widest, so many of them.
+# Number of widths for score passes: the widest, and successive halves of it.
 _SCORE_WIDTHS = 4
 
 
@@ -26,20 +26,20 @@ class Programs:
     """The programs of one bucket.
 
     Attributes:
-      pool: whose bucket it is; None for what scores rows.
-      bucket: its shape.
+      pool: index of the bucket's pool; None for programs that score rows.
+      bucket: shape of the bucket.
     """
 
     pool: int | None
     bucket: Bucket
 
     def to_json(self) -> list[Any]:
-        """As JSON values, for the other hosts."""
+        """Convert to JSON values, for the other hosts."""
         return [self.pool, self.bucket.rows, self.bucket.width]
 
     @classmethod
     def from_json(cls, said: Sequence[Any]) -> Programs:
-        """What :meth:`to_json` wrote."""
+        """Create from the output of :meth:`to_json`."""
         return cls(said[0], Bucket(*said[1:]))
 
     def __str__(self) -> str:
@@ -48,23 +48,23 @@ class Programs:
 
 
 class Executor:
-    """Slots of several ways of decoding on one mesh.
+    """The slots of several modes on one mesh.
 
     Attributes:
-      pools: in the order of their shapes.
-      score_widths: widths of score passes whose programs are there, ascending.
-      score_rows: rows of a score pass.
+      pools: one pool per mode.
+      score_widths: widths of score passes whose programs have been compiled, in ascending order.
+      score_rows: number of rows of a score pass.
     """
 
     def __init__(self, runner: Runner, shapes: Sequence[PoolShape]) -> None:
-        """Make the slots.
+        """Create the pools.
 
         Args:
           runner: the model on its mesh.
-          shapes: of the pools, at least one.
+          shapes: specifications of the pools, at least one.
 
         Raises:
-          InputError: a shape that the model does not allow, or more slots than memory does.
+          InputError: the model does not allow a specification, or the slots need too much memory.
         """
         self._runner = runner
         check_pools(runner, list(shapes))
@@ -76,28 +76,28 @@ class Executor:
 
     @property
     def compiled_programs(self) -> int:
-        """Programs compiled so far."""
+        """Number of programs compiled so far."""
         return self._runner.programs.compiled
 
     @property
     def cached_programs(self) -> int:
-        """Those of them that were in JAX's persistent cache."""
+        """Number of these programs that were read from JAX's persistent compilation cache."""
         return self._runner.programs.cached
 
     # ---- programs ---------------------------------------------------------------------------------------------
 
     @property
     def later(self) -> list[Programs]:
-        """What is compiled after :meth:`warm_up`, in the order in which it is likely to be of use."""
+        """Programs to compile after :meth:`warm_up`, the most useful ones first."""
         buckets = [Programs(pool, bucket) for pool, one in enumerate(self.pools) for bucket in one.grid.buckets[1:]]
         ranked = sorted(buckets, key=lambda one: self.pools[one.pool or 0].grid.buckets.index(one.bucket))
         return ranked + [Programs(None, Bucket(self.score_rows, width)) for width in self._score_widths[-2::-1]]
 
     def compile(self, programs: Programs) -> str:
-        """Compile all programs of a bucket, from any thread.
+        """Compile all programs of a bucket. May be called from any thread.
 
         Returns:
-          What all hosts have alike that have compiled the same so far.
+          A fingerprint of all programs compiled so far. It is equal on hosts that compiled the same programs.
         """
         if programs.pool is not None:
             self.pools[programs.pool].compile(programs.bucket)
@@ -106,19 +106,19 @@ class Executor:
         return self._runner.programs.fingerprint
 
     def allow_scoring(self, width: int) -> None:
-        """Let score passes have this width from now on."""
+        """Allow score passes of this width from now on."""
         self.score_widths = sorted({*self.score_widths, width})
 
     def warm_up(self, stop: Callable[[], bool]) -> bool:
-        """Run one bucket of each pool, in which every row fits, and one score pass, so that requests can be served.
+        """Run the first bucket of each pool, which holds any row, and one score pass. Then requests can be served.
 
         Args:
-          stop: asked between programs, on all hosts alike, whether to leave it at that.
+          stop: called between programs, on all hosts alike; returns whether to stop the warm-up.
 
         Returns:
-          Whether the programs are there; False if ``stop`` ended it.
+          True when the warm-up is complete; False if ``stop`` ended it.
         """
-        # Any token but the mask, which a diffusion model would fill.
+        # Any token except the mask, which a diffusion model would fill.
         token = 0 if self._runner.layout.config.mask_token_id != 0 else 1
         for number, pool in enumerate(self.pools):
             if stop():
@@ -126,7 +126,7 @@ class Executor:
             bucket = pool.grid.buckets[0]
             row = RowRequest([token], pool.short_config(_WARM_UP_TOKENS), 0)
             free = [None] * (bucket.rows - 1)
-            # From one bucket into another of its shape, so that what moves rows has run too.
+            # Move the row into another bucket of the same shape, so that the programs that move rows have run too.
             new = [Insertion(0, row)]
             self.execute(StepPlan([PoolPlan(number, new, [BucketPlan(0, *_sizes(bucket), [0, *free], 1, True)])]))
             while pool.held:
@@ -142,7 +142,7 @@ class Executor:
     # ---- steps ------------------------------------------------------------------------------------------------
 
     def execute(self, plan: StepPlan) -> StepOutcome:
-        """Do what was planned, on this host's devices."""
+        """Execute a plan on this host's devices."""
         pools = [self.pools[pool.pool].execute(pool) for pool in plan.pools]
         return StepOutcome(pools, None if plan.score is None else self._score(plan.score))
 
@@ -150,7 +150,7 @@ class Executor:
         lengths = np.array([len(row) for row in score.rows], np.int32)
         rows, targets = (_start_aligned(tokens, lengths) for tokens in (score.rows, score.targets))
         scores = score_rows(self._runner, rows, targets, score.temperature, score.width, score.batch)
-        # They come back at the end of rows of one width.
+        # The scores are end-aligned in rows of equal width.
         return [own[len(own) - length :] for own, length in zip(scores, lengths, strict=True)]
 
 

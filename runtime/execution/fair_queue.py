@@ -1,4 +1,4 @@
-"""A queue that is fair among owners: owners in turn, and the items of each by rank, first come first served."""
+"""A queue that is fair among owners: it serves owners in turn, and the items of an owner by rank, then by arrival."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FairQueue(Generic[Item]):
     """A round-robin queue over the owners of its items. Not thread-safe."""
 
     def __init__(self) -> None:
-        """Begin empty."""
+        """Create an empty queue."""
         self._queues: OrderedDict[Hashable, list[tuple[float, int, Item]]] = OrderedDict()
         self._numbers = itertools.count()
 
@@ -23,11 +23,11 @@ class FairQueue(Generic[Item]):
         return sum(map(len, self._queues.values()))
 
     def push(self, owner: Hashable, item: Item, rank: float = 0.0) -> None:
-        """Queue an item behind those of its owner up to this rank; an owner without one is served after the others."""
+        """Add an item after the owner's items of the same or a lower rank. A new owner is served after all others."""
         heapq.heappush(self._queues.setdefault(owner, []), (rank, next(self._numbers), item))
 
     def pop(self) -> Item | None:
-        """Take the next item, after which its owner is served last. None if the queue is empty."""
+        """Remove and return the next item; its owner is then served last. Returns None if the queue is empty."""
         if not self._queues:
             return None
         owner, queue = next(iter(self._queues.items()))
@@ -38,11 +38,11 @@ class FairQueue(Generic[Item]):
         return item
 
     def items(self) -> list[Item]:
-        """All that wait, in no order."""
+        """Return all items, in no particular order."""
         return [item for queue in self._queues.values() for _, _, item in queue]
 
     def remove(self, unwanted: Callable[[Item], bool]) -> list[Item]:
-        """Remove every item for which ``unwanted`` is true, and return them. Owners keep their turns."""
+        """Remove all items for which ``unwanted`` is true, and return them. The order of owners does not change."""
         removed: list[Item] = []
         for owner, queue in list(self._queues.items()):
             removed += [item for _, _, item in queue if unwanted(item)]

@@ -1,4 +1,4 @@
-"""Generating a caller's rows: through the scheduler, or watched and changed between steps.
+"""Generation of a caller's batch: through the scheduler, or step by step if a caller observes or changes the rows.
 
 Dimension letters: B batch, S the caller's prompt width, N new tokens, V vocab.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.decoding.block_schedule import block_schedule
+from runtime.decoding.block_schedule import block_schedule, canvas_length
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.caller_rows import CallerRows
 from runtime.execution.hooks import HookedSteps, LogitsHook, TokensHook
@@ -22,28 +22,29 @@ from runtime.execution.offline import OfflineScheduler
 from runtime.execution.pool import uses_cache
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, masks_left
-from runtime.execution.row_request import RowResult, block_span, certain_tokens
+from runtime.execution.row_request import RowResult, block_span, final_tokens
 from runtime.execution.runner import Runner
 from runtime.execution.slot_kinds import DiffusionSlots, open_slots_for
 from sharding.errors import InputError
 
-# How often a generation says how far it is.
+# Approximate number of progress reports per generation, and the maximum number of steps between two reports.
 _PROGRESS_REPORTS = 64
-_MOST_STEPS_A_REPORT = 16
+_MOST_STEPS_PER_REPORT = 16
 _ALL_ITERATIONS = 1 << 30
 
 
 @dataclass(frozen=True)
 class Observers:
-    """Who looks at a generation, or changes it, between steps.
+    """Callbacks that observe or change a generation between steps.
 
     Attributes:
-      history: whether the canvas after each step is wanted (diffusion).
-      tokens_hook, logits_hook: see :mod:`runtime.execution.hooks` (diffusion, original algorithm).
-      watch: called with (steps done, canvas int32 ``[B, S + N]``) before the first step and after each.
-      progress: called with (steps done, steps in all at most) along the way.
-      stop_tests: of each row, see :data:`runtime.execution.requests.StopTest`; empty for none. Where somebody watches,
-        a row goes on beside the others until all have ended, and what follows its own end is not counted.
+      history: whether to return the canvas after each step (diffusion only).
+      tokens_hook, logits_hook: see :mod:`runtime.execution.hooks` (diffusion, exact decoding only).
+      watch: called with the number of steps done and the canvas int32 ``[B, S + N]``, before the first step and after
+        each step.
+      progress: called during the run with the number of steps done and the maximum number of steps.
+      stop_tests: one per row, see :data:`runtime.execution.requests.StopTest`; empty for none. With ``watch``, all rows
+        continue until every row has ended, and tokens after a row's end are not counted.
     """
 
     history: bool = False
@@ -55,27 +56,27 @@ class Observers:
 
     @property
     def hooked(self) -> bool:
-        """Whether anything may change between steps."""
+        """Whether a hook may change the rows between steps."""
         return self.tokens_hook is not None or self.logits_hook is not None
 
     def check(self, config: DiffusionConfig | SamplingConfig) -> None:
-        """Check that a generation of this kind can be observed so.
+        """Check that the callbacks work with a configuration.
 
         Raises:
-          InputError: hooks or history of an autoregressive model, or hooks of anything but the original algorithm.
+          InputError: hooks or history are used with an autoregressive model, or hooks with anything but exact decoding.
         """
         if isinstance(config, SamplingConfig) and (self.hooked or self.history):
-            raise InputError("hooks and history are of denoise steps; this checkpoint is autoregressive")
+            raise InputError("hooks and history require a diffusion model; this checkpoint is autoregressive")
         if isinstance(config, DiffusionConfig) and (config.in_blocks or config.stop_token_ids) and self.hooked:
-            raise InputError("hooks are of the original algorithm: leave cache, blocks, parallel and stop tokens off")
+            raise InputError("hooks require exact decoding, without cache, block_length, parallel and stop tokens")
 
 
 class WatchedBatch:
-    """Rows that are all in slots and stop together between steps.
+    """A batch whose rows are all in slots at the same time and pause together between steps.
 
     Attributes:
-      steps: the most steps that any row takes.
-      rows: the caller's.
+      steps: maximum number of steps of any row.
+      rows: the caller's rows.
     """
 
     def __init__(self, runner: Runner, rows: CallerRows, config: DiffusionConfig | SamplingConfig, width: int) -> None:
@@ -83,28 +84,28 @@ class WatchedBatch:
 
         Args:
           runner: the model on its mesh.
-          rows: as many as memory allows.
+          rows: the caller's rows, at most as many as fit into memory.
           config: decoding parameters of all rows.
-          width: bucket of their canvases.
+          width: bucket of the canvases.
 
         Raises:
-          InputError: more rows than memory allows at a time.
+          InputError: there are more rows than fit into memory.
         """
         count = len(rows.requests)
         size = runner.batch_size(count, width, uses_cache(config))
         if count > size:
-            raise InputError(f"{count} rows at a time, and memory allows {size} on this mesh: give fewer rows")
+            raise InputError(f"{count} rows at a time; memory allows {size} on this mesh. Pass fewer rows")
         self.rows, self.steps = rows, most_steps(runner, rows, config, width)
         self.slots = open_slots_for(runner, rows.requests, width, size)
         self.slots.insert(dict(enumerate(rows.requests)))
-        # In the original algorithm a step is a denoise step of every row; else an iteration, in which each row makes a
-        # step of its own.
+        # In exact decoding, a step is the same denoise step of every row. Otherwise it is an iteration of the loop, in
+        # which each row runs a step of its own.
         self._denoise_steps = isinstance(config, DiffusionConfig) and not config.in_blocks
-        # The original goes through all of its steps.
+        # Exact decoding without stop tokens always counts all of its steps.
         self._may_end = bool(config.stop_token_ids)
 
     def advance_by(self, steps: int) -> Iterator[int]:
-        """Run to the end, so many steps at a time, yielding how many have been made."""
+        """Run to the end, ``steps`` steps at a time, and yield the number of steps done after each."""
         made = 0
         while made < self.steps:
             limit = min(made + steps, self.steps)
@@ -116,27 +117,27 @@ class WatchedBatch:
             yield made
 
     def canvas(self) -> np.ndarray:
-        """The canvas as it is now, in the caller's rows: int32 ``[B, S + N]``."""
+        """Return the current canvas in the caller's layout, int32 ``[B, S + N]``."""
         return self.rows.canvas(self.slots.canvas())
 
     def have_stopped(self, tests: Sequence[StopTest | None]) -> bool:
-        """Whether every row has a stop test that has ended it."""
+        """Return whether every row has a stop test, and all of them have ended their rows."""
         if not tests or not all(tests):
             return False
         stopped = True
         for canvas, request, test in zip(self.slots.canvas(), self.rows.requests, tests, strict=False):
             prompt, own = len(request.tokens), canvas[: request.length]
-            certain = certain_tokens(own, prompt).tolist() if (own[:prompt] >= 0).all() else []
+            certain = final_tokens(own, prompt).tolist() if (own[:prompt] >= 0).all() else []
             stopped &= test is not None and test(certain, False) is not None
         return stopped
 
     def results(self, stopped: bool = False) -> list[RowResult]:
-        """What came of each row, at its end or where all rows were ``stopped``."""
+        """Return the result of each row; with ``stopped``, rows that are not complete are ended as they are."""
         return self.slots.collect(dict(enumerate(enumerate(self.rows.requests))), ended_early=stopped)
 
 
 def most_steps(runner: Runner, rows: CallerRows, config: DiffusionConfig | SamplingConfig, width: int) -> int:
-    """The most steps that any row takes: denoise steps, or new tokens of an autoregressive model."""
+    """Return the maximum number of steps of any row: denoise steps, or new tokens of an autoregressive model."""
     if isinstance(config, SamplingConfig):
         return config.max_new_tokens
     if not config.in_blocks:
@@ -153,20 +154,20 @@ def generate_rows(
 
     Args:
       runner: the model on its mesh.
-      rows: start-aligned prompts, and the caller's own.
+      rows: the prompts, start-aligned and as the caller gave them.
       config: decoding parameters of all rows.
-      seeds: one per row.
-      observers: who looks at it.
+      seeds: one seed per row.
+      observers: callbacks between steps.
 
     Returns:
-      Sequences ``[B, S + N]`` and what they cost.
+      Sequences ``[B, S + N]`` and statistics.
 
     Raises:
-      InputError: more rows than memory allows at a time, where somebody watches.
+      InputError: with ``watch`` or hooks, there are more rows than fit into memory.
     """
     start, programs = time.perf_counter(), runner.programs
     compiled, compile_seconds = programs.compiled, programs.seconds
-    width = runner.bucket(int(rows.lengths.max()) + config.max_new_tokens)
+    width = runner.bucket(canvas_length(int(rows.lengths.max()), config))
     own = CallerRows(rows, config, seeds, runner.layout.config, width)
     stats = GenerationStats(steps=most_steps(runner, own, config, width))
     history: np.ndarray | None = None
@@ -200,7 +201,7 @@ def _counted(
     config: DiffusionConfig | SamplingConfig,
     stop_tests: Sequence[StopTest | None],
 ) -> int:
-    """Tokens committed in all rows ``[B, S + N]`` up to their ends, where prompts are ``prompt`` wide."""
+    """Count the tokens committed in all rows ``[B, S + N]`` up to the rows' ends; ``prompt`` is the prompt width S."""
     tests = stop_tests or [None] * len(sequences)
     return sum(
         committed_tokens(
@@ -211,7 +212,7 @@ def _counted(
 
 
 def _watch(batch: WatchedBatch, observers: Observers) -> bool:
-    """Run a batch a step at a time, telling who watches; whether stop tests have ended all rows before their end."""
+    """Run a batch step by step and call the observers; return whether stop tests ended all rows early."""
     watch, progress = observers.watch, observers.progress
     assert watch is not None
     if progress is not None:
@@ -234,16 +235,17 @@ def _schedule(
     stats: GenerationStats,
     observers: Observers,
 ) -> list[RowResult]:
-    """Run all rows through the scheduler, as many at a time as memory allows; counts forward passes and batches."""
+    """Run all rows through the scheduler, as many at a time as memory allows, and fill in ``stats``."""
     count, progress, tests = len(rows.requests), observers.progress, observers.stop_tests
     slots = runner.batch_size(count, width, uses_cache(config))
     scheduler = OfflineScheduler(runner, rows.requests, slots, width, tests)
     stats.batches = math.ceil(count / slots)
     total = stats.steps * stats.batches
-    # Rows that stay together run to their end in one call of the program, unless somebody looks at them.
-    iterations = _ALL_ITERATIONS if scheduler.in_one_run and not any(tests) else None
+    # If no row is inserted or moved later, one call of the program runs all rows to their end, unless a stop test or
+    # progress reports need to see them earlier.
+    iterations = _ALL_ITERATIONS if scheduler.fits_one_bucket and not any(tests) else None
     if progress is not None:
-        iterations = max(1, min(stats.steps // _PROGRESS_REPORTS, _MOST_STEPS_A_REPORT))
+        iterations = max(1, min(stats.steps // _PROGRESS_REPORTS, _MOST_STEPS_PER_REPORT))
         progress(0, total)
     found: dict[int, Any] = {}
     for results in scheduler.run(iterations=iterations):

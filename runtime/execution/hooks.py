@@ -1,4 +1,4 @@
-"""Hooks: a caller who changes tokens or logits between the steps of the original algorithm, as the original allows.
+"""Hooks with which a caller changes tokens or logits between the steps of exact decoding, as in Dream's code.
 
 Dimension letters: B batch, S the caller's prompt width, N new tokens, V vocab.
 """
@@ -19,24 +19,24 @@ from runtime.execution.scoring import shifted_logits
 from runtime.execution.slot_kinds import DiffusionSlots
 from sharding.errors import InputError
 
-# hook(step, canvas int32 [B, S + N], logits float32 [B, S + N, V] or None) -> canvas, or None for no change.
-# The first call has step None, before any forward pass.
+# hook(step, canvas int32 [B, S + N], logits float32 [B, S + N, V] or None) -> new canvas, or None for no change.
+# The first call is before any forward pass, with step None.
 TokensHook = Callable[[int | None, np.ndarray, np.ndarray | None], np.ndarray | None]
-# hook(step, canvas, shifted logits) -> logits, or None for no change.
+# hook(step, canvas, shifted logits) -> new logits, or None for no change.
 LogitsHook = Callable[[int, np.ndarray, np.ndarray], np.ndarray | None]
 
 
 class HookedSteps:
-    """The denoise steps of rows in slots, with hooks between them."""
+    """Runs the denoise steps of rows in slots, and calls hooks between them."""
 
     def __init__(self, runner: Runner, rows: CallerRows, slots: DiffusionSlots, steps: int) -> None:
-        """Take rows that are in the first slots.
+        """Create a run for rows that are in the first slots.
 
         Args:
           runner: the model on its mesh.
-          rows: the caller's.
-          slots: that hold them.
-          steps: denoise steps in all.
+          rows: the caller's rows.
+          slots: the slots that hold them.
+          steps: total number of denoise steps.
         """
         self._runner, self._rows, self._slots, self._steps = runner, rows, slots, steps
 
@@ -45,12 +45,12 @@ class HookedSteps:
 
         Args:
           tokens_hook: see :data:`TokensHook`.
-          logits_hook: see :data:`LogitsHook`. It costs a full forward pass and the gathering of ``[B, S + N, V]``
-            float32 logits to the host and back in every step, also in steps that commit nothing.
-          history: whether to keep the canvas of every step, as the hooks left it.
+          logits_hook: see :data:`LogitsHook`. In every step, even one that commits nothing, it costs a full forward
+            pass and a transfer of float32 logits ``[B, S + N, V]`` to the host and back.
+          history: whether to record the canvas after every step, as the hooks left it.
 
         Returns:
-          The history int32 ``[steps, B, S + N]`` when asked for.
+          The history int32 ``[steps, B, S + N]``, or None if it is not recorded.
         """
         kept = []
         self._resume(0, None if tokens_hook is None else tokens_hook(None, self._canvas(), None))
@@ -67,7 +67,7 @@ class HookedSteps:
         return self._rows.canvas(self._slots.canvas())
 
     def _resume(self, step: int, changed: np.ndarray | None) -> None:
-        """Let every row go on with this step, whatever its canvas holds now."""
+        """Continue every row at this step, with the canvas that a hook returned or with its own."""
         slots, count = self._slots, len(self._rows.lengths)
         canvas = fetch(slots.state.canvas)
         if changed is not None:
@@ -79,7 +79,7 @@ class HookedSteps:
         slots.restart(canvas, step)
 
     def _step_with_logits(self, step: int, logits_hook: LogitsHook) -> np.ndarray:
-        """One step from the logits that the hook makes of the model's own; returns them, float32 ``[B, S + N, V]``."""
+        """Run one step with the logits from the hook, and return these logits, float32 ``[B, S + N, V]``."""
         slots, layout, rows = self._slots, self._runner.layout, self._rows
         own = shifted_logits(self._runner, fetch(slots.state.canvas), fetch(slots.request.lengths))
         count = len(rows.lengths)

@@ -1,6 +1,6 @@
-"""The public edge of ragged batches: left-padded rows from a caller to start-aligned rows, and back.
+"""Conversion of a caller's left-padded batch to start-aligned rows, and back.
 
-Inside the runtime every row begins at position 0 and has a length. Only here do rows have padding on the left.
+Inside the runtime, every row starts at position 0 and has a length. Left padding exists only at this edge.
 
 Dimension letters: B batch, S the caller's width.
 """
@@ -18,12 +18,12 @@ from sharding.errors import InputError
 
 @dataclass(frozen=True)
 class Rows:
-    """Start-aligned rows.
+    """A batch of start-aligned rows.
 
     Attributes:
-      tokens: int32 ``[B, longest]``, a row's tokens first.
-      lengths: int32 ``[B]``, at least 1.
-      original: int32 ``[B, S]``, the rows as the caller gave them, padding first.
+      tokens: int32 ``[B, longest]``, the tokens of each row, followed by filler.
+      lengths: int32 ``[B]``, number of tokens of each row, at least 1.
+      original: int32 ``[B, S]``, the left-padded rows as the caller gave them.
     """
 
     tokens: np.ndarray
@@ -31,12 +31,12 @@ class Rows:
     original: np.ndarray
 
     def take(self, rows: slice | list[int]) -> Rows:
-        """Some of the rows."""
+        """Select some of the rows."""
         return Rows(self.tokens[rows], self.lengths[rows], self.original[rows])
 
     @property
     def real(self) -> np.ndarray:
-        """Which of the caller's positions are tokens: bool ``[B, S]``."""
+        """Mask of the caller's positions that are tokens rather than padding: bool ``[B, S]``."""
         width = self.original.shape[1]
         return np.arange(width) >= width - self.lengths[:, None]
 
@@ -46,12 +46,12 @@ def read_rows(input_ids: Any, attention_mask: Any, config: ModelConfig) -> Rows:
 
     Args:
       input_ids: integers ``[B, S]``.
-      attention_mask: ``[B, S]`` of 1 for real tokens after 0 for padding, or None.
-      config: the model, for the range of token ids.
+      attention_mask: ``[B, S]``, 0 for padding on the left and 1 for tokens; None if there is no padding.
+      config: the model's configuration, for the range of token ids.
 
     Raises:
-      InputError: wrong shape or dtype, an id outside the vocabulary, right padding, padding between tokens, or a row
-        without tokens.
+      InputError: the shape or dtype is wrong, an id is outside the vocabulary, padding is not on the left, or a row has
+        no tokens.
     """
     try:
         ids = np.asarray(input_ids)
@@ -74,7 +74,7 @@ def read_rows(input_ids: Any, attention_mask: Any, config: ModelConfig) -> Rows:
     width = ids.shape[1]
     for row in range(len(ids)):
         if lengths[row] == 0:
-            raise InputError(f"row {row}: the attention_mask leaves no token")
+            raise InputError(f"row {row}: the attention_mask has no 1; expected at least one token")
         if not mask[row, width - lengths[row] :].all():
             where = "after its tokens (right padding)" if not mask[row, -1] else "between its tokens"
             raise InputError(f"row {row}: padding {where}; rows must be padded on the left")
@@ -89,12 +89,12 @@ def read_rows(input_ids: Any, attention_mask: Any, config: ModelConfig) -> Rows:
 
 
 def end_align(values: np.ndarray, lengths: np.ndarray, onto: np.ndarray) -> np.ndarray:
-    """Put start-aligned rows back to the end of the caller's rows.
+    """Move start-aligned values to the end of rows, as in a left-padded batch.
 
     Args:
-      values: ``[B, S, ...]``.
-      lengths: ``[B]``, how many of S count.
-      onto: ``[B, W, ...]``, what stands where no value does: the caller's own padding.
+      values: ``[B, S, ...]``, start-aligned.
+      lengths: ``[B]``, number of values of each row.
+      onto: ``[B, W, ...]``, values for the positions before them, such as the caller's padding.
 
     Returns:
       ``[B, W, ...]``.
@@ -106,7 +106,7 @@ def end_align(values: np.ndarray, lengths: np.ndarray, onto: np.ndarray) -> np.n
 
 
 def start_align(values: np.ndarray, lengths: np.ndarray, onto: np.ndarray) -> np.ndarray:
-    """The inverse of :func:`end_align`: values ``[B, W, ...]`` to the start of ``onto`` ``[B, S, ...]``."""
+    """Invert :func:`end_align`: write end-aligned values ``[B, W, ...]`` to the start of ``onto`` ``[B, S, ...]``."""
     out = onto.copy()
     for row, length in enumerate(lengths):
         out[row, :length] = values[row, values.shape[1] - length :]

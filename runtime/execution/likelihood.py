@@ -1,4 +1,4 @@
-"""Log-likelihood of continuations: exact for autoregressive models, a Monte Carlo bound for diffusion.
+"""Log-likelihoods of continuations: exact for autoregressive models, a Monte Carlo estimate for diffusion models.
 
 Dimension letters: R rows of one call, S the longest of them.
 """
@@ -17,7 +17,7 @@ from runtime.execution.runner import Runner
 from runtime.execution.scoring import score_rows
 from sharding.errors import InputError
 
-# The share of a continuation that is masked at least, as Dream's authors have it.
+# Minimum fraction of a continuation that is masked, as in the evaluation code of Dream's authors.
 _LEAST_MASKED = 1e-3
 _ROWS = 64
 
@@ -27,15 +27,16 @@ Pair = tuple[Sequence[int], Sequence[int]]
 def _check(pairs: Sequence[Pair], limit: int) -> None:
     for number, (context, continuation) in enumerate(pairs):
         if not context or not continuation:
-            raise InputError(f"pair {number}: context and continuation have at least one token each")
+            raise InputError(f"pair {number}: context and continuation must have at least one token each")
         if len(context) + len(continuation) > limit:
             raise InputError(
-                f"pair {number}: {len(context)} and {len(continuation)} tokens; the model allows {limit} in all"
+                f"pair {number}: {len(context)} context tokens and {len(continuation)} continuation tokens; the model "
+                f"allows {limit} in total"
             )
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Left-padded rows int32 ``[R, S]`` and their attention mask."""
+    """Left-pad rows to int32 ``[R, S]``, and return them with their attention mask."""
     width = max(map(len, rows))
     ids, mask = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.int32)
     for row, tokens in enumerate(rows):
@@ -45,21 +46,22 @@ def _padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def log_likelihoods(runner: Runner, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-    """Of each continuation after its context, under an autoregressive model.
+    """Compute the log-likelihood of each continuation after its context, with an autoregressive model.
 
     Args:
-      runner: with an autoregressive model.
+      runner: the model on its mesh.
       pairs: tokens of contexts and continuations.
 
     Returns:
-      The sum of the continuation's log-probabilities, and whether greedy decoding gives that continuation.
+      For each pair, the sum of the continuation's log-probabilities, and whether greedy decoding of the context
+      produces exactly this continuation.
 
     Raises:
-      InputError: a pair that is empty or too long, or a diffusion model.
+      InputError: a context or continuation is empty or too long, or the model is a diffusion model.
     """
     if runner.layout.config.objective == "masked_diffusion":
         raise InputError(
-            "log_likelihoods is exact, of autoregressive models; estimate_log_likelihoods is for diffusion"
+            "log_likelihoods requires an autoregressive model; use estimate_log_likelihoods for a diffusion model"
         )
     _check(pairs, runner.layout.config.max_positions)
     sums = [0.0] * len(pairs)
@@ -83,24 +85,30 @@ def log_likelihoods(runner: Runner, pairs: Sequence[Pair]) -> list[tuple[float, 
 def estimate_log_likelihoods(
     runner: Runner, pairs: Sequence[Pair], *, samples: int = 128, seed: int = 0
 ) -> list[float]:
-    """Monte Carlo estimate of a lower bound of each continuation's log-likelihood, under a diffusion model.
+    """Estimate a lower bound of each continuation's log-likelihood by Monte Carlo, with a diffusion model.
 
-    As in the evaluation of Dream's authors (after SMDM, Nie et al., 2024): a share t of the continuation's tokens is
-    masked, t uniform and stratified over the samples, and the log-probabilities of the masked ones are summed and
-    divided by t. The last token, the end of the text, is never masked. An estimate depends on its pair and the seed
-    alone.
+    This follows the evaluation of Dream's authors (after SMDM, Nie et al., 2024). In each sample, a fraction t of the
+    continuation's tokens is masked, and the log-probabilities of the masked tokens are summed and divided by t. t is
+    uniform, and stratified over the samples. The last token, which ends the text, is never masked. An estimate depends
+    only on its pair and on the seed.
 
     Args:
-      runner: with a diffusion model.
-      pairs: tokens of contexts and of continuations with their end token.
-      samples: noised copies of each pair.
-      seed: of the noise.
+      runner: the model on its mesh.
+      pairs: tokens of contexts and of continuations; a continuation includes its end token.
+      samples: number of noised copies per pair.
+      seed: seed of the noise.
 
     Raises:
-      InputError: a pair that is empty or too long, or an autoregressive model.
+      InputError: a context or continuation is empty or too long, or the model is autoregressive or block-causal.
     """
     if runner.layout.config.objective == "autoregressive":
-        raise InputError("estimates are of diffusion models; log_likelihoods is exact for autoregressive ones")
+        raise InputError(
+            "estimate_log_likelihoods requires a diffusion model; use log_likelihoods for an autoregressive model"
+        )
+    if runner.layout.config.family.attention == "block_causal":
+        raise InputError(
+            "estimate_log_likelihoods does not support block-causal models: it masks all blocks of a text at once"
+        )
     _check(pairs, runner.layout.config.max_positions)
     found = []
     for context, continuation in pairs:

@@ -1,11 +1,11 @@
-"""Memory of one device, by the tensors that are alive when most of it is in use.
+"""Estimate of a device's memory, listed by the tensors that are alive when memory use is highest.
 
-What is resident (weights, cache, tokens) follows from the declarations. What a forward pass adds at its peak is either
-the arrays that a layer says it holds (:class:`runtime.models.costs.LayerCost`) or those of one chunk of the head. Which
-of them the compilers for TPU and GPU keep was learnt from the live ranges of compiled programs;
-``tests/runtime/planner`` holds the sum to 5 % of what they report.
+Resident tensors (weights, cache, tokens) follow from the declarations. At its peak, a forward pass adds either the
+arrays that a layer states it holds (:class:`runtime.models.costs.LayerCost`) or the arrays of one head chunk. Which of
+these arrays the compilers keep in memory was determined from the live ranges of compiled programs. Tests in
+``tests/runtime/planner`` check that the sum is within 5 % of what the compilers for TPU and GPU report.
 
-Dimension letters: B rows of a device, S positions of a device, T keys, P positions of one head chunk on a device.
+Dimension letters, all per device: B rows, S positions, T keys, P positions of one head chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from runtime.models.kv_cache import cache_bytes_per_device
 from runtime.models.xla_attention import query_block
 
 _FLOAT = 4
-# Numbers that lie side by side in a register of a TPU.
+# Width of a TPU register in numbers.
 _LANES = 128
 _LESS_CACHE = "fewer rows, a larger sequence axis, int8"
 _FEWER_POSITIONS = "fewer rows, a larger data or sequence axis"
@@ -32,14 +32,20 @@ _FEWER_CHANNELS = "a larger tensor axis, or fewer rows"
 
 @dataclass(frozen=True)
 class Tensor:
-    """Something that takes memory: its name, the bytes of it on one device, and what would make it smaller."""
+    """An entry of the memory table.
+
+    Attributes:
+      name: what it is, in words.
+      bytes: bytes on one device.
+      smaller_by: what would make it smaller, in words.
+    """
 
     name: str
     bytes: int
     smaller_by: str
 
 
-# Arrays alike: name, how many, bytes of one, what would make them smaller.
+# Arrays of equal size: name, count, bytes of each, what would make them smaller.
 _Arrays = tuple[str, int, int, str]
 
 
@@ -48,8 +54,8 @@ class Memory:
     """Memory of one device.
 
     Attributes:
-      resident: what is there all the time.
-      peak: what a pass adds when it needs most.
+      resident: tensors that are in memory all the time.
+      peak: tensors that a forward pass adds at its peak.
     """
 
     resident: tuple[Tensor, ...]
@@ -57,25 +63,25 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes of all of it."""
+        """Total bytes."""
         return sum(tensor.bytes for tensor in (*self.resident, *self.peak))
 
     @property
     def largest(self) -> list[Tensor]:
-        """All of it, the largest first."""
+        """All tensors, largest first."""
         return sorted((*self.resident, *self.peak), key=lambda tensor: -tensor.bytes)
 
 
 @dataclass(frozen=True)
 class PassShape:
-    """What one forward pass computes on one device.
+    """The shape of one forward pass on one device.
 
     Attributes:
       rows: B.
-      positions: S.
-      keys: T, that each position attends to.
-      head: P, of each row.
-      attention: implementation; ``xla`` holds scores, see :mod:`runtime.models.xla_attention`.
+      positions: S, positions per row.
+      keys: T, keys that each position attends to.
+      head: P, positions per row in one head chunk.
+      attention: the implementation; ``xla`` keeps scores in memory, see :mod:`runtime.models.xla_attention`.
     """
 
     rows: int
@@ -87,11 +93,11 @@ class PassShape:
 
 @dataclass(frozen=True)
 class Device:
-    """What a device's memory depends on.
+    """The properties of a device that the memory estimate depends on.
 
     Attributes:
-      platform: compilers differ.
-      fast_memory_bytes: on-chip memory that a TPU's compiler keeps arrays in; 0 for none.
+      platform: JAX's name of the platform, because compilers keep different arrays.
+      fast_memory_bytes: on-chip memory in which the TPU compiler keeps arrays; 0 for none.
     """
 
     platform: str
@@ -107,38 +113,40 @@ def memory_of_passes(
     passes: Iterable[PassShape],
     cache_dtype: Any = None,
 ) -> Memory:
-    """Memory that a generation needs on one device; ``layout`` needs no mesh.
+    """Estimate the memory that a generation needs on one device.
 
     Args:
-      layout: the model on its mesh.
-      dtype: of weights and activations.
-      device: what runs it.
-      rows: on the device.
-      canvas: whole length of a row.
-      passes: the kinds of forward passes that the generation is made of.
-      cache_dtype: of keys and values that are kept; None where none are.
+      layout: the model's layout; it may be without a mesh.
+      dtype: dtype of weights and activations.
+      device: the device.
+      rows: rows per device.
+      canvas: S, positions per row before sharding over ``sequence``.
+      passes: the kinds of forward passes of the generation.
+      cache_dtype: dtype of the KV cache; None without a cache.
     """
     wider = "bfloat16" if jnp.dtype(dtype).itemsize > 2 else "int8"
     resident = [Tensor("weights", layout.bytes_per_device(dtype), f"a larger tensor axis, or {wider}")]
     if cache_dtype is not None:
         kept = cache_bytes_per_device(layout, rows * layout.spec.data, canvas, cache_dtype)
         resident.append(Tensor("cache of keys and values", kept, _LESS_CACHE))
-        resident += _cache_laid_out_anew(kept, layout.config.head_dim, device)
-    # Canvas and the step that set each position, going in and coming out.
+        resident += _narrow_head_copies(kept, layout.config.head_dim, device)
+    # The canvas and the commit steps, both as input and as output.
     resident.append(Tensor("tokens", 4 * rows * canvas * 4, "fewer rows"))
     item = jnp.dtype(dtype).itemsize
     stages = [stage(layout, item, device, one) for one in passes for stage in (_layer, _head)]
     return Memory(tuple(resident), max(stages, key=lambda stage: sum(tensor.bytes for tensor in stage)))
 
 
-def _cache_laid_out_anew(kept: int, head_dim: int, device: Device) -> tuple[Tensor, ...]:
-    """What a TPU's compiler adds to a cache of narrow heads: it keeps positions side by side, and a loop of windows
-    works on copies of keys and values, with heads side by side and padded to the width of a register.
+def _narrow_head_copies(kept: int, head_dim: int, device: Device) -> tuple[Tensor, ...]:
+    """Return the copies of the cache that the TPU compiler makes if heads are narrower than a register.
+
+    The compiler stores such a cache with positions in the minor dimension. Loops over windows work on copies of keys
+    and values that have the head in the minor dimension, padded to the width of a register.
 
     Args:
       kept: bytes of the cache.
-      head_dim: numbers of a head.
-      device: what runs it.
+      head_dim: size of a head.
+      device: the device.
     """
     if device.platform != "tpu" or head_dim % _LANES == 0:
         return ()
@@ -147,7 +155,7 @@ def _cache_laid_out_anew(kept: int, head_dim: int, device: Device) -> tuple[Tens
 
 
 def _live(arrays: Iterable[LiveArrays], positions: int, item: int, smaller_by: str) -> list[_Arrays]:
-    """Arrays of a layer for so many positions of a device, in numbers of ``item`` bytes."""
+    """Return the arrays of a layer for ``positions`` positions, with ``item`` bytes per number."""
     return [(one.name, one.count, positions * one.numbers_per_position * item, smaller_by) for one in arrays]
 
 
@@ -156,7 +164,7 @@ def _bytes(arrays: Iterable[_Arrays]) -> int:
 
 
 def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> tuple[Tensor, ...]:
-    """What is alive in the MLP of a layer, or in attention where scores are held."""
+    """Return the arrays alive in a layer: in its MLP, or in attention if its scores need more memory."""
     cost, positions = layout.layer_cost, shape.rows * shape.positions
     residual = positions * layout.size_per_device("embed") * item
 
@@ -167,12 +175,13 @@ def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> 
     reduced = layout.spec.tensor > 1 and bool(cost.tensor_collectives)
     if device.platform == "tpu":
         if reduced and residual > device.fast_memory_bytes:
-            # Too large to be reduced on the chip: another residual, beside the operands that are not on the chip.
+            # The residual is too large to be reduced in on-chip memory: there is another copy of it, and those operands
+            # of the MLP that do not fit on the chip.
             arrays = [residuals(3), *(one for one in mlp if one[2] > device.fast_memory_bytes)]
             if not device.fast_memory_bytes:
                 arrays += _live(cost.live_in_attention, positions, item, _FEWER_POSITIONS)
         elif _bytes(mlp) >= residual:
-            # The compiler holds either the operands of the MLP or, after it, residuals alone.
+            # The peak is in the MLP, with its operands, or after it, with residuals only.
             arrays = [residuals(2), *mlp]
         else:
             arrays = [residuals(3)]
@@ -186,7 +195,7 @@ def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> 
 
 
 def _scores(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> list[_Arrays]:
-    """What XLA attention holds: all scores, or those of one block and the arrays that it loops over."""
+    """Return the arrays of XLA attention: all scores, or the scores of one block and the arrays that it loops over."""
     heads, positions = layout.query_heads_per_device, shape.rows * shape.positions
     block = query_block(device.platform, shape.rows, heads, shape.positions, shape.keys)
     if block is None:
@@ -198,10 +207,10 @@ def _scores(layout: ModelLayout, item: int, device: Device, shape: PassShape) ->
 
 
 def _head(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> tuple[Tensor, ...]:
-    """What is alive while tokens are chosen from one chunk of logits."""
+    """Return the arrays alive while tokens are chosen from one chunk of logits."""
     logits = shape.rows * shape.head * layout.size_per_device("vocab") * _FLOAT
     residual = shape.rows * shape.positions * layout.size_per_device("embed") * item
-    # XLA on CPU keeps products and their quotients that the other compilers fuse into what reads them.
+    # XLA on CPU writes intermediate results to memory that the other compilers fuse into their consumers.
     count = 4 if device.platform == "cpu" else 2
     return _outside_fast_memory(
         [
@@ -213,7 +222,7 @@ def _head(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> t
 
 
 def _outside_fast_memory(arrays: list[_Arrays], device: Device) -> tuple[Tensor, ...]:
-    """What a TPU's compiler leaves in HBM: the arrays that together exceed on-chip memory, largest first."""
+    """Return the arrays that stay in HBM; the TPU compiler keeps the smallest ones on the chip, as far as they fit."""
     room, left = device.fast_memory_bytes, []
     for name, count, size, smaller_by in sorted(arrays, key=lambda array: array[2]):
         inside = min(count, room // max(1, size))

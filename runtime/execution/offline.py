@@ -1,8 +1,7 @@
-"""Rows that are all known before: the scheduler over a fixed number of slots, so that no row waits for the slowest.
+"""Generation of rows that are all known in advance, with continuous batching over a fixed number of slots.
 
-Rows that may share programs share a grid of buckets; a row that is done frees its slot, and the next one that waits is
-inserted. Which row is where is decided by the requests and by the programs that are there alone, so that every host
-decides the same.
+Rows that can share programs form a group with its own buckets. When a row is done, the next waiting row takes its slot.
+Decisions depend only on the requests and on the programs that are compiled, so every host makes the same decisions.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from runtime.execution.scheduler import Scheduler, SchedulerPolicy, SchedulerSta
 from runtime.execution.selection import Work, select
 from runtime.execution.slot_kinds import longest_span, open_slots_for
 from runtime.execution.slots import Slots
-from runtime.execution.specialization import compiled_in
+from runtime.execution.specialization import program_key
 from runtime.execution.step_plan import StepOutcome
 
-# Slots for each shard of ``data`` where nobody says how many: enough to fill a device, few enough to empty together.
+# Default number of slots per ``data`` shard: enough to fill a device, and few enough that the last rows end together.
 DEFAULT_SLOTS = 32
 
-# Buckets that are chosen from, and how full passes may be: many rows wait, and few buckets are compiled for them.
+# Maximum number of buckets to choose from, and factor for the rows per pass: many rows wait, so wide passes stay full.
 _CANDIDATES = 96
 _SATURATION = 4
 
-# A step runs a share of the iterations that a row takes, and not so many that slots stand empty.
+# A step runs a fraction of the iterations of a row, so that slots of finished rows do not stay empty for long.
 _STEPS_PER_ROW = 16
 _MAX_ITERATIONS = 16
 
@@ -40,9 +39,9 @@ class _Group:
     """Requests that share slots.
 
     Attributes:
-      grid: the buckets that they may be in.
-      numbers: the requests, in the order in which they are inserted.
-      known: buckets whose programs are there.
+      grid: the buckets that the rows may be in.
+      numbers: numbers of the requests, in the order in which they are inserted.
+      known: buckets whose programs have been compiled.
     """
 
     grid: Grid
@@ -51,10 +50,10 @@ class _Group:
 
 
 class OfflineScheduler:
-    """Generates rows that are all known before, in as many groups as there are programs.
+    """Generates rows that are all known in advance, in groups of rows that can share programs.
 
     Attributes:
-      stats: what the rows have cost so far.
+      stats: statistics of the rows so far.
     """
 
     def __init__(
@@ -69,33 +68,34 @@ class OfflineScheduler:
 
         Args:
           runner: the model on its mesh.
-          requests: all rows, checked, those included that will be skipped: the number of slots follows from them.
-          slots: rows on the devices at a time, rounded down to a multiple of the data axis and limited by memory;
-            default :data:`DEFAULT_SLOTS` for each shard of it.
-          width: bucket of all canvases; default each row's own.
-          stop_tests: of each request, see :data:`runtime.execution.requests.StopTest`; empty for none.
+          requests: all rows, already checked. Include rows that :meth:`run` will skip, because the number of slots
+            depends on all of them.
+          slots: rows on the devices at a time, rounded down to a multiple of the data axis and limited by memory. The
+            default is :data:`DEFAULT_SLOTS` per ``data`` shard.
+          width: one bucket for all canvases; by default, each row has the bucket of its length.
+          stop_tests: one per request, see :data:`runtime.execution.requests.StopTest`; empty for none.
         """
         self._runner, self._requests = runner, requests
         self._stop_tests = stop_tests or [None] * len(requests)
         self.stats = SchedulerStats()
-        widest = width or runner.bucket(max((request.length for request in requests), default=1))
+        widest = width or runner.bucket(max((request.canvas_length for request in requests), default=1))
         groups: dict[Hashable, list[int]] = {}
         for number, request in enumerate(requests):
-            groups.setdefault(compiled_in(runner, request.config, widest), []).append(number)
+            groups.setdefault(program_key(runner, request.config, widest), []).append(number)
         found = [self._group(numbers, slots, width) for numbers in groups.values()]
-        # Wide canvases first: where memory is short, it shows at once.
+        # Wide canvases first, so that a lack of memory shows at once.
         self._groups = sorted(found, key=lambda group: -group.grid.canvas)
 
     def _group(self, numbers: list[int], slots: int | None, width: int | None) -> _Group:
         requests, runner = [self._requests[number] for number in numbers], self._runner
         config, data = requests[0].config, runner.layout.spec.data
-        canvas = width or runner.bucket(max(request.length for request in requests))
+        canvas = width or runner.bucket(max(request.canvas_length for request in requests))
         most = min(math.ceil(len(numbers) / data) * data, DEFAULT_SLOTS * data if slots is None else slots)
-        # Rows of one width that all have a slot need one bucket.
-        several = len({request.length for request in requests}) > 1 or len(numbers) > most
+        # If all rows have the same length and a slot each, one bucket is enough.
+        several = len({request.canvas_length for request in requests}) > 1 or len(numbers) > most
         count = slot_count(runner, config, canvas, most, moves=several)
-        work = [Work(self._requests[number].length, iterations_of(self._requests[number])) for number in numbers]
-        # Rows of similar length are in slots together, and fit their buckets; the last ones are short.
+        work = [Work(self._requests[number].canvas_length, iterations_of(self._requests[number])) for number in numbers]
+        # Rows of similar length run together, so that they fit their buckets. The rows that run last are short.
         order = sorted(range(len(numbers)), key=lambda index: (-work[index].length, -work[index].iterations, index))
         grid = pool_grid(runner, config, canvas, count, limit=_CANDIDATES, saturation=_SATURATION)
         top = Bucket(count, canvas)
@@ -110,10 +110,10 @@ class OfflineScheduler:
         return _Group(replace(grid, buckets=tuple(chosen), grows=False), [numbers[index] for index in order], known)
 
     def _programs(self, requests: Sequence[RowRequest], canvas: int) -> Hashable:
-        """What the programs of a bucket depend on beside its shape."""
+        """Return what the programs of a bucket depend on, apart from the bucket's shape."""
         runner, config = self._runner, requests[0].config
         steps = max(steps_per_block(request.config, canvas) for request in requests)
-        return compiled_in(runner, config, canvas), steps, longest_span(runner, requests)
+        return program_key(runner, config, canvas), steps, longest_span(runner, requests)
 
     def _open(self, group: _Group) -> Pool:
         requests = [self._requests[number] for number in group.numbers]
@@ -126,8 +126,8 @@ class OfflineScheduler:
         return Pool(requests[0].config, group.grid, steps, make, self._runner.layout.spec.data)
 
     @property
-    def in_one_run(self) -> bool:
-        """Whether nothing can happen between the first iteration of every row and its last."""
+    def fits_one_bucket(self) -> bool:
+        """Whether all rows of a group fit into one bucket, so that none is inserted or moved during the run."""
         return all(len(group.grid.buckets) == 1 and len(group.numbers) <= group.grid.slots for group in self._groups)
 
     def run(
@@ -136,16 +136,16 @@ class OfflineScheduler:
         more: Callable[[], bool] = lambda: True,
         iterations: int | None = None,
     ) -> Iterator[list[RowResult]]:
-        """Generate every row.
+        """Generate all rows.
 
         Args:
-          skip: numbers of requests that are left out.
-          more: asked before each step whether waiting rows may still be inserted; once it says no, those in slots are
-            the last.
-          iterations: of a step; default a share of what a row takes, so that slots do not stand empty for long.
+          skip: numbers of requests to leave out.
+          more: called before each step. Once it returns False, no more rows are inserted, and the run ends when the
+            rows in slots are done.
+          iterations: maximum number of iterations per step. The default is a fraction of the iterations of a row.
 
         Yields:
-          The rows that are done after each step, often none; their numbers are those of the requests.
+          After each step, the rows that are done, which may be none. Their numbers are those of the requests.
         """
         admit = True
         for group in self._groups:

@@ -1,4 +1,4 @@
-"""The choices that an engine is loaded with, checked before anything is read."""
+"""Checks of the options of an engine that have a fixed set of values, before anything is read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _CHOICES = {
 
 
 def check_options(**options: str | None) -> None:
-    """Check options of :meth:`runtime.engine.Engine.load` by name; None is a default.
+    """Check options of :meth:`runtime.engine.Engine.load` by name. None means the default.
 
     Raises:
-      InputError: a value that is not among its choices.
+      InputError: a value is not one of the allowed ones.
     """
     for name, value in options.items():
         if value is not None and value not in _CHOICES[name]:

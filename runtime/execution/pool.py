@@ -1,4 +1,4 @@
-"""The slots of one way of decoding: buckets of several shapes, and which rows are in them.
+"""A pool: the slots of one mode, in buckets of several shapes, and the rows in them.
 
 Dimension letters: S positions of a slot.
 """
@@ -18,36 +18,36 @@ from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig, S
 from runtime.execution.buckets import MAX_PROGRAMS, MOVE_ROOM, Bucket, Grid, PassCost, make_grid
 from runtime.execution.pool_state import PoolLimits
 from runtime.execution.row_request import RowRequest, RowResult
-from runtime.execution.rows import check_kind
+from runtime.execution.rows import check_kind, with_model_blocks
 from runtime.execution.runner import Runner, weight_bytes
 from runtime.execution.slot_kinds import open_slots
 from runtime.execution.slots import MovingRow, Row, Slots
-from runtime.execution.specialization import general
+from runtime.execution.specialization import generalized
 from runtime.execution.step_plan import BucketRun, PoolOutcome, PoolPlan
 from runtime.models.kv_cache import cache_bytes_per_device
 from sharding.errors import InputError
 
 GenerationConfig = DiffusionConfig | SamplingConfig
-# Number of a bucket, and a slot of it.
+# Number of a bucket, and index of a slot in it.
 Place = tuple[int, int]
 
 
 def uses_cache(config: GenerationConfig) -> bool:
-    """Whether rows of this configuration keep keys and values."""
+    """Return whether rows of this configuration have a KV cache."""
     return config.use_cache if isinstance(config, SamplingConfig) else config.cache != "none"
 
 
 @dataclass(frozen=True)
 class PoolShape:
-    """Slots that are to be made.
+    """The specification of a pool.
 
     Attributes:
-      config: decides what is compiled; rows may differ in everything else.
-      canvas: S of the widest bucket, prompt and new tokens; rounded up to a bucket.
-      slots: rows at a time; rounded down to a multiple of the data axis, and limited by memory.
-      max_steps: denoise steps of a block at most; None for as many as positions, or as ``config`` has.
-      widths: of the other buckets, rounded up likewise; None for a ladder of them.
-      max_programs: shapes of buckets at most.
+      config: determines what is compiled. Rows may differ in all other parameters.
+      canvas: S of the widest bucket, prompt and new tokens together; rounded up to a bucket.
+      slots: maximum number of rows at a time, rounded down to a multiple of the data axis and limited by memory.
+      max_steps: maximum number of denoise steps per block; None for the larger of S and the steps of ``config``.
+      widths: widths of the other buckets, rounded up likewise; None generates them.
+      max_programs: maximum number of buckets.
     """
 
     config: GenerationConfig
@@ -59,15 +59,15 @@ class PoolShape:
 
 
 def steps_per_block(config: GenerationConfig, width: int) -> int:
-    """Denoise steps that a block of this configuration takes at most on a canvas of ``width``; 1 if autoregressive."""
+    """Return the maximum number of denoise steps per block on a canvas of ``width``; 1 if autoregressive."""
     return 1 if isinstance(config, SamplingConfig) else block_schedule(config, width)[1]
 
 
 def step_limit(config: GenerationConfig, width: int, wanted: int | None) -> int:
-    """Denoise steps of a block that slots of this width have room for, see :attr:`PoolShape.max_steps`.
+    """Return the number of denoise steps per block that slots of this width support; see :attr:`PoolShape.max_steps`.
 
     Raises:
-      InputError: ``wanted`` is fewer than ``config`` itself takes.
+      InputError: ``wanted`` is less than what ``config`` itself needs.
     """
     if isinstance(config, SamplingConfig):
         return 1
@@ -77,20 +77,20 @@ def step_limit(config: GenerationConfig, width: int, wanted: int | None) -> int:
     if wanted < own:
         raise InputError(
             f"max_steps={wanted}: by default a block of {length} positions has {own} steps (parallel="
-            f"{config.parallel}); give as many, fewer steps, or a shorter block_length"
+            f"{config.parallel}); raise max_steps, or lower steps or block_length"
         )
     return wanted
 
 
 def slot_count(runner: Runner, config: GenerationConfig, width: int, wanted: int, moves: bool = True) -> int:
-    """Slots that are made where ``wanted`` are asked for: a multiple of the data axis, limited by memory.
+    """Return how many slots to create: at most ``wanted``, a multiple of the data axis, limited by memory.
 
     Args:
       runner: the model on its mesh.
-      config: of the rows, for whether they keep a cache.
+      config: configuration of the rows, which says whether they have a cache.
       width: S, a bucket.
-      wanted: at least 1.
-      moves: whether rows move between buckets, so that caches of both must fit.
+      wanted: requested number of slots, at least 1.
+      moves: whether rows may move between buckets, which requires memory for the caches of both buckets.
     """
     data, cached = runner.layout.spec.data, uses_cache(config)
     count, room = runner.batch_size(max(data, wanted // data * data), width, cached), runner.room()
@@ -102,25 +102,25 @@ def slot_count(runner: Runner, config: GenerationConfig, width: int, wanted: int
 
 
 def kept_bytes(runner: Runner, config: GenerationConfig, width: int, count: int) -> int:
-    """Bytes of each device that so many slots keep between passes, weights left out: caches of both ends of moves."""
+    """Return the bytes per device that slots occupy between passes, without weights and with room for moving rows."""
     memory = runner.memory(count // runner.layout.spec.data, width, uses_cache(config))
     kept = sum(tensor.bytes for tensor in memory.resident) - weight_bytes(runner.layout, runner.dtype)
     return MOVE_ROOM * kept if uses_cache(config) else kept
 
 
 def pool_memory(runner: Runner, config: GenerationConfig, width: int, count: int) -> int:
-    """Bytes of each device that so many slots need while rows move, weights and the largest pass included."""
+    """Return the bytes per device that slots need in total: with weights, moving rows, and the largest pass."""
     memory = runner.memory(count // runner.layout.spec.data, width, uses_cache(config))
     peak = sum(tensor.bytes for tensor in memory.peak)
     return weight_bytes(runner.layout, runner.dtype) + kept_bytes(runner, config, width, count) + peak
 
 
 def check_pools(runner: Runner, shapes: list[PoolShape]) -> None:
-    """Check that the model allows the shapes, and that their slots fit into memory beside one another.
+    """Check that the model allows the shapes, and that the slots of all pools fit into memory together.
 
     Raises:
-      InputError: a configuration for the other way of decoding, more positions than the model allows, or more memory
-        than there is; says what they need.
+      InputError: a configuration does not match the model's objective, a canvas is longer than the model allows, or the
+        pools need too much memory.
     """
     model = runner.layout.config
     for shape in shapes:
@@ -130,22 +130,22 @@ def check_pools(runner: Runner, shapes: list[PoolShape]) -> None:
     room, weights = runner.room(), weight_bytes(runner.layout, runner.dtype)
     kept, peak = 0, 0
     for shape in shapes:
-        width, config = runner.bucket(shape.canvas), general(shape.config)
+        width, config = runner.bucket(shape.canvas), generalized(shape.config)
         count = slot_count(runner, config, width, shape.slots)
         own = kept_bytes(runner, config, width, count)
         kept += own
         peak = max(peak, pool_memory(runner, config, width, count) - weights - own)
-    # Forward passes take turns; caches stay.
+    # Pools run one after another, so only the largest pass counts; the caches of all pools stay in memory.
     needed = weights + kept + peak
     if len(shapes) > 1 and room is not None and needed > room:
         raise InputError(
-            f"slots of {len(shapes)} kinds need {needed / 1e9:.1f} GB of each device, {kept / 1e9:.1f} GB of it "
-            f"for what they keep, and {room / 1e9:.1f} GB are to be had: fewer slots, canvases or ways of decoding"
+            f"the slots of {len(shapes)} modes need {needed / 1e9:.1f} GB per device, {kept / 1e9:.1f} GB of it for "
+            f"caches and tokens, but {room / 1e9:.1f} GB are available; use fewer slots or modes, or a shorter canvas"
         )
 
 
 def pass_cost(runner: Runner, config: GenerationConfig) -> PassCost:
-    """What a pass of a bucket costs on these devices: from what they are, not from what was measured."""
+    """Return the cost model of a pass, derived from the type of the devices rather than from measurements."""
     layout, spec = runner.layout, runner.layout.spec
     floor, overhead = runner.pass_floor()
     if isinstance(config, SamplingConfig):
@@ -156,8 +156,9 @@ def pass_cost(runner: Runner, config: GenerationConfig) -> PassCost:
     if config.cache == "none":
         return PassCost(floor, overhead)
     length = config.block_length or DEFAULT_BLOCK_LENGTH
-    # A block of so many positions is entered with a pass over whole rows.
-    return PassCost(floor, overhead, length, 1 / length)
+    # Each block starts with a refresh over whole rows, whose cost is spread over the block's positions. An exact cache
+    # needs no refresh: its window is twice as wide instead.
+    return PassCost(floor, overhead, length, 0.0 if config.cache == "exact" else 1 / length)
 
 
 def pool_grid(
@@ -169,15 +170,15 @@ def pool_grid(
     limit: int = MAX_PROGRAMS,
     saturation: int = 1,
 ) -> Grid:
-    """The buckets of a way of decoding.
+    """Choose the buckets of a pool.
 
     Args:
       runner: the model on its mesh.
-      config: the way of decoding.
-      canvas: S of the widest one.
-      slots: rows at a time.
-      widths: of the others; None for a ladder of them.
-      limit: how many there may be.
+      config: decoding parameters that are compiled.
+      canvas: S of the widest bucket.
+      slots: maximum number of rows at a time.
+      widths: widths of the other buckets; None generates them.
+      limit: maximum number of buckets.
       saturation: see :func:`runtime.execution.buckets.make_grid`.
     """
     step = runner.width_step()
@@ -191,44 +192,45 @@ def pool_grid(
 
 @dataclass
 class _Open:
-    """An open bucket: its slots, and the number and request of the row in each slot that is taken."""
+    """An open bucket: its slots, and the number and request of the row in each occupied slot."""
 
     slots: Slots
     held: dict[int, tuple[int, RowRequest]] = field(default_factory=dict)
 
 
 class Pool:
-    """Slots of one way of decoding in buckets of several shapes, and which rows are in them.
+    """The slots of one mode, in buckets of several shapes, and the rows in them.
 
     Attributes:
-      config: what is compiled.
-      grid: the shapes.
-      max_steps: denoise steps of a block at most.
+      config: decoding parameters that are compiled.
+      grid: the buckets.
+      max_steps: maximum number of denoise steps per block.
     """
 
     def __init__(
         self, config: GenerationConfig, grid: Grid, max_steps: int, make: Callable[[Bucket], Slots], data: int = 1
     ) -> None:
-        """Begin without rows.
+        """Create a pool without rows.
 
         Args:
-          config: what is compiled.
-          grid: the shapes.
-          max_steps: of a block, that slots have room for.
-          make: free slots of a shape.
-          data: shards of the batch.
+          config: decoding parameters that are compiled.
+          grid: the buckets.
+          max_steps: number of denoise steps per block that slots support.
+          make: creates free slots for a bucket.
+          data: size of the data axis.
         """
         self.config, self.grid, self.max_steps, self._make, self._data = config, grid, max_steps, make, data
         self._open: dict[int, _Open] = {}
 
     @classmethod
     def open(cls, runner: Runner, shape: PoolShape) -> Pool:
-        """Make free slots for rows that are not known yet.
+        """Create a pool for rows that are not known yet.
 
         Raises:
-          InputError: fewer steps than the configuration takes.
+          InputError: ``shape.max_steps`` is less than what its configuration needs.
         """
-        config, canvas = general(shape.config), runner.bucket(shape.canvas)
+        config = generalized(with_model_blocks(shape.config, runner.layout.config))
+        canvas = runner.bucket(shape.canvas)
         max_steps = step_limit(config, canvas, shape.max_steps)
         count = slot_count(runner, config, canvas, shape.slots)
         grid = pool_grid(runner, config, canvas, count, shape.widths, shape.max_programs)
@@ -245,12 +247,12 @@ class Pool:
 
     @property
     def count(self) -> int:
-        """Rows at a time, at most."""
+        """Maximum number of rows at a time."""
         return self.grid.slots
 
     @property
     def limits(self) -> PoolLimits:
-        """What a scheduler has to know of it."""
+        """What a scheduler needs to know about the pool."""
         most = self.count * self.width if uses_cache(self.config) else math.inf
         return PoolLimits(self.grid, most, self._data)
 
@@ -266,18 +268,18 @@ class Pool:
         slots.compile_moves(self.grid.canvas)
 
     def steps_per_block(self, config: GenerationConfig) -> int:
-        """Denoise steps that a block of a row takes at most in these slots; 1 if autoregressive."""
+        """Return the maximum number of denoise steps per block of a row in this pool; 1 if autoregressive."""
         return steps_per_block(config, self.width)
 
     def short_config(self, tokens: int) -> GenerationConfig:
-        """A configuration for these slots whose rows are done after so many tokens."""
+        """Return a configuration for this pool whose rows are done after ``tokens`` tokens."""
         changes: dict[str, Any] = {"max_new_tokens": tokens}
         if isinstance(self.config, DiffusionConfig):
             changes["steps"] = tokens
         return self.config.replace(**changes)
 
     def execute(self, plan: PoolPlan) -> PoolOutcome:
-        """Finish rows, put the others where the plan says, run iterations, and collect the rows that are done."""
+        """Execute a plan: finish, insert, move and evict rows, run iterations, and collect the rows that are done."""
         results = self._finish(plan.finish)
         self._arrange(plan)
         canvases: dict[int, np.ndarray] = {}
@@ -292,18 +294,18 @@ class Pool:
             reading = slots.prefill_seconds
             seconds = time.perf_counter() - start - reading
             runs.append(BucketRun(one.number, slots.forwards, slots.iterations, seconds, reading))
-            # Counted from nothing each time.
+            # The counters start at zero in each step.
             slots.forwards, slots.iterations, slots.prefill_seconds = 0, 0, 0.0
             unread += [there.held[slot][0] for slot in slots.unread if slot in there.held]
             finished = {slot: there.held.pop(slot) for slot in list(there.held) if done[slot]}
             results += slots.collect(finished) if finished else []
             if one.canvases and there.held:
                 canvas = there.slots.canvas()
-                canvases |= {row: _as_long(canvas[slot], request) for slot, (row, request) in there.held.items()}
+                canvases |= {row: _at_full_length(canvas[slot], request) for slot, (row, request) in there.held.items()}
         return PoolOutcome(plan.pool, results, canvases, runs, unread)
 
     def _finish(self, rows: Sequence[int]) -> list[RowResult]:
-        """Results of rows that are done with what they have; they are evicted as the plan has no slots for them."""
+        """Return the results of rows that a stop test has ended. The plan has no slots for them, which evicts them."""
         results: list[RowResult] = []
         for there in self._open.values():
             ended = {slot: held for slot, held in there.held.items() if held[0] in rows}
@@ -327,7 +329,7 @@ class Pool:
         for one in plan.buckets:
             if one.number not in self._open:
                 self._open[one.number] = _Open(self._make(Bucket(one.rows, one.width)))
-        # Rows that were somewhere come before new ones, whose prompts may be read over what others leave.
+        # Move rows before inserting new ones, because prefills of new rows may overwrite caches that are still to move.
         for rows in ([*moving, None], list(requests)) if moving else ([*requests, None],):
             for one in plan.buckets:
                 there = self._open[one.number]
@@ -347,7 +349,7 @@ class Pool:
             self._open[number].held = own
 
     def _take(self, places: Mapping[int, Place]) -> dict[int, MovingRow]:
-        """What rows at these places have beside their caches."""
+        """Return the requests and states of the rows at these places, without their caches."""
         found: dict[int, MovingRow] = {}
         for number in {number for number, _ in places.values()}:
             rows = {row: slot for row, (own, slot) in places.items() if own == number}
@@ -356,11 +358,11 @@ class Pool:
         return found
 
     def _move_caches(self, sources: Mapping[int, Place], targets: Mapping[int, Place]) -> None:
-        """Bring caches to where their rows are now: none is written over one that is still to be moved."""
+        """Move caches to the new places of their rows, in an order in which no cache is overwritten before it moves."""
         left, taken = dict(sources), {}
         while left:
             ready = [row for row in left if targets[row] not in left.values()]
-            # One at a time, so that one copy is alive; where rows change places with one another, all at once.
+            # One at a time, so that only one copy is alive. If rows exchange places in a cycle, copy all of them first.
             for row in ready[:1] or left:
                 number, slot = sources[row]
                 taken[row] = self._open[number].slots.take_cache(slot, self.grid.canvas)
@@ -370,6 +372,6 @@ class Pool:
                 del left[row]
 
 
-def _as_long(tokens: np.ndarray, request: RowRequest) -> np.ndarray:
-    """Tokens of a row at its full length, -1 where its slot does not reach."""
+def _at_full_length(tokens: np.ndarray, request: RowRequest) -> np.ndarray:
+    """Return the tokens of a row at its full length, with -1 at positions beyond the width of its slot."""
     return np.append(tokens[: request.length], np.full(max(0, request.length - len(tokens)), -1, np.int32))

@@ -1,4 +1,4 @@
-"""What the scheduler knows of a pool: its buckets, the rows that wait for them, and what passes have taken."""
+"""The scheduler's view of a pool: its buckets, its waiting rows, and measured times of iterations."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from runtime.execution.buckets import Bucket, Grid
 from runtime.execution.fair_queue import FairQueue
 from runtime.execution.requests import ScheduledRow
 
-# Weight of the newest iteration in how long one takes.
+# Weight of the newest measurement in the moving average of an iteration's time.
 _NEWEST = 0.3
 
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """What the scheduler has to know of a pool.
+    """What the scheduler needs to know about a pool.
 
     Attributes:
-      grid: its buckets.
-      most_positions: of all open buckets together; unlimited where rows keep no cache.
-      data: shards of rows.
+      grid: the buckets of the pool.
+      most_positions: limit on the positions of all open buckets together; infinite if rows have no cache.
+      data: size of the data axis.
     """
 
     grid: Grid
@@ -34,18 +34,18 @@ class PoolLimits:
 
 @dataclass
 class PoolState:
-    """Rows of one pool.
+    """The state of a pool in the scheduler.
 
     Attributes:
-      limits: of the pool.
-      available: buckets whose programs are there.
+      limits: the pool's buckets and limits.
+      available: buckets whose programs have been compiled.
       queue: rows that wait for a slot.
-      buckets: those that are open.
-      demand: how often a bucket without programs would have been used.
-      seconds: that an iteration of a bucket took.
-      rate: seconds that a unit of cost took last, 0 if nothing has run.
-      had: time that each row of an open bucket has had, by the bucket's number.
-      numbers: of buckets.
+      buckets: open buckets.
+      demand: how often each bucket would have been used if its programs had been compiled.
+      seconds: average time of an iteration, by bucket.
+      rate: most recent number of seconds per unit of cost; 0 if nothing has run.
+      received: device time per row that each open bucket has received, by the bucket's number.
+      numbers: numbers for new buckets.
     """
 
     limits: PoolLimits
@@ -55,7 +55,7 @@ class PoolState:
     demand: Counter[Bucket] = field(default_factory=Counter)
     seconds: dict[Bucket, float] = field(default_factory=dict)
     rate: float = 0.0
-    had: dict[int, float] = field(default_factory=dict)
+    received: dict[int, float] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -69,11 +69,11 @@ class PoolState:
         return {one.number: one.slots for one in self.buckets if one.rows}
 
     def estimate(self, bucket: Bucket) -> float:
-        """Seconds of an iteration, 0 where nothing is known."""
+        """Estimate the seconds of an iteration; 0 if nothing has been measured."""
         return self.seconds.get(bucket) or self.rate * self.limits.grid.cost(bucket)
 
     def measured(self, bucket: Bucket, seconds: float) -> None:
-        """An iteration took so long."""
+        """Record the measured time of an iteration."""
         old = self.seconds.get(bucket)
         self.seconds[bucket] = seconds if old is None else old + _NEWEST * (seconds - old)
         self.rate = self.seconds[bucket] / self.limits.grid.cost(bucket)

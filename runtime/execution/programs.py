@@ -1,7 +1,7 @@
-"""Programs: what is compiled, for which shapes, and how often.
+"""Lowering and caching of the compiled programs.
 
-Everything that runs on the devices is lowered here from a layout and shapes alone, so that the very program that
-generates can also be compiled for a machine that is not there.
+Every program is lowered from a layout and shapes only, without data. So the same program that generates can also be
+compiled ahead of time for a machine that is not attached.
 
 Dimension letters: B batch, S canvas, T cache length, P positions of one head chunk, D embed, V vocab, R padded steps of
 a block.
@@ -44,29 +44,29 @@ _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 @functools.cache
 def _cache_hits() -> threading.local:
-    """Counts, as ``count`` of each thread, the programs that this thread has found in JAX's persistent cache."""
+    """Return a thread-local whose ``count`` is the number of programs that a thread found in JAX's persistent cache."""
     found = threading.local()
 
-    def hear(event: str, **_: Any) -> None:
+    def on_event(event: str, **_: Any) -> None:
         if event == _CACHE_HIT:
             found.count = getattr(found, "count", 0) + 1
 
-    jax.monitoring.register_event_listener(hear)
+    jax.monitoring.register_event_listener(on_event)
     return found
 
 
 def compiler_options(platform: str) -> dict[str, str | bool] | None:
-    """Compiler options for programs of this platform, beside the defaults; None for none."""
+    """Return the compiler options for a platform, in addition to the defaults; None if there are none."""
     if platform == "tpu":
-        # Gather a residual beside each of the products that need it, also where they are several: gate and up.
+        # Overlap the all-gather of the residual with every matrix product that needs it, even if several do (gate, up).
         return {
             "xla_tpu_decompose_all_gather_with_multiple_einsums": True,
             "xla_tpu_skip_checking_windowed_einsum_users": True,
         }
     if platform != "cpu":
         return None
-    # XLA widens bfloat16 and int8 weights to float32 for its products: with these, a layer at a time. Else it widens
-    # those of all layers before it runs the first, or before the loop over steps, and holds them all.
+    # On CPU, XLA converts bfloat16 and int8 weights to float32 for matrix products. With these options it converts one
+    # layer at a time. Otherwise it converts all layers first, or before the loop over steps, and keeps all copies.
     return {
         "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
         "xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion",
@@ -74,13 +74,13 @@ def compiler_options(platform: str) -> dict[str, str | bool] | None:
 
 
 def put(value: Any, sharding: jax.sharding.Sharding) -> Array:
-    """Put a host array onto the mesh; with several processes each provides the parts of its own devices."""
+    """Put a host array onto the mesh. With several processes, each process provides the shards of its own devices."""
     host = np.asarray(value)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def fetch(array: Array) -> np.ndarray:
-    """Bring a whole array of the mesh to this host."""
+    """Copy a whole array from the mesh to this host."""
     if array.is_fully_addressable:
         return np.asarray(array)
     from jax.experimental import multihost_utils
@@ -89,7 +89,7 @@ def fetch(array: Array) -> np.ndarray:
 
 
 def put_tree(layout: ModelLayout, tree: Any) -> Any:
-    """Put a struct of declared host arrays onto the mesh, each where its declaration says."""
+    """Put a struct of declared host arrays onto the mesh, with the shardings of their declarations."""
     places = shardings(layout, tree)
     if jax.process_count() == 1:
         return jax.device_put(tree, places)
@@ -97,12 +97,12 @@ def put_tree(layout: ModelLayout, tree: Any) -> Any:
 
 
 def shapes_of(tree: Any) -> tuple[Any, ...]:
-    """Shapes and dtypes of a tree's leaves, as a key."""
+    """Return the shapes and dtypes of a tree's leaves, as a hashable key."""
     return tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 
 def request_sizes(batch: int, positions: int, steps: int = 1) -> dict[str, int]:
-    """Sizes of the logical axes that requests and states of decoding loops name.
+    """Return the sizes of the logical axes that requests and states of decoding loops use.
 
     Args:
       batch: B, a multiple of the data axis.
@@ -121,14 +121,14 @@ def request_sizes(batch: int, positions: int, steps: int = 1) -> dict[str, int]:
 def abstract_denoise(
     layout: ModelLayout, batch: int, canvas: int, steps: int, cache_dtype: Any = None
 ) -> tuple[DenoiseRequest, DenoiseState]:
-    """The arguments of masked-diffusion decoding as ``ShapeDtypeStruct`` on a layout, for compiling without data.
+    """Return the arguments of the denoise loop as ``ShapeDtypeStruct``, for compiling without data.
 
     Args:
-      layout: model and mesh.
+      layout: the model's layout on a mesh.
       batch: B, a multiple of the data axis.
       canvas: S, a multiple of the sequence axis.
       steps: R.
-      cache_dtype: see :func:`runtime.models.kv_cache.abstract_cache`; None for no cache.
+      cache_dtype: dtype of the cache, see :func:`runtime.models.kv_cache.abstract_cache`; None for no cache.
     """
     sizes = request_sizes(batch, canvas, steps)
     state = abstract(layout, DenoiseState, sizes, omit=("log_probabilities",))
@@ -139,10 +139,10 @@ def abstract_denoise(
 def abstract_decode(
     layout: ModelLayout, batch: int, length: int, cache_dtype: Any
 ) -> tuple[DecodeRequest, DecodeState]:
-    """The arguments of autoregressive decoding as ``ShapeDtypeStruct`` on a layout, for compiling without data.
+    """Return the arguments of autoregressive decoding as ``ShapeDtypeStruct``, for compiling without data.
 
     Args:
-      layout: model and mesh.
+      layout: the model's layout on a mesh.
       batch: B, a multiple of the data axis.
       length: T, a multiple of the sequence axis.
       cache_dtype: see :func:`runtime.models.kv_cache.abstract_cache`.
@@ -154,7 +154,7 @@ def abstract_decode(
 
 
 def _lower_step(function: Callable[..., Any], forward: Forward, *arguments: Any) -> jax.stages.Lowered:
-    """Lower ``function(weights, request, state, ...) -> state``; the state, its cache included, is updated in place."""
+    """Lower ``function(weights, request, state, ...) -> state``. The state and its cache are updated in place."""
     out = shardings(forward.layout, arguments[2])
     return jax.jit(function, out_shardings=out, donate_argnums=2).lower(*arguments)
 
@@ -162,14 +162,14 @@ def _lower_step(function: Callable[..., Any], forward: Forward, *arguments: Any)
 def lower_denoise(
     forward: Forward, program: DenoiseProgram, weights: Weights, request: DenoiseRequest, state: DenoiseState
 ) -> jax.stages.Lowered:
-    """Lower the loop over denoise steps for these arguments, real or abstract."""
+    """Lower the loop over denoise steps; the arguments may be arrays or ``ShapeDtypeStruct``."""
     return _lower_step(partial(denoise, forward, program), forward, weights, request, state)
 
 
 def lower_prefill(
     forward: Forward, program: DecodeProgram, width: int, weights: Weights, request: DecodeRequest, state: DecodeState
 ) -> jax.stages.Lowered:
-    """Lower the prefill of all prompts, ``width`` positions wide, and their first new token."""
+    """Lower the prefill of all rows, ``width`` positions wide, which also generates their first token."""
     return _lower_step(partial(prefill, forward, program, width), forward, weights, request, state)
 
 
@@ -182,7 +182,7 @@ def lower_prefill_chunks(
     state: DecodeState,
     chunks: Array,
 ) -> jax.stages.Lowered:
-    """Lower the prefill of prompts in chunks of ``chunk`` positions, at most so many for each ``data`` shard."""
+    """Lower the prefill in chunks of ``chunk`` positions, with a maximum number of ``chunks`` per ``data`` shard."""
     return _lower_step(partial(prefill_chunks, forward, program, chunk), forward, weights, request, state, chunks)
 
 
@@ -194,7 +194,7 @@ def lower_decode(
 
 
 def lower_empty_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> jax.stages.Lowered:
-    """Lower what makes an empty cache; arguments as for :func:`runtime.models.kv_cache.abstract_cache`."""
+    """Lower the creation of an empty cache; see :func:`runtime.models.kv_cache.abstract_cache` for the arguments."""
     shapes = abstract_cache(layout, batch, length, dtype)
 
     def make() -> Cache:
@@ -214,7 +214,7 @@ def lower_take_row(layout: ModelLayout, length: int, cache: Cache, row: Array) -
 
 
 def lower_put_row(layout: ModelLayout, cache: Cache, row: Array, taken: Array) -> jax.stages.Lowered:
-    """Lower the insertion of such a copy into a cache, in place; see :func:`runtime.models.kv_cache.put_row`."""
+    """Lower the insertion of a copied row into a cache, in place; see :func:`runtime.models.kv_cache.put_row`."""
 
     def place(cache: Cache, row: Array, taken: Array) -> Cache:
         return put_row(layout, cache, row, taken)
@@ -224,7 +224,7 @@ def lower_put_row(layout: ModelLayout, cache: Cache, row: Array, taken: Array) -
 
 
 def abstract_taken_row(layout: ModelLayout, length: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    """What :func:`lower_take_row` returns, as ``ShapeDtypeStruct``."""
+    """Return the result of the program of :func:`lower_take_row` as ``ShapeDtypeStruct``."""
     cache = abstract_cache(layout, layout.spec.data, length, dtype)
     row = jax.ShapeDtypeStruct((), jnp.int32)
     taken = jax.eval_shape(lambda cache, row: take_row(layout, cache, row, length), cache, row)
@@ -236,19 +236,19 @@ def _on_layout(layout: ModelLayout, spec: jax.sharding.PartitionSpec) -> jax.sha
     return jax.sharding.NamedSharding(layout.mesh, spec)
 
 
-def lower_whole(layout: ModelLayout, tree: Any) -> jax.stages.Lowered:
-    """Lower what brings every array of a tree whole to every device."""
+def lower_replicate(layout: ModelLayout, tree: Any) -> jax.stages.Lowered:
+    """Lower the replication of every array of a tree on all devices."""
     return jax.jit(lambda tree: tree, out_shardings=layout.replicated).lower(tree)
 
 
 def lower_hidden(forward: Forward, weights: Weights, tokens: Array, lengths: Array) -> jax.stages.Lowered:
-    """Lower the transformer without its head: tokens ``[B, S]`` -> ``[B, S, D]``, rows over ``data`` only."""
+    """Lower the transformer without its head: tokens ``[B, S]`` -> ``[B, S, D]``, sharded over ``data`` only."""
     jitted = jax.jit(partial(hidden_states, forward), out_shardings=forward.layout.sharding("batch", None, "embed"))
     return jitted.lower(weights, tokens, lengths)
 
 
 def lower_logits(forward: Forward, weights: Weights, hidden: Array) -> jax.stages.Lowered:
-    """Lower the head on one chunk of positions: ``[B, P, D]`` -> gathered float32 logits ``[B, P, V]``."""
+    """Lower the head for one chunk of positions: ``[B, P, D]`` -> replicated float32 logits ``[B, P, V]``."""
     jitted = jax.jit(partial(project_logits, forward), out_shardings=forward.layout.replicated)
     return jitted.lower(weights, hidden)
 
@@ -256,7 +256,7 @@ def lower_logits(forward: Forward, weights: Weights, hidden: Array) -> jax.stage
 def lower_score(forward: Forward, chunk: int, weights: Weights, *arguments: Array) -> jax.stages.Lowered:
     """Lower scoring: tokens ``[B, S]``, targets ``[B, S]``, lengths ``[B]`` -> log-probabilities float32 ``[B, S]``.
 
-    The head is run on ``chunk`` positions of each row at a time. Each target is scored by the output that predicts its
+    The head runs on ``chunk`` positions of each row at a time. A target is scored with the output that predicts its
     position.
     """
 
@@ -281,26 +281,28 @@ def lower_score(forward: Forward, chunk: int, weights: Weights, *arguments: Arra
 def lower_denoise_with_logits(
     forward: Forward, program: DenoiseProgram, request: DenoiseRequest, state: DenoiseState, logits: Array
 ) -> jax.stages.Lowered:
-    """Lower one step from given logits float32 ``[B, S, V]``."""
+    """Lower one denoise step from given logits float32 ``[B, S, V]``."""
     out = shardings(forward.layout, state)
     return jax.jit(partial(denoise_with_logits, forward, program), out_shardings=out).lower(request, state, logits)
 
 
 class ProgramCache:
-    """Compiled programs by what they are compiled for, and how many there have been. Safe for several threads.
+    """A thread-safe cache of compiled programs, with counters.
 
     Attributes:
-      compiled: programs compiled so far, or read from JAX's persistent cache.
-      cached: those of them that were read.
-      seconds: time that took.
-      before_run: called before each run of a program, with its lowering where it is about to be compiled.
-      fingerprint: of the programs that were compiled without being told of, the same on all hosts; empty on one host.
+      compiled: number of programs compiled so far, or read from JAX's persistent cache.
+      cached: number of those that were read from JAX's persistent cache.
+      seconds: time spent on compiling and reading.
+      before_run: called before each run of a program; with its lowering if the program has to be compiled first,
+        otherwise with None.
+      fingerprint: hash of the programs that were compiled by :meth:`prepare`. It is equal on hosts that compiled the
+        same programs, and empty if there is only one host.
     """
 
     fingerprint = ""
 
     def __init__(self, platform: str) -> None:
-        """Make an empty cache for devices of one platform."""
+        """Create an empty cache for devices of one platform."""
         self._options = compiler_options(platform)
         self._programs: dict[Hashable, Future[jax.stages.Compiled]] = {}
         self._lock = threading.Lock()
@@ -309,17 +311,20 @@ class ProgramCache:
         self.before_run: Callable[[jax.stages.Lowered | None], None] | None = None
 
     def get(self, key: Hashable, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        """The program for ``key``, about to run; lowered and compiled when it is first asked for."""
+        """Return the program for ``key``, which is about to run. It is lowered and compiled on first use."""
         return self._get(key, lower, self.before_run)
 
     def prepare(
         self, key: Hashable, lower: Callable[[], jax.stages.Lowered], counts: bool = True
     ) -> jax.stages.Compiled:
-        """The same for a program that is not about to run, or ``counts`` as none: nobody is told of it."""
+        """Return the program for ``key`` without calling ``before_run``, for a program that is not about to run.
+
+        If ``counts`` is False, the program is not counted either.
+        """
         return self._get(key, lower, None, counts)
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether the program is there."""
+        """Return whether the program has been compiled."""
         program = self._programs.get(key)
         return program is not None and program.done()
 
@@ -342,7 +347,7 @@ class ProgramCache:
         try:
             program.set_result(self._compile(lower, tell, counts))
         except BaseException as error:
-            # Whoever asks next tries again.
+            # The next call tries again.
             del self._programs[key]
             program.set_exception(error)
             raise
@@ -369,7 +374,7 @@ class ProgramCache:
         return program
 
     def texts(self) -> dict[str, str]:
-        """Optimized HLO of every program, by a name of its kind and number."""
+        """Return the optimized HLO of every program, by a name made of its number and kind."""
 
         def kind(key: Hashable) -> str:
             while isinstance(key, tuple) and key:

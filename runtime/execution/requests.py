@@ -1,6 +1,6 @@
-"""Requests in a scheduler, and what happens to them.
+"""Requests in a scheduler, and the events that report their progress.
 
-Times are of the caller's clock, in seconds. Dimension letters: N new tokens of a row.
+Times are in seconds, on the caller's clock. Dimension letters: N new tokens of a row.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from runtime.decoding.parameters import DiffusionConfig
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.step_plan import ScorePass
 
-# Whether the text of a row has come to an end that no token marks, as a stop string does. Called with the row's new
-# tokens that will not change any more, and whether they are all; each call has those of the last one, and more. It
-# returns how many of them count, or None while the row goes on.
+# A test that ends a row where no stop token does, for example at a stop string. It is called with the row's final new
+# tokens so far (each call extends the tokens of the previous one), and with whether there will be no more. It returns
+# how many of the tokens count, or None while the row should continue.
 StopTest = Callable[[Sequence[int], bool], int | None]
 
 
 @dataclass(eq=False)
 class RequestHandle:
-    """A request: rows to generate, or passes to score, which are finished or aborted together.
+    """A request: rows to generate, or score passes, which finish or are aborted together.
 
     Attributes:
-      owner: whose request it is, for fairness.
-      rows: to generate.
-      pool: index of the pool whose slots the rows get.
-      score_passes: to run, one after another.
-      arrived: when the request came.
-      deadline: when it is aborted.
-      stream: whether canvases are wanted along the way.
-      stop_tests: of each row, None for one that ends with its tokens alone; empty for none at all.
-      remaining: rows and passes that are not done.
+      owner: identifies the client, for fairness between clients.
+      rows: rows to generate.
+      pool: index of the pool whose slots the rows use.
+      score_passes: score passes to run, one after another.
+      arrived: time at which the request arrived.
+      deadline: time at which the request is aborted.
+      stream: whether to report the canvases of unfinished rows.
+      stop_tests: one per row, None for a row without; empty if no row has one.
+      remaining: number of rows and passes that are not done.
       closed: whether the request is finished or aborted.
     """
 
@@ -59,14 +59,14 @@ class ScheduledRow:
 
     Attributes:
       handle: the request.
-      index: which of its rows, or passes.
-      inserted: when the row got its slot.
-      iterations: that it has been in its slot for.
-      prefix: tokens before its first open position, as far as canvases were looked at.
-      first_token: when the first of them was seen, None before.
-      last_growth: when they last became more.
-      unread: whether its prompt is not read to its end: it has a slot, and no part in the iterations of its bucket.
-      counted: new tokens that count, once the row's stop test has ended it; None before.
+      index: index among the request's rows, or among its score passes.
+      inserted: time at which the row got its slot.
+      iterations: number of iterations since then.
+      prefix: number of tokens before the first open position, in the last canvas that was fetched.
+      first_token: time at which the first token was seen; None before that.
+      last_growth: time at which ``prefix`` last grew.
+      unread: whether part of its prompt is not in the cache yet. Such a row takes no part in iterations.
+      counted: number of new tokens that count, once the row's stop test has ended it; None before that.
     """
 
     handle: RequestHandle
@@ -86,31 +86,32 @@ class ScheduledRow:
 
     @property
     def remaining(self) -> int:
-        """Iterations that are still to come, at most, about."""
+        """Approximate upper bound of the iterations that are left, at least 1."""
         return max(1, iterations_of(self.request) - self.iterations)
 
     @property
     def stop_test(self) -> StopTest | None:
-        """The row's stop test, None if it has none."""
+        """The row's stop test; None if it has none."""
         return self.handle.stop_tests[self.index] if self.handle.stop_tests else None
 
-    def look(self, tokens: np.ndarray, whole: bool) -> None:
-        """Put new tokens that will not change any more to the row's stop test."""
+    def run_stop_test(self, tokens: np.ndarray, whole: bool) -> None:
+        """Run the row's stop test, if any, on the final new tokens; ``whole`` says that there will be no more."""
         if self.stop_test is not None and self.counted is None:
             self.counted = self.stop_test(tokens.tolist(), whole)
 
 
 def iterations_of(request: RowRequest) -> int:
-    """Iterations that a row takes at most, masks in its prompt left out."""
+    """Return the maximum number of iterations that a row takes, not counting masks in its prompt."""
     config = request.config
-    if not isinstance(config, DiffusionConfig) or config.parallel != "none":
-        return max(1, config.max_new_tokens)
+    if not isinstance(config, DiffusionConfig) or config.parallel != "none" or config.attention_block_length:
+        # The last block may be filled from its end.
+        return max(1, request.canvas_length - len(request.tokens))
     return max(1, min(config.steps, config.max_new_tokens or config.steps))
 
 
 @dataclass(frozen=True)
 class RowInserted:
-    """A row has got a slot, after so many seconds of waiting."""
+    """A row got a slot, after waiting for ``seconds``."""
 
     handle: RequestHandle
     index: int
@@ -119,7 +120,7 @@ class RowInserted:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """A row's first token stands, so many seconds after the request came."""
+    """A row's first token is committed, ``seconds`` after the request arrived."""
 
     handle: RequestHandle
     index: int
@@ -128,7 +129,7 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class PrefixGrown:
-    """A streamed row has more tokens before its first open position, so many seconds after the last time."""
+    """A streamed row has more tokens before its first open position, ``seconds`` after it last grew."""
 
     handle: RequestHandle
     index: int
@@ -137,7 +138,7 @@ class PrefixGrown:
 
 @dataclass(frozen=True)
 class CanvasChanged:
-    """The canvas of a streamed row: new tokens int32 ``[N]``, -1 where nothing is committed or generated yet."""
+    """The canvas of a streamed row changed: new tokens int32 ``[N]``, -1 at open positions."""
 
     handle: RequestHandle
     index: int
@@ -150,12 +151,13 @@ class RowFinished:
 
     Attributes:
       handle: the request.
-      index: of the row.
-      result: its tokens.
-      tokens: that were committed, without what follows its end.
-      steps: of its own that committed any.
-      seconds: from its insertion.
-      seconds_per_token: from the first token to the end, for each token after the first; None if there was none.
+      index: index of the row.
+      result: the tokens of the row.
+      tokens: number of committed tokens up to the row's end.
+      steps: number of the row's steps that committed tokens.
+      seconds: time since the row got its slot.
+      seconds_per_token: time from the first token to the end, divided by the number of tokens after the first; None if
+        there are none.
     """
 
     handle: RequestHandle
@@ -169,7 +171,7 @@ class RowFinished:
 
 @dataclass(frozen=True)
 class RowsScored:
-    """A score pass is done: float32 scores of the request's rows from index ``first`` on."""
+    """A score pass is done: float32 scores of the request's rows, starting with row ``first``."""
 
     handle: RequestHandle
     first: int
@@ -178,7 +180,7 @@ class RowsScored:
 
 @dataclass(frozen=True)
 class RequestFinished:
-    """All of a request is done, so many seconds after it came."""
+    """A request is done, ``seconds`` after it arrived."""
 
     handle: RequestHandle
     seconds: float

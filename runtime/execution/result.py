@@ -1,4 +1,4 @@
-"""The result of a generation, whichever way it was decoded.
+"""The result of a generation, with statistics.
 
 Dimension letters: B batch, S the caller's prompt width, N new tokens.
 """
@@ -13,19 +13,19 @@ import numpy as np
 
 @dataclass
 class GenerationStats:
-    """What a generation cost.
+    """Statistics of a generation.
 
     Attributes:
-      forwards: forward passes that were executed, all batches together. With a cache a pass may be the refresh of some
-        rows, one after another, and a window of the others.
-      positions: positions that they computed, prompts included, for rows that were not done.
-      steps: denoise steps that were asked for; with blocks, the most that any row may take.
-      tokens: tokens committed, without what follows the end of a row.
+      forwards: number of forward passes, all batches together. With a cache, one pass may consist of refreshes of some
+        rows, one after another, and a window pass of the others.
+      positions: number of positions that the passes computed for unfinished rows, prompts included.
+      steps: number of requested denoise steps; with blocks, the maximum number of steps of any row.
+      tokens: number of committed tokens up to the ends of the rows.
       seconds: wall time, compilation included.
-      compiled_programs: programs compiled during this call, 0 in steady state.
-      compile_seconds: time that took.
-      masks_left: positions still masked at the end, because the model predicted MASK.
-      batches: device batches the rows were split into.
+      compiled_programs: programs compiled during this call; 0 in steady state.
+      compile_seconds: time spent on compiling.
+      masks_left: masks left at the end, because the model predicted the mask token.
+      batches: number of device batches that the rows were split into.
     """
 
     forwards: int = 0
@@ -44,13 +44,14 @@ class GenerationResult:
     """Tokens of a batch.
 
     Attributes:
-      sequences: int32 ``[B, S + N]``, the caller's rows, padding included, and the new tokens.
-      commit_steps: int32 ``[B, S + N]``, the step that set each position, -1 for the prompt.
-      history: int32 ``[steps, B, S + N]`` after each step, skipped ones included, when asked for.
-      seeds: the seed of each row; given back as the configuration's ``seed`` they repeat it.
-      log_probabilities: float32 ``[B, S + N]``, log-probability of each new token under the model itself (temperature
-        and filters left out) when it was chosen, 0 elsewhere, when asked for.
-      stats: what it cost.
+      sequences: int32 ``[B, S + N]``, the caller's rows, padding included, followed by the new tokens.
+      commit_steps: int32 ``[B, S + N]``, the step that committed each position; -1 for the prompt.
+      history: int32 ``[steps, B, S + N]``, the canvas after each step, including steps that commit nothing; None if it
+        was not requested.
+      seeds: the seed of each row. Passing them as the configuration's ``seed`` reproduces the result.
+      log_probabilities: float32 ``[B, S + N]``, the log-probability of each new token under the model (without
+        temperature and filters) when it was chosen, and 0 elsewhere; None if it was not requested.
+      stats: statistics.
     """
 
     sequences: np.ndarray
@@ -64,14 +65,14 @@ class GenerationResult:
 def committed_tokens(
     sequence: np.ndarray, commit_steps: np.ndarray, prompt: int, stop_token_ids: Sequence[int], limit: int | None = None
 ) -> int:
-    """Number of positions of a row that some step has set, without those after its end.
+    """Count the committed positions of a row up to its end.
 
     Args:
       sequence: int32 ``[W]``.
-      commit_steps: int32 ``[W]``, -1 where no step has set a position.
-      prompt: where the new tokens start.
+      commit_steps: int32 ``[W]``, -1 at positions that no step has committed.
+      prompt: position at which the new tokens start.
       stop_token_ids: a row ends with the first of these among its new tokens.
-      limit: new tokens that count at most; None for no limit.
+      limit: maximum number of new tokens that count; None for no limit.
     """
     committed = commit_steps >= 0
     stops = np.flatnonzero((committed & np.isin(sequence, stop_token_ids))[prompt:])
@@ -80,5 +81,5 @@ def committed_tokens(
 
 
 def masks_left(sequences: np.ndarray, real: np.ndarray, mask_token_id: int) -> np.ndarray:
-    """Masks that are left in each row: sequences ``[B, W]``, real positions bool ``[B, W]`` -> ``[B]``."""
+    """Count the masks left in each row: sequences ``[B, W]``, real positions bool ``[B, W]`` -> ``[B]``."""
     return ((sequences == mask_token_id) & real).sum(axis=1)

@@ -1,4 +1,4 @@
-"""A model on a mesh, ready to run: how rows are cut into batches, canvases rounded up, programs kept.
+"""The runner: weights on a mesh, their compiled programs, and the sizes of batches, canvases and head chunks.
 
 Dimension letters: B batch, S canvas, P positions of one head chunk.
 """
@@ -26,29 +26,30 @@ from runtime.models.kv_cache import cache_dtype
 from sharding.errors import MeshError
 from sharding.topology import CHIPS
 
-# Share of the memory that weights leave which one batch may plan to use.
+# Fraction of the memory left beside the weights that a batch may plan to use.
 _ACTIVATION_SHARE = 0.7
-# Rows of one shard of data at a time, whatever memory allows.
+# Maximum number of rows per ``data`` shard, even if memory allows more.
 MAX_ROWS_PER_SHARD = 1024
 
-# Positions whose time a pass costs beside those that it computes, where devices do not say more.
+# Overhead of a pass on devices of unknown type, as a number of positions that take the same time.
 _OVERHEAD_POSITIONS = 64.0
 _OVERHEADS_PER_FLOOR = 4
-# What compiling a program takes and a device computes meanwhile, as far as it decides what is worth compiling.
+# Typical compile time of a program, and the speed of a CPU. They decide which buckets are worth compiling.
 _COMPILE_SECONDS, _CPU_COMPILE_SECONDS, _CPU_FLOPS = 30.0, 3.0, 1e11
-# Widths of buckets are multiples of this: fine where a pass costs what it computes, whole blocks on a TPU.
+# Widths of buckets are multiples of this: small steps on CPU, whole blocks of attention on TPU.
 _WIDTH_STEPS = {"cpu": 32, "tpu": 128}
 _WIDTH_STEP_DEFAULT = 64
 
-# Positions of a prompt that are read at a time while other rows decode: enough to fill the matrix units.
+# Number of positions in a prompt chunk: enough to use the matrix units fully.
 PROMPT_CHUNKS = {"cpu": 128}
 _PROMPT_CHUNK_DEFAULT = 512
 
-# Logits positions per device that the head is run on at a time: enough to fill the matrix units.
+# Number of positions per device in a head chunk: enough to use the matrix units fully.
 _HEAD_POSITIONS = {"cpu": 64}
 _HEAD_POSITIONS_DEFAULT = 512
-# Positions of one row at a time at most: of a few rows only what is still masked is run, and logits stay small.
-_HEAD_POSITIONS_OF_A_ROW = 128
+# Maximum number of positions per row in a head chunk, so that logits stay small, and few positions without a mask are
+# computed.
+_MAX_HEAD_POSITIONS_PER_ROW = 128
 
 
 class Runner:
@@ -56,28 +57,28 @@ class Runner:
 
     Attributes:
       layout: the model on its mesh.
-      weights: its weights.
-      dtype: their dtype.
-      cache_dtype: dtype of keys and values that are kept.
+      weights: the model's weights.
+      dtype: dtype of the weights.
+      cache_dtype: dtype of the KV cache.
       platform: ``cpu``, ``gpu`` or ``tpu``.
-      programs: what has been compiled.
-      buckets: those that rows were in, by what their programs depend on beside the shape.
+      programs: the compiled programs.
+      buckets: buckets that have been used, by everything else that their programs depend on.
     """
 
     def __init__(
         self, layout: ModelLayout, weights: Weights, attention: str, max_batch: int | None, kv_cache: str = "model"
     ) -> None:
-        """Take weights that are already on the layout's mesh.
+        """Create a runner from weights that are already on the layout's mesh.
 
         Args:
-          layout: with a mesh.
-          weights: as :meth:`ModelLayout.abstract_weights` describes them.
+          layout: the model's layout, with a mesh.
+          weights: the weights, as :meth:`ModelLayout.abstract_weights` describes them.
           attention: see :func:`runtime.models.attention.choose_attention`.
-          max_batch: rows on the devices at a time; None for what memory allows.
-          kv_cache: dtype of the cache, see :data:`runtime.models.kv_cache.CACHE_DTYPES`.
+          max_batch: maximum number of rows on the devices at a time; None for what memory allows.
+          kv_cache: dtype of the cache, one of :data:`runtime.models.kv_cache.CACHE_DTYPES`.
 
         Raises:
-          InputError: an attention implementation that cannot run here.
+          InputError: the attention implementation cannot run on these devices.
         """
         assert layout.mesh is not None, "a runner needs a mesh"
         self.layout = layout
@@ -94,15 +95,21 @@ class Runner:
         check_attention(layout, attention, self.dtype)
 
     def bucket(self, length: int) -> int:
-        """Canvas that ``length`` positions are run at; see :func:`canvas_bucket`."""
+        """Round a length up to a bucket; see :func:`canvas_bucket`."""
         return canvas_bucket(length, self.layout, self.platform)
 
-    def forward(self, canvas: int) -> Forward:
-        """How a canvas of this many positions is run."""
-        return Forward(self.layout, choose_attention(self._attention, self.platform, self.layout, canvas, self.dtype))
+    def forward(self, canvas: int, block_length: int = 0) -> Forward:
+        """Return layout and attention implementation for canvases of this many positions.
+
+        Args:
+          canvas: number of positions.
+          block_length: block length of block-causal attention, if it differs from the model's.
+        """
+        attention = choose_attention(self._attention, self.platform, self.layout, canvas, self.dtype)
+        return Forward(self.layout, attention).with_blocks(block_length)
 
     def chunk(self, batch: int, canvas: int) -> int:
-        """Positions of each row that the head is run on at a time; see :func:`head_chunk`."""
+        """Return the number of positions per row in a head chunk; see :func:`head_chunk`."""
         return head_chunk(batch, canvas, self.layout, self.platform)
 
     @property
@@ -111,21 +118,21 @@ class Runner:
         return PROMPT_CHUNKS.get(self.platform, _PROMPT_CHUNK_DEFAULT)
 
     def batch_size(self, rows: int, canvas: int, cached: bool = False) -> int:
-        """Rows on the devices at a time for ``rows`` in all: a multiple of the data axis that memory allows."""
+        """Return how many of ``rows`` rows to run at a time: a multiple of the data axis, limited by memory."""
         data = self.layout.spec.data
         limit = max(data, (self._max_batch or self.max_rows(canvas, cached)) // data * data)
         return min(limit, math.ceil(rows / data) * data)
 
     def batches(self, rows: int, canvas: int, cached: bool = False) -> Iterator[slice]:
-        """The rows of each batch, in order."""
+        """Yield the rows of each batch, in order."""
         size = self.batch_size(rows, canvas, cached)
         for first in range(0, rows, size):
             yield slice(first, min(first + size, rows))
 
     def max_rows(self, canvas: int, cached: bool = False) -> int:
-        """Rows of ``canvas`` positions that fit on the mesh at a time, with a cache or without, estimated.
+        """Estimate how many rows of ``canvas`` positions fit on the mesh at a time.
 
-        Whole rows are counted: they are the largest pass of every way of decoding.
+        The estimate is for passes over whole rows, which need the most memory in every mode.
         """
         if (canvas, cached) not in self._row_limits:
             self._row_limits[canvas, cached] = self._estimate_max_rows(canvas, cached)
@@ -142,22 +149,22 @@ class Runner:
         return data * max(1, bisect.bisect_left(range(1, MAX_ROWS_PER_SHARD + 1), True, key=lambda n: not fits(n)))
 
     def pass_floor(self) -> tuple[float, float]:
-        """Positions at which a pass stops being bound by reading the weights, and what each pass costs beside them.
+        """Return floor and overhead of a pass, see :class:`runtime.execution.buckets.PassCost`, in positions.
 
-        Both follow from what the devices are. Where nothing is known of them, as of CPUs, a pass of a small model costs
-        what it computes and as much again as some positions.
+        Both are derived from the type of the devices. For devices of unknown type, such as CPUs, the floor is 0 and the
+        overhead is a constant.
         """
         chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
         spec = self.layout.spec
         copies = spec.data * spec.sequence
         if not chips:
             return 0.0, _OVERHEAD_POSITIONS * copies
-        # A weight is two operations for each position, and as many bytes as its dtype has.
+        # Each weight takes two operations per position, and is read once per pass.
         floor = copies * chips[0].flops / chips[0].memory_bandwidth * self.dtype.itemsize / 2
         return floor, floor / _OVERHEADS_PER_FLOOR
 
     def compile_positions(self) -> float:
-        """Positions that could be computed in the time that compiling a bucket takes, about."""
+        """Estimate how many positions could be computed in the time that compiling a bucket takes."""
         chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
         flops, seconds = (chips[0].flops, _COMPILE_SECONDS) if chips else (_CPU_FLOPS, _CPU_COMPILE_SECONDS)
         operations = 2 * weight_bytes(self.layout, self.dtype) / self.dtype.itemsize
@@ -165,22 +172,22 @@ class Runner:
         return seconds * flops * spec.data * spec.sequence / operations
 
     def width_step(self) -> int:
-        """What widths of buckets are multiples of."""
+        """Return the number that bucket widths are multiples of."""
         step = _WIDTH_STEPS.get(self.platform, _WIDTH_STEP_DEFAULT)
         return math.lcm(step, self.layout.spec.sequence)
 
     def room(self) -> float | None:
-        """Bytes of each device that weights and what runs may plan to use, None where the device does not say."""
+        """Return the bytes per device that may be planned for, weights included; None if the device reports no size."""
         memory, weights = device_memory(self._device), weight_bytes(self.layout, self.dtype)
         return None if memory is None else weights + _ACTIVATION_SHARE * (memory - weights)
 
     def memory(self, rows: int, canvas: int, cached: bool) -> Memory:
-        """What passes over whole rows need on each device, weights included, estimated.
+        """Estimate the memory that passes over whole rows need on each device, weights included.
 
         Args:
-          rows: of one shard of data.
-          canvas: positions of each.
-          cached: with a cache.
+          rows: rows per ``data`` shard.
+          canvas: positions per row.
+          cached: whether rows have a KV cache.
         """
         spec = self.layout.spec
         chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
@@ -192,7 +199,7 @@ class Runner:
 
 
 def canvas_bucket(length: int, layout: ModelLayout, platform: str) -> int:
-    """Canvas that ``length`` positions are run at: a multiple of the sequence axis, and of a TPU's blocks."""
+    """Round a length up to a bucket: a multiple of the sequence axis and, on TPU, of attention blocks per shard."""
     block = 128 if platform == "tpu" else 1
     return bucket_length(length, block * layout.spec.sequence)
 
@@ -209,41 +216,43 @@ def check_attention(layout: ModelLayout, attention: str, dtype: Any) -> None:
 
 
 def head_chunk(rows: int, canvas: int, layout: ModelLayout, platform: str) -> int:
-    """Positions of each row that the head is run on at a time: a full matrix product, and logits that stay small.
+    """Return how many positions per row the output head runs on at a time.
+
+    The chunk is large enough for efficient matrix products, and small enough that logits take little memory.
 
     Args:
-      rows: rows on the devices, all together.
+      rows: number of rows on all devices together.
       canvas: S, a multiple of the sequence axis.
-      layout: the mesh; the chunk is a multiple of its sequence axis.
-      platform: of the devices.
+      layout: the layout; the chunk is a multiple of its sequence axis.
+      platform: platform of the devices.
     """
     target = _HEAD_POSITIONS.get(platform, _HEAD_POSITIONS_DEFAULT)
     sequence = layout.spec.sequence
     per_shard = max(1, target * layout.spec.data // rows)
     power_of_two = 1 << per_shard.bit_length() - 1
-    most = _HEAD_POSITIONS_OF_A_ROW // sequence * sequence
+    most = _MAX_HEAD_POSITIONS_PER_ROW // sequence * sequence
     return min(canvas, max(math.lcm(16, sequence), min(most, power_of_two * sequence)))
 
 
 def device_memory(device: Any) -> int | None:
-    """Bytes that one device offers, None where it does not say. Simulated CPU devices share the host's memory."""
+    """Return the bytes of a device's memory, None if unknown. Simulated CPU devices share the host's memory."""
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, jax.local_device_count())
-    # A device says so to its own host only.
+    # Only a device's own host can query its memory, so a device of this host stands in for a remote one.
     stats = (device if device.process_index == jax.process_index() else jax.local_devices()[0]).memory_stats()
     return stats.get("bytes_limit") if stats else None
 
 
 def weight_bytes(layout: ModelLayout, dtype: Any) -> int:
-    """Bytes of weights on each device, padding and replication included."""
+    """Return the bytes of weights on each device, padding and replication included."""
     return layout.bytes_per_device(dtype)
 
 
 def check_memory(layout: ModelLayout, dtype: Any, device: Any) -> None:
-    """Check that the weights fit before any is read.
+    """Check that the weights fit into device memory, before any is read.
 
     Raises:
-      MeshError: they do not; says what each device would hold, and what would help.
+      MeshError: they do not fit. The message says what each device would hold, and what would help.
     """
     memory, needed = device_memory(device), weight_bytes(layout, dtype)
     if memory is None or needed <= memory:

@@ -1,19 +1,20 @@
-"""Continuous batching: which waiting rows get slots, in which buckets rows are, and how long a step runs.
+"""Continuous batching: which waiting rows get slots, which buckets rows are in, and how long a step runs.
 
 The policy:
 
-* A waiting row gets a slot when one is free. Owners take turns; the rows of one owner come in the order in which they
-  would end if each began when it came, so that a short one need not wait for a long one that came a little earlier.
-* Rows are in the cheapest buckets whose programs are there; they move only where a pass becomes cheaper by a tenth.
-* A step takes about ``step_seconds``. Buckets run in it in the order of the time that their rows have had, each row
-  counting alike, and new rows first: a long canvas has as much of the devices as a short row, and not more.
-* A bucket reads one chunk of a prompt in a step, so that a long prompt does not stall the rows beside it.
-* A bucket runs as many iterations as its share of the step holds, but no more than until its first row is done, and
-  one at a time while a row in it is new and has shown nothing.
+* A waiting row gets a slot as soon as one is free. Owners take turns. The rows of one owner are ordered by the time at
+  which they would end if they had started on arrival, so a short row does not wait for a long one that arrived just
+  before it.
+* Rows are in the cheapest compiled buckets, and move only if this makes a pass at least 10 % cheaper.
+* A step takes about ``step_seconds``. Buckets with new rows run first, then those whose rows have received the least
+  device time, so a long row gets as much time as a short one.
+* A bucket reads one prompt chunk per step, so a long prompt does not stall the rows beside it.
+* A bucket runs as many iterations as fit into its share of the step, but stops when its first row is done. While a new
+  row in it has not shown a token yet, it runs one iteration per step.
 
-The scheduler decides and the devices execute: :meth:`Scheduler.schedule` makes a plan, :meth:`Scheduler.update` takes
-what came of it. It has no threads, no clock and no devices of its own. Whatever it decides, a row's tokens are those
-that it has alone; see :mod:`runtime.execution.slots`.
+:meth:`Scheduler.schedule` returns a plan, the devices execute it, and :meth:`Scheduler.update` takes its outcome. The
+scheduler has no threads, clock or devices of its own. Its decisions do not change the tokens of a row: each row yields
+the same tokens as in a batch of one, see :mod:`runtime.execution.slots`.
 """
 
 from __future__ import annotations
@@ -43,25 +44,26 @@ from runtime.execution.requests import (
     iterations_of,
 )
 from runtime.execution.result import committed_tokens
-from runtime.execution.row_request import RowResult, certain_tokens
+from runtime.execution.row_request import RowResult, final_tokens
 from runtime.execution.step_plan import BucketPlan, Insertion, PoolOutcome, PoolPlan, StepOutcome, StepPlan
 
-# Positions that a growing row gets beside those that it needs next.
+# When a growing row moves, its new bucket has room for this many more positions than it needs next.
 _ROOM_TO_GROW = 64
 
-# Iterations of a row after each of which it is looked at while nothing of it has been seen.
-FIRST_LOOKS = 2
+# Number of first iterations of a row after each of which its canvas is fetched, until a token has been seen.
+_FIRST_FETCHES = 2
 
 
 @dataclass(frozen=True)
 class SchedulerPolicy:
-    """How long a step runs, and what is looked at after it.
+    """How long a step runs, and what is observed after it.
 
     Attributes:
-      max_iterations: of a bucket in a step.
-      step_seconds: that a step takes, about, by the iterations before; None runs ``max_iterations`` of all buckets.
-      first_tokens: whether the first token of every row is watched for, streamed or not.
-      chunks: of prompts that a bucket reads in a step, for each shard of ``data``; None for whole prompts.
+      max_iterations: maximum number of iterations of a bucket per step.
+      step_seconds: approximate duration of a step, estimated from earlier iterations. None runs ``max_iterations`` of
+        every bucket.
+      first_tokens: whether to report the first token of every row, even of rows that are not streamed.
+      chunks: maximum number of prompt chunks per bucket, step and ``data`` shard; None for whole prompts.
     """
 
     max_iterations: int = 16
@@ -72,19 +74,19 @@ class SchedulerPolicy:
 
 @dataclass
 class SchedulerStats:
-    """What rows have cost so far.
+    """Statistics of the scheduler.
 
     Attributes:
-      rows: rows that are done.
-      tokens: tokens committed in them, without what follows the end of a row.
-      forwards: forward passes, prefills included.
-      slot_iterations: iterations of each bucket times its slots.
-      busy_iterations: those in which a row that is done now committed a token.
-      in_flight_iterations: those of rows that are still in their slots.
-      computed_positions: iterations of each bucket times its positions.
-      busy_positions: busy iterations of each row that is done times its length.
-      in_flight_positions: the same of rows that are still in their slots.
-      moves: rows that went from one slot to another.
+      rows: number of finished rows.
+      tokens: number of tokens committed in finished rows, up to the rows' ends.
+      forwards: number of forward passes, prefills included.
+      slot_iterations: iterations times slots, summed over all buckets.
+      busy_iterations: iterations in which a finished row committed a token, summed over the rows.
+      in_flight_iterations: iterations of the rows that are still in slots.
+      computed_positions: iterations times positions, summed over all buckets.
+      busy_positions: busy iterations times row length, summed over finished rows.
+      in_flight_positions: iterations times row length, summed over the rows that are still in slots.
+      moves: number of times that a row moved from one slot to another.
     """
 
     rows: int = 0
@@ -100,39 +102,39 @@ class SchedulerStats:
 
     @property
     def utilisation(self) -> float:
-        """Share of the slots' iterations that were put to use; 1 if there were none."""
+        """Fraction of slot iterations that were useful; 1 if there were none."""
         busy = self.busy_iterations + self.in_flight_iterations
         return busy / self.slot_iterations if self.slot_iterations else 1.0
 
     @property
     def useful_positions(self) -> int:
-        """Positions of live rows, up to their own length, that iterations have computed."""
+        """Number of computed positions that belong to active rows, without padding."""
         return self.busy_positions + self.in_flight_positions
 
     @property
     def useful_share(self) -> float:
-        """Share of the computed positions that were those of live rows up to their own length; 1 if there were none."""
+        """Fraction of the computed positions that are useful; 1 if there were none."""
         return self.useful_positions / self.computed_positions if self.computed_positions else 1.0
 
 
 class Scheduler:
-    """Requests on one side, slots on the other. Not thread-safe; ``waiting`` and ``running`` may be read anywhere.
+    """Assigns the rows of requests to slots. Not thread-safe, but any thread may read ``waiting`` and ``running``.
 
     Attributes:
-      policy: may be replaced between steps.
-      stats: what the rows have cost so far.
-      waiting: rows and score passes that wait.
+      policy: how long steps run; may be replaced between steps.
+      stats: statistics so far.
+      waiting: number of waiting rows and score passes.
     """
 
     def __init__(
         self, pools: Sequence[PoolLimits], policy: SchedulerPolicy | None = None, stats: SchedulerStats | None = None
     ) -> None:
-        """Begin with free slots.
+        """Create a scheduler whose slots are all free.
 
         Args:
-          pools: what there is.
+          pools: the pools and their limits.
           policy: how long steps run.
-          stats: where to count on, if several schedulers follow one another.
+          stats: statistics to continue, if several schedulers follow one another.
         """
         self.policy = policy or SchedulerPolicy()
         self.stats = stats or SchedulerStats()
@@ -148,12 +150,12 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Rows in slots, aborted ones included until their slots are free."""
+        """Number of rows in slots, including aborted rows that are not evicted yet."""
         return len(self._rows)
 
     @property
     def usage(self) -> float:
-        """Share of all slots that are taken, from 0 to 1."""
+        """Fraction of all slots that are occupied, from 0 to 1."""
         return self.running / sum(pool.limits.grid.slots for pool in self._pools)
 
     @property
@@ -164,11 +166,11 @@ class Scheduler:
     # ---- programs ---------------------------------------------------------------------------------------------
 
     def restrict(self, pool: int, buckets: Collection[Bucket]) -> None:
-        """Use these buckets of a pool alone, the widest one with the fewest rows among them."""
+        """Use only these buckets of a pool. They must include the pool's first bucket, which holds any row."""
         self._pools[pool].available = set(buckets)
 
     def demand(self, pool: int) -> Counter[Bucket]:
-        """How often buckets that may not be used would have been."""
+        """Return how often each bucket that :meth:`restrict` excludes would have been used."""
         return self._pools[pool].demand
 
     # ---- requests ---------------------------------------------------------------------------------------------
@@ -177,8 +179,8 @@ class Scheduler:
         """Queue the rows and score passes of a request."""
         pool = self._pools[handle.pool]
         for index, request in enumerate(handle.rows):
-            alone = Bucket(pool.limits.data, pool.limits.grid.width_for(request.length))
-            # When it would end: one that comes later and takes less time may be done before.
+            alone = Bucket(pool.limits.data, pool.limits.grid.width_for(request.canvas_length))
+            # The rank is the time at which the row would end, so a shorter row that arrives later may overtake it.
             seconds = pool.estimate(alone) * iterations_of(request) if self.policy.step_seconds else 0.0
             pool.queue.push(handle.owner, ScheduledRow(handle, index), handle.arrived + seconds)
         for index in range(len(handle.score_passes)):
@@ -187,10 +189,10 @@ class Scheduler:
         self._requests.add(handle)
 
     def abort(self, handle: RequestHandle) -> bool:
-        """Give a request up: rows that wait leave the queue, rows in slots are evicted, at the next step.
+        """Abort a request. At the next step, its waiting rows leave the queue, and its rows in slots are evicted.
 
         Returns:
-          Whether there was anything to give up: False if the request is finished, or was aborted before.
+          False if the request was already finished or aborted.
         """
         if handle not in self._requests:
             return False
@@ -199,7 +201,7 @@ class Scheduler:
         return True
 
     def expire(self, now: float) -> list[RequestHandle]:
-        """Abort the requests whose deadline has come, and return them."""
+        """Abort the requests whose deadline has passed, and return them."""
         expired = [handle for handle in self._requests if handle.deadline <= now]
         for handle in expired:
             self.abort(handle)
@@ -208,14 +210,14 @@ class Scheduler:
     # ---- a step -----------------------------------------------------------------------------------------------
 
     def schedule(self, now: float, admit: bool = True) -> StepPlan:
-        """Decide what the next step does. Its outcome goes to :meth:`update` before the next one is scheduled.
+        """Decide what the next step does. Pass its outcome to :meth:`update` before scheduling another step.
 
         Args:
-          now: the time.
-          admit: whether waiting rows may get slots, and waiting passes may be scored.
+          now: the current time.
+          admit: whether waiting rows may get slots, and waiting score passes may run.
 
         Returns:
-          The plan, empty if there is nothing to do.
+          The plan, which is empty if there is nothing to do.
         """
         if self._aborted:
             self._aborted = False
@@ -241,18 +243,18 @@ class Scheduler:
         return StepPlan(plans, None if row is None else row.handle.score_passes[row.index])
 
     def _evict(self, pool: PoolState) -> list[int]:
-        """Free the slots of aborted rows, and of those that their stop tests have ended, which are returned."""
+        """Free the slots of aborted rows and of rows ended by their stop tests, and return the latter."""
         aborted = {row for row in pool.rows if self._rows[row].handle.closed}
         for row in aborted:
             del self._rows[row]
-        # These are there until their results are.
+        # Rows ended by a stop test remain known until their results arrive.
         ended = [row for row in pool.rows if row not in aborted and self._rows[row].counted is not None]
         if aborted or ended:
             pool.buckets = [one.without({*aborted, *ended}) for one in pool.buckets]
         return ended
 
     def _admit(self, pool: PoolState, now: float) -> list[Insertion]:
-        """Waiting rows that get a slot now."""
+        """Take waiting rows from the queue, as many as there are free slots, or as the prefill limit allows."""
         insertions = []
         for _ in range(pool.limits.grid.slots - len(pool.rows)):
             row = pool.queue.pop()
@@ -267,7 +269,7 @@ class Scheduler:
         return insertions
 
     def _assign(self, pool: PoolState, new: Sequence[int]) -> None:
-        """Give every row a slot."""
+        """Assign all rows of a pool to slots."""
         limits = pool.limits
         needs = {row: self._need(self._rows[row], limits.grid) for row in (*pool.rows, *new)}
         usable = [bucket for bucket in limits.grid.buckets if bucket in pool.available]
@@ -278,25 +280,25 @@ class Scheduler:
             for bucket, _ in pack(sorted((need.wanted for need in needs.values()), reverse=True), *_all(pool)):
                 if bucket not in pool.available:
                     pool.demand[bucket] += 1
-        # What is new has had as much as the one that has had least.
-        least = min((time for other in self._pools for time in other.had.values()), default=0.0)
-        pool.had = {one.number: pool.had.get(one.number, least) for one in pool.buckets}
+        # A new bucket starts with the device time of the bucket that has received least.
+        least = min((time for other in self._pools for time in other.received.values()), default=0.0)
+        pool.received = {one.number: pool.received.get(one.number, least) for one in pool.buckets}
         now = {row: (one.number, slot) for one in pool.buckets for slot, row in enumerate(one.slots)}
         self.stats.moves += sum(row is not None and row in now and now[row] != place for row, place in places.items())
 
     def _need(self, row: ScheduledRow, grid: Grid) -> Need:
-        length = row.request.length
+        length = row.request.canvas_length
         if not grid.grows:
             return Need(length, length)
-        # One token comes with the prompt, one with each iteration.
+        # The prefill generates one token, and each iteration another one.
         written = len(row.request.tokens) + 1 + row.iterations + self.policy.max_iterations
         return Need(min(length, written), min(length, written + _ROOM_TO_GROW))
 
     def _share_step(self) -> dict[tuple[int, int], int]:
-        """Iterations of this step, by pool and bucket."""
+        """Decide how many iterations each bucket runs in this step, by pool and number of the bucket."""
         policy, found = self.policy, {}
         waiting = [
-            (not self._is_news(one), pool.had[one.number], number, one)
+            (not self._awaits_first_token(one), pool.received[one.number], number, one)
             for number, pool in enumerate(self._pools)
             for one in pool.buckets
         ]
@@ -305,30 +307,30 @@ class Scheduler:
             pool = self._pools[number]
             seconds = pool.estimate(one.bucket)
             if policy.step_seconds is None:
-                # Where rows wait, no slot stands empty until others are done.
-                until = self._until_news(one) if pool.queue else policy.max_iterations
+                # If rows wait, stop when the first row is done, so that its slot does not stay empty.
+                until = self._iterations_until_change(one) if pool.queue else policy.max_iterations
                 found[number, one.number] = min(policy.max_iterations, until)
                 continue
             if found and (seconds > left or not seconds):
                 break
             share = left / (len(waiting) - place)
             iterations = min(policy.max_iterations, int(share / seconds)) if seconds else 1
-            found[number, one.number] = iterations = max(1, min(iterations, self._until_news(one)))
+            found[number, one.number] = iterations = max(1, min(iterations, self._iterations_until_change(one)))
             left -= iterations * seconds
         return found
 
-    def _until_news(self, bucket: OpenBucket) -> int:
-        """Iterations until a row is looked at for the first time, or is done while others go on."""
-        if self._is_news(bucket):
+    def _iterations_until_change(self, bucket: OpenBucket) -> int:
+        """Return the number of iterations until a new row's canvas is fetched, or the first of several rows ends."""
+        if self._awaits_first_token(bucket):
             return 1
         rows = [self._rows[row] for row in bucket.rows]
         return min(row.remaining for row in rows) if len(rows) > 1 else self.policy.max_iterations
 
-    def _is_news(self, bucket: OpenBucket) -> bool:
-        """Whether somebody waits to see a row after one of its first iterations."""
+    def _awaits_first_token(self, bucket: OpenBucket) -> bool:
+        """Return whether the bucket has a new row whose first token is awaited."""
         rows = (self._rows[row] for row in bucket.rows)
         return any(
-            not row.prefix and row.iterations < FIRST_LOOKS and (row.handle.stream or self.policy.first_tokens)
+            not row.prefix and row.iterations < _FIRST_FETCHES and (row.handle.stream or self.policy.first_tokens)
             for row in rows
             if not row.unread
         )
@@ -350,14 +352,14 @@ class Scheduler:
     # ---- its outcome ------------------------------------------------------------------------------------------
 
     def update(self, outcome: StepOutcome, now: float) -> list[Event]:
-        """Take what came of the plan.
+        """Process the outcome of a step.
 
         Args:
-          outcome: of the plan that :meth:`schedule` made last.
-          now: the time.
+          outcome: the outcome of the last plan from :meth:`schedule`.
+          now: the current time.
 
         Returns:
-          What has happened to requests since the last call, those that are closed included.
+          The events since the last call, including events of requests that are closed by now.
         """
         for pool in outcome.pools:
             self._update_pool(pool, now)
@@ -380,11 +382,11 @@ class Scheduler:
             stats.forwards += run.forwards
             stats.slot_iterations += run.iterations * one.bucket.rows
             stats.computed_positions += run.iterations * one.bucket.positions
-            # A run without an iteration says nothing of how long one takes.
+            # Only runs with iterations tell how long an iteration takes.
             if run.iterations:
                 pool.measured(one.bucket, run.seconds / run.iterations)
-                pool.had[one.number] += run.seconds / len(one.rows)
-            pool.had[one.number] += run.prefill_seconds / len(one.rows)
+                pool.received[one.number] += run.seconds / len(one.rows)
+            pool.received[one.number] += run.prefill_seconds / len(one.rows)
             for held in one.rows:
                 row = self._rows[held]
                 row.unread = held in outcome.unread
@@ -392,10 +394,10 @@ class Scheduler:
         for number, canvas in outcome.canvases.items():
             row = self._rows[number]
             prompt = len(row.request.tokens)
-            certain = certain_tokens(canvas, prompt)
+            certain = final_tokens(canvas, prompt)
             self._note_prefix(row, len(certain), now)
-            if (canvas[:prompt] >= 0).all():  # else masks of the prompt are still to be filled
-                row.look(certain, whole=False)
+            if (canvas[:prompt] >= 0).all():  # otherwise, masks inside the prompt are still open
+                row.run_stop_test(certain, whole=False)
             if row.handle.stream:
                 self._events.append(CanvasChanged(row.handle, row.index, canvas[prompt:]))
         for result in outcome.results:
@@ -405,7 +407,7 @@ class Scheduler:
         row = self._rows.pop(result.number)
         pool.buckets = [one.without({result.number}) for one in pool.buckets]
         config, prompt = row.request.config, len(row.request.tokens)
-        row.look(result.sequence[prompt:], whole=True)
+        row.run_stop_test(result.sequence[prompt:], whole=True)
         steps = len(np.unique(result.commit_steps[result.commit_steps >= 0]))
         tokens = committed_tokens(result.sequence, result.commit_steps, prompt, config.stop_token_ids, row.counted)
         self.stats.rows += 1
@@ -420,7 +422,7 @@ class Scheduler:
         self._finish(row.handle, now)
 
     def _note_prefix(self, row: ScheduledRow, prefix: int, now: float) -> None:
-        """Note that so many tokens stand before the row's first open position."""
+        """Record that ``prefix`` tokens precede the row's first open position, and report it if it grew."""
         if prefix <= row.prefix:
             return
         if row.first_token is None:
@@ -431,7 +433,7 @@ class Scheduler:
         row.prefix, row.last_growth = prefix, now
 
     def _finish(self, handle: RequestHandle, now: float) -> None:
-        """Count one row or pass of a request as done."""
+        """Count one row or score pass of a request as done."""
         handle.remaining -= 1
         if handle.remaining == 0 and not handle.closed:
             handle.closed = True

@@ -1,4 +1,4 @@
-"""Logits and log-probabilities: one forward pass, no decoding.
+"""Logits and log-probabilities of given tokens, computed by a single forward pass.
 
 Dimension letters: B batch, S the caller's width, V vocab.
 """
@@ -17,33 +17,34 @@ from runtime.execution.left_padding import Rows, end_align, read_rows
 from runtime.execution.programs import fetch, lower_hidden, lower_logits, lower_score, put, shapes_of
 from runtime.execution.runner import Runner
 from runtime.models.forward import Forward
+from runtime.models.masks import MAX_BLOCK_LENGTH
 from sharding.errors import InputError
 
 
 def pad_rows(rows: Rows, batch: int, bucket: int) -> tuple[np.ndarray, np.ndarray]:
-    """Start-aligned rows as the devices run them: tokens ``[batch, bucket]`` and lengths ``[batch]``, int32."""
+    """Pad start-aligned rows to a bucket and a batch size: int32 tokens ``[batch, bucket]``, lengths ``[batch]``."""
     count, width = rows.tokens.shape
     canvas = np.pad(rows.tokens, ((0, batch - count), (0, bucket - width)))
     return canvas, np.pad(rows.lengths, (0, batch - count), constant_values=1)
 
 
 def check_length(runner: Runner, rows: Rows) -> None:
-    """Check that rows fit the model.
+    """Check that rows are not longer than the model allows.
 
     Raises:
-      InputError: more positions than the model allows.
+      InputError: they are.
     """
     width, limit = rows.tokens.shape[1], runner.layout.config.max_positions
     if width > limit:
         raise InputError(f"{width} positions; the model allows {limit}")
 
 
-def gather_logits(runner: Runner, canvas: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Unshifted logits float32 ``[B, S, V]`` on the host, of rows as :func:`pad_rows` makes them.
+def gather_logits(runner: Runner, canvas: np.ndarray, lengths: np.ndarray, block_length: int = 0) -> np.ndarray:
+    """Compute unshifted logits float32 ``[B, S, V]`` of rows from :func:`pad_rows`, and bring them to the host.
 
-    The head is run on, and the host is given, one chunk of positions at a time.
+    The head runs on one chunk of positions at a time, so the logits of a whole canvas are never on a device.
     """
-    layout, forward = runner.layout, runner.forward(canvas.shape[1])
+    layout, forward = runner.layout, runner.forward(canvas.shape[1], block_length)
     arguments = (runner.weights, put(canvas, layout.sharding("batch", None)), put(lengths, layout.sharding("batch")))
     transformer = runner.programs.get(
         ("hidden", forward, shapes_of(arguments)), lambda: lower_hidden(forward, *arguments)
@@ -61,49 +62,68 @@ def gather_logits(runner: Runner, canvas: np.ndarray, lengths: np.ndarray) -> np
 
 
 def shifted_logits(runner: Runner, canvas: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Logits for each position, float32 ``[B, S, V]``: the output ``prediction_offset`` of the family before it.
+    """Compute the logits that predict each position, float32 ``[B, S, V]``.
 
-    The first ``prediction_offset`` positions keep their own.
+    They are the model's outputs, shifted by the ``prediction_offset`` of its family. The first ``prediction_offset``
+    positions keep their own output.
     """
     logits = gather_logits(runner, canvas, lengths)
     offset = runner.layout.config.family.prediction_offset
     return np.concatenate([logits[:, :offset], logits[:, : logits.shape[1] - offset]], axis=1)
 
 
-def logits_of_rows(runner: Runner, rows: Rows) -> np.ndarray:
-    """Unshifted logits float32 ``[B, S, V]`` in the caller's rows, zero at padding."""
+def logits_of_rows(runner: Runner, rows: Rows, block_length: int | None = None) -> np.ndarray:
+    """Compute unshifted logits float32 ``[B, S, V]`` in the caller's layout, zero at padding.
+
+    Args:
+      runner: the model on its mesh.
+      rows: start-aligned rows, and the caller's own.
+      block_length: block length of block-causal attention; None for the model's.
+
+    Raises:
+      InputError: the rows do not fit the model, or ``block_length`` is given for a model without blocks.
+    """
     check_length(runner, rows)
+    model = runner.layout.config
+    if block_length is not None:
+        if model.family.attention != "block_causal":
+            raise InputError(f"block_length is not for {model.family.name} models", field="block_length")
+        if isinstance(block_length, bool) or not 1 <= block_length <= MAX_BLOCK_LENGTH:
+            raise InputError(f"block_length is {block_length}; expected 1 to {MAX_BLOCK_LENGTH}", field="block_length")
     out = np.zeros((*rows.original.shape, runner.layout.config.vocab_size), np.float32)
     bucket = runner.bucket(rows.tokens.shape[1])
     size = runner.batch_size(len(rows.lengths), bucket)
     for part in runner.batches(len(rows.lengths), bucket):
         own = rows.take(part)
-        out[part] = end_align(gather_logits(runner, *pad_rows(own, size, bucket)), own.lengths, out[part])
+        out[part] = end_align(
+            gather_logits(runner, *pad_rows(own, size, bucket), block_length or 0), own.lengths, out[part]
+        )
     return out
 
 
 def score_rows(
     runner: Runner, rows: Rows, targets: Rows, temperature: float, width: int | None = None, batch: int | None = None
 ) -> np.ndarray:
-    """Log-probabilities float32 ``[B, S]`` of ``targets`` under the shifted predictions, zero at padding.
+    """Compute log-probabilities float32 ``[B, S]`` of ``targets`` under the shifted predictions, zero at padding.
 
     Args:
       runner: the model on its mesh.
-      rows: what it reads.
-      targets: tokens, as many.
+      rows: the tokens that the model reads.
+      targets: the tokens to score, of the same shape.
       temperature: divides the logits.
-      width: positions to run at, a bucket; default that of the longest row.
-      batch: rows to run at a time, a multiple of the data axis; default by their number and memory.
+      width: the bucket to pad to; by default that of the longest row.
+      batch: number of rows to run at a time, a multiple of the data axis; by default, it depends on the number of rows
+        and on memory.
 
     Raises:
-      InputError: rows longer than the model, or ``width``, allows.
+      InputError: a row is longer than the model or ``width`` allows.
     """
     check_length(runner, rows)
     layout = runner.layout
     longest = rows.tokens.shape[1]
     bucket = width or runner.bucket(longest)
     if longest > bucket:
-        raise InputError(f"{longest} positions; there is room for {bucket}")
+        raise InputError(f"{longest} positions; width={bucket} allows {bucket}")
     size = batch or runner.batch_size(len(rows.lengths), bucket)
     forward, chunk = _scoring(runner, size, bucket)
     out = np.zeros(rows.original.shape, np.float32)
@@ -128,12 +148,12 @@ def score_rows(
 
 
 def _scoring(runner: Runner, rows: int, width: int) -> tuple[Forward, int]:
-    """How so many rows of this width are scored: the forward pass, and positions of one head chunk."""
+    """Return the forward context and the number of positions per head chunk for scoring rows of this width."""
     return runner.forward(width), math.gcd(width, runner.chunk(rows, width))
 
 
 def compile_scoring(runner: Runner, rows: int, width: int) -> None:
-    """Compile what scores so many rows of this width, without any row, from any thread."""
+    """Compile the program that scores ``rows`` rows of this width. May be called from any thread."""
     forward, chunk = _scoring(runner, rows, width)
     layout = runner.layout
     tokens = jax.ShapeDtypeStruct((rows, width), np.int32, sharding=layout.sharding("batch", None))
@@ -154,26 +174,26 @@ def score_batch(
     width: int | None = None,
     batch: int | None = None,
 ) -> np.ndarray:
-    """Log-probabilities of given tokens under the prediction for each position.
+    """Compute the log-probability of a given token at each position.
 
-    The caller supplies ``input_ids`` noised as the estimator wants them (for coupled-GRPO three masked copies of each
-    completion) and combines what comes back. Without ``attention_mask`` every position is attended to and counted from
-    0, which is what the original's scoring pass does even for padded rows.
+    For an estimator of a diffusion model's likelihood, the caller masks ``input_ids`` (for coupled-GRPO, three masked
+    copies of each completion) and combines the results. Without ``attention_mask``, all positions are attended to, as
+    in DiffuCoder's own scoring pass, which does this even for padded rows.
 
     Args:
       runner: the model on its mesh.
-      input_ids: integers ``[B, S]``.
-      targets: integers ``[B, S]``, the token whose probability is wanted at each position.
-      attention_mask: ``[B, S]``, left padding; None for none.
+      input_ids: integers ``[B, S]``, the tokens that the model reads.
+      targets: integers ``[B, S]``, the token to score at each position.
+      attention_mask: ``[B, S]``, 0 for padding on the left and 1 for tokens; None if there is no padding.
       temperature: divides the logits.
-      width, batch: positions and rows to run at a time, where one program is to serve every call; see
+      width, batch: fix the padded length and the number of rows per pass, so that one program serves every call; see
         :func:`score_rows`.
 
     Returns:
       numpy float32 ``[B, S]``, zero at padding.
 
     Raises:
-      InputError: shapes, dtypes or ids that do not fit.
+      InputError: a shape, dtype, token id or the temperature is invalid.
     """
     rows = read_rows(input_ids, attention_mask, runner.layout.config)
     wanted = read_rows(targets, attention_mask, runner.layout.config)

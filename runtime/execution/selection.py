@@ -1,6 +1,6 @@
-"""Which buckets are worth compiling for rows that are all known.
+"""Choice of the buckets that are worth compiling for rows that are all known in advance.
 
-A function of the rows and of the programs that are there, without clocks, so that every host decides the same.
+The choice depends only on the rows and on the programs that are already compiled, so every host makes the same choice.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from runtime.execution.buckets import Bucket, pack
 
-# Pieces that the rows are cut into, and the end, where fewer and fewer rows are left.
+# Number of intervals into which the run is divided, and its end, where fewer and fewer rows are left.
 _PIECES = 8
-# A bucket is added if it makes everything cheaper by this share at least.
+# A bucket is added if it lowers the total cost by at least this fraction.
 _GAIN = 0.01
 
 
 @dataclass(frozen=True)
 class Work:
-    """A row that is to be generated: its length, and the iterations that it takes."""
+    """The work of a row: its length in positions, and its number of iterations."""
 
     length: int
     iterations: int
@@ -32,18 +32,18 @@ def select(
     price: Callable[[Bucket], float],
     compiling: Callable[[Bucket], float],
 ) -> list[Bucket]:
-    """The buckets that make generating all rows cheapest, their compilation included.
+    """Choose the buckets with which generating all rows costs least, compilation included. The search is greedy.
 
     Args:
-      rows: in the order in which they get slots.
-      slots: rows at a time.
-      top: a bucket that holds as many rows of any length; it is always among those that are chosen.
-      candidates: the others.
-      price: of a pass of a bucket.
-      compiling: what compiling a bucket costs, in the same unit.
+      rows: all rows, in the order in which they get slots.
+      slots: number of rows at a time.
+      top: a bucket that holds ``slots`` rows of any length; it is always chosen.
+      candidates: the other buckets.
+      price: cost of a pass of a bucket.
+      compiling: cost of compiling a bucket, in the same unit.
 
     Returns:
-      ``top`` first.
+      The chosen buckets, ``top`` first.
     """
 
     def total(buckets: Sequence[Bucket]) -> float:
@@ -52,7 +52,7 @@ def select(
     together, others = total([top]), [bucket for bucket in candidates if bucket != top]
     if not others or together <= min(map(compiling, others)):
         return [top]
-    # Narrow buckets are of use only where the longest rows have one of their own.
+    # Narrow buckets help only if the longest rows have a small bucket of their own.
     fewest = min(bucket.rows for bucket in others)
     chosen = [top, max(bucket for bucket in others if bucket.rows == fewest)]
     cheapest = total(chosen)
@@ -72,7 +72,7 @@ def _total(
     price: Callable[[Bucket], float],
     compiling: Callable[[Bucket], float],
 ) -> float:
-    """What all rows cost with these buckets: while every slot is taken, and then while the last rows end."""
+    """Estimate the cost of all rows with these buckets: while all slots are occupied, and while the last rows end."""
     used: set[Bucket] = set()
 
     def passes(lengths: Sequence[int]) -> float:
@@ -82,7 +82,7 @@ def _total(
 
     total, first = 0.0, max(0, len(rows) - slots)
     if first:
-        # Rows that follow one another are in slots together.
+        # While all slots are occupied, rows that follow one another share them.
         size = -(-first // _PIECES)
         for start in range(0, first, size):
             cost = passes([row.length for row in rows[start : start + slots]]) / slots

@@ -1,4 +1,4 @@
-"""Slots of diffusion models and of autoregressive ones.
+"""The two kinds of slots: of diffusion models, and of autoregressive models.
 
 Dimension letters: B slots, S canvas of a request (its prompt and its new tokens).
 """
@@ -45,20 +45,20 @@ class DiffusionSlots(Slots):
         steps: int = 1,
         span: int | None = None,
     ) -> None:
-        """Make slots.
+        """Create free slots.
 
         Args:
           runner: the model on its mesh.
-          config: decides what is compiled; requests are those with the same
-            :func:`runtime.execution.specialization.compiled_in`.
-          width: bucket of their canvases.
+          config: determines what is compiled. All requests must have the same
+            :func:`runtime.execution.specialization.program_key`.
+          width: bucket of the canvases.
           count: B, a multiple of the data axis.
-          steps: of a block, the most that any request has; there is room for those of ``config`` anyway.
-          span: positions from the first mask of any row to its end, at most; None for ``width``.
+          steps: maximum number of steps per block of any request; at least that of ``config`` is always supported.
+          span: the largest distance in any row from its first mask to its end, in positions; None for ``width``.
         """
-        # One table of ratios for all rows, whatever is inserted: an empty slot has this configuration.
+        # The ratio table must have the same size for all rows, including empty slots, which have this configuration.
         self._config, self._steps = config, max(steps, block_schedule(config, width)[1])
-        self.forward = runner.forward(width)
+        self.forward = runner.forward(width, config.attention_block_length)
         model, chunk = runner.layout.config, runner.chunk(count, width)
         self.program = denoise_program(
             config, model, str(runner.dtype), chunk=chunk, width=width, span=width if span is None else span
@@ -75,28 +75,28 @@ class DiffusionSlots(Slots):
         del chunks
         limits = {"max_iterations": self._limit(max_iterations), "step_limit": self._limit(step_limit)}
         self.request = replace(self.request, **limits)
-        # Counted from nothing each time: slots may live for more iterations than an int32 counts.
-        arguments = (self._runner.weights, self.request, replace(self.state, iteration=self._number(0)))
-        self.state = self._denoising(arguments)(*arguments)
+        # The counter starts at 0 in each run, because slots may live for more iterations than an int32 can count.
+        arguments = (self._runner.weights, self.request, replace(self.state, iteration=self._device_scalar(0)))
+        self.state = self._denoise_program(arguments)(*arguments)
         made = int(fetch(self.state.iteration))
         self.iterations += made
         self.forwards += made * (1 + self.program.guided)
         return fetch(self.state.done)
 
-    def _denoising(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    def _denoise_program(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         key = ("denoise", self.forward, self.program)
         return self._compiled(key, arguments, lambda: lower_denoise(self.forward, self.program, *arguments))
 
     def compile(self) -> None:
         """See :meth:`Slots.compile`."""
-        self._denoising((self._runner.weights, *self._abstract()))
+        self._denoise_program((self._runner.weights, *self._abstract()))
 
     def restart(self, canvas: np.ndarray, step: int) -> None:
-        """Let every row go on with a canvas and a step of a single block, whatever it has done so far.
+        """Continue every row at a given canvas and step. Rows must have a single block (exact decoding).
 
         Args:
-          canvas: int32 ``[B, S]``; any position may be masked again, also before a row's first mask.
-          step: the next one of all rows.
+          canvas: int32 ``[B, S]``. Any position may be masked again, even before a row's first mask.
+          step: the next step of all rows.
         """
         place = self.state.done.sharding
         zeros = np.zeros(self.count, np.int32)
@@ -110,13 +110,13 @@ class DiffusionSlots(Slots):
         )
 
     def _canvases(self) -> tuple[np.ndarray, np.ndarray]:
-        """Canvases, padded after the end of rows that ended early, and commit steps: int32 ``[B, S]`` each."""
+        """Return canvases, padded after the end of rows that stopped early, and commit steps, both int32 ``[B, S]``."""
         canvas, commit_steps = fetch(self.state.canvas), fetch(self.state.commit_steps)
         prompts, stop_tokens = fetch(self.request.prompts), fetch(self.request.stop_tokens)
         return pad_after_end(canvas, commit_steps, prompts, stop_tokens, self._runner.layout.config), commit_steps
 
     def canvas(self) -> np.ndarray:
-        """See :meth:`Slots.canvas`; masks of a prompt are -1 too."""
+        """See :meth:`Slots.canvas`; masks inside a prompt are -1 too."""
         canvas, _ = self._canvases()
         return np.where(canvas == self._runner.layout.config.mask_token_id, -1, canvas)
 
@@ -146,23 +146,24 @@ class AutoregressiveSlots(Slots):
     def __init__(
         self, runner: Runner, config: SamplingConfig, width: int, count: int, prompt: int, together: bool = True
     ) -> None:
-        """Make slots.
+        """Create free slots.
 
         Args:
           runner: the model on its mesh.
-          config: decides what is compiled; requests are those with the same
-            :func:`runtime.execution.specialization.compiled_in`.
-          width: bucket of prompts and their new tokens.
+          config: determines what is compiled. All requests must have the same
+            :func:`runtime.execution.specialization.program_key`.
+          width: bucket of prompts with their new tokens.
           count: B, a multiple of the data axis.
-          prompt: tokens of the longest prompt.
-          together: whether the prompts of the first insertion are read in one pass, each that several rows have once.
-            All others are read in chunks.
+          prompt: number of tokens of the longest prompt.
+          together: whether one pass prefills all rows of the first insertion, and each shared prompt only once. Other
+            prompts are read in chunks.
         """
         self._config, self._prompt = config, min(width, runner.bucket(prompt))
         self._chunk = min(width, runner.prompt_chunk)
         self._forward = runner.forward(self._prompt if config.use_cache else width)
         self._program = decode_program(config, runner.layout.config.vocab_size)
-        # Adjacent rows with the same prompt among the first that were inserted, and whether those are still to be read.
+        # Size of the groups of adjacent rows with the same prompt in the first insertion, and whether its prefill is
+        # still to run.
         self._shared, self._prefill_pending, self._together = 1, False, together
         self._own_prompt = np.ones(count, bool)
         # Tokens of each slot's prompt, and how many of them are in the cache.
@@ -180,24 +181,24 @@ class AutoregressiveSlots(Slots):
     def run(
         self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
     ) -> np.ndarray:
-        """See :meth:`Slots.run`; each iteration generates one token per row, and there are no steps to limit."""
+        """See :meth:`Slots.run`; each iteration generates one token per row, and ``step_limit`` is ignored."""
         del step_limit
         self.request = replace(self.request, max_iterations=self._limit(max_iterations))
-        self.state = replace(self.state, iteration=self._number(0))
+        self.state = replace(self.state, iteration=self._device_scalar(0))
         if self._prefill_pending:
             self._prefill()
         elif self.unread:
             self._prefill_chunks(chunks)
         if max_iterations is None or max_iterations > int(fetch(self.state.iteration)):
             arguments = (self._runner.weights, self.request, self.state)
-            self.state = self._decoding(arguments)(*arguments)
+            self.state = self._decode_program(arguments)(*arguments)
         made = int(fetch(self.state.iteration))
         self.iterations += made
         self.forwards += made
         return fetch(self.state.done)
 
     def insert(self, rows: Mapping[int, Row]) -> None:
-        """See :meth:`Slots.insert`; the prompts of requests will be read before their first new token."""
+        """See :meth:`Slots.insert`; the prompts of new rows are read at the start of the next runs."""
         first = self.request is None
         super().insert(rows)
         new = [slot for slot, row in rows.items() if isinstance(row, RowRequest)]
@@ -213,14 +214,16 @@ class AutoregressiveSlots(Slots):
             return
         if first and self._together and len(new) == len([row for row in rows.values() if row is not None]):
             own = self.count // self._runner.layout.spec.data
-            self._shared = _samples([row.tokens for row in rows.values() if isinstance(row, RowRequest)], own)
+            self._shared = _shared_prompt_group(
+                [row.tokens for row in rows.values() if isinstance(row, RowRequest)], own
+            )
             self._own_prompt, self._prefill_pending = np.arange(self.count) % self._shared == 0, True
         elif self._prefill_pending:
             self._prefill()
             self.forwards += 1
 
     def take(self, slots: Sequence[int]) -> dict[int, MovingRow]:
-        """See :meth:`Slots.take`; prompts that are still to be read are read first."""
+        """See :meth:`Slots.take`; a pending prefill runs first."""
         if self._prefill_pending:
             self._prefill()
             self.forwards += 1
@@ -231,16 +234,16 @@ class AutoregressiveSlots(Slots):
     def compile(self) -> None:
         """See :meth:`Slots.compile`."""
         arguments = (self._runner.weights, *self._abstract())
-        self._decoding(arguments)
+        self._decode_program(arguments)
         if self._config.use_cache:
-            chunks = jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere)
-            self._prefilling_chunks((*arguments, chunks))
+            chunks = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
+            self._prefill_chunks_program((*arguments, chunks))
 
-    def _decoding(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    def _decode_program(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         key = ("decode", self._forward, self._program)
         return self._compiled(key, arguments, lambda: lower_decode(self._forward, self._program, *arguments))
 
-    def _prefilling_chunks(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    def _prefill_chunks_program(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         return self._compiled(
             ("prefill chunks", self._chunk, self._forward, self._program),
             arguments,
@@ -248,7 +251,7 @@ class AutoregressiveSlots(Slots):
         )
 
     def _prefill(self) -> None:
-        """Read the prompts of all slots together, and generate the first token of each."""
+        """Prefill all slots in one pass, and generate the first token of each row."""
         program = replace(self._program, samples=self._shared)
         arguments = (self._runner.weights, self.request, self.state)
         run = self._compiled(
@@ -257,13 +260,12 @@ class AutoregressiveSlots(Slots):
             lambda: lower_prefill(self._forward, program, self._prompt, *arguments),
         )
         self.state, self._prefill_pending = run(*arguments), False
-        self._read[:] = self._prompts
 
     def _prefill_chunks(self, chunks: int | None) -> None:
-        """Read the next chunks of prompts; a row whose prompt is read to its end gets its first token."""
+        """Read the next prompt chunks. A row whose prompt is then complete gets its first token."""
         start, before = time.perf_counter(), self._read
         arguments = (self._runner.weights, self.request, self.state, self._limit(chunks))
-        self.state = self._prefilling_chunks(arguments)(*arguments)
+        self.state = self._prefill_chunks_program(arguments)(*arguments)
         self._read = fetch(self.state.read).astype(int)
         passes = -(-self._read // self._chunk) + before // -self._chunk
         self.forwards += int(passes.reshape(self._runner.layout.spec.data, -1).sum(axis=1).max())
@@ -275,8 +277,8 @@ class AutoregressiveSlots(Slots):
         return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, -1)
 
     def collect(self, taken: Mapping[int, tuple[int, RowRequest]], ended_early: bool = False) -> list[RowResult]:
-        """See :meth:`Slots.collect`; the step of a token is its place among the new ones."""
-        del ended_early  # what is not generated is padding anyway
+        """See :meth:`Slots.collect`; the commit step of a token is its index among the new tokens."""
+        del ended_early  # positions that are not generated hold padding anyway
         tokens, lengths = fetch(self.state.tokens), fetch(self.state.lengths)
         log_probabilities = self._log_probabilities()
         found = []
@@ -285,14 +287,14 @@ class AutoregressiveSlots(Slots):
             steps = np.arange(request.length, dtype=np.int32) - prompt
             steps[length:] = -1
             own = None if log_probabilities is None else _at_length(log_probabilities[slot], request.length, 0)
-            # A row that grows may be in slots that are narrower than its end.
+            # A growing row may be in slots that are narrower than its full length.
             sequence = _at_length(tokens[slot], request.length, self._runner.layout.config.pad_token_id)
             positions = self._positions(slot, prompt, length - prompt)
             found.append(RowResult(number, sequence, np.maximum(steps, -1), own, positions))
         return found
 
     def _positions(self, slot: int, prompt: int, new: int) -> int:
-        """Positions that forward passes computed for a row with so many new tokens."""
+        """Return the number of positions that forward passes computed for a row with ``new`` new tokens."""
         if not self._config.use_cache:
             return new * prompt + new * (new - 1) // 2
         return (prompt if self._own_prompt[slot] else 0) + max(0, new - 1)
@@ -306,13 +308,13 @@ def _prompt_and_read(row: Row) -> tuple[int, int]:
 
 
 def _at_length(values: np.ndarray, length: int, fill: float) -> np.ndarray:
-    """The first ``length`` values of a row, ``fill`` where there are not as many."""
+    """Return the first ``length`` values of a row, extended with ``fill`` if there are fewer."""
     own = values[:length]
     return np.append(own, np.full(length - len(own), fill, values.dtype))
 
 
-def _samples(prompts: Sequence[Sequence[int]], slots: int) -> int:
-    """Size of the groups of adjacent rows with the same prompt, so that no group lies on two shards of ``slots``."""
+def _shared_prompt_group(prompts: Sequence[Sequence[int]], slots: int) -> int:
+    """Return the size of groups whose rows share a prompt, such that no group crosses a shard of ``slots`` rows."""
     runs = [len(list(same)) for _, same in itertools.groupby(prompts, key=tuple)]
     return math.gcd(*runs, slots) if runs else 1
 
@@ -320,14 +322,14 @@ def _samples(prompts: Sequence[Sequence[int]], slots: int) -> int:
 def open_slots(
     runner: Runner, config: DiffusionConfig | SamplingConfig, width: int, count: int, steps: int, prompt: int
 ) -> Slots:
-    """Free slots of the kind that ``config`` is for; see :class:`DiffusionSlots` and :class:`AutoregressiveSlots`."""
+    """Create free slots of the kind that ``config`` requires; see the two classes for the arguments."""
     if isinstance(config, DiffusionConfig):
         return DiffusionSlots(runner, config, width, count, steps)
     return AutoregressiveSlots(runner, config, width, count, prompt, together=False)
 
 
 def longest_span(runner: Runner, requests: Sequence[RowRequest]) -> int:
-    """Positions of the longest prompt, or from the first mask of a row to its end, rounded up like canvases."""
+    """Return the length of the longest prompt (autoregressive) or of the longest span of masks, rounded to a bucket."""
     if isinstance(requests[0].config, SamplingConfig):
         return runner.bucket(max(len(request.tokens) for request in requests))
     return runner.bucket(max(block_span(request, runner.layout.config) for request in requests))
@@ -336,14 +338,14 @@ def longest_span(runner: Runner, requests: Sequence[RowRequest]) -> int:
 def open_slots_for(
     runner: Runner, requests: Sequence[RowRequest], width: int, count: int, steps: int | None = None
 ) -> Slots:
-    """Free slots for rows that are all known and have their compiled parts in common.
+    """Create free slots for rows that are all known and have the same compiled settings.
 
     Args:
       runner: the model on its mesh.
       requests: the rows, at least one.
-      width: bucket of their canvases.
+      width: bucket of the canvases.
       count: B, a multiple of the data axis.
-      steps: of a block, the most that any row has; None to find out.
+      steps: maximum number of steps per block of any row; None determines it from the requests.
     """
     config, span = requests[0].config, longest_span(runner, requests)
     if isinstance(config, SamplingConfig):

@@ -1,7 +1,7 @@
-"""Slots: a fixed number of rows on the mesh, which requests are inserted into and evicted from one by one.
+"""Slots: a fixed number of rows on the mesh, into which requests are inserted and from which they are evicted.
 
-The tokens of a row depend neither on the other slots nor on how many are taken, and shapes do not either: one program
-serves a queue of any length. A row can leave its slots for others of another shape with all that it has.
+Shapes do not depend on how many slots are occupied, so one program serves a queue of any length. The tokens of a row do
+not depend on the other slots. A row can move to slots of another shape, with its state and its cache.
 
 Dimension letters: B slots, S canvas of a request (its prompt and its new tokens).
 """
@@ -22,8 +22,8 @@ from runtime.execution.programs import (
     fetch,
     lower_empty_cache,
     lower_put_row,
+    lower_replicate,
     lower_take_row,
-    lower_whole,
     put,
     put_tree,
     shapes_of,
@@ -37,11 +37,12 @@ from runtime.models.kv_cache import abstract_cache
 
 @dataclass(frozen=True)
 class MovingRow:
-    """A row between its slots and others: every array of it ``[1, ...]`` on the host, but for its cache.
+    """A row on its way to other slots: all of its arrays ``[1, ...]`` on the host, except for its cache.
 
     Attributes:
-      request, state: arrays by field.
-      reads_prompt: see :class:`AutoregressiveSlots`.
+      request, state: the row's arrays, by field name.
+      reads_prompt: whether the row's own prefill is counted in its computed positions (autoregressive). It is False for
+        a row that shared the prefill of another row with the same prompt.
     """
 
     request: Mapping[str, np.ndarray]
@@ -49,28 +50,28 @@ class MovingRow:
     reads_prompt: bool = True
 
 
-# What may be put into a slot; None for nothing.
+# What can be inserted into a slot; None evicts.
 Row = RowRequest | MovingRow | None
 
 
 class Slots(abc.ABC):
-    """A fixed number of rows on the mesh, each free or taken by a request. Nothing is there before the first insertion.
+    """A fixed number of slots on the mesh. Their arrays are created by the first insertion.
 
     Attributes:
-      count: B.
-      width: S at most, a bucket.
-      forwards: forward passes so far.
-      prefill_seconds: wall time so far of those that have read prompts in chunks.
-      iterations: those of them that every taken slot took part in: all but the prefills of inserted rows.
-      request: run-time arguments of all slots, on the mesh.
-      state: the loop's state of all slots, on the mesh.
+      count: B, number of slots.
+      width: maximum of S, a bucket.
+      forwards: number of forward passes so far.
+      prefill_seconds: wall time so far of reading prompts in chunks.
+      iterations: number of loop iterations so far. Prefills of inserted rows are not included.
+      request: run-time arguments of all slots, on the mesh; None before the first insertion.
+      state: loop state of all slots, on the mesh; None before the first insertion.
     """
 
     request: Any = None
     state: Any = None
 
     def __init__(self, runner: Runner, width: int, count: int, cached: bool) -> None:
-        """Make free slots."""
+        """Create free slots."""
         self._runner, self.width, self.count, self._cached = runner, width, count, cached
         self.forwards = self.iterations = 0
         self.prefill_seconds = 0.0
@@ -78,21 +79,21 @@ class Slots(abc.ABC):
 
     @abc.abstractmethod
     def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
-        """Request and state of one row on the host, every array ``[1, ...]``; None for an empty slot."""
+        """Return request and state of one row on the host, every array ``[1, ...]``; None stands for an empty slot."""
 
     @abc.abstractmethod
     def run(
         self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
     ) -> np.ndarray:
-        """Read prompts, then run iterations until every slot is done, or a limit is reached.
+        """Read prompts, then run iterations until every slot is done, or until a limit is reached.
 
         Args:
-          max_iterations: None for no limit.
-          step_limit: no row begins this step of its own, or a later one (diffusion); None for no limit.
-          chunks: of prompts, for each shard of ``data``, that are read at most (autoregressive); None for all.
+          max_iterations: maximum number of iterations; None for no limit.
+          step_limit: no row starts its step of this number or a later one (diffusion); None for no limit.
+          chunks: maximum number of prompt chunks per ``data`` shard (autoregressive); None for whole prompts.
 
         Returns:
-          Which slots are done, bool ``[B]``; empty ones are.
+          bool ``[B]``, the slots that are done; empty slots are done.
         """
 
     @property
@@ -102,27 +103,27 @@ class Slots(abc.ABC):
 
     @abc.abstractmethod
     def canvas(self) -> np.ndarray:
-        """The tokens in the slots now: int32 ``[B, S]``, -1 where nothing is committed or generated yet."""
+        """Return the current tokens of the slots, int32 ``[B, S]``, with -1 at open positions."""
 
     @abc.abstractmethod
     def collect(self, taken: Mapping[int, tuple[int, RowRequest]], ended_early: bool = False) -> list[RowResult]:
-        """Results of slots: slot to the number of its request, and the request. Evicts nothing.
+        """Return the results of rows, without evicting them.
 
         Args:
-          taken: the slots.
-          ended_early: the rows are done as they are: padding takes the place of their masks.
+          taken: for each slot, the number of its request, and the request.
+          ended_early: the rows end as they are, and padding replaces their masks.
         """
 
     @abc.abstractmethod
     def compile(self) -> None:
-        """Compile what :meth:`run` and insertions of single rows run, without any row, from any thread."""
+        """Compile the programs of :meth:`run` and of insertions of single rows. May be called from any thread."""
 
     # ---- rows that come and go --------------------------------------------------------------------------------
 
     def insert(self, rows: Mapping[int, Row]) -> None:
-        """Insert rows, by slot; None evicts whatever a slot holds.
+        """Insert rows into slots; None evicts the row of a slot.
 
-        All but caches passes through the host, so that no program is needed for it.
+        All arrays except caches go through the host, so no compiled program is needed.
         """
         free = self._row(None)
         if self.request is None:
@@ -140,23 +141,23 @@ class Slots(abc.ABC):
         self.state = replace(put_tree(self._runner.layout, replace(state, cache=None)), cache=cache)
 
     def _fields(self, row: Row) -> tuple[Mapping[str, np.ndarray], ...]:
-        """Request and state of a row in the sizes of these slots."""
+        """Return request and state of a row, resized to these slots."""
         if not isinstance(row, MovingRow):
             return tuple(row_fields(tree) for tree in self._row(row))
         like = (row_fields(tree) for tree in self._row(None))
         return tuple(resized_row(own, there) for own, there in zip((row.request, row.state), like, strict=True))
 
     def _fetch_rows(self) -> list[dict[str, np.ndarray]]:
-        """Request and state of all slots on the host, ``[B, ...]`` by field, to be written into."""
+        """Copy request and state of all slots to the host as writable arrays ``[B, ...]``, by field name."""
         trees = [row_fields(self.request), row_fields(self.state)]
         if jax.process_count() > 1:
             key, arguments = ("whole", type(self)), (trees,)
-            trees = self._compiled(key, arguments, lambda: lower_whole(self._runner.layout, trees))(trees)
+            trees = self._compiled(key, arguments, lambda: lower_replicate(self._runner.layout, trees))(trees)
         found: list[dict[str, np.ndarray]] = jax.tree.map(np.array, jax.device_get(trees))
         return found
 
     def take(self, slots: Sequence[int]) -> dict[int, MovingRow]:
-        """What other slots need of some rows beside their caches. They stay where they are until they are evicted."""
+        """Copy rows, without their caches, to move them to other slots. The rows stay here until they are evicted."""
         request, state = self._fetch_rows()
 
         def row(part: Mapping[str, np.ndarray], slot: int) -> dict[str, np.ndarray]:
@@ -165,61 +166,61 @@ class Slots(abc.ABC):
         return {slot: MovingRow(row(request, slot), row(state, slot)) for slot in slots}
 
     def take_cache(self, slot: int, length: int) -> jax.Array | None:
-        """A copy of a row's cache for slots up to ``length`` positions wide; None where rows have none."""
+        """Copy a row's cache, padded to ``length`` positions; None if rows have no cache."""
         if self.state.cache is None:
             return None
-        arguments = (self.state.cache, self._number(slot))
-        return self._taking(length, arguments)(*arguments)
+        arguments = (self.state.cache, self._device_scalar(slot))
+        return self._take_program(length, arguments)(*arguments)
 
     def put_cache(self, slot: int, taken: jax.Array | None) -> None:
-        """Give a row that has moved here the cache that was taken; None where rows have none."""
+        """Set the cache of a row that has moved here to a copy from :meth:`take_cache`."""
         if taken is None:
             return
-        arguments = (self.state.cache, self._number(slot), taken)
-        self.state = replace(self.state, cache=self._putting(arguments)(*arguments))
+        arguments = (self.state.cache, self._device_scalar(slot), taken)
+        self.state = replace(self.state, cache=self._put_program(arguments)(*arguments))
 
     # ---- programs ---------------------------------------------------------------------------------------------
 
     def _compiled(
         self, key: Hashable, arguments: tuple[Any, ...], lower: Callable[[], jax.stages.Lowered]
     ) -> jax.stages.Compiled:
-        """A program; one that is not for arrays that are there is only prepared."""
+        """Return a program. If the arguments are not real arrays, it is only prepared, not about to run."""
         programs, key = self._runner.programs, (key, shapes_of(arguments))
         there = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arguments))
         return programs.get(key, lower) if there else programs.prepare(key, lower)
 
-    def _taking(self, length: int, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    def _take_program(self, length: int, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         layout = self._runner.layout
         return self._compiled(("take", length), arguments, lambda: lower_take_row(layout, length, *arguments))
 
-    def _putting(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    def _put_program(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         return self._compiled("put", arguments, lambda: lower_put_row(self._runner.layout, *arguments))
 
     def _empty_cache(self) -> Any:
-        return self._emptying()()
+        return self._empty_cache_program()()
 
-    def _emptying(self) -> jax.stages.Compiled:
+    def _empty_cache_program(self) -> jax.stages.Compiled:
         runner, shape = self._runner, (self.count, self.width)
         key = ("empty", *shape)
-        # It fills memory and computes nothing, which is no program to those who count them.
+        # This program only fills memory, so it is not counted among the compiled programs.
         lower = functools.partial(lower_empty_cache, runner.layout, *shape, runner.cache_dtype)
         return runner.programs.prepare(key, lower, counts=False)
 
     def compile_moves(self, length: int) -> None:
-        """Compile what moves rows between these slots and others up to ``length`` positions wide, from any thread."""
+        """Compile the programs that move rows to and from slots of up to ``length`` positions, from any thread."""
         request, state = self._abstract()
         if jax.process_count() > 1:
             trees = [row_fields(request), row_fields(state)]
-            self._compiled(("whole", type(self)), (trees,), lambda: lower_whole(self._runner.layout, trees))
+            self._compiled(("whole", type(self)), (trees,), lambda: lower_replicate(self._runner.layout, trees))
         if self._cached:
-            layout, number = self._runner.layout, jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere)
+            layout, number = self._runner.layout, jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
             taken = abstract_taken_row(layout, length, self._runner.cache_dtype)
-            self._emptying()
-            self._taking(length, (state.cache, number))
-            self._putting((state.cache, number, taken))
+            self._empty_cache_program()
+            self._take_program(length, (state.cache, number))
+            self._put_program((state.cache, number, taken))
 
     def _abstract(self) -> tuple[Any, Any]:
-        """Request and state of all slots as ``ShapeDtypeStruct``."""
+        """Return request and state of all slots as ``ShapeDtypeStruct``."""
         layout, found = self._runner.layout, []
         for tree in self._row(None):
             fields = {
@@ -235,16 +236,16 @@ class Slots(abc.ABC):
         return request, state
 
     @property
-    def _everywhere(self) -> jax.sharding.NamedSharding:
+    def _replicated(self) -> jax.sharding.NamedSharding:
         return self._runner.layout.replicated
 
-    def _number(self, value: int) -> jax.Array:
-        return put(np.int32(value), self._everywhere)
+    def _device_scalar(self, value: int) -> jax.Array:
+        return put(np.int32(value), self._replicated)
 
     def _limit(self, value: int | None) -> jax.Array:
-        """A limit on the devices. Requests are not donated, so that one array serves every run that it limits."""
+        """Return a limit as an array on the devices. It is reused between runs, because requests are not donated."""
         if value not in self._limits:
-            self._limits[value] = self._number(int(UNLIMITED) if value is None else value)
+            self._limits[value] = self._device_scalar(int(UNLIMITED) if value is None else value)
         return self._limits[value]
 
     def _log_probabilities(self) -> np.ndarray | None:

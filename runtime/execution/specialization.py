@@ -1,4 +1,4 @@
-"""What of a request is compiled into its programs, and what is left to run time."""
+"""The compiled part of a request: from its decoding parameters to the settings of a program."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from runtime.models.config import ModelConfig
 
 
 def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) -> SamplingRule:
-    """How a diffusion request chooses tokens.
+    """Return how a diffusion request chooses tokens.
 
     Args:
-      config: the request.
-      vocab_size: tokens of the model.
-      model_dtype: dtype of its weights, for ``confidence_dtype="model"``.
+      config: decoding parameters of the request.
+      vocab_size: size of the model's vocabulary.
+      model_dtype: dtype of the model's weights, for ``confidence_dtype="model"``.
     """
-    # Parallel rules need a confidence, and the random algorithms have none.
+    # Parallel rules require a confidence, which the random algorithms do not define.
     confidence = config.algorithm
     if config.parallel != "none":
+        confidence = "entropy" if config.parallel == "entropy_sum" else confidence
         confidence = {"origin": "maskgit_plus", "random": "low_confidence"}.get(confidence, confidence)
     return SamplingRule(
         confidence=confidence,
@@ -32,24 +33,28 @@ def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) ->
         filtered=_is_filtered(config, vocab_size),
         suppress_mask=config.suppress_mask,
         confidence_dtype=model_dtype if config.confidence_dtype == "model" else "float32",
+        greedy=config.greedy,
     )
 
 
 def denoise_program(
     config: DiffusionConfig, model: ModelConfig, model_dtype: str, *, chunk: int, width: int, span: int
 ) -> DenoiseProgram:
-    """The compiled parts of a diffusion request.
+    """Return the compiled settings of a diffusion request.
 
     Args:
-      config: the request.
-      model: for the vocabulary and the prediction offset.
-      model_dtype: dtype of its weights.
-      chunk: positions per row that the head is run on at a time.
+      config: decoding parameters of the request.
+      model: the model's configuration.
+      model_dtype: dtype of the model's weights.
+      chunk: number of positions per row that the head runs on at a time.
       width: positions of the canvas.
-      span: positions from the first mask of any row to its end, at most.
+      span: the largest distance in any row from its first mask to its end, in positions.
     """
     length, _ = block_schedule(config, width)
-    offset = model.family.prediction_offset
+    offset, block = model.family.prediction_offset, config.attention_block_length
+    assert (model.family.attention == "block_causal") == bool(block), "block-causal attention has blocks"
+    sub_block = config.sub_block_length if config.sub_block_cache else None
+    widths = window_widths(config.cache, length, span, config.refresh_blocks, offset=offset, sub_block=sub_block)
     return DenoiseProgram(
         algorithm=config.algorithm,
         sampling=sampling_rule(config, model.vocab_size, model_dtype),
@@ -59,24 +64,27 @@ def denoise_program(
         guided=config.cfg_scale > 0,
         log_probabilities=config.log_probabilities,
         parallel=config.parallel,
-        windows=window_widths(config.cache, length, span, config.refresh_blocks, offset=offset),
-        within_block=config.cache == "dual",
+        windows=widths,
+        within_block=config.cache in ("dual", "exact"),
+        attention_block_length=block,
+        first_alone=bool(block and offset),
+        sub_block_window=sub_block is not None,
     )
 
 
 def decode_program(config: SamplingConfig, vocab_size: int, samples: int = 1) -> DecodeProgram:
-    """The compiled parts of an autoregressive request.
+    """Return the compiled settings of an autoregressive request.
 
     Args:
-      config: the request.
-      vocab_size: tokens of the model.
-      samples: adjacent rows that have the same prompt, which is read once for all of them.
+      config: decoding parameters of the request.
+      vocab_size: size of the model's vocabulary.
+      samples: number of adjacent rows that share a prompt, which is prefilled once for all of them.
     """
     return DecodeProgram(
         sampling=SamplingRule(
             confidence="maskgit_plus",
             sampled=config.temperature > 0,
-            # The most probable token passes every filter.
+            # At temperature 0 filters have no effect, because the most probable token passes all of them.
             filtered=_is_filtered(config, vocab_size) and config.temperature > 0,
             suppress_mask=False,
             confidence_dtype="float32",
@@ -90,11 +98,11 @@ def _is_filtered(config: DiffusionConfig | SamplingConfig, vocab_size: int) -> b
     return (config.top_p is not None and config.top_p < 1.0) or (config.top_k is not None and config.top_k < vocab_size)
 
 
-def compiled_in(runner: Runner, config: DiffusionConfig | SamplingConfig, width: int) -> Hashable:
-    """The compiled parts of a request: rows that share slots have them in common.
+def program_key(runner: Runner, config: DiffusionConfig | SamplingConfig, width: int) -> Hashable:
+    """Return a key of the compiled settings of a request. Rows can share slots only if their keys are equal.
 
-    Everything else belongs to each row: seed, lengths, steps, temperature, filters, thresholds, stop tokens, and
-    without a cache the blocks.
+    All other parameters may differ between rows: seed, lengths, steps, temperature, filters, thresholds, stop tokens,
+    and, without a cache, the block length.
     """
     model = runner.layout.config
     if isinstance(config, SamplingConfig):
@@ -104,8 +112,8 @@ def compiled_in(runner: Runner, config: DiffusionConfig | SamplingConfig, width:
     return program, config.cache
 
 
-def general(config: DiffusionConfig | SamplingConfig) -> DiffusionConfig | SamplingConfig:
-    """A configuration whose programs serve requests like this one, whatever they sample, filter and keep."""
+def generalized(config: DiffusionConfig | SamplingConfig) -> DiffusionConfig | SamplingConfig:
+    """Return a configuration whose programs also serve requests that sample, filter or ask for log-probabilities."""
     changes: dict[str, Any] = {"temperature": 1.0, "top_p": 0.5, "log_probabilities": True}
     if isinstance(config, DiffusionConfig) and config.parallel == "none":
         changes["alg_temp"] = 1.0

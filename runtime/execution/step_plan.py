@@ -1,4 +1,4 @@
-"""What a scheduler asks the devices to do in one step, and what came of it. Plans travel between hosts as JSON.
+"""Step plans, which say what the devices do in one step, and outcomes. Plans are sent between hosts as JSON.
 
 Dimension letters: S positions of a slot.
 """
@@ -25,7 +25,7 @@ class Insertion:
     """A row that gets its first slot.
 
     Attributes:
-      row: number of the row, by which plans and outcomes name it.
+      row: number that identifies the row in plans and outcomes.
       request: what to generate.
     """
 
@@ -35,16 +35,16 @@ class Insertion:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One step of one bucket.
+    """What one bucket does in a step.
 
     Attributes:
-      number: of the bucket among those of its pool; one that is not open yet is opened.
-      rows, width: its shape.
-      slots: number of the row that each slot is to hold, None for none. A row that other slots hold moves here; one
-        that no slot is to hold any more is evicted.
-      iterations: denoise steps, or tokens, to run at most; 0 for none.
-      canvases: whether the outcome has the canvases of unfinished rows.
-      chunks: of prompts that each shard of ``data`` reads at most before the iterations; None for whole prompts.
+      number: number of the bucket within its pool. A bucket that is not open yet is opened.
+      rows, width: shape of the bucket.
+      slots: number of the row that each slot holds after the step starts; None for a free slot. A row that is elsewhere
+        moves here. A row that no plan mentions is evicted.
+      iterations: maximum number of denoise steps, or tokens, to run; 0 for none.
+      canvases: whether the outcome includes the canvases of unfinished rows.
+      chunks: maximum number of prompt chunks per ``data`` shard to read before the iterations; None for whole prompts.
     """
 
     number: int
@@ -58,13 +58,13 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """One step of one pool.
+    """What one pool does in a step.
 
     Attributes:
       pool: index of the pool.
       insert: rows that get a slot for the first time.
-      buckets: all that are open from now on.
-      finish: rows that are done with what they have: results of the outcome, evicted before anything else.
+      buckets: all buckets that are open from now on.
+      finish: rows that a stop test has ended. They are evicted first, and the outcome includes their results.
     """
 
     pool: int
@@ -79,10 +79,10 @@ class ScorePass:
 
     Attributes:
       rows: token ids that the model reads.
-      targets: token ids whose log-probabilities are wanted, as many for each row.
+      targets: token ids to score, of the same lengths.
       temperature: divides the logits.
-      width: positions to run at, a bucket.
-      batch: rows to run at a time, at least as many as there are.
+      width: the bucket to pad to.
+      batch: number of rows of the program, at least ``len(rows)``.
     """
 
     rows: Sequence[Sequence[int]]
@@ -94,7 +94,7 @@ class ScorePass:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What all hosts do next.
+    """What every host does in one step.
 
     Attributes:
       pools: plans of the pools that have something to do.
@@ -105,7 +105,7 @@ class StepPlan:
     score: ScorePass | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON values, for the other hosts."""
+        """Convert the plan to JSON values, for the other hosts."""
         plan = dataclasses.asdict(self)
         for pool, own in zip(plan["pools"], self.pools, strict=True):
             for inserted, insertion in zip(pool["insert"], own.insert, strict=True):
@@ -114,7 +114,7 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, plan: Mapping[str, Any]) -> StepPlan:
-        """The plan that :meth:`to_json` wrote."""
+        """Create a plan from the output of :meth:`to_json`."""
         pools = [
             PoolPlan(
                 pool["pool"],
@@ -135,12 +135,12 @@ def _insertion(said: Mapping[str, Any]) -> Insertion:
 
 @dataclass(frozen=True)
 class BucketRun:
-    """What a step made of one bucket.
+    """What a step did in one bucket.
 
     Attributes:
-      number: of the bucket.
-      forwards: forward passes, prefills included.
-      iterations: iterations that were run, no more than planned.
+      number: number of the bucket.
+      forwards: number of forward passes, prefills included.
+      iterations: number of iterations, at most as planned.
       seconds: wall time of the iterations on this host.
       prefill_seconds: that of reading prompts in chunks.
     """
@@ -154,15 +154,15 @@ class BucketRun:
 
 @dataclass(frozen=True)
 class PoolOutcome:
-    """What a step made of one pool.
+    """What a step did in one pool.
 
     Attributes:
       pool: index of the pool.
-      results: rows that are done; their slots are free again.
-      canvases: int32 ``[S]`` of each unfinished row by its number, -1 where nothing is committed or generated yet;
-        empty if the plan did not ask for them.
-      runs: of the buckets that had something to do.
-      unread: rows whose prompts are not read to their end, so that they took no part in iterations.
+      results: results of the rows that are done; their slots are free again.
+      canvases: int32 ``[S]`` of each unfinished row by its number, -1 at open positions. Only buckets whose plan asks
+        for canvases are included.
+      runs: the buckets that ran.
+      unread: rows whose prompts are not complete in the cache. They took no part in iterations.
     """
 
     pool: int
@@ -173,22 +173,22 @@ class PoolOutcome:
 
     @property
     def iterations(self) -> int:
-        """Iterations of all buckets."""
+        """Number of iterations, all buckets together."""
         return sum(run.iterations for run in self.runs)
 
     @property
     def forwards(self) -> int:
-        """Forward passes, prefills included."""
+        """Number of forward passes, prefills included."""
         return sum(run.forwards for run in self.runs)
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step came to.
+    """What a step did.
 
     Attributes:
       pools: outcomes of the planned pools.
-      scores: float32 of each row that was scored, as long as the row; None if nothing was.
+      scores: float32 scores of each scored row, of the row's length; None if nothing was scored.
     """
 
     pools: Sequence[PoolOutcome] = field(default_factory=list)

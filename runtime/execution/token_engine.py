@@ -1,4 +1,4 @@
-"""Generating and scoring token ids with a model on a mesh: all that needs no tokenizer.
+"""Token-level generation and scoring with a model on a mesh, without a tokenizer.
 
 Dimension letters: B batch, S the caller's width, N new tokens, V vocab.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.decoding.block_schedule import canvas_length
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.caller_rows import CallerRows
 from runtime.execution.generation import Observers, WatchedBatch, generate_rows
@@ -20,7 +21,7 @@ from runtime.execution.offline import OfflineScheduler
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
 from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import check_request, default_config, prepare_rows
+from runtime.execution.rows import check_request, default_config, prepare_rows, with_model_blocks
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import logits_of_rows, score_batch
 from sharding.errors import InputError
@@ -32,14 +33,14 @@ class TokenEngine:
     """Token-level calls of a model on a mesh.
 
     Attributes:
-      runner: weights and compiled programs.
-      layout: how the model lies on the mesh.
-      config: the model.
+      runner: the weights and the compiled programs.
+      layout: the layout of the model on the mesh.
+      config: the model's configuration.
       dtype: dtype of the weights on the devices.
     """
 
     def __init__(self, runner: Runner) -> None:
-        """Take a model that is ready to run."""
+        """Create an engine from a runner."""
         self.runner = runner
         self.layout, self.config, self.dtype = runner.layout, runner.layout.config, runner.dtype
 
@@ -50,24 +51,28 @@ class TokenEngine:
 
     @property
     def compiled_programs(self) -> int:
-        """Programs compiled so far."""
+        """Number of programs compiled so far."""
         return self.runner.programs.compiled
 
     def program_texts(self) -> dict[str, str]:
-        """Optimized HLO of every program compiled so far, by name."""
+        """Return the optimized HLO of every program compiled so far, by name."""
         return self.runner.programs.texts()
 
     def batch_size(self, rows: int, length: int, cached: bool = False) -> int:
-        """Of ``rows`` rows of ``length`` positions, how many are on the devices at a time, with a cache or without."""
+        """Return how many of ``rows`` rows of ``length`` positions are on the devices at a time."""
         return self.runner.batch_size(rows, self.runner.bucket(length), cached)
 
     def known_end_tokens(self) -> tuple[int, ...]:
-        """Tokens that end a text of the model, as far as its files say."""
+        """Return the tokens that end a text, according to the model's files."""
         return self.config.end_token_ids
 
-    def _decided(self, config: GenerationConfig | None) -> GenerationConfig:
-        """A configuration as token-level calls run it: rows end early only where it says so itself."""
-        config = config or default_config(self.config)
+    def _resolved(self, config: GenerationConfig | None) -> GenerationConfig:
+        """Complete a configuration with what depends on the model; None is the model's default."""
+        return with_model_blocks(config or default_config(self.config), self.config)
+
+    def _with_early_stop(self, config: GenerationConfig | None) -> GenerationConfig:
+        """Complete a configuration for token-level calls, in which rows stop early only if it sets ``early_stop``."""
+        config = self._resolved(config)
         return config.with_end_tokens(self.known_end_tokens(), default=False) if config.early_stop else config
 
     # ---- generation -------------------------------------------------------------------------------------------
@@ -86,29 +91,30 @@ class TokenEngine:
         progress: Callable[[int, int], None] | None = None,
         stop_tests: Sequence[StopTest | None] = (),
     ) -> GenerationResult:
-        """Generate: by masked diffusion exactly as the original algorithm, or token after token, as the model is.
+        """Generate tokens for a batch of prompts, by masked diffusion or autoregressively, depending on the model.
 
         Args:
-          input_ids: integers ``[B, S]``; a diffusion model fills mask tokens in a prompt too.
+          input_ids: integers ``[B, S]``. A diffusion model also fills mask tokens in a prompt.
           attention_mask: ``[B, S]``, 1 for tokens and 0 for padding on the left; None for no padding.
-          config: decoding parameters; default ``DiffusionConfig()``, or ``SamplingConfig()``. Without ``early_stop``
-            a row ends with its ``stop_token_ids`` alone.
+          config: decoding parameters; by default ``DiffusionConfig()`` (exact decoding) or ``SamplingConfig()``. Unless
+            ``early_stop`` is set, only ``stop_token_ids`` stop a row.
           history: return the canvas after each step (diffusion).
-          num_return_sequences: samples of each row, adjacent in the result.
-          tokens_hook: called between steps, may change the canvas (diffusion).
-          logits_hook: called in every step with ``[B, S + N, V]`` float32 logits, may change them (diffusion).
-          watch: called with (steps done, canvas int32 ``[B, S + N]``) before the first step and after each.
-          progress: called with (steps done, steps in all at most) along the way, all batches counted.
-          stop_tests: for each sequence of the result a test that may end its row early, or None; a row ends a few steps
-            after its test has said so. See :data:`runtime.execution.requests.StopTest`.
+          num_return_sequences: number of samples per prompt, adjacent in the result.
+          tokens_hook: called between steps; may change the canvas (exact diffusion).
+          logits_hook: called in every step with float32 logits ``[B, S + N, V]``; may change them (exact diffusion).
+          watch: called with the number of steps done and the canvas int32 ``[B, S + N]``, before the first step and
+            after each step.
+          progress: called during the run with the number of steps done and the maximum number of steps.
+          stop_tests: for each sequence of the result, a test that may stop its row, or None. A row stops a few steps
+            after its test has fired. See :data:`runtime.execution.requests.StopTest`.
 
         Returns:
-          Sequences ``[B * num_return_sequences, S + N]`` and what they cost.
+          Sequences ``[B * num_return_sequences, S + N]`` and statistics.
 
         Raises:
-          InputError: what is wrong with the rows or the request.
+          InputError: the rows or the configuration are invalid for this model.
         """
-        config = self._decided(config)
+        config = self._with_early_stop(config)
         observers = Observers(history, tokens_hook, logits_hook, watch, progress, stop_tests)
         observers.check(config)
         rows, seeds = prepare_rows(input_ids, attention_mask, config, num_return_sequences, self.config)
@@ -117,20 +123,20 @@ class TokenEngine:
     def stream_tokens(
         self, input_ids: Any, attention_mask: Any = None, config: GenerationConfig | None = None, *, every: int = 1
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Generate with the program of :meth:`generate_tokens`, handing out the canvas along the way.
+        """Generate like :meth:`generate_tokens`, and yield the canvas during the run.
 
         Yields:
-          (steps done, canvas int32 ``[B, S + N]``): first 0 and the canvas without new tokens, then after every
-          ``every`` steps (tokens, for an autoregressive model); the last canvas is the result.
+          The number of steps done and the canvas int32 ``[B, S + N]``: first before any step, then after every
+          ``every`` steps (tokens, for an autoregressive model). The last canvas is the result.
 
         Raises:
-          InputError: as :meth:`generate_tokens`; or more rows than memory allows at a time.
+          InputError: an error of :meth:`generate_tokens`, or there are more rows than fit into memory.
         """
-        config = self._decided(config)
+        config = self._with_early_stop(config)
         if every < 1:
-            raise InputError(f"every is {every}; it must be at least 1")
+            raise InputError(f"every is {every}; expected at least 1")
         rows, seeds = prepare_rows(input_ids, attention_mask, config, 1, self.config)
-        width = self.runner.bucket(int(rows.lengths.max()) + config.max_new_tokens)
+        width = self.runner.bucket(canvas_length(int(rows.lengths.max()), config))
         batch = WatchedBatch(self.runner, CallerRows(rows, config, seeds, self.config, width), config, width)
         yield 0, batch.canvas()
         for done in batch.advance_by(every):
@@ -142,17 +148,19 @@ class TokenEngine:
         slots: int | None = None,
         stop_tests: Sequence[StopTest | None] = (),
     ) -> OfflineScheduler:
-        """A scheduler over rows that are all known; each gets the tokens of :meth:`generate_tokens` for it alone.
+        """Create a scheduler for rows that are all known in advance.
+
+        Each row yields the same tokens as in a call of :meth:`generate_tokens` with this row only.
 
         Args:
           requests: the rows.
-          slots: rows on the devices at a time; default by memory and mesh.
-          stop_tests: of each request; see :meth:`generate_tokens`.
+          slots: number of rows on the devices at a time; the default depends on mesh and memory.
+          stop_tests: one per request; see :meth:`generate_tokens`.
 
         Raises:
-          InputError: a row that cannot be generated.
+          InputError: a request is invalid for this model.
         """
-        # Requests by the million share a few configurations.
+        # There may be millions of requests, but they share few configuration objects, so each is checked once.
         configs: dict[int, GenerationConfig] = {}
         decided = []
         for number, request in enumerate(requests):
@@ -163,18 +171,26 @@ class TokenEngine:
             except InputError as error:
                 raise InputError(f"request {number}: {error}") from error
             if is_new:
-                configs[id(request.config)] = self._decided(request.config)
+                configs[id(request.config)] = self._with_early_stop(request.config)
             decided.append(RowRequest(request.tokens, configs[id(request.config)], request.seed))
         return OfflineScheduler(self.runner, decided, slots, stop_tests=stop_tests)
 
     # ---- scoring ----------------------------------------------------------------------------------------------
 
-    def logits(self, input_ids: Any, attention_mask: Any = None) -> np.ndarray:
-        """The model's output at every position, unshifted: numpy float32 ``[B, S, V]``, zero at padding.
+    def logits(self, input_ids: Any, attention_mask: Any = None, *, block_length: int | None = None) -> np.ndarray:
+        """Compute the model's unshifted logits at every position: numpy float32 ``[B, S, V]``, zero at padding.
 
-        One forward pass; the logits are gathered to the host a chunk of positions at a time.
+        This takes one forward pass; the logits are brought to the host in chunks of positions.
+
+        Args:
+          input_ids: integers ``[B, S]``.
+          attention_mask: ``[B, S]``, left padding; None for none.
+          block_length: block length of block-causal attention; None for the model's.
+
+        Raises:
+          InputError: the rows do not fit the model, or ``block_length`` is given for a model without blocks.
         """
-        return logits_of_rows(self.runner, read_rows(input_ids, attention_mask, self.config))
+        return logits_of_rows(self.runner, read_rows(input_ids, attention_mask, self.config), block_length)
 
     def score(
         self,
@@ -186,14 +202,14 @@ class TokenEngine:
         width: int | None = None,
         batch: int | None = None,
     ) -> np.ndarray:
-        """Log-probabilities of given tokens, float32 ``[B, S]``; see :func:`runtime.execution.scoring.score_batch`."""
+        """Compute log-probabilities, float32 ``[B, S]``; see :func:`runtime.execution.scoring.score_batch`."""
         options: dict[str, Any] = {"temperature": temperature, "width": width, "batch": batch}
         return score_batch(self.runner, input_ids, targets, attention_mask, **options)
 
     def log_likelihoods(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Log-likelihoods under an autoregressive model; see :mod:`runtime.execution.likelihood`."""
+        """Compute log-likelihoods with an autoregressive model; see :mod:`runtime.execution.likelihood`."""
         return log_likelihoods(self.runner, pairs)
 
     def estimate_log_likelihoods(self, pairs: Sequence[Pair], *, samples: int = 128, seed: int = 0) -> list[float]:
-        """Monte Carlo estimates under a diffusion model; see :mod:`runtime.execution.likelihood`."""
+        """Estimate log-likelihoods with a diffusion model by Monte Carlo; see :mod:`runtime.execution.likelihood`."""
         return estimate_log_likelihoods(self.runner, pairs, samples=samples, seed=seed)

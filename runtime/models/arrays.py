@@ -98,7 +98,7 @@ def row_fields(tree: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def rows_alone(tree: Struct) -> Struct:
+def only_row_fields(tree: Struct) -> Struct:
     """Return a copy of the struct that keeps only the arrays with one entry per row; all other fields are None."""
     rows = row_fields(tree)
     return type(tree)(**{field.name: rows.get(field.name) for field in dataclasses.fields(tree)})  # type: ignore[arg-type]

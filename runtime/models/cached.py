@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from runtime.models.families import Weights
 from runtime.models.forward import KV_HEADS, Forward
 from runtime.models.kv_cache import Cache, KVCache, attend, cache_length, write_rows, write_window
-from runtime.models.transformer import block, run_layers
+from runtime.models.transformer import run_layer, run_layers
 
 Array = jax.Array
 
@@ -49,7 +49,7 @@ def fill_rows(
     tables = weights.position_tables(forward, positions, x.dtype)
 
     def step(x: Array, layer: Any, cache: KVCache, number: Any) -> tuple[Array, KVCache]:
-        x, k, v = block(forward, layer, x, lengths, tables)
+        x, k, v = run_layer(forward, layer, x, lengths, tables)
         k, v = (jnp.repeat(part, copies, axis=0) if copies > 1 else part for part in (k, v))
         return x, write_rows(forward.layout, cache, number, k, v, first)
 

@@ -14,8 +14,11 @@ STORED_DTYPES = ("bfloat16", "float32", "float16")
 Objective = Literal["masked_diffusion", "autoregressive"]
 # How many masks each denoise step fills. ``linear_time``: time t falls linearly from 1 to eps, and a step fills the
 # fraction 1 - t[i+1] / t[i] of the remaining masks. ``even``: each step of a block fills an equal number of masks, and
-# the first steps take the remainder.
-UnmaskingSchedule = Literal["linear_time", "even"]
+# the first steps take the remainder. ``even_block``: the same, for a whole block even if part of it is already filled.
+UnmaskingSchedule = Literal["linear_time", "even", "even_block"]
+# Values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel`, without and with block-causal attention.
+BIDIRECTIONAL_RULES = ("none", "threshold", "factor")
+BLOCK_CAUSAL_RULES = ("none", "threshold", "sequential", "entropy_sum")
 
 # Upper bounds of numbers read from a file: generous for any model, and small enough that nothing overflows or hangs.
 _LIMITS = {
@@ -66,6 +69,7 @@ class Family:
       schedule: how many masks a denoise step fills; None for autoregressive families.
       algorithms: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.algorithm` that the family's original
         code defines.
+      parallel_rules: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel` that it supports.
       guidance: whether the original code defines classifier-free guidance (``cfg_scale``).
       mask_token_id: mask token of checkpoints whose configuration does not name one.
       end_token_ids: end tokens of checkpoints whose configuration does not name any.
@@ -85,6 +89,7 @@ class Family:
     prediction_offset: int
     schedule: UnmaskingSchedule | None = None
     algorithms: tuple[str, ...] = ()
+    parallel_rules: tuple[str, ...] = BIDIRECTIONAL_RULES
     guidance: bool = False
     mask_token_id: int | None = None
     end_token_ids: tuple[int, ...] = ()
@@ -213,7 +218,7 @@ def transformer_config(
     Raises:
       ConfigError: a number is missing or out of range, or the family does not support the head (tied or untied).
     """
-    tied = _tied(family, raw, tied_by_default)
+    tied = _read_tied(family, raw, tied_by_default)
     number = {key: read_integer(raw, key, 1, limit) for key, limit in _LIMITS.items()}
     head_dim = _head_dim(raw, number, rotary)
     last_token = number["vocab_size"] - 1
@@ -242,7 +247,7 @@ def transformer_config(
     )
 
 
-def _tied(family: Family, raw: Mapping[str, Any], default: bool) -> bool:
+def _read_tied(family: Family, raw: Mapping[str, Any], default: bool) -> bool:
     tied = raw.get("tie_word_embeddings", default)
     if not isinstance(tied, bool) or (family.tied_weights if tied else family.weights) is None:
         raise ConfigError(

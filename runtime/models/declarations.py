@@ -230,7 +230,7 @@ class ModelLayout:
 
     @property
     def padded_dimensions(self) -> dict[str, int]:
-        """Size of every logical axis on the devices."""
+        """Padded size of every logical axis, as on the devices."""
         padded = {"queries_per_kv": self.heads.padded_queries_per_kv, "vocab": self.padded_vocab}
         return self.config.dimensions | padded
 

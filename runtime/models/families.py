@@ -10,17 +10,19 @@ import jax
 from runtime.models.config import ConfigError, Family, ModelConfig
 from runtime.models.declarations import ModelLayout
 from runtime.models.dream import DREAM
+from runtime.models.fast_dllm_v2 import FAST_DLLM_V2
 from runtime.models.forward import Forward
 from runtime.models.gpt2 import GPT2
 from runtime.models.llada import LLADA
 from runtime.models.qwen2 import QWEN2
 from runtime.models.qwen3 import QWEN3
+from runtime.models.sdar import SDAR
 from sharding.mesh import MeshSpec
 
 Array = jax.Array
 
 # To add a family, write its module and add its record here.
-FAMILIES: tuple[Family, ...] = (DREAM, LLADA, QWEN2, QWEN3, GPT2)
+FAMILIES: tuple[Family, ...] = (DREAM, LLADA, FAST_DLLM_V2, SDAR, QWEN2, QWEN3, GPT2)
 
 
 class Weights(Protocol):

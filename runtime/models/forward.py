@@ -71,8 +71,15 @@ class Forward:
         rules = replace(self.layout.rules, canvas=(), residual=())
         return replace(self, layout=replace(self.layout, rules=rules), attention="xla")
 
+    def with_blocks(self, length: int) -> Forward:
+        """The same with blocks of this many positions in block-causal attention; 0 for the model's own."""
+        if length in (0, self.config.attention_block_length):
+            return self
+        config = replace(self.config, attention_block_length=length)
+        return replace(self, layout=replace(self.layout, config=config))
+
     @property
-    def alone_on_cpu(self) -> bool:
+    def is_single_cpu(self) -> bool:
         """Whether the mesh is a single CPU device, for which some operations are written as faster loops."""
         mesh = self.layout.mesh
         return mesh is not None and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
@@ -98,7 +105,7 @@ class Forward:
         # XLA on CPU transposes a weight with several output dimensions before every product, and converts an int8
         # weight to a float32 copy. For a few positions, both cost more than the product itself. TPU and GPU do neither.
         # This is limited to a single device because blocks and merged dimensions must not cross shards.
-        alone = self.alone_on_cpu
+        alone = self.is_single_cpu
         few = math.prod(left.shape[:-1]) <= _FEW_POSITIONS
         return einsum(expression, left, right, as_matrix=alone, in_blocks=alone and few)
 

@@ -37,7 +37,7 @@ _BLOCK = _PREFIX + "h.{layer}."
 
 @flax.struct.dataclass
 class GPT2Layer:
-    """Weights of one transformer block. GPT-2 stores matrices as ``[in, out]``, unlike torch's linear layers."""
+    """Weights of one transformer layer. GPT-2 stores matrices as ``[in, out]``, unlike torch's linear layers."""
 
     attention_norm: Array = weight("embed", source=_BLOCK + "ln_1.weight", init="ones")
     attention_norm_bias: Array = weight("embed", source=_BLOCK + "ln_1.bias", init="zeros")
@@ -79,7 +79,7 @@ class GPT2Layer:
             return qkv[:, :, 0, :, None], qkv[:, :, 1], qkv[:, :, 2]
 
     def finish(self, forward: Forward, x: Array, attended: Array) -> Array:
-        """Finish the block: residual ``[B, S, D]``, attention output ``[B, S, K, 1, H]`` -> residual ``[B, S, D]``."""
+        """Finish the layer: residual ``[B, S, D]``, attention output ``[B, S, K, 1, H]`` -> residual ``[B, S, D]``."""
         x = x + output_projection(forward, self.o_proj, attended) + self.o_bias
         return x + self.mlp(forward, layer_norm(x, self.mlp_norm, self.mlp_norm_bias, forward.config.norm_eps))
 

@@ -28,12 +28,12 @@ Rotary = tuple[Array, Array]
 
 
 def norm_scale(source: str) -> Any:
-    """Declare the scale ``[D]`` of a norm of the residual."""
+    """Declare the scale ``[D]`` of a norm that is applied to the residual."""
     return weight("embed", source=source, init="ones")
 
 
 def head_norm_scale(source: str) -> Any:
-    """Declare the scale ``[H]`` of a norm of each head."""
+    """Declare the scale ``[H]`` of a norm that is applied to each attention head."""
     return weight("head_dim", source=source, init="ones")
 
 

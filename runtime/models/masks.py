@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 AttentionKind = Literal["bidirectional", "causal", "block_causal"]
+MAX_BLOCK_LENGTH = 1 << 16
 
 
 @dataclass(frozen=True)

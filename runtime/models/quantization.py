@@ -44,11 +44,22 @@ Matrix = Array | Quantized
 
 
 def quantize(matrix: Array, contracted: tuple[int, ...]) -> Quantized:
-    """Quantize a matrix; ``contracted`` are the dimensions that a product with it sums over."""
+    """Quantize a matrix; ``contracted`` are the dimensions that a matrix product with it sums over."""
     wide = matrix.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(wide), axis=contracted, keepdims=True) * INVERSE_INT8_MAX
-    values = jnp.round(wide * (1.0 / jnp.where(scales == 0.0, 1.0, scales))).astype(jnp.int8)
-    return Quantized(values, jnp.squeeze(scales, contracted))
+    scales = int8_scales(jnp.max(jnp.abs(wide), axis=contracted, keepdims=True))
+    return Quantized(int8_values(wide, scales), jnp.squeeze(scales, contracted))
+
+
+def int8_scales(largest: Any) -> Any:
+    """Compute float32 scales from the largest magnitude of each output channel (a NumPy or JAX array)."""
+    return largest * INVERSE_INT8_MAX
+
+
+def int8_values(wide: Any, scales: Any) -> Any:
+    """Round float32 weights to int8 multiples of broadcastable ``scales``. Both are NumPy arrays or both JAX arrays."""
+    numbers = wide.__array_namespace__()
+    inverse = np.float32(1.0) / numbers.where(scales == 0.0, np.float32(1.0), scales)
+    return numbers.round(wide * inverse).astype(np.int8)
 
 
 def einsum(expression: str, left: Array, right: Matrix, *, as_matrix: bool = False, in_blocks: bool = False) -> Array:

@@ -52,7 +52,7 @@ FEATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @flax.struct.dataclass
 class Qwen2Layer:
-    """Weights of one transformer block."""
+    """Weights of one transformer layer."""
 
     input_norm: Array = norm_scale(_LAYER + "input_layernorm.weight")
     q_proj: Matrix = query_matrix(_LAYER + "self_attn.q_proj.weight")
@@ -80,7 +80,7 @@ class Qwen2Layer:
         )
 
     def finish(self, forward: Forward, x: Array, attended: Array) -> Array:
-        """Finish the block: residual ``[B, S, D]``, attention output ``[B, S, K, G, H]`` -> residual ``[B, S, D]``."""
+        """Finish the layer: residual ``[B, S, D]``, attention output ``[B, S, K, G, H]`` -> residual ``[B, S, D]``."""
         x = x + output_projection(forward, self.o_proj, attended)
         normal = rms_norm(x, self.post_attention_norm, forward.config.norm_eps)
         return x + gated_mlp(forward, normal, self.gate_proj, self.up_proj, self.down_proj)

@@ -39,7 +39,7 @@ _LAYER = "model.layers.{layer}."
 
 @flax.struct.dataclass
 class Qwen3Layer:
-    """Weights of one transformer block."""
+    """Weights of one transformer layer."""
 
     input_norm: Array = norm_scale(_LAYER + "input_layernorm.weight")
     q_proj: Matrix = query_matrix(_LAYER + "self_attn.q_proj.weight")
@@ -66,7 +66,7 @@ class Qwen3Layer:
         )
 
     def finish(self, forward: Forward, x: Array, attended: Array) -> Array:
-        """Finish the block: residual ``[B, S, D]``, attention output ``[B, S, K, G, H]`` -> residual ``[B, S, D]``."""
+        """Finish the layer: residual ``[B, S, D]``, attention output ``[B, S, K, G, H]`` -> residual ``[B, S, D]``."""
         x = x + output_projection(forward, self.o_proj, attended)
         normal = rms_norm(x, self.post_attention_norm, forward.config.norm_eps)
         return x + gated_mlp(forward, normal, self.gate_proj, self.up_proj, self.down_proj)
@@ -87,7 +87,7 @@ class Qwen3Weights(qwen2.Qwen2Weights):
 
 
 # What the forward pass supports: key of config.json -> (what an absent key means, supported values).
-_FEATURES = qwen2.FEATURES | {"attention_bias": (False, (False, None))}
+FEATURES = qwen2.FEATURES | {"attention_bias": (False, (False, None))}
 
 _PUBLISHED: dict[str, Any] = {
     "model_type": "qwen3",
@@ -104,7 +104,7 @@ _PUBLISHED: dict[str, Any] = {
 
 
 def _parse(raw: Mapping[str, Any]) -> ModelConfig:
-    check_features(QWEN3, raw, _FEATURES)
+    check_features(QWEN3, raw, FEATURES)
     read_integer(raw, "head_dim", 1, 1 << 12)  # required: Qwen3 does not derive it from the hidden size
     return transformer_config(QWEN3, raw)
 

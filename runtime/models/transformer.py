@@ -21,7 +21,7 @@ from runtime.models.forward import KV_HEADS, Forward
 Array = jax.Array
 
 
-def block(forward: Forward, layer: Any, x: Array, lengths: Array, tables: Any) -> tuple[Array, Array, Array]:
+def run_layer(forward: Forward, layer: Any, x: Array, lengths: Array, tables: Any) -> tuple[Array, Array, Array]:
     """Run one transformer layer over whole rows, with the model's attention mask.
 
     Args:
@@ -97,7 +97,7 @@ def hidden_states(forward: Forward, weights: Weights, tokens: Array, lengths: Ar
     tables = weights.position_tables(forward, positions, x.dtype)
 
     def step(x: Array, layer: Any, cache: None, number: Any) -> tuple[Array, None]:
-        return block(forward, layer, x, lengths, tables)[0], None
+        return run_layer(forward, layer, x, lengths, tables)[0], None
 
     x, _ = run_layers(forward, weights, x, step)
     with jax.named_scope("final_norm"):

@@ -114,7 +114,11 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
     layout = workload.layout(spec, devices)
     rows, canvas = workload.rows(spec.data), workload.canvas(layout, platform)
     attention = choose_attention("auto", platform, layout, canvas, jnp.dtype(workload.dtype))
-    forward, weights = Forward(layout, attention), layout.abstract_weights(jnp.dtype(workload.dtype))
+    blocks = workload.block_length if workload.cache == "exact" else 0
+    forward, weights = (
+        Forward(layout, attention).with_blocks(blocks),
+        layout.abstract_weights(jnp.dtype(workload.dtype)),
+    )
     dtype, vocab = jnp.dtype(workload.dtype), config.vocab_size
     if config.objective == "autoregressive":
         decoding = decode_program(workload.sampling(), vocab)

@@ -157,7 +157,9 @@ class Estimate:
     @cached_property
     def phases(self) -> tuple[PhaseEstimate, ...]:
         """The estimates of all phases."""
-        return tuple(self.of_phase(phase) for phase in self.workload.phases(self.layout, self.topology.chip.platform))
+        return tuple(
+            self.estimate_phase(phase) for phase in self.workload.phases(self.layout, self.topology.chip.platform)
+        )
 
     @property
     def seconds(self) -> float:
@@ -183,7 +185,7 @@ class Estimate:
         """Return the cost of a million new tokens, in the currency of the price."""
         return price_per_chip_hour / 3600 / self.tokens_per_second_per_chip * 1e6
 
-    def of_phase(self, phase: Phase) -> PhaseEstimate:
+    def estimate_phase(self, phase: Phase) -> PhaseEstimate:
         """Estimate one phase."""
         chip = self.topology.chip
         positions = phase.rows * math.ceil(phase.positions / (self.spec.sequence if phase.whole else 1))
@@ -269,7 +271,7 @@ class Estimate:
     def explain_against(self, other: Estimate) -> str:
         """Explain in one sentence why this mesh is faster than another one."""
         mine, theirs = self.main_phase, other.main_phase
-        ours, others = (_in_words(bytes_by_axis(one.collectives)) for one in (mine, theirs))
+        ours, others = (_describe_bytes(bytes_by_axis(one.collectives)) for one in (mine, theirs))
         return (
             f"{self.spec} takes {1e3 * mine.seconds:.2f} ms per {mine.phase.name} (estimated), {other.spec} takes "
             f"{1e3 * theirs.seconds:.2f} ms. It moves {ours}, compared with {others}; collectives take "
@@ -284,7 +286,7 @@ def head_bytes(layout: ModelLayout, dtype: jnp.dtype) -> int:
     return item * math.prod(shard_shape(layout.head, layout))
 
 
-def _in_words(moved: dict[tuple[str, tuple[str, ...]], float]) -> str:
+def _describe_bytes(moved: dict[tuple[str, tuple[str, ...]], float]) -> str:
     names = {"kv": "tensor", "group": "tensor"}
     parts = [
         f"{amount / 1e6:.1f} MB {kind} over {'*'.join(dict.fromkeys(names.get(axis, axis) for axis in axes))}"

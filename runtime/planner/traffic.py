@@ -92,21 +92,25 @@ def phase_collectives(
       slices: number of TPU slices that the mesh spans. Values that cross slices are first reduced within each slice,
         then padded to 512 bytes and sent.
     """
-    found = _whole_rows(workload, layout, platform, phase) if phase.whole else _window(workload, layout, phase)
+    found = (
+        _whole_row_collectives(workload, layout, platform, phase)
+        if phase.whole
+        else _window_collectives(workload, layout, phase)
+    )
     if phase.name == "prefill":
-        found += _last_positions(workload, layout, phase)
+        found += _last_position_collectives(workload, layout, phase)
     elif phase.whole:
-        found += _picked_positions(workload, layout, platform, phase)
+        found += _picked_position_collectives(workload, layout, platform, phase)
     if layout.spec.tensor > 1:
         rule, ranked = workload.sampling_rule(), workload.config.objective == "masked_diffusion"
         numbers = choose_tokens_reductions(rule, ranked)
         size = phase.rows * phase.chunk // phase.head_shards(layout) * _FLOAT * numbers
         rounds = _SERIAL_SUMS + (threshold_passes(rule.confidence_dtype) if rule.filtered else 0)
         found.append(Collective("all-reduce", ("kv", "group"), size, phase.chunks, "vocabulary sums", rounds=rounds))
-    return found + _whether_to_go_on(layout, platform, phase, slices)
+    return found + _loop_conditions(layout, platform, phase, slices)
 
 
-def _over_tensor(workload: Workload, layout: ModelLayout, positions: int, divided: bool) -> list[Collective]:
+def _tensor_collectives(workload: Workload, layout: ModelLayout, positions: int, divided: bool) -> list[Collective]:
     """Return the collectives of the transformer over the tensor axis: those that the layers state, and the embedding's.
 
     Rows of an int8 embedding are reduced as int8 values with one scale each.
@@ -142,11 +146,11 @@ def _over_tensor(workload: Workload, layout: ModelLayout, positions: int, divide
     return [*sums, *(one for one in found if one.kind != "all-reduce"), gather]
 
 
-def _whole_rows(workload: Workload, layout: ModelLayout, platform: str, phase: Phase) -> list[Collective]:
+def _whole_row_collectives(workload: Workload, layout: ModelLayout, platform: str, phase: Phase) -> list[Collective]:
     """Return the collectives of the transformer over whole rows, including the all-gather of K and V over sequence."""
     sequence, layers = layout.spec.sequence, workload.config.num_layers
     divided = residual_over_tensor(layout, platform, phase.rows * layout.spec.data, phase.positions)
-    found = _over_tensor(workload, layout, phase.rows * phase.positions // sequence, divided)
+    found = _tensor_collectives(workload, layout, phase.rows * phase.positions // sequence, divided)
     if sequence > 1:
         heads = layout.size_per_device("kv_heads") * layout.size_per_device("head_dim")
         size = phase.rows * phase.positions * heads * workload.item
@@ -154,10 +158,10 @@ def _whole_rows(workload: Workload, layout: ModelLayout, platform: str, phase: P
     return found
 
 
-def _window(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
+def _window_collectives(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
     """Return the collectives of the transformer over windows with a cache: in decoding, or in a block step."""
     positions = phase.rows * phase.positions
-    found = _over_tensor(workload, layout, positions, divided=False)
+    found = _tensor_collectives(workload, layout, positions, divided=False)
     if layout.spec.sequence > 1:
         # The cache is sharded over sequence. Each shard attends to its own keys; outputs, sums and maxima are reduced.
         head = layout.size_per_device("head_dim") * workload.item + 2 * _FLOAT
@@ -166,7 +170,7 @@ def _window(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Colle
     return found
 
 
-def _last_positions(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
+def _last_position_collectives(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
     """Return the collective of a prefill that replicates each row's last position, which a single shard computes."""
     if layout.spec.sequence == 1:
         return []
@@ -174,7 +178,9 @@ def _last_positions(workload: Workload, layout: ModelLayout, phase: Phase) -> li
     return [Collective("all-reduce", ("sequence",), size, 1, "last positions")]
 
 
-def _picked_positions(workload: Workload, layout: ModelLayout, platform: str, phase: Phase) -> list[Collective]:
+def _picked_position_collectives(
+    workload: Workload, layout: ModelLayout, platform: str, phase: Phase
+) -> list[Collective]:
     """Return the collectives that select positions for the head from a canvas that is sharded over sequence."""
     if layout.spec.sequence == 1:
         return []
@@ -201,7 +207,7 @@ def _picked_positions(workload: Workload, layout: ModelLayout, platform: str, ph
 _AGREED = {"denoise step": (1, 0), "refresh": (0, 2), "block step": (0, 2), "prefill": (0, 0), "decode": (0, 1)}
 
 
-def _whether_to_go_on(layout: ModelLayout, platform: str, phase: Phase, slices: int) -> list[Collective]:
+def _loop_conditions(layout: ModelLayout, platform: str, phase: Phase, slices: int) -> list[Collective]:
     numbers, booleans = _AGREED[phase.name]
     if phase.name not in ("prefill", "decode"):
         numbers += phase.chunk < phase.positions  # a chunk of all positions is not counted

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.decoding.block_schedule import block_schedule, window_widths
+from runtime.decoding.block_schedule import block_schedule, steps_of_a_block, window_widths
 from runtime.decoding.cached_steps import refresh_chunk
 from runtime.decoding.parameters import CACHES, DiffusionConfig, SamplingConfig
 from runtime.decoding.sampling import SamplingRule
 from runtime.decoding.schedule import transfer_ratios
-from runtime.execution.rows import bucket_length
+from runtime.execution.rows import bucket_length, check_blocks, with_model_blocks
 from runtime.execution.runner import canvas_bucket, head_chunk
 from runtime.execution.specialization import decode_program, sampling_rule
 from runtime.models.config import STORED_DTYPES, ModelConfig
@@ -75,7 +75,8 @@ class Workload:
       prompt: tokens per prompt.
       new_tokens: tokens to generate per row.
       steps: denoise steps of masked diffusion; with a cache, they are divided among the blocks.
-      cache: ``none``, ``prefix`` or ``dual`` for masked diffusion; autoregressive models always use a cache.
+      cache: ``none``, ``prefix`` or ``dual`` for masked diffusion, ``none`` or ``exact`` with block-causal attention;
+        autoregressive models always use a cache.
       block_length: positions per block, used with a cache.
       quantization: quantization of the weights, ``none`` or ``int8``.
     """
@@ -99,6 +100,8 @@ class Workload:
             raise InputError(f"block_length is {self.block_length}; expected 1 to new_tokens ({self.new_tokens})")
         if self.cache not in CACHES:
             raise InputError(f'cache "{self.cache}" is not one of {", ".join(CACHES)}')
+        if self.config.objective == "masked_diffusion":
+            check_blocks(self.config, self.decoding())
         if self.quantization not in QUANTIZATIONS:
             raise InputError(f'quantization "{self.quantization}" is not one of {", ".join(QUANTIZATIONS)}')
         if self.dtype not in STORED_DTYPES:
@@ -144,7 +147,12 @@ class Workload:
         blocks: dict[str, Any] = (
             {} if self.cache == "none" else {"cache": self.cache, "block_length": self.block_length}
         )
-        return DiffusionConfig.published(self.new_tokens, steps=self.steps, **blocks)
+        in_blocks = self.config.family.attention == "block_causal"
+        settings = self.config.family.published_settings("") if in_blocks else {}
+        # Planned for is the schedule: what a parallel rule saves depends on the text.
+        own = {name: value for name, value in settings.items() if name not in ("cache", "parallel", "threshold")}
+        made = DiffusionConfig.published(self.new_tokens, **own | blocks, steps=self.steps)
+        return with_model_blocks(made, self.config)
 
     def sampling(self) -> SamplingConfig:
         """Return the decoding settings for autoregressive models: typical nucleus sampling."""
@@ -189,6 +197,8 @@ class Workload:
         if self.cache == "none":
             masked = _masks_of_passes(self.new_tokens, self.steps)
             return [Phase("denoise step", rows, canvas, canvas, True, chunk, chunks(masked, chunk), len(masked))]
+        if self.cache == "exact":
+            return self._exact_phases(layout, platform, widest)
         length, block_steps = block_schedule(self.decoding(), canvas)
         starts = range(0, self.new_tokens, length)
         # The first pass of each block is a refresh, which computes the whole canvas of one row at a time. The other
@@ -207,6 +217,24 @@ class Workload:
             Phase("refresh", 1, canvas, canvas, True, refresh, first, len(passes) * rows),
             # If refreshes commit everything, no window is run, but the program still contains one.
             Phase("block step", rows, width, canvas, False, window, chunks(masks or [length], window), len(masks)),
+        ]
+
+    def _exact_phases(self, layout: ModelLayout, platform: str, widest: bool) -> list[Phase]:
+        """The forward passes of a generation with block-causal attention and its exact cache.
+
+        A row is read whole once. Every later pass computes its block; the first one of a block computes the block
+        before it too, or, where that predicts the first position alone, in its place.
+        """
+        canvas, rows = self.canvas(layout, platform), self.rows(layout.spec.data) // layout.spec.data
+        length, widths = self.block_length, self.windows(layout, platform)
+        steps = min(length, steps_of_a_block(self.decoding(), length))
+        blocks = math.ceil(self.new_tokens / length)
+        width = widths[0] if widest else round((widths[0] + (steps - 1) * widths[-1]) / steps)
+        refresh = refresh_chunk(self.chunk(layout, platform), length, layout.spec.sequence)
+        window = min(self.chunk(layout, platform), width)
+        return [
+            Phase("refresh", 1, canvas, canvas, True, refresh, math.ceil(length / refresh), rows),
+            Phase("block step", rows, width, canvas, False, window, math.ceil(length / window), blocks * steps - 1),
         ]
 
 

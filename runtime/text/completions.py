@@ -168,7 +168,7 @@ class CompletionBuilder:
         return found
 
 
-def certain_prefixes(
+def final_prefixes(
     canvases: Iterable[tuple[int, np.ndarray]], width: int, mask_token_id: int | None
 ) -> Iterator[list[list[int]]]:
     """Yield, for each streamed canvas, the new tokens of each row that are final, and at the end all new tokens.
@@ -252,7 +252,7 @@ class TextStream:
         at_end = len(kept) < len(new)
         last = at_end or whole
         text = self._held + self._decoder.push(kept, last)
-        sure = len(text) if last else self._sure(text)
+        sure = len(text) if last else self._final_length(text)
         cut = _first_stop(text, self._stop)
         # With several stop strings, one that begins earlier may not be complete yet, so wait until this is ruled out.
         self.stopped = cut is not None and cut <= sure
@@ -262,7 +262,7 @@ class TextStream:
         self.length += len(piece)
         return piece
 
-    def _sure(self, text: str) -> int:
+    def _final_length(self, text: str) -> int:
         """Return how many characters of a text precede a possible beginning of a stop string at its end."""
         places = range(max(0, len(text) - self._margin), len(text))
         return next((place for place in places if any(own.startswith(text[place:]) for own in self._stop)), len(text))

@@ -56,7 +56,7 @@ class TextTokenizer:
         try:
             return cls(loader.from_pretrained(str(folder.path), local_files_only=True), folder.name)
         except BaseException as error:  # the library raises many kinds for a damaged file
-            if not _is_of_library(error):
+            if not _is_library_error(error):
                 raise
             raise CheckpointError(f"{folder.path}: the tokenizer cannot be read ({error!s:.300})") from error
 
@@ -79,7 +79,7 @@ class TextTokenizer:
         try:
             return work()
         except BaseException as error:
-            if not _is_of_library(error):
+            if not _is_library_error(error):
                 raise
             raise InputError("prompt: the tokenizer cannot process this text", field="prompt", detail=error) from error
 
@@ -192,7 +192,7 @@ class TextTokenizer:
         return tuple(vocabulary[token] for token in END_TOKENS if token in vocabulary)
 
 
-def _is_of_library(error: BaseException) -> bool:
+def _is_library_error(error: BaseException) -> bool:
     """Return whether a library raised the error, by an exception or by a Rust panic.
 
     A Rust panic is not an :class:`Exception`, and its class has no public name.

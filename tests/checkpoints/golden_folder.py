@@ -1,4 +1,4 @@
-"""Copies of the golden checkpoint, damaged or laid out otherwise, and what loading them gives."""
+"""Copies of the golden checkpoint, damaged or in several files, and the errors of loading them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ INDEX = "model.safetensors.index.json"
 
 
 def change_config(folder: Path, **changes: Any) -> None:
-    """Set keys of config.json; ``...`` removes one."""
+    """Set keys of config.json; the value ``...`` removes a key."""
     raw = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
 
 
 def split(folder: Path, tensors: dict[str, np.ndarray], files: int = 3) -> dict[str, str]:
-    """Rewrite a folder as several files and an index; returns the index's map."""
+    """Rewrite a folder as several files and an index; return the index's map."""
     (folder / "model.safetensors").unlink(missing_ok=True)
     claims = {}
     for number in range(files):
@@ -58,7 +58,7 @@ def same_weights(one: Engine, other: Engine) -> None:
 
 
 def fails(folder: Any, *parts: str, error: type[Exception] = CheckpointError, **options: Any) -> str:
-    """Loading fails with one error whose message has all these parts."""
+    """Check that loading fails with an error whose message has all these parts; return the message."""
     with pytest.raises(error) as caught:
         load(folder, **options)
     message = str(caught.value)
@@ -69,7 +69,7 @@ def fails(folder: Any, *parts: str, error: type[Exception] = CheckpointError, **
 
 
 class Bomb:
-    """Leaves a mark when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = str(marker)

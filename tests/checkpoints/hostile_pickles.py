@@ -93,7 +93,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "key with a slash": (pickle.dumps({"a/b": ARRAY}, 4), "without a slash"),
     "key with an escape": (pickle.dumps({"\x1b[2J": ARRAY}, 4), r"'\x1b[2J'"),
     "key is not UTF-8": (START + b"}X\x01\x00\x00\x00\xffNs.", "not UTF-8"),
-    "key twice": (START + b"}(" + 2 * (key("a") + b"N") + b"u.", '"a" stands twice'),
+    "key twice": (START + b"}(" + 2 * (key("a") + b"N") + b"u.", '"a" appears twice'),
     "dict in itself": (START + b"}q\x00" + key("a") + b"h\x00s.", "contains itself"),
     "dict in its tuple": (START + b"}q\x00" + key("a") + b"h\x00\x85s.", "not a new dict"),
     "dict changed later": (START + b"}q\x00\x85h\x00" + key("a") + b"Ns.", "not a new dict"),

@@ -45,7 +45,7 @@ def main(values: flags.FlagValues) -> None:
         "read": engine.loaded.bytes_read,
         "held": engine.loaded.bytes_held,
         "stored": engine.loaded.bytes_stored,
-        "said": describe_loaded(engine.loaded),
+        "said": describe_loaded(engine, engine.loaded),
         "shards": shard_digests(engine.weights),
     }
     print(json.dumps(found))

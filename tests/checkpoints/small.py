@@ -1,4 +1,4 @@
-"""Small random checkpoints, and what the tests of checkpoints do with them again and again."""
+"""Small random checkpoints, and common actions of the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ MICRO = {
     "pad_token_id": 0,
     "torch_dtype": "bfloat16",
 }
+# Its matrices have several chunks of digests, in rows and in columns.
+CUT = MICRO | {"vocab_size": 2048, "hidden_size": 448, "intermediate_size": 1024, "mask_token_id": 2047}
 
 
 def layout_of(path: Path | str) -> ModelLayout:
@@ -40,7 +42,7 @@ def layout_of(path: Path | str) -> ModelLayout:
 
 
 def write_source(folder: Path, config: dict[str, Any]) -> Path:
-    """A Hugging Face folder of random bfloat16 weights."""
+    """Write a Hugging Face folder of random bfloat16 weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     generator = np.random.default_rng(0)
@@ -66,6 +68,6 @@ def to_huggingface(source: Path | str, output: Path) -> Path:
 
 
 def contents(path: Path | str) -> dict[str, bytes]:
-    """Every tensor of a checkpoint, read through its digests, as bytes."""
+    """Read all tensors of a checkpoint as bytes, checking digests."""
     found = open_tensors(open_folder(path))
     return {name: found[name].whole().tobytes() for name in found.by_name}

@@ -1,4 +1,4 @@
-"""Canonical checkpoints: converted once, restored onto any mesh, and nothing lost or changed without a word."""
+"""Canonical checkpoints: converted once, restored onto any mesh; loss and damage are errors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from checkpoints import CheckpointError, open_folder
+from checkpoints import CheckpointError, open_folder, orbax, writing
 from checkpoints.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.opening import open_tensors
@@ -24,7 +26,7 @@ from checkpoints.output import FolderOutput
 from checkpoints.verification import verify, write_manifest
 from runtime import Engine
 from tests import golden_cases
-from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, to_huggingface, write_source
+from tests.checkpoints.small import CUT, MICRO, contents, layout_of, to_canonical, to_huggingface, write_source
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,7 @@ def test_restored_on_any_mesh_as_from_the_source(mesh: str, tmp_path_factory: py
 
 
 def test_orbax_reads_it(micro: Path, canonical: Path) -> None:
-    """By itself, without this project: both of its interfaces, onto the devices that wrote it and onto the host."""
+    """Both interfaces of Orbax restore it, onto the devices that wrote it and onto the host."""
     import orbax.checkpoint
     from orbax.checkpoint import v1
 
@@ -112,7 +114,7 @@ def test_the_dtype_is_said_where_the_source_says_it(keys: list[str], tmp_path: P
 
 
 def test_a_host_reads_little_more_than_it_owns(tmp_path: Path) -> None:
-    """Digests are of chunks that shards align with: an eighth of a matrix is not read by reading all of it."""
+    """Shards consist of whole chunks, so an eighth of a matrix can be read alone."""
     checkpoint = to_canonical(golden_cases.FOLDER, tmp_path / "checkpoint", dtype="float32")
     found = open_tensors(open_folder(checkpoint))
     tensor = found["model.layers.0.self_attn.q_proj.weight"]
@@ -144,7 +146,7 @@ def test_huggingface_folder_with_manifest(micro: Path, tmp_path: Path) -> None:
 
 
 def damage(data: bytes, generator: random.Random) -> bytes:
-    """One flipped bit, a truncation, or a zeroed range; never what was there before."""
+    """Flip a bit, truncate, or set a range to zero; the result always differs."""
     kind = generator.choice(["flip", "flip", "flip", "truncate", "zero"])
     at = generator.randrange(len(data))
     if kind == "flip":
@@ -158,7 +160,7 @@ def damage(data: bytes, generator: random.Random) -> bytes:
 @pytest.mark.parametrize("kind", ["canonical", "huggingface"])
 @pytest.mark.parametrize("count", [150, pytest.param(4000, marks=pytest.mark.slow)])
 def test_damage_is_detected_or_harmless(kind: str, count: int, micro: Path, canonical: Path, tmp_path: Path) -> None:
-    """Every damage to any file is an error that names file or tensor, or changes neither weights nor configuration."""
+    """Damage to any file is an error that names the file or tensor, or changes neither weights nor configuration."""
     copy = Path(shutil.copytree(canonical if kind == "canonical" else micro, tmp_path / "copy"))
     if kind == "huggingface":
         write_manifest(open_folder(copy), layout_of(copy))
@@ -184,9 +186,30 @@ def test_damage_is_detected_or_harmless(kind: str, count: int, micro: Path, cano
     assert contents(copy) == expected
 
 
+def test_one_group_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group has at most its size, or one tensor, and its arrays are gone before the next group is saved."""
+    monkeypatch.setattr(writing, "GROUP_BYTES", 1 << 20)
+    save, groups = orbax.save_group, []
+    references: list[weakref.ref[jax.Array]] = []
+
+    def watched(place: Path, arrays: dict[str, jax.Array], chunk_bytes: dict[str, int]) -> None:
+        assert not any(reference() is not None for reference in references)
+        groups.append([array.nbytes for array in arrays.values()])
+        references.extend(weakref.ref(array) for array in arrays.values())
+        save(place, arrays, chunk_bytes)
+
+    monkeypatch.setattr(orbax, "save_group", watched)
+    source = write_source(tmp_path / "source", CUT)
+    canonical = to_canonical(source, tmp_path / "checkpoint")
+    assert len(groups) > 4
+    assert all(sum(group) <= 1 << 20 or len(group) == 1 for group in groups)
+    assert contents(canonical) == contents(source)
+
+
 CONVERTER = """
 import sys, time
 from pathlib import Path
+from orbax.checkpoint import v1  # before the time is taken
 from checkpoints import open_folder
 from checkpoints.conversion import convert
 from checkpoints.output import FolderOutput
@@ -204,7 +227,7 @@ print("done", flush=True)
 
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_any_point(kills: int, micro: Path, tmp_path: Path) -> None:
-    """Whatever moment a conversion is killed at, there is the old checkpoint, or the new one whole, or none."""
+    """If a conversion is killed at any moment, there is the old checkpoint, the new one complete, or none."""
     output = to_canonical(micro, tmp_path / "checkpoint")
     expected = contents(output)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -244,7 +267,7 @@ def test_killed_at_any_point(kills: int, micro: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk(micro: Path, tmp_path: Path) -> None:
-    """A typed error that says where; the old checkpoint stays; no partial one has its name; the next run cleans up."""
+    """The error names the output, the old checkpoint stays, and the next run cleans up."""
     output = to_canonical(micro, tmp_path / "checkpoint")
     expected = contents(output)
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n" + CONVERTER

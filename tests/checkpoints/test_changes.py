@@ -1,4 +1,4 @@
-"""Random changes of any file of a checkpoint, flipped bits, added files, swapped ones: all of them are found."""
+"""Random changes to a checkpoint's files (flipped bits, added and swapped files): all of them are found."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from checkpoints.huggingface import INDEX_FILE
 from checkpoints.manifest import MANIFEST_FILE, Manifest
 from checkpoints.opening import check_files, open_tensors, read_manifest
 from checkpoints.verification import uncovered_files, verify, write_manifest
-from launch.convert import open_model
+from launch.folders.models import open_model
 from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, write_source
 
 
 def write_folder(folder: Path) -> Path:
-    """A Hugging Face folder with all that one may have beside its weights."""
+    """Write a Hugging Face folder with every kind of file beside the weights."""
     write_source(folder, MICRO)
     for name, text in (
         ("generation_config.json", '{"eos_token_id": 3}'),
@@ -88,7 +88,9 @@ def test_loading_refuses_what_was_added(request: pytest.FixtureRequest, layout: 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
         # With a folder of that name it is no Hugging Face folder any more.
-        said = FILES_FILE if layout == "huggingface" and "weights/" in name else f"were added to it: {name}"
+        said = (
+            FILES_FILE if layout == "huggingface" and "weights/" in name else f"were added to this checkpoint: {name}"
+        )
         for level in ("full", "sizes"):
             with pytest.raises(CheckpointError, match=said):
                 open_tensors(open_folder(folder), level)
@@ -99,7 +101,7 @@ def test_loading_refuses_what_was_added(request: pytest.FixtureRequest, layout: 
 
 
 def older(folder: Path) -> CheckpointFolder:
-    """Make a folder's manifest one of version 1, which listed the files beside the weights, without folders."""
+    """Turn a folder's manifest into version 1, which covered the files beside the weights, without subfolders."""
     opened = open_folder(folder)
     manifest = read_manifest(opened)
     assert manifest is not None

@@ -1,4 +1,4 @@
-"""Hugging Face folders that cannot be loaded: the error lists by name what is wrong."""
+"""Hugging Face folders that cannot be loaded: the error names everything that is wrong."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_one_tensor_twice_in_a_file(folder: Path) -> None:
 
 
 def test_everything_wrong_is_listed_at_once(folder: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Missing, unknown, mis-shaped, of a strange dtype, in two files, in none: one error with all of them."""
+    """One error lists tensors that are missing, unknown, duplicate, mis-shaped, in no file, or of another dtype."""
     changed = dict(tensors)
     del changed[HEAD], changed["model.layers.1.self_attn.q_proj.bias"]
     changed["model.norm.weight"] = changed["model.norm.weight"][:-1]
@@ -79,10 +79,10 @@ def test_everything_wrong_is_listed_at_once(folder: Path, tensors: dict[str, np.
         "missing: model.layers.1.self_attn.q_proj.bias [224]",
         "unknown: surprise [2, 3]",
         "unknown: model.layers.3.input_layernorm.weight [224]",
-        "shape: model.norm.weight is [223], and config.json makes it [224]",
-        "shape: model.layers.0.mlp.up_proj.weight is [224, 512], and config.json makes it [512, 224]",
+        "shape: model.norm.weight is [223]; config.json says [224]",
+        "shape: model.layers.0.mlp.up_proj.weight is [224, 512]; config.json says [512, 224]",
         "dtype: model.layers.2.self_attn.k_proj.bias is F64",
-        f"duplicate: {twice} stands in 2 files",
+        f"duplicate: {twice} is in 2 files",
         "index: phantom is in no file",
     )
     assert str(folder) in message
@@ -124,7 +124,7 @@ def test_an_index_that_names_an_absent_file(folder: Path, tensors: dict[str, np.
     ids=range(12),
 )
 def test_an_index_that_points_elsewhere(folder: Path, tensors: dict[str, np.ndarray], name: str) -> None:
-    """The file outside is there and whole, and is not read."""
+    """The file outside exists and is intact, but is not read."""
     claims = split(folder, tensors)
     shutil.copy(GOLDEN / "model.safetensors", folder.parent / "outside.safetensors")
     if name.startswith("/"):
@@ -252,7 +252,7 @@ def test_a_config_of_another_size_than_the_weights(folder: Path) -> None:
     fails(
         folder,
         "missing: model.layers.3.mlp.up_proj.weight [1024, 224]",
-        "shape: model.layers.0.mlp.up_proj.weight is [512, 224], and config.json makes it [1024, 224]",
+        "shape: model.layers.0.mlp.up_proj.weight is [512, 224]; config.json says [1024, 224]",
     )
 
 

@@ -1,4 +1,4 @@
-"""A legacy params.pkl becomes a canonical checkpoint without being unpickled, and its lost biases are not forgotten."""
+"""A legacy params.pkl is converted without being unpickled, and its missing biases have to be replaced."""
 
 from __future__ import annotations
 

@@ -117,9 +117,9 @@ def refused(tmp_path: Path, data: bytes) -> str:
 def test_hostile_pickles_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     data, message = HOSTILE[name]
-    started = time.perf_counter()
+    started = time.process_time()  # whatever else this machine does
     assert message in refused(tmp_path, data)
-    assert time.perf_counter() - started < 20  # the costliest walks a million operations
+    assert time.process_time() - started < 20  # the costliest walks a million operations
     assert os.listdir(tmp_path) == ["hostile.pkl"]
 
 

@@ -1,4 +1,4 @@
-"""Weights that are no numbers are named by what reads every byte."""
+"""NaN and infinity in weights are reported by everything that reads all weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NORM, HEAD = "model.layers.1.input_layernorm.weight", "lm_head.weight"
 
 
 def damaged(folder: Path, values: dict[str, list[float]], dtype: str = "bfloat16") -> Path:
-    """A folder in which the last elements of some tensors are these."""
+    """Write a folder in which the last elements of some tensors have given values."""
     write_source(folder, MICRO | {"torch_dtype": dtype})
     tensors = {name: data.astype(dtype) for name, data in load_file(folder / "model.safetensors").items()}
     for name, wanted in values.items():

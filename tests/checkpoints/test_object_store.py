@@ -1,4 +1,4 @@
-"""Conversion onto an object store, where nothing can be renamed, and restoring straight from it.
+"""Conversion to an object store, which cannot rename, and loading from it.
 
 The same tests run over a Google Cloud Storage (a server of the tests' own) and over a folder on disk that is treated as
 such a store, by its ``file://`` URL.
@@ -62,7 +62,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(params=["gs", "file"])
 def url(request: pytest.FixtureRequest, server: ObjectStore, tmp_path: Path) -> str:
-    """Where a checkpoint may be written; nothing is there."""
+    """URL of an empty folder for a checkpoint."""
     server.objects.clear()
     server.log.clear()
     server.writes_left = 1 << 60
@@ -96,7 +96,7 @@ def test_several_processes_write_it(url: str, micro: Path, server: ObjectStore) 
 
 
 def test_restored_straight_from_it(url: str, micro: Path, server: ObjectStore, tmp_path: Path) -> None:
-    """Onto a mesh as from the source; the weights are not brought to this machine's disk."""
+    """The result equals loading the source, and weights are not downloaded to the disk."""
     to_store(micro, url)
     expected, found = Engine.load(micro, mesh="tensor=4"), Engine.load(url, mesh="tensor=4")
     for one, other in zip(jax.tree.leaves(expected.weights), jax.tree.leaves(found.weights), strict=True):
@@ -137,7 +137,7 @@ def test_what_is_no_checkpoint_of_ours_is_not_removed(url: str, micro: Path) -> 
 
 
 def test_refused_at_any_write(micro: Path, server: ObjectStore) -> None:
-    """The store refuses after any number of writes: a typed error, no checkpoint, and the next run cleans up."""
+    """If the store refuses a write, there is an error and no checkpoint, and the next run cleans up."""
     url = "gs://bucket/models/checkpoint"
     server.objects.clear()
     server.log.clear()
@@ -167,7 +167,7 @@ def test_refused_at_any_write(micro: Path, server: ObjectStore) -> None:
 
 
 def said_by(attempt: Callable[..., object], *arguments: object) -> str:
-    """The message of the CheckpointError that a call ends in, nothing where it ends well."""
+    """Return the message of the CheckpointError that a call raises; empty if it raises none."""
     try:
         attempt(*arguments)
     except CheckpointError as error:
@@ -177,7 +177,7 @@ def said_by(attempt: Callable[..., object], *arguments: object) -> str:
 
 @pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.slow)])
 def test_killed_at_any_point(kills: int, url: str, micro: Path, server: ObjectStore) -> None:
-    """A checkpoint is there whole, or none; a leftover is said and removed."""
+    """There is a complete checkpoint or none; leftovers are reported and removed."""
     program = (
         "import sys; print('ready', flush=True)\n"
         "from launch import convert\n"

@@ -1,4 +1,4 @@
-"""What Orbax's public interface does and does not do, as :mod:`checkpoints.arrays` relies on it.
+"""Abilities and limits of Orbax's public interface on which :mod:`checkpoints.arrays` relies.
 
 If one of these tests fails with a new version of Orbax, that part of :mod:`checkpoints.arrays` may no longer be needed.
 """
@@ -29,7 +29,7 @@ UNEVEN = MICRO | {"vocab_size": 2053, "hidden_size": 112, "mask_token_id": 2052}
 
 
 def stored_chunk(folder: Path, shape: tuple[int, int], shards: int, chunk_bytes: int) -> tuple[int, ...]:
-    """The chunk in which Orbax stores a float32 array whose rows are sharded."""
+    """Save a float32 array whose rows are sharded, and return the shape of its stored chunks."""
     mesh = Mesh(np.array(jax.devices()[:shards]), ("shard",))
     data = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     array = jax.device_put(data, NamedSharding(mesh, PartitionSpec("shard")))
@@ -57,7 +57,7 @@ def test_a_dimension_that_does_not_divide_is_not_cut_into_rows(tmp_path: Path) -
 
 
 def test_finishing_renames(tmp_path: Path) -> None:
-    """An object store cannot rename."""
+    """Finalizing renames, which an object store cannot do."""
     renamed: list[Any] = []
     watching = True
 

@@ -33,7 +33,7 @@ def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """Names with dots as a tree of dictionaries."""
+    """Turn names with dots into a tree of dictionaries."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
         *parents, last = name.split(".")
@@ -146,6 +146,14 @@ def test_without_a_database(micro: Path, tmp_path: Path) -> None:
         folder = save(micro, tmp_path / "model", "", "v1", "flat")
     assert not list(folder.rglob("manifest.ocdbt"))
     assert contents(folder) == contents(micro)
+
+
+def test_relative_paths(plain: Path, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(plain.parent)
+    assert contents(Path(plain.name)) == contents(micro)
+    monkeypatch.chdir(tmp_path)
+    assert contents(to_canonical(micro, Path("canonical"))) == contents(micro)
+    assert contents(tmp_path / "canonical") == contents(micro)
 
 
 def test_another_model(plain: Path, micro: Path, tmp_path: Path) -> None:

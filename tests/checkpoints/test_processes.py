@@ -1,4 +1,4 @@
-"""Several processes convert one checkpoint: the same to the bit as one does it, or nothing."""
+"""Several processes convert one checkpoint: the result equals that of one process to the bit, or there is none."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from checkpoints.processes import Processes
 from launch.hosts.local_processes import environment, free_port
 from launch.hosts.secret import new_secret
 from runtime import Engine
-from tests.checkpoints.small import MICRO, contents, to_canonical, write_source
-
-# Its matrices have several chunks of digests, in rows and in columns, which the processes divide.
-CUT = MICRO | {"vocab_size": 2048, "hidden_size": 448, "intermediate_size": 1024, "mask_token_id": 2047}
+from tests.checkpoints.small import CUT, MICRO, contents, to_canonical, write_source
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +31,7 @@ def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_processes(module: str, count: int, devices: int, *arguments: str) -> list[tuple[int, str]]:
-    """Run a launcher on several hosts with so many devices each; exit code and output of each."""
+    """Run a command on several hosts with several devices each; return exit code and output of each."""
     port, secret = free_port(), new_secret()
     started = [
         subprocess.Popen(
@@ -61,7 +58,7 @@ def convert_together(source: Path, output: Path | str, count: int, how: str | No
 
 
 def small_files(checkpoint: Path) -> dict[str, bytes]:
-    """Every file that is neither Orbax's nor the list of Orbax's files, by its name."""
+    """Read all files by name, except Orbax's and the list of Orbax's files."""
     return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file() and path.name != FILES_FILE}
 
 
@@ -96,7 +93,7 @@ def test_orbax_reads_what_several_wrote(micro: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["raise", pytest.param("die", marks=pytest.mark.slow)])
 def test_a_process_that_fails_leaves_no_checkpoint(how: str, micro: Path, tmp_path: Path) -> None:
-    """The old checkpoint stays as it was; what the failed one left is cleaned up by the next."""
+    """The old checkpoint stays, and the next conversion cleans up what the failed one left."""
     output = to_canonical(micro, tmp_path / "checkpoint")
     before = contents(output)
     codes, (said, _) = zip(*convert_together(micro, output, 2, how), strict=True)
@@ -114,7 +111,7 @@ def test_a_process_that_fails_leaves_no_checkpoint(how: str, micro: Path, tmp_pa
 
 
 def test_processes_that_see_different_places_do_not_make_a_checkpoint(micro: Path, tmp_path: Path) -> None:
-    """Another machine's disk: what process 0 marks is not there."""
+    """On another machine's disk, the marker of process 0 does not exist."""
     from checkpoints.conversion import convert
     from tests.checkpoints.small import layout_of
 
@@ -137,7 +134,7 @@ def test_shares_are_disjoint_complete_and_balanced(count: int) -> None:
 
 @pytest.mark.slow
 def test_the_launcher_in_several_processes(micro: Path, tmp_path: Path) -> None:
-    """As people start it: the output on standard output once; refused by all when it exists."""
+    """Through ``launch.local``: the output is printed once, and refused by all processes if it exists."""
 
     def run() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "launch.local", "--num_processes=3", "--", sys.executable, "-m"]

@@ -1,4 +1,4 @@
-"""Restoring by several processes: each reads what its devices hold, and the shards are those of one process."""
+"""Loading in several processes: each reads what its devices hold, and shards equal those of one process."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_shards_are_those_of_one_process(mesh: str, count: int, source: Path, ch
 
 @pytest.mark.parametrize("mesh", ["tensor=2", "tensor=4", "tensor=8", "tensor=16", "data=2,tensor=4"])
 def test_heads_that_share_a_kv_group_are_read_by_themselves(mesh: str, checkpoint: Path) -> None:
-    """28 heads over 8 or 16 devices: 4 of the 7 heads of a group, and not all of them twice."""
+    """With 28 heads on 8 or 16 devices, a device reads 4 of the 7 heads of a group, and no head is read twice."""
     folder, spec = open_folder(checkpoint), MeshSpec.parse(mesh)
     layout = model_layout(parse_config(folder.config), spec, jax.devices()[: spec.size])
     _, loaded = load_weights(folder, layout, "bfloat16")
@@ -99,7 +99,7 @@ def test_heads_that_share_a_kv_group_are_read_by_themselves(mesh: str, checkpoin
 
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_fused_projections_and_uneven_vocabularies(tensor: int, tmp_path: Path) -> None:
-    """Each device reads its heads of GPT-2's fused q, k and v; a prime vocabulary is read nearly once."""
+    """Devices read only their heads of GPT-2's fused q, k and v, and a prime vocabulary about once in total."""
     source = write_source(tmp_path / "source", GPT2)
     folder = open_folder(to_canonical(source, tmp_path / "checkpoint"))
     found = open_tensors(folder)
@@ -116,7 +116,7 @@ def test_fused_projections_and_uneven_vocabularies(tensor: int, tmp_path: Path) 
 
 
 def test_bytes_read_are_those_of_the_disk(checkpoint: Path) -> None:
-    """What is counted is what TensorStore asks of the file system, but for the little that finds the tensors."""
+    """The counted bytes equal those that TensorStore reads from the file system, except for a few of metadata."""
     import tensorstore
 
     def read_so_far() -> int:

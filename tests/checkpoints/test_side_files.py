@@ -1,4 +1,4 @@
-"""Files beside the weights: files of the folder, of a bounded size."""
+"""Files beside the weights have to be in the folder and not too large."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checkpoints import CheckpointError, open_folder
 from checkpoints.fingerprint import folder_fingerprint
 from checkpoints.folder import MAX_SIDE_FILE_BYTES
 from checkpoints.verification import write_manifest
-from launch.convert import say_licence
+from launch.folders.models import say_licence
 from runtime.text.tokenizer import TextTokenizer
 from tests.checkpoints.small import MICRO, layout_of, to_canonical, to_huggingface, write_source
 
@@ -46,7 +46,7 @@ def refused(read: Callable[[Path, Path], object], folder: Path, said: str) -> No
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_links_that_leave_the_folder(folder: Path, name: str, read: Callable[[Path, Path], object]) -> None:
-    """A link to /etc/passwd, called LICENSE, was copied out."""
+    """A link called LICENSE to /etc/passwd must not be copied."""
     secret = folder.parent / "secret"
     secret.write_text('{"secret": 1}')
     (folder / name).symlink_to(secret)
@@ -59,7 +59,7 @@ def test_links_that_leave_the_folder(folder: Path, name: str, read: Callable[[Pa
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("name", [*NAMES, "tokenizer.json"])
 def test_files_too_large_to_be_read(folder: Path, name: str, read: Callable[[Path, Path], object]) -> None:
-    """A sparse file takes no room on a disk, and as much memory as it says."""
+    """A sparse file takes no space on a disk, but as much memory as its size."""
     with (folder / name).open("wb") as file:
         file.truncate(6 << 30)
     refused(read, folder, f"{name}: {6 << 30} bytes are too many")
@@ -73,7 +73,7 @@ def test_a_large_configuration(folder: Path) -> None:
 
 
 def test_links_within_the_folder_and_to_the_blobs_of_the_hubs_cache(folder: Path) -> None:
-    """A snapshot of the cache consists of links to the blobs beside it, and nothing else of the cache is its own."""
+    """Links in a snapshot of the cache may lead to the blobs beside it, and nowhere else."""
     cache = folder.parent / "models--x--y"
     snapshot, blobs = cache / "snapshots" / "0123abc", cache / "blobs"
     for made in (snapshot, blobs, cache / "refs"):

@@ -1,4 +1,4 @@
-"""Code and pickles in a checkpoint's folder are never run, and a URL is fetched without them."""
+"""Code and pickles in a checkpoint's folder are never run, and never downloaded."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_code_and_pickles_in_the_folder_are_never_touched(folder: Path, tmp_path
 
 
 def test_the_bomb_goes_off(tmp_path: Path) -> None:
-    """So that its silence above means something."""
+    """Unpickling this file does run its code, so the other tests would notice it."""
     pickle.loads(pickle.dumps(Bomb(tmp_path / "marker")))
     assert (tmp_path / "marker").exists()
 
@@ -108,7 +108,7 @@ def test_a_pickle_alone_is_no_checkpoint(folder: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """fsspec's file system in memory, and a cache folder of this test's own."""
+    """An in-memory file system of fsspec, and a cache folder for this test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     system = fsspec.filesystem("memory")
     root = f"/{tmp_path.name}/model"
@@ -143,7 +143,7 @@ def test_urls_without_a_checkpoint(remote: Any) -> None:
 
 
 def test_a_url_whose_weights_have_changed(remote: Any, folder: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Trained on and saved again under the same name, of the very same size: what is there now is loaded."""
+    """A model that is saved again at the same URL with the same size is downloaded again."""
     system, root, url = remote
     save_file(tensors, folder / "model.safetensors")
     size = (folder / "model.safetensors").stat().st_size
@@ -156,7 +156,7 @@ def test_a_url_whose_weights_have_changed(remote: Any, folder: Path, tensors: di
 
 
 def test_a_url_whose_files_were_replaced(remote: Any, folder: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Several files with an index, then one without: the index of before is not followed."""
+    """Several files with an index are replaced by one file: the old index is not used."""
     system, root, url = remote
     split(folder, tensors)
     upload(system, root, folder)

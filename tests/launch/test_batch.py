@@ -116,8 +116,8 @@ def test_a_batch_its_order_and_its_resumption(
     capsys.readouterr()
     launch(source, output, compiled, "--skip_bad")
     err = capsys.readouterr().err
-    assert "written in part" in err
-    assert "1 of 6 results are there already" in err
+    assert "removed an incomplete last line" in err
+    assert "1 of 6 results exist already" in err
     assert (output / "sorted.jsonl").read_bytes() == whole
     assert (output / "results.jsonl").read_bytes().startswith(results[: results.index(b"\n") + 1])
     assert len((output / "errors.jsonl").read_text().splitlines()) == 2
@@ -192,7 +192,7 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
     ({"id": "14", "messages": "hi"}, "messages: expected"),
     ({"custom_id": "15", "body": {"prompt": "x", "tools": [1]}}, "tools: not supported"),
     ({"custom_id": "16", "prompt": "x"}, "body: expected an object"),
-    ({"id": "good", "prompt": "x"}, "stands in line"),
+    ({"id": "good", "prompt": "x"}, "first used on line"),
     ('{"id": "17", "prompt": "x", "top_p": NaN}', "top_p is nan"),
     ('{"id": "18", "prompt": "\\ud800"}', "not UTF-8"),
 ]
@@ -239,14 +239,14 @@ def test_what_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     output.append([{"id": "a", "index": 0}])
     real = os.write
     monkeypatch.setattr(batch_folder.os, "write", lambda handle, data: real(handle, data[: len(data) // 2]))
-    with pytest.raises(InputError, match="What it holds is whole"):
+    with pytest.raises(InputError, match="Results so far are intact"):
         output.append([{"id": "b", "index": 0}])
     monkeypatch.undo()
     assert output.done({("a", 0), ("b", 0)}) == {("a", 0)}
     output.append([{"id": "b", "index": 0}, {"id": "b", "index": 0}])
-    with pytest.raises(InputError, match=r"results.jsonl:3: a result that is there twice"):
+    with pytest.raises(InputError, match=r"results.jsonl:3: a result that appears twice"):
         output.done({("a", 0), ("b", 0)})
-    with pytest.raises(InputError, match=r"results.jsonl:2: a result that is there of no line"):
+    with pytest.raises(InputError, match=r"results.jsonl:2: a result that belongs to no line"):
         output.done({("a", 0)})
     (tmp_path / "out" / "results.jsonl").write_text("?\n")
     with pytest.raises(InputError, match="not written by this run"):

@@ -98,7 +98,7 @@ class Interrupted:
             process.send_signal(signal.SIGTERM if how == "drain" else signal.SIGKILL)
         _, err = process.communicate(timeout=180)
         assert process.returncode == {"drain": 42, "full": 2}.get(how, -signal.SIGKILL), err
-        assert {"drain": "the same command goes on", "full": "What it holds is whole"}.get(how, "") in err
+        assert {"drain": "run the same command again", "full": "Results so far are intact"}.get(how, "") in err
 
         after = {record["id"] for record in results(self.output)}
         entered = [self._of_seed[int(line)] for line in self._log.read_text().splitlines()]
@@ -170,7 +170,7 @@ def test_several_hosts_write_what_one_does(tmp_path: Path, compiled: str, proces
         elif how == "drain":
             assert codes == [42] * processes, err
             assert "SIGTERM: finishing what is in flight" in err[1]
-            assert "the same command goes on" in err[0]
+            assert "run the same command again" in err[0]
         else:
             assert codes == [0] * processes, err
         assert (len(results(many)) == prompts) == (how == "end")

@@ -99,7 +99,7 @@ def test_damage_is_named(checkpoint: Path, tmp_path: Path, capsys: pytest.Captur
 
 def test_the_manifest_of_a_huggingface_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_source(tmp_path / "model", MICRO)
-    assert "--write_manifest makes it" in refused(verify.run, capsys, f"--checkpoint={folder}")
+    assert "--write_manifest writes it" in refused(verify.run, capsys, f"--checkpoint={folder}")
     verify.run(["verify", f"--checkpoint={folder}", "--write_manifest"])
     assert "intact" in capsys.readouterr().out
     inspect.run(["inspect", f"--checkpoint={folder}"])
@@ -138,7 +138,7 @@ def test_what_is_inside_a_pickle(source: Path, legacy: Path, capsys: pytest.Capt
     inspect.run(["inspect", f"--checkpoint={legacy}", f"--config={source}"])
     assert capsys.readouterr().out == said
     assert "no such file" in refused(inspect.run, capsys, "--checkpoint=/nowhere/params.pkl")
-    assert "goes with a params.pkl" in refused(inspect.run, capsys, f"--checkpoint={source}", "--config=config.json")
+    assert "requires a params.pkl" in refused(inspect.run, capsys, f"--checkpoint={source}", "--config=config.json")
 
 
 def test_a_config_that_is_named_and_not_there(

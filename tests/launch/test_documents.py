@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    ROOT / "benchmarks" / "README.md",
-    *sorted((ROOT / "launch").rglob("*.md")),
+    *sorted(ROOT.glob("*/README.md")),
+    *sorted(path for path in (ROOT / "launch").rglob("*.md") if path != ROOT / "launch" / "README.md"),
 ]
 # Commands of documents whose first word of arguments is a command of ours.
 COMMAND = re.compile(r"(?:diffumesh|slurm\.sh|tpu-vm\.sh run|-m launch\.main|diffumesh:\w+) ([a-z]+)(?= |$)(.*)")

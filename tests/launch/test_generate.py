@@ -166,7 +166,7 @@ def test_explain_needs_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
         (["--seed=9999999999999999999"], "seed is 9999999999999999999"),
         (["--max_new_tokens=0"], "nothing to fill"),
         (["--max_new_tokens=1000000"], "the model allows"),
-        (["--mesh=tensor=3"], "does not divide"),
+        (["--mesh=tensor=3"], "is not divisible"),
         (["--mesh=data=512"], "512 devices"),
         (["--mesh=model=2"], 'unknown axis "model"'),
         (["--attention=cudnn"], "requires a GPU"),
@@ -221,7 +221,7 @@ def test_without_a_compile_cache_it_goes_on(capsys: pytest.CaptureFixture[str], 
     said = capsys.readouterr()
     assert said.out.startswith(PROMPT)
     assert f"warning: --compile_cache={cache}: " in said.err
-    assert "compiled anew" in said.err
+    assert "compiled again in every run" in said.err
 
 
 def test_one_line_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +234,7 @@ def test_one_line_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr()
     assert int(found[1]) == len(json.loads(said.out)["tokens"])
     assert "decoding: max_new_tokens=8, steps=8, algorithm=entropy" in said.err
-    assert "weights, GB: " in said.err
+    assert re.search(r"Loaded \d+ MB of bfloat16 weights \(\d+ MB in memory as float32\)", said.err)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -337,7 +337,8 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
     """Simulated devices, a private compile cache, prompts from standard input, exit codes."""
     cache = tmp_path / "cache"
     command = [sys.executable, "-m", "launch.generate", "--devices=4", "--mesh=data=2,tensor=2", "--max_new_tokens=8"]
-    environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
+    # A user's: what XLA compiles as released takes it so long that JAX keeps it.
+    environment = {key: value for key, value in os.environ.items() if key not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     done = subprocess.run(
         [*command, f"--compile_cache={cache}"],
         input=PROMPT,

@@ -148,7 +148,7 @@ def test_a_host_asks_one_question_at_a_time() -> None:
     fault, _, _ = judge(scene)
     assert fault is not None
     assert (fault.kind, fault.host) == ("exception", 1)
-    assert "questions at a time" in fault.text
+    assert "exchanges at a time" in fault.text
 
 
 def test_terminals_see_no_control_characters_of_others() -> None:

@@ -46,18 +46,23 @@ FLAGS = {
     "suppress_mask": False,
     "log_probabilities": False,
     "block_length": None,
+    "sub_block_length": None,
+    "sub_block_cache": False,
     "cache": None,
     "refresh_interval": None,
     "refresh_blocks": None,
     "parallel": None,
     "threshold": None,
     "factor": None,
+    "entropy_limit": None,
+    "greedy": False,
     "cfg_scale": None,
     "early_stop": True,
 }
 MODES = [
-    *("algorithm", "confidence_dtype", "suppress_mask", "block_length", "cache", "refresh_interval", "refresh_blocks"),
-    *("parallel", "threshold", "factor", "cfg_scale", "early_stop"),
+    *("algorithm", "confidence_dtype", "suppress_mask", "block_length", "sub_block_length", "sub_block_cache", "cache"),
+    *("refresh_interval", "refresh_blocks", "parallel", "threshold", "factor", "entropy_limit", "greedy", "cfg_scale"),
+    "early_stop",
 ]
 
 

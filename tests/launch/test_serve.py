@@ -112,7 +112,7 @@ def test_slots_of_several_kinds_fit_beside_one_another(tiny: Engine, monkeypatch
     monkeypatch.setattr(tiny.runner, "room", lambda: weights + max(map(sum, zip(kept, peak, strict=True))))
     for shape in shapes:
         assert Executor(tiny.runner, [shape]).pools[0].count == 8
-    with pytest.raises(InputError, match=r"slots of 4 kinds need 0\.0 GB of each device"):
+    with pytest.raises(InputError, match=r"slots of 4 modes need 0\.0 GB per device"):
         Executor(tiny.runner, shapes)
     monkeypatch.setattr(tiny.runner, "room", lambda: weights + sum(kept) + max(peak))
     Executor(tiny.runner, shapes)

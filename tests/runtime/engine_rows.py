@@ -1,4 +1,4 @@
-"""Three ragged rows of the golden model, the requests that the engine's tests run, and their results."""
+"""Shared fixtures: three ragged rows of the golden model, the requests of the engine tests, and their results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from runtime import DiffusionConfig
 from tests import golden_cases
 
-# Between meshes, and between buckets, logits differ by the rounding of float32 sums: relative to the largest of them.
+# Logits differ between meshes and buckets by the rounding of float32 sums, relative to the largest logit.
 LOGITS_ROUNDING = 1e-5 * 12
 
 MASK = 300

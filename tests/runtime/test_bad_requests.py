@@ -1,4 +1,4 @@
-"""What the engine says about bad requests, before anything is compiled."""
+"""Error messages of the engine for bad requests, raised before anything is compiled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GOOD = [[1, 2, 3]]
 BAD_ROWS: dict[str, tuple[Any, Any, str]] = {
     "right padding": ([[1, 2, 3]], [[1, 1, 0]], r"row 0.*right padding.*left"),
     "a hole in the mask": ([[1, 2, 3], [1, 2, 3]], [[1, 1, 1], [1, 0, 1]], r"row 1.*between"),
-    "a row without tokens": ([[1, 2, 3], [1, 2, 3]], [[1, 1, 1], [0, 0, 0]], r"row 1.*no token"),
+    "a row without tokens": ([[1, 2, 3], [1, 2, 3]], [[1, 1, 1], [0, 0, 0]], r"row 1.*has no 1"),
     "an id too large": ([[1, 2, VOCAB]], None, r"row 0.*320.*outside the vocabulary of 320"),
     "a negative id": ([[1, -1, 2]], None, r"row 0.*-1.*outside the vocabulary"),
     "an id beyond 32 bits": ([[1, 2**40, 2]], None, "outside the vocabulary"),
@@ -120,7 +120,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 @pytest.mark.parametrize("changes", [{"temperature": 1e-40}, {"temperature": 1e-300}, {"alg_temp": 1e-300}])
 def test_numbers_that_float32_cannot_hold(changes: dict[str, Any]) -> None:
-    """A number above 0 that is 0 on the devices: refused, or a result of real tokens."""
+    """Numbers above 0 that underflow to 0 on the devices are rejected, or give a result with real tokens."""
     try:
         config = SAMPLED.replace(top_p=None, top_k=None, **changes)
     except InputError:
@@ -144,14 +144,14 @@ def test_nothing_to_fill() -> None:
     engine = golden_cases.engine()
     with pytest.raises(InputError, match=r"max_new_tokens is 0.*mask"):
         engine.generate_tokens(GOOD, None, DiffusionConfig(max_new_tokens=0, steps=2))
-    # Masks in the padding are none.
+    # Mask tokens in the padding do not count.
     with pytest.raises(InputError, match=r"max_new_tokens is 0.*mask"):
         engine.generate_tokens([[MASK, 1, 2]], [[0, 1, 1]], DiffusionConfig(max_new_tokens=0, steps=2))
 
 
 def test_prompts_longer_than_the_model_allows() -> None:
     engine = golden_cases.engine()
-    with pytest.raises(InputError, match=r"row 1: 500 prompt tokens and 13 new ones make 513.*512"):
+    with pytest.raises(InputError, match=r"row 1: 500 prompt tokens and 13 new tokens are 513.*512"):
         engine.generate_tokens(
             np.ones((2, 500), int),
             np.stack([np.arange(500) >= 100, np.ones(500, bool)]).astype(int),
@@ -160,7 +160,7 @@ def test_prompts_longer_than_the_model_allows() -> None:
     for call in (engine.logits, lambda ids: engine.score(ids, ids)):
         with pytest.raises(InputError, match=r"513.*512"):
             call(np.ones((1, 513), int))
-    # Padding is not counted: this row has 3 tokens.
+    # Padding does not count: this row has 3 tokens.
     wide = np.ones((1, 600), int)
     result = engine.generate_tokens(
         wide, (np.arange(600) >= 597).astype(int)[None], DiffusionConfig(max_new_tokens=4, steps=2)

@@ -1,4 +1,4 @@
-"""The demo model, trained and so with sharp distributions, gives the same tokens on every mesh, greedy and seeded."""
+"""The trained demo model, whose distributions are sharp, yields the same tokens on every mesh, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESHES = [
     "data=4,tensor=4",
     "data=2,sequence=2,tensor=4",
 ]
-# Met in the default run; each mesh with each configuration among the slow ones.
+# The default run; the slow tests cover every mesh with every configuration.
 QUICK_GRID = {
     ("tensor=4", "margin"),
     ("tensor=8", "published"),

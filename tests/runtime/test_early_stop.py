@@ -1,4 +1,4 @@
-"""Rows that end with an end token: where they do, and that nothing before the end depends on it."""
+"""Rows that stop early at an end token: where they stop, and that the tokens before the end are unchanged."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SLOW = ("origin", "blocks", "factor", "prefix")
 
 
 def ending_with(engine: Engine, *tokens: int) -> Engine:
-    """The same model, whose texts end with these tokens."""
+    """The same model with other end tokens."""
     own = Engine(engine.layout, engine.weights)
     own.config = replace(engine.config, end_token_ids=tokens)
     return own
 
 
 def check(engine: Engine, ids: np.ndarray, mask: np.ndarray, config: DiffusionConfig | SamplingConfig) -> None:
-    """An early end changes no token before it and costs less; what follows the end is padding and is not counted."""
+    """Check that early stop changes no token before the end, costs less, and leaves uncounted padding after it."""
     width = ids.shape[1]
     whole = engine.generate_tokens(ids, mask, config)
     new = whole.sequences[:, width:]
@@ -128,7 +128,7 @@ def test_texts_are_those_of_the_full_canvas(
     assert {one.finish_reason for one in early} == {"stop"}
     ended, _, whole = made
     assert ended.stats.forwards < whole.stats.forwards / 2
-    # With its end token.
+    # Including its end token.
     assert ended.stats.tokens == sum(len(one.tokens) + 1 for one in early)
     assert whole.stats.tokens == 2 * 32
     text = "".join(demo.stream(PROMPTS[0], config.replace(seed=[1])))
@@ -150,7 +150,7 @@ def test_a_configuration_that_does_not_say_leaves_it_to_the_call(demo: Engine) -
 
 
 def test_steps_of_a_watched_row_are_denoise_steps(demo: Engine) -> None:
-    """Also where the row may end early: the last canvas is the result."""
+    """Also if the row may stop early; the last canvas equals the result."""
     ids, mask = demo.encode(PROMPTS[:1])
     config = DiffusionConfig.published(16, steps=32, early_stop=True)
     found = demo.generate_tokens(ids, mask, config, history=True)

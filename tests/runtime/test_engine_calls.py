@@ -31,7 +31,7 @@ from tests.runtime.engine_rows import (
 
 
 def test_two_runs_of_the_same_bucket_compile_nothing_new() -> None:
-    """Other numbers, other steps and other lengths within the bucket: the same program."""
+    """Other numbers, steps and lengths within the bucket use the same program."""
     golden = golden_cases.engine()
     engine = Engine(golden.layout, golden.weights)
     ids, mask = rows()
@@ -51,7 +51,7 @@ def test_two_runs_of_the_same_bucket_compile_nothing_new() -> None:
     list(engine.stream_tokens(ids, mask, SAMPLED, every=3))
     engine.generate_tokens(ids, mask, SAMPLED, tokens_hook=lambda *_: None)
     assert engine.compiled_programs == 1, "streaming and hooks between tokens run the same program"
-    # What must be another program is one: the count means something.
+    # A request that needs another program compiles one, so the count is meaningful.
     longer = np.tile(ids, (1, 4))
     assert engine.generate_tokens(longer, None, SAMPLED).stats.compiled_programs == 1
     assert engine.generate_tokens(longer, None, SAMPLED).stats.compiled_programs == 0
@@ -81,7 +81,7 @@ def test_hooks_that_do_nothing_change_nothing(name: str) -> None:
     def watch(step: int | None, canvas: np.ndarray, logits: np.ndarray | None) -> None:
         calls.append(step)
         canvases.append(canvas.copy())
-        assert logits is None, "nobody asked for logits"
+        assert logits is None, "logits were not requested"
         assert canvas.dtype == np.int32
 
     config = CONFIGS[name]
@@ -98,7 +98,7 @@ def test_hooks_that_do_nothing_change_nothing(name: str) -> None:
 
 
 def seen_logits(engine: Engine, canvas: np.ndarray) -> np.ndarray:
-    """What a hook ought to see for a canvas: shifted within each row, zero at padding."""
+    """The logits that a hook must get for a canvas: shifted within each row, zero at padding."""
     mask = np.pad(rows()[1], ((0, 0), (0, NEW_TOKENS)), constant_values=1)
     raw = engine.logits(canvas, mask)
     out = np.zeros_like(raw)
@@ -135,7 +135,7 @@ def test_the_logits_hook_sees_shifted_logits(name: str) -> None:
 
 
 def test_a_tokens_hook_may_change_the_canvas() -> None:
-    """A token that it forces at the start stands, is read by the model, and is not counted as a mask."""
+    """A token forced at the start is kept, is read by the model, and does not count as a mask."""
     engine = golden_cases.engine()
     place, token = WIDTH + 3, 17
 
@@ -150,7 +150,7 @@ def test_a_tokens_hook_may_change_the_canvas() -> None:
     assert (result.history[:, :, place] == token).all()
     assert (result.sequences[:, place] == token).all()
     assert (result.commit_steps[:, place] == -1).all()
-    # The same as a prompt that has the token already.
+    # The result equals that of a prompt that already has the token.
     ids, mask = rows()
     prompt = np.concatenate([ids, np.full((3, 3), MASK), np.full((3, 1), token), np.full((3, 8), MASK)], axis=1)
     same = engine.generate_tokens(
@@ -164,7 +164,7 @@ def test_a_tokens_hook_may_change_the_canvas() -> None:
 
 
 def test_a_tokens_hook_may_mask_again() -> None:
-    """What it masks anew is a mask like any other: it is filled by a later step, the last one at the latest."""
+    """A position that a hook masks again is filled by a later step, at the latest by the last one."""
     place = WIDTH
 
     def mask_again(step: int | None, canvas: np.ndarray, _: Any) -> np.ndarray | None:
@@ -195,7 +195,7 @@ def test_masks_that_the_last_hook_leaves_are_counted() -> None:
 
 
 def test_a_logits_hook_may_change_the_logits() -> None:
-    """A token made impossible is never chosen, one made certain always is; padding and prompt stay."""
+    """A token made impossible is never chosen, one made certain always is; padding and prompt do not change."""
     ids, _ = rows()
     favourite = int(np.bincount(plain("greedy").sequences[:, WIDTH:].ravel()).argmax())
 
@@ -221,7 +221,7 @@ def test_a_logits_hook_may_change_the_logits() -> None:
 
 
 def test_hooks_on_a_mesh_with_filler_rows() -> None:
-    """Three rows on a data axis of two: hooks see the three, and nothing else changes."""
+    """With three rows on a data axis of two, hooks see only these three."""
     engine = golden_cases.engine("data=2,tensor=2")
     shapes = set()
 
@@ -245,7 +245,7 @@ def test_hooks_that_return_nonsense() -> None:
 
 
 def test_a_hook_keeps_padding_that_is_no_token() -> None:
-    """Padding may be any number; a hook that hands the canvas back unchanged has done nothing wrong."""
+    """Padding may have any value, so a hook may return the canvas unchanged."""
     ids, mask = rows()
     ids = np.where(mask == 1, ids, -100)
     result = golden_cases.engine().generate_tokens(ids, mask, GREEDY, tokens_hook=lambda _, canvas, __: canvas.copy())

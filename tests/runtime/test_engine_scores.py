@@ -1,4 +1,4 @@
-"""Logits and log-probabilities of the engine: of padded rows, on meshes, and as an estimator combines them."""
+"""Logits and log-probabilities of the engine: for padded rows, on meshes, and combined by an estimator."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_scores_are_the_log_probabilities_of_the_shifted_logits(mesh: str) -> No
         assert found.dtype == np.float32
         assert found.shape == ids.shape
         np.testing.assert_allclose(found, expected, rtol=0, atol=LOGITS_ROUNDING)
-    # With a mask each row is scored as if it were alone, and padding is zero.
+    # With a mask, each row is scored as in a batch of one, and padding is zero.
     found = engine.score(ids, targets, mask)
     for row, length in enumerate(LENGTHS):
         start = WIDTH - length
@@ -60,7 +60,7 @@ def test_scores_are_the_log_probabilities_of_the_shifted_logits(mesh: str) -> No
 
 
 def test_without_a_mask_pads_are_attended() -> None:
-    """As the original's scoring pass does: padding is read, counted from position 0, and scored."""
+    """Without a mask, padding is attended to, counted from 0, and scored, as in the original's scoring pass."""
     ids, mask = rows()
     engine = golden_cases.engine()
     attended, masked = engine.score(ids, ids), engine.score(ids, ids, mask)
@@ -73,7 +73,7 @@ def test_without_a_mask_pads_are_attended() -> None:
 
 
 def test_coupled_grpo_log_probabilities() -> None:
-    """Three noised copies of each completion, from scores and from logits, combined as the estimator does."""
+    """Three masked copies of each completion, combined as in the estimator, from scores and from logits."""
     engine = golden_cases.engine()
     generator = np.random.default_rng(2)
     prompts, completions = rows()[0], generator.integers(0, MASK, (3, NEW_TOKENS))
@@ -101,7 +101,7 @@ def test_coupled_grpo_log_probabilities() -> None:
 
 
 def test_logits_of_a_row_in_wide_padding() -> None:
-    """Padding is not counted against the model's positions by logits either."""
+    """Padding does not count towards the model's maximum length in `logits` either."""
     engine = golden_cases.engine()
     wide, mask = np.ones((1, 600), int), (np.arange(600) >= 597).astype(int)[None]
     found = engine.logits(wide, mask)
@@ -122,5 +122,5 @@ def test_bad_scores() -> None:
     for temperature in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(InputError, match="temperature"):
             engine.score(ids, ids, temperature=temperature)
-    # Targets at padding are not looked at.
+    # Targets at padding are ignored.
     engine.score(ids, np.where(mask == 1, ids, -100), mask)

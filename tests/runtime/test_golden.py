@@ -1,4 +1,4 @@
-"""Golden tokens and logits of the original code: every folder on one device, and over a grid of meshes."""
+"""Tokens and logits equal those of the original code, for every golden folder, on one device and on meshes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MESHES = [
     "data=2,sequence=2,tensor=4",
 ]
 # In CI every case of every folder runs on one device, and every mesh runs three of Dream's cases, so that all pairs of
-# a mesh and an algorithm's family are met; the whole grid is marked slow.
+# a mesh and an algorithm's family are covered; the whole grid is marked slow.
 PAIRWISE = {
     (mesh, name)
     for number, mesh in enumerate(MESHES)
@@ -39,7 +39,7 @@ PAIRWISE = {
 
 
 def names(golden: Golden) -> list[str]:
-    """Names of the cases; of a folder that cannot be read, one whose test fails with the reason."""
+    """Return the names of a folder's cases; for an unreadable folder, one name whose test fails with the reason."""
     try:
         return list(golden.cases)
     except (OSError, ValueError, KeyError, TypeError):
@@ -61,15 +61,28 @@ def forward_grid() -> Iterator[Any]:
 
 
 def check_case(golden: Golden, mesh: str, name: str) -> None:
-    """Assert that a case gives the original's tokens, and its canvas after every step where the original kept them."""
+    """Assert that a case yields the original's tokens and, if recorded, its canvas after every step."""
     config = golden.config(name)
-    engine = golden_cases.engine(mesh, golden.folder)
+    engine = golden_cases.engine_as_released(mesh, golden.folder)
     history = golden.arrays.get(f"{name}.history")
     result = engine.generate_tokens(*golden.inputs(name), config, history=history is not None)
+    if golden.in_blocks:
+        check_rows(golden, name, result.sequences)
+        return
     expected = golden.sequences(name, result.sequences.shape[1], engine.config.pad_token_id)
     np.testing.assert_array_equal(result.sequences, expected)
     if history is not None:
         np.testing.assert_array_equal(result.history, history)
+
+
+def check_rows(golden: Golden, name: str, sequences: np.ndarray) -> None:
+    """Assert that the rows of a case in blocks begin with the original's tokens, up to a stop token."""
+    mask = golden.inputs(name)[1]
+    expected = golden.rows(name)
+    assert len(expected) == len(sequences)
+    for row, tokens in enumerate(expected):
+        start = 0 if mask is None else int(mask[row].argmax())
+        np.testing.assert_array_equal(sequences[row, start : start + len(tokens)], tokens)
 
 
 @pytest.mark.parametrize(("golden", "mesh", "name"), list(grid()))
@@ -80,19 +93,22 @@ def test_sequences_and_history(golden: Golden, mesh: str, name: str) -> None:
 @pytest.mark.parametrize(("golden", "mesh"), list(forward_grid()))
 def test_logits(golden: Golden, mesh: str) -> None:
     forwards = [name.removesuffix(".logits") for name in golden.arrays if name.endswith(".logits")]
-    assert "forward" in forwards
+    assert forwards
     for forward in forwards:
         ids, mask = golden.inputs(forward)
-        found = golden_cases.engine(mesh, golden.folder).logits(ids, mask)
+        # A name may state the block length of the attention mask: forward_block8.
+        _, _, length = forward.partition("_block")
+        blocks = {"block_length": int(length)} if length else {}
+        found = golden_cases.engine_as_released(mesh, golden.folder).logits(ids, mask, **blocks)
         expected = golden.arrays[f"{forward}.logits"]
-        # The originals differ in the logits that they give padding.
+        # The original codes differ in the logits at padding.
         real = np.ones(ids.shape, bool) if mask is None else mask == 1
         assert np.abs(found - expected)[real].max() < 1e-4
         assert np.abs(expected)[real].max() > 1.0  # the bound means something
 
 
 def test_folders_are_named_by_the_environment(tmp_path: Path) -> None:
-    """A folder that is named is never passed over: what cannot be run fails and says why."""
+    """A named folder is never skipped: if it cannot be run, its test fails with the reason."""
     own = golden_cases.golden_folders({})
     assert DREAM in own
     assert golden_cases.golden_folders({"DIFFUMESH_GOLDEN": f"{FOLDER}:{tmp_path}/"}) == [*own, DREAM, Golden(tmp_path)]
@@ -107,7 +123,7 @@ def test_folders_are_named_by_the_environment(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model_type 'other' are not known"):
         check_case(Golden(tmp_path), "data=1", "one")
 
-    # Expected tokens that are not ours fail, whatever the family.
+    # Wrong expected tokens fail, for every family.
     wrong = Golden(FOLDER)
     wrong.arrays["entropy_onestep.sequences"][0, -1] += 1
     with pytest.raises(AssertionError, match="Mismatched elements: 1"):

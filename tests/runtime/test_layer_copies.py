@@ -1,4 +1,4 @@
-"""Programs read each layer's weights where they lie: the optimized HLO has no copy of one, and neither has memory.
+"""Programs read each layer's weights in place: neither the optimized HLO nor the memory has a copy of a layer.
 
 For GPU where JAX's CUDA plugin is installed (``pip install 'diffumesh[cuda]'``), without a GPU:
 ``pytest tests/runtime/test_layer_copies.py -m 'slow or not slow'``.
@@ -6,6 +6,7 @@ For GPU where JAX's CUDA plugin is installed (``pip install 'diffumesh[cuda]'``)
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -33,13 +34,14 @@ from runtime.planner.presets import preset
 from sharding.aot import aot_devices, missing_compiler
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
+from tests.compilation import AS_RELEASED
 
 needs_cuda = pytest.mark.skipif(missing_compiler("gpu") is not None, reason="JAX's CUDA plugin is not installed")
 
 PROGRAMS = ("denoise step", "block step", "prefill", "decode")
-# Canvas and chunk of the head: no activation has as many numbers as a weight.
+# Canvas and head chunk are so small that no activation is as large as a weight.
 S, CHUNK = 320, 32
-# What takes no memory of its own, and what runs other computations.
+# Operations that allocate no memory, or that only call other computations.
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "opt-barrier", "while", "conditional", "call"}
 
 
@@ -47,7 +49,7 @@ _SMALL = {"num_layers": 3, "vocab_size": 640}
 
 
 def model(program: str, sizes: dict[str, int]) -> ModelConfig:
-    """Three layers with a vocabulary so small that nothing but a weight is as large as a weight."""
+    """Three layers, and a vocabulary so small that only weights are as large as a weight."""
     found = preset("qwen2.5-7b" if program in ("prefill", "decode") else "diffucoder-7b")
     mask = -1 if program in ("prefill", "decode") else 1
     return replace(found, mask_token_id=mask, pad_token_id=0, end_token_ids=(), **_SMALL | sizes)
@@ -56,7 +58,7 @@ def model(program: str, sizes: dict[str, int]) -> ModelConfig:
 def lowered(
     program: str, devices: list[Any], dtype: str, quantization: str, sizes: dict[str, int], scan: bool | None = None
 ) -> tuple[Any, jax.stages.Lowered]:
-    """The layout and one program of it, of one row on one device."""
+    """A layout and one of its programs, for one row on one device."""
     layout = model_layout(model(program, sizes), MeshSpec(), devices[:1], quantization, scan)
     forward, weights = Forward(layout), layout.abstract_weights(jnp.dtype(dtype))
     if program in ("prefill", "decode"):
@@ -73,7 +75,7 @@ def lowered(
 
 
 def materialised(text: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Operation, shape and line of every array that is written to memory by other than a product of matrices."""
+    """Operation, shape and line of every array that an operation other than a matrix product writes to memory."""
     inside = set(re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", text)) - set(
         re.findall(r" call\(.*to_apply=%?([\w.\-]+)", text)
     )
@@ -90,7 +92,7 @@ def materialised(text: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 
 def matrices(layout: Any) -> set[int]:
-    """Numbers of each matrix of one layer."""
+    """Size of each matrix of one layer, as a count of numbers."""
     sizes = layout.padded_dimensions
     found = {
         math.prod(sizes[axis] for axis in leaf.axes if axis != "layers")
@@ -102,7 +104,7 @@ def matrices(layout: Any) -> set[int]:
 
 
 def copies(layout: Any, text: str) -> list[str]:
-    """What is written to memory and has as many numbers as a matrix of a layer, or of all layers."""
+    """Arrays written to memory that are as large as a matrix of a layer, or of all layers."""
     numbers = matrices(layout)
     numbers |= {layout.config.num_layers * size for size in numbers}
     return [line for _, shape, line in materialised(text) if math.prod(shape) in numbers]
@@ -111,9 +113,10 @@ def copies(layout: Any, text: str) -> list[str]:
 CPU = {"hidden_size": 256, "intermediate_size": 1536, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32}
 
 
+@functools.cache
 def compiled_here(program: str, dtype: str, quantization: str, scan: bool | None = None) -> tuple[Any, Any]:
     layout, lowering = lowered(program, jax.devices(), dtype, quantization, CPU, scan)
-    return layout, lowering.compile(compiler_options=compiler_options("cpu"))
+    return layout, lowering.compile(compiler_options=(compiler_options("cpu") or {}) | AS_RELEASED)
 
 
 @pytest.mark.parametrize("program", ["block step", "decode"])
@@ -129,7 +132,7 @@ def test_cpu_programs_copy_no_weights(program: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", "none"), ("float32", "int8")])
 def test_cpu_programs_widen_a_layer_at_a_time(dtype: str, quantization: str) -> None:
-    """Beside what the same program in float32 needs, less than one layer's weights in float32."""
+    """In addition to the memory of the float32 program, less than one layer's weights in float32 are needed."""
     _, plain = compiled_here("block step", "float32", "none")
     layout, found = compiled_here("block step", dtype, quantization)
     layer = sum(4 * math.prod(leaf.padded_shape) for leaf in layout.leaves if leaf.layers == (0,))
@@ -137,7 +140,7 @@ def test_cpu_programs_widen_a_layer_at_a_time(dtype: str, quantization: str) -> 
     assert widened < layer
 
 
-# The layers of the model with 7.6 billion parameters.
+# The layers of the 7.6B model.
 GPU = {"hidden_size": 3584, "intermediate_size": 18944, "num_heads": 28, "num_kv_heads": 4, "head_dim": 128}
 
 
@@ -148,9 +151,9 @@ GPU = {"hidden_size": 3584, "intermediate_size": 18944, "num_heads": 28, "num_kv
 def test_gpu_programs_copy_no_weights(program: str, quantization: str) -> None:
     devices = aot_devices(parse_topology("1xh200"))
     layout, lowering = lowered(program, devices, "bfloat16", quantization, GPU)
-    found = lowering.compile()
+    found = lowering.compile(compiler_options=AS_RELEASED)
     assert not copies(layout, found.as_text())
-    # Less than the smallest matrix of the MLP; where whole rows run, beside their activations.
+    # Less than the smallest MLP matrix, in addition to activations if whole rows run.
     activations = 0 if program == "decode" else 8 * S * GPU["intermediate_size"]
     assert found.memory_analysis().temp_size_in_bytes < GPU["hidden_size"] * GPU["intermediate_size"] // 4 + activations
 
@@ -158,9 +161,9 @@ def test_gpu_programs_copy_no_weights(program: str, quantization: str) -> None:
 @needs_cuda
 @pytest.mark.slow
 def test_gpu_programs_that_scan_copy_each_layer() -> None:
-    """What the tests above see in a program whose layers are stacked."""
+    """The tests above do detect the copies in a program whose layers are stacked."""
     layout, lowering = lowered("decode", aot_devices(parse_topology("1xh200")), "bfloat16", "none", GPU, scan=True)
-    found = lowering.compile()
+    found = lowering.compile(compiler_options=AS_RELEASED)
     assert len(copies(layout, found.as_text())) >= 3
     assert found.memory_analysis().temp_size_in_bytes > GPU["hidden_size"] * GPU["intermediate_size"]
 

@@ -1,4 +1,4 @@
-"""The public names of ``runtime``, ``runtime.planner`` and ``checkpoints``, and that they are imported on first use."""
+"""The public names of ``runtime``, ``runtime.planner`` and ``checkpoints`` are imported on first use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def statements(package: ModuleType) -> list[ast.stmt]:
 
 
 def homes(package: ModuleType) -> dict[str, str]:
-    """The table from which names are imported: the module of each."""
+    """The table that maps each name to the module it is imported from."""
     for node in statements(package):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
             return ast.literal_eval(node.value)
@@ -34,7 +34,7 @@ def homes(package: ModuleType) -> dict[str, str]:
 
 
 def declared(package: ModuleType) -> dict[str, str]:
-    """What type checkers read: the module of each name that ``if TYPE_CHECKING:`` imports."""
+    """The module of each name that is imported under ``if TYPE_CHECKING:``, for type checkers."""
     blocks = [node for node in statements(package) if isinstance(node, ast.If)]
     (block,) = [node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING"]
     found = {}
@@ -61,7 +61,7 @@ def test_types_and_table_name_the_same(package: ModuleType) -> None:
 
 @each_package
 def test_no_module_has_the_name_of_a_public_name(package: ModuleType) -> None:
-    # Python sets a module as an attribute of its package once it is imported, in front of the table.
+    # Once a module is imported, Python sets it as an attribute of its package, which hides an entry of the table.
     (folder,) = package.__path__
     modules = {path.stem for path in Path(folder).iterdir()}
     assert "__init__" in modules

@@ -1,4 +1,4 @@
-"""Rows that end with a stop string: as the full canvas up to there, and at most a step too many."""
+"""Rows that end at a stop string: same text as without early stop, and at most one step too many."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def ends_after(count: int) -> StopTest:
 
 
 def check_tokens(engine: Engine, config: DiffusionConfig | SamplingConfig) -> None:
-    """Token by token on a model without a tokenizer: rows of one batch end one after another, or not at all."""
+    """Check a model without a tokenizer, token by token: rows of a batch end one after another, or not at all."""
     ids, mask = ragged_rows()
     whole = engine.generate_tokens(ids, mask, config)
     counts = [3, 6, None, 9]
@@ -107,7 +107,7 @@ def check_tokens(engine: Engine, config: DiffusionConfig | SamplingConfig) -> No
     new = [config.max_new_tokens if count is None else count - 1 for count in counts]
     assert found.stats.tokens == sum(new) + int((whole.commit_steps[:, :width] >= 0).sum())
     assert found.stats.positions < whole.stats.positions
-    # Under somebody's eyes the last one to end is the last one to be seen.
+    # If the rows are watched, the run ends when the last row has ended.
     seen: list[int] = []
     tests = [ends_after(count) for count in (3, 6, 2, 5)]
     watched = engine.generate_tokens(ids, mask, config, stop_tests=tests, watch=lambda done, _: seen.append(done))
@@ -115,7 +115,7 @@ def check_tokens(engine: Engine, config: DiffusionConfig | SamplingConfig) -> No
     np.testing.assert_array_equal(watched.sequences[:, : width + 2], whole.sequences[:, : width + 2])
     assert watched.stats.masks_left == 0
     assert watched.stats.tokens == 2 + 5 + 1 + 4 + int((whole.commit_steps[:, :width] >= 0).sum())
-    # Through few slots, in which others follow those that have ended.
+    # With few slots, in which other rows follow those that have ended.
     requests = [RowRequest(ids[row, mask[row] > 0].tolist(), config, seed) for row, seed in enumerate(whole.seeds)]
     results: dict[int, RowResult] = {}
     tests = [None if count is None else ends_after(count) for count in counts]
@@ -149,7 +149,7 @@ def test_autoregressive_rows_of_a_batch_end_one_by_one(use_cache: bool) -> None:
 def serve_alone(
     engine: Engine, config: DiffusionConfig, stop: tuple[str, ...] = ()
 ) -> tuple[list[tuple[int, str]], RowFinished, list[int]]:
-    """Stream one request through slots as the server does, with iterations of 2 ms.
+    """Stream one request through slots like the server, with simulated iterations of 2 ms.
 
     Returns:
       Pieces of text with the iterations until each, what came of the row, and the iterations of the steps.
@@ -165,7 +165,7 @@ def serve_alone(
     while True:
         plan = scheduler.schedule(now)
         outcome = executor.execute(plan)
-        # The time that the test's clock says, not this machine's.
+        # Time of the simulated clock.
         outcome = timed(outcome, 0.002)
         ran = sum(run.iterations for pool in outcome.pools for run in pool.runs)
         steps.append(ran)
@@ -192,7 +192,7 @@ def test_the_first_text_of_a_stream_is_there_after_an_iteration_or_two(demo: Eng
     (expected,) = demo.completions(PROMPTS[:1], np.array(ids), np.ones_like(ids), whole)
     assert "".join(piece for _, piece in pieces) == expected.text
     assert row.tokens == len(expected.tokens) + 1
-    # As soon as its first position is committed: each iteration is a step that commits something.
+    # As soon as the first position is committed, because each iteration commits something.
     steps_made = whole.commit_steps[0, len(ids[0]) :]
     assert first == (np.unique(steps_made) <= steps_made[0]).sum()
 
@@ -203,7 +203,7 @@ def test_a_stop_string_frees_its_slot_a_step_after_it_has_come(demo: Engine) -> 
     pieces, row, steps = serve_alone(demo, config, (" %",))
     text = "".join(piece for _, piece in whole)
     assert "".join(piece for _, piece in pieces) == text[: text.index(" %")]
-    # Nothing runs beyond the step in which it was seen: its slot is given up in the next plan.
+    # Nothing runs after the step in which the stop string was found; the next plan frees the slot.
     assert steps[-1] == 0
     assert sum(steps) < 32
     assert row.tokens < (row.result.commit_steps >= 0).sum()

@@ -1,4 +1,4 @@
-"""Programs with a cache, compiled for TPUs that are not there: the cache stays in place and nothing is gathered."""
+"""Programs with a cache, compiled ahead of time for TPU: the cache is updated in place and never gathered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sharding.topology import parse_topology
 from tests.runtime.test_tpu_programs import DIFFUCODER
 
 QWEN = replace(DIFFUCODER, family=QWEN2, mask_token_id=-1)
-# Large enough that the compiler does not keep the cache in the vector memory; blocks so short that windows are small.
+# So large that the compiler does not keep the cache in vector memory; blocks are short, so windows are small.
 B, T, BLOCK, SPAN = 64, 1024, 16, 64
 
 CASES = [
@@ -67,15 +67,15 @@ def compiled(kind: str, mesh: str, cache_dtype: str) -> tuple[Any, Any]:
 
 
 def of_shape(text: str, kinds: str, shape: tuple[int, ...]) -> list[str]:
-    """Instructions of these kinds whose result has, or is a tuple that starts with, an array of this shape."""
+    """Instructions of these kinds whose result is, or starts with, an array of this shape."""
     sizes = re.escape("[" + ",".join(map(str, shape)) + "]")
     return [line.strip() for line in text.splitlines() if re.search(rf"= \(?\w+{sizes}\S* .*?\b({kinds})\(", line)]
 
 
 def without_relabelling(text: str) -> str:
-    """A program without the fusions whose result takes their operand's place.
+    """A program without the fusions that only rename an array and use its memory.
 
-    Integers of 128 to a row lie in tiles of 8 rows as in tiles of 32: such a fusion goes from one name to the other.
+    Rows of 128 integers have the same memory layout in tiles of 8 and of 32 rows, so such a fusion moves nothing.
     """
     names = set(re.findall(r"output_to_operand_aliasing=\{\{\}: \(0, \{\}\)\}, calls=%([\w.-]+)", text))
     computations = re.split(r"\n(?=\S)", text)
@@ -114,7 +114,7 @@ def test_collectives_of_a_cached_layer(kind: str, mesh: str, cache_dtype: str) -
     if layout.spec.tensor > 1:
         assert not re.search(rf"\[(\d+,)*{vocab}(,\d+)*\]", text), "gathered vocabulary"
     gathered = [math.prod(map(int, sizes.split(","))) for sizes in re.findall(r"\w+\[([\d,]+)\]\S* all-gather\(", text)]
-    # Only keys and values of the rows that are read whole are gathered, over sequence; never the cache.
+    # Only keys and values of whole rows are gathered over sequence, never the cache.
     rows = B if kind in ("decode", "prefill") else layout.spec.data
     limit = rows // layout.spec.data * T * layout.config.num_kv_heads // layout.heads.kv * layout.config.head_dim
     assert all(size <= limit for size in gathered)

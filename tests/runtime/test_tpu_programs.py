@@ -1,4 +1,4 @@
-"""The real 7.6B generation program, compiled for real TPU slices: memory, collectives, what is never materialised."""
+"""The 7.6B generation program, compiled for TPU slices: memory, collectives, and arrays that must not exist."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_memory_of_the_compiled_program(case: tuple[str, str, str]) -> None:
     weights = sum(2 * math.prod(shard_shape(leaf, program.layout)) for leaf in program.layout.leaves)
     memory = program.compiled.memory_analysis()
     assert memory.argument_size_in_bytes == pytest.approx(weights, rel=0.02)
-    # Full bfloat16 logits alone would be this much.
+    # The size of full bfloat16 logits.
     assert memory.temp_size_in_bytes < weights
     peaks = {"tensor=8": 2.38e9, "tensor=4": 4.55e9}
     if case[1] in peaks:
@@ -134,7 +134,7 @@ def in_layers(program: Program) -> list[tuple[str, tuple[str, ...]]]:
 
 @pytest.mark.parametrize("case", TENSOR + MIXED, ids="/".join)
 def test_norms_run_on_a_part_of_the_positions(case: tuple[str, str, str]) -> None:
-    """The residual lies over the tensor axis: sums leave each device its part, and the next product gathers them."""
+    """With the residual sharded over the tensor axis, sums are reduce-scatters, and the next product all-gathers."""
     program = compiled(*case)
     spec, heads = program.layout.spec, program.layout.heads
     norms = set(re.findall(r"= f32\[([\d,]+)\]\S* rsqrt\(", "\n".join(program.lines)))

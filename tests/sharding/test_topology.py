@@ -110,14 +110,14 @@ def link(text: str, mesh: str, *axes: str) -> tuple[str, float]:
 
 def test_links_of_an_axis() -> None:
     v5e, h200 = CHIPS["v5e"], CHIPS["h200"]
-    # All of a 2x4 slice: both dimensions carry, neither closes a ring.
+    # A whole 2x4 slice uses both dimensions, and neither closes a ring.
     assert link("v5e:2x4", "tensor=8", "kv", "group") == ("interconnect", 2 * v5e.link_bandwidth)
-    # 16 in a row close a ring.
+    # 16 chips in a row close a ring.
     assert link("v5e:16x16", "data=16,tensor=16", "data") == ("interconnect", 2 * v5e.link_bandwidth)
     assert link("8xh200", "tensor=8", "kv", "group") == ("NVLink", h200.link_bandwidth)
     assert link("2x8xh200", "data=2,tensor=8", "kv", "group") == ("NVLink", h200.link_bandwidth)
     assert link("2x8xh200", "data=2,tensor=8", "data") == ("network", h200.network_bandwidth)
-    # Rings between two hosts: one through the card of each member on a host, as fast as NVLink at most.
+    # Between two hosts, there is one ring per network card of a host, at most as fast as NVLink together.
     assert link("2x8xh200", "tensor=16", "kv", "group") == ("network", 8 * h200.network_bandwidth)
     assert link("2x8xh200", "data=4,tensor=4", "data") == ("network", 2 * h200.network_bandwidth)
     assert link("2x3xh200", "tensor=6", "kv", "group") == ("network", 3 * h200.network_bandwidth)
@@ -129,7 +129,7 @@ def test_links_of_an_axis() -> None:
 
 
 def test_what_crosses_the_network() -> None:
-    """Between slices the network counts slices: their hosts are joined by the interconnect."""
+    """The network's latency depends on the number of slices, because the interconnect joins the hosts of a slice."""
     gpus = Wiring(parse_topology("4x8xh200"), MeshSpec(data=32), HeadLayout.for_tensor(28, 4, 1))
     both = Wiring(parse_topology("2xv5e:16x16"), MeshSpec(data=256, tensor=2), HeadLayout.for_tensor(28, 4, 2))
     one = Wiring(parse_topology("2xv5e:16x16"), MeshSpec(data=256), HeadLayout.for_tensor(28, 4, 1))

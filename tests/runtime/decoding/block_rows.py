@@ -1,4 +1,4 @@
-"""Ragged rows of the golden model, the modes of block diffusion that fill them, and their results."""
+"""Shared fixtures: ragged rows of the golden model, modes of block diffusion, and the results of every mode."""
 
 from __future__ import annotations
 

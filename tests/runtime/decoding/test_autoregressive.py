@@ -1,4 +1,4 @@
-"""Qwen2 and GPT-2: tokens of transformers, on every mesh, cached as uncached, ragged rows as alone."""
+"""Qwen2 and GPT-2: same tokens as transformers, on every mesh, with and without a cache, in ragged batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests import golden_cases
 
 MODELS = ("qwen2", "qwen2_tied", "gpt2", "gpt2_vocab_517")
 MESHES = ("tensor=2", "tensor=4", "tensor=8", "data=2", "sequence=2", "data=2,sequence=2,tensor=2")
-# Every mesh and every model in the default run, each with each among the slow ones.
+# The default run covers every mesh and every model; the slow tests cover every combination.
 QUICK_GRID = {
     ("tensor=1", "qwen2"),
     ("tensor=1", "gpt2"),
@@ -154,7 +154,7 @@ def test_a_prompt_is_read_once_for_all_its_samples(folders: dict[str, Path], mes
     config = SamplingConfig(max_new_tokens=NEW, temperature=0.9, log_probabilities=True)
     seeds = list(range(ROWS * 3))
     together = own.generate_tokens(ids, mask, config.replace(seed=seeds), num_return_sequences=3)
-    # Prompts in turn: no two adjacent rows have the same one.
+    # Prompts alternate, so no two adjacent rows share a prompt.
     order = [3 * row + sample for sample in range(3) for row in range(ROWS)]
     in_turn = config.replace(seed=[seeds[number] for number in order])
     apart = own.generate_tokens(np.tile(ids, (3, 1)), np.tile(mask, (3, 1)), in_turn)
@@ -162,7 +162,7 @@ def test_a_prompt_is_read_once_for_all_its_samples(folders: dict[str, Path], mes
     np.testing.assert_allclose(together.log_probabilities[order], apart.log_probabilities, atol=1e-5)
     every_row_its_own = 3 * int(mask.sum()) + 3 * ROWS * (NEW - 1)
     assert together.stats.positions < every_row_its_own
-    # Twelve rows lie six on each shard of data: three samples share a prompt there too, five would not.
+    # Each data shard has six of the twelve rows. Groups of three samples fit into a shard; groups of five would not.
     odd = own.generate_tokens(ids[:2], mask[:2], config.replace(seed=seeds[:10]), num_return_sequences=5)
     np.testing.assert_array_equal(odd.sequences[0], together.sequences[0])
 
@@ -174,14 +174,14 @@ def test_a_prompt_is_read_once_for_all_its_samples(folders: dict[str, Path], mes
 def test_samples_follow_the_distribution(
     folders: dict[str, Path], mesh: str, temperature: float, filters: dict[str, Any]
 ) -> None:
-    """First tokens of many seeds against the model's own probabilities, filtered (chi-squared)."""
+    """The first tokens of many seeds follow the model's filtered probabilities (chi-squared test)."""
     own = engine(folders["qwen2"], mesh)
     ids, _ = ragged(500)
     logits = own.logits(ids[:1])[0, -1].astype(np.float64) / temperature
     order = np.argsort(-logits)
     shares = np.exp(logits[order] - logits.max())
     shares /= shares.sum()
-    # The token that crosses top_p stays.
+    # The token at which the mass crosses top_p is kept.
     count_kept = filters.get("top_k") or int(np.searchsorted(np.cumsum(shares), filters["top_p"])) + 1
     assert 5 < count_kept < 50
     expected = shares[:count_kept] / shares[:count_kept].sum()
@@ -237,7 +237,7 @@ def test_streamed_is_whole_and_programs_are_few(folders: dict[str, Path]) -> Non
         for width in (1, 4, 13):
             made = own.generate_tokens(ids[:, -width:], None, config.replace(max_new_tokens=new, seed=new))
             assert made.stats.compiled_programs == 0
-    # Samples of a prompt are read once, which is another prefill; what follows is the same program.
+    # Samples of a prompt share a prefill, which is a different program; decoding uses the same program.
     pairs = own.generate_tokens(ids[:2], mask[:2], config, num_return_sequences=2)
     assert len(pairs.sequences) == len(first.sequences)
     assert pairs.stats.compiled_programs == 1
@@ -245,7 +245,7 @@ def test_streamed_is_whole_and_programs_are_few(folders: dict[str, Path]) -> Non
 
 @pytest.mark.parametrize("kv_cache", ["bfloat16", "int8"])
 def test_a_smaller_cache_is_near(folders: dict[str, Path], kv_cache: str) -> None:
-    """Rounded keys and values move log-probabilities a little, and not at all where nothing is read from the cache."""
+    """A cache of lower precision changes log-probabilities slightly, except for tokens that do not read the cache."""
     ids, mask = ragged(515)
     config = SamplingConfig(max_new_tokens=NEW, log_probabilities=True)
     exact = engine(folders["qwen2"], "tensor=1").generate_tokens(ids, mask, config)
@@ -263,13 +263,13 @@ def test_a_smaller_cache_is_near(folders: dict[str, Path], kv_cache: str) -> Non
 def test_the_wrong_kind_of_request_says_so(folders: dict[str, Path]) -> None:
     own = engine(folders["gpt2"], "tensor=1")
     ids, mask = ragged(500)
-    with pytest.raises(InputError, match="autoregressive: give a SamplingConfig"):
+    with pytest.raises(InputError, match="autoregressive: pass a SamplingConfig"):
         own.generate_tokens(ids, mask, DiffusionConfig(max_new_tokens=4))
     with pytest.raises(InputError, match="autoregressive"):
         own.generate_tokens(ids, mask, SamplingConfig(), history=True)
-    with pytest.raises(InputError, match="the model allows 64 in all"):
+    with pytest.raises(InputError, match="the model allows 64"):
         own.generate_tokens(ids, mask, SamplingConfig(max_new_tokens=60))
-    with pytest.raises(InputError, match="diffusion model: give a DiffusionConfig"):
+    with pytest.raises(InputError, match="diffusion model: pass a DiffusionConfig"):
         golden_cases.engine("tensor=1").generate_tokens([[1, 2]], None, SamplingConfig())
 
 

@@ -1,6 +1,6 @@
-"""Block diffusion: exact where it must be, and every mode the same on every mesh, in every batch.
+"""Block diffusion: equal to exact decoding where it must be, and independent of the mesh and the batch in every mode.
 
-The judge is the original algorithm: one block is that, and a cache that is refreshed in every step is none.
+The reference is exact decoding. It must equal one block, and a cache that is refreshed in every step.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_a_refresh_in_every_step_is_no_cache(cache: str, algorithm: str, paralle
     assert (stale.sequences != exact.sequences).any(), "a stale cache that changes nothing is not used"
 
 
-# One mode on a mesh in the default run, every mode on every mesh with the slow ones.
+# The default run covers one mode per mesh; the slow tests cover every mode on every mesh.
 GRID = [
     pytest.param(number, mesh, marks=() if (number, place) == (2, 3) else pytest.mark.slow)
     for (number, (place, mesh)) in itertools.product(range(len(MODES)), enumerate(MESHES))
@@ -122,7 +122,7 @@ def test_streamed_is_whole(number: int) -> None:
 
 
 def test_blocks_entered_without_a_refresh() -> None:
-    """By hand: one pass over the row, then windows of which a block's first begins with the block before."""
+    """Checked by hand: one refresh, then windows; the first window of a block also covers the previous block."""
     engine, runner = golden_cases.engine("tensor=1"), golden_cases.engine("tensor=1").runner
     ids, _ = ragged_rows()
     prompt, mask_token = ids[1, -LENGTHS[1] :], engine.config.mask_token_id
@@ -211,7 +211,7 @@ def test_threshold_bounds() -> None:
 
 
 def test_factor_commits_as_many_as_it_says() -> None:
-    """By hand, from the logits of the first step: c_n >= 1 - factor / (n + 1), and the block's first position."""
+    """Checked by hand from the first step's logits: c_n >= 1 - factor / (n + 1), and the block's first position."""
     engine = golden_cases.engine("tensor=1")
     ids, _ = ragged_rows()
     prompt = ids[1:2, -LENGTHS[1] :]
@@ -257,14 +257,14 @@ def test_a_row_ends_with_its_stop_token() -> None:
         assert (own[left] == pad).all()
     assert found.stats.positions < whole.stats.positions
     assert found.stats.masks_left == 0
-    # The history ends with what the row ends with.
+    # The last canvas of the history equals the result.
     with_history = generate("tensor=1", config.replace(stop_token_ids=[stop]), history=True)
     assert with_history.history is not None
     np.testing.assert_array_equal(with_history.history[-1], found.sequences)
 
 
 def test_masks_that_the_model_chose_are_left() -> None:
-    """Only what follows a stop token is padding: a mask that was predicted is still one."""
+    """Padding replaces only masks after a stop token; a mask token that the model predicted stays."""
     model = golden_cases.engine("tensor=1").config
     mask, pad, stop = model.mask_token_id, model.pad_token_id, 7
     canvas = np.array([[1, mask, 2, mask], [1, stop, mask, mask], [1, mask, stop, mask], [stop, 2, mask, 3]])
@@ -277,7 +277,7 @@ def test_masks_that_the_model_chose_are_left() -> None:
 
 
 def test_histories_of_batches_with_more_and_fewer_steps() -> None:
-    """Masks in the prompt of one row give its batch more blocks than the next one has."""
+    """A batch with masks in a prompt has more blocks than the next batch."""
     loaded = golden_cases.engine("tensor=1")
     own = Engine(loaded.layout, loaded.weights, max_batch=1)
     ids, mask = ragged_rows()
@@ -302,7 +302,7 @@ def test_histories_of_batches_with_more_and_fewer_steps() -> None:
         np.testing.assert_array_equal(found.history[: steps[row], row], one.history[:, 0])
         assert (found.history[steps[row] :, row] == one.sequences[0]).all()
     assert seen == sorted(seen, key=lambda pair: pair[0])
-    # Rows take slots one after another: at most as many steps for each as the longest has.
+    # Rows use slots one after another, each with at most as many steps as the longest row.
     assert seen[-1] == (max(steps) * len(steps), max(steps) * len(steps))
 
 

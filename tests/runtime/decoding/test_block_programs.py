@@ -1,4 +1,4 @@
-"""Programs of block diffusion: how many are compiled, their schedule, and other or smaller weights and caches."""
+"""Programs of block diffusion: how many are compiled, and runs with replaced or quantized weights and caches."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_weights_are_replaced_without_compiling() -> None:
     assert found.stats.compiled_programs == 0
     same(found, expected)
     assert (found.sequences != before.sequences).any()
-    # A trainer's weights may be of another dtype.
+    # A trainer's weights may have another dtype.
     own.replace_weights(jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float64), old))
     same(own.generate_tokens(ids, mask, config), before)
 

@@ -1,4 +1,4 @@
-"""Top-p and top-k: the tokens that they keep are those that sorting in float64 keeps."""
+"""Top-p and top-k keep the same tokens as a filter that sorts in float64."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_filters_equal_sorting(mesh: str, seed: int, kind: str, top_p: float, to
     kept, unsure = sorted_filter(logits, top_p, top_k)
     expected = np.where(kept, logits, -np.inf)
     np.testing.assert_array_equal(np.where(unsure, 0, found), np.where(unsure, 0, expected))
-    # A token that may go either way is whole or gone, and the most probable token always stays.
+    # A borderline token is either kept or removed, and the most probable token is always kept.
     assert ((found == logits) | (found == -np.inf)).all()
     assert (found.max(axis=-1) == logits.max(axis=-1)).all()
 
@@ -107,7 +107,7 @@ def both_filters(mesh: str, dtype: str) -> Callable[..., tuple[jax.Array, jax.Ar
     top_k=st.one_of(st.sampled_from([1, 2, 50, VOCAB - 1, VOCAB, PADDED, 1 << 30]), st.integers(1, VOCAB)),
 )
 def test_filters_are_those_of_halving(mesh: str, dtype: str, seed: int, kind: str, top_p: float, top_k: int) -> None:
-    """Bit for bit: the passes of three bits find the threshold that one candidate a pass finds."""
+    """Searching three bits per pass finds exactly the same threshold as searching one bit per pass."""
     logits = vocab_sharded(mesh, draw_logits(seed, kind))
     found, expected = both_filters(mesh, dtype)(logits, np.float32(top_p), np.int32(top_k))
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
@@ -115,7 +115,7 @@ def test_filters_are_those_of_halving(mesh: str, dtype: str, seed: int, kind: st
 
 @pytest.mark.parametrize(("dtype", "passes"), [("float32", 11), ("bfloat16", 6), ("float16", 6)])
 def test_passes_over_the_vocabulary(dtype: str, passes: int) -> None:
-    """One reduction of all candidates in a loop of so many passes, and no other loop."""
+    """The program has one loop with the expected number of passes, and a single reduction over all candidates in it."""
     arguments = vocab_sharded("data=1", draw_logits(0, "normal")), np.float32(0.9), np.int32(50)
 
     def run(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
@@ -126,7 +126,7 @@ def test_passes_over_the_vocabulary(dtype: str, passes: int) -> None:
     text = lowered.compile().as_text()
     assert len(loops) == 1
     assert re.findall(r'known_trip_count":\{"n":"(\d+)"', text) == [str(passes)]
-    # In the body of the loop two arrays over the vocabulary are read, and none is written.
+    # The loop body reads two arrays over the vocabulary, and writes none.
     body = re.search(r"body=%?([\w.]+)", text)
     assert body is not None
     lines = text[text.index(f"%{body[1]} (") :].split("\n}")[0].splitlines()
@@ -171,16 +171,16 @@ def test_the_two_zeros_are_one_logit(mesh: str) -> None:
 
 
 def test_top_p_runs_before_top_k() -> None:
-    """Top-p reads the mass of the whole distribution, not of the k that top-k leaves."""
+    """Top-p uses the mass of the whole distribution, not only of the k tokens that top-k keeps."""
     logits = padded(np.broadcast_to(np.log([0.4, 0.3, 0.2, 0.1]), (B, P, 4)))
-    # Of the two largest alone the first would have 4/7 of the mass, above .5, and the second would go.
+    # If only the two largest were left, the first would have 4/7 of the mass, so top_p=0.5 would drop the second.
     assert np.isfinite(run_filter("data=1", logits, 0.5, 2)[0, 0]).sum() == 2
     assert np.isfinite(run_filter("data=1", logits, 0.75, 2)[0, 0]).sum() == 2
     assert np.isfinite(run_filter("data=1", logits, 0.3, 2)[0, 0]).sum() == 1
 
 
 def test_a_vocabulary_of_the_real_size() -> None:
-    """152064 tokens: the rounding of so many small masses stays within bounds."""
+    """With 152064 tokens, the rounding errors of the many small masses stay within bounds."""
     vocab = 152064
     generator = np.random.default_rng(0)
     logits = generator.normal(0, 2.5, (1, 2, vocab)).astype(np.float32)

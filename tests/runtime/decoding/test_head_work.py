@@ -1,4 +1,4 @@
-"""The head runs on the positions that are masked, and what it makes of the vocabulary stays small."""
+"""The head runs only on masked positions, and arrays over the vocabulary stay small."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from sharding.aot import aot_devices
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
 from tests.checkpoints.small import MICRO
+from tests.compilation import AS_RELEASED
 
 SMALL = parse_config(MICRO | {"max_position_embeddings": 512})
-# So many tokens that arrays over the vocabulary are most of what a program holds.
+# The vocabulary is so large that arrays over it dominate the program's memory.
 WIDE = replace(SMALL, vocab_size=152064)
 
 
 @pytest.mark.parametrize("mesh", ["data=1", "sequence=2", "data=2,tensor=2"])
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_chunks_of_few_rows(mesh: str, platform: str) -> None:
-    """At most 128 positions of a row, whatever the mesh, and the canvas where that is shorter."""
+    """A chunk has at most 128 positions per row on any mesh, and never more than the canvas."""
     layout = model_layout(SMALL, MeshSpec.parse(mesh))
     data = layout.spec.data
     assert head_chunk(data, 512, layout, platform) == 128
@@ -53,7 +54,7 @@ def test_chunks_divide_by_a_sequence_axis_that_is_no_power_of_two() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_head_follows_the_masks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step runs as many chunks as the row with most masks needs."""
+    """Every step runs as many chunks as the row with the most masks needs."""
     ran = []
 
     def counted(*arguments: Any) -> jax.Array:
@@ -77,7 +78,7 @@ def test_the_head_follows_the_masks(rows: int, monkeypatch: pytest.MonkeyPatch) 
     ("platform", "passes"), [("cpu", {"float32": 11, "model": 6}), ("v4:2x2x1", {"float32": 11})], ids=["cpu", "v4"]
 )
 def test_two_arrays_over_the_vocabulary(platform: str, passes: dict[str, int]) -> None:
-    """Of at most 128 positions a row each, in the whole program; none is written while thresholds are searched."""
+    """The program holds two arrays of at most 128 positions per row, and writes none during the threshold search."""
     devices = jax.devices() if platform == "cpu" else aot_devices(parse_topology(platform))
     spec, rows, canvas = MeshSpec(data=1 if platform == "cpu" else 4), 4, 512
     rows = spec.data
@@ -99,15 +100,15 @@ def test_two_arrays_over_the_vocabulary(platform: str, passes: dict[str, int]) -
             program,
             layout.abstract_weights(jnp.bfloat16),
             *abstract_denoise(layout, rows, canvas, canvas),
-        ).compile(compiler_options=compiler_options(kind))
+        ).compile(compiler_options=(compiler_options(kind) or {}) | (AS_RELEASED if kind == "cpu" else {}))
         text, array = compiled.as_text(), 128 * layout.padded_vocab * 4
-        # Two, and what the small model holds beside them; not three.
+        # There is room for two such arrays and the rest of the small model, but not for three.
         assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * array
         shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"\b(?:f32|s32|u32)\[([\d,]+)\]", text)}
         assert 0 < max(math.prod(shape) for shape in shapes if layout.padded_vocab in shape) * 4 <= array
         body = search_loop(text, expected)
         over_vocabulary = [line for line in body if re.search(rf"= [^(]*\b{layout.padded_vocab}\]", line)]
-        # What the body names are its two arguments, keys and masses; they are read and passed on.
+        # The body's only such arrays are its arguments, keys and masses, which it reads and passes on.
         assert all(re.search(r" (get-tuple-element|bitcast)\(", line) for line in over_vocabulary), over_vocabulary
         assert sum("get-tuple-element" in line for line in over_vocabulary) == 2
 
@@ -118,7 +119,7 @@ def computation(text: str, name: str) -> list[str]:
 
 
 def search_loop(text: str, passes: int) -> list[str]:
-    """The body of the only loop of so many passes: their number stands in its configuration or in its condition."""
+    """The body of the only loop with this number of passes, which its configuration or its condition states."""
     found = []
     for loop in re.findall(r" while\(.*", text):
         names = re.search(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", loop)

@@ -1,4 +1,4 @@
-"""Choosing tokens: confidences, ties, reductions over a sharded vocabulary, and the model's own precision."""
+"""Choosing tokens: confidences, ties, reductions over a sharded vocabulary, and ranking in the model's dtype."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reference_confidence(probabilities: np.ndarray, tokens: np.ndarray, confiden
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("confidence", ["maskgit_plus", "topk_margin", "entropy"])
 def test_confidences_are_those_of_the_filtered_distribution(mesh: str, sampled: bool, confidence: str) -> None:
-    """Against float64: tempered, filtered, renormalised, then measured."""
+    """Confidences equal a float64 reference that applies temperature, filters and renormalisation first."""
     sampling = rule(confidence, sampled=sampled, filtered=True)
     generator = np.random.default_rng(1)
     for scale, temperature, top_p, top_k in [
@@ -69,7 +69,7 @@ def test_confidences_are_those_of_the_filtered_distribution(mesh: str, sampled: 
 
 
 def test_entropy_of_one_token_is_exactly_nothing() -> None:
-    """So that one-hot positions tie, and of a uniform distribution it is minus the logarithm of their number."""
+    """One-hot positions have entropy exactly 0, so they tie; n equal tokens have the negative entropy -log(n)."""
     logits = padded(np.random.default_rng(0).normal(0, 3, (B, P, VOCAB)))
     _, found = choose("data=1", rule("entropy", filtered=True), logits, top_k=1)
     assert (found == 0).all()
@@ -83,7 +83,7 @@ def test_entropy_of_one_token_is_exactly_nothing() -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("confidence", ["origin", "maskgit_plus", "topk_margin", "entropy"])
 def test_greedy_ties_go_to_the_lowest_token(mesh: str, confidence: str) -> None:
-    """Tied tokens in one shard, in neighbouring and in distant ones; also where all are equal."""
+    """Ties between tokens of one shard, of neighbouring shards, of distant shards, and of all tokens."""
     generator = np.random.default_rng(3)
     logits = generator.normal(0, 1, (B, P, VOCAB))
     lowest = np.empty((B, P), int)
@@ -115,7 +115,7 @@ def test_suppressed_masks(mesh: str) -> None:
 
 
 def test_a_temperature_orders_and_zero_does_not_scale() -> None:
-    """Temperature 0 is the unscaled distribution, not the limit of small temperatures."""
+    """Temperature 0 leaves the distribution unscaled; it is not the limit of small temperatures."""
     logits = padded(np.random.default_rng(5).normal(0, 2, (B, P, VOCAB)))
     _, unscaled = choose("data=1", rule("maskgit_plus"), logits, temperature=0.1)
     np.testing.assert_allclose(unscaled, softmax(logits).max(axis=-1), rtol=1e-5)
@@ -131,13 +131,13 @@ def test_log_probabilities(mesh: str) -> None:
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-5)
 
 
-# ---- the mesh changes nothing -----------------------------------------------------------------------------------
+# ---- independence of the mesh -----------------------------------------------------------------------------------
 
 EVERY_MESH = ("tensor=1", "tensor=2", "tensor=4", "tensor=8", "tensor=16", "sequence=4", "data=2,sequence=2,tensor=4")
 
 
 def hard_to_add(vocab: int) -> np.ndarray:
-    """Numbers from 0 to 1 of all sizes: any other order of adding them as floats rounds otherwise."""
+    """Numbers from 0 to 1 of very different sizes, for which every order of float addition rounds differently."""
     generator = np.random.default_rng(7)
     return np.exp(-np.abs(generator.normal(0, 6, (B, P, vocab)))).astype(np.float32)
 
@@ -155,14 +155,14 @@ def test_vocab_sum_is_the_same_to_the_bit_on_every_mesh(vocab: int) -> None:
     np.testing.assert_allclose(
         found["tensor=1"], wide.sum(axis=-1), rtol=0, atol=1e-5 * np.abs(wide).sum(axis=-1).max()
     )
-    # The numbers tell orders apart: a plain sum from the other end is another number.
+    # The test data detects the order of addition: a plain float sum in reverse order differs.
     shuffled = values[..., ::-1].sum(axis=-1, dtype=np.float32)
     assert (shuffled != values.sum(axis=-1, dtype=np.float32)).any()
 
 
 @pytest.mark.parametrize("confidence", ["maskgit_plus", "topk_margin", "entropy"])
 def test_choices_are_the_same_to_the_bit_on_every_mesh(confidence: str) -> None:
-    """From the same logits: tokens drawn, and confidences, saturated ones too."""
+    """From the same logits, sampled tokens and confidences are bit-identical on every mesh, even saturated ones."""
     generator = np.random.default_rng(8)
     logits = generator.normal(0, 6, (B, P, VOCAB))
     logits[..., ::2, 11] += 40
@@ -177,7 +177,7 @@ def test_choices_are_the_same_to_the_bit_on_every_mesh(confidence: str) -> None:
 
 
 def test_noise_does_not_depend_on_padding() -> None:
-    """A token's noise belongs to its key and its number: more tokens behind it change nothing."""
+    """A token's noise depends only on the key and the token id, not on the size of the vocabulary."""
     keys = jax.random.split(jax.random.key(9), (B, P))
     short = np.asarray(jax.jit(gumbel_noise, static_argnums=1)(keys, VOCAB))
     assert short.shape == (B, P, VOCAB)
@@ -196,7 +196,7 @@ def test_maximum_and_its_lowest_index() -> None:
     np.testing.assert_array_equal(index, [1, 0, 0])
 
 
-# ---- the model's own precision ----------------------------------------------------------------------------------
+# ---- ranking in the model's dtype -------------------------------------------------------------------------------
 
 
 def is_bfloat16(values: np.ndarray) -> np.ndarray:
@@ -204,7 +204,7 @@ def is_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def torch_confidence(logits: np.ndarray, confidence: str) -> np.ndarray:
-    """The original's arithmetic in bfloat16."""
+    """Confidence computed with the original code's bfloat16 arithmetic."""
     probabilities = torch.softmax(torch.from_numpy(logits).bfloat16(), dim=-1)
     if confidence == "maskgit_plus":
         found = probabilities.max(dim=-1).values
@@ -218,7 +218,7 @@ def torch_confidence(logits: np.ndarray, confidence: str) -> np.ndarray:
 
 @pytest.mark.parametrize("confidence", ["maskgit_plus", "topk_margin", "entropy"])
 def test_ranking_in_the_models_dtype(confidence: str) -> None:
-    """Confidences are numbers of bfloat16, the ones that torch gives, and tie far more often than in float32."""
+    """Confidences are the bfloat16 numbers that torch computes, and tie far more often than in float32."""
     generator = np.random.default_rng(12)
     logits = generator.normal(0, 1, (B, 256, VOCAB))
     logits[..., 13] += generator.uniform(4, 14, (B, 256))
@@ -230,14 +230,14 @@ def test_ranking_in_the_models_dtype(confidence: str) -> None:
     assert not is_bfloat16(exact).all()
     assert len(np.unique(rounded)) < 0.8 * len(np.unique(exact))
     expected = torch_confidence(logits.astype(np.float32), confidence)
-    # The last bit of a bfloat16 is 2^-8 of it; sums of terms that were rounded in another order may differ by one.
+    # Sums of terms rounded in another order may differ in the last bit of a bfloat16, which is a relative 2^-8.
     np.testing.assert_allclose(rounded, expected, rtol=2**-7, atol=1e-30)
     assert (rounded == expected).mean() > 0.95
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_tokens_that_tie_in_the_models_dtype(mesh: str) -> None:
-    """10 and 10.01 are one number in bfloat16: the lower token wins there, the larger logit in float32."""
+    """10 and 10.01 are equal in bfloat16, where the lower id wins; in float32 the larger logit wins."""
     logits = np.zeros((B, P, VOCAB))
     logits[..., 9], logits[..., 250] = 10.0, 10.01
     sampling = {dtype: rule("topk_margin", confidence_dtype=dtype) for dtype in ("bfloat16", "float32")}

@@ -1,4 +1,4 @@
-"""Random tokens: the noise is Gumbel's, and draws follow the tempered and filtered distribution."""
+"""Statistics of sampling: the noise is Gumbel-distributed, and draws follow the filtered distribution."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_noise_is_gumbel() -> None:
     noise = np.asarray(jax.jit(gumbel_noise, static_argnums=1)(keys, PADDED)).astype(np.float64)
     assert np.isfinite(noise).all()
     assert stats.kstest(noise.ravel(), "gumbel_r").pvalue > SIGNIFICANCE
-    # Neither neighbouring tokens nor neighbouring keys know of one another.
+    # The noise of neighbouring tokens and of neighbouring keys is uncorrelated.
     for one, other in [(noise[:, :-1], noise[:, 1:]), (noise[:-1], noise[1:])]:
         assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 5 / np.sqrt(one.size)
 
 
 def key_data(seeds: np.ndarray, step: int, positions: np.ndarray) -> np.ndarray:
-    """Key data of the very keys that a generation draws tokens with: uint32 ``[B, P, 2]``."""
+    """Key data of the keys with which a generation draws tokens: uint32 ``[B, P, 2]``."""
     keys = position_keys(seeds, jnp.int32(step), TOKEN_STREAM, positions)
     return np.asarray(jax.random.key_data(keys))
 

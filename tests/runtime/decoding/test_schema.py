@@ -1,4 +1,4 @@
-"""The schema of decoding parameters: values, settings that go together, and what is compiled in."""
+"""The schema of decoding parameters: values, requirements, and compiled parameters."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_settings_that_need_another_one(changes: dict[str, Any], field: str) -> 
     with pytest.raises(ParameterError) as found:
         DiffusionConfig(**changes)
     assert found.value.field == field
-    # Values that ask for nothing need nothing.
+    # Values without effect have no requirements.
     DiffusionConfig(refresh_interval=None, refresh_blocks=1, threshold=0.9, alg_temp=0.0, parallel="factor")
 
 
@@ -123,6 +123,7 @@ def test_requirements_name_parameters_and_their_values() -> None:
                 assert isinstance(kind, Choice)
                 assert set(requirement.values) < set(kind.choices)
     assert [one.name for one in dependents(DiffusionConfig, "cache")] == [
+        "sub_block_cache",
         "refresh_interval",
         "refresh_blocks",
         "cfg_scale",
@@ -145,12 +146,13 @@ def test_what_is_compiled_in() -> None:
         "algorithm": "origin",
         "confidence_dtype": "float32",
         "suppress_mask": False,
+        "greedy": False,
         "cache": "none",
         "parallel": "none",
     }
     assert compiled_values(dual) == compiled_values(plain) | {"cache": "dual", "block_length": 32, "refresh_blocks": 1}
     assert compiled_values(SamplingConfig(use_cache=False)) == {"use_cache": False}
-    # Without a cache a block's length is a run-time argument.
+    # Without a cache, the block length is a run-time argument.
     assert can_run(plain, plain.replace(block_length=8, steps=3, temperature=1.0, top_p=0.5, seed=4))
     assert can_run(dual, dual.replace(block_length=32, refresh_interval=4))
     for changes in ({"block_length": 8}, {"cache": "prefix"}, {"parallel": "factor"}, {"suppress_mask": True}):
@@ -162,7 +164,7 @@ def test_what_is_compiled_in() -> None:
     prefix = dual.replace(cache="prefix")
     assert can_run(prefix, prefix.replace(refresh_blocks=4))
     assert not can_run(plain, SamplingConfig())
-    # Programs with guidance leave rows alone that ask for none.
+    # Programs with guidance also serve rows without guidance.
     guided = plain.replace(cfg_scale=1.5)
     assert can_run(guided, plain)
     assert can_run(guided, guided.replace(cfg_scale=0.5))

@@ -1,4 +1,4 @@
-"""The parts of one denoise step, called directly: which positions a step asks for, and which it commits.
+"""The parts of a denoise step, called directly: which positions it needs, and which it commits.
 
 Dimension letters: B batch, S sequence.
 """
@@ -23,7 +23,7 @@ from tests.runtime.decoding.token_choices import MASK, SIGNIFICANCE, VOCAB, chi_
 def one_block(
     canvas: np.ndarray, seeds: list[int], ratios: np.ndarray, steps: int, step: int, length: int, alg_temp: float = 0.0
 ) -> tuple[DenoiseRequest, DenoiseState]:
-    """Rows of the exact algorithm, a single block without a cache, before this step; no later step is begun."""
+    """Rows of exact decoding (a single block without a cache) before this step; no later step may start."""
     rows = len(canvas)
 
     def each(value: float, dtype: type = np.int32) -> np.ndarray:
@@ -31,17 +31,21 @@ def one_block(
 
     request = DenoiseRequest(
         lengths=each(length),
+        ends=each(length),
         prompts=each(0),
         first=each(0),
         seeds=seed_words(seeds),
         ratios=np.tile(ratios, (rows, 1)),
         block_length=each(canvas.shape[1]),
+        sub_block_length=each(canvas.shape[1]),
         steps_per_block=each(steps),
+        block_steps=each(steps),
         refresh_interval=each(1),
         refresh_blocks=each(1),
         stop_tokens=np.full((rows, 1), -1, np.int32),
         threshold=each(0, np.float32),
         factor=each(0, np.float32),
+        entropy_limit=each(0, np.float32),
         cfg_scale=each(0, np.float32),
         temperature=each(1, np.float32),
         top_p=each(1, np.float32),
@@ -65,7 +69,7 @@ def one_block(
 def commit_once(
     confidences: np.ndarray, count: int, alg_temp: float, rows: int, *, seeds: list[int] | None = None, step: int = 2
 ) -> np.ndarray:
-    """Which positions ``rows`` rows of equal confidences commit: bool ``[rows, S]``."""
+    """The positions that ``rows`` rows with equal confidences commit: bool ``[rows, S]``."""
     width = len(confidences)
     program = DenoiseProgram("entropy", rule("entropy"), sample_positions=True, chunk=width)
     canvas = np.full((rows, width), MASK, np.int32)
@@ -90,14 +94,14 @@ CONFIDENCES = np.array([-0.2, -1.5, -0.9, -0.2, -2.5])
 
 @pytest.mark.parametrize("alg_temp", [0.4, 1.0, 5.0])
 def test_first_positions_are_drawn_by_confidence(alg_temp: float) -> None:
-    """One position of a row: from softmax(confidence / alg_temp)."""
+    """If one position is committed, it is drawn from softmax(confidence / alg_temp)."""
     committed = commit_once(CONFIDENCES, 1, alg_temp, 40_000)
     assert chi_square(committed.sum(axis=0), softmax(CONFIDENCES / alg_temp)) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize("alg_temp", [0.7, 2.0])
 def test_several_positions_are_drawn_without_replacement(alg_temp: float) -> None:
-    """Pairs: the second from what the first leaves, renormalised. And all of them when all are wanted."""
+    """Pairs are drawn without replacement, with renormalised probabilities; asking for all positions commits all."""
     probabilities = softmax(CONFIDENCES / alg_temp)
     pairs = {}
     for one in range(5):
@@ -120,7 +124,7 @@ def test_positions_are_drawn_anew_in_every_step() -> None:
 
 @pytest.mark.parametrize("ratio", [0.03, 0.25, 0.5, 0.9])
 def test_origin_commits_each_position_with_the_stated_probability(ratio: float) -> None:
-    """Independently: the number of positions of a row is binomial, and each position has the same share."""
+    """Positions are drawn independently: their number per row is binomial, and each is equally likely."""
     rows, width = 20_000, 6
     program = DenoiseProgram("origin", rule("origin"), sample_positions=False, chunk=width)
     canvas = np.full((rows, width + 2), MASK, np.int32)

@@ -1,4 +1,4 @@
-"""Choosing tokens from given logits, on one device and on a sharded vocabulary, and what to expect of it in float64.
+"""Helpers to choose tokens from given logits on any mesh, and float64 references for the result.
 
 Dimension letters: B batch, P positions, V vocab.
 """
@@ -30,9 +30,9 @@ B, P = 2, 8
 MESHES = ("data=1", "tensor=8")
 MASK = 7
 
-# Sums against top_p are made of integers; a token whose mass above is this near to top_p may go either way.
+# Masses are summed in fixed point, so a token whose mass is this close to top_p may be kept or dropped.
 BOUNDARY = 1e-6
-# Below this a fixed seed is called a bad draw. With some forty such tests a false alarm is a matter of 1 in 250.
+# Reject below this p-value. Over some forty such tests, the probability of a false alarm is 1 in 250.
 SIGNIFICANCE = 1e-4
 
 
@@ -68,7 +68,7 @@ def vocab_sharded(mesh: str, logits: np.ndarray) -> jax.Array:
 
 
 def padded(logits: np.ndarray, vocab: int = PADDED) -> np.ndarray:
-    """Logits ``[..., V]`` in float32 with the padding that the head gives them."""
+    """Logits ``[..., V]`` in float32, padded like the output of the head."""
     width = [(0, 0)] * (logits.ndim - 1) + [(0, vocab - logits.shape[-1])]
     return np.pad(logits.astype(np.float32), width, constant_values=-np.inf)
 
@@ -80,14 +80,14 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def sorted_filter(logits: np.ndarray, top_p: float, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which tokens are kept ``[..., V]``, by sorting in float64, and which are too near to ``top_p`` to say."""
+    """The tokens ``[..., V]`` that a float64 sort keeps, and those that are too close to ``top_p`` to decide."""
     kept, unsure = np.zeros(logits.shape, bool), np.zeros(logits.shape, bool)
     for place in np.ndindex(logits.shape[:-1]):
         row = logits[place].astype(np.float64)
         order = np.argsort(-row, kind="stable")
         ranked, probabilities = row[order], softmax(row)[order]
         before = np.concatenate([[0.0], np.cumsum(probabilities)])[:-1]
-        # Equal logits stand or fall together: the mass above each is the mass above the first of them.
+        # Equal logits are kept or dropped together, so each uses the mass above the first of them.
         before = before[np.searchsorted(-ranked, -ranked, side="left")]
         by_mass = np.ones(len(row), bool) if top_p >= 1 else before <= top_p
         kth = ranked[min(top_k, len(row)) - 1]
@@ -97,7 +97,7 @@ def sorted_filter(logits: np.ndarray, top_p: float, top_k: int) -> tuple[np.ndar
 
 
 def halving_filter(logits: jax.Array, probabilities: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
-    """Top-p and top-k by 32 halvings of the range of float32, one candidate a pass: the plain formula."""
+    """Top-p and top-k by bisection of the float32 range, 32 passes with one candidate each."""
     bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0.0, 0.0, logits), jnp.int32)
     keys = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
     masses = jnp.round(probabilities * 2.0**30).astype(jnp.int32)
@@ -146,11 +146,11 @@ def choose(
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """P value of counts under probabilities; outcomes of probability 0 must not occur."""
+    """P-value of counts under given probabilities. Outcomes of probability 0 must not occur."""
     possible = probabilities > 0
     assert not counts[~possible].any(), "drawn although it cannot be"
     counts, expected = counts[possible], probabilities[possible] / probabilities.sum() * counts.sum()
-    # Rare outcomes count as one.
+    # Rare outcomes are merged into one.
     order = np.argsort(expected)
     together = max(1, int((np.cumsum(expected[order]) < 10).sum() + 1))
     counts, expected = (

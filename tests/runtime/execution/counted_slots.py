@@ -1,4 +1,4 @@
-"""Slots that are only counted, for tests of the scheduler: no device, and a clock that is only a number."""
+"""Simulated slots for tests of the scheduler, without devices and with a simulated clock."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from runtime.execution.step_plan import BucketRun, PoolOutcome, PoolPlan
 
 PROMPT = [7, 7]
 WIDTH = 512
-# A pass costs its positions, and so many seconds for each.
+# A pass costs a number of seconds per position.
 COST = PassCost(0.0, 0.0)
 
 
 class CountedSlots:
-    """Executes plans on no device: a row commits a token in every iteration, from left to right."""
+    """Executes plans without a device: each row commits one token per iteration, from left to right."""
 
     def __init__(self, seconds: float, per_position: float = 0.0, hidden: int = 0, chunk: int | None = None) -> None:
-        """Take what a row is.
+        """Create the slots.
 
         Args:
-          seconds: that an iteration takes.
-          per_position: that each position of a bucket adds.
-          hidden: first iterations of a row that commit nothing to be seen. A row with such iterations has a mask in its
-            prompt, which is filled last of all that is hidden.
-          chunk: tokens of a chunk of a prompt; None where prompts need not be read.
+          seconds: simulated duration of an iteration.
+          per_position: simulated seconds that each position of a bucket adds.
+          hidden: number of first iterations of a row that commit nothing visible. A row with such iterations has a
+            mask in its prompt, which is filled in the last of them.
+          chunk: number of tokens in a prompt chunk; None if prompts need not be read.
         """
         self.now = 100.0
         self._hidden, self._chunk = hidden, chunk
@@ -50,17 +50,17 @@ class CountedSlots:
         self.order: list[RowRequest] = []
         self.plans: list[PoolPlan] = []
         self._seconds, self._per_position = seconds, per_position
-        # What each row is, and how many tokens it has; and the slots of each open bucket.
+        # The request and the number of tokens of each row, and the slots of each open bucket.
         self._made: dict[int, tuple[RowRequest, int]] = {}
         self._slots: dict[int, dict[int, list[int | None]]] = {}
 
     def rows(self, pool: int = 0) -> dict[int, int]:
-        """Number of the row in each slot that is taken, bucket by bucket."""
+        """Numbers of the rows in occupied slots, bucket by bucket."""
         slots = [row for bucket in self._slots.get(pool, {}).values() for row in bucket]
         return {slot: row for slot, row in enumerate(slots) if row is not None}
 
     def execute(self, plan: StepPlan) -> StepOutcome:
-        """What real slots would make of a plan that has crossed from one host to another."""
+        """Execute a plan as real slots would, after converting it to JSON and back."""
         plan = StepPlan.from_json(json.loads(json.dumps(plan.to_json())))
         scores = None if plan.score is None else [np.full(len(row), -1.0, np.float32) for row in plan.score.rows]
         return StepOutcome([self._execute(pool) for pool in plan.pools], scores)
@@ -121,7 +121,7 @@ class CountedSlots:
 
 
 def rows(*tokens: int, seed: int = 0) -> list[RowRequest]:
-    """Rows of so many new tokens each."""
+    """Create rows with these numbers of new tokens."""
     return [RowRequest(PROMPT, SamplingConfig(max_new_tokens=new), seed) for new in tokens]
 
 
@@ -144,7 +144,7 @@ def finished(events: Sequence[Event]) -> list[RequestHandle]:
 
 
 def one_bucket(slots: int) -> Grid:
-    """A grid of all slots together."""
+    """A grid with a single bucket that has all slots."""
     return Grid(slots, WIDTH, (Bucket(slots, WIDTH),), COST)
 
 

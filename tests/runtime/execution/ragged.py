@@ -1,4 +1,4 @@
-"""Four ragged rows of the golden model, the requests that run them, and their results."""
+"""Shared fixtures: four ragged rows of the golden model, the requests that run them, and their results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests import golden_cases
 MASK = 300
 NEW_TOKENS = 16
 SEEDS = (11, 2**63 - 1, 13, 0)
-# With the new tokens the third fills a bucket to the last place: alone it has no filler.
+# With its new tokens, the third row fills a bucket exactly, so it has no filler in a batch of one.
 LENGTHS = (1, 7, 48, 100)
 
 MODES: dict[str, dict[str, Any]] = {
@@ -33,10 +33,10 @@ def request(mode: str, **changes: Any) -> DiffusionConfig:
 
 @functools.cache
 def ragged_rows() -> tuple[np.ndarray, np.ndarray]:
-    """Four left-padded rows: one that is a mask alone, one that begins with one, one without, and a long one.
+    """Four left-padded rows: a single mask, one that starts with a mask, one without masks, and a long one.
 
-    The first is nothing but masks when it starts: all its positions are equal then, and tie but for rounding.
-    The padding is anything, masks and ids outside the vocabulary included.
+    The first row consists only of masks at the start, so its positions tie up to rounding.
+    The padding has arbitrary values, including mask tokens and ids outside the vocabulary.
     """
     generator = np.random.default_rng(0)
     rows = [generator.integers(0, MASK, length) for length in LENGTHS]
@@ -54,17 +54,17 @@ def ragged_rows() -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def run(mesh: str, mode: str) -> GenerationResult:
-    """All four rows at once, by mesh and mode."""
+    """Run all four rows at once on a mesh in a mode."""
     return golden_cases.engine(mesh).generate_tokens(*ragged_rows(), request(mode), history=True)
 
 
 def alone(row: int) -> np.ndarray:
-    """One row without its padding: ``[1, length]``."""
+    """Return one row without its padding: ``[1, length]``."""
     return ragged_rows()[0][row : row + 1, max(LENGTHS) - LENGTHS[row] :]
 
 
 def real(values: np.ndarray, row: int) -> np.ndarray:
-    """The part of a row that is not padding: ``[..., 4, S + N]`` -> ``[..., length + N]``."""
+    """Return the part of a row that is not padding: ``[..., 4, S + N]`` -> ``[..., length + N]``."""
     return values[..., row, max(LENGTHS) - LENGTHS[row] :]
 
 

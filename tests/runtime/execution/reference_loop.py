@@ -1,7 +1,7 @@
-"""The denoise loop once more, row by row in numpy, from the description of the algorithm alone.
+"""An independent implementation of the denoise loop in NumPy, one row at a time.
 
-Of the implementation it uses the logits and the random bits. Where two runs differ, the margin between their choices is
-computed in float64 and printed; a margin larger than rounding in the logits is a failure.
+It uses only the logits and the random bits of the real implementation. If two runs differ, the margin between their
+choices is computed in float64 and printed; a margin larger than rounding in the logits is a failure.
 
 Dimension letters: S canvas, V vocab.
 """
@@ -35,12 +35,12 @@ def bits_program(draw: Any, stream: int, shape: tuple[int, ...]) -> Any:
 
 
 def random_bits(draw: Any, seed: int, step: int, stream: int, positions: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Random numbers of one row and step, float32 ``[positions, *shape]``."""
+    """Return the random numbers of one row and step, float32 ``[positions, *shape]``."""
     return np.asarray(bits_program(draw, stream, shape)(seed_words([seed]), np.int32(step)))[:positions]
 
 
 def model_logits(engine: Engine, canvas: np.ndarray) -> np.ndarray:
-    """Shifted logits float64 ``[S, V]`` of one row, run in the shape of the others so that nothing is compiled."""
+    """Return shifted logits float64 ``[S, V]`` of one row, run in a shape that is already compiled."""
     width = max(LENGTHS)
     rows, mask = np.zeros((4, max(width, len(canvas))), np.int64), np.zeros((4, max(width, len(canvas))), np.int64)
     rows[0, rows.shape[1] - len(canvas) :] = canvas
@@ -56,7 +56,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def filtered(logits: np.ndarray, config: DiffusionConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Tempered and filtered logits ``[S, V]``, and how far each position is from keeping other tokens ``[S]``."""
+    """Return filtered logits ``[S, V]``, and the margin ``[S]`` by which each position keeps exactly these tokens."""
     if config.temperature:
         logits = logits / config.temperature
     gap = np.full(len(logits), np.inf)
@@ -86,7 +86,7 @@ def confidences(probabilities: np.ndarray, tokens: np.ndarray, algorithm: str) -
 
 
 class Step:
-    """What one denoise step makes of one row, and what each of its choices hangs on."""
+    """One denoise step of one row, with the quantities that its choices depend on."""
 
     def __init__(self, engine: Engine, before: np.ndarray, config: DiffusionConfig, seed: int, step: int) -> None:
         masked = np.flatnonzero(before == MASK)
@@ -111,14 +111,14 @@ class Step:
             if config.alg_temp:
                 self.confidence = self.confidence / config.alg_temp
                 self.confidence = self.confidence + random_bits(jax.random.gumbel, seed, step, 1, len(before), ())
-            # Ties go to the lowest position.
+            # Ties go to the lower position.
             chosen = masked[np.argsort(-self.confidence[masked].astype(np.float32), kind="stable")[: self.count]]
         self.chosen = chosen
         self.after = before.copy()
         self.after[chosen] = self.tokens[chosen]
 
     def margin(self, one: np.ndarray, other: np.ndarray) -> float:
-        """The least change of the logits, probabilities or confidences that makes two outcomes of the step one."""
+        """The smallest change of logits, probabilities or confidences for which two outcomes become equal."""
         scale = self.config.temperature or 1.0
         places = np.flatnonzero(one != other)
         margins = [self.filter_gap[place] for place in places]
@@ -137,7 +137,7 @@ class Step:
 def assert_same_tokens(
     found: np.ndarray, expected: np.ndarray, start: np.ndarray, engine: Engine, config: DiffusionConfig, seed: int
 ) -> None:
-    """Assert that two histories ``[steps, S]`` of one row from one canvas agree, but for ties within rounding."""
+    """Assert that two histories ``[steps, S]`` of a row are equal, except for ties within rounding."""
     assert found.shape == expected.shape
     if np.array_equal(found, expected):
         return
@@ -153,7 +153,7 @@ def assert_same_tokens(
 def check_against_the_algorithm(
     engine: Engine, history: np.ndarray, start: np.ndarray, config: DiffusionConfig, seed: int
 ) -> int:
-    """Check every step of one row, each from the canvas that the run itself had before; count the ties met."""
+    """Check every step of one row, starting each from the run's own canvas; return the number of ties."""
     ties = 0
     for step, (before, after) in enumerate(itertools.pairwise([start, *history])):
         expected = Step(engine, before, config, seed, step)

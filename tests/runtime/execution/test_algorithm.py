@@ -1,4 +1,4 @@
-"""Every step follows the algorithm: the schedule is torch's, and each choice is that of the reference loop."""
+"""Every step follows the algorithm: the schedule equals torch's, and the choices equal those of the reference loop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.runtime.execution.reference_loop import assert_same_tokens, check_aga
 )
 @pytest.mark.parametrize("eps", [1e-3, 1e-5, 1e-2, 0.1, 0.3333333, 0.5, 0.9, 0.999])
 def test_ratios_are_those_of_torch(eps: float) -> None:
-    """Bit for bit, and with them every count ``int(masks * ratio)``."""
+    """Ratios are bit-identical to torch's, and so is every count ``int(masks * ratio)``."""
     generator = np.random.default_rng(int(eps * 1e6))
     for steps in [*range(1, 600), 979, 983, 1009, 1024, 4096, 65536, *generator.integers(300, 5000, 40).tolist()]:
         times = torch.linspace(1, eps, steps + 1)
@@ -56,7 +56,7 @@ def test_ratios_are_those_of_torch(eps: float) -> None:
 
 @pytest.mark.parametrize(("tokens", "steps"), [(16, 11), (16, 16), (5, 16), (1, 16), (16, 1), (3, 2)])
 def test_steps_that_transfer_nothing(tokens: int, steps: int) -> None:
-    """They run no forward pass, and stand in the history all the same."""
+    """Steps that commit nothing run no forward pass, but are in the history."""
     engine = golden_cases.engine()
     config = request("entropy-greedy", max_new_tokens=tokens, steps=steps, seed=1, suppress_mask=True)
     result = engine.generate_tokens(alone(2), None, config, history=True)
@@ -82,7 +82,7 @@ def test_steps_that_transfer_nothing(tokens: int, steps: int) -> None:
 
 @pytest.fixture(scope="module")
 def fond_of_masks(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """The golden model with its favourite token's row of the head, a little longer, in the place of the mask's."""
+    """The golden model with the mask token's row of the head replaced by a frequent token's row times 1.1."""
     folder = tmp_path_factory.mktemp("models") / "fond_of_masks"
     folder.mkdir()
     shutil.copy(golden_cases.FOLDER / "config.json", folder)
@@ -114,7 +114,7 @@ def test_suppressed_masks_are_never_chosen(fond_of_masks: Engine) -> None:
     result = fond_of_masks.generate_tokens(*ragged_rows(), config, history=True)
     assert result.stats.masks_left == 0
     assert not any((real(result.sequences, row) == MASK).any() for row in range(4))
-    # Without that row of the head the two models are one.
+    # Apart from this row of the head, the two models are equal.
     golden = golden_cases.engine().generate_tokens(*ragged_rows(), config, history=True)
     for row in range(4):
         assert_same_tokens(
@@ -131,7 +131,7 @@ def test_suppressed_masks_are_never_chosen(fond_of_masks: Engine) -> None:
 
 
 def random_request(number: int) -> DiffusionConfig:
-    """A greedy request, its settings drawn from all that matter."""
+    """A greedy request with randomly chosen settings."""
     generator = np.random.default_rng([number, 7])
     return DiffusionConfig(
         algorithm=DREAM.algorithms[number % 4],
@@ -157,7 +157,7 @@ def test_greedy_runs_follow_the_algorithm(number: int) -> None:
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.endswith("greedy")])
 def test_sampled_runs_follow_the_algorithm(mode: str) -> None:
-    """The same with the random bits of each row, step and position."""
+    """Sampled runs follow the algorithm, with the random bits of each row, step and position."""
     config, result = request(mode), run("data=1", mode)
     ties = 0
     for row in range(4):
@@ -169,7 +169,7 @@ def test_sampled_runs_follow_the_algorithm(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["origin-greedy", "origin-sampled"])
 def test_origin_with_more_steps_than_tokens_follows_the_algorithm(mode: str) -> None:
-    """Positions are drawn in every step, so that many steps transfer nothing and all of them must draw alike."""
+    """Positions are drawn in every step, even in the many steps that commit nothing."""
     engine, config = golden_cases.engine(), request(mode, steps=3 * NEW_TOKENS)
     result = engine.generate_tokens(*ragged_rows(), config, history=True)
     for row in (2,):

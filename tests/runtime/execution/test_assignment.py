@@ -1,4 +1,4 @@
-"""Rows get slots, and keep them unless a pass becomes cheaper by moving them."""
+"""Rows get slots, and keep them unless moving them makes a pass cheaper."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_row_has_one_slot_that_is_wide_enough(data: int, cost: PassCost, b
             del lengths[row]
         for _ in range(int(random.integers(0, slots + 1 - len(lengths)))):
             lengths[next(rows)] = int(random.integers(1, canvas + 1))
-        # What is still there grows a little.
+        # The remaining rows grow a little.
         lengths = {row: min(canvas, length + int(random.integers(0, 9))) for row, length in lengths.items()}
         needs = {row: Need(length, min(canvas, length + 32)) for row, length in lengths.items()}
         there = [

@@ -1,4 +1,4 @@
-"""The grid of buckets: bounded, with room for every row, and cut at the lowest price."""
+"""The grid of buckets: limited in number, with room for every row; and packing at the lowest price."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_what_is_compiled_first_helps_most() -> None:
 
 
 def _cheapest(lengths: list[int], grid: Grid) -> float:
-    """By trying all ways to cut sorted rows into buckets."""
+    """The lowest price, found by trying all ways to distribute sorted rows over buckets."""
     if not lengths:
         return 0.0
     best = float("inf")

@@ -1,4 +1,4 @@
-"""Log-likelihoods: those of transformers for autoregressive models, an estimate that converges for diffusion."""
+"""Log-likelihoods: equal to transformers' for autoregressive models, and a converging estimate for diffusion."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_autoregressive_is_that_of_transformers(tmp_path: Path) -> None:
 def test_the_estimate_converges_and_depends_on_the_pair_alone() -> None:
     engine = golden_cases.engine("tensor=1")
     mask = engine.config.mask_token_id
-    # Of a token and the end, the token alone can be masked, and its expected estimate is its log-probability.
+    # With a single token and an end token, only the token can be masked, so the estimate's mean is its log-probability.
     pair = ([5, 9, 3], [7, 2])
     expected = float(engine.score([[5, 9, 3, mask, 2]], [[5, 9, 3, 7, 2]])[0, 3])
     (found,) = engine.estimate_log_likelihoods([pair], samples=2048)

@@ -1,4 +1,4 @@
-"""Rows that are run at a time follow from the memory that a plan counts."""
+"""The number of rows run at a time follows from the estimated memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CANVAS = 128
 
 
 def engine_of(mesh: str, config: ModelConfig = CONFIG) -> Engine:
-    """An engine that can be asked and not run: its weights are shapes."""
+    """An engine that can be queried but not run, because its weights are only shapes."""
     spec = MeshSpec.parse(mesh)
     layout = model_layout(config, spec, jax.devices())
     return Engine(layout, layout.abstract_weights(jnp.float32))

@@ -1,4 +1,4 @@
-"""Rows that move between slots of other shapes before every iteration: each has the tokens that it has alone."""
+"""Rows that move between slots of different shapes before every iteration keep the tokens of a batch of one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import PROMPT_CHUNKS, Runner
 from runtime.execution.slot_kinds import open_slots
 from runtime.execution.slots import Slots
-from runtime.execution.specialization import general
+from runtime.execution.specialization import generalized
 from runtime.models.kv_cache import abstract_cache
 from sharding.aot import aot_devices, missing_compiler
 from sharding.mesh import MeshSpec
@@ -60,10 +60,10 @@ EVERYWHERE = [
 
 
 class Shuffled:
-    """Slots of several shapes, and rows that all change places between two iterations."""
+    """Slots of several shapes, between which all rows move before each iteration."""
 
     def __init__(self, runner: Runner, config: DiffusionConfig | SamplingConfig, seed: int) -> None:
-        """Take a way of decoding; the seed decides who moves where."""
+        """Create slots for a configuration; the seed determines the moves."""
         self._runner, self._config = runner, config
         self._random = np.random.default_rng(seed)
         self.moves = 0
@@ -73,7 +73,7 @@ class Shuffled:
 
     def run(self, requests: list[RowRequest]) -> list[RowResult]:
         data, found = self._runner.layout.spec.data, []
-        # Which row is where: slots, and the row of each slot.
+        # The place of each row: slots, and the row in each slot.
         there: list[tuple[Slots, dict[int, int]]] = []
         left = list(range(len(requests)))
         while left:
@@ -88,7 +88,7 @@ class Shuffled:
     def _move(
         self, requests: list[RowRequest], left: list[int], old: list[tuple[Slots, dict[int, int]]], data: int
     ) -> list[tuple[Slots, dict[int, int]]]:
-        """Put all rows into slots of random shapes: their first requests, and then what they left their slots with."""
+        """Put all rows into slots of random shapes: first as requests, later as moved rows."""
         moving = {}
         for slots, rows in old:
             taken = slots.take(list(rows))
@@ -119,7 +119,7 @@ def check(engine: Engine, single: Engine, config: DiffusionConfig | SamplingConf
         RowRequest(row, config.replace(max_new_tokens=count), seed=number * 7919)
         for number, (row, count) in enumerate(zip(rows, new, strict=True))
     ]
-    shuffled = Shuffled(engine.runner, general(config), 5)
+    shuffled = Shuffled(engine.runner, generalized(config), 5)
     found = shuffled.run(requests)
     assert sorted(one.number for one in found) == list(range(len(requests)))
     assert shuffled.moves > 2 * len(requests)
@@ -160,7 +160,7 @@ def test_autoregressive_rows_that_move_before_every_token(
 )
 def test_a_move_is_one_collective(mesh: str, collectives: int, kind: str) -> None:
     engine = Engine.load(golden_cases.FOLDER, mesh, kv_cache=kind)
-    config = general(DIFFUSION["dual"])
+    config = generalized(DIFFUSION["dual"])
     slots = open_slots(engine.runner, config, WIDTHS[0], 4, max(WIDTHS), WIDTHS[0])
     slots.compile_moves(max(WIDTHS))
     texts = {name: text for name, text in engine.program_texts().items() if name.endswith(("take", "put"))}
@@ -211,7 +211,7 @@ _COLLECTIVES = r" = .*? (all-reduce|all-gather|all-to-all|collective-permute|red
 @pytest.mark.parametrize("mesh", MESHES)
 def test_an_int8_cache_moves_bit_by_bit(mesh: str) -> None:
     engine = Engine.load(golden_cases.FOLDER, mesh, kv_cache="int8")
-    config, count = general(DIFFUSION["prefix"]), 2 * engine.layout.spec.data
+    config, count = generalized(DIFFUSION["prefix"]), 2 * engine.layout.spec.data
     wide, narrow = (open_slots(engine.runner, config, width, count, max(WIDTHS), width) for width in WIDTHS[::-1])
     request = RowRequest([1, 2, 3], DIFFUSION["prefix"], 3)
     wide.insert({1: request})

@@ -1,4 +1,4 @@
-"""The offline scheduler: a row's tokens are those it has alone, whoever shares the slots, in whatever order."""
+"""The offline scheduler: each row yields the same tokens as in a batch of one, in any order and company."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check(engine: Engine, asked: list[RowRequest], slots: int) -> None:
         same(result, expected[number])
     assert scheduler.stats.rows == len(asked)
     assert scheduler.stats.tokens == sum(int((result.commit_steps >= 0).sum()) for result in expected)
-    # In another order, and some left out, without another program.
+    # In another order, and with some rows left out, without compiling another program.
     compiled = engine.compiled_programs
     backwards = gather(engine.scheduler(asked[::-1], slots), skip={1, 4})
     assert sorted(backwards) == [0, 2, 3, 5, 6]
@@ -129,7 +129,7 @@ def test_utilisation_and_an_early_end() -> None:
     scheduler = engine.scheduler(asked, 4)
     asked_for_more = iter([True] * 3 + [False] * 1000)
     found = gather(scheduler, more=lambda: next(asked_for_more))
-    # Whoever is in flight when no more may enter is finished, and nobody else.
+    # After `more` returns False, the rows in slots are finished, and no others.
     assert 0 < len(found) < len(asked)
     stats = scheduler.stats
     assert stats.slot_iterations == 4 * stats.forwards

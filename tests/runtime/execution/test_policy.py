@@ -1,4 +1,4 @@
-"""The policy over many buckets, simulated: on slots that are only counted, by a clock that is only a number."""
+"""The scheduling policy over many buckets, simulated without devices and with a simulated clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.runtime.execution.counted_slots import WIDTH, CountedSlots, drain, ro
 
 
 def laddered(slots: int = 8, **policy: object) -> Scheduler:
-    """A scheduler over a grid of many buckets, with a cost of its own for each pass."""
+    """A scheduler over a grid of many buckets, with a cost model for passes."""
     grid = make_grid(slots, WIDTH, PassCost(0.0, 64.0), data=1, step=32)
     return Scheduler([PoolLimits(grid)], SchedulerPolicy(**policy))  # type: ignore[arg-type]
 
@@ -46,7 +46,7 @@ def test_a_lone_row_is_computed_alone_and_at_its_length() -> None:
 def test_a_row_that_has_shown_nothing_is_looked_at_after_its_first_iteration() -> None:
     scheduler, slots = laddered(), CountedSlots(0.0001)
     for _ in range(3):
-        # Also after idle turns and turns in which nothing ran: neither says how long an iteration takes.
+        # Also after idle steps and steps without iterations, which do not tell how long an iteration takes.
         step(scheduler, slots)
         scheduler.add(RequestHandle(rows=rows(40), stream=True))
         plan = scheduler.schedule(slots.now)
@@ -112,14 +112,14 @@ def test_caches_of_all_buckets_stay_within_what_was_counted() -> None:
 
 @dataclasses.dataclass
 class Arrival:
-    """A request, and when it comes."""
+    """A request and its arrival time."""
 
     at: float
     handle: RequestHandle
 
 
 def simulate(scheduler: Scheduler, slots: CountedSlots, arrivals: list[Arrival]) -> dict[RequestHandle, float]:
-    """Seconds from the arrival of each request to its end."""
+    """Simulate the requests, and return the seconds from each one's arrival to its end."""
     waiting, latency, start = sorted(arrivals, key=lambda one: one.at), {}, slots.now
     while waiting or scheduler.waiting or scheduler.running:
         if not (scheduler.waiting or scheduler.running):
@@ -146,7 +146,7 @@ def log_normal(count: int, seed: int) -> list[tuple[int, int]]:
 
 
 def poisson(load: float, seconds_per_position: float, count: int = 300) -> list[Arrival]:
-    """Requests that ask for a share of the positions that there are."""
+    """Poisson arrivals that use a given fraction of the capacity."""
     lengths = log_normal(count, 1)
     work = [(prompt + new) * new for prompt, new in lengths]
     gap = np.mean(work) * seconds_per_position / load
@@ -165,17 +165,17 @@ def test_at_sixty_percent_load_four_in_five_positions_are_of_use() -> None:
 def test_a_long_canvas_does_not_starve_short_ones() -> None:
     per_position = 1e-4
     scheduler, slots = laddered(slots=2), CountedSlots(64 * per_position, per_position)
-    # Something has run before: it is known what a pass takes.
+    # Something has run before, so the time of a pass is known.
     simulate(scheduler, slots, [Arrival(0.0, RequestHandle(rows=rows(30)))])
     long = [Arrival(0.0, RequestHandle(rows=rows(500))) for _ in range(6)]
     short = [Arrival(0.5 + 2 * number, RequestHandle(rows=rows(30))) for number in range(10)]
     latency = simulate(scheduler, slots, [*long, *short])
     alone = 500 * (WIDTH + 64) * per_position
     assert len(latency) == 16
-    # Two long ones have the slots when the short ones come, and the other four begin after these.
+    # Two long rows occupy the slots when the short ones arrive; the other four long rows start after the short ones.
     assert max(latency[one.handle] for one in short) < 2.2 * alone
     assert sum(latency[one.handle] > 2.2 * alone for one in long) == 4
-    # Beside a long one in another slot, a short one has half of the devices.
+    # A short row gets half of the device time while a long row runs in another slot.
     scheduler, slots = laddered(slots=8), CountedSlots(64 * per_position, per_position)
     latency = simulate(
         scheduler, slots, [Arrival(at, RequestHandle(rows=rows(new))) for at, new in ((0, 500), (1, 30))]
@@ -191,7 +191,7 @@ def test_a_new_request_waits_about_a_step() -> None:
     for _ in range(10):
         before = slots.now
         step(scheduler, slots)
-        # A pass of the widest bucket is the least that a step can be.
+        # A step takes at least as long as a pass of the widest bucket.
         assert slots.now - before <= max(SchedulerPolicy().step_seconds or 0, 1e-4 * 256) * 1.01
     scheduler.add(late := RequestHandle(rows=rows(4), stream=True))
     seen = [event for _ in range(2) for event in step(scheduler, slots) if isinstance(event, CanvasChanged)]

@@ -1,4 +1,4 @@
-"""When the scheduler first looks at a row, and how a stop test ends one."""
+"""When the scheduler first fetches a row's canvas, and how a stop test ends a row."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_outcome_without_a_forward_pass_says_nothing_about_how_long_one_takes
     scheduler.add(first)
     scheduler.schedule(slots.now)
     scheduler.abort(first)
-    # As it is where the row was done before its first iteration.
+    # This happens if the row was done before its first iteration.
     scheduler.update(StepOutcome([PoolOutcome(0, [], {}, [BucketRun(0, 0, 0, 0.001)])]), slots.now)
     scheduler.policy = SchedulerPolicy(first_tokens=False)
     scheduler.add(RequestHandle(rows=rows(9)))
@@ -42,7 +42,7 @@ def test_an_outcome_without_a_forward_pass_says_nothing_about_how_long_one_takes
 
 
 def test_a_row_is_looked_at_after_its_first_iterations_until_it_has_shown_something() -> None:
-    """A stream in the midst of others, and after a pause, does not wait for a whole step of theirs."""
+    """A streamed row that starts among others, or after a pause, does not wait for a full step of the others."""
     for hidden, looks in ((0, 1), (1, 2), (5, 2)):
         scheduler, slots = single(2), CountedSlots(0.0005, hidden=hidden)
         scheduler.add(RequestHandle(rows=rows(99)))
@@ -59,7 +59,7 @@ def test_a_row_is_looked_at_after_its_first_iterations_until_it_has_shown_someth
 
 
 def after(count: int, kept: int) -> StopTest:
-    """Ends a row with so many tokens kept once there are ``count``."""
+    """A stop test that ends a row once it has ``count`` tokens."""
     return lambda tokens, whole: kept if len(tokens) >= count else None
 
 
@@ -72,7 +72,7 @@ def test_a_stop_test_frees_the_slot_at_the_next_decision() -> None:
     assert not [event for _ in range(2) for event in step(scheduler, slots) if isinstance(event, RowFinished)]
     assert [plan.buckets[0].canvases for plan in slots.plans] == [True, True]
     events = step(scheduler, slots)
-    # Eight tokens were made when it was seen; its slot goes to the next row in the same step.
+    # Eight tokens were generated when the test fired; the next row gets the slot in the same step.
     inserted = [Insertion(2, waiting.rows[0])]
     assert slots.plans[-1] == PoolPlan(0, inserted, [BucketPlan(0, 2, WIDTH, [2, 1], 4, False)], [0])
     assert slots.rows() == {0: 2, 1: 1}
@@ -109,7 +109,7 @@ def test_a_stopped_row_that_is_aborted_is_evicted_without_a_result() -> None:
     scheduler.abort(handle)
     assert step(scheduler, slots) == []
     assert (slots.plans[-1].buckets, slots.plans[-1].finish, scheduler.running) == ([], [], 0)
-    # Aborted while the step is under way that brings its result.
+    # Aborted during the step that returns its result.
     scheduler.add(handle := RequestHandle(rows=rows(50), stop_tests=[after(1, 1)]))
     step(scheduler, slots)
     outcome = slots.execute(scheduler.schedule(slots.now))

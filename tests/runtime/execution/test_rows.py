@@ -1,6 +1,6 @@
-"""A row's tokens are its own: they depend on its prompt, its seed and the request, and on nothing else.
+"""A row's tokens depend only on its prompt, its seed and its decoding parameters.
 
-Ragged, padded, bucketed and split rows are compared with the rows alone, step by step.
+Ragged, padded, bucketed and split rows are compared step by step with batches of one.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from tests.runtime.execution.reference_loop import Step, assert_same_tokens
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ragged_rows_equal_the_rows_alone(mode: str) -> None:
-    """Left-padded rows beside a long one, so that they run in a longer bucket, against each row by itself."""
+    """Left-padded rows next to a long one, which run in a longer bucket, equal batches of one."""
     engine = golden_cases.engine()
     together = run("data=1", mode)
     assert bucket_length(max(LENGTHS) + NEW_TOKENS) > bucket_length(LENGTHS[2] + NEW_TOKENS) == LENGTHS[2] + NEW_TOKENS
-    # The long row is alone in the same bucket: that costs a program, so only some modes show it.
+    # Running the long row alone in its bucket needs another program, so only some modes test it.
     rows = range(4) if mode in ("entropy-greedy", "origin-sampled") else range(3)
     for row in rows:
         config = request(mode, seed=[SEEDS[row]])
@@ -73,7 +73,7 @@ def test_padding_and_prompts_stay_as_they_were(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_each_row_transfers_its_own_count(mode: str) -> None:
-    """The counts of the schedule for each row's own masks; the batch mean would give others."""
+    """The schedule counts each row's own masks; the batch mean would give other counts."""
     config, result = request(mode), run("data=1", mode)
     if config.algorithm == "origin":
         counts = [(real(result.history, row) == MASK).sum(axis=1) for row in range(4)]
@@ -88,7 +88,7 @@ def test_each_row_transfers_its_own_count(mode: str) -> None:
             count = int(torch.tensor(float(masked)) * (1 - times[step + 1] / times[step]))
             count = masked if step == config.steps - 1 else count
             committed = int((before != after).sum())
-            # A model that predicts MASK leaves the position: only that makes it fewer.
+            # Counts are lower only where the model predicts the mask token.
             assert committed <= count
             if committed < count:
                 assert MASK in Step(golden_cases.engine(), before, config, SEEDS[row], step).tokens
@@ -131,7 +131,7 @@ def test_rows_that_do_not_divide_the_data_axis(mode: str) -> None:
 
 @pytest.mark.parametrize("mesh", ["data=1", "data=2"])
 def test_batches_split_for_memory(mesh: str) -> None:
-    """Five rows, at most two (or three, which a data axis of two makes two) at a time, equal one batch of five."""
+    """Five rows, run two at a time, equal one batch of five. A limit of three is rounded to the data axis of two."""
     golden = golden_cases.engine(mesh)
     ids, mask = ragged_rows()
     order = [2, 1, 0, 2, 1]
@@ -163,7 +163,7 @@ def test_batches_split_for_memory(mesh: str) -> None:
 
 
 def test_one_seed_gives_each_row_its_own() -> None:
-    """One seed for the batch; each row's own seed repeats it, in the batch and alone."""
+    """With one seed for the batch, each row's derived seed reproduces the row, in a batch and alone."""
     engine, prompt = golden_cases.engine(), np.repeat(alone(2), 4, axis=0)
     config = request("entropy-sampled", seed=3)
     result = engine.generate_tokens(prompt, None, config)
@@ -197,7 +197,7 @@ def test_seeds_that_agree_in_their_low_or_high_half_differ() -> None:
 
 
 def test_several_samples_of_each_row() -> None:
-    """Samples stand next to one another; each repeats with its own seed; the first has the row's very seed."""
+    """Samples are adjacent, each is reproduced by its own seed, and the first one has the row's seed."""
     engine = golden_cases.engine()
     ids, mask = (array[1:3] for array in ragged_rows())
     config = request("entropy-sampled", seed=[21, 22])
@@ -222,7 +222,7 @@ def test_row_seeds_never_collide() -> None:
     seeds = {row_seed(seed, row, sample) for seed in range(10) for row in range(50) for sample in range(20)}
     assert len(seeds) == 10 * 50 * 20
     assert all(0 <= seed < 1 << 63 for seed in seeds)
-    # The digests of "1:11:1" and "11:1:1" are not the same text.
+    # "1:11:1" and "11:1:1" have different digests.
     assert row_seed(1, 11, 1) != row_seed(11, 1, 1)
     assert MAX_SAMPLES >= 1 << 16
 
@@ -232,7 +232,7 @@ def test_row_seeds_never_collide() -> None:
 
 @pytest.mark.parametrize("mode", ["entropy-greedy", "origin-sampled"])
 def test_infilling_without_new_tokens(mode: str) -> None:
-    """Rows with masks anywhere, at position 0 too, one row without any, left padding, and nothing appended."""
+    """Infilling without new tokens: masks anywhere, even at position 0, a row without masks, and left padding."""
     engine = golden_cases.engine()
     ids, mask = ragged_rows()
     config = request(mode, max_new_tokens=0, steps=4)
@@ -245,7 +245,7 @@ def test_infilling_without_new_tokens(mode: str) -> None:
         start = max(LENGTHS) - LENGTHS[row]
         assert_same_tokens(result.history[:, row, start:], own.history[:, 0], alone(row)[0], engine, config, SEEDS[row])
     if mode == "entropy-greedy":
-        # A mask alone at position 0 takes the prediction of its own output.
+        # A single mask at position 0 uses its own output as its prediction.
         assert result.sequences[0, -1] == engine.logits([[MASK]])[0, 0].argmax()
 
 

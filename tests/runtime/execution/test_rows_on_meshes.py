@@ -1,4 +1,4 @@
-"""Ragged rows on a mesh give the tokens that they give on one device."""
+"""Ragged rows yield the same tokens on a mesh as on one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANKED = ("maskgit_plus", "topk_margin", "entropy")
 
 
 MESHES = ("tensor=8", "data=2,tensor=2", "sequence=4")
-# Every mesh meets every algorithm.
+# Every mesh runs every algorithm.
 IN_CI = {
     *itertools.product(MESHES, [f"{algorithm}-sampled" for algorithm in DREAM.algorithms]),
     *itertools.product(["data=2,tensor=2", "sequence=4"], ["entropy-positions"]),
@@ -66,10 +66,10 @@ def test_many_seeds_are_the_same_on_every_mesh(mesh: str, mode: str) -> None:
 @pytest.mark.parametrize("mesh", ["data=1", *MESHES])
 @pytest.mark.parametrize("algorithm", RANKED)
 def test_one_hot_ties_go_to_the_lowest_position(mesh: str, algorithm: str) -> None:
-    """One token kept makes every position equally confident: exactly 1, or an entropy of exactly 0."""
+    """With one token kept, every position has the same confidence: exactly 1, or an entropy of exactly 0."""
     if mesh in ("data=2,tensor=2", "sequence=4") and algorithm != "entropy":
         pytest.skip("one algorithm is enough for this mesh")
-    # The program is that of the sampled runs; one token kept leaves nothing to draw.
+    # This uses the program of the sampled runs; with one token kept, there is nothing to draw.
     result = golden_cases.engine(mesh).generate_tokens(
         *ragged_rows(), request(f"{algorithm}-sampled", top_k=1), history=True
     )

@@ -1,4 +1,4 @@
-"""The scheduler's policy, on slots that are only counted and a clock that is only a number."""
+"""The scheduler's policy, on simulated slots and with a simulated clock."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_owners_share_the_slots() -> None:
         scheduler.add(handle)
     assert scheduler.waiting == 14
     order = finished(drain(scheduler, slots))
-    # Twelve rows came before; each owner has every other slot nevertheless.
+    # Although twelve rows arrived earlier, each owner gets every other slot.
     assert [request.seed for request in slots.order[:6]] == [1, 2, 1, 2, 1, 1]
     assert order == [modest, *greedy]
     assert scheduler.stats.rows == 14
@@ -80,7 +80,7 @@ def test_deadlines() -> None:
     assert slots.rows() == {0: 0}, "who runs is left alone"
     assert scheduler.expire(slots.now) == [running]
     assert scheduler.expire(slots.now) == [], "once"
-    # Its slot goes to the next one in the same step; the one that waited in between has left the queue.
+    # The next row gets the slot in the same step; the row that waited in between has left the queue.
     step(scheduler, slots)
     inserted = [Insertion(1, patient.rows[0])]
     assert slots.plans[-1] == PoolPlan(0, inserted, [BucketPlan(0, 1, WIDTH, [1], 1, True)])
@@ -96,17 +96,17 @@ def test_aborts() -> None:
     step(scheduler, slots)
     scheduler.add(second)
     scheduler.add(third)
-    # One that waits is never inserted.
+    # An aborted row that waits is never inserted.
     assert scheduler.abort(second)
     assert scheduler.waiting == 4, "until the next step"
     step(scheduler, slots)
     assert scheduler.waiting == 2
-    # One that runs is evicted, and others take its slots.
+    # An aborted row that runs is evicted, and others take its slot.
     assert scheduler.abort(first)
     assert not scheduler.abort(first)
     step(scheduler, slots)
     assert slots.rows() == {0: 2, 1: 3}
-    # Nobody waits: the slots are emptied.
+    # Without waiting rows, the slots are emptied.
     assert scheduler.abort(third)
     assert step(scheduler, slots) == []
     assert slots.plans[-1].buckets == []
@@ -173,13 +173,13 @@ def test_canvases_are_looked_at_for_streams_and_first_tokens_alone() -> None:
     last = next(event for event in events if isinstance(event, RowFinished))
     assert (last.tokens, last.steps, last.seconds, last.seconds_per_token) == (4, 4, 2.0, 0.5)
     assert events[-1] == RequestFinished(streamed, 4.0)
-    # One that is not streamed: until its first token is seen, and then no more.
+    # The canvas of a row that is not streamed is fetched until its first token is seen.
     scheduler.add(RequestHandle(rows=rows(4)))
     del slots.plans[:]
     events = drain(scheduler, slots)
     assert [plan.buckets[0].canvases for plan in slots.plans] == [True, False, False, False]
     assert not [event for event in events if isinstance(event, (CanvasChanged, PrefixGrown))]
-    # Nobody wants to know at all.
+    # Nothing asks for canvases.
     scheduler.policy = SchedulerPolicy(first_tokens=False)
     scheduler.add(RequestHandle(rows=rows(4)))
     del slots.plans[:]

@@ -1,4 +1,4 @@
-"""Which buckets are compiled for rows that are all known."""
+"""Which buckets are compiled for rows that are all known in advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots in which every row has parameters of its own: as alone, and none the worse for rows that come and go."""
+"""Rows with different parameters in the same slots yield the same tokens as in a batch of one, as rows come and go."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.decoding.block_schedule import block_schedule
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.slot_kinds import AutoregressiveSlots, DiffusionSlots
 from runtime.execution.slots import Slots
-from runtime.execution.specialization import general
+from runtime.execution.specialization import generalized
 from tests import golden_cases
 from tests.runtime.execution.test_offline import alone, autoregressive, prompts, qwen2
 
@@ -53,7 +53,7 @@ def finish(slots: Slots, taken: dict[int, tuple[int, RowRequest]], every: int = 
         over = {slot: taken.pop(slot) for slot in list(taken) if done[slot]}
         results = slots.collect(over)
         for (slot, (_, request)), result in zip(over.items(), results, strict=True):
-            # What a look has shown as certain is what the row ends with.
+            # Tokens that were reported as final are unchanged in the result.
             own = canvas[slot, : request.length]
             np.testing.assert_array_equal(own[own >= 0], result.sequence[own >= 0])
         found += results
@@ -62,14 +62,14 @@ def finish(slots: Slots, taken: dict[int, tuple[int, RowRequest]], every: int = 
 
 def check(engine: Engine, slots: Slots, requests: list[RowRequest]) -> None:
     expected = [alone(engine, replace(one, config=one.config.replace(log_probabilities=True))) for one in requests]
-    # As if they had been there for long: no int32 counts what comes now.
+    # As if the slots had run for long: the iteration counter is near the limit of int32.
     slots.iterations = (1 << 31) - 2
-    # Two rows enter, then one is thrown out for another, then the rest comes.
+    # Two rows are inserted, then one is evicted for another, then the rest is inserted.
     slots.insert({0: requests[0], 2: requests[1]})
     slots.run(2)
     slots.insert({2: None})
     assert slots.run(1)[2]
-    # All programs are there: that of the first insertion from the host, and that of later ones on the mesh.
+    # All programs have been compiled, for the first insertion from the host and for later ones on the mesh.
     compiled = engine.compiled_programs
     slots.insert({1: requests[2], 2: requests[1]})
     found = finish(slots, {0: (0, requests[0]), 1: (2, requests[2]), 2: (1, requests[1])})
@@ -115,8 +115,8 @@ def test_diffusion_rows_with_parameters_of_their_own(mesh: str, fixed: dict[str,
             changes["refresh_interval"] = schedule["steps"]
     requests = asked(engine, base, own)
     steps = max(block_schedule(one.config, WIDTH)[1] for one in requests if isinstance(one.config, DiffusionConfig))
-    # Whoever makes slots may have more steps than those who enter them.
-    wide = general(base.replace(steps=100))
+    # The configuration of the slots may have more steps than the inserted rows.
+    wide = generalized(base.replace(steps=100))
     assert isinstance(wide, DiffusionConfig)
     count = 3 if mesh == "tensor=1" else 4
     check(engine, DiffusionSlots(engine.runner, wide, WIDTH, count, steps), requests)
@@ -127,7 +127,7 @@ def test_diffusion_rows_with_parameters_of_their_own(mesh: str, fixed: dict[str,
 def test_autoregressive_rows_with_parameters_of_their_own(qwen2: str, mesh: str) -> None:
     engine = autoregressive(qwen2, mesh)
     base = SamplingConfig(max_new_tokens=12, temperature=0.7, top_p=0.95)
-    wide = general(base)
+    wide = generalized(base)
     assert isinstance(wide, SamplingConfig)
     count = 3 if mesh == "tensor=1" else 4
     check(engine, AutoregressiveSlots(engine.runner, wide, WIDTH, count, WIDTH), asked(engine, base, OWN))

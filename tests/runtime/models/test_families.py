@@ -1,4 +1,4 @@
-"""The records of the model families, and what the rest of the code reads from them."""
+"""The records of the model families, and what other code reads from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two forms in which a layout has its layers, a stack that is scanned and a tuple: same weights, logits, tokens."""
+"""Both forms of layers, a scanned stack and a tuple, have the same weights, logits and tokens."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def layout_of(mesh: str, golden: Golden = DREAM, *, scan: bool | None, quantizat
 
 @functools.cache
 def scanning(mesh: str, golden: Golden = DREAM) -> Engine:
-    """An engine that scans its layers, on a platform where the default is a tuple of them."""
+    """An engine that scans its layers, on a platform where the default is a tuple."""
     folder, layout = open_folder(golden.folder), layout_of(mesh, golden, scan=True)
     return Engine(layout, load_weights(folder, layout, jnp.float32)[0], folder=folder)
 
 
 def by_source(layout: ModelLayout, weights: Any) -> dict[str, Any]:
-    """The array of every source tensor; of a quantized weight its integers and its scales."""
+    """The array of every source tensor; for a quantized weight, its int8 values and its scales."""
     named, found = layout.named(weights), {}
     for leaf in layout.leaves:
         for place, source in enumerate(leaf.sources):
@@ -65,7 +65,7 @@ def test_the_form_follows_the_platform_of_the_devices() -> None:
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_weights_are_the_same_in_both_forms(quantization: str) -> None:
-    """Those of a checkpoint, random ones, and those that are placed."""
+    """Weights from a checkpoint, random weights, and placed weights."""
     folder = open_folder(FOLDER)
     layouts = [layout_of("tensor=4", scan=scan, quantization=quantization) for scan in (True, False)]
     assert len(layouts[0].leaves) < len(layouts[1].leaves)

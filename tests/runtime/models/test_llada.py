@@ -1,4 +1,4 @@
-"""LLaDA: golden tokens on meshes, guidance, its schedule with a cache, and what its record refuses."""
+"""LLaDA: golden tokens on meshes, guidance, its schedule with a cache, and requests that its record rejects."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_random_positions_differ_from_confident_ones_and_follow_the_seed() -> No
 
 
 def test_confidence_is_of_the_distribution_before_temperature_and_filters() -> None:
-    """With top_k=1 every filtered probability is 1: only the confidence of the plain distribution orders positions."""
+    """With top_k=1 every filtered probability is 1, so only unfiltered confidences can rank positions."""
     ids, mask = prompts()
     greedy = engine().generate_tokens(ids, mask, PLAIN, history=True)
     cold = engine().generate_tokens(ids, mask, PLAIN.replace(temperature=0.01, top_k=1), history=True)
@@ -117,7 +117,7 @@ def test_int8_is_near() -> None:
 
 
 def test_bfloat16_rotates_in_float32() -> None:
-    """Queries and keys come back in the weights' dtype, so that the attention kernels take them."""
+    """Rotated queries and keys are cast back to the weights' dtype, which attention kernels require."""
     ids, mask = GOLDEN.inputs("forward")
     found = Engine.load(GOLDEN.folder, "data=1", dtype="bfloat16").logits(ids, mask)
     exact = engine().logits(ids, mask)
@@ -162,15 +162,15 @@ def test_what_the_forward_pass_does_not_have_is_refused(change: dict[str, Any], 
 def test_requests_of_another_family_are_refused() -> None:
     ids, mask = prompts()
     with pytest.raises(
-        InputError, match="algorithm=entropy is not for llada models; use one of low_confidence, random"
+        InputError, match="algorithm=entropy is not available for llada models; use one of low_confidence, random"
     ):
         engine().generate_tokens(ids, mask, PLAIN.replace(algorithm="entropy"))
     with pytest.raises(InputError, match="cfg_scale requires cache=none"):
         PLAIN.replace(cache="dual", cfg_scale=1.0)
     dream = golden_engine()
-    with pytest.raises(InputError, match="algorithm=random is not for dream models"):
+    with pytest.raises(InputError, match="algorithm=random is not available for dream models"):
         dream.generate_tokens(ids, mask, PLAIN.replace(algorithm="random"))
-    with pytest.raises(InputError, match="cfg_scale is not for dream models"):
+    with pytest.raises(InputError, match="cfg_scale is not available for dream models"):
         dream.generate_tokens(ids, mask, DiffusionConfig(8, cfg_scale=1.0))
     published = DiffusionConfig(8, steps=8, algorithm="low_confidence", block_length=32, alg_temp=0.0)
     assert engine().published(max_new_tokens=8) == published

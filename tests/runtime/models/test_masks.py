@@ -1,4 +1,4 @@
-"""Attention masks against a plain NumPy reference: every kind, every implementation that runs here, ragged rows.
+"""Every attention mask in every implementation that runs here equals a NumPy reference, also for ragged rows.
 
 Dimension letters: B batch, S sequence, K kv heads, G query heads per KV head, H head dim.
 """
@@ -41,7 +41,7 @@ KINDS = [
     AttentionMask("block_causal", 8),
 ]
 MESHES = ("data=1", "sequence=4", "data=2,sequence=2,tensor=4")
-# Every kind and every mesh in the default run, each with each among the slow ones.
+# The default run covers every kind and every mesh; the slow tests cover every combination.
 QUICK_GRID = {(0, 1), (1, 0), (2, 0), (3, 1), (4, 2)}
 GRID = [
     pytest.param(mask, mesh, marks=() if (kind, place) in QUICK_GRID else pytest.mark.slow)
@@ -75,7 +75,7 @@ def layout_of(mask: AttentionMask, mesh: str = "data=1") -> ModelLayout:
 
 
 def sees(mask: AttentionMask, query: int, key: int) -> bool:
-    """The definition, pair by pair."""
+    """Evaluate the definition of the mask for one pair."""
     if mask.kind == "bidirectional":
         return True
     if mask.kind == "causal":
@@ -84,7 +84,7 @@ def sees(mask: AttentionMask, query: int, key: int) -> bool:
 
 
 def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: np.ndarray, mask: AttentionMask) -> np.ndarray:
-    """Attention in float64, one query at a time."""
+    """Reference attention in float64, one query at a time."""
     out = np.zeros(q.shape)
     for b, s, head, group in np.ndindex(q.shape[:4]):
         keys = [t for t in range(lengths[b]) if sees(mask, s, t)]
@@ -117,7 +117,7 @@ def test_xla_is_the_reference(mask: AttentionMask, mesh: str) -> None:
 
 @pytest.mark.parametrize(("mask", "mesh"), GRID, ids=str)
 def test_blocks_of_queries_are_all_at_once(mask: AttentionMask, mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that do not divide a shard's queries, over whole rows, against the reference and the other formula."""
+    """Blocks that do not divide a shard's queries, over whole rows, equal the reference and the unblocked form."""
     layout = layout_of(mask, mesh)
     q, k, v = random_heads(B, S, 4)
     placed = [
@@ -145,7 +145,7 @@ def test_blocks_of_queries_are_all_at_once(mask: AttentionMask, mesh: str, monke
 def test_blocks_of_a_window_are_all_at_once(
     mask: AttentionMask, mesh: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against a cache, whose positions a sequence axis cuts: every shard averages over its own keys."""
+    """Blocks with a cache that is sharded over a sequence axis, where each shard averages over its own keys."""
     layout = layout_of(mask, mesh)
     draw = np.random.default_rng(0).standard_normal
     cache = jax.tree.map(
@@ -180,7 +180,7 @@ def test_memory_of_blocks_is_linear_in_the_canvas() -> None:
 
 @pytest.mark.parametrize("mask", KINDS, ids=str)
 def test_cudnn_is_asked_for_the_reference(mask: AttentionMask, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cuDNN is given, computed by JAX's own implementation of the same call."""
+    """The arguments passed to cuDNN, computed by JAX's own implementation of the same call, give the reference."""
     call = jax.nn.dot_product_attention
 
     def by_xla(*arrays: jax.Array, implementation: str, **arguments: Any) -> jax.Array:
@@ -198,7 +198,7 @@ def test_cudnn_is_asked_for_the_reference(mask: AttentionMask, monkeypatch: pyte
     reason="needs an NVIDIA GPU and JAX's CUDA plugin",
 )
 def test_cudnn_is_xla_on_a_gpu() -> None:
-    """In a process of its own: this one simulates devices on CPU."""
+    """Runs in a separate process, because this one simulates devices on CPU."""
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     command = [sys.executable, "-m", "tests.runtime.models.gpu_attention"]
     subprocess.run(command, env=environment, check=True, timeout=600)
@@ -206,7 +206,7 @@ def test_cudnn_is_xla_on_a_gpu() -> None:
 
 @pytest.mark.parametrize(("mask", "mesh"), GRID, ids=str)
 def test_windows_against_a_cache_are_whole_rows(mask: AttentionMask, mesh: str) -> None:
-    """Every window of a row, computed again against the cache of the row, gives what the whole row gave there."""
+    """Every window of a row, recomputed with the row's cache, gives the same result as the whole row."""
     layout = layout_of(mask, mesh)
     forward, weights = Forward(layout), random_weights(layout, 0, "float32", scale=0.3)
     rows = layout.sharding("batch")
@@ -245,7 +245,7 @@ def test_what_is_hidden_changes_nothing(mask: AttentionMask) -> None:
 
 @pytest.mark.parametrize("mask", KINDS, ids=str)
 def test_kernels_run_where_their_masks_are_right(mask: AttentionMask) -> None:
-    """A kernel's mask counts from the first query of its shard."""
+    """Kernels are rejected for sharded queries, because their masks count from the first query of the shard."""
     spec = MeshSpec(sequence=2)
     sharded = model_layout(config(mask, head_dim=128), spec)
     whole = model_layout(config(mask, head_dim=128))

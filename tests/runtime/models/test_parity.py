@@ -1,6 +1,6 @@
 """Parity with PyTorch: the forward pass against transformers' Qwen2 with a bidirectional mask, module by module.
 
-Each module is given the very input that the reference's module had, so that a difference is that module's own. Both
+Each module gets exactly the input of the reference's module, so a difference is caused by that module. Both
 models are shrunk; the second has the 28 query and 4 KV heads of the real ones, and a vocabulary that no mesh divides.
 
 Dimension letters: B batch, S sequence, K kv heads, G query heads per KV head, H head dim, V vocab.
@@ -32,27 +32,27 @@ MODELS = ("golden", "heads_28_4")
 ONE_DEVICE = "data=1,sequence=1,tensor=1"
 MESHES = (ONE_DEVICE, "tensor=8", "sequence=2,tensor=2")
 
-# One module in float32: a few units in the last place of activations of the order of 1 to 10.
+# For one module in float32: a few units in the last place of activations of magnitude 1 to 10.
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
-# Through all layers, relative to the largest logit.
+# For all layers together, relative to the largest logit.
 FLOAT32_LOGITS = 1e-5
 
-# One bfloat16 rounding is off by up to 2^-9 = 0.2 % of the value. A module rounds its products, sums and results a
-# handful of times, at places that compilers choose; 1 % of the output's norm leaves room for that and for no mistake.
+# One bfloat16 rounding has an error of up to 2^-9 = 0.2 %. A module rounds its products, sums and results a
+# handful of times, where compilers decide; 1 % of the output's norm allows this, but no mistake.
 BFLOAT16_MODULE = 1e-2
-# In a block, and through all layers and the head, the roundings add up; PyTorch's own error here is 0.6 to 1.3 %.
+# Within a layer, and over all layers and the head, roundings add up; PyTorch's own error here is 0.6 to 1.3 %.
 BFLOAT16_SEVERAL = 2e-2
-# However the errors come about, ours must not be much larger than PyTorch's against the same truth in more bits.
+# In any case, our error must not be much larger than PyTorch's against the same reference of higher precision.
 ERROR_RATIO = 1.5
 
-# Compiled as they are in a whole forward pass.
+# Compiled as in a whole forward pass.
 embed = jax.jit(qwen2.Qwen2Weights.embed, static_argnums=1)
 rms_norm = jax.jit(layers.rms_norm, static_argnums=2)
 project_qkv = jax.jit(qwen2.Qwen2Layer.project_qkv, static_argnums=1)
 attention = jax.jit(dot_product_attention, static_argnums=(0, 1))
 output_projection = jax.jit(layers.output_projection, static_argnums=0)
 gated_mlp = jax.jit(layers.gated_mlp, static_argnums=0)
-block = jax.jit(transformer.block, static_argnums=0)
+run_layer = jax.jit(transformer.run_layer, static_argnums=0)
 hidden_states = jax.jit(transformer.hidden_states, static_argnums=0)
 project_logits = jax.jit(transformer.project_logits, static_argnums=0)
 
@@ -61,7 +61,7 @@ LENGTHS = (21, 13, 1)
 
 
 def save_random_model(folder: Path) -> None:
-    """A random model with 28 query and 4 KV heads in the checkpoint's layout; no bias is zero and no norm is one."""
+    """Save a random model with 28 query and 4 KV heads, in which no bias is zero and no norm scale is one."""
     config = {
         "architectures": ["DreamModel"],
         "model_type": "Dream",
@@ -102,7 +102,7 @@ def reference_config(folder: Path) -> transformers.Qwen2Config:
 
 @dataclass
 class Reference:
-    """The same weights in PyTorch, and what its modules were given and gave back in one run."""
+    """The same weights in PyTorch, with the inputs and outputs of its modules in one run."""
 
     folder: Path
     dtype: torch.dtype = torch.float32
@@ -115,14 +115,14 @@ class Reference:
         if self.rounded:
             weights = {name: tensor.bfloat16().float() for name, tensor in weights.items()}
         model.load_state_dict(weights, strict=True)
-        # Parameters only: the frequencies of the rotary embedding stay in float32, as after from_pretrained.
+        # Only parameters are cast: the rotary frequencies stay in float32, as after from_pretrained.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self.dtype)
         return model
 
     @torch.no_grad()
     def logits(self, ids: np.ndarray, mask: np.ndarray | None = None, causal: bool = False) -> np.ndarray:
-        """Logits float32 ``[B, S, V]``, with the original's positions for left-padded rows."""
+        """Logits float32 ``[B, S, V]``, with the original code's positions for left-padded rows."""
         keep = torch.from_numpy(np.ones_like(ids) if mask is None else mask).bool()
         visible = keep[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
         if causal:
@@ -132,7 +132,7 @@ class Reference:
         return self.model(torch.from_numpy(ids), attention_mask=additive, position_ids=positions).logits.float().numpy()
 
     def record(self, ids: np.ndarray) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Input and output of every module in one run, by the module's name."""
+        """Record input and output of every module in one run, by the module's name."""
         found: dict[str, tuple[jax.Array, jax.Array]] = {}
 
         def hook(name: str):
@@ -164,7 +164,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 
 
 def relative_error(found: np.ndarray, truth: np.ndarray) -> float:
-    """Norm of the difference over the norm of the truth."""
+    """Norm of the difference, divided by the norm of the reference."""
     found, truth = np.asarray(found, np.float64), np.asarray(truth, np.float64)
     return float(np.linalg.norm(found - truth) / np.linalg.norm(truth))
 
@@ -197,7 +197,7 @@ def reference(folder: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def ids(reference: Reference) -> np.ndarray:
-    """Random tokens ``[B, S]``, mask tokens among them."""
+    """Random tokens ``[B, S]``, including mask tokens."""
     generator = np.random.default_rng(1)
     tokens = generator.integers(0, reference.model.config.vocab_size, (ROWS, WIDTH))
     mask_token = json.loads((reference.folder / "config.json").read_text())["mask_token_id"]
@@ -212,7 +212,7 @@ def left_padding() -> np.ndarray:
 
 @pytest.mark.parametrize("change", ["last token", "biases", "causal", "rope_theta", "norm"])
 def test_the_reference_is_bidirectional_and_sensitive(folder: Path, ids: np.ndarray, change: str) -> None:
-    """What could be lost unnoticed changes the reference's first logits by far more than the tolerance."""
+    """Each feature that could be missing unnoticed changes the reference's first logits far beyond the tolerance."""
     reference, changed = Reference(folder), Reference(folder)
     tokens = ids.copy()
     with torch.no_grad():
@@ -231,7 +231,7 @@ def test_the_reference_is_bidirectional_and_sensitive(folder: Path, ids: np.ndar
 
 
 def check_modules(reference: Reference, ids: np.ndarray, compare) -> None:
-    """Run each of our functions on the reference's own inputs; ``compare(name, found, expected)`` judges."""
+    """Run each of our functions on the reference's inputs, and call ``compare(name, found, expected)``."""
     dtype = str(reference.dtype).removeprefix("torch.")
     engine = engine_on(reference.folder, ONE_DEVICE, dtype)
     weights, config, layout = engine.weights, engine.config, engine.layout
@@ -260,7 +260,7 @@ def check_modules(reference: Reference, ids: np.ndarray, compare) -> None:
         compare(f"{name} input norm", norm, output(f"{name}.input_layernorm"))
 
         q, k, v = project_qkv(layer, forward, given(f"{name}.input_layernorm"), rotary)
-        # The reference rotates outside any module: do that with its own function, heads first.
+        # The reference rotates outside its modules, so apply its own function, with the head axis first.
         flat = {which: output(f"{name}.self_attn.{which}_proj").reshape(B, S, -1, H) for which in "qkv"}
         heads_first = (to_torch(flat["q"]).transpose(1, 2), to_torch(flat["k"]).transpose(1, 2))
         rotated = [to_jax(part.transpose(1, 2)) for part in apply_rotary_pos_emb(*heads_first, cosine, sine)]
@@ -280,7 +280,7 @@ def check_modules(reference: Reference, ids: np.ndarray, compare) -> None:
         compare(f"{name} post-attention norm", norm, output(place))
         mlp = gated_mlp(forward, given(f"{name}.mlp"), layer.gate_proj, layer.up_proj, layer.down_proj)
         compare(f"{name} MLP", mlp, output(f"{name}.mlp"))
-        compare(f"{name} block", block(forward, layer, given(name), lengths, rotary)[0], output(name))
+        compare(f"{name} layer", run_layer(forward, layer, given(name), lengths, rotary)[0], output(name))
     norm = rms_norm(given("model.norm"), weights.final_norm, config.norm_eps)
     compare("final norm", norm, output("model.norm"))
     compare("hidden states", hidden_states(forward, weights, tokens, lengths), output("model.norm"))
@@ -308,7 +308,7 @@ def test_every_module_in_bfloat16(folder: Path, ids: np.ndarray) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_logits_in_float32(folder: Path, reference: Reference, ids: np.ndarray, mesh: str) -> None:
-    """The two agree, and ours are as near as PyTorch's to the truth in float64."""
+    """Both agree, and ours are as close as PyTorch's to float64 logits."""
     engine = engine_on(folder, mesh, "float32")
     found, expected = engine.logits(ids), reference.logits(ids)
     assert_same_logits(found, expected)
@@ -320,7 +320,7 @@ def test_logits_in_float32(folder: Path, reference: Reference, ids: np.ndarray, 
 def test_left_padded_rows(
     folder: Path, reference: Reference, ids: np.ndarray, left_padding: np.ndarray, mesh: str
 ) -> None:
-    """A padded row is that row alone, here and in the reference, and the two agree."""
+    """A padded row equals the row alone, here and in the reference, and both agree."""
     engine = engine_on(folder, mesh, "float32")
     found, expected = engine.logits(ids, left_padding), reference.logits(ids, left_padding)
     for row, length in enumerate(LENGTHS):
@@ -334,7 +334,7 @@ def test_left_padded_rows(
 
 @pytest.mark.parametrize("mesh", [ONE_DEVICE, "tensor=8"])
 def test_logits_in_bfloat16(folder: Path, ids: np.ndarray, left_padding: np.ndarray, mesh: str) -> None:
-    """In bfloat16 the float32 truth is that of the rounded weights: what is left is error of the arithmetic."""
+    """The float32 reference uses the weights rounded to bfloat16, so the difference is the error of the arithmetic."""
     real = left_padding.astype(bool)
     truth = Reference(folder, rounded=True).logits(ids, left_padding)[real]
     theirs = relative_error(Reference(folder, torch.bfloat16).logits(ids, left_padding)[real], truth)

@@ -1,4 +1,4 @@
-"""Products with int8 weights: converted a block at a time they are what they are at once."""
+"""Products with int8 weights are equal whether the weights are converted block by block or at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from runtime.models import quantization
 from runtime.models.quantization import einsum, quantize
 
-# Expression, shape of the weight, the dimensions that are summed over: channels first, and the sum first.
+# Expression, shape of the weight, contracted dimensions: with the channels first, and with the sum first.
 PRODUCTS = [
     ("bsd,vd->bsv", (37, 24), (1,)),
     ("bsd,kghd->bskgh", (2, 3, 5, 24), (3,)),

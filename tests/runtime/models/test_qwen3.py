@@ -1,4 +1,4 @@
-"""Qwen3, which is one module and one entry in the list of families: everything else has to follow from its record."""
+"""Qwen3, which is only a module and an entry in the list of families: all other code must work from its record."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def golden(folder: str) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray
 
 
 def check_case(folder: str, mesh: str, name: str) -> None:
-    """Compare each row up to its stop token, after which the original has a padding token of its own."""
+    """Compare each row up to its stop token, after which the original code uses another padding token."""
     cases, arrays = golden(folder)
     ids, expected = arrays[f"{name}.input_ids"], arrays[f"{name}.sequences"]
     stops = tuple(cases[name]["stop_token_ids"] or ())
@@ -82,7 +82,7 @@ def test_golden_logits(folder: str, mesh: str) -> None:
 
 
 def write_random_model(folder: Path, *, tied: bool, vocab_size: int) -> transformers.Qwen3ForCausalLM:
-    """A random Qwen3 whose head_dim is not hidden_size / heads and whose norms are not one."""
+    """Write a random Qwen3 whose head_dim differs from hidden_size / heads, and whose norm scales are not one."""
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=vocab_size,

@@ -1,4 +1,4 @@
-"""The residual over the tensor axis: where it is divided, that only the order of sums changes, norms on a part."""
+"""Sharding the residual over the tensor axis: when it is done, and that it changes only the order of sums."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from runtime import Engine
 from runtime.models import forward as forward_module
 from runtime.models.cached import fill_rows
 from runtime.models.declarations import ModelLayout
@@ -20,7 +21,6 @@ from runtime.models.kv_cache import abstract_cache
 from runtime.models.transformer import hidden_states
 from runtime.planner.presets import preset
 from sharding.mesh import MeshSpec
-from tests import golden_cases
 from tests.golden_cases import DREAM
 from tests.runtime.models.test_masks import random_weights
 
@@ -33,7 +33,7 @@ B, S = 4, 64
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Divide the residual wherever its positions divide, on this platform too; whether it was, of each pass."""
+    """Shard the residual wherever its positions allow it, on any platform; records for each pass whether it was."""
     divided: list[bool] = []
 
     def divides(layout: ModelLayout, platform: str, rows: int, positions: int) -> bool:
@@ -65,7 +65,7 @@ def test_where_it_is_divided(mesh: str, platform: str, rows: int, positions: int
 
 
 def norms(text: str) -> set[tuple[int, ...]]:
-    """Shapes of what norms divide by."""
+    """Shapes of the divisors in norms."""
     found = re.findall(r"f32\[([\d,]+)\]\S* rsqrt\(", text)
     return {tuple(int(size) for size in shape.split(",") if size != "1") for shape in found}
 
@@ -100,7 +100,7 @@ def test_nothing_changes_but_the_order_of_sums(mesh: str, everywhere: list[bool]
 @pytest.mark.parametrize("mesh", ["tensor=4", "sequence=2,tensor=4"])
 def test_golden_tokens(mesh: str, everywhere: list[bool]) -> None:
     name = next(iter(DREAM.cases))
-    engine = golden_cases.engine.__wrapped__(mesh, DREAM.folder)
+    engine = Engine.load(DREAM.folder, mesh, dtype="float32")
     found = engine.generate_tokens(*DREAM.inputs(name), DREAM.config(name)).sequences
     expected = DREAM.sequences(name, found.shape[1], engine.config.pad_token_id)
     np.testing.assert_array_equal(found, expected)

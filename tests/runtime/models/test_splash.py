@@ -1,4 +1,4 @@
-"""Splash attention: interpreted on CPU beside XLA's, and its blocks in programs compiled for a TPU.
+"""Splash attention: equality with XLA's attention in interpreter mode, and its blocks in compiled TPU programs.
 
 Dimension letters: B batch, S sequence, K kv heads, G query heads per KV head, H head dim.
 """
@@ -26,7 +26,7 @@ from sharding.topology import parse_topology
 from tests.checkpoints.small import MICRO
 
 BIDIRECTIONAL, CAUSAL = AttentionMask("bidirectional"), AttentionMask("causal")
-# Bytes of a key of 128 numbers in bfloat16.
+# Bytes of a key with 128 bfloat16 numbers.
 KEY = 256
 
 
@@ -63,7 +63,7 @@ def test_blocks_divide_every_canvas(canvas: int) -> None:
     "mask", [BIDIRECTIONAL, CAUSAL, AttentionMask("block_causal", 5), AttentionMask("block_causal", 32)], ids=str
 )
 def test_the_kernel_is_xla(mask: AttentionMask) -> None:
-    """Interpreted, on ragged rows of several blocks, with 7 queries per KV head."""
+    """In interpreter mode, on ragged rows of several blocks, with 7 queries per KV head."""
     B, S, K, G, H = 2, 1024, 1, 7, 128
     assert splash_blocks(mask, S, S, 4 * H)[0] < S
     config = replace(
@@ -77,13 +77,13 @@ def test_the_kernel_is_xla(mask: AttentionMask) -> None:
     found = splash_attention(q, k, v, lengths, mask, interpret=True)
     layout = model_layout(config, MeshSpec(), jax.devices())
     expected = jax.jit(functools.partial(dot_product_attention, "xla", layout))(q, k, v, lengths)
-    # The kernel multiplies in the default precision of what interprets it.
+    # In interpreter mode, the kernel multiplies in the platform's default precision.
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("mask", "positions"), [(BIDIRECTIONAL, 2048), (CAUSAL, 1024)], ids=str)
 def test_the_compiled_kernel_has_these_blocks(mask: AttentionMask, positions: int) -> None:
-    """As the metadata of the kernel in the optimized program say."""
+    """The kernel's metadata in the optimized program state the expected blocks."""
     device = jax.sharding.SingleDeviceSharding(aot_devices(parse_topology("v5e:2x4"))[0])
 
     def array(*shape: int, dtype: type = jnp.bfloat16) -> jax.ShapeDtypeStruct:

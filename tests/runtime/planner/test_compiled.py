@@ -1,4 +1,4 @@
-"""The analytical model against the compilers: memory within 5 %, bytes of every collective equal."""
+"""The analytical estimates agree with the compilers: memory within 5 %, bytes of every collective exactly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TPU_GRID = [
     ("v6e:2x4", "data=4,tensor=2", 16, 2048),
     ("2xv5e:16x16", "data=64,tensor=8", 128, 512),
     ("2xv5e:2x4", "data=2,tensor=8", 16, 512),
-    # Residuals that are larger than the chip's own memory, with much and with little else beside them.
+    # Residuals larger than on-chip memory, with many and with few other arrays.
     ("v5e:2x4", "tensor=8", 128, 512),
     ("v5e:4x4", "tensor=16", 64, 512),
     ("v5p:4x4x4", "tensor=64", 128, 512),
@@ -79,7 +79,7 @@ CACHED_GPU = [
     ("diffucoder-7b", "dual", "8xh100", "data=2,tensor=4", 32),
 ]
 
-# The others: GPT-2 with its narrow heads, weights in int8 and in float32, and windows of a prefix cache of one width.
+# Others: GPT-2 with narrow heads, int8 and float32 weights, and a prefix cache with windows of one width.
 ONE_WINDOW = Workload(preset("diffucoder-7b"), batch=8, cache="prefix", block_length=256)
 OTHERS = [
     (Workload(preset("gpt2"), "float32", batch=8), "v5e:2x2", "tensor=4"),

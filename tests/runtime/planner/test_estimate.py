@@ -71,13 +71,13 @@ def test_decoding_is_bound_by_memory_and_the_cache_is_counted() -> None:
     assert (decode.phase.name, decode.bound) == ("decode", "memory")
     weights = found.layout.bytes_per_device("bfloat16")
     cache = 2 * 28 * 2048 * 4 * 128 * 2
-    # All but the embedding table is read for each token, and the cache of its row.
+    # Each token reads all weights except the embedding table, and the cache of its row.
     assert decode.hbm_bytes == pytest.approx(weights - 2 * found.layout.padded_vocab * 3584 + cache, rel=0.01)
     assert {tensor.name: tensor.bytes for tensor in found.memory.resident}["cache of keys and values"] == cache
 
 
 def test_arithmetic_of_a_denoise_step() -> None:
-    """14.14 GFLOP a token without attention, 30.6 TF for 2048 positions with the head on all of them."""
+    """14.14 GFLOP per token without attention; 30.6 TFLOP for 2048 positions with the head on all of them."""
     found = estimate_workload(
         Workload(MODEL, prompt=1024, new_tokens=1024, steps=1), parse_topology("8xh100"), MeshSpec()
     ).main_phase
@@ -95,7 +95,7 @@ def test_a_cache_makes_most_passes_small() -> None:
 
 
 def test_steps_are_shared_among_the_blocks_of_a_cache() -> None:
-    """As in the engine: 16 steps fill a block of 32; of 32 steps the first transfers nothing and is not run."""
+    """As in the engine: 16 steps fill a block of 32. Of 32 steps, the first commits nothing and is not run."""
     topology, spec = parse_topology("8xh100"), MeshSpec(data=8)
     for steps, windows in ((128, 15), (256, 30), (8, 0)):
         found = estimate_workload(Workload(MODEL, batch=8, steps=steps, cache="dual"), topology, spec)
@@ -108,7 +108,7 @@ def test_memory_is_of_the_widest_window() -> None:
     for widest, width in ((False, (4 * 257 + 2 * 129 + 2 * 65) // 8), (True, 257)):
         _, window = workload.phases(layout, "tpu", widest)
         assert (window.name, window.positions) == ("block step", width)
-    # With one block of everything there is one width, the widest.
+    # With a single block, there is one window width, the widest.
     blocks, one_block, narrow = (
         estimate_workload(replace(workload, **changes), topology, MeshSpec()).memory.total
         for changes in ({}, {"block_length": 256}, {"cache": "dual"})
@@ -168,7 +168,7 @@ def test_attached_devices_are_recognised(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "memory", "rows", "mesh"),
     [
-        # One short row waits for weights to be read: some of them are sharded although all would fit.
+        # For one short row, reading weights dominates, so some are sharded although all would fit.
         ("v5p:2x2x2", 90 << 30, 1, MeshSpec(sequence=2, tensor=4)),
         ("v5p:2x2x2", 90 << 30, 8, MeshSpec(data=8)),
         ("8xh200", 100 << 30, 64, MeshSpec(data=8)),

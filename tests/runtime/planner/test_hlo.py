@@ -90,7 +90,7 @@ def test_one_collective_spread_over_fusions_counts_once() -> None:
     entry = "ENTRY %entry (x: f32[4,8]) -> f32[4,8] {\n  %x = f32[4,8]{1,0} parameter(0)\n" + calls + "}\n"
     parts = "".join(inner.replace("%main", f"%part{number}") for number in range(3))
     assert len(read_collectives(parts + entry)) == 1
-    # Outside fusions equal channels mean nothing: those of manual collectives are all alike.
+    # Outside fusions, equal channels mean nothing, because manual collectives all have the same one.
     twice = inner.replace(
         "  ROOT", "  %d = f32[4,8]{1,0} all-reduce(%x), channel_id=1, replica_groups=[2,4]<=[8]\n  ROOT"
     )

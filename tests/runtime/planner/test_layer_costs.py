@@ -1,4 +1,4 @@
-"""Estimates follow from declared weights and from what a layer says it costs."""
+"""Estimates are derived from the declared weights and from the cost that a layer states."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def planned(model: str | ModelConfig, topology: str, mesh: str, **workload: Any)
     return estimate_workload(Workload(config, **workload), parse_topology(topology), MeshSpec.parse(mesh))
 
 
-# Each phase: floating-point operations, bytes of device memory, bytes of collectives, of one device. Where the residual
-# lies over tensor, a scatter and a gather stand in the place of a sum, and both are counted.
+# Per phase and device: floating-point operations, bytes of device memory, bytes of collectives. If the residual is
+# sharded over tensor, a reduce-scatter and an all-gather replace a sum, and both are counted.
 PINNED: list[tuple[str, str, str, dict[str, Any], int, dict[str, int], dict[str, tuple[float, float, float]]]] = [
     (
         "diffucoder-7b",
@@ -121,7 +121,7 @@ def test_estimates_of_the_first_families(
     peak: dict[str, int],
     phases: dict[str, tuple[float, float, float]],
 ) -> None:
-    """Numbers of the formulas that were fitted to compiled programs and measured times; a change has to be meant."""
+    """The numbers of the formulas fitted to compiled programs and measured times must change only on purpose."""
     found = planned(model, topology, mesh, **workload)
     assert found.memory.total == total
     assert {tensor.name: tensor.bytes for tensor in found.memory.peak} == peak
@@ -142,7 +142,7 @@ def test_a_plan_of_qwen3(model: str, parameters: int, tensor: int) -> None:
     assert one.memory.total > one.layout.bytes_per_device("bfloat16") >= 2 * parameters
     assert one.fits
     assert sharded.memory.total < one.memory.total
-    # A token takes every matrix once, the head among them and no embedding beside it, and attends to its whole row.
+    # A token uses every matrix once, including the head but not the embedding, and attends to its whole row.
     config, layout, decode = one.workload.config, one.layout, one.phases[1]
     matrices = sum(math.prod(leaf.shape) for leaf in layout.leaves if leaf.contracted and leaf.layers)
     matrices += math.prod(layout.head.padded_shape)
@@ -153,7 +153,7 @@ def test_a_plan_of_qwen3(model: str, parameters: int, tensor: int) -> None:
 
 @flax.struct.dataclass
 class ParallelLayer:
-    """A block whose MLP has no gate and runs beside attention, so that one sum over the tensor axis ends both."""
+    """A layer whose MLP has no gate and runs in parallel with attention, so that one sum over tensor serves both."""
 
     norm: jax.Array = norm_scale("layers.{layer}.norm")
     q_proj: Any = query_matrix("layers.{layer}.q")
@@ -172,7 +172,7 @@ class ParallelWeights(Qwen2Weights):
 
     @staticmethod
     def cost(layout: ModelLayout) -> LayerCost:
-        """As a dense layer, with less to read, to hold and to sum."""
+        """The cost of a dense layer, with fewer reads, arrays and sums."""
         width, mlp = layout.size_per_device("embed"), layout.size_per_device("mlp")
         dense = dense_layer_cost(layout)
         return replace(
@@ -185,7 +185,7 @@ class ParallelWeights(Qwen2Weights):
 
 @flax.struct.dataclass
 class NormedLayer(Qwen2Layer):
-    """Qwen2's block with a norm over each head of queries and of keys."""
+    """Qwen2's layer with a norm of each head of queries and keys."""
 
     q_norm: jax.Array = head_norm_scale("layers.{layer}.q_norm")
     k_norm: jax.Array = head_norm_scale("layers.{layer}.k_norm")
@@ -199,7 +199,7 @@ class NormedWeights(Qwen2Weights):
 
 
 def toy(**changes: Any) -> ModelConfig:
-    """Qwen2.5 7B under a family that is not in the list."""
+    """Qwen2.5-7B as a family that is not in the list."""
     family: Family = replace(QWEN2, name="toy", **changes)
     return replace(preset("qwen2.5-7b"), family=family)
 
@@ -211,7 +211,7 @@ def test_a_layer_with_another_cost_has_another_estimate() -> None:
     )
     positions, layers, width, mlp = 8 * 1024, 28, 3584, 18944 // 4
     before, after = dense.phases[0], parallel.phases[0]
-    # Without the gate, a norm, and the biases of a device's 7 query heads and one head of keys and one of values.
+    # Without the gate, a norm, and the biases of a device's 7 query heads, one key head and one value head.
     gone = mlp * width + width + 9 * 128
     assert before.flops - after.flops == 2 * positions * layers * gone
     moved = positions * layers * (6 * width + 2 * mlp)
@@ -251,7 +251,7 @@ def test_attention_counts_the_pairs_that_the_mask_leaves() -> None:
 
 @pytest.mark.parametrize("model", ["diffucoder-7b", "qwen2.5-7b", "qwen3-8b", "qwen3-0.6b"])
 def test_layers_gather_keys_and_values_alone_over_sequence(model: str) -> None:
-    """As every plan says: what all positions attend to crosses the sequence axis, and not the wider residual."""
+    """Over the sequence axis, layers gather keys and values, not the wider residual."""
     sizes = {"num_layers": 3, "hidden_size": 512, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2}
     tokens = {"vocab_size": 128, "mask_token_id": 1, "pad_token_id": 0, "end_token_ids": ()}
     config = replace(preset(model), head_dim=16, **sizes, **tokens)

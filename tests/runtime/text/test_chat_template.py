@@ -1,4 +1,4 @@
-"""Chat templates of strangers: what they render, and that they end."""
+"""Untrusted chat templates: what they render, and that rendering always ends."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_templates_that_fail(renderer: TemplateRenderer, template: str, said: st
 
 
 def test_a_panic_of_the_tokenizer_is_an_error(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rust's panics are no Exception: nothing that handles errors would see them."""
+    """A Rust panic is not an Exception, so ordinary error handling would miss it."""
 
     class PanicException(BaseException):
         pass

@@ -1,4 +1,4 @@
-"""Where completions end, and the pieces in which they are handed out."""
+"""Where completions end, and the pieces in which they are streamed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END = 256
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes, and which counts how often it is asked, and for how many."""
+    """A tokenizer whose tokens are bytes, and which counts calls and decoded tokens."""
 
     def __init__(self) -> None:
         self.decoded = self.tokens = 0
@@ -26,7 +26,7 @@ class Bytes:
 
 
 def popped(text: str, stop: Sequence[str]) -> tuple[str, int]:
-    """What is kept, and of how many tokens, taking them away one by one."""
+    """The kept text and its number of tokens, found by removing tokens one by one."""
     places = [place for place in map(text.find, stop) if place >= 0]
     own, kept = text[: min(places, default=len(text))], text.encode()
     while len(kept.decode("utf-8", errors="replace")) > len(own):

@@ -1,0 +1,106 @@
+"""Files on a disk: replaced in one step, locked by one process, and JSON objects that are read strictly."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import json
+import os
+import secrets
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write a file, replacing the one of that name in one step: readers find the old file or the new one, whole.
+
+    The bytes are on the disk when this returns. The file has the permissions of any new file.
+
+    Args:
+      path: the file, in a folder that exists.
+      parts: its bytes, in order.
+
+    Raises:
+      OSError: it cannot be written; the old file is as it was.
+    """
+    # In the same folder, because a file is renamed in one step only within a file system; opened as new, so that two
+    # writers cannot share it.
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with partial.open("xb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder to the disk.
+
+    Raises:
+      OSError: it cannot be flushed.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def lock(handle: int) -> bool:
+    """Lock an open file or folder for this process, until it is closed or the process ends, however it ends.
+
+    Returns:
+      False if another process holds the lock.
+
+    Raises:
+      OSError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+class JsonObjectError(ValueError):
+    """JSON that is refused: not an object, or an object in it has a name twice or too many names."""
+
+
+def _unique(pairs: list[tuple[str, Any]], most: int | None) -> dict[str, Any]:
+    if most is not None and len(pairs) > most:
+        raise JsonObjectError(f"an object has {len(pairs)} names; at most {most} are allowed")
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise JsonObjectError(f'an object has the same name twice: "{twice:.100}"')
+    return found
+
+
+def parse_json_object(data: bytes, most_names: int | None = None) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Args:
+      data: JSON in UTF-8.
+      most_names: the maximum number of names of any object in it; None for no limit.
+
+    Raises:
+      UnicodeDecodeError: the bytes are not UTF-8.
+      JsonObjectError: the JSON is not an object, or an object in it has a name twice or too many names.
+      ValueError: the text is not JSON, or is nested too deeply.
+    """
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=functools.partial(_unique, most=most_names))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(value, dict):
+        raise JsonObjectError(f"expected an object, found {type(value).__name__}")
+    return value

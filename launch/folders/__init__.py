@@ -1,0 +1,1 @@
+"""Model folders that commands name: opened, prepared for writing, and legacy pickles."""

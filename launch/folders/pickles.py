@@ -1,0 +1,59 @@
+"""Flags of a legacy params.pkl, and what ``inspect`` prints of one."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from absl import flags
+
+from checkpoints import LegacyPickle, check_tensors, config_folder, open_legacy
+from launch.folders.listing import print_architecture, print_meshes, print_names, print_tensors
+from launch.folders.models import layout_of
+
+
+def define_pickle_flags(values: flags.FlagValues) -> None:
+    """Flags of what a params.pkl lacks: configuration and biases."""
+    define_config_flag(values)
+    flags.DEFINE_string(
+        "biases_from", None, "For a params.pkl: model folder to take the q, k and v biases from.", flag_values=values
+    )
+    flags.DEFINE_bool("zero_biases", False, "For a params.pkl: accept that the biases are lost.", flag_values=values)
+
+
+def define_config_flag(values: flags.FlagValues) -> None:
+    """The flag of a params.pkl's configuration."""
+    flags.DEFINE_string(
+        "config",
+        None,
+        "For a params.pkl: its model's config.json or folder; convert copies the files beside it.",
+        flag_values=values,
+    )
+
+
+def inspect_pickle(path: Path, values: flags.FlagValues) -> None:
+    """Print the contents of a legacy params.pkl. It is indexed: nothing in it is executed, and no array is read.
+
+    Raises:
+      InputError: it is not such a pickle, or not of the model that ``--config`` describes.
+    """
+    with LegacyPickle(path) as pickle:
+        arrays = list(pickle.tensors.values())
+    layout = None
+    if values.config:
+        folder = config_folder(values.config)
+        layout = layout_of(folder)
+        with ExitStack() as stack:
+            check_tensors(folder, layout.leaves, open_legacy(path, layout, stack, zero_biases=True))
+    print(f"{path}: legacy pickle, indexed without being unpickled")
+    if layout is not None:
+        print_architecture(layout)
+    print_tensors([(one.path, one.dtype, one.shape, one.nbytes) for one in arrays], "none; a conversion makes them")
+    if not any(one.path.endswith("/bias") for one in arrays):
+        print("biases        none: the q, k and v biases were lost; diffumesh convert takes them from another folder")
+    if layout is not None:
+        print_meshes(layout, {one.dtype for one in arrays}, values.device_memory)
+    else:
+        print("meshes        --config=FOLDER/config.json says which fit")
+    if values.tensors:
+        print_names([(one.path, one.dtype, one.shape) for one in arrays])

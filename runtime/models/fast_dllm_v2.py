@@ -1,0 +1,72 @@
+"""Fast-dLLM v2 (Wu et al., 2025): Qwen2.5 with block-causal attention, trained to fill masks block by block.
+
+The output at one position predicts the next. The finished block before a block therefore predicts its first token,
+which is committed before the others.
+
+Decoding follows ``generate`` of the published modelling code, with these differences:
+
+* A prompt of exactly one block stays in the context. The original drops it from its cache.
+* Batches are padded on the left. The original's attention mask does not exclude padding.
+* The number of new tokens is an exact limit. The original counts blocks, and adds one token after the last block.
+* With ``sub_block_cache``, each row decides whether to compute only its sub-block. The original asks whether any row of
+  the batch has a mask at the sub-block's first position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.models import qwen2
+from runtime.models.config import (
+    BLOCK_CAUSAL_RULES,
+    Family,
+    ModelConfig,
+    PublishedSettings,
+    check_features,
+    read_integer,
+    transformer_config,
+)
+from runtime.models.masks import MAX_BLOCK_LENGTH
+
+_BLOCK_LENGTH = 32
+
+
+def _parse(raw: Mapping[str, Any]) -> ModelConfig:
+    check_features(FAST_DLLM_V2, raw, qwen2.FEATURES)
+    length = read_integer(raw, "bd_size", 1, MAX_BLOCK_LENGTH, default=_BLOCK_LENGTH)
+    return transformer_config(FAST_DLLM_V2, raw, attention_block_length=length)
+
+
+# The defaults of the published chat and evaluation scripts.
+_PUBLISHED: dict[str, Any] = {
+    "algorithm": "maskgit_plus",
+    "temperature": 0.0,
+    "top_p": None,
+    "top_k": None,
+    "cache": "exact",
+    "parallel": "threshold",
+    "threshold": 0.9,
+    "sub_block_length": 8,
+}
+
+FAST_DLLM_V2 = Family(
+    name="fast_dllm_v2",
+    model_type="Fast_dLLM_Qwen",
+    parse=_parse,
+    weights=qwen2.Qwen2Weights,
+    tied_weights=qwen2.TiedQwen2Weights,
+    attention="block_causal",
+    objective="masked_diffusion",
+    prediction_offset=1,
+    schedule="even_block",
+    algorithms=("maskgit_plus",),
+    parallel_rules=BLOCK_CAUSAL_RULES,
+    mask_token_id=151665,
+    end_token_ids=(151645,),
+    published=(PublishedSettings("", _PUBLISHED),),
+    presets={
+        "fast_dllm_v2-7b": qwen2.SEVEN_BILLION
+        | {"model_type": "Fast_dLLM_Qwen", "bd_size": _BLOCK_LENGTH, "eos_token_id": 151645, "mask_token_id": 151665}
+    },
+)

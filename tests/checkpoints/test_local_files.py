@@ -1,0 +1,67 @@
+"""Files on a disk: replaced in one step, locked by one process, and JSON objects that are read strictly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpoints.local_files import JsonObjectError, lock, parse_json_object, replace_file
+
+
+def test_a_file_is_replaced_or_stays_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    replace_file(path, [b"old ", b"text"])
+    assert path.read_bytes() == b"old text"
+
+    def failing() -> Iterator[bytes]:
+        yield b"new"
+        assert path.read_bytes() == b"old text", "the new text is in another file until it is complete"
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        replace_file(path, failing())
+    assert path.read_bytes() == b"old text"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_new_file_has_the_usual_permissions(tmp_path: Path) -> None:
+    replace_file(tmp_path / "replaced", [b""])
+    (tmp_path / "written").write_bytes(b"")
+    assert (tmp_path / "replaced").stat().st_mode == (tmp_path / "written").stat().st_mode
+
+
+def test_one_holder_of_a_lock(tmp_path: Path) -> None:
+    first, second = (os.open(tmp_path, os.O_RDONLY) for _ in range(2))
+    assert lock(first)
+    assert not lock(second)
+    os.close(first)
+    assert lock(second)
+    os.close(second)
+
+
+def test_a_json_object() -> None:
+    assert parse_json_object('{"a": {"b": [1, "é"]}}'.encode()) == {"a": {"b": [1, "é"]}}
+    assert parse_json_object(b'{"a": {"b": 1}}', most_names=1) == {"a": {"b": 1}}
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "said"),
+    [
+        (b'{"a": 1, "a": 1}', JsonObjectError, 'the same name twice: "a"'),
+        (b'{"x": [{"b": 1, "c": 2, "b": 3}]}', JsonObjectError, 'the same name twice: "b"'),
+        (b'{"a": 1, "b": 2, "c": 3, "d": 4}', JsonObjectError, "4 names; at most 3"),
+        (b"[]", JsonObjectError, "expected an object, found list"),
+        (b"null", JsonObjectError, "expected an object"),
+        (b"{", ValueError, "Expecting"),
+        (b"", ValueError, "Expecting"),
+        (b'{"a":' * 100_000, ValueError, "nested too deeply"),
+        (b'{"\xff": 1}', UnicodeDecodeError, "utf-8"),
+    ],
+)
+def test_json_that_is_refused(data: bytes, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said) as raised:
+        parse_json_object(data, most_names=3)
+    assert isinstance(raised.value, JsonObjectError) == (error is JsonObjectError)

@@ -1,0 +1,18 @@
+"""How XLA compiles the CPU programs of tests: quickly, or as it does for users."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+# XLA's defaults of the options that QUICK_FLAGS changes. Tests that are about the generated code compile with these.
+AS_RELEASED: dict[str, str | bool | int] = {"xla_backend_optimization_level": 3}
+# A small program is compiled for seconds and runs for milliseconds. The passes over HLO, which decide on sharding,
+# collectives and most of the fusions, stay; LLVM optimizes nothing, and fusions are emitted by XLA's older emitters.
+_QUICK: dict[str, str | bool | int] = {"xla_backend_optimization_level": 0}
+
+# XLA of JAX 0.11 has no other emitters.
+if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
+    AS_RELEASED["xla_cpu_use_fusion_emitters"] = True
+    _QUICK["xla_cpu_use_fusion_emitters"] = False
+
+QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in _QUICK.items())

@@ -1,0 +1,166 @@
+"""Fast-dLLM v2: golden tokens on meshes, the exact cache with a shift, sub-blocks, and what the original does wrong."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from runtime import DiffusionConfig, Engine
+from runtime.models.config import ConfigError
+from runtime.models.families import parse_config
+from runtime.planner.estimate import estimate_workload
+from runtime.planner.presets import PRESETS, preset
+from runtime.planner.workload import Workload
+from sharding.mesh import MeshSpec
+from sharding.topology import parse_topology
+from tests.checkpoints.small import to_canonical, to_huggingface
+from tests.golden_cases import Golden
+from tests.golden_cases import engine as golden_engine
+from tests.runtime.test_golden import check_case
+
+GOLDEN = Golden(Path(__file__).parents[2] / "golden" / "fast_dllm_v2_tiny")
+BLOCK, MASK = 8, 300
+
+
+def asked(new: int, **changes: Any) -> DiffusionConfig:
+    """Blocks of 8 in sub-blocks of 4, one token in a step at least."""
+    settings: dict[str, Any] = {
+        "algorithm": "maskgit_plus",
+        "cache": "exact",
+        "parallel": "threshold",
+        "threshold": 0.3,
+        "block_length": BLOCK,
+        "sub_block_length": 4,
+        "steps": BLOCK * -(-new // BLOCK),
+    }
+    return DiffusionConfig(new, **settings | changes)
+
+
+def engine(mesh: str = "data=1") -> Engine:
+    return golden_engine(mesh, GOLDEN.folder)
+
+
+@functools.cache
+def prompts() -> tuple[np.ndarray, np.ndarray]:
+    """Rows of 19, 16, 5 and 8 tokens, with padding on the left: two end with a block, one is a block."""
+    generator, lengths = np.random.default_rng(5), np.array([19, 16, 5, 8])
+    mask = (np.arange(19) >= 19 - lengths[:, None]).astype(np.int32)
+    return np.where(mask == 1, generator.integers(0, MASK, mask.shape), 301), mask
+
+
+# Every case runs on one device in tests/runtime/test_golden.py.
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    [
+        ("tensor=4", "block_8"),
+        ("sequence=2", "prompt_over_block"),
+        ("data=2", "ragged_stop"),
+        ("data=2,sequence=2", "block_cache"),
+    ],
+)
+def test_golden_cases_on_meshes(mesh: str, name: str) -> None:
+    check_case(GOLDEN, mesh, name)
+
+
+def test_the_cache_changes_no_token() -> None:
+    """Rows of a ragged batch at their own pace, one ended by a stop token."""
+    ids, mask = prompts()
+    plain = engine().generate_tokens(ids, mask, asked(20, cache="none"))
+    stops = (int(plain.sequences[2, 19 + 6]),)
+    plain = engine().generate_tokens(ids, mask, asked(20, cache="none", stop_token_ids=stops))
+    for mesh in ("data=1", "data=2,sequence=2"):
+        cached = engine(mesh).generate_tokens(ids, mask, asked(20, stop_token_ids=stops))
+        np.testing.assert_array_equal(cached.sequences, plain.sequences)
+        np.testing.assert_array_equal(cached.commit_steps, plain.commit_steps)
+        assert cached.stats.positions < plain.stats.positions
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_row_of_a_batch_gives_the_tokens_of_a_batch_of_one(cached: bool) -> None:
+    """Padding hides nothing, and neither does another row decide when a sub-block is run alone."""
+    ids, mask = prompts()
+    config = asked(20, sub_block_cache=cached)
+    together = engine().generate_tokens(ids, mask, config)
+    for row in range(len(ids)):
+        start = int(mask[row].argmax())
+        alone = engine().generate_tokens(ids[row : row + 1, start:], config=config)
+        np.testing.assert_array_equal(alone.sequences[0], together.sequences[row, start:])
+
+
+def test_a_sub_block_run_alone_is_an_approximation_that_computes_less() -> None:
+    ids, mask = prompts()
+    exact, near = (
+        engine().generate_tokens(ids, mask, asked(20, threshold=1.0, sub_block_cache=cached))
+        for cached in (False, True)
+    )
+    assert near.stats.positions < exact.stats.positions
+    assert (near.sequences != exact.sequences).any()
+
+
+def test_a_prompt_of_one_block_stays_in_the_context() -> None:
+    """The first new token is what the prompt predicts; the original has forgotten the prompt by then."""
+    ids, _ = prompts()
+    prompt = ids[3:, -8:]
+    found = engine().generate_tokens(prompt, config=asked(9)).sequences[0, 8:]
+    assert found[0] == engine().logits(prompt, block_length=BLOCK)[0, -1].argmax()
+    other = prompt.copy()
+    other[0, :4] = (other[0, :4] + 7) % MASK
+    assert (engine().generate_tokens(other, config=asked(9)).sequences[0, 8:] != found).any()
+
+
+def test_new_tokens_are_an_exact_limit() -> None:
+    ids, mask = prompts()
+    longest = engine().generate_tokens(ids, mask, asked(20)).sequences
+    for new in (1, 3, 8, 14):
+        found = engine().generate_tokens(ids, mask, asked(new))
+        np.testing.assert_array_equal(found.sequences, longest[:, : 19 + new])
+
+
+def test_masks_of_a_prompt_are_filled_with_its_end() -> None:
+    ids, mask = prompts()
+    holes = ids.copy()
+    holes[0, [3, 9, 12]] = holes[1, 11] = MASK
+    plain = engine().generate_tokens(holes, mask, asked(4, cache="none"))
+    cached = engine().generate_tokens(holes, mask, asked(4))
+    np.testing.assert_array_equal(cached.sequences, plain.sequences)
+    assert not (plain.sequences == MASK).any()
+
+
+def test_int8_is_near() -> None:
+    ids, mask = GOLDEN.inputs("forward")
+    exact = engine().logits(ids, mask)
+    found = Engine.load(GOLDEN.folder, "data=1", dtype="float32", quantize="int8").logits(ids, mask)
+    assert 0 < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.05
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    canonical = to_canonical(GOLDEN.folder, tmp_path / "canonical")
+    exported = load_file(to_huggingface(canonical, tmp_path / "exported") / "model.safetensors")
+    original = load_file(GOLDEN.folder / "model.safetensors")
+    assert {name: value.tobytes() for name, value in exported.items()} == {
+        name: value.tobytes() for name, value in original.items()
+    }
+
+
+def test_the_plan_has_the_published_parameters() -> None:
+    workload = Workload(preset("fast_dllm_v2-7b"), batch=8, cache="exact")
+    found = estimate_workload(workload, parse_topology("v5e:2x4"), MeshSpec(tensor=8))
+    assert found.layout.parameter_count == 7_615_616_512
+    assert found.fits
+
+
+def test_published_settings_and_what_is_refused() -> None:
+    raw = {key: value for key, value in PRESETS["fast_dllm_v2-7b"].items() if key not in ("bd_size", "mask_token_id")}
+    assert (parse_config(raw).attention_block_length, parse_config(raw).mask_token_id) == (32, 151665)
+    published = engine().published(max_new_tokens=8)
+    assert isinstance(published, DiffusionConfig)
+    assert (published.cache, published.block_length, published.sub_block_length) == ("exact", 32, 8)
+    assert (published.parallel, published.threshold, published.temperature) == ("threshold", 0.9, 0.0)
+    for change, said in [({"bd_size": "32"}, '"bd_size" is'), ({"use_sliding_window": True}, "use_sliding_window")]:
+        with pytest.raises(ConfigError, match=said):
+            parse_config(raw | change)

@@ -1,0 +1,258 @@
+"""SDAR: golden tokens on meshes, the exact cache, lengths, and what the original does wrong."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from checkpoints import DEMO, open_folder
+from runtime import DiffusionConfig, Engine, InputError
+from runtime.execution.row_request import RowRequest
+from runtime.models.config import ConfigError
+from runtime.models.families import parse_config
+from runtime.planner.estimate import estimate_workload
+from runtime.planner.presets import PRESETS, preset
+from runtime.planner.workload import Workload
+from sharding.mesh import MeshSpec
+from sharding.topology import parse_topology
+from tests.checkpoints.small import to_canonical, to_huggingface
+from tests.golden_cases import Golden
+from tests.golden_cases import engine as golden_engine
+from tests.launch.served import served
+from tests.runtime.test_golden import check_case
+
+GOLDEN = Golden(Path(__file__).parents[2] / "golden" / "sdar_tiny")
+BLOCK = 8
+MASK = 300
+
+
+def asked(new: int, **changes: Any) -> DiffusionConfig:
+    """One step for each position of a block."""
+    steps = BLOCK * -(-new // BLOCK)
+    settings: dict[str, Any] = {"algorithm": "maskgit_plus", "cache": "exact", "block_length": BLOCK, "steps": steps}
+    return DiffusionConfig(new, **settings | changes)
+
+
+PLAIN = asked(20)
+
+
+def engine(mesh: str = "data=1") -> Engine:
+    return golden_engine(mesh, GOLDEN.folder)
+
+
+@functools.cache
+def prompts() -> tuple[np.ndarray, np.ndarray]:
+    """Rows of 19, 16, 5 and 9 tokens, with padding on the left."""
+    generator, lengths = np.random.default_rng(5), np.array([19, 16, 5, 9])
+    mask = (np.arange(19) >= 19 - lengths[:, None]).astype(np.int32)
+    return np.where(mask == 1, generator.integers(0, MASK, mask.shape), 301), mask
+
+
+# Every case runs on one device in tests/runtime/test_golden.py.
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    [
+        ("tensor=4", "dynamic_b8_s4_t06"),
+        ("sequence=2,tensor=2", "static_b8_s5"),
+        ("data=2", "prompt_block_aligned"),
+        ("data=2,sequence=2", "stop_dynamic_b8"),
+    ],
+)
+def test_golden_cases_on_meshes(mesh: str, name: str) -> None:
+    check_case(GOLDEN, mesh, name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel": "threshold", "threshold": 0.3, "steps": 12},
+        {"parallel": "sequential", "steps": 9},
+        {"parallel": "entropy_sum", "entropy_limit": 3.0},
+        {"temperature": 0.7, "seed": 3, "log_probabilities": True, "sub_block_length": 4},
+    ],
+    ids=["threshold", "sequential", "entropy_sum", "sampled-sub-blocks"],
+)
+def test_the_cache_changes_no_token(changes: dict[str, Any]) -> None:
+    """Rows of a ragged batch at their own pace, some ended by a stop token."""
+    ids, mask = prompts()
+    config = PLAIN.replace(**changes)
+    plain = engine().generate_tokens(ids, mask, config.replace(cache="none"))
+    stops = (int(plain.sequences[2, 19 + 6]),)
+    plain = engine().generate_tokens(ids, mask, config.replace(cache="none", stop_token_ids=stops))
+    for mesh in ("data=1", "data=2,tensor=2"):
+        cached = engine(mesh).generate_tokens(ids, mask, config.replace(stop_token_ids=stops))
+        np.testing.assert_array_equal(cached.sequences, plain.sequences)
+        np.testing.assert_array_equal(cached.commit_steps, plain.commit_steps)
+        assert cached.stats.positions < plain.stats.positions
+    if plain.log_probabilities is not None:
+        assert cached.log_probabilities is not None
+        np.testing.assert_allclose(cached.log_probabilities, plain.log_probabilities, atol=1e-4)
+
+
+def test_a_row_of_a_batch_gives_the_tokens_of_a_batch_of_one() -> None:
+    ids, mask = prompts()
+    config = PLAIN.replace(parallel="threshold", threshold=0.3, temperature=0.7)
+    together = engine().generate_tokens(ids, mask, config)
+    for row, seed in enumerate(together.seeds):
+        start = int(mask[row].argmax())
+        alone = engine().generate_tokens(ids[row : row + 1, start:], config=config.replace(seed=[seed]))
+        np.testing.assert_array_equal(alone.sequences[0], together.sequences[row, start:])
+
+
+def test_new_tokens_are_an_exact_limit() -> None:
+    """Fewer tokens than a block, or blocks and a part, are those of a longer run, cut."""
+    ids, mask = prompts()
+    longest = engine().generate_tokens(ids, mask, asked(20)).sequences
+    for new in (1, 3, 8, 13):
+        found = engine().generate_tokens(ids, mask, asked(new))
+        np.testing.assert_array_equal(found.sequences, longest[:, : 19 + new])
+        assert found.stats.masks_left == 0
+
+
+def test_prompts_are_not_overwritten() -> None:
+    """A step that could commit a whole block leaves what the prompt has of it."""
+    ids, mask = prompts()
+    found = engine().generate_tokens(ids, mask, asked(11, steps=1))
+    np.testing.assert_array_equal(found.sequences[:, :19], np.where(mask == 1, ids, 301))
+    assert (found.commit_steps[:, :19] == -1).all()
+
+
+def test_masks_of_a_prompt_are_filled_with_its_end() -> None:
+    ids, mask = prompts()
+    holes = ids.copy()
+    holes[0, [3, 12]] = holes[3, 14] = MASK
+    plain = engine().generate_tokens(holes, mask, asked(4, cache="none"))
+    cached = engine().generate_tokens(holes, mask, asked(4))
+    np.testing.assert_array_equal(cached.sequences, plain.sequences)
+    assert not (plain.sequences == MASK).any()
+    kept = (holes != MASK) & (mask == 1)
+    np.testing.assert_array_equal(plain.sequences[:, :19][kept], ids[kept])
+
+
+def test_a_model_that_predicts_masks_goes_on_to_the_next_block(tmp_path: Path) -> None:
+    """The original fails at masks that are left in a block."""
+    shutil.copy(GOLDEN.folder / "config.json", tmp_path)
+    weights = load_file(GOLDEN.folder / "model.safetensors")
+    # The mask token wins wherever its logit is above 0.
+    weights["lm_head.weight"][MASK] *= 50
+    save_file(weights, tmp_path / "model.safetensors")
+    other = Engine.load(tmp_path, "data=1", dtype="float32")
+    ids, mask = prompts()
+    config = asked(20, parallel="threshold", threshold=0.0)
+    plain = other.generate_tokens(ids, mask, config.replace(cache="none"))
+    cached = other.generate_tokens(ids, mask, config)
+    np.testing.assert_array_equal(cached.sequences, plain.sequences)
+    assert plain.stats.masks_left > 0
+    assert (plain.sequences[:, 19:] != MASK).any(axis=0).sum() > BLOCK
+
+
+def test_rows_of_a_scheduler_are_those_of_a_batch() -> None:
+    ids, mask = prompts()
+    config = PLAIN.replace(parallel="threshold", threshold=0.3)
+    batch = engine().generate_tokens(ids, mask, config)
+    requests = [
+        RowRequest(row[real == 1].tolist(), config, seed)
+        for row, real, seed in zip(ids, mask, batch.seeds, strict=True)
+    ]
+    scheduler = engine().scheduler(requests, slots=2)
+    found = {one.number: one.sequence for results in scheduler.run() for one in results}
+    for row in range(len(ids)):
+        np.testing.assert_array_equal(found[row], batch.sequences[row, int(mask[row].argmax()) :])
+
+
+def test_int8_is_near() -> None:
+    ids, mask = GOLDEN.inputs("forward_block8")
+    exact = engine().logits(ids, mask, block_length=8)
+    found = Engine.load(GOLDEN.folder, "data=1", dtype="float32", quantize="int8").logits(ids, mask, block_length=8)
+    assert 0 < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.05
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    canonical = to_canonical(GOLDEN.folder, tmp_path / "canonical")
+    exported = load_file(to_huggingface(canonical, tmp_path / "exported") / "model.safetensors")
+    original = load_file(GOLDEN.folder / "model.safetensors")
+    assert {name: value.tobytes() for name, value in exported.items()} == {
+        name: value.tobytes() for name, value in original.items()
+    }
+
+
+def test_the_plan_has_the_published_parameters() -> None:
+    workload = Workload(preset("sdar-8b"), batch=8, cache="exact", block_length=4)
+    found = estimate_workload(workload, parse_topology("v5e:2x4"), MeshSpec(tensor=8))
+    assert found.layout.parameter_count == 8_190_735_360
+    assert found.fits
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"head_dim": None}, '"head_dim" is missing'),
+        ({"block_size": 0}, '"block_size" is 0'),
+        ({"model_type": "sdar_moe"}, "'sdar_moe'.* is not supported"),
+    ],
+)
+def test_what_the_forward_pass_does_not_have_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_config({**PRESETS["sdar-8b"], **change})
+
+
+def test_blocks_are_the_configurations_else_the_familys() -> None:
+    raw = {key: value for key, value in PRESETS["sdar-8b"].items() if key not in ("block_size", "mask_token_id")}
+    assert parse_config(raw).attention_block_length == 4
+    assert parse_config(raw).mask_token_id == 151669
+    assert parse_config({**raw, "block_size": 64}).attention_block_length == 64
+    ids, _ = GOLDEN.inputs("forward_block4")
+    np.testing.assert_array_equal(engine().logits(ids), engine().logits(ids, block_length=4))
+
+
+def test_requests_of_another_family_are_refused() -> None:
+    ids, mask = prompts()
+    for changes, said in [
+        ({"cache": "dual"}, "cache=dual is not for sdar models; use none or exact"),
+        ({"parallel": "factor"}, "parallel=factor is not for sdar models; use one of none, threshold, sequential"),
+        ({"algorithm": "entropy"}, "algorithm=entropy is not for sdar models"),
+        ({"sub_block_cache": True}, "sub_block_cache requires sub_block_length"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            engine().generate_tokens(ids, mask, PLAIN.replace(**changes))
+    dream = golden_engine()
+    plain = DiffusionConfig(8)
+    for changes, said in [
+        ({"cache": "exact"}, "cache=exact is not for dream models"),
+        ({"sub_block_length": 4}, "sub_block_length is not for dream models"),
+        ({"parallel": "entropy_sum"}, "parallel=entropy_sum is not for dream models"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            dream.generate_tokens(ids % 200, mask, plain.replace(**changes))
+    with pytest.raises(InputError, match="block_length is not for dream models"):
+        dream.logits(ids % 200, mask, block_length=4)
+    with pytest.raises(InputError, match="block_length is 0; expected 1 to"):
+        engine().logits(ids, mask, block_length=0)
+    with pytest.raises(InputError, match="estimates are not for block-causal models"):
+        engine().estimate_log_likelihoods([([1, 2], [3, 302])])
+
+
+def test_served(tmp_path: Path) -> None:
+    """Text through the server is that of the engine."""
+    demo = json.loads((DEMO / "config.json").read_text())
+    raw = json.loads((GOLDEN.folder / "config.json").read_text())
+    raw |= {name: demo[name] for name in ("vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, tmp_path)
+    folder = open_folder(tmp_path, weights=False)
+    own = Engine.random(parse_config(folder.config), "data=1", folder=folder)
+    config = own.published(max_new_tokens=11, temperature=0.0)
+    assert (config.cache, config.parallel, config.threshold) == ("exact", "threshold", 0.85)  # type: ignore[union-attr]
+    expected = own.generate(["def f("], config=config)[0].text
+    with served(own, config, name="sdar") as there:
+        answer = there.client().completions.create(model="sdar", prompt="def f(", max_tokens=11, temperature=0.0)
+    assert answer.choices[0].text == expected
