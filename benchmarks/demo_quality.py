@@ -142,7 +142,7 @@ def task_figures(tasks: Sequence[dict[str, Any]], completions: Sequence[Completi
 
 
 def complete(engine: Engine, rows: Sequence[dict[str, Any]], config: DiffusionConfig, seed: int) -> list[Completion]:
-    """One completion a row, in the rows' order; prompts of like length are decoded together, each batch with a seed."""
+    """Complete each row, in the order of the rows. Each batch has prompts of similar length and its own seed."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]["prompt"]))
     found: dict[int, Completion] = {}
     for start in range(0, len(order), BATCH):
@@ -168,7 +168,7 @@ def read_held_out(folder: Path, name: str = SETS["library"]) -> list[dict[str, A
 def measure(
     engine: Engine, name: str, rows: Sequence[dict[str, Any]], config: DiffusionConfig, values: flags.FlagValues
 ) -> dict[str, Any]:
-    """Completes one set; prints its first completions and one line of figures."""
+    """Complete one set; print its first completions and one line of results."""
     started = time.perf_counter()
     completions = complete(engine, rows, config, values.seed)
     seconds = time.perf_counter() - started

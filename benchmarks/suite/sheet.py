@@ -127,7 +127,7 @@ class Sheet:
         """The number of timed calls that fit into the budget if one takes ``seconds``.
 
         Raises:
-          NotRunError: not even two.
+          NotRunError: fewer than two fit.
         """
         trials = self._trials
         if seconds > 0:

@@ -1,1 +1,1 @@
-"""OpenAI's forms of requests and answers: read and written here, for files of them and for the server."""
+"""OpenAI's formats of requests and responses, for the server and for batch files."""

@@ -1,1 +1,1 @@
-"""The server: what comes in over HTTP, who gets which slot of the mesh when, and what goes out."""
+"""The HTTP server: routes and validation, the engine's thread, responses and streams. See README.md."""

@@ -68,7 +68,7 @@ class Connection(asyncio.Protocol):
         self._accepted = False
         self._answering = False  # between the end of a head and the end of its response
         self._request_complete = False  # the application has the whole request
-        self._unparsed = 0  # bytes received after the whole request
+        self._held = b""  # received after the whole request, before the end of its response
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -87,25 +87,24 @@ class Connection(asyncio.Protocol):
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        """Forward ``data``, and keep reading while a complete request is answered.
+        """Forward ``data``; hold it back while a complete request is answered.
 
-        uvicorn stops reading at the first byte after a request, and would not notice that the client closes the
-        connection. At most the size of a head is read, which bounds the memory of a client that keeps sending.
+        At the first byte after a request uvicorn would stop reading, and not notice that the client closes the
+        connection. At most the size of a head is held, which bounds the memory of a client that keeps sending.
         """
+        if self._request_complete:
+            self._held += data
+            if len(self._held) > self._limits.headers:
+                self._transport.pause_reading()
+            return
         self._protocol.data_received(data)
         if not self._answering:
             # If this was the end of a head, the application starts next and stops the timer.
             self._expect_head()
-        elif self._request_complete:
-            self._unparsed += len(data)
-            if self._unparsed <= self._limits.headers:
-                self._transport.resume_reading()
-            else:
-                self._transport.pause_reading()
 
     def request_started(self) -> None:
         """A whole head has arrived and the application runs."""
-        self._answering, self._request_complete, self._unparsed = True, False, 0
+        self._answering, self._request_complete = True, False
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -116,8 +115,12 @@ class Connection(asyncio.Protocol):
         self._transport.resume_reading()
 
     def response_complete(self) -> None:
-        """The application has sent the whole response."""
-        self._answering = False
+        """The application has sent the whole response. Forward what was received meanwhile."""
+        self._answering = self._request_complete = False
+        held, self._held = self._held, b""
+        if held and not self._transport.is_closing():
+            self._transport.resume_reading()
+            self.data_received(held)
 
     def pause_writing(self) -> None:
         """Close the connection if the client leaves the response unread for too long."""

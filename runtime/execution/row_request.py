@@ -37,7 +37,7 @@ class RowRequest:
 
     @property
     def canvas_length(self) -> int:
-        """Positions that it needs of a canvas: S, and what fills the last block of block-causal attention."""
+        """The length of its canvas: S, rounded up to whole blocks if attention is block-causal."""
         return canvas_length(len(self.tokens), self.config)
 
     @property

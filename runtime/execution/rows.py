@@ -149,7 +149,7 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
     check_blocks(config, request)
     if request.parallel not in config.family.parallel_rules:
         raise InputError(
-            f"parallel={request.parallel} is not for {config.family.name} models; use one of "
+            f"parallel={request.parallel} is not available for {config.family.name} models; use one of "
             f"{', '.join(config.family.parallel_rules)}",
             field="parallel",
         )
@@ -171,11 +171,13 @@ def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
     """
     in_blocks, name = config.family.attention == "block_causal", config.family.name
     if in_blocks and request.cache not in ("none", "exact"):
-        raise InputError(f"cache={request.cache} is not for {name} models; use none or exact", field="cache")
+        raise InputError(f"cache={request.cache} is not available for {name} models; use none or exact", field="cache")
     if not in_blocks and request.cache == "exact":
-        raise InputError(f"cache=exact is not for {name} models: it is for block-causal attention", field="cache")
+        raise InputError(
+            f"cache=exact is not available for {name} models: it is for block-causal attention", field="cache"
+        )
     if not in_blocks and request.sub_block_length is not None:
-        raise InputError(f"sub_block_length is not for {name} models", field="sub_block_length")
+        raise InputError(f"sub_block_length is not available for {name} models", field="sub_block_length")
     if request.sub_block_cache and request.sub_block_length is None:
         raise InputError("sub_block_cache requires sub_block_length", field="sub_block_cache")
 

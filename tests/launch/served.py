@@ -1,4 +1,4 @@
-"""A server in this process, for tests: the launcher's parts without flags and signals."""
+"""Runs a server in the test's process, without flags and signals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE = 60.0
 
 
 class OneHost(Host):
-    """A host that is told to end by the test."""
+    """A host that a test can tell to shut down."""
 
     def end(self) -> None:
         self._terminated = True
@@ -35,7 +35,7 @@ class OneHost(Host):
 
 @dataclasses.dataclass
 class Served:
-    """A server that answers."""
+    """A running server and its parts."""
 
     url: str
     engine: Engine
@@ -61,12 +61,12 @@ class Served:
 def wait_for(true: Callable[[], bool], seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "the condition did not become true in time"
         time.sleep(0.01)
 
 
 def timed(outcome: StepOutcome, seconds: float) -> StepOutcome:
-    """An outcome whose iterations took so long each."""
+    """The outcome of a step with ``seconds`` per iteration."""
     pools = [
         dataclasses.replace(
             pool, runs=[dataclasses.replace(run, seconds=seconds * run.iterations) for run in pool.runs]
@@ -96,7 +96,7 @@ def served(
     name: str = "demo",
     programs: int = 1,
 ) -> Iterator[Served]:
-    """Serve an engine with these ways of decoding until the block ends."""
+    """Serve an engine with these modes until the block ends."""
     tokenizer = engine.tokenizer
     if template is not None:
         tokenizer.chat_template = template
@@ -121,7 +121,7 @@ def served(
 
 
 def offline(found: Served, prompts: list[str], **changes: Any) -> list[Any]:
-    """What the engine makes of the same parameters."""
+    """The engine's own completions with the same parameters."""
     own = dict(changes)
     samples, stop = own.pop("n", 1), own.pop("stop", ())
     if "max_new_tokens" in own:

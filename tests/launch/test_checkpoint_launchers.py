@@ -204,7 +204,7 @@ def test_an_export_whose_model_has_code_of_its_own(tmp_path: Path, capsys: pytes
     for number, more in enumerate([{}, {"auto_map": {"AutoModel": "modeling_dream.DreamModel"}}]):
         (source / "config.json").write_text(json.dumps(config | more))
         export.run(["export", f"--checkpoint={source}", f"--output={tmp_path / str(number)}"])
-        said.append("put the *.py files" in capsys.readouterr().err)
+        said.append("copy the *.py files" in capsys.readouterr().err)
     assert said == [False, True]
 
 

@@ -175,7 +175,10 @@ def test_without_the_compiler_the_analytical_part_works_alone(
         (["--topology=all", "--mesh=tensor=3"], "8xh200: "),
         (["--topology=v5e:2x4", "--plot=plan.picture"], "must end with one of"),
         (["--topology=v5e:2x4", "--dump_hlo=programs"], "give --compile=1"),
-        (["--model=qwen2.5-7b", "--topology=v5e:2x4", "--cache=dual", "--steps=8"], "--steps, --cache: of masked"),
+        (
+            ["--model=qwen2.5-7b", "--topology=v5e:2x4", "--cache=dual", "--steps=8"],
+            "--steps, --cache: only for masked diffusion",
+        ),
         (["--topology=v5e:2x4", "--plot=/nowhere/at/all.png"], "no such folder"),
         (["--topology=v5e:2x4", "--prompt=200000"], "the model allows 131072"),
         ([], "--topology"),

@@ -1,4 +1,4 @@
-"""The threads that read bodies: owners take turns, failures are answered, and none of them keeps the process."""
+"""The threads that read bodies: owners take turns, errors are returned, and no thread keeps the process alive."""
 
 from __future__ import annotations
 

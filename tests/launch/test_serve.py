@@ -1,4 +1,4 @@
-"""The server as a whole: its slots, bounds, deadlines and keys, clients and engines that fail, and its end."""
+"""The server as a whole: slots, limits, deadlines, keys, failing clients and engines, and shutdown."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from launch.serving.response_stream import ResponseStream
 from runtime import DiffusionConfig, Engine, Executor, PoolShape, SamplingConfig, SchedulerPolicy, StepOutcome, StepPlan
 from runtime.execution.runner import weight_bytes
 from sharding.errors import InputError
+from tests.launch.hostile.sending import port, post_head
 from tests.launch.served import PATIENCE, OneHost, Served, demo, offline, served, wait_for
 from tests.launch.tiny import write_tiny_checkpoint
 
@@ -46,7 +47,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """One that is compiled in no time."""
+    """An engine whose programs compile fast."""
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
     return Engine.load(folder, "tensor=1", devices=jax.devices()[:1])
 
@@ -89,7 +90,7 @@ def test_blocks_that_are_entered_without_a_refresh(tiny: Engine) -> None:
 
 
 def test_blocks_of_any_length_where_a_rule_decides(tiny: Engine) -> None:
-    # A canvas that is rounded up, and tables for as many steps as it has positions then.
+    # The canvas is rounded up, and the step tables have as many entries as the rounded canvas has positions.
     with served(tiny, CONFIG.replace(parallel="threshold"), canvas=(100,), steps=None) as found:
         assert found.server.serving.executor is not None
         assert found.server.serving.executor.pools[0].max_steps > 100
@@ -103,7 +104,7 @@ def test_slots_of_several_kinds_fit_beside_one_another(tiny: Engine, monkeypatch
     cached = [shape.config.cache != "none" for shape in shapes]
     alone = [tiny.runner.memory(8, shape.canvas, keeps) for shape, keeps in zip(shapes, cached, strict=True)]
     weights = weight_bytes(tiny.layout, tiny.dtype)
-    # While rows move between two buckets the caches of both are there.
+    # While rows move between two buckets, the caches of both exist.
     kept = [
         (1 + keeps) * (sum(one.bytes for one in memory.resident) - weights)
         for memory, keeps in zip(alone, cached, strict=True)
@@ -132,7 +133,7 @@ def test_told_to_end_while_it_warms_up(tiny: Engine, monkeypatch: pytest.MonkeyP
     executor, host = Executor(tiny.runner, [PoolShape(config, 64, 2, 64) for config in (CONFIG, DUAL)]), OneHost()
     ready: list[bool] = []
     serving = ServingEngine(host, Metrics("demo"), max_queue=4, grace_period=1.0)
-    # One bucket of each pool is opened and closed, and then a pass scores.
+    # Warm-up opens and closes one bucket of each pool, and then runs a scoring pass.
     for asked, steps in enumerate((0, 2, 4, 5)):
         for run in (
             lambda: serving.run(executor, lambda: True, lambda: ready.append(True)),
@@ -149,7 +150,7 @@ def test_told_to_end_while_it_warms_up(tiny: Engine, monkeypatch: pytest.MonkeyP
 
 def test_another_host_has_failed(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(tiny, CONFIG) as found, monkeypatch.context() as changed:
-        # The socket closes a moment later.
+        # Keep the socket open for the checks below.
         changed.setattr(found.server.http, "stop", lambda: None)
         found.server.fail()
         health = found.get("/health")
@@ -192,19 +193,19 @@ def test_who_waits_to_be_read_is_refused_unread(tiny: Engine, monkeypatch: pytes
         ]
         for thread in threads:
             thread.start()
-        # All when they come, and the two that are read now once more.
+        # Each request is checked when it arrives, and the two that are being read are checked again.
         wait_for(lambda: len(checked) == 8)
         serving.state = "draining"
         gate.set()
         for thread in threads:
             thread.join(PATIENCE)
         assert statuses == [503] * 6
-        assert len(read) == 2, "the others are not looked at"
+        assert len(read) == 2, "the other bodies are not read"
 
 
 @contextmanager
 def slowly(found: Served, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.5) -> Iterator[threading.Event]:
-    """While the event is not set, a step takes so long and makes one iteration."""
+    """Until the event is set, every step takes ``seconds`` and runs one iteration."""
     executor, scheduler, gate = found.server.serving.executor, found.server.serving.scheduler, threading.Event()
     assert executor is not None
     assert scheduler is not None
@@ -233,19 +234,19 @@ def test_rooms_and_deadlines(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
                 with pytest.raises(openai.RateLimitError) as refused:
                     client.completions.create(model="demo", prompt=["a", "b", "c"])
                 assert int(refused.value.response.headers["retry-after"]) >= 1
-                # A client that tries again after what it thinks may pass is told that this does not.
+                # The header keeps OpenAI's client from trying again.
                 trying = client.with_options(max_retries=2)
                 with pytest.raises(openai.APIStatusError) as late:
                     trying.completions.create(model="demo", prompt="a", extra_body={"timeout": 0.01})
                 assert late.value.status_code == 408
-            # The client has gone, and with it its rows.
+            # The client has disconnected, and its rows are evicted.
             wait_for(lambda: found.metric("num_requests_running") + found.metric("num_requests_waiting") == 0)
             assert found.metric("request_given_up_total") == 2
             assert found.metric("request_refused_total") == 1
             gate.set()
             expected = offline(found, ["a"], seed=3)[0].text
             assert client.completions.create(model="demo", prompt="a", seed=3).choices[0].text == expected
-            # Told to end, it finishes what is there and takes nothing new.
+            # After SIGTERM the server finishes accepted requests and refuses new ones.
             gate.clear()
             with httpx.stream("POST", f"{found.url}/v1/completions", json=long | {"n": 3}, timeout=PATIENCE) as stream:
                 wait_for(lambda: found.metric("num_requests_running") == 2)
@@ -267,16 +268,29 @@ def test_rooms_and_deadlines(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_client_that_goes_after_stray_bytes_frees_its_slot(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(engine, CONFIG) as found, slowly(found, monkeypatch):
         body = json.dumps({"prompt": PROMPT, "max_tokens": 60, "steps": 60}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
         for stray in (b"", b"\r\n", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"):
-            with socket.create_connection(("127.0.0.1", int(found.url.rpartition(":")[2])), timeout=PATIENCE) as client:
-                client.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+            with socket.create_connection(("127.0.0.1", port(found)), timeout=PATIENCE) as client:
+                client.sendall(post_head("/v1/completions", f"Content-Length: {len(body)}") + body)
                 wait_for(lambda: found.metric("num_requests_running") == 1)
                 client.sendall(stray)
-                time.sleep(0.1)  # so that it is read by itself
+                time.sleep(0.1)  # so that it arrives in a packet of its own
             gone = time.monotonic()
             wait_for(lambda: found.metric("num_requests_running") == 0)
             assert time.monotonic() - gone < 10, "it would have taken three times as long"
+
+
+def test_stray_bytes_do_not_disturb_a_stream(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(engine, CONFIG) as found, slowly(found, monkeypatch, PATIENCE) as gate:
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 8, "stream": True}).encode()
+        with socket.create_connection(("127.0.0.1", port(found)), timeout=PATIENCE) as client:
+            client.sendall(post_head("/v1/completions", f"Content-Length: {len(body)}", "Connection: close") + body)
+            wait_for(lambda: found.metric("num_requests_running") == 1)
+            client.sendall(b"\r\nstray")
+            time.sleep(0.1)
+            gate.set()
+            received = b"".join(iter(lambda: client.recv(1 << 16), b""))
+        assert received.count(b"HTTP/1.1 ") == 1
+        assert b"data: [DONE]" in received
 
 
 def _choices(line: str) -> list[dict[str, Any]]:
@@ -294,7 +308,7 @@ def test_an_engine_that_fails_says_so(engine: Engine, monkeypatch: pytest.Monkey
         def fail(plan: Any) -> Any:
             raise RuntimeError("the device is on fire")
 
-        # The socket closes a moment later.
+        # Keep the socket open for the checks below.
         stop = found.server.http.stop
         monkeypatch.setattr(found.server.http, "stop", lambda: None)
         monkeypatch.setattr(executor, "execute", fail)
@@ -339,7 +353,7 @@ def test_clients_that_do_not_read_and_too_many_of_them(engine: Engine) -> None:
         request, most = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n", 64 << 20
         with socket.create_connection(there, timeout=PATIENCE) as deaf, pytest.raises(ConnectionError):  # noqa: PT012
             for _ in range(most // len(request)):
-                deaf.sendall(request)  # and never reads: what the sockets hold fills up, then the server hangs up
+                deaf.sendall(request)  # never reads: the socket buffers fill up, then the server closes the connection
         with ExitStack() as several:
             held = [several.enter_context(socket.create_connection(there, timeout=PATIENCE)) for _ in range(3)]
             for one in held:
@@ -381,11 +395,10 @@ def test_keys_names_and_slow_clients(engine: Engine, tmp_path: Path) -> None:
         for name in ("evil.example", "127.0.0.1.evil.example", "/v1/models?x=", "a b"):
             assert found.get("/health", headers={**right, "host": name}).status_code in (400, 403)
         assert found.get("/health", headers={**right, "host": "LOCALHOST:80"}).status_code == 200
-        port = int(found.url.rpartition(":")[2])
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer key-of-somebody-1\r\n"
         slow = head + b"content-type: application/json\r\ncontent-length: 20\r\n\r\n{"
         for sent, expected in ((head, b""), (slow, b" 408 "), (b"x" * 20000, b" 400 ")):
-            with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+            with socket.create_connection(("127.0.0.1", port(found)), timeout=PATIENCE) as connection:
                 connection.sendall(sent)
                 start, answer = time.monotonic(), b""
                 try:

@@ -1,4 +1,4 @@
-"""What the server answers: the official client, the same answers alone, under load and offline; and what it refuses."""
+"""Responses: OpenAI's client, the same tokens alone, under load and offline; and refused requests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_completions_are_those_of_the_engine(there: Served) -> None:
         assert choice.logprobs.token_logprobs == pytest.approx(other.log_probabilities, abs=1e-4)
     assert found.usage is not None
     assert found.usage.completion_tokens == sum(len(other.tokens) for other in expected)
-    # Without a seed each request draws one, and says which.
+    # A request without a seed gets a random one, which the response contains.
     one, two = (client.completions.create(model="demo", prompt=PROMPT).choices[0].model_dump() for _ in range(2))
     assert one["seed"] != two["seed"]
     again = offline(there, [PROMPT], seed=[one["seed"]])[0]
@@ -102,7 +102,7 @@ def test_chats(there: Served) -> None:
     assert chunks[-2].choices[0].finish_reason == expected.finish_reason
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == len(expected.tokens)
-    # What a name is for is the template's to say.
+    # The name of a message is passed to the chat template.
     named = there.post("/v1/chat/completions", {"messages": [messages[0] | {"name": "ann"}], "seed": 5}).json()
     expected = offline(there, ["ann: add two\ndef answer("], seed=5)[0]
     assert named["choices"][0]["message"]["content"] == expected.text
@@ -132,7 +132,7 @@ def test_pieces_of_a_stream_are_the_text(there: Served, changes: dict[str, Any])
     for canvases in shown:
         assert all(len(canvas) == 40 for canvas in canvases)
         masks = [canvas.count(None) for canvas in canvases]
-        assert masks == sorted(masks, reverse=True), "what stands stays"
+        assert masks == sorted(masks, reverse=True), "committed tokens stay"
 
 
 def test_answers_do_not_depend_on_who_else_is_served(there: Served) -> None:
@@ -283,7 +283,7 @@ def test_what_is_refused_says_why(there: Served) -> None:
         assert answer.status_code == status, (content[:50], answer.text)
         assert "Exceeds the limit" not in answer.text
         assert "codec" not in answer.text
-    # And after all of that it answers.
+    # The server still answers.
     assert there.post("/v1/completions", {"prompt": "x"}).status_code == 200
 
 

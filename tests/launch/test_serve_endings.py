@@ -1,4 +1,4 @@
-"""Where answers of the server end: end tokens and stop strings free slots, and streams flow."""
+"""Ends of rows: end tokens and stop strings free slots. Streams send chunks during decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What /metrics says: every name, and what requests of each kind count."""
+"""/metrics: all names, and the counts of requests of each kind."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def there(folder: Path) -> Iterator[Served]:
-    """A server of blocks whose every denoise step is looked at."""
+    """A server that decodes in blocks and observes every denoise step."""
     engine = Engine.load(folder, "tensor=1", devices=jax.devices()[:1])
     with served(engine, BLOCKS) as found:
         assert found.server.serving.scheduler is not None
@@ -70,7 +70,7 @@ def test_every_name_and_no_other(there: Served) -> None:
     ask(there)
     text = there.get("/metrics").text
     kinds = dict(re.findall(r"^# TYPE diffumesh:(\S+) (\S+)$", text, re.MULTILINE))
-    # When a counter began is a series of the library's own.
+    # The client library adds a series with the start time of each counter.
     assert {name: kind for name, kind in kinds.items() if not name.endswith("_created")} == NAMES
     said = {name for name in NAMES if re.search(rf"^diffumesh:{name}\S* ", text, re.MULTILINE)}
     assert set(NAMES) - said == {"request_refused_total", "request_given_up_total"}, "nobody was"
@@ -88,7 +88,7 @@ def test_what_diffusion_counts(there: Served) -> None:
     assert there.metric("tokens_per_forward_sum") == 24 / 8
     assert there.metric("request_prompt_tokens_sum") == there.metric("prompt_tokens_total") == len(PROMPT)
     assert there.metric("request_generation_tokens_sum") == 24
-    # The first token stands long before the last.
+    # The first token is committed long before the last.
     assert there.metric("time_to_first_token_seconds_sum") < there.metric("e2e_request_latency_seconds_sum")
     text = ask(there, stream=True)
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]

@@ -1,4 +1,4 @@
-"""The server's page in a real browser: the canvas unmasks as it is served, and ends as the engine's own answer."""
+"""The web page in a real browser: it shows the canvas during unmasking, and ends with the engine's own tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runtime.execution.rows import row_seed
 from tests.launch.served import PATIENCE, Served, served, wait_for
 from tests.launch.tiny import write_tiny_checkpoint
 
-# Where it is set nothing here may be skipped.
+# With this variable set, no test of this module is skipped.
 REQUIRED = os.environ.get("DIFFUMESH_REQUIRE_BROWSER") == "1"
 playwright = (
     importlib.import_module("playwright.sync_api")
@@ -36,10 +36,10 @@ PROMPT = "def is_even(number):\n"
 HOSTILE = "</textarea><img src=x onerror=\"document.documentElement.dataset.executed='yes'\"><script>alert(1)</script>"
 KEY = "key-of-somebody-1"
 
-# A long and hot completion, which with some seeds ends early.
+# A long completion with a high temperature, which ends early for some seeds.
 HOT = CONFIG.replace(max_new_tokens=96, steps=48, temperature=5.0)
 
-# Counts what stands and what is masked whenever the page changes.
+# Counts committed and masked positions whenever the page changes.
 WATCH = """() => {
   window.seen = [];
   new MutationObserver(() => {
@@ -57,7 +57,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture(scope="module")
 def ending(engine: Engine) -> int:
-    """A seed with which the hot completion ends between a tenth and a half of its positions."""
+    """A seed for which the completion at high temperature ends between a tenth and half of its positions."""
     seeds = range(128)
     rows = engine.generate([PROMPT] * len(seeds), HOT.replace(seed=[row_seed(seed, 0) for seed in seeds]))
     return next(seed for seed, row in zip(seeds, rows, strict=True) if 9 < len(row.tokens) < 48)
@@ -82,7 +82,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, there: Served) -> Iterator[Any]:
-    """The page, which must ask nobody else and have nothing to complain of."""
+    """The page. It must send requests to this server only, and must log no errors."""
     found = browser.new_page()
     found.set_default_timeout(1000 * PATIENCE)
     complaints: list[str] = []
@@ -108,14 +108,14 @@ def generate(page: Any, ends: str = "done") -> None:
 
 
 def visible(found: Served, completion: Any) -> str:
-    """A completion as the page shows it: token by token, control characters as signs."""
+    """The tokens of a completion as the page shows them, with control characters as visible symbols."""
     text = "".join(token_text(found.engine.tokenizer, token) for token in completion.tokens)
     text = re.sub(r"[\0-\x08\x0b-\x1f]", lambda sign: chr(0x2400 + ord(sign[0])), text)
     return re.sub(r"[\x7f-\x9f]", lambda sign: f"\u27e8U+{ord(sign[0]):04X}\u27e9", text)
 
 
 def tokens(page: Any, row: int = 0) -> str:
-    """The text of what was generated."""
+    """The generated text on the page."""
     shown = page.locator("#rows pre").nth(row).locator(".set:not(.after)").all_text_contents()
     return "".join(shown)
 
@@ -131,7 +131,7 @@ def test_the_canvas_unmasks_and_is_the_answer(page: Any, there: Served, monkeypa
     executor = there.server.serving.executor
     assert executor is not None
     execute = executor.execute
-    # As slow as a larger model, or it is done between two looks.
+    # Slow down the engine, so that the page is seen while it changes.
     monkeypatch.setattr(executor, "execute", lambda plan: (time.sleep(0.05), execute(plan))[1])
     page.evaluate(WATCH)
     page.fill("#prompt", PROMPT)
@@ -149,13 +149,13 @@ def test_the_canvas_unmasks_and_is_the_answer(page: Any, there: Served, monkeypa
     assert {standing + masked for standing, masked in seen} == {96}
     assert seen[-1] == [96, 0]
     masks = [masked for _, masked in seen]
-    assert masks == sorted(masks, reverse=True), "what stands stays"
-    assert "192 tokens set" in page.inner_text("#status")
+    assert masks == sorted(masks, reverse=True), "committed tokens stay"
+    assert "192 tokens committed" in page.inner_text("#status")
     assert there.defaults.model_name in page.inner_text("header")
 
 
 def test_an_example_until_the_first_answer(page: Any) -> None:
-    assert page.inner_text("#rows h2") == "an example: what the demo wrote for this prompt"
+    assert page.inner_text("#rows h2") == "example: the demo model's completion of this prompt"
     assert page.locator("#rows .masked").count() == 0
     assert "".join(page.locator("#rows .set").all_text_contents()) == "    return number % 2 == 0"
     assert page.input_value("#prompt") == PROMPT, "the example's prompt"
@@ -169,7 +169,8 @@ def test_what_follows_the_end_is_folded_and_rates_agree(page: Any, there: Served
     page.uncheck("[name=early_stop]")
     generate(page)
     status = page.inner_text("#status")
-    found = re.fullmatch(r"96 tokens set, (\d+) of them text, in ([\d.]+) s: ([\d.]+) tokens of text a second", status)
+    form = r"96 tokens committed, (\d+) of them text, in ([\d.]+) s: ([\d.]+) tokens of text per second"
+    found = re.fullmatch(form, status)
     assert found is not None, status
     assert 0 < int(found[1]) < 96
     assert float(found[3]) == pytest.approx(int(found[1]) / float(found[2]), abs=0.051)
@@ -291,14 +292,14 @@ def test_with_a_key(browser: Any, engine: Engine) -> None:
             generate(page)
             expected = engine.generate([PROMPT], CONFIG.replace(max_new_tokens=6, steps=6, seed=1))[0]
             assert tokens(page) == visible(found, expected)
-            # As it is when the password is a part of the address.
+            # The URL may contain the password.
             page.goto(found.url.replace("//", f"//me:{KEY}@"))
             generate(page)
 
 
 @pytest.mark.slow
 def test_a_picture_of_it(page: Any, tmp_path: Path) -> None:
-    """Nothing overflows, narrow or wide."""
+    """No element overflows on a narrow or a wide screen."""
     page.fill("#prompt", PROMPT)
     generate(page)
     for width in (360, 1280):

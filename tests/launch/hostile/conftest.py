@@ -1,4 +1,4 @@
-"""A server whose checkpoint has code in it that must not run; it is still right after every test."""
+"""A server whose checkpoint contains code that must not run. After every test it must still answer correctly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.launch.tiny import write_tiny_checkpoint
 
 @pytest.fixture(scope="package")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with code in it that must not run."""
+    """A checkpoint that contains code that must not run."""
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
     code = f"open({str(folder / 'it_ran')!r}, 'w')\n"
     for name in ("modeling_evil.py", "configuration_evil.py", "tokenization_evil.py", "__init__.py"):

@@ -1,4 +1,4 @@
-"""Bytes and requests to a server, and what a refusal must look like."""
+"""Sends raw bytes and requests to a server, and checks the form of error responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READ = [
     *(path for path, methods in Application("1.2.3").openapi()["paths"].items() if "get" in methods),
 ]
 KEY = "key-of-somebody-1"
-# Of a server that has a mistake in it, or has lost something.
+# Statuses of refused requests. Status 500 would be a bug of the server.
 REFUSED = (400, 401, 403, 404, 405, 408, 413, 414, 415, 431)
 
 
@@ -49,7 +49,7 @@ def port(found: Served) -> int:
 
 
 def raw(found: Served, *parts: bytes, pause: float = 0.0) -> tuple[int, bytes]:
-    """Status and body of the answer to bytes on a socket; 0 where the server hangs up without one."""
+    """Status and body of the response to bytes on a socket; status 0 if the connection closes without a response."""
     with socket.create_connection(("127.0.0.1", port(found)), timeout=PATIENCE) as connection:
         try:
             for part in parts:

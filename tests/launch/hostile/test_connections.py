@@ -1,4 +1,4 @@
-"""Requests in parts, heads that are odd or too long, and several requests on one connection."""
+"""Requests in small parts, malformed or oversized heads, and several requests on one connection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_bodies_in_small_parts(there: Served, right: str) -> None:
 def test_bodies_that_do_not_come(there: Served) -> None:
     assert raw(there, post_head("/v1/completions", "Content-Length: 50"), b"{")[0] == 408
     assert raw(there, b"POST /v1/completions HTTP/1.1\r\nHost: loc")[0] == 0
-    # Whoever drips has no longer than whoever stalls.
+    # A client that sends byte by byte gets no more time than one that sends nothing.
     dripping = [post_head("/v1/completions", "Content-Length: 500"), *[b" "] * 8]
     assert raw(there, *dripping, pause=0.2)[0] in (0, 408)
 
@@ -74,7 +74,7 @@ def test_heads_that_are_odd(there: Served, head: bytes, expected: tuple[int, ...
 
 
 def test_two_lengths_of_one_body(there: Served) -> None:
-    """A request behind a body whose length is said twice is not answered: proxies may see another one there."""
+    """A request after a body with two lengths is not answered, because a proxy may see a different request there."""
     smuggled = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for length in (0, 5, 5 + len(smuggled)):
         head = post_head("/v1/completions", f"Content-Length: {length}", "Transfer-Encoding: chunked")

@@ -1,4 +1,4 @@
-"""Clients and checkpoints that would keep the server busy: long lists of mistakes, templates that do not end."""
+"""Requests and checkpoints that could keep the server busy: long lists of errors, endless chat templates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.runtime.text.test_chat_template import ENDLESS
 MANY = 100_000
 USER: dict[str, Any] = {"role": "user", "content": "x"}
 NAMES = {f"k{number}": 1 for number in range(MANY)}
-# Bodies with a mistake in each of very many places.
+# Bodies with very many errors.
 FLOODS: list[tuple[type[Body], dict[str, Any]]] = [
     (CompletionBody, {"prompt": [1.5] * MANY}),
     (CompletionBody, {"prompt": [-1] * MANY}),
@@ -46,7 +46,7 @@ FLOODS: list[tuple[type[Body], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "body"), FLOODS, ids=lambda value: str(value)[:40])
 def test_the_first_mistake_ends_the_validation(kind: type[Body], body: dict[str, Any]) -> None:
-    """An object for every mistake took up to 4 s and 2 GB a request."""
+    """Collecting every error took up to 4 s and 2 GB per request."""
     tracemalloc.start()
     try:
         with pytest.raises(ValidationError) as raised:
@@ -102,7 +102,7 @@ def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
 
 
 def test_a_template_that_does_not_end(there: Served) -> None:
-    """It held every reader for ever: no request was read any more, and the process could not end."""
+    """An endless template must not block the reader threads or the end of the process."""
     own = there.engine.tokenizer.chat_template
     with served(there.engine, CONFIG, canvas=(128,), template=ENDLESS) as found:
         chats = [in_background(lambda: found.post("/v1/chat/completions", {"messages": [USER]})) for _ in range(2)]
@@ -115,7 +115,7 @@ def test_a_template_that_does_not_end(there: Served) -> None:
             check_refusal(answers[0].status_code, answers[0].content)
             assert answers[0].json()["error"]["param"] == "messages"
         in_background(lambda: found.post("/v1/chat/completions", {"messages": [USER]}))
-        # The server's end is told here, and waited for.
+        # Leaving the block stops the server and waits for its end.
     there.engine.tokenizer.chat_template = own
 
 

@@ -1,4 +1,4 @@
-"""Known classes of holes in LLM servers, none of which is here."""
+"""Known classes of vulnerabilities of LLM servers, which this server must not have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.launch.served import PATIENCE, Served, served
 
 
 def test_no_pickle_on_a_socket(there: Served, tmp_path: Path) -> None:
-    """Between processes there is JSON; nothing that a server imports can even unpickle."""
+    """Processes exchange JSON only, and no module of the server imports a module that can unpickle."""
     for content_type in ("application/octet-stream", "application/x-pickle", "application/json", "text/plain"):
         content = pickle.dumps(Bomb(tmp_path / "it_ran"))
         for path in PATHS:
@@ -160,7 +160,7 @@ def test_templates_and_patterns_of_clients_are_not_used(there: Served) -> None:
     ):
         answer = there.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]} | more)
         check_refusal(answer.status_code, answer.content)
-    # In a message they are text, and so is a pattern in a stop.
+    # In a message, and in a stop string, they are plain text.
     for text in (loop[:30], "{{ 7 * 7 }}", "{{ messages }}", "{{ ''.__class__ }}", "{#"):
         body = {"messages": [{"role": "user", "content": text}], "seed": 3, "stop": ["(a+)+$", ".*", "[", "\\"]}
         prompt, config = f"user: {text}\ndef answer(", CONFIG.replace(seed=3)

@@ -1,4 +1,4 @@
-"""Requests of the document and bytes that are none: refused in OpenAI's shape, and the next good one answered."""
+"""Requests generated from the OpenAPI document, and invalid bytes. Errors must be OpenAI's error objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.launch.served import PATIENCE, Served
 def requests_of_the_document(
     found: Served, mode: GenerationMode, examples: int, method: str = "POST", paths: Sequence[str] = PATHS
 ) -> set[int]:
-    """The statuses of answers, refusals in their shape."""
+    """Send generated requests, check the form of errors, and return the statuses of the responses."""
     schema = schemathesis.openapi.from_dict(Application("1.2.3").openapi())
     seen = set()
     with requests.Session() as session:

@@ -254,7 +254,7 @@ def test_kernels_run_where_their_masks_are_right(mask: AttentionMask) -> None:
     assert choose_attention("auto", "tpu", whole, 512, "bfloat16") == "splash"
     assert choose_attention("auto", "gpu", whole, 512, "bfloat16") == "cudnn"
     if mask.depends_on_position:
-        with pytest.raises(InputError, match="causal or block-causal model sequence=1"):
+        with pytest.raises(InputError, match="causal and block-causal models also require sequence=1"):
             choose_attention("cudnn", "gpu", sharded, 512, "bfloat16")
 
 
