@@ -1,6 +1,6 @@
-"""Autoregressive decoding: a prefill program that reads the prompts, and a decode program that loops over new tokens.
+"""Autoregressive decoding: programs that read prompts, whole or in chunks, and one that loops over new tokens.
 
-Dimension letters: B batch, T cache length, P prompt width, D embed, E stop tokens.
+Dimension letters: B batch, T cache length, P prompt width, C prompt chunk, D embed, E stop tokens.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class DecodeState:
     Attributes:
       tokens: int32 ``[B, T]``, start-aligned; positions that are not generated yet hold a filler token.
       lengths: int32 ``[B]``, tokens of each row so far, prompt included.
+      read: int32 ``[B]``, tokens of each prompt whose keys and values are in the cache. A row gets new tokens once its
+        prompt has been read. Without a cache there is nothing to read, and it is the length of the prompt.
       done: bool ``[B]``, rows that have ended.
       iteration: int32, iterations so far. Each iteration adds one token to every row that is not done.
       log_probabilities: float32 ``[B, T]``, or None.
@@ -75,6 +77,7 @@ class DecodeState:
 
     tokens: Leaf = array("batch", "positions", dtype=jnp.int32)
     lengths: Leaf = array("batch", dtype=jnp.int32)
+    read: Leaf = array("batch", dtype=jnp.int32)
     done: Leaf = array("batch", dtype=jnp.bool_)
     iteration: Leaf = array(dtype=jnp.int32)
     log_probabilities: Leaf = array("batch", "positions", dtype=jnp.float32, optional=True)
@@ -125,47 +128,81 @@ def prefill(
     hidden, cache = fill_rows(forward, weights, state.cache, tokens, lengths, first, samples)
     last = pick_positions(forward, hidden, lengths[:, None] - 1, whole=True)
     last = jnp.repeat(last, samples, axis=0) if samples > 1 else last
-    return _append(forward, program, weights, request, replace(state, cache=cache), last)
+    return _append(forward, program, weights, request, replace(state, cache=cache, read=request.prompts), last)
 
 
-def prefill_inserted(
+def prefill_chunks(
     forward: Forward,
     program: DecodeProgram,
-    width: int,
+    chunk: int,
     weights: Weights,
     request: DecodeRequest,
     state: DecodeState,
-    inserted: Array,
+    chunks: Array,
 ) -> DecodeState:
-    """Prefill only the rows marked in ``inserted`` bool ``[B]``, one row per ``data`` shard at a time."""
+    """Read prompts in chunks of ``chunk`` positions (C), and generate the first token of each row that is then whole.
+
+    Every ``data`` shard reads one row at a time, in the order of the rows.
+
+    Args:
+      forward: layout of the model.
+      program: settings that are compiled in.
+      chunk: C.
+      weights: the model's weights.
+      request: run-time arguments.
+      state: the state, with a cache.
+      chunks: int32, chunks that each ``data`` shard reads at most.
+    """
+
+    def unread(state: DecodeState) -> Array:
+        return (state.read < request.prompts) & ~state.done
 
     def one_each(carry: tuple[DecodeState, Array, Array]) -> tuple[DecodeState, Array, Array]:
-        state, last, waiting = carry
+        state, last, left = carry
 
-        def take(waiting: Array, tokens: Array, lengths: Array) -> tuple[Array, ...]:
+        def take(waiting: Array, tokens: Array, read: Array, prompts: Array) -> tuple[Array, ...]:
             row = jnp.argmax(waiting)
-            number = jnp.where(waiting.any(), row, -1)[None].astype(jnp.int32)
             mine = (jnp.arange(len(waiting)) == row) & waiting
-            return number, mine, *(jax.lax.dynamic_slice_in_dim(values, row, 1) for values in (tokens, lengths))
+            start, prompt = (jax.lax.dynamic_slice_in_dim(values, row, 1) for values in (read, prompts))
+            places = jnp.minimum(start[0] + jnp.arange(chunk), tokens.shape[1] - 1)
+            own = jax.lax.dynamic_slice_in_dim(tokens, row, 1)[:, places]
+            # A shard whose prompts are all read writes nothing.
+            stop = jnp.where(waiting.any(), jnp.minimum(start + chunk, prompt), 0)
+            return mine, row[None].astype(jnp.int32), own, start, stop, prompt
 
-        number, mine, tokens, lengths = forward.on_rows(take, waiting, state.tokens, state.lengths)
-        hidden, cache = fill_rows(forward, weights, state.cache, tokens[:, :width], lengths, number)
-        own = pick_positions(forward, hidden, lengths[:, None] - 1, whole=True)
-        last = forward.on_rows(lambda mine, new, old: jnp.where(mine[:, None, None], new, old), mine, own, last)
-        return replace(state, cache=cache), last, waiting & ~mine
+        mine, row, tokens, start, stop, prompt = forward.on_rows(
+            take, unread(state), state.tokens, state.read, request.prompts
+        )
+        hidden, cache = run_window(forward, weights, state.cache, tokens, start, prompt, stop, row)
 
-    model = forward.config
-    nothing = jnp.zeros((len(inserted), 1, model.hidden_size), weights.final_norm.dtype)
+        def put(mine: Array, hidden: Array, start: Array, stop: Array, last: Array, read: Array) -> tuple[Array, ...]:
+            own = jax.lax.dynamic_slice_in_dim(hidden, jnp.maximum(stop[0] - start[0] - 1, 0), 1, axis=1)
+            return jnp.where(mine[:, None, None], own, last), jnp.where(mine, stop, read)
+
+        last, read = forward.on_rows(put, mine, hidden, start, stop, last, state.read)
+        return replace(state, cache=cache, read=read), last, left - 1
+
+    def unfinished(carry: tuple[DecodeState, Array, Array]) -> Array:
+        state, _, left = carry
+        return (left > 0) & unread(state).any()
+
+    before = unread(state)
+    nothing = jnp.zeros((len(before), 1, forward.config.hidden_size), weights.final_norm.dtype)
     nothing = forward.constrain(nothing, "batch", None, "embed")
-    state, last, _ = jax.lax.while_loop(lambda carry: carry[2].any(), one_each, (state, nothing, inserted))
-    new = _append(forward, program, weights, request, replace(state, done=state.done | ~inserted), last)
-    return replace(new, done=jnp.where(inserted, new.done, state.done), iteration=state.iteration)
+    state, last, _ = jax.lax.while_loop(unfinished, one_each, (state, nothing, chunks))
+    whole = before & ~unread(state)
+    new = _append(forward, program, weights, request, replace(state, done=state.done | ~whole), last)
+    return replace(new, done=jnp.where(whole, new.done, state.done), iteration=state.iteration)
 
 
 def decode(
     forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState
 ) -> DecodeState:
-    """Generate tokens until every row is done, or until ``request.max_iterations`` iterations have run."""
+    """Generate tokens until every row is done, or until ``request.max_iterations`` iterations have run.
+
+    A row whose prompt is still to be read stays as it is.
+    """
+    unread = state.read < request.prompts
 
     def step(state: DecodeState) -> DecodeState:
         with jax.named_scope("decode_step"):
@@ -182,4 +219,5 @@ def decode(
     def unfinished(state: DecodeState) -> Array:
         return (state.iteration < request.max_iterations) & ~state.done.all()
 
-    return jax.lax.while_loop(unfinished, step, state)
+    end = jax.lax.while_loop(unfinished, step, replace(state, done=state.done | unread))
+    return replace(end, done=jnp.where(unread, state.done, end.done))

@@ -49,6 +49,12 @@ class OpenBucket:
         """The rows in the bucket."""
         return [row for row in self.slots if row is not None]
 
+    def without(self, rows: Collection[int]) -> OpenBucket:
+        """The bucket without some rows."""
+        if not set(rows) & set(self.rows):
+            return self
+        return OpenBucket(self.number, self.bucket, [None if row in rows else row for row in self.slots])
+
     def put(self, rows: Collection[int], data: int) -> None:
         """Put rows into free slots, spread evenly over the ``data`` shards.
 

@@ -102,6 +102,7 @@ def make_grid(
     widths: Sequence[int] | None = None,
     limit: int = MAX_PROGRAMS,
     grows: bool = False,
+    saturation: int = 1,
 ) -> Grid:
     """Choose the buckets for a number of slots and a canvas.
 
@@ -117,8 +118,10 @@ def make_grid(
       widths: the widths to use, including the canvas; None generates them with :func:`ladder`.
       limit: maximum number of buckets.
       grows: see :class:`Grid`.
+      saturation: times the positions of a pass from which on more rows gain little. Above 1 for rows that are there in
+        plenty, which fill buckets of many.
     """
-    saturated = max(_SATURATED_FLOORS * cost.floor, _SATURATED_OVERHEADS * cost.overhead)
+    saturated = saturation * max(_SATURATED_FLOORS * cost.floor, _SATURATED_OVERHEADS * cost.overhead)
     doubling = [data << power for power in range((slots // data).bit_length())]
 
     def candidates(growth: float, most_rows: int, step: int) -> list[Bucket]:

@@ -25,6 +25,10 @@ from runtime.execution.step_plan import StepOutcome
 # Default number of slots per ``data`` shard: enough to fill a device, and few enough that the last rows end together.
 DEFAULT_SLOTS = 32
 
+# Maximum number of buckets to choose from, and factor for the rows per pass: many rows wait, so wide passes stay full.
+_CANDIDATES = 96
+_SATURATION = 4
+
 # A step runs a fraction of the iterations of a row, so that slots of finished rows do not stay empty for long.
 _STEPS_PER_ROW = 16
 _MAX_ITERATIONS = 16
@@ -91,9 +95,10 @@ class OfflineScheduler:
         several = len({request.canvas_length for request in requests}) > 1 or len(numbers) > most
         count = slot_count(runner, config, canvas, most, moves=several)
         work = [Work(self._requests[number].canvas_length, iterations_of(self._requests[number])) for number in numbers]
-        # Long rows first, so that the rows that run last are short.
-        order = sorted(range(len(numbers)), key=lambda index: (-work[index].iterations, numbers[index]))
-        grid, top = pool_grid(runner, config, canvas, count), Bucket(count, canvas)
+        # Rows of similar length run together, so that they fit their buckets. The rows that run last are short.
+        order = sorted(range(len(numbers)), key=lambda index: (-work[index].length, -work[index].iterations, index))
+        grid = pool_grid(runner, config, canvas, count, limit=_CANDIDATES, saturation=_SATURATION)
+        top = Bucket(count, canvas)
         known = runner.buckets.setdefault(self._programs(requests, canvas), set())
 
         def compiling(bucket: Bucket) -> float:
@@ -150,8 +155,8 @@ class OfflineScheduler:
             pool = self._open(group)
             longest = self._requests[group.numbers[0]].config.max_new_tokens
             share = min(_MAX_ITERATIONS, max(1, longest // _STEPS_PER_ROW))
-            policy = SchedulerPolicy(iterations or share, step_seconds=None, first_tokens=False)
-            scheduler = Scheduler([replace(pool.limits, prefill_limit=None)], policy, self.stats)
+            policy = SchedulerPolicy(iterations or share, step_seconds=None, first_tokens=False, chunks=None)
+            scheduler = Scheduler([pool.limits], policy, self.stats)
             rows, tests = zip(*((self._requests[number], self._stop_tests[number]) for number in numbers), strict=True)
             scheduler.add(RequestHandle(rows=rows, stop_tests=tests))
             while scheduler.waiting or scheduler.running:

@@ -31,9 +31,6 @@ GenerationConfig = DiffusionConfig | SamplingConfig
 # Number of a bucket, and index of a slot in it.
 Place = tuple[int, int]
 
-# Maximum number of prompts per ``data`` shard that one step prefills, because rows that already generate have to wait.
-_PREFILLS_PER_SHARD = 2
-
 
 def uses_cache(config: GenerationConfig) -> bool:
     """Return whether rows of this configuration have a KV cache."""
@@ -171,6 +168,7 @@ def pool_grid(
     slots: int,
     widths: Sequence[int] | None = None,
     limit: int = MAX_PROGRAMS,
+    saturation: int = 1,
 ) -> Grid:
     """Choose the buckets of a pool.
 
@@ -181,12 +179,15 @@ def pool_grid(
       slots: maximum number of rows at a time.
       widths: widths of the other buckets; None generates them.
       limit: maximum number of buckets.
+      saturation: see :func:`runtime.execution.buckets.make_grid`.
     """
     step = runner.width_step()
     own = None if widths is None else sorted({runner.bucket(width) for width in (*widths, canvas)})
     cost, data = pass_cost(runner, config), runner.layout.spec.data
     grows = isinstance(config, SamplingConfig)
-    return make_grid(slots, canvas, cost, data=data, step=step, widths=own, limit=limit, grows=grows)
+    return make_grid(
+        slots, canvas, cost, data=data, step=step, widths=own, limit=limit, grows=grows, saturation=saturation
+    )
 
 
 @dataclass
@@ -204,7 +205,6 @@ class Pool:
       config: decoding parameters that are compiled.
       grid: the buckets.
       max_steps: maximum number of denoise steps per block.
-      prefill_limit: maximum number of rows that one step inserts; None for no limit beyond the free slots.
     """
 
     def __init__(
@@ -220,7 +220,6 @@ class Pool:
           data: size of the data axis.
         """
         self.config, self.grid, self.max_steps, self._make, self._data = config, grid, max_steps, make, data
-        self.prefill_limit = _PREFILLS_PER_SHARD * data if isinstance(config, SamplingConfig) else None
         self._open: dict[int, _Open] = {}
 
     @classmethod
@@ -255,7 +254,7 @@ class Pool:
     def limits(self) -> PoolLimits:
         """What a scheduler needs to know about the pool."""
         most = self.count * self.width if uses_cache(self.config) else math.inf
-        return PoolLimits(self.grid, self.prefill_limit, most, self._data)
+        return PoolLimits(self.grid, most, self._data)
 
     @property
     def held(self) -> list[int]:
@@ -284,22 +283,26 @@ class Pool:
         results = self._finish(plan.finish)
         self._arrange(plan)
         canvases: dict[int, np.ndarray] = {}
-        runs = []
+        runs: list[BucketRun] = []
+        unread: list[int] = []
         for one in plan.buckets:
             there = self._open[one.number]
             if not (there.held and one.iterations):
                 continue
             slots, start = there.slots, time.perf_counter()
-            done = slots.run(one.iterations)
-            runs.append(BucketRun(one.number, slots.forwards, slots.iterations, time.perf_counter() - start))
+            done = slots.run(one.iterations, chunks=one.chunks)
+            reading = slots.prefill_seconds
+            seconds = time.perf_counter() - start - reading
+            runs.append(BucketRun(one.number, slots.forwards, slots.iterations, seconds, reading))
             # The counters start at zero in each step.
-            slots.forwards = slots.iterations = 0
+            slots.forwards, slots.iterations, slots.prefill_seconds = 0, 0, 0.0
+            unread += [there.held[slot][0] for slot in slots.unread if slot in there.held]
             finished = {slot: there.held.pop(slot) for slot in list(there.held) if done[slot]}
             results += slots.collect(finished) if finished else []
             if one.canvases and there.held:
                 canvas = there.slots.canvas()
                 canvases |= {row: _at_full_length(canvas[slot], request) for slot, (row, request) in there.held.items()}
-        return PoolOutcome(plan.pool, results, canvases, runs)
+        return PoolOutcome(plan.pool, results, canvases, runs, unread)
 
     def _finish(self, rows: Sequence[int]) -> list[RowResult]:
         """Return the results of rows that a stop test has ended. The plan has no slots for them, which evicts them."""

@@ -23,13 +23,11 @@ class PoolLimits:
 
     Attributes:
       grid: the buckets of the pool.
-      prefill_limit: maximum number of rows that one step inserts; None for no limit beyond the free slots.
       most_positions: limit on the positions of all open buckets together; infinite if rows have no cache.
       data: size of the data axis.
     """
 
     grid: Grid
-    prefill_limit: int | None = None
     most_positions: float = math.inf
     data: int = 1
 
@@ -64,6 +62,11 @@ class PoolState:
     def rows(self) -> list[int]:
         """Numbers of the rows in slots."""
         return [row for one in self.buckets for row in one.rows]
+
+    @property
+    def held(self) -> dict[int, list[int | None]]:
+        """Slots of the buckets that have rows; one without is closed when something else changes."""
+        return {one.number: one.slots for one in self.buckets if one.rows}
 
     def estimate(self, bucket: Bucket) -> float:
         """Estimate the seconds of an iteration; 0 if nothing has been measured."""

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from runtime.decoding.autoregressive import DecodeProgram, DecodeRequest, DecodeState, decode, prefill, prefill_inserted
+from runtime.decoding.autoregressive import DecodeProgram, DecodeRequest, DecodeState, decode, prefill, prefill_chunks
 from runtime.decoding.diffusion import denoise, denoise_with_logits
 from runtime.decoding.parameters import MAX_STOP_TOKENS
 from runtime.decoding.sampling import log_probabilities
@@ -173,17 +173,17 @@ def lower_prefill(
     return _lower_step(partial(prefill, forward, program, width), forward, weights, request, state)
 
 
-def lower_prefill_inserted(
+def lower_prefill_chunks(
     forward: Forward,
     program: DecodeProgram,
-    width: int,
+    chunk: int,
     weights: Weights,
     request: DecodeRequest,
     state: DecodeState,
-    inserted: Array,
+    chunks: Array,
 ) -> jax.stages.Lowered:
-    """Lower the prefill of only those rows that are marked in ``inserted`` bool ``[B]``."""
-    return _lower_step(partial(prefill_inserted, forward, program, width), forward, weights, request, state, inserted)
+    """Lower the prefill in chunks of ``chunk`` positions, with a maximum number of ``chunks`` per ``data`` shard."""
+    return _lower_step(partial(prefill_chunks, forward, program, chunk), forward, weights, request, state, chunks)
 
 
 def lower_decode(

@@ -65,6 +65,7 @@ class ScheduledRow:
       prefix: number of tokens before the first open position, in the last canvas that was fetched.
       first_token: time at which the first token was seen; None before that.
       last_growth: time at which ``prefix`` last grew.
+      unread: whether part of its prompt is not in the cache yet. Such a row takes no part in iterations.
       counted: number of new tokens that count, once the row's stop test has ended it; None before that.
     """
 
@@ -75,6 +76,7 @@ class ScheduledRow:
     prefix: int = 0
     first_token: float | None = None
     last_growth: float = 0.0
+    unread: bool = False
     counted: int | None = None
 
     @property

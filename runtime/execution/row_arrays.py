@@ -131,6 +131,7 @@ def autoregressive_row(
     ), DecodeState(
         tokens=tokens,
         lengths=prompts,
+        read=np.zeros_like(prompts) if request is not None and default.use_cache else prompts,
         done=np.array([request is None]),
         iteration=np.int32(0),
         log_probabilities=np.zeros(tokens.shape, np.float32) if default.log_probabilities else None,

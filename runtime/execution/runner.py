@@ -40,6 +40,10 @@ _COMPILE_SECONDS, _CPU_COMPILE_SECONDS, _CPU_FLOPS = 30.0, 3.0, 1e11
 _WIDTH_STEPS = {"cpu": 32, "tpu": 128}
 _WIDTH_STEP_DEFAULT = 64
 
+# Number of positions in a prompt chunk: enough to use the matrix units fully.
+PROMPT_CHUNKS = {"cpu": 128}
+_PROMPT_CHUNK_DEFAULT = 512
+
 # Number of positions per device in a head chunk: enough to use the matrix units fully.
 _HEAD_POSITIONS = {"cpu": 64}
 _HEAD_POSITIONS_DEFAULT = 512
@@ -107,6 +111,11 @@ class Runner:
     def chunk(self, batch: int, canvas: int) -> int:
         """Return the number of positions per row in a head chunk; see :func:`head_chunk`."""
         return head_chunk(batch, canvas, self.layout, self.platform)
+
+    @property
+    def prompt_chunk(self) -> int:
+        """Positions of a prompt that are read at a time in slots that other rows may be in."""
+        return PROMPT_CHUNKS.get(self.platform, _PROMPT_CHUNK_DEFAULT)
 
     def batch_size(self, rows: int, canvas: int, cached: bool = False) -> int:
         """Return how many of ``rows`` rows to run at a time: a multiple of the data axis, limited by memory."""

@@ -8,6 +8,7 @@ The policy:
 * Rows are in the cheapest compiled buckets, and move only if this makes a pass at least 10 % cheaper.
 * A step takes about ``step_seconds``. Buckets with new rows run first, then those whose rows have received the least
   device time, so a long row gets as much time as a short one.
+* A bucket reads one prompt chunk per step, so a long prompt does not stall the rows beside it.
 * A bucket runs as many iterations as fit into its share of the step, but stops when its first row is done. While a new
   row in it has not shown a token yet, it runs one iteration per step.
 
@@ -62,11 +63,13 @@ class SchedulerPolicy:
       step_seconds: approximate duration of a step, estimated from earlier iterations. None runs ``max_iterations`` of
         every bucket.
       first_tokens: whether to report the first token of every row, even of rows that are not streamed.
+      chunks: maximum number of prompt chunks per bucket, step and ``data`` shard; None for whole prompts.
     """
 
     max_iterations: int = 16
     step_seconds: float | None = 0.05
     first_tokens: bool = True
+    chunks: int | None = 1
 
 
 @dataclass
@@ -222,11 +225,11 @@ class Scheduler:
                 self.waiting -= len(queue.remove(lambda row: row.handle.closed))
         insertions, finish, changed = {}, {}, set()
         for number, pool in enumerate(self._pools):
-            before = _held(pool)
+            before = pool.held
             finish[number] = self._evict(pool)
             insertions[number] = self._admit(pool, now) if admit else []
             self._assign(pool, [one.row for one in insertions[number]])
-            if before != _held(pool):
+            if before != pool.held:
                 changed.add(number)
         iterations = self._share_step()
         plans = [
@@ -247,14 +250,13 @@ class Scheduler:
         # Rows ended by a stop test remain known until their results arrive.
         ended = [row for row in pool.rows if row not in aborted and self._rows[row].counted is not None]
         if aborted or ended:
-            pool.buckets = [_without(one, {*aborted, *ended}) for one in pool.buckets]
+            pool.buckets = [one.without({*aborted, *ended}) for one in pool.buckets]
         return ended
 
     def _admit(self, pool: PoolState, now: float) -> list[Insertion]:
         """Take waiting rows from the queue, as many as there are free slots, or as the prefill limit allows."""
         insertions = []
-        free = pool.limits.grid.slots - len(pool.rows)
-        for _ in range(free if pool.limits.prefill_limit is None else min(free, pool.limits.prefill_limit)):
+        for _ in range(pool.limits.grid.slots - len(pool.rows)):
             row = pool.queue.pop()
             if row is None:
                 break
@@ -330,6 +332,7 @@ class Scheduler:
         return any(
             not row.prefix and row.iterations < _FIRST_FETCHES and (row.handle.stream or self.policy.first_tokens)
             for row in rows
+            if not row.unread
         )
 
     def _bucket_plans(self, number: int, iterations: Mapping[tuple[int, int], int]) -> list[BucketPlan]:
@@ -337,7 +340,8 @@ class Scheduler:
         for one in self._pools[number].buckets:
             own, shape = iterations.get((number, one.number), 0), one.bucket
             wanted = own > 0 and self._canvases_wanted(one)
-            plans.append(BucketPlan(one.number, shape.rows, shape.width, list(one.slots), own, wanted))
+            slots = list(one.slots)
+            plans.append(BucketPlan(one.number, shape.rows, shape.width, slots, own, wanted, self.policy.chunks))
         return plans
 
     def _canvases_wanted(self, bucket: OpenBucket) -> bool:
@@ -382,8 +386,11 @@ class Scheduler:
             if run.iterations:
                 pool.measured(one.bucket, run.seconds / run.iterations)
                 pool.received[one.number] += run.seconds / len(one.rows)
+            pool.received[one.number] += run.prefill_seconds / len(one.rows)
             for held in one.rows:
-                self._rows[held].iterations += run.iterations
+                row = self._rows[held]
+                row.unread = held in outcome.unread
+                row.iterations += 0 if row.unread else run.iterations
         for number, canvas in outcome.canvases.items():
             row = self._rows[number]
             prompt = len(row.request.tokens)
@@ -398,7 +405,7 @@ class Scheduler:
 
     def _finish_row(self, pool: PoolState, result: RowResult, now: float) -> None:
         row = self._rows.pop(result.number)
-        pool.buckets = [_without(one, {result.number}) for one in pool.buckets]
+        pool.buckets = [one.without({result.number}) for one in pool.buckets]
         config, prompt = row.request.config, len(row.request.tokens)
         row.run_stop_test(result.sequence[prompt:], whole=True)
         steps = len(np.unique(result.commit_steps[result.commit_steps >= 0]))
@@ -432,18 +439,6 @@ class Scheduler:
             handle.closed = True
             self._requests.remove(handle)
             self._events.append(RequestFinished(handle, now - handle.arrived))
-
-
-def _without(bucket: OpenBucket, rows: Collection[int]) -> OpenBucket:
-    """Return a copy of the bucket without these rows."""
-    if not set(rows) & set(bucket.rows):
-        return bucket
-    return OpenBucket(bucket.number, bucket.bucket, [None if row in rows else row for row in bucket.slots])
-
-
-def _held(pool: PoolState) -> dict[int, list[int | None]]:
-    """Return the slots of all buckets that have rows. Empty buckets are closed when something else changes."""
-    return {one.number: one.slots for one in pool.buckets if one.rows}
 
 
 def _all(pool: PoolState) -> tuple[Sequence[Bucket], Callable[[Bucket], float]]:

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 
 from runtime.execution.buckets import Bucket, pack
 
-# Size of the sample that represents all rows; and number of intervals into which the end of the run, where fewer and
-# fewer rows are left, is divided.
-_SAMPLE = 64
+# Number of intervals into which the run is divided, and its end, where fewer and fewer rows are left.
 _PIECES = 8
 # A bucket is added if it lowers the total cost by at least this fraction.
-_GAIN = 0.02
+_GAIN = 0.01
 
 
 @dataclass(frozen=True)
@@ -84,13 +82,11 @@ def _total(
 
     total, first = 0.0, max(0, len(rows) - slots)
     if first:
-        # While all slots are occupied, estimate the cost per row from a sample of the rows.
-        sample = rows[:: -(-len(rows) // _SAMPLE)]
-        # No more rows than slots share a pass.
-        share = min(len(sample), slots)
-        groups = [sample[start : start + share] for start in range(0, len(sample) - share + 1, share)]
-        cost = sum(passes([row.length for row in group]) for group in groups) / (share * len(groups))
-        total += cost * sum(row.iterations for row in rows[:first])
+        # While all slots are occupied, rows that follow one another share them.
+        size = -(-first // _PIECES)
+        for start in range(0, first, size):
+            cost = passes([row.length for row in rows[start : start + slots]]) / slots
+            total += cost * sum(row.iterations for row in rows[start : min(first, start + size)])
     last = sorted(rows[first:], key=lambda row: -row.iterations)
     made, size = 0, -(-len(last) // _PIECES)
     for start in range((len(last) - 1) // size * size, -1, -size):

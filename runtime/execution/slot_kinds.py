@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from runtime.execution.programs import (
     lower_decode,
     lower_denoise,
     lower_prefill,
-    lower_prefill_inserted,
+    lower_prefill_chunks,
     put,
 )
 from runtime.execution.row_arrays import autoregressive_row, diffusion_row
@@ -67,8 +68,11 @@ class DiffusionSlots(Slots):
     def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
         return diffusion_row(request, self._config, self._runner.layout.config, self.width, self._steps)
 
-    def run(self, max_iterations: int | None = None, step_limit: int | None = None) -> np.ndarray:
+    def run(
+        self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
+    ) -> np.ndarray:
         """See :meth:`Slots.run`."""
+        del chunks
         limits = {"max_iterations": self._limit(max_iterations), "step_limit": self._limit(step_limit)}
         self.request = replace(self.request, **limits)
         # The counter starts at 0 in each run, because slots may live for more iterations than an int32 can count.
@@ -151,27 +155,40 @@ class AutoregressiveSlots(Slots):
           width: bucket of prompts with their new tokens.
           count: B, a multiple of the data axis.
           prompt: number of tokens of the longest prompt.
-          together: whether one pass prefills all rows of the first insertion, and each shared prompt only once.
+          together: whether one pass prefills all rows of the first insertion, and each shared prompt only once. Other
+            prompts are read in chunks.
         """
         self._config, self._prompt = config, min(width, runner.bucket(prompt))
+        self._chunk = min(width, runner.prompt_chunk)
         self._forward = runner.forward(self._prompt if config.use_cache else width)
         self._program = decode_program(config, runner.layout.config.vocab_size)
         # Size of the groups of adjacent rows with the same prompt in the first insertion, and whether its prefill is
         # still to run.
-        self._shared, self._unread, self._together = 1, False, together
+        self._shared, self._prefill_pending, self._together = 1, False, together
         self._own_prompt = np.ones(count, bool)
+        # Tokens of each slot's prompt, and how many of them are in the cache.
+        self._prompts, self._read = np.ones(count, int), np.ones(count, int)
         super().__init__(runner, width, count, config.use_cache)
 
     def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
         return autoregressive_row(request, self._config, self._runner.layout.config, self.width)
 
-    def run(self, max_iterations: int | None = None, step_limit: int | None = None) -> np.ndarray:
+    @property
+    def unread(self) -> list[int]:
+        """See :attr:`Slots.unread`."""
+        return [int(slot) for slot in np.flatnonzero(self._read < self._prompts)]
+
+    def run(
+        self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
+    ) -> np.ndarray:
         """See :meth:`Slots.run`; each iteration generates one token per row, and ``step_limit`` is ignored."""
         del step_limit
         self.request = replace(self.request, max_iterations=self._limit(max_iterations))
         self.state = replace(self.state, iteration=self._device_scalar(0))
-        if self._unread:
+        if self._prefill_pending:
             self._prefill()
+        elif self.unread:
+            self._prefill_chunks(chunks)
         if max_iterations is None or max_iterations > int(fetch(self.state.iteration)):
             arguments = (self._runner.weights, self.request, self.state)
             self.state = self._decode_program(arguments)(*arguments)
@@ -181,7 +198,7 @@ class AutoregressiveSlots(Slots):
         return fetch(self.state.done)
 
     def insert(self, rows: Mapping[int, Row]) -> None:
-        """See :meth:`Slots.insert`; also prefills the new rows, now or at the start of the next run."""
+        """See :meth:`Slots.insert`; the prompts of new rows are read at the start of the next runs."""
         first = self.request is None
         super().insert(rows)
         new = [slot for slot, row in rows.items() if isinstance(row, RowRequest)]
@@ -189,23 +206,25 @@ class AutoregressiveSlots(Slots):
         for slot, row in rows.items():
             if isinstance(row, MovingRow):
                 self._own_prompt[slot] = row.reads_prompt
-        if not (self._config.use_cache and new):
+        if not self._config.use_cache:
+            return
+        for slot, row in rows.items():
+            self._prompts[slot], self._read[slot] = _prompt_and_read(row)
+        if not new:
             return
         if first and self._together and len(new) == len([row for row in rows.values() if row is not None]):
             own = self.count // self._runner.layout.spec.data
             self._shared = _shared_prompt_group(
                 [row.tokens for row in rows.values() if isinstance(row, RowRequest)], own
             )
-            self._own_prompt, self._unread = np.arange(self.count) % self._shared == 0, True
-        elif self._unread:
+            self._own_prompt, self._prefill_pending = np.arange(self.count) % self._shared == 0, True
+        elif self._prefill_pending:
             self._prefill()
             self.forwards += 1
-        else:
-            self._prefill_inserted(new)
 
     def take(self, slots: Sequence[int]) -> dict[int, MovingRow]:
         """See :meth:`Slots.take`; a pending prefill runs first."""
-        if self._unread:
+        if self._prefill_pending:
             self._prefill()
             self.forwards += 1
         return {
@@ -217,18 +236,18 @@ class AutoregressiveSlots(Slots):
         arguments = (self._runner.weights, *self._abstract())
         self._decode_program(arguments)
         if self._config.use_cache:
-            inserted = jax.ShapeDtypeStruct((self.count,), bool, sharding=self._runner.layout.sharding("batch"))
-            self._prefill_inserted_program((*arguments, inserted))
+            chunks = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
+            self._prefill_chunks_program((*arguments, chunks))
 
     def _decode_program(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         key = ("decode", self._forward, self._program)
         return self._compiled(key, arguments, lambda: lower_decode(self._forward, self._program, *arguments))
 
-    def _prefill_inserted_program(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    def _prefill_chunks_program(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         return self._compiled(
-            ("prefill inserted", self._prompt, self._forward, self._program),
+            ("prefill chunks", self._chunk, self._forward, self._program),
             arguments,
-            lambda: lower_prefill_inserted(self._forward, self._program, self._prompt, *arguments),
+            lambda: lower_prefill_chunks(self._forward, self._program, self._chunk, *arguments),
         )
 
     def _prefill(self) -> None:
@@ -240,15 +259,17 @@ class AutoregressiveSlots(Slots):
             arguments,
             lambda: lower_prefill(self._forward, program, self._prompt, *arguments),
         )
-        self.state, self._unread = run(*arguments), False
+        self.state, self._prefill_pending = run(*arguments), False
 
-    def _prefill_inserted(self, slots: Sequence[int]) -> None:
-        """Prefill newly inserted rows, and generate the first token of each."""
-        inserted = put(np.isin(np.arange(self.count), slots), self._runner.layout.sharding("batch"))
-        arguments = (self._runner.weights, self.request, self.state, inserted)
-        self.state = self._prefill_inserted_program(arguments)(*arguments)
-        own = self.count // self._runner.layout.spec.data
-        self.forwards += int(np.bincount([slot // own for slot in slots]).max())
+    def _prefill_chunks(self, chunks: int | None) -> None:
+        """Read the next prompt chunks. A row whose prompt is then complete gets its first token."""
+        start, before = time.perf_counter(), self._read
+        arguments = (self._runner.weights, self.request, self.state, self._limit(chunks))
+        self.state = self._prefill_chunks_program(arguments)(*arguments)
+        self._read = fetch(self.state.read).astype(int)
+        passes = -(-self._read // self._chunk) + before // -self._chunk
+        self.forwards += int(passes.reshape(self._runner.layout.spec.data, -1).sum(axis=1).max())
+        self.prefill_seconds += time.perf_counter() - start
 
     def canvas(self) -> np.ndarray:
         """See :meth:`Slots.canvas`."""
@@ -277,6 +298,13 @@ class AutoregressiveSlots(Slots):
         if not self._config.use_cache:
             return new * prompt + new * (new - 1) // 2
         return (prompt if self._own_prompt[slot] else 0) + max(0, new - 1)
+
+
+def _prompt_and_read(row: Row) -> tuple[int, int]:
+    """Tokens of a row's prompt, and how many of them are in its cache; an empty slot has one, which needs none."""
+    if isinstance(row, MovingRow):
+        return int(row.request["prompts"][0]), int(row.state["read"][0])
+    return (1, 1) if row is None else (len(row.tokens), 0)
 
 
 def _at_length(values: np.ndarray, length: int, fill: float) -> np.ndarray:

@@ -61,6 +61,7 @@ class Slots(abc.ABC):
       count: B, number of slots.
       width: maximum of S, a bucket.
       forwards: number of forward passes so far.
+      prefill_seconds: wall time so far of reading prompts in chunks.
       iterations: number of loop iterations so far. Prefills of inserted rows are not included.
       request: run-time arguments of all slots, on the mesh; None before the first insertion.
       state: loop state of all slots, on the mesh; None before the first insertion.
@@ -73,6 +74,7 @@ class Slots(abc.ABC):
         """Create free slots."""
         self._runner, self.width, self.count, self._cached = runner, width, count, cached
         self.forwards = self.iterations = 0
+        self.prefill_seconds = 0.0
         self._limits: dict[int | None, jax.Array] = {}
 
     @abc.abstractmethod
@@ -80,16 +82,24 @@ class Slots(abc.ABC):
         """Return request and state of one row on the host, every array ``[1, ...]``; None stands for an empty slot."""
 
     @abc.abstractmethod
-    def run(self, max_iterations: int | None = None, step_limit: int | None = None) -> np.ndarray:
-        """Run iterations until every slot is done, or until a limit is reached.
+    def run(
+        self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
+    ) -> np.ndarray:
+        """Read prompts, then run iterations until every slot is done, or until a limit is reached.
 
         Args:
           max_iterations: maximum number of iterations; None for no limit.
           step_limit: no row starts its step of this number or a later one (diffusion); None for no limit.
+          chunks: maximum number of prompt chunks per ``data`` shard (autoregressive); None for whole prompts.
 
         Returns:
           bool ``[B]``, the slots that are done; empty slots are done.
         """
+
+    @property
+    def unread(self) -> list[int]:
+        """Slots whose prompts are not read to their end: they have no new tokens yet."""
+        return []
 
     @abc.abstractmethod
     def canvas(self) -> np.ndarray:

@@ -6,7 +6,7 @@ Dimension letters: S positions of a slot.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,7 @@ class BucketPlan:
         moves here. A row that no plan mentions is evicted.
       iterations: maximum number of denoise steps, or tokens, to run; 0 for none.
       canvases: whether the outcome includes the canvases of unfinished rows.
+      chunks: maximum number of prompt chunks per ``data`` shard to read before the iterations; None for whole prompts.
     """
 
     number: int
@@ -52,6 +53,7 @@ class BucketPlan:
     slots: Sequence[int | None]
     iterations: int
     canvases: bool = False
+    chunks: int | None = 1
 
 
 @dataclass(frozen=True)
@@ -140,12 +142,14 @@ class BucketRun:
       forwards: number of forward passes, prefills included.
       iterations: number of iterations, at most as planned.
       seconds: wall time of the iterations on this host.
+      prefill_seconds: that of reading prompts in chunks.
     """
 
     number: int
     forwards: int
     iterations: int
     seconds: float
+    prefill_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -158,12 +162,14 @@ class PoolOutcome:
       canvases: int32 ``[S]`` of each unfinished row by its number, -1 at open positions. Only buckets whose plan asks
         for canvases are included.
       runs: the buckets that ran.
+      unread: rows whose prompts are not complete in the cache. They took no part in iterations.
     """
 
     pool: int
     results: Sequence[RowResult]
     canvases: Mapping[int, np.ndarray]
     runs: Sequence[BucketRun]
+    unread: Collection[int] = ()
 
     @property
     def iterations(self) -> int:

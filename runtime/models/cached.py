@@ -66,8 +66,9 @@ def run_window(
     starts: Array,
     lengths: Array,
     stops: Array | None = None,
+    row: Array | None = None,
 ) -> tuple[Array, Cache]:
-    """Run a window of every row with the cache.
+    """Run a window of every row with the cache, or of one row of each ``data`` shard.
 
     In each layer, the window's keys and values are first written into the cache; then the window attends to the cache.
 
@@ -81,6 +82,8 @@ def run_window(
         applies as well.
       stops: int32 ``[B]``. Positions at or after them are not written to the cache, and their activations are
         meaningless. None writes the whole window.
+      row: int32 ``[data]``, index within each ``data`` shard of the one row that the window is of; B is the number of
+        shards then. None for windows of every row.
 
     Returns:
       Activations after the final norm, ``[B, W, D]``, and the updated cache.
@@ -97,8 +100,8 @@ def run_window(
             q, k, v = layer.project_qkv(forward, x, tables)
             k = forward.constrain(k, "batch", None, *KV_HEADS)
             v = forward.constrain(v, "batch", None, *KV_HEADS)
-            cache = write_window(layout, cache, number, k, v, starts, stops)
-            attended = attend(layout, cache, number, q, starts, lengths)
+            cache = write_window(layout, cache, number, k, v, starts, stops, row)
+            attended = attend(layout, cache, number, q, starts, lengths, row)
         return layer.finish(forward, x, attended), cache
 
     x, cache = run_layers(forward, weights, x, step, cache)

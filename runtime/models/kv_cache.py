@@ -149,15 +149,19 @@ def _write_rows(shard: Any, stack: Array, first: Array, new: Array, layer: Array
 
 
 def _write_window(shard: Any, stack: Array, spans: Array, new: Array, layer: Array) -> Array:
-    """Write windows ``new`` ``[B, W, K, ...]`` to positions ``spans[:, 0] .. spans[:, 1] - 1`` of every row."""
+    """Write windows ``new`` ``[R, W, K, ...]`` to positions ``spans[:, 0] .. spans[:, 1] - 1``.
+
+    They are of every row, or of rows ``spans[:, 2]``.
+    """
     length = stack.shape[3]
     places = spans[:, :1] + jnp.arange(new.shape[1])
-    inside = places < spans[:, 1:]
+    inside = places < spans[:, 1:2]
     places = places - shard * length
     places = jnp.where(inside & (places >= 0) & (places < length), places, length)
     # The scatter is indexed by head too. For a scatter of slices [K, H] the compiler would change the memory layout of
     # the cache to keep each position's heads together.
-    rows, heads = jnp.arange(new.shape[0])[:, None, None], jnp.arange(new.shape[2])
+    rows = jnp.arange(new.shape[0]) if spans.shape[1] == 2 else spans[:, 2]
+    rows, heads = rows[:, None, None], jnp.arange(new.shape[2])
     if stack.ndim == 5:
         return _with_default_layout(stack.at[layer, rows, heads, places[..., None]].set(new, mode="drop"))
     # Scales: a scatter of single numbers would make the compiler copy the scales of all layers. One layer's scales are
@@ -339,37 +343,72 @@ def row_spec(layout: ModelLayout) -> PartitionSpec:
 
 
 def write_window(
-    layout: ModelLayout, cache: KVCache, layer: Array | int, k: Array, v: Array, starts: Array, stops: Array
+    layout: ModelLayout,
+    cache: KVCache,
+    layer: Array | int,
+    k: Array,
+    v: Array,
+    starts: Array,
+    stops: Array,
+    row: Array | None = None,
 ) -> KVCache:
-    """Write a window of every row of one layer.
+    """Write a window of every row of one layer, or of one row of each ``data`` shard.
 
     Args:
       layout: the model on its mesh.
       cache: the cache to update.
       layer: index of the layer in the cache.
-      k: keys ``[B, W, K, H]``, with all positions of the window on every ``sequence`` shard.
+      k: keys ``[B, W, K, H]``, or ``[data, W, K, H]`` with ``row``, with all positions of the window on every
+        ``sequence`` shard.
       v: values, like ``k``.
-      starts: int32 ``[B]``, position of each row's window. Positions outside the cache are not written.
-      stops: int32 ``[B]``. Positions at or after them are not written.
+      starts: int32 ``[B]`` or ``[data]``, position of each row's window. Positions outside the cache are not written.
+      stops: int32, like ``starts``. Positions at or after them are not written.
+      row: int32 ``[data]``, index of the row within each ``data`` shard; None for every row.
     """
+    spans = jnp.stack([starts, stops] if row is None else [starts, stops, row], axis=1)
     with jax.named_scope("cache_window"):
-        return _write(layout, cache, _write_window, k, v, jnp.stack([starts, stops], axis=1), layer)
+        return _write(layout, cache, _write_window, k, v, spans, layer)
 
 
-def attend(layout: ModelLayout, cache: KVCache, layer: Array | int, q: Array, starts: Array, lengths: Array) -> Array:
+def _one_row(layout: ModelLayout, layer: KVCache, row: Array) -> KVCache:
+    """Return one row of each ``data`` shard ``[data, K, T, ...]`` of a layer ``[B, K, T, ...]``."""
+
+    def take(row: Array, layer: KVCache) -> KVCache:
+        found: KVCache = jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, row[0], 1, axis=0), layer)
+        return found
+
+    place = layout.rules.spec("batch", "kv_heads", "length", "head_dim")
+    specs = jax.tree.map(lambda part: PartitionSpec(*place[: part.ndim]), layer)
+    found: KVCache = _on_mesh(layout, take, (layout.rules.spec("batch"), specs), specs, row, layer)
+    return found
+
+
+def attend(
+    layout: ModelLayout,
+    cache: KVCache,
+    layer: Array | int,
+    q: Array,
+    starts: Array,
+    lengths: Array,
+    row: Array | None = None,
+) -> Array:
     """Compute attention of a window of every row to one layer of the cache, with the model's attention mask.
 
     Args:
       layout: the model on its mesh.
       cache: the cache, which already contains the window's own keys and values.
       layer: int32, index of the layer in the cache.
-      q: queries ``[B, W, K, G, H]``, with all positions of the window on every ``sequence`` shard.
+      q: queries ``[B, W, K, G, H]``, with all positions of the window on every ``sequence`` shard. With ``row``, B is
+        the number of ``data`` shards.
       starts: int32 ``[B]``, position of each row's window.
       lengths: int32 ``[B]``, row lengths. Positions at or after them are not attended to.
+      row: int32 ``[data]``, index of the row within each ``data`` shard; None for every row.
 
     Returns:
       ``[B, W, K, G, H]``.
     """
     own: KVCache = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False), cache)
+    if row is not None:
+        own = _one_row(layout, own, row)
     arrays = (q, own.keys, own.values, starts, lengths, own.key_scales, own.value_scales)
     return xla_attention(layout, *arrays, queries=None, keys="length")

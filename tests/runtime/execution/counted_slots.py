@@ -34,7 +34,7 @@ COST = PassCost(0.0, 0.0)
 class CountedSlots:
     """Executes plans without a device: each row commits one token per iteration, from left to right."""
 
-    def __init__(self, seconds: float, per_position: float = 0.0, hidden: int = 0) -> None:
+    def __init__(self, seconds: float, per_position: float = 0.0, hidden: int = 0, chunk: int | None = None) -> None:
         """Create the slots.
 
         Args:
@@ -42,9 +42,11 @@ class CountedSlots:
           per_position: simulated seconds that each position of a bucket adds.
           hidden: number of first iterations of a row that commit nothing visible. A row with such iterations has a
             mask in its prompt, which is filled in the last of them.
+          chunk: number of tokens in a prompt chunk; None if prompts need not be read.
         """
         self.now = 100.0
-        self._hidden = hidden
+        self._hidden, self._chunk = hidden, chunk
+        self._read: dict[int, int] = {}
         self.order: list[RowRequest] = []
         self.plans: list[PoolPlan] = []
         self._seconds, self._per_position = seconds, per_position
@@ -71,12 +73,15 @@ class CountedSlots:
         held = [row for bucket in plan.buckets for row in bucket.slots if row is not None]
         assert len(set(held)) == len(held), "a row has one slot"
         results, canvases, runs = [self._result(row) for row in plan.finish], {}, []
+        unread: list[int] = []
         for bucket in plan.buckets:
             rows = [row for row in bucket.slots if row is not None]
             assert rows, "a bucket without rows is closed"
             assert all(self._made[row][0].length <= bucket.width for row in rows)
+            unread += self._prefill(rows, bucket.chunks) if bucket.iterations else []
+            rows = [row for row in rows if row not in unread]
             left = [self._made[row][0].config.max_new_tokens - self._made[row][1] for row in rows]
-            ran = min(bucket.iterations, max(left))
+            ran = min(bucket.iterations, max(left, default=0))
             seconds = ran * (self._seconds + self._per_position * bucket.rows * bucket.width)
             self.now += seconds
             if bucket.iterations:
@@ -95,7 +100,18 @@ class CountedSlots:
         self._slots[plan.pool] = {
             bucket.number: [row if row in self._made else None for row in bucket.slots] for bucket in plan.buckets
         }
-        return PoolOutcome(plan.pool, results, canvases, runs)
+        return PoolOutcome(plan.pool, results, canvases, runs, unread)
+
+    def _prefill(self, rows: Sequence[int], chunks: int | None) -> list[int]:
+        """Read chunks of the first prompt that is not read to its end; the rows whose prompts are not after that."""
+        if self._chunk is None:
+            return []
+        prompts = {row: len(self._made[row][0].tokens) for row in rows}
+        unread = [row for row in rows if self._read.get(row, 0) < prompts[row]]
+        if unread:
+            first = unread[0]
+            self._read[first] = prompts[first] if chunks is None else self._read.get(first, 0) + chunks * self._chunk
+        return [row for row in unread if self._read.get(row, 0) < prompts[row]]
 
     def _result(self, row: int) -> RowResult:
         request, made = self._made.pop(row)
@@ -132,6 +148,5 @@ def one_bucket(slots: int) -> Grid:
     return Grid(slots, WIDTH, (Bucket(slots, WIDTH),), COST)
 
 
-def single(slots: int, prefill_limit: int | None = None, **policy: object) -> Scheduler:
-    limits = PoolLimits(one_bucket(slots), prefill_limit)
-    return Scheduler([limits], SchedulerPolicy(**policy))  # type: ignore[arg-type]
+def single(slots: int, **policy: object) -> Scheduler:
+    return Scheduler([PoolLimits(one_bucket(slots))], SchedulerPolicy(**policy))  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from runtime import (
 )
 from runtime.execution.programs import abstract_taken_row, lower_put_row, lower_take_row
 from runtime.execution.row_request import RowRequest, RowResult
-from runtime.execution.runner import Runner
+from runtime.execution.runner import PROMPT_CHUNKS, Runner
 from runtime.execution.slot_kinds import open_slots
 from runtime.execution.slots import Slots
 from runtime.execution.specialization import generalized
@@ -79,7 +79,7 @@ class Shuffled:
         while left:
             there = self._move(requests, left, there, data)
             for slots, rows in there:
-                done = slots.run(1)
+                done = slots.run(1, chunks=1)
                 over = {slot: rows.pop(slot) for slot in list(rows) if done[slot]}
                 found += slots.collect({slot: (row, requests[row]) for slot, row in over.items()})
                 left = [row for row in left if row not in over.values()]
@@ -145,7 +145,11 @@ def test_diffusion_rows_that_move_before_every_iteration(mesh: str, mode: str) -
         for changes in ({}, {"use_cache": False})
     ],
 )
-def test_autoregressive_rows_that_move_before_every_token(qwen2: str, mesh: str, changes: dict[str, Any]) -> None:
+def test_autoregressive_rows_that_move_before_every_token(
+    qwen2: str, mesh: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Also between two chunks of a prompt.
+    monkeypatch.setitem(PROMPT_CHUNKS, "cpu", 4)
     config = SamplingConfig(temperature=0.8, top_p=0.95, log_probabilities=True, **changes)
     check(autoregressive(qwen2, mesh), autoregressive(qwen2, "tensor=1"), config)
 

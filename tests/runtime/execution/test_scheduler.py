@@ -127,18 +127,25 @@ def test_a_request_that_is_aborted_in_its_last_step_is_not_finished() -> None:
     assert not scheduler.abort(handle)
 
 
-def test_prompts_of_autoregressive_rows_are_read_a_few_at_a_time() -> None:
-    scheduler, slots = single(8, prefill_limit=2, max_iterations=1), CountedSlots(0.01)
-    scheduler.add(RequestHandle(rows=rows(*[20] * 12)))
-    running = []
-    for _ in range(5):
+def test_a_long_prompt_is_read_in_chunks_beside_rows_that_decode() -> None:
+    scheduler, slots = single(2, max_iterations=4), CountedSlots(0.01, chunk=8)
+    scheduler.add(RequestHandle(rows=rows(60)))
+    for _ in range(3):
         step(scheduler, slots)
-        running.append(scheduler.running)
-    assert running == [2, 4, 6, 8, 8]
-    assert [len(plan.insert) for plan in slots.plans] == [2, 2, 2, 2, 0]
-    whole = single(8)
-    whole.add(RequestHandle(rows=rows(*[20] * 12)))
-    assert len(whole.schedule(0.0).pools[0].insert) == 8
+    long = RequestHandle(rows=[RowRequest([7] * 40, SamplingConfig(max_new_tokens=4), 0)], arrived=slots.now)
+    scheduler.add(long)
+    events = [step(scheduler, slots) for _ in range(5)]
+    # Nothing is known of the new row before the first step; then the other one goes on as if it were alone.
+    assert [plan.buckets[0].iterations for plan in slots.plans[3:]] == [1, 4, 4, 4, 4]
+    assert all(plan.buckets[0].chunks == 1 for plan in slots.plans)
+    assert not any(isinstance(event, FirstToken) for step in events[:4] for event in step)
+    # Its prompt is five chunks, and its tokens come in the iterations of the step that has read the last one.
+    [last] = [event for event in events[4] if isinstance(event, RowFinished)]
+    assert (last.handle, last.tokens) == (long, 4)
+    # Where nothing else is wanted meanwhile, prompts are read whole.
+    whole, slots = single(2, chunks=None), CountedSlots(0.01, chunk=8)
+    whole.add(RequestHandle(rows=long.rows))
+    assert any(isinstance(event, FirstToken) for event in step(whole, slots))
 
 
 @pytest.mark.parametrize(("seconds", "iterations"), [(0.0005, 16), (0.005, 10), (0.03, 1), (10.0, 1)])

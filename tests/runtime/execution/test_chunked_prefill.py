@@ -1,0 +1,63 @@
+"""Prompts that are read in chunks while other rows decode: the tokens are those of a prompt that is read whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from runtime import (
+    Executor,
+    PoolShape,
+    RequestHandle,
+    RowFinished,
+    RowRequest,
+    RowResult,
+    SamplingConfig,
+    Scheduler,
+    SchedulerPolicy,
+)
+from runtime.execution.runner import PROMPT_CHUNKS
+from tests.runtime.execution.test_offline import alone, autoregressive, qwen2, same
+
+__all__ = ["qwen2"]
+
+CHUNK = 8
+LONG = 45
+
+
+@pytest.mark.parametrize("mesh", ["tensor=1", pytest.param("data=2,sequence=2,tensor=2", marks=pytest.mark.slow)])
+def test_tokens_are_those_of_a_prompt_that_is_read_whole(
+    qwen2: str, mesh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PROMPT_CHUNKS, "cpu", CHUNK)
+    engine, single = autoregressive(qwen2, mesh), autoregressive(qwen2, "tensor=1")
+    data = engine.layout.spec.data
+    generator = np.random.default_rng(0)
+    config = SamplingConfig(temperature=0.8, top_p=0.95, log_probabilities=True)
+    asked = [
+        RowRequest(
+            generator.integers(1, engine.config.vocab_size, prompt).tolist(), config.replace(max_new_tokens=new), n
+        )
+        for n, (prompt, new) in enumerate([(3, 18), *[(LONG, 6), (CHUNK, 4)] * data])
+    ]
+    executor = Executor(engine.runner, [PoolShape(config, 64, 4 * data, widths=(64,), max_programs=3)])
+    scheduler = Scheduler([pool.limits for pool in executor.pools], SchedulerPolicy(2, step_seconds=None))
+    handles = [RequestHandle(rows=[row]) for row in asked]
+    scheduler.add(handles[0])
+    beside: list[int] = []
+    found: dict[int, RowResult] = {}
+    for number in range(100):
+        if number == 1:
+            for handle in handles[1:]:
+                scheduler.add(handle)
+        outcome = executor.execute(scheduler.schedule(0.0))
+        for event in scheduler.update(outcome, 0.0):
+            if isinstance(event, RowFinished):
+                found[handles.index(event.handle)] = event.result
+        beside += [run.iterations for pool in outcome.pools if pool.unread for run in pool.runs]
+        if not (scheduler.waiting or scheduler.running):
+            break
+    # The first row goes on while the long prompts are read: five chunks each, and the sixth is their last.
+    assert sum(iterations > 0 for iterations in beside) >= LONG // CHUNK
+    for number, row in enumerate(asked):
+        same(found[number], alone(single, row))
