@@ -92,7 +92,7 @@ def test_buckets_whose_programs_are_not_there_are_only_wanted() -> None:
 
 def test_caches_of_all_buckets_stay_within_what_was_counted() -> None:
     grid = make_grid(4, WIDTH, PassCost(0.0, 200.0), data=1, step=32)
-    scheduler = Scheduler([PoolLimits(grid, None, 4 * WIDTH)], SchedulerPolicy(max_iterations=2))
+    scheduler = Scheduler([PoolLimits(grid, 4 * WIDTH)], SchedulerPolicy(max_iterations=2))
     slots, random = CountedSlots(0.0, 1e-5), np.random.default_rng(0)
     before = 0
     for _ in range(300):
