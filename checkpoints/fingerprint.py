@@ -30,7 +30,8 @@ def folder_fingerprint(folder: CheckpointFolder) -> str:
                 state.update(name.encode() + b"\0" + hashlib.sha256(folder.read_bytes(name)).digest())
         if not has_manifest and folder.remote is None:
             for name in folder.names():
-                if ("/" not in name and name.endswith(".safetensors")) or folder.is_weight_file(name):
+                is_weights = ("/" not in name and name.endswith(".safetensors")) or folder.is_weight_file(name)
+                if is_weights and (folder.path / name).is_file():
                     _sample(folder.path / name, state, name)
     except OSError as error:
         raise CheckpointError(f"{folder.place}: cannot be read ({error})") from error

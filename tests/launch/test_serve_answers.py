@@ -235,7 +235,12 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ),
     ("/v1/completions", {"prompt": "x", "n": 0}, 400, "n: Input should be greater than or equal to 1"),
     ("/v1/completions", {"prompt": "x", "temperature": "1"}, 400, "temperature: Input should be a valid number"),
-    ("/v1/completions", {"prompt": "x", "cache": "both"}, 400, "cache: Input should be 'none', 'prefix' or 'dual'"),
+    (
+        "/v1/completions",
+        {"prompt": "x", "cache": "both"},
+        400,
+        "cache: Input should be 'none', 'prefix', 'dual' or 'exact'",
+    ),
     ("/v1/completions", {"prompt": "x", "user": "u" * 513}, 400, "user: String should have at most 512 characters"),
     ("/v1/completions", {"prompt": "x", "threshold": 0.5}, 400, "threshold requires parallel=threshold"),
     ("/v1/completions", {"prompt": "x", **COMPILED, "factor": 2.0}, 400, "factor requires parallel=factor"),

@@ -36,8 +36,9 @@ PROMPT = "def is_even(number):\n"
 HOSTILE = "</textarea><img src=x onerror=\"document.documentElement.dataset.executed='yes'\"><script>alert(1)</script>"
 KEY = "key-of-somebody-1"
 
-# A long completion with a high temperature, which ends early for some seeds.
-HOT = CONFIG.replace(max_new_tokens=96, steps=48, temperature=5.0)
+# A long completion at a high temperature without filters, which ends early for some seeds.
+UNFILTERED = '{"top_p": 1, "top_k": 0}'
+HOT = CONFIG.replace(max_new_tokens=96, steps=12, temperature=5.0, top_p=None, top_k=None)
 
 # Counts committed and masked positions whenever the page changes.
 WATCH = """() => {
@@ -58,7 +59,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 @pytest.fixture(scope="module")
 def ending(engine: Engine) -> int:
     """A seed for which the completion at high temperature ends between a tenth and half of its positions."""
-    seeds = range(128)
+    seeds = range(64)
     rows = engine.generate([PROMPT] * len(seeds), HOT.replace(seed=[row_seed(seed, 0) for seed in seeds]))
     return next(seed for seed, row in zip(seeds, rows, strict=True) if 9 < len(row.tokens) < 48)
 
@@ -165,7 +166,7 @@ def test_an_example_until_the_first_answer(page: Any) -> None:
 
 
 def test_what_follows_the_end_is_folded_and_rates_agree(page: Any, there: Served, ending: int) -> None:
-    fill(page, max_tokens="96", steps="48", temperature="5", seed=str(ending))
+    fill(page, max_tokens="96", steps="12", temperature="5", more=UNFILTERED, seed=str(ending))
     page.uncheck("[name=early_stop]")
     generate(page)
     status = page.inner_text("#status")
@@ -216,7 +217,7 @@ def test_menus_are_the_servers_modes(page: Any, there: Served, monkeypatch: pyte
 
 def test_positions_after_an_early_end_are_not_shown(page: Any, there: Served, ending: int) -> None:
     page.fill("#prompt", PROMPT)
-    fill(page, max_tokens="96", steps="48", temperature="5", seed=str(ending))
+    fill(page, max_tokens="96", steps="12", temperature="5", more=UNFILTERED, seed=str(ending))
     generate(page)
     (expected,) = there.engine.generate([PROMPT], HOT.replace(seed=ending))
     assert expected.finish_reason == "stop"
@@ -253,7 +254,7 @@ def test_no_chat_without_a_template(
 def test_what_is_refused_is_said_and_hostile_text_stays_text(page: Any, there: Served) -> None:
     fill(page, max_tokens="5000")
     generate(page, "failed")
-    assert "7 prompt tokens and 5000 new ones" in page.inner_text("#error")
+    assert "7 prompt tokens and 5000 new tokens" in page.inner_text("#error")
     fill(page, max_tokens="4", more="[1]")
     generate(page, "failed")
     assert "expected a JSON object" in page.inner_text("#error")

@@ -335,9 +335,9 @@ def test_weights_are_replaced_without_compiling(folders: dict[str, Path], tmp_pa
     first, *others = old.layers
     wrong = {
         r"layers\.0\.q_proj is float32": (first.replace(q_proj=first.q_proj[:1]), *others),
-        "36 arrays more": (*old.layers, *old.layers),
-        "a tree of Qwen2Weights with a tuple of layers": jax.tree.map(lambda *layers: np.stack(layers), *old.layers),
-        "Qwen2Weights with a tuple": others,
+        "36 more arrays": (*old.layers, *old.layers),
+        "a Qwen2Weights pytree with a tuple of layers": jax.tree.map(lambda *layers: np.stack(layers), *old.layers),
+        "pytree with a tuple of layers": others,
     }
     for message, layers in wrong.items():
         with pytest.raises(InputError, match=message):
