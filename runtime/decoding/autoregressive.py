@@ -6,6 +6,7 @@ Dimension letters: B batch, T cache length, P prompt width, C prompt chunk, D em
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import flax.struct
 import jax
@@ -157,29 +158,13 @@ def prefill_chunks(
     def unread(state: DecodeState) -> Array:
         return (state.read < request.prompts) & ~state.done
 
-    def one_each(carry: tuple[DecodeState, Array, Array]) -> tuple[DecodeState, Array, Array]:
+    def read_chunk(carry: tuple[DecodeState, Array, Array]) -> tuple[DecodeState, Array, Array]:
         state, last, left = carry
-
-        def take(waiting: Array, tokens: Array, read: Array, prompts: Array) -> tuple[Array, ...]:
-            row = jnp.argmax(waiting)
-            mine = (jnp.arange(len(waiting)) == row) & waiting
-            start, prompt = (jax.lax.dynamic_slice_in_dim(values, row, 1) for values in (read, prompts))
-            places = jnp.minimum(start[0] + jnp.arange(chunk), tokens.shape[1] - 1)
-            own = jax.lax.dynamic_slice_in_dim(tokens, row, 1)[:, places]
-            # A shard whose prompts are all read writes nothing.
-            stop = jnp.where(waiting.any(), jnp.minimum(start + chunk, prompt), 0)
-            return mine, row[None].astype(jnp.int32), own, start, stop, prompt
-
-        mine, row, tokens, start, stop, prompt = forward.on_rows(
-            take, unread(state), state.tokens, state.read, request.prompts
+        reads, row, tokens, start, stop, prompt = forward.on_rows(
+            partial(_next_chunk, chunk), unread(state), state.tokens, state.read, request.prompts
         )
         hidden, cache = run_window(forward, weights, state.cache, tokens, start, prompt, stop, row)
-
-        def put(mine: Array, hidden: Array, start: Array, stop: Array, last: Array, read: Array) -> tuple[Array, ...]:
-            own = jax.lax.dynamic_slice_in_dim(hidden, jnp.maximum(stop[0] - start[0] - 1, 0), 1, axis=1)
-            return jnp.where(mine[:, None, None], own, last), jnp.where(mine, stop, read)
-
-        last, read = forward.on_rows(put, mine, hidden, start, stop, last, state.read)
+        last, read = forward.on_rows(_keep_last, reads, hidden, start, stop, last, state.read)
         return replace(state, cache=cache, read=read), last, left - 1
 
     def unfinished(carry: tuple[DecodeState, Array, Array]) -> Array:
@@ -189,10 +174,33 @@ def prefill_chunks(
     before = unread(state)
     nothing = jnp.zeros((len(before), 1, forward.config.hidden_size), weights.final_norm.dtype)
     nothing = forward.constrain(nothing, "batch", None, "embed")
-    state, last, _ = jax.lax.while_loop(unfinished, one_each, (state, nothing, chunks))
+    state, last, _ = jax.lax.while_loop(unfinished, read_chunk, (state, nothing, chunks))
     whole = before & ~unread(state)
     new = _append(forward, program, weights, request, replace(state, done=state.done | ~whole), last)
     return replace(new, done=jnp.where(whole, new.done, state.done), iteration=state.iteration)
+
+
+def _next_chunk(chunk: int, waiting: Array, tokens: Array, read: Array, prompts: Array) -> tuple[Array, ...]:
+    """Return the next chunk to read of a shard's first row in ``waiting`` bool ``[B]``.
+
+    Returns:
+      Which row is read, bool ``[B]``; and with a leading dimension of 1: its number, its tokens ``[1, C]``, the chunk's
+      first position and the position after its last, and the length of the prompt. If no row is waiting, the chunk is
+      empty and nothing is written.
+    """
+    row = jnp.argmax(waiting)
+    reads = (jnp.arange(len(waiting)) == row) & waiting
+    start, prompt = (jax.lax.dynamic_slice_in_dim(values, row, 1) for values in (read, prompts))
+    places = jnp.minimum(start[0] + jnp.arange(chunk), tokens.shape[1] - 1)
+    own = jax.lax.dynamic_slice_in_dim(tokens, row, 1)[:, places]
+    stop = jnp.where(waiting.any(), jnp.minimum(start + chunk, prompt), 0)
+    return reads, row[None].astype(jnp.int32), own, start, stop, prompt
+
+
+def _keep_last(reads: Array, hidden: Array, start: Array, stop: Array, last: Array, read: Array) -> tuple[Array, Array]:
+    """Store a chunk's hidden state at its last position ``[B, 1, D]``, and how far its row has been read ``[B]``."""
+    own = jax.lax.dynamic_slice_in_dim(hidden, jnp.maximum(stop[0] - start[0] - 1, 0), 1, axis=1)
+    return jnp.where(reads[:, None, None], own, last), jnp.where(reads, stop, read)
 
 
 def decode(
