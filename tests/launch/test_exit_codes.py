@@ -71,7 +71,7 @@ def test_standard_output_that_is_full(count: int, arguments: list[str]) -> None:
 
 @pytest.mark.slow
 def test_a_page_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
-    flags_of_run = ["--prompt=def f(x):", "--max_new_tokens=4", "--devices=1", "--mesh=tensor=1"]
+    flags_of_run = ["--prompt=def f(x):", "--max_new_tokens=4", "--mesh=tensor=1"]
     for more in ("--history_html=/proc/page.html", "--dump_hlo=/proc/programs"):
         with pytest.raises(SystemExit) as stop:
             generate.run(["generate", *flags_of_run, more])

@@ -129,7 +129,7 @@ def test_a_trace_and_the_programs(tmp_path: Path, compiled: str) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(2 * PATIENCE) == 0, log.read_text()
     assert list(trace.rglob("*.xplane.pb"))
-    assert any("block_step" in path.read_text() for path in programs.glob("*.hlo.txt"))
+    assert any("denoise_step" in path.read_text() for path in programs.glob("*.hlo.txt"))
 
 
 @pytest.mark.slow
