@@ -5,11 +5,8 @@ Dimension letters: S canvas, R padded steps of a block, T cache length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import jax
 import numpy as np
 
 from runtime.decoding.autoregressive import DecodeRequest, DecodeState
@@ -19,7 +16,6 @@ from runtime.decoding.schedule import padded_steps, transfer_table
 from runtime.decoding.state import DenoiseRequest, DenoiseState
 from runtime.execution.row_request import RowRequest, first_position
 from runtime.execution.rows import make_canvas, sampling_rows, seed_words, stop_rows
-from runtime.models.arrays import row_fields
 from runtime.models.config import ModelConfig
 
 Tree = TypeVar("Tree")
@@ -136,10 +132,3 @@ def autoregressive_row(
         iteration=np.int32(0),
         log_probabilities=np.zeros(tokens.shape, np.float32) if default.log_probabilities else None,
     )
-
-
-def join_rows(rows: Sequence[Tree]) -> Tree:
-    """Join rows ``[1, ...]`` into a batch ``[B, ...]``. Fields without a row axis are taken from the first row."""
-    parts = [row_fields(row) for row in rows]
-    joined: dict[str, Any] = jax.tree.map(lambda *values: np.concatenate(values), *parts)
-    return replace(rows[0], **joined)  # type: ignore[type-var]
