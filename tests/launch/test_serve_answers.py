@@ -185,6 +185,8 @@ def test_scores_are_those_of_the_engine(there: Served) -> None:
     assert len(texts["data"][0]["token_logprobs"]) == len(rows[1])
 
 
+# More characters than any text of 128 tokens.
+LONG_TEXT = "word " * 20000
 WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "model_not_found"),
     ("/v1/completions", {"model": "demo"}, 400, "prompt: Field required"),
@@ -290,6 +292,29 @@ def test_what_is_refused_says_why(there: Served) -> None:
         assert "codec" not in answer.text
     # The server still answers.
     assert there.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": LONG_TEXT}, "prompt"),
+        ("/v1/completions", {"prompt": ["x", LONG_TEXT]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG_TEXT}]}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG_TEXT[:20000]}] * 5}, "messages"),
+        ("/v1/score", {"input": LONG_TEXT}, "input"),
+        ("/v1/score", {"input": "word " * 200}, "input"),
+        ("/v1/score", {"input": ["x", LONG_TEXT]}, "input"),
+        ("/v1/score", {"input": [[1] * 200]}, "input"),
+        ("/v1/score", {"input": [[1]], "targets": [[1] * 200]}, "targets"),
+    ],
+)
+def test_a_text_that_is_too_long_is_named_as_the_client_sent_it(
+    there: Served, path: str, body: dict[str, Any], field: str
+) -> None:
+    answer = there.post(path, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+    assert "128 positions" in answer.json()["error"]["message"]
 
 
 def test_about_the_server(there: Served) -> None:
