@@ -170,6 +170,17 @@ def test_answers_do_not_depend_on_who_else_is_served(there: Served) -> None:
     assert offline(there, [PROMPT], seed=2, max_new_tokens=10, temperature=1.0)[0].text == alone[2]
 
 
+def test_infilling(there: Served) -> None:
+    prompt = "def square(<|mask|>):\n    return number * number\n"
+    found = there.post("/v1/completions", {"prompt": prompt, "max_tokens": 0, "steps": 1, "seed": 4}).json()
+    [choice] = found["choices"]
+    assert (choice["text"], choice["masks_left"], choice["completion_tokens"]) == ("", 0, 0)
+    assert choice["filled_prompt"].startswith("def square(")
+    assert "<|mask|>" not in choice["filled_prompt"]
+    [expected] = offline(there, [prompt], seed=4, max_new_tokens=0, steps=1)
+    assert choice["filled_prompt"] == expected.filled_prompt
+
+
 def test_scores_are_those_of_the_engine(there: Served) -> None:
     tokenizer, masked = there.engine.tokenizer, there.engine.config.mask_token_id
     rows = [tokenizer.encode(PROMPT), tokenizer.encode("import os\n"), [5, 6, 7, 8]]
