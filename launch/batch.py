@@ -148,7 +148,7 @@ def run_facts(
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the command."""
+    """Run ``diffumesh batch``: complete the lines of the input that have no result yet."""
     for name in ("input", "output_dir"):
         if not values[name].value:
             raise InputError(f"--{name} is missing; see --help")

@@ -194,10 +194,10 @@ def read_keys(values: flags.FlagValues) -> Keys:
 
 
 def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> Defaults:
-    """The defaults of requests.
+    """Return the settings of requests that do not set their own: the decoding flags, and the tokenizer's end tokens.
 
     Raises:
-      InputError: there is no tokenizer, or a decoding flag is invalid or can only be set by requests.
+      InputError: there is no tokenizer, or a decoding flag is invalid or only allowed in requests.
     """
     if values["seed"].present:
         raise InputError('--seed: requests set their own, as "seed", or get a random one')
@@ -271,7 +271,7 @@ def shapes(
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the command."""
+    """Run ``diffumesh serve``: load the model, and serve it until a signal or a fault."""
     if _MISSING is not None:
         raise InputError(f"the server needs {_MISSING}: pip install 'diffumesh[serve]'")
     check_profiling(values)

@@ -193,7 +193,7 @@ def test_a_folder_called_like_a_licence_has_no_notice(
 ) -> None:
     (tmp_path / "LICENSES").mkdir()
     (tmp_path / "LICENSE.txt").symlink_to("nowhere")
-    convert.say_licence(CheckpointFolder(tmp_path, "folder"))
+    convert.print_licence(CheckpointFolder(tmp_path, "folder"))
     assert capsys.readouterr().err == ""
 
 
