@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def survivors(self) -> list[int]:
-        """Exit codes of the hosts that survived the fault."""
+        """Exit codes of the processes on hosts that survived the fault."""
         return [code for code in self.codes if code is not None and not (self.case == "lose" and code == 137)]
 
 
@@ -153,7 +153,7 @@ class HostProcesses:
 
 
 def generate_command(*arguments: str, module: str = "launch.generate") -> list[str]:
-    """The command of a short generation with the demo on the devices of three hosts."""
+    """Return a command that generates a few tokens with the demo model on the devices of three hosts."""
     own = ["--prompt=def add(a, b):\n", "--max_new_tokens=48", "--mesh=sequence=-1", "--compile_cache="]
     return [sys.executable, "-m", module, *own, *arguments]
 

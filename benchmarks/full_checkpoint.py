@@ -95,7 +95,7 @@ def make_source(folder: Path, layers: int, vocab: int) -> None:
 
 
 def restore(values: flags.FlagValues, checkpoint: Path) -> None:
-    """Restore onto 8 simulated devices and run one short denoise; prints seconds and memory as JSON."""
+    """Load the checkpoint onto 8 simulated devices, run a short generation, and print seconds and memory as JSON."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")

@@ -81,7 +81,10 @@ def tpu_device(chip: Chip, kernels: Mapping[str, Kernel], module: Module, links:
 
 
 def _shape_of_work(module: Module, local: dict[str, Instruction], one: Instruction) -> str:
-    """The shape of a kernel's work. The compiler writes bundles for only one of several kernels with the same shape."""
+    """Return a text that is equal for kernels with the same operation, shapes and fused operations.
+
+    The compiler dumps the schedule (bundles) of only one of several equal kernels, so the others are looked up by it.
+    """
     operands = [local[name].shape for name in one.operands if name in local]
     body = [f"{inner.operation} {inner.shape}" for inner in module.computations.get(one.called.get("calls", ""), ())]
     return f"{one.operation} {one.shape} {operands} {body}"

@@ -207,7 +207,7 @@ class Saturated:
 
     @property
     def tokens_per_second(self) -> float:
-        """Requested new tokens per second. They determine the work, whether or not an end token is among them."""
+        """New tokens per second. Requested tokens after an end token count too, because they are work as well."""
         return sum(ask.max_tokens for ask in self.asks) / self.seconds
 
 

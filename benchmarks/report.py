@@ -110,7 +110,7 @@ def fill_tables(text: str, folder: Path) -> str:
 
 
 def read_groups(folder: Path) -> dict[Group, list[dict[str, Any]]]:
-    """Read the scaling records below a folder, grouped by table and sorted by number of devices.
+    """Read the scaling records in a folder and its subfolders, grouped by table and sorted by number of devices.
 
     Raises:
       InputError: the folder does not exist or has no scaling record, or a file is not a record.

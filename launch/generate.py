@@ -83,7 +83,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the command."""
+    """Run ``diffumesh generate``: complete the prompts, and print the completions."""
     folder, model = open_checkpoint(values)
     check_profiling(values)
     if values.explain:

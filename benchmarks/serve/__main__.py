@@ -301,7 +301,7 @@ def ratios(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings(subject: Subject) -> dict[str, Any]:
-    """Of the record."""
+    """Return the settings of the run for the record."""
     values = subject.values
     names = ("address", "size", "sections", "seed", "server_flag")
     return (
