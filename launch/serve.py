@@ -68,7 +68,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the command."""
+    """Run ``diffumesh serve``: load the model, and serve it until a signal or a fault."""
     if _MISSING is not None:
         raise InputError(f"the server needs {_MISSING}: pip install 'diffumesh[serve]'")
     check_profiling(values)

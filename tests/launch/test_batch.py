@@ -213,7 +213,7 @@ def test_bad_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "cannot be read" in fails(capsys, tmp_path / "none.jsonl", tmp_path / "out")
     assert "a folder on a disk" in fails(capsys, tmp_path / "in.jsonl", "gs://bucket/out")
     (tmp_path / "in.jsonl").write_text("\n")
-    assert "no line in it" in fails(capsys, tmp_path / "in.jsonl", tmp_path / "out")
+    assert "the file has no lines" in fails(capsys, tmp_path / "in.jsonl", tmp_path / "out")
 
 
 def test_two_writers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
