@@ -58,7 +58,7 @@ from launch.process.profiling import check_profiling, define_profiling_flags, pr
 from launch.process.startup import run_launcher
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
-from runtime.execution.programs import ProgramCache, lower_hidden, put
+from runtime.execution.programs import ProgramCache, lower_hidden, put, widens_weights
 from runtime.models.attention import choose_attention
 from runtime.models.dream import DREAM
 from runtime.models.families import Weights
@@ -152,7 +152,7 @@ def compare_forward(sides: Sides, batch: int, canvas: int, values: flags.FlagVal
         # Logits in the model's dtype, as in PyTorch.
         return project_logits(forward, weights, hidden).astype(engine.dtype)
 
-    programs = ProgramCache(engine.platform)
+    programs = ProgramCache(engine.platform, widens_weights(engine.layout, engine.dtype))
     transformer = programs.get(("transformer", ids.shape), lambda: lower_hidden(forward, *arguments))
     whole = programs.get(("logits", ids.shape), lambda: jax.jit(logits).lower(*arguments))
     tokens = sides.tokens(ids)

@@ -17,6 +17,7 @@ from launch.batches.records import Key, as_line, is_sealed, key_of, sealed
 from runtime import InputError, lock, parse_json_object, replace_file
 
 RUN, RESULTS, ERRORS, SORTED, LOCK = "run.json", "results.jsonl", "errors.jsonl", "sorted.jsonl", ".lock"
+SAMPLES = "samples.jsonl"  # for EvalPlus
 _MAX_RUN_BYTES = 1 << 20
 
 

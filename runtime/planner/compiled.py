@@ -22,6 +22,7 @@ from runtime.execution.programs import (
     lower_decode,
     lower_denoise,
     lower_prefill,
+    widens_weights,
 )
 from runtime.execution.specialization import decode_program, denoise_program
 from runtime.models.attention import choose_attention
@@ -143,14 +144,15 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
         denoise_arguments = abstract_denoise(layout, rows, canvas, steps, dtype if cached else None)
         name = "blocks" if cached else "denoise step"
         lowerings = {name: lambda: lower_denoise(forward, program, weights, *denoise_arguments)}
-    return [_compile(name, attention, platform, lower) for name, lower in lowerings.items()]
+    options = compiler_options(platform, widens_weights(layout, dtype))
+    return [_compile(name, attention, options, lower) for name, lower in lowerings.items()]
 
 
-def _compile(name: str, attention: str, platform: str, lower: Any) -> CompiledPhase:
+def _compile(name: str, attention: str, options: Any, lower: Any) -> CompiledPhase:
     start = time.perf_counter()
     try:
         with _assumed_cudnn() if attention == "cudnn" else contextlib.nullcontext():
-            compiled: jax.stages.Compiled = lower().compile(compiler_options=compiler_options(platform))
+            compiled: jax.stages.Compiled = lower().compile(compiler_options=options)
     except Exception as error:  # each compiler raises its own exception types
         raise MeshError(f"compiling the {name} program failed: {str(error)[:2000]}") from error
     text, memory = compiled.as_text() or "", compiled.memory_analysis()

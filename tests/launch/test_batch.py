@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from checkpoints import DEMO
-from launch import batch
+from launch.batches import facts as batch_facts
 from launch.batches import folder as batch_folder
+from launch.batches import progress as batch_progress
 from launch.batches.folder import BatchFolder
 from launch.batches.records import evalplus_records
 from runtime import DiffusionConfig, Engine
@@ -82,7 +83,7 @@ def test_rows_of_a_batch_end_early(tmp_path: Path, compiled: str, capsys: pytest
 def test_a_batch_its_order_and_its_resumption(
     tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "SECONDS_BETWEEN_REPORTS", 0.0)
+    monkeypatch.setattr(batch_progress, "SECONDS_BETWEEN_REPORTS", 0.0)
     bad = ["{", {"id": "a", "prompt": "again"}]
     source, output = write(tmp_path / "in.jsonl", [*LINES, *bad]), tmp_path / "made" / "out"
     launch(source, output, compiled, "--skip_bad", "--slots=2", "--format=evalplus")
@@ -130,7 +131,7 @@ def test_a_batch_its_order_and_its_resumption(
     assert "seed: was 0, now 5" in err
     assert "max_new_tokens: was 4, now 8" in fails(capsys, source, output, "--skip_bad", "--max_new_tokens=8")
     with monkeypatch.context() as other_code:
-        other_code.setattr(batch, "code_digest", lambda: "another")
+        other_code.setattr(batch_facts, "code_digest", lambda: "another")
         assert "code: was" in fails(capsys, source, output, "--skip_bad")
     assert "input: was" in fails(capsys, backwards, output)
 

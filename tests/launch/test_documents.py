@@ -17,7 +17,7 @@ import pytest
 from absl import flags
 
 from launch.docs import api_reference, canvas_picture, hardware_table
-from launch.docs.examples import openai_client, rl_rollouts
+from launch.docs.examples import infilling, openai_client, rl_rollouts
 from launch.main import LAUNCHERS
 from runtime import DiffusionConfig
 from tests.launch.served import demo, served
@@ -91,6 +91,23 @@ def test_the_machines_are_those_of_the_planner() -> None:
     assert f"<!-- machines -->\n{hardware_table.table()}<!-- end of machines -->" in stored, (
         "python -m launch.docs.hardware_table launch/docs/hardware.md"
     )
+
+
+def test_the_example_of_infilling(capsys: pytest.CaptureFixture[str]) -> None:
+    text, score = infilling.main()
+    assert f"{infilling.BEFORE}{text}{infilling.AFTER}" in capsys.readouterr().out
+    engine = demo()
+    masks = len(engine.tokenizer.encode(text))
+    assert masks in infilling.LENGTHS
+    # The same prompt as a text, with the mask token written out.
+    mask = engine.tokenizer.decode([engine.config.mask_token_id], skip_special_tokens=False)
+    config = DiffusionConfig.published(0, steps=masks, temperature=0.0)
+    [filled] = engine.generate(f"{infilling.BEFORE}{mask * masks}{infilling.AFTER}", config)
+    assert filled.filled_prompt == f"{infilling.BEFORE}{text}{infilling.AFTER}"
+    # Another text after the gap gives another gap.
+    other, _ = infilling.fill(engine, infilling.BEFORE, "):\n    return first + second\n", infilling.LENGTHS)
+    assert other != text
+    assert score < 0
 
 
 def test_the_example_of_openais_client(capsys: pytest.CaptureFixture[str]) -> None:

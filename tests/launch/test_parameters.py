@@ -12,10 +12,10 @@ import pytest
 from absl import flags
 
 from checkpoints import DEMO, open_folder
-from launch import serve
 from launch.docs import parameter_table
 from launch.flags.decoding import decoding_config, define_decoding_flags
 from launch.flags.model import read_tokenizer
+from launch.flags.server import read_modes
 from launch.openai.bodies import Defaults, by_our_names, known, read_config
 from launch.serving.app import Application
 from launch.serving.bodies import ChatBody, CompletionBody
@@ -139,10 +139,10 @@ def test_modes_set_what_a_mode_can() -> None:
         text = ",".join(
             f"{key}={str(given).lower()}" for key, given in settings(EXPOSED_PARAMETERS[name], value).items()
         )
-        assert getattr(serve.read_modes([text], defaults())[1], name) == value
+        assert getattr(read_modes([text], defaults())[1], name) == value
     for text in ("steps=4", "seed=1", "cache", "preset=class"):
         with pytest.raises(InputError, match=f"--mode={text}: expected name=value"):
-            serve.read_modes([text], defaults())
+            read_modes([text], defaults())
 
 
 def test_the_table_of_the_readme() -> None:

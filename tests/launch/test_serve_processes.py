@@ -22,6 +22,8 @@ import pytest
 
 from benchmarks.faults import HEARTBEAT, HostProcesses, names_host
 from launch import serve
+from launch.serving.http import listen
+from launch.serving.limits import allow_files
 from runtime import DiffusionConfig
 from sharding.errors import InputError
 from tests.launch.served import PATIENCE, demo, wait_for
@@ -258,16 +260,16 @@ def test_as_many_open_files_as_connections_want(monkeypatch: pytest.MonkeyPatch)
         ((unlimited, unlimited), []),
     ):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, limits=limits: limits)
-        serve.allow_files(1000)
+        allow_files(1000)
         assert found == raised, limits
         found.clear()
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 1024))
     with pytest.raises(InputError, match=r"takes 1128 open files, and ulimit -n allows 1024.*--max_connections=896"):
-        serve.allow_files(1000)
+        allow_files(1000)
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    own = serve.listen("127.0.0.1", 0)
+    own = listen("127.0.0.1", 0)
     own.listen()
     with pytest.raises(SystemExit) as stop:
         serve.run(["serve", f"--port={own.getsockname()[1]}"])
