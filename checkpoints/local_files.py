@@ -72,7 +72,7 @@ def lock(handle: int) -> bool:
 
 
 class JsonObjectError(ValueError):
-    """JSON that is refused: not an object, or an object in it has a name twice or too many names."""
+    """The JSON is not an object, or it contains an object with duplicate keys or too many keys."""
 
 
 def _unique(pairs: list[tuple[str, Any]], most: int | None) -> dict[str, Any]:

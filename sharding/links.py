@@ -23,8 +23,8 @@ class Link:
     Attributes:
       kind: ``interconnect`` (ICI of a TPU slice), ``NVLink``, or ``network`` (between hosts or slices; its speed is
         assumed).
-      bandwidth: bytes per second that each chip sends, and at the same time receives, in a collective.
-      latency: seconds that a collective takes in addition, regardless of its size.
+      bandwidth: bytes per second that each chip can send in a collective while it receives as many.
+      latency: fixed time of a collective in seconds, in addition to the transfer.
     """
 
     kind: str

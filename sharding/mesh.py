@@ -71,7 +71,7 @@ class MeshSpec:
         return self.data * self.sequence * self.tensor
 
     def resolve(self, num_devices: int) -> MeshSpec:
-        """Replace -1 by the number of remaining devices, and check that there are enough devices.
+        """Replace an axis size of -1 with the number that uses all devices, and check that there are enough devices.
 
         Raises:
           MeshError: the number of devices is not a multiple of the fixed sizes, or the mesh needs more devices.

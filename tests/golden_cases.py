@@ -212,9 +212,9 @@ def engine_as_released(mesh: str = "data=1", folder: Path = FOLDER) -> Engine:
 def _engine(spec: MeshSpec, folder: Path, as_released: bool = False) -> Engine:
     asked = []
 
-    def options(platform: str) -> dict[str, Any]:
+    def options(platform: str, widens: bool) -> dict[str, Any]:
         asked.append(platform)
-        return (compiler_options(platform) or {}) | (AS_RELEASED if as_released else {})
+        return (compiler_options(platform, widens) or {}) | (AS_RELEASED if as_released else {})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "compiler_options", options)

@@ -149,9 +149,15 @@ def _write_rows(shard: Any, stack: Array, first: Array, new: Array, layer: Array
 
 
 def _write_window(shard: Any, stack: Array, spans: Array, new: Array, layer: Array) -> Array:
-    """Write windows ``new`` ``[R, W, K, ...]`` to positions ``spans[:, 0] .. spans[:, 1] - 1``.
+    """Write the windows of R rows into one layer of a cache, and return the changed shard.
 
-    They are of every row, or of rows ``spans[:, 2]``.
+    Args:
+      shard: this device's index on the ``sequence`` axis, which divides T.
+      stack: this device's shard of the cache, ``[L, B, K, T, ...]``.
+      spans: ``[R, 2]`` or ``[R, 3]``, the start and the end (exclusive) of each window, and the row that it belongs
+        to. Without a third column, there is one window for every row.
+      new: ``[R, W, K, ...]``, values of the windows; those after a window's end are not written.
+      layer: index of the layer.
     """
     length = stack.shape[3]
     places = spans[:, :1] + jnp.arange(new.shape[1])

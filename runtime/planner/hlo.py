@@ -139,8 +139,9 @@ class Module:
 def read_collectives(text: str) -> list[HloCollective]:
     """Return every collective in a module's optimized HLO, with the trip counts of the loops around it.
 
-    Some collectives appear in the text several times but run once, and are counted once: one that the compiler spread
-    over several fusions with the same channel, and an array that is gathered piece by piece for several products.
+    Two kinds of collectives appear several times in the text but run once, and are counted once: a collective that the
+    compiler split into several fusions with the same channel, and an array that is gathered piece by piece for several
+    matrix products.
     """
     module = read_module(text)
     found: list[HloCollective] = []
@@ -199,7 +200,7 @@ def read_windowed_product(
 ) -> HloCollective | None:
     """Return the collective that a windowed matrix product runs piece by piece in a loop; None for other loops.
 
-    In such a loop (a collective matmul), each turn multiplies one piece and passes another one around a ring.
+    In such a loop (a collective matmul), each iteration multiplies one piece and passes another one around a ring.
     """
     body = loop.called["body"]
     named = re.search(r"windowed_dot_general_body_(ag|rs)", body)
@@ -271,7 +272,7 @@ def bytes_by_axis(
     Args:
       collectives: the collectives of a program.
       sizes: sizes of the mesh axes.
-      open_lengths: how often a collective inside 0, 1, 2, ... open loops is run; 0 leaves it out.
+      open_lengths: how many times a collective inside 0, 1, 2, ... open loops runs; 0 leaves it out.
     """
     total: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     for one, times in _run(collectives, open_lengths):
@@ -280,7 +281,7 @@ def bytes_by_axis(
 
 
 def count_by_kind(collectives: Sequence[HloCollective], open_lengths: Sequence[float]) -> dict[str, float]:
-    """Count how often collectives of each kind are run; see :func:`bytes_by_axis` for the arguments."""
+    """Count how many times collectives of each kind run; see :func:`bytes_by_axis` for the arguments."""
     total: dict[str, float] = defaultdict(float)
     for one, times in _run(collectives, open_lengths):
         total[one.kind] += times
@@ -288,7 +289,7 @@ def count_by_kind(collectives: Sequence[HloCollective], open_lengths: Sequence[f
 
 
 def _run(collectives: Sequence[HloCollective], open_lengths: Sequence[float]) -> Iterator[tuple[HloCollective, float]]:
-    """Yield the collectives that are run and involve more than one device, and how often each is run."""
+    """Yield the collectives that run on more than one device, and how many times each runs."""
     for one in collectives:
         times = one.repeats * open_lengths[min(one.open_loops, len(open_lengths) - 1)]
         if times and len(one.group) != 1:
@@ -338,7 +339,7 @@ def _integers(instructions: Sequence[Instruction]) -> dict[str, int]:
 
 
 def _step(counter: str, condition: Sequence[Instruction], body: Sequence[Instruction]) -> int:
-    """Return what one turn of a loop adds to its counter; it is above 1 if the compiler unrolled the loop."""
+    """Return the increment of a loop's counter per iteration; it is above 1 if the compiler unrolled the loop."""
     place = next((re.search(r"index=(\d+)", one.rest) for one in condition if one.name == counter), None)
     if place is None or not body or body[-1].operation != "tuple":
         return 1

@@ -58,10 +58,10 @@ class Collective:
 
 
 def choose_tokens_reductions(rule: SamplingRule, ranked: bool) -> int:
-    """Return how many 4-byte numbers are reduced over the vocabulary's shards to choose the token of one position.
+    """Return how many 4-byte numbers are reduced across the vocabulary's shards to choose one position's token.
 
     Args:
-      rule: how tokens are chosen.
+      rule: the sampling rule.
       ranked: whether confidences are computed too.
     """
     softmax = 1 + _DIGITS
