@@ -1,7 +1,7 @@
-"""The thread that owns the engine, and what other threads may ask of it.
+"""The thread that owns the engine, and the methods that other threads call.
 
-Each step: aborted rows are evicted, waiting rows are inserted into free slots, every row in a slot goes on by a few
-iterations, and what has come of it is put into the response streams. All hosts execute the same plans.
+In each step, aborted rows are evicted, waiting rows are inserted into free slots, every row in a slot advances by a few
+iterations, and the results are put into the response streams. Host 0 decides on the step; all hosts execute it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from launch.serving.compilation import Compilation, Report
 from launch.serving.errors import ENGINE_FAILED, ApiError, busy, too_late, unavailable
 from launch.serving.metrics import Metrics
 from launch.serving.response_stream import ResponseStream
+from launch.serving.turns import Hosts, Turns
 from runtime import (
     CanvasChanged,
     DiffusionConfig,
@@ -41,94 +42,86 @@ State = Literal["warming up", "ready", "draining", "dead"]
 _REFUSALS = {"warming up": "The server is warming up.", "draining": "The server is shutting down."}
 
 _IDLE_SECONDS = 0.25  # between two steps without work
-_DRAIN_CHECK_SECONDS = 0.5  # between two questions whether to end
+_REPORT_SECONDS = 0.5  # between two reports of the hosts, unless host 0 has compiled something meanwhile
 _COMPILER_SECONDS = 10.0  # for what is being compiled when the server ends
 _RATE_SAMPLES = 64  # rows over which the rate of service is measured
 _MAX_RETRY_SECONDS = 60
 
 
-class Hosts(Protocol):
-    """What the server needs of :class:`launch.hosts.host.Host`."""
-
-    process_index: int
-    count: int
-
-    def mark(self) -> None:
-        """Note progress."""
-
-    def gather(self, topic: str, value: object) -> list[object]:
-        """What each host says."""
-
-    def draining(self) -> bool:
-        """Whether to end."""
-
-    def before_end(self, tell: Callable[[], None]) -> None:
-        """What to do before a fault of any host ends this process."""
-
-
 @dataclass(frozen=True)
 class HostStep:
-    """One step of the server, as all hosts make it.
+    """One step of the server, which all hosts execute.
 
     Attributes:
       plan: what the devices do.
-      compile: what is compiled next beside it, if anything.
-      check_drain: whether the hosts ask one another if the server is to end.
-      last: whether no step follows.
+      compile: the programs to compile next in the background, if any.
+      report: whether all hosts report after the step, see :func:`exchange_reports`.
+      last: whether the server ends after the step.
     """
 
     plan: StepPlan
     compile: Programs | None = None
-    check_drain: bool = False
+    report: bool = False
     last: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The step as JSON values, for the other hosts."""
         compiled = None if self.compile is None else self.compile.to_json()
-        return {"plan": self.plan.to_json(), "compile": compiled, "check_drain": self.check_drain, "last": self.last}
+        return {"plan": self.plan.to_json(), "compile": compiled, "report": self.report, "last": self.last}
 
     @classmethod
     def from_json(cls, step: Any) -> HostStep:
         """The step that :meth:`to_json` wrote."""
         compiled = None if step["compile"] is None else Programs.from_json(step["compile"])
-        return cls(StepPlan.from_json(step["plan"]), compiled, step["check_drain"], step["last"])
+        return cls(StepPlan.from_json(step["plan"]), compiled, step["report"], step["last"])
 
 
-def agree(hosts: Hosts, step: HostStep | None, compiled: Report) -> tuple[HostStep, list[Report]]:
-    """The step that host 0 has decided, on all hosts, and what each has compiled; the others pass None."""
-    hosts.mark()
+def take_turn(turns: Turns, hosts: Hosts, step: HostStep | None) -> HostStep:
+    """Send the step that host 0 has decided on to all hosts; the others pass None. Returns the step."""
     if hosts.count == 1:
         assert step is not None
-        return step, [compiled]
-    said: list[Any] = hosts.gather("step", [None if step is None else step.to_json(), compiled])
-    return step or HostStep.from_json(said[0][0]), [own for _, own in said]
+        hosts.mark()
+        return step
+    sent = turns.broadcast(None if step is None else step.to_json())
+    return step or HostStep.from_json(sent)
 
 
-def load_cached(compilation: Compilation, hosts: Hosts) -> list[Any]:
+def exchange_reports(turns: Turns, hosts: Hosts, compiled: Report) -> tuple[bool, list[Report]]:
+    """Exchange what each host knows by itself.
+
+    Returns:
+      Whether some host received SIGTERM, and what each host has compiled.
+    """
+    said = turns.gather([hosts.terminated, list(compiled)])
+    return any(terminated for terminated, _ in said), [own for _, own in said]
+
+
+def load_cached(compilation: Compilation, turns: Turns) -> list[Report]:
     """Load programs that all hosts have in their persistent caches, before requests come.
 
     Returns:
       The report of each host.
     """
-    while not hosts.draining() and all(hosts.gather("cached", compilation.is_cached)):
-        hosts.mark()
+    while not turns.draining() and all(turns.gather(compilation.is_cached)):
         compilation.load()
-    return hosts.gather("loaded", list(compilation.report))
+    return turns.gather(list(compilation.report))
 
 
 def follow(executor: Executor, hosts: Hosts) -> None:
-    """Execute what host 0 decides, until it says that a step is the last."""
-    if not executor.warm_up(hosts.draining):
+    """Execute the steps that host 0 decides on, until the last one."""
+    turns = Turns(hosts)
+    turns.warm_up()
+    if not executor.warm_up(turns.draining):
         return
     compilation = Compilation(executor)
-    load_cached(compilation, hosts)
+    load_cached(compilation, turns)
     while True:
-        step, _ = agree(hosts, None, compilation.report)
+        step = take_turn(turns, hosts, None)
         if step.compile is not None:
             compilation.begin(step.compile)
         executor.execute(step.plan)
-        if step.check_drain:
-            hosts.draining()
+        if step.report:
+            exchange_reports(turns, hosts, compilation.report)
         if step.last:
             compilation.stop(_COMPILER_SECONDS)
             return
@@ -176,7 +169,9 @@ class ServingEngine:
         self._streams: dict[RequestHandle, ResponseStream] = {}
         self._finish_times: deque[float] = deque(maxlen=_RATE_SAMPLES)
         self._heartbeat = time.monotonic()
-        self._drain_checked = 0.0
+        self._turns = Turns(hosts)
+        self._reported = 0.0  # when the hosts last reported
+        self._compiled = 0  # programs in the last report of this host
         self._end_by: float | None = None
         metrics.watch("num_requests_running", "Rows in slots.", lambda: self.scheduler.running if self.scheduler else 0)
         metrics.watch("num_requests_waiting", "Rows and scoring passes that wait.", lambda: self._waiting)
@@ -287,31 +282,30 @@ class ServingEngine:
           ready: called when requests are accepted.
         """
         try:
-            if not executor.warm_up(self._hosts.draining):
+            self._turns.warm_up()
+            if not executor.warm_up(self._turns.draining):
                 self.state = "draining"
                 return
             scheduler = Scheduler([pool.limits for pool in executor.pools])
             self.executor, self.scheduler = executor, scheduler
             self._compilation = compilation = Compilation(executor)
             compilation.restrict(scheduler)
-            compilation.settle(load_cached(compilation, self._hosts), scheduler, self.say)
+            compilation.settle(load_cached(compilation, self._turns), scheduler, self.say)
             self._heartbeat = time.monotonic()
             self.state = "ready"
             ready()
             while True:
-                step, compiled = agree(self._hosts, self._decide(scheduler), compilation.report)
+                step = take_turn(self._turns, self._hosts, self._decide(scheduler))
                 if step.compile is not None:
                     compilation.begin(step.compile)
-                with self._lock:
-                    compilation.settle(compiled, scheduler, self.say)
                 outcome = executor.execute(step.plan)
                 self.metrics.forwards(sum(pool.forwards for pool in outcome.pools) + (outcome.scores is not None))
                 with self._lock:
                     now = time.monotonic()
                     self._deliver(scheduler.update(outcome, now), now)
                 self._heartbeat = time.monotonic()
-                if step.check_drain:
-                    self._check_drain()
+                if step.report:
+                    self._exchange_reports(compilation, scheduler)
                 if step.last:
                     return
                 if not alive():
@@ -324,9 +318,14 @@ class ServingEngine:
             if self._compilation is not None:
                 self._compilation.stop(_COMPILER_SECONDS)
 
-    def _check_drain(self) -> None:
-        self._drain_checked = time.monotonic()
-        if self._hosts.draining() and self._end_by is None:
+    def _exchange_reports(self, compilation: Compilation, scheduler: Scheduler) -> None:
+        self._reported = time.monotonic()
+        report = compilation.report
+        self._compiled = len(report)
+        terminated, compiled = exchange_reports(self._turns, self._hosts, report)
+        with self._lock:
+            compilation.settle(compiled, scheduler, self.say)
+        if terminated and self._end_by is None:
             self.state = "draining"
             self._end_by = time.monotonic() + self._grace_period
 
@@ -338,16 +337,20 @@ class ServingEngine:
             for handle in scheduler.expire(now):
                 self.metrics.aborted("deadline")
                 self._refuse(handle, too_late(handle.deadline - handle.arrived))
-            check_drain = now - self._drain_checked >= _DRAIN_CHECK_SECONDS
+            report = self._should_report(now)
             if self._end_by is not None:
                 if now > self._end_by and (late := scheduler.unfinished):
                     self.cut_short = len(late)
                     self.fail(unavailable(_REFUSALS["draining"]))
                 if not scheduler.unfinished:
-                    return HostStep(StepPlan(), None, check_drain, last=True)
+                    return HostStep(StepPlan(), None, report, last=True)
             plan = scheduler.schedule(now)
             compiled = None if self._compilation is None else self._compilation.choose(scheduler)
-            return HostStep(plan, compiled, check_drain)
+            return HostStep(plan, compiled, report)
+
+    def _should_report(self, now: float) -> bool:
+        has_compiled = self._compilation is not None and len(self._compilation.report) > self._compiled
+        return has_compiled or now - self._reported >= _REPORT_SECONDS
 
     def _deliver(self, events: Iterable[Event], now: float) -> None:
         """Count the events, and put their results into the response streams, one update per stream."""

@@ -166,7 +166,7 @@ class Scheduler:
     # ---- programs ---------------------------------------------------------------------------------------------
 
     def restrict(self, pool: int, buckets: Collection[Bucket]) -> None:
-        """Use only these buckets of a pool. They must include the pool's first bucket, which holds any row."""
+        """Limit a pool to these buckets. They must include the pool's first bucket, in which every row fits."""
         self._pools[pool].available = set(buckets)
 
     def demand(self, pool: int) -> Counter[Bucket]:

@@ -1,6 +1,6 @@
-"""Run as a program: one more field of the diffusion configuration, declared before anything else is imported.
+"""A script that declares one more field of the diffusion configuration before it imports anything else.
 
-Prints one JSON object: what each way in makes of it.
+It prints a JSON object with the result of each way to set the parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runtime.decoding.schema import Integer, Requirement, exposed_parameters, pa
 
 @dataclass(frozen=True)
 class Patient(parameters.DiffusionConfig):
-    """With one more parameter."""
+    """A configuration with one more parameter."""
 
     patience: int = parameter(
         3,

@@ -1,4 +1,4 @@
-"""Documents: their commands have flags that exist, their links lead somewhere, and what is generated is up to date."""
+"""Documents: flags in their commands exist, links are valid, and generated parts are up to date."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DOCUMENTS = [
     *sorted(ROOT.glob("*/README.md")),
     *sorted(path for path in (ROOT / "launch").rglob("*.md") if path != ROOT / "launch" / "README.md"),
 ]
-# Commands of documents whose first word of arguments is a command of ours.
+# Prefixes of commands in documents whose next word is a subcommand.
 COMMAND = re.compile(r"(?:diffumesh|slurm\.sh|tpu-vm\.sh run|-m launch\.main|diffumesh:\w+) ([a-z]+)(?= |$)(.*)")
 
 
@@ -38,7 +38,7 @@ def name_of(path: Path) -> str:
 
 
 def commands(page: Path) -> list[str]:
-    """Lines of the shell blocks of a page, continued lines joined."""
+    """Return the lines of a page's shell blocks, with continued lines joined."""
     blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     return "\n".join(blocks).replace("\\\n", " ").splitlines()
 

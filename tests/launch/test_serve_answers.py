@@ -1,4 +1,4 @@
-"""Responses: OpenAI's client, the same tokens alone, under load and offline; and refused requests."""
+"""Responses: OpenAI's client, tokens that equal those offline with and without load, and refused requests."""
 
 from __future__ import annotations
 

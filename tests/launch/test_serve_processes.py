@@ -1,4 +1,4 @@
-"""The server as it is started: the commands of its README, signals, and two hosts of which one dies."""
+"""The server as a process: the commands of its README, signals, and two hosts of which one is killed."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 def streams(url: str, count: int, tokens: int) -> tuple[list[threading.Thread], list[str]]:
-    """Streams that have begun, of all their tokens whatever they say."""
+    """Start streams that generate all their tokens, in one thread each. Return the threads and the texts so far."""
     texts: list[str] = [""] * count
 
     def read(number: int) -> None:
         body = {"prompt": PROMPT, "max_tokens": tokens, "block_length": 4, "stream": True, "seed": number}
         body["early_stop"] = False
         with (
-            contextlib.suppress(httpx.TransportError),  # the server has gone: what came is what counts
+            contextlib.suppress(httpx.TransportError),  # the server has ended; the text until then is kept
             httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as answer,
         ):
             for part in answer.iter_text():
@@ -186,7 +186,7 @@ def test_two_hosts_and_the_death_of_one(tmp_path: Path, compiled: str) -> None:
             thread.join(PATIENCE)
         logs = processes.text("err")
     assert names_host(logs[0], 1), logs[0]
-    # Nobody's answer just ends: it is whole, or it says why not.
+    # Each answer is complete or contains the error.
     failed = ['"code":"engine_failed"' in text.replace(" ", "") for text in texts]
     assert any(failed)
     assert all(said or text.rstrip().endswith("data: [DONE]") for said, text in zip(failed, texts, strict=True)), texts
@@ -199,7 +199,7 @@ def test_a_signal_to_one_host_drains_all(tmp_path: Path, compiled: str) -> None:
     command = [sys.executable, "-m", "launch.serve", *ARGUMENTS, "--mesh=tensor=2", compiled]
     with HostProcesses([command] * 2, tmp_path) as processes:
         url = address(lambda: processes.text("err")[0])
-        time.sleep(1.0)  # idle hosts agree on nothing, again and again
+        time.sleep(1.0)  # idle hosts exchange several empty turns
         threads, texts = streams(url, 6, 32)
         wait_for(lambda: any(texts))
         processes.send(1, signal.SIGTERM)
