@@ -45,7 +45,7 @@ def acceptance(subject: Subject) -> list[dict[str, Any]]:
         if row is None or "times_batch_1" not in row.facts:
             raise missing(BATCHES, "best batch")
         times = row.facts["times_batch_1"]
-        return times > 1.0, f"batch {row.facts['batch']}: {times:.2f} times the tokens a second of batch 1", {}
+        return times > 1.0, f"batch {row.facts['batch']}: {times:.2f} times the tokens per second of batch 1", {}
 
     def beats_the_cpu() -> tuple[bool, str, dict[str, Any]]:
         name = f"a pass of {GENERATIONS[0][0]}"

@@ -86,7 +86,7 @@ def _grid(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     pairs = [(int(name.split()[0]), int(name.split()[-1])) for name in found]
     lengths, batches = (sorted(set(sizes)) for sizes in zip(*pairs, strict=True))
     lines = [
-        "A forward pass without its head: ms ± deviation, tokens a second over those of batch 1, MFU.",
+        "A forward pass without its head: ms ± deviation, tokens per second relative to batch 1, MFU.",
         "",
         "| tokens | " + " | ".join(f"batch {batch}" for batch in batches) + " |",
         "|---:|" + "---:|" * len(batches),
