@@ -62,12 +62,13 @@ def main(values: flags.FlagValues) -> None:
     folder, model = open_checkpoint(values)
     batch, defaults = read_input(values, folder, model)
     if batch.ignored:
-        say(f"ignored fields, which are no decoding parameters: {', '.join(batch.ignored):.500}")
+        say(f"ignored fields that are not decoding parameters: {', '.join(batch.ignored):.500}")
     checkpoint = folder_fingerprint(folder)
     facts = run_facts(values, folder, checkpoint, batch, defaults)
     order = [key for line in batch.lines for key in keys(line)]
 
     with _output_folder(values) as output:
+        # Results that exist already must be those of a run with the same facts.
         done: set[Key] = set()
         if output is not None:
             output.check(facts)
@@ -79,6 +80,7 @@ def main(values: flags.FlagValues) -> None:
         if done:
             say(f"{len(done)} of {len(order)} results exist already")
 
+        # The dtype of the weights is known, and is another fact, only when they are loaded.
         engine = None
         if len(done) < len(order):
             engine = load_engine(values, folder, len(order), values.slots)
@@ -141,8 +143,8 @@ def complete(
                 output.append(records)
             count += len(records)
             progress(scheduler.stats.rows, total)
-            report.at_times()
-    report.now()
+            report.print_if_due()
+    report.print()
     compiled = f"{engine.compiled_programs} programs compiled"
     say(f"{scheduler.stats.forwards} forward passes, {compiled}")
     return count

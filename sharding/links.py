@@ -58,11 +58,15 @@ class Wiring:
     heads: HeadLayout
 
     @cached_property
+    def chips(self) -> np.ndarray:
+        """The chips ``[data, sequence, kv, group]``, each a :class:`sharding.topology.Place`."""
+        return arrange_devices(self.spec, self.heads, places(self.topology))
+
+    @cached_property
     def _places(self) -> np.ndarray:
         """Place of every chip: ``[data, sequence, kv, group, 5]``; the last axis is (x, y, z, slice, host)."""
-        array = arrange_devices(self.spec, self.heads, places(self.topology))
-        rows = [(*place.coords, place.slice_index, place.process_index) for place in array.flat]
-        return np.array(rows).reshape(*array.shape, 5)
+        rows = [(*place.coords, place.slice_index, place.process_index) for place in self.chips.flat]
+        return np.array(rows).reshape(*self.chips.shape, 5)
 
     @property
     def slices(self) -> int:

@@ -11,20 +11,20 @@ SECONDS_BETWEEN_REPORTS = 10.0
 
 
 class ProgressReport:
-    """Prints the progress of the batch on standard error."""
+    """Prints the progress of a batch on standard error."""
 
     def __init__(self, stats: SchedulerStats, rows: int) -> None:
         """Report on ``rows`` rows, from the counters of their scheduler."""
         self._stats, self._rows = stats, rows
         self._start = self._last = time.monotonic()
 
-    def at_times(self) -> None:
-        """Print the progress if the last line was printed some time ago."""
+    def print_if_due(self) -> None:
+        """Print the progress if the last line is at least ``SECONDS_BETWEEN_REPORTS`` old."""
         if time.monotonic() - self._last >= SECONDS_BETWEEN_REPORTS:
-            self.now()
+            self.print()
 
-    def now(self) -> None:
-        """Print the progress."""
+    def print(self) -> None:
+        """Print one line: rows and tokens, both also per second, the share of busy slots, and the time left."""
         self._last = time.monotonic()
         stats, seconds = self._stats, max(self._last - self._start, 1e-9)
         left = self._rows - stats.rows

@@ -130,10 +130,10 @@ def allowed_hosts(values: flags.FlagValues) -> Sequence[str]:
 
 
 def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> Defaults:
-    """The defaults of requests.
+    """Return the settings of requests that do not set their own: the decoding flags, and the tokenizer's end tokens.
 
     Raises:
-      InputError: there is no tokenizer, or a decoding flag is invalid or can only be set by requests.
+      InputError: there is no tokenizer, or a decoding flag is invalid or only allowed in requests.
     """
     if values["seed"].present:
         raise InputError('--seed: requests set their own, as "seed", or get a random one')

@@ -155,8 +155,8 @@ class AutoregressiveSlots(Slots):
           width: bucket of prompts with their new tokens.
           count: B, a multiple of the data axis.
           prompt: number of tokens of the longest prompt.
-          together: whether one pass prefills all rows of the first insertion, and each shared prompt only once. Other
-            prompts are read in chunks.
+          together: whether one pass prefills all rows of the first insertion, and each prompt that adjacent rows share
+            only once. All other prompts are read in chunks.
         """
         self._config, self._prompt = config, min(width, runner.bucket(prompt))
         self._chunk = min(width, runner.prompt_chunk)
@@ -166,7 +166,7 @@ class AutoregressiveSlots(Slots):
         # still to run.
         self._shared, self._prefill_pending, self._together = 1, False, together
         self._own_prompt = np.ones(count, bool)
-        # Tokens of each slot's prompt, and how many of them are in the cache.
+        # For each slot, the number of prompt tokens, and how many of them are in the cache.
         self._prompts, self._read = np.ones(count, int), np.ones(count, int)
         super().__init__(runner, width, count, config.use_cache)
 
@@ -262,11 +262,12 @@ class AutoregressiveSlots(Slots):
         self.state, self._prefill_pending = run(*arguments), False
 
     def _prefill_chunks(self, chunks: int | None) -> None:
-        """Read the next prompt chunks. A row whose prompt is then complete gets its first token."""
+        """Read the next chunks of prompts. A row whose prompt has been read to its end gets its first token."""
         start, before = time.perf_counter(), self._read
         arguments = (self._runner.weights, self.request, self.state, self._limit(chunks))
         self.state = self._prefill_chunks_program(arguments)(*arguments)
         self._read = fetch(self.state.read).astype(int)
+        # Chunks that each slot has read in this run: the number so far, minus the number before.
         passes = -(-self._read // self._chunk) + before // -self._chunk
         self.forwards += int(passes.reshape(self._runner.layout.spec.data, -1).sum(axis=1).max())
         self.prefill_seconds += time.perf_counter() - start
@@ -301,7 +302,7 @@ class AutoregressiveSlots(Slots):
 
 
 def _prompt_and_read(row: Row) -> tuple[int, int]:
-    """Tokens of a row's prompt, and how many of them are in its cache; an empty slot has one, which needs none."""
+    """Return the number of tokens of a row's prompt, and how many are in the cache. An empty slot has none to read."""
     if isinstance(row, MovingRow):
         return int(row.request["prompts"][0]), int(row.state["read"][0])
     return (1, 1) if row is None else (len(row.tokens), 0)

@@ -85,12 +85,12 @@ class Slots(abc.ABC):
     def run(
         self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
     ) -> np.ndarray:
-        """Read prompts, then run iterations until every slot is done, or until a limit is reached.
+        """Read prompts into the cache, then run iterations until every slot is done or a limit is reached.
 
         Args:
           max_iterations: maximum number of iterations; None for no limit.
           step_limit: no row starts its step of this number or a later one (diffusion); None for no limit.
-          chunks: maximum number of prompt chunks per ``data`` shard (autoregressive); None for whole prompts.
+          chunks: maximum number of prompt chunks that each ``data`` shard reads (autoregressive); None for no limit.
 
         Returns:
           bool ``[B]``, the slots that are done; empty slots are done.

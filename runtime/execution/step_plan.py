@@ -44,7 +44,7 @@ class BucketPlan:
         moves here. A row that no plan mentions is evicted.
       iterations: maximum number of denoise steps, or tokens, to run; 0 for none.
       canvases: whether the outcome includes the canvases of unfinished rows.
-      chunks: maximum number of prompt chunks per ``data`` shard to read before the iterations; None for whole prompts.
+      chunks: maximum number of prompt chunks that each ``data`` shard reads before the iterations; None for no limit.
     """
 
     number: int

@@ -187,10 +187,9 @@ class Estimate:
 
     def estimate_phase(self, phase: Phase) -> PhaseEstimate:
         """Estimate one phase."""
-        chip = self.topology.chip
         positions = phase.rows * math.ceil(phase.positions / (self.spec.sequence if phase.whole else 1))
         chunk = phase.rows * phase.chunk // phase.head_shards(self.layout)
-        collectives = phase_collectives(self.workload, self.layout, chip.platform, phase, self._wiring.slices)
+        collectives = phase_collectives(self.workload, self.layout, self._wiring, phase)
         return PhaseEstimate(
             phase=phase,
             stages=(*self._layers(phase, positions), *self._choice(phase, chunk)),

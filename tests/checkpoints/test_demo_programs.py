@@ -20,15 +20,15 @@ from checkpoints.demo.programs import (
     draw_task,
     excluded,
     is_held_out,
-    read_tasks,
     signature_hash,
     training_programs,
     write,
 )
 from checkpoints.demo.singles import SINGLES
 from checkpoints.demo.tasks import Parameter, Task
+from checkpoints.local_files import read_json_lines
 
-TASKS = {name: read_tasks(FOLDER / name) for name in TASK_FILES}
+TASKS = {name: read_json_lines(FOLDER / name) for name in TASK_FILES}
 
 
 @pytest.fixture(scope="module")

@@ -175,8 +175,8 @@ def test_an_autoregressive_checkpoint(
 BAD: list[tuple[dict[str, Any] | str, str]] = [
     ("{", "not JSON"),
     ("[]", "expected an object"),
-    ({"prompt": "x"}, "id: expected a text"),
-    ({"id": "", "prompt": "x"}, "id: expected a text"),
+    ({"prompt": "x"}, "id: expected a string"),
+    ({"id": "", "prompt": "x"}, "id: expected a string"),
     ({"id": "1", "prompt": ""}, "the prompt is empty"),
     ({"id": "2"}, "either a prompt or messages"),
     ({"id": "3", "prompt": "x " * 5000}, "the model allows"),
@@ -213,7 +213,7 @@ def test_bad_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "cannot be read" in fails(capsys, tmp_path / "none.jsonl", tmp_path / "out")
     assert "a folder on a disk" in fails(capsys, tmp_path / "in.jsonl", "gs://bucket/out")
     (tmp_path / "in.jsonl").write_text("\n")
-    assert "no line in it" in fails(capsys, tmp_path / "in.jsonl", tmp_path / "out")
+    assert "the file has no lines" in fails(capsys, tmp_path / "in.jsonl", tmp_path / "out")
 
 
 def test_two_writers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from launch.hosts.host import Host
 from launch.serving.compilation import Compilation
 from launch.serving.engine import HostStep, load_cached
+from launch.serving.turns import Turns
 from runtime import (
     Bucket,
     DiffusionConfig,
@@ -95,12 +96,12 @@ def test_what_is_cached_is_loaded_before_requests_come(own: int, other: bool, lo
     executor.gate.set()
     scheduler, compilation = Scheduler([PoolLimits(FakePool.grid)]), Compilation(executor)
 
-    class TwoHosts(Host):
-        def gather(self, topic: str, value: Any) -> list[Any]:
-            return [value, value if topic != "cached" else other]
+    class TwoHosts(Turns):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, other if value is True else value]
 
     compilation.restrict(scheduler)
-    reports = load_cached(compilation, TwoHosts())
+    reports = load_cached(compilation, TwoHosts(Host()))
     # The first program that is not in the cache ends the loading; it is compiled.
     assert list(map(len, reports)) == [loaded, loaded]
     compilation.settle(reports, scheduler, lambda text: None)
@@ -123,5 +124,5 @@ def test_hosts_with_different_programs(executor: Executor) -> None:
 
 def test_steps_as_json() -> None:
     for programs in (None, Programs(0, Bucket(2, 64)), Programs(None, Bucket(1, 64))):
-        step = HostStep(StepPlan(), programs, check_drain=True)
+        step = HostStep(StepPlan(), programs, report=True)
         assert HostStep.from_json(step.to_json()) == step
