@@ -1,4 +1,4 @@
-"""Whose fault it is: the judgement of host 0, with connections that speak for themselves."""
+"""The hub finds the cause of a fault and exchanges values; tests play the supervisors."""
 
 from __future__ import annotations
 
