@@ -39,6 +39,7 @@ from runtime import (
 )
 
 State = Literal["warming up", "ready", "draining", "dead"]
+_REFUSALS = {"warming up": "The server is warming up.", "draining": "The server is shutting down."}
 
 _IDLE_SECONDS = 0.25  # between two steps without work
 _REPORT_SECONDS = 0.5  # between two reports of the hosts, unless host 0 has compiled something meanwhile
@@ -128,7 +129,7 @@ def follow(executor: Executor, hosts: Hosts) -> None:
 
 @dataclass
 class _Update:
-    """What one step brings to one response stream."""
+    """The results of one step for one response stream."""
 
     canvases: dict[int, np.ndarray] = field(default_factory=dict)
     results: dict[int, RowResult] = field(default_factory=dict)
@@ -136,25 +137,25 @@ class _Update:
 
 
 class ServingEngine:
-    """Requests from any thread on one side, the devices on the other.
+    """Runs the requests of all threads on the devices, in the thread that calls :meth:`run`.
 
     Attributes:
-      state: what the server is doing.
-      executor: the slots; None while the server is warming up.
-      scheduler: who gets which slot; None while the server is warming up.
-      metrics: what is counted.
-      cut_short: requests that the grace period was too short for.
-      say: tells people what happens beside the requests.
+      state: the state of the server, as ``/health`` reports it.
+      executor: runs the rows in the slots; None while the server is warming up.
+      scheduler: assigns rows to slots; None while the server is warming up.
+      metrics: metrics of requests and slots.
+      cut_short: number of requests that did not finish within the grace period.
+      say: prints a line for the user.
     """
 
     def __init__(self, hosts: Hosts, metrics: Metrics, max_queue: int, grace_period: float) -> None:
-        """Refuse requests until :meth:`run` takes them.
+        """Create the engine in the state ``warming up``, in which it refuses requests.
 
         Args:
-          hosts: this host among all.
-          metrics: where to count.
-          max_queue: rows that may wait.
-          grace_period: seconds to finish what was accepted when the server is told to end.
+          hosts: the connection to the other hosts.
+          metrics: the metrics to update.
+          max_queue: maximum number of rows that wait for a slot.
+          grace_period: seconds to finish accepted requests after the server is told to stop.
         """
         self.state: State = "warming up"
         self.executor: Executor | None = None
@@ -173,10 +174,10 @@ class ServingEngine:
         self._compiled = 0  # programs in the last report of this host
         self._end_by: float | None = None
         metrics.watch("num_requests_running", "Rows in slots.", lambda: self.scheduler.running if self.scheduler else 0)
-        metrics.watch("num_requests_waiting", "Rows and scorings that wait.", lambda: self._waiting)
+        metrics.watch("num_requests_waiting", "Rows and scoring passes that wait.", lambda: self._waiting)
         metrics.watch(
             "kv_cache_usage_perc",
-            "Share of the slots that are taken, 1 for all.",
+            "Fraction of the slots in use, from 0 to 1.",
             lambda: self.scheduler.usage if self.scheduler else 0.0,
         )
         metrics.watch(
@@ -185,15 +186,15 @@ class ServingEngine:
             lambda: self.executor.compiled_programs if self.executor else 0,
         )
 
-        metrics.watch("programs_remaining", "Buckets whose programs are still compiled.", lambda: self.remaining)
+        metrics.watch("programs_remaining", "Buckets whose programs are not compiled yet.", lambda: self.remaining)
         metrics.watch(
             "computed_positions",
-            "Positions of all slots, for each iteration.",
+            "Positions computed in all slots, over all iterations.",
             lambda: self.scheduler.stats.computed_positions if self.scheduler else 0,
         )
         metrics.watch(
             "useful_positions",
-            "Those of live rows, up to their own length.",
+            "Computed positions that belong to a running row.",
             lambda: self.scheduler.stats.useful_positions if self.scheduler else 0,
         )
 
@@ -201,7 +202,7 @@ class ServingEngine:
 
     @property
     def remaining(self) -> int:
-        """Buckets whose programs are still to be compiled, once the server is ready."""
+        """Number of buckets whose programs are not compiled yet; 0 while the server is warming up."""
         return self._compilation.remaining if self._compilation is not None else 0
 
     @property
@@ -209,23 +210,23 @@ class ServingEngine:
         return self.scheduler.waiting if self.scheduler else 0
 
     def check_room(self) -> None:
-        """Check that a request has a chance, before it is read.
+        """Check that a request can be queued, before its body is read.
 
         Raises:
-          ApiError: not ready, or the queue is full.
+          ApiError: the server is not ready, or the queue is full.
         """
         if self.state != "ready":
             self.metrics.refused(self.state)
-            raise ENGINE_FAILED if self.state == "dead" else unavailable(f"the server is {self.state}")
+            raise ENGINE_FAILED if self.state == "dead" else unavailable(_REFUSALS[self.state])
         if self._waiting >= self._max_queue:
             self.metrics.refused("queue full")
             raise busy(self._retry_after())
 
     def submit(self, handle: RequestHandle, stream: ResponseStream) -> None:
-        """Queue a request whose answer goes to ``stream``.
+        """Queue a request. Its results go to ``stream``.
 
         Raises:
-          ApiError: not ready, or it does not fit the queue.
+          ApiError: the server is not ready, or the request has more rows than the queue has room for.
         """
         with self._lock:
             self.check_room()
@@ -238,7 +239,7 @@ class ServingEngine:
             self._lock.notify()
 
     def abort(self, handle: RequestHandle) -> None:
-        """Give a request up whose answer nobody wants any more; one that is finished stays as it is."""
+        """Abort a request, for example because its client has disconnected. A finished request stays finished."""
         with self._lock:
             if self.scheduler is not None and self.scheduler.abort(handle):
                 self.metrics.aborted("cancelled")
@@ -261,7 +262,7 @@ class ServingEngine:
         self._streams.pop(handle).put(error=error)
 
     def _retry_after(self) -> int:
-        """Seconds in which half the queue will have been served, as things go."""
+        """Estimate the seconds until half the queue is served, from the rate at which recent rows finished."""
         times = list(self._finish_times)
         if len(times) < 2 or times[-1] <= times[0]:
             return 1
@@ -271,11 +272,13 @@ class ServingEngine:
     # ---- the thread that owns the engine ----------------------------------------------------------------------
 
     def run(self, executor: Executor, alive: Callable[[], bool], ready: Callable[[], None]) -> None:
-        """Warm up, and serve until the server is told to end and is done; told before, it ends without.
+        """Warm up, then serve until the server is told to stop and every request has been answered.
+
+        If the server is told to stop during warm-up, this returns without serving.
 
         Args:
-          executor: the slots.
-          alive: whether the HTTP server still runs.
+          executor: runs the rows in the slots.
+          alive: returns whether the HTTP server still runs.
           ready: called when requests are accepted.
         """
         try:
@@ -306,7 +309,7 @@ class ServingEngine:
                 if step.last:
                     return
                 if not alive():
-                    raise RuntimeError("the HTTP server has ended by itself")
+                    raise RuntimeError("the HTTP server stopped unexpectedly")
         except BaseException:
             self.state = "dead"
             self.fail(ENGINE_FAILED)
@@ -338,7 +341,7 @@ class ServingEngine:
             if self._end_by is not None:
                 if now > self._end_by and (late := scheduler.unfinished):
                     self.cut_short = len(late)
-                    self.fail(unavailable("the server is shutting down"))
+                    self.fail(unavailable(_REFUSALS["draining"]))
                 if not scheduler.unfinished:
                     return HostStep(StepPlan(), None, report, last=True)
             plan = scheduler.schedule(now)
@@ -350,7 +353,7 @@ class ServingEngine:
         return has_compiled or now - self._reported >= _REPORT_SECONDS
 
     def _deliver(self, events: Iterable[Event], now: float) -> None:
-        """Count what has happened, and put it into the response streams, one update for each."""
+        """Count the events, and put their results into the response streams, one update per stream."""
         updates: defaultdict[RequestHandle, _Update] = defaultdict(_Update)
         finished = []
         for event in events:
@@ -367,13 +370,13 @@ class ServingEngine:
                 case RequestFinished():
                     finished.append(event.handle)
         for handle, update in updates.items():
-            if (stream := self._streams.get(handle)) is not None:  # else it was aborted meanwhile
+            if (stream := self._streams.get(handle)) is not None:  # None if the request was aborted
                 stream.put(update.canvases, update.results, update.scores)
         for handle in finished:
             del self._streams[handle]
 
     def _count(self, event: Event) -> None:
-        """Turn an event into metrics."""
+        """Update the metrics for an event."""
         match event:
             case RowInserted():
                 self.metrics.inserted(len(event.handle.rows[event.index].tokens), event.seconds)

@@ -114,7 +114,7 @@ class Runner:
 
     @property
     def prompt_chunk(self) -> int:
-        """Positions of a prompt that are read at a time in slots that other rows may be in."""
+        """Number of positions per prompt chunk. Prompts are read in chunks while other rows are being decoded."""
         return PROMPT_CHUNKS.get(self.platform, _PROMPT_CHUNK_DEFAULT)
 
     def batch_size(self, rows: int, canvas: int, cached: bool = False) -> int:

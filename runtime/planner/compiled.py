@@ -40,12 +40,13 @@ _CUDNN_VERSION = 91000
 
 @dataclass(frozen=True)
 class CompiledPhase:
-    """The compiler's report on one program.
+    """Memory, collectives and compile time of one compiled program, as the compiler reports them.
 
     Attributes:
-      name: name of the phase. ``blocks`` is the program that runs both refreshes and block steps.
+      name: name of the :class:`~runtime.planner.workload.Phase`, or ``blocks`` for the program that runs both refreshes
+        and block steps.
       attention: the attention implementation that the program uses.
-      argument_bytes, temporary_bytes, output_bytes, aliased_bytes: memory of one device.
+      argument_bytes, temporary_bytes, output_bytes, aliased_bytes: memory on one device.
       collectives: the collectives in the optimized HLO.
       seconds: compile time.
       text: the optimized HLO.
@@ -63,7 +64,7 @@ class CompiledPhase:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one device in bytes: arguments, temporaries, and outputs that do not reuse an argument's memory."""
+        """Memory on one device in bytes: arguments, temporaries, and outputs that do not reuse an argument's memory."""
         return self.argument_bytes + self.temporary_bytes + self.output_bytes - self.aliased_bytes
 
     @property
@@ -86,7 +87,7 @@ class CompiledPhase:
         return count_by_kind(*self._collectives_in_pass(phase))
 
     def _collectives_in_pass(self, phase: Phase) -> tuple[list[HloCollective], list[float]]:
-        """Return the collectives of a pass, and how often it runs one that is inside 0, 1, 2, ... open loops.
+        """Return the collectives of a pass, and how many times it runs those inside 0, 1, 2, ... open loops.
 
         An open loop is one whose trip count is known only at run time.
         """

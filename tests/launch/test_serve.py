@@ -275,7 +275,7 @@ def test_a_client_that_goes_after_stray_bytes_frees_its_slot(engine: Engine, mon
                 client.sendall(post_head("/v1/completions", f"Content-Length: {len(body)}") + body)
                 wait_for(lambda: found.metric("num_requests_running") == 1)
                 client.sendall(stray)
-                time.sleep(0.1)  # so that it arrives in a packet of its own
+                time.sleep(0.1)  # makes it arrive in a separate packet
             gone = time.monotonic()
             wait_for(lambda: found.metric("num_requests_running") == 0)
             assert time.monotonic() - gone < 10, "it would have taken three times as long"
