@@ -67,10 +67,9 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
     if folder.is_orbax:
         found = _open_orbax(folder, manifest)
         if manifest is None and verify == "full":
+            advice = "" if folder.remote else "; diffumesh verify --write_manifest adds them"
             logger.warning(
-                "%s: an Orbax checkpoint without digests, so damaged weights are not noticed; "
-                "diffumesh verify --write_manifest adds them",
-                folder.place,
+                "%s: an Orbax checkpoint without digests, so damaged weights are not noticed%s", folder.place, advice
             )
     else:
         found = open_safetensors(folder)
