@@ -34,7 +34,7 @@ from runtime import InputError, model_layout, parse_config
 from runtime.text.chat_template import TemplateRenderer
 
 CHANGES = ("flip", "truncate", "zero", "append", "delete", "swap", "add")
-# Files that some reader of models would use, were they there.
+# Files that some reader of models would use if they existed.
 ADDED = (
     *("chat_template.jinja", "additional_chat_templates/tools.jinja", "added_tokens.json", "special_tokens_map.json"),
     *("model.safetensors", "model-00003-of-00003.safetensors", "pytorch_model.bin", "adapter_config.json"),
@@ -200,7 +200,7 @@ def attack_hub(connections: int) -> dict[str, Any]:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, int, subprocess.Popen[bytes]]]:
-    """Serve the demo in a child process; yields its address, port and process."""
+    """Serve the demo in a child process. Yields its address, port and process."""
     log = folder / "server.log"
     command = [sys.executable, "-m", "launch.serve", "--port=0", "--mesh=tensor=1", "--canvas=128"]
     with log.open("wb") as file:
@@ -209,7 +209,7 @@ def serving(folder: Path) -> Iterator[tuple[str, int, subprocess.Popen[bytes]]]:
         end = time.monotonic() + _START_SECONDS
         while (found := _ADDRESS.search(log.read_text(errors="replace"))) is None:
             if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the server has not started:\n{log.read_text(errors='replace')}")
+                raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')}")
             time.sleep(0.1)
         yield found[1], int(found[2]), process
     finally:

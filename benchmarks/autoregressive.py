@@ -1,12 +1,12 @@
-"""GPT-2 124M with random weights, cached against uncached: tokens per second and memory.
+"""Measure GPT-2 124M with random weights, with and without a cache: tokens per second and memory.
 
   python -m benchmarks.autoregressive                         15 and 128 new tokens, float32, bfloat16 and int8
   python -m benchmarks.autoregressive --variants=float32,int8 --new_tokens=15 --trials=3
 
 Each variant is warmed up with the shapes that are timed. Means and deviations are over consecutive trials. Cached and
 uncached runs must yield the same tokens. ``int8`` quantizes the weights (``int8_cache`` also the cache); activations
-are float32. For orientation: an earlier JAX project reports 24.45 tokens/s for its int8 GPT-2 124M, cached, on an RTX
-4070. Beside transformers: ``python -m benchmarks.compare_torch --parts=gpt2``.
+are float32. For comparison, an earlier JAX project reports 24.45 tokens/s for its int8 GPT-2 124M with a cache, on an
+RTX 4070. ``python -m benchmarks.compare_torch --parts=gpt2`` compares with transformers.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ VARIANTS = {
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this benchmark's flags."""
-    flags.DEFINE_list("variants", list(VARIANTS), "Which weights and caches.", flag_values=values)
+    flags.DEFINE_list("variants", list(VARIANTS), "Variants: dtypes of weights and cache.", flag_values=values)
     flags.DEFINE_list("new_tokens", ["15", "128"], "Tokens to generate.", flag_values=values)
-    flags.DEFINE_integer("prompt", 16, "Tokens of the prompt.", 1, 512, flag_values=values)
+    flags.DEFINE_integer("prompt", 16, "Tokens in the prompt.", 1, 512, flag_values=values)
     flags.DEFINE_integer("batch", 1, "Rows.", 1, 64, flag_values=values)
-    flags.DEFINE_integer("trials", 5, "Timed runs of each.", 2, flag_values=values)
-    flags.DEFINE_integer("cores", None, "Processor cores that all may use. Default: all.", 1, flag_values=values)
+    flags.DEFINE_integer("trials", 5, "Timed runs per variant.", 2, flag_values=values)
+    flags.DEFINE_integer("cores", None, "Processor cores to use. Default: all.", 1, flag_values=values)
     define_record_flags(values)
     define_profiling_flags(values)
 
 
 def rates(call: Callable[[], Any], tokens: int, trials: int) -> dict[str, float]:
-    """Tokens per second of a warmed-up call: mean, deviation, minimum, maximum."""
+    """Return the tokens per second of a warmed-up call: mean, deviation, minimum and maximum."""
     found = []
     for _ in range(trials):
         start = time.perf_counter()
@@ -74,7 +74,7 @@ def rates(call: Callable[[], Any], tokens: int, trials: int) -> dict[str, float]
 
 
 def measure(values: flags.FlagValues, name: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Time one variant, cached and uncached, at every length; returns a row per combination."""
+    """Time one variant with and without a cache at every length. Return a row per combination."""
     config = preset("gpt2")
     prompt = np.random.default_rng(0).integers(0, config.vocab_size, (values.batch, values.prompt)).astype(np.int32)
     dtype, quantize, kv_cache = VARIANTS[name]
@@ -82,7 +82,7 @@ def measure(values: flags.FlagValues, name: str, lengths: Sequence[int]) -> list
     rows: list[dict[str, Any]] = []
     for new in lengths:
         sequences = {}
-        # Without a cache its dtype makes no difference.
+        # Without a cache, its dtype makes no difference.
         for cached in (True, False) if kv_cache == "model" else (True,):
             request = SamplingConfig(max_new_tokens=new, use_cache=cached)
 
@@ -109,7 +109,7 @@ def measure(values: flags.FlagValues, name: str, lengths: Sequence[int]) -> list
             print_row(row)
             label = f"{name} {new} {'cached' if cached else 'uncached'}"
             profile_again(values, label, call, engine.program_texts)
-        # Rounded keys and values are another model; else the cache changes nothing.
+        # An int8 cache changes the model; any other cache must not change tokens.
         if kv_cache == "model" and dtype == "float32":
             assert (sequences[True] == sequences[False]).all(), "cached and uncached tokens differ"
     return rows

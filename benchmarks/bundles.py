@@ -1,7 +1,7 @@
-"""Cycles of TPU kernels, counted in the final bundles that libtpu writes while it compiles.
+"""Cycle counts of TPU kernels, from the final bundles that libtpu dumps during compilation.
 
-A bundle is a very long instruction word; a core issues one per cycle. libtpu writes the bundles of each kernel to a
-text file, with the nesting of loops beside each bundle and the trip count of a loop in its exit test.
+A bundle is a very long instruction word, and a core issues one per cycle. libtpu writes the bundles of each kernel to a
+text file, which also contains the loop depth of each bundle and, in the exit test of a loop, its trip count.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Written for each kernel of a program: DIR/<time>-<kernel>-<number>-final_bundles.txt.
+# libtpu writes one file per kernel: DIR/<time>-<kernel>-<number>-final_bundles.txt.
 _FILE = re.compile(r"^\d+-(.*?)-\d+-final_bundles\.txt$")
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+((?:[A-Z]{2},?\s*)*):\s*((?:>\s*)*)\{(.*)$")
 _EXIT = re.compile(r"scmp\.\w+\.[su]32\.totalorder (?:\([^)]*\), )?%(\w+), (\d+) /\* loop exit test")
 _STAGE = re.compile(r"iteration index, stage = (\d+)")
 _STEP = re.compile(r"%(\w+) = sadd\.s32 (?:\([^)]*\), )?(\d+), ")
-# A branch past what only the first, or the last, of some tiles needs.
+# A branch that skips code for the first or the last tile only.
 _NOT_AT = re.compile(r"%(\w+) = scmp\.ne\.s32\.totalorder %\w+, (\d+) ")
 _SKIP = re.compile(r"sbr\.rel \(%(\w+)\) target")
 _PRODUCT = re.compile(r"vmatmul\.(lmr\.|)(?:\w+\.)*?(bf16|f32|s8)\.(?:\w+\.)*?mxu(\d)")
-# A loop that overlaps copies with work runs up to two iterations more than it has tiles, and does no work in them.
+# A loop that overlaps copies with work runs up to two more iterations than it has tiles, without work.
 _COPY_STAGES = 2
-# Rows that an instruction puts into a matrix unit, one a cycle: those of a packed register, or half of them.
+# Rows that an instruction feeds into a matrix unit, one per cycle: all or half of the rows of a packed register.
 _ROWS = {"f32": 8, "bf16": 16, "s8": 32}
 
 
 def dump_options(folder: Path) -> str:
-    """``LIBTPU_INIT_ARGS`` that make libtpu write the bundles of what it compiles into a folder."""
+    """Return the ``LIBTPU_INIT_ARGS`` that make libtpu dump the bundles of compiled programs into a folder."""
     return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
 
 
 @dataclass
 class _Loop:
-    """A loop or a whole kernel: its own bundles, the loops in it, and its trip count as far as it is known."""
+    """A loop or a whole kernel: its own bundles, its inner loops, and its trip count if it is known."""
 
     depth: int
     trips: int | None = None
@@ -69,7 +69,7 @@ class _Loop:
             self.trips = -(-int(found[2]) // max(1, self.steps.get(found[1], 1)))
 
     def issued(self, tiles: int) -> tuple[int, int]:
-        """Cycles, and loops of unknown trip count, of this loop and the loops in it."""
+        """Return the cycles of this loop with its inner loops, and the number of loops with unknown trip counts."""
         inside = [one.issued(tiles) for one in self.inner]
         trips = 1 if self.trips is None else self.trips
         if self.stages and trips - _COPY_STAGES <= tiles <= trips:
@@ -89,9 +89,9 @@ class Kernel:
     """The schedule of one kernel.
 
     Attributes:
-      cycles: bundles that it issues, or those its matrix units are busy for where that is longer, loop by loop; loops
-        are multiplied out, and branches count as taken, but for what only the first or the last of some tiles needs.
-      unknown_loops: loops whose length is not in the text; they count once.
+      cycles: number of bundles that the kernel issues, or for each loop the cycles of its matrix units if they are
+        more. A loop counts once per iteration. Branches count as taken, except those for the first or last tile.
+      unknown_loops: number of loops whose trip count is not in the text; they count as one iteration.
     """
 
     cycles: int
@@ -102,13 +102,13 @@ def read_kernel(text: str, tiles: int = 0) -> Kernel:
     """Count the cycles of one kernel.
 
     Args:
-      text: its bundles.
-      tiles: number of tiles into which the compiler split the work, if known.
+      text: the dump of its bundles.
+      tiles: number of tiles that the compiler split the work into, if known.
     """
     kernel = _Loop(0, trips=1)
     open_loops = [kernel]
     for marks, depth, words in _bundles(text):
-        # The empty bundles in the shadow of a branch are written without their depth.
+        # Empty bundles in the delay slots of a branch are written without their depth.
         if depth or not words.startswith("}"):
             while open_loops[-1].depth > depth or (open_loops[-1].depth == depth > 0 and "LB" in marks):
                 open_loops.pop()
@@ -121,7 +121,7 @@ def read_kernel(text: str, tiles: int = 0) -> Kernel:
 
 
 def _bundles(text: str) -> Iterator[tuple[str, int, str]]:
-    """Yield marks, depth and text of each bundle; comments within a bundle may span several lines."""
+    """Yield marks, depth and text of each bundle. Comments within a bundle may span several lines."""
     current: tuple[str, int, str] | None = None
     for line in text.splitlines():
         found = _BUNDLE.match(line)

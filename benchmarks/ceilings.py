@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from benchmarks.records import time_alternating
 
-# Calls queued before waiting, so that the host's share of each vanishes.
+# Calls queued before waiting, so that the host's overhead per call vanishes.
 _QUEUED = 10
-# Sizes that saturate a device: of a square product, and bytes of an array larger than any cache.
+# Sizes that saturate a device: rows of a square product, and bytes of an array larger than any cache.
 MATMUL_SIZE = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
 COPY_BYTES = {"cpu": 1 << 28, "gpu": 1 << 31, "tpu": 1 << 30}
 
@@ -37,9 +37,9 @@ def measure_ceilings(device: Any, dtype: str, repeats: int, matmul_size: int, co
     """Measure the peak rates of one device.
 
     Args:
-      device: which.
+      device: the device.
       dtype: dtype of the matrix product.
-      repeats: timed calls.
+      repeats: number of timed calls.
       matmul_size: rows and columns of the product.
       copy_bytes: size of the array that is copied.
     """
@@ -49,7 +49,7 @@ def measure_ceilings(device: Any, dtype: str, repeats: int, matmul_size: int, co
         left, right = (jax.random.normal(key, (matmul_size, matmul_size), jnp.dtype(dtype)) for key in keys)
         source = jnp.zeros(copy_bytes // 4, jnp.float32)
         multiply = jax.jit(jnp.matmul)
-        # In place: a new array every time would measure how fast the system hands out memory.
+        # The copy is in place: new arrays would measure the speed of memory allocation.
         increment, held = jax.jit(lambda array: array + 1, donate_argnums=0), [source]
 
         def copy() -> jax.Array:
@@ -65,13 +65,13 @@ def measure_ceilings(device: Any, dtype: str, repeats: int, matmul_size: int, co
             return run
 
         calls = {"product": queued(lambda: multiply(left, right)), "copy": queued(copy)}
-        # The fastest call: a ceiling is what nothing exceeds.
+        # Use the fastest call, because a ceiling is an upper bound.
         best = {name: timing.minimum / 1e3 / _QUEUED for name, timing in time_alternating(calls, repeats).items()}
     return Ceilings(2.0 * matmul_size**3 / best["product"], 2.0 * copy_bytes / best["copy"])
 
 
 def fits_or_none(measure: Callable[[], Result]) -> Result | str:
-    """Call ``measure``; if the device's memory is too small, return its message, so that the run goes on."""
+    """Call ``measure``. If the device's memory is too small, return the error message, so that the run continues."""
     try:
         return measure()
     except Exception as error:

@@ -1,11 +1,11 @@
-"""Compare with PyTorch (transformers): the same work on the same device, taking turns in one process.
+"""Compare with PyTorch (transformers): both do the same work on the same device in one process, alternating.
 
   python -m benchmarks.compare_torch                     a mid-size model in float32, some 15 minutes on 2 cores
   python -m benchmarks.compare_torch --dtype=bfloat16 --record=compare_torch_bfloat16
   python -m benchmarks.compare_torch --random=diffucoder-7b --dtype=bfloat16 --batch=1,8 --canvas=512,1024   on a GPU
 
-Parts: ``forward`` is one pass of a bidirectional model, without and with its output head. ``generate`` is masked
-diffusion beside the published loop; half of each canvas is prompt, and half is generated greedily by entropy.
+Parts: ``forward`` is one pass of a bidirectional model, without and with its output head. ``generate`` compares
+masked diffusion with the published loop; half of each canvas is prompt, and half is generated greedily by entropy.
 ``autoregressive`` is a causal model of the same sizes with its cache, and ``gpt2`` is GPT-2 124M; both are compared
 with greedy generation of transformers. Both sides have the same prompts and the same weights, which are made in PyTorch
 and read here from a checkpoint. Calls alternate after a warm-up with the timed shapes. Results are compared too:
@@ -58,7 +58,7 @@ from launch.process.profiling import check_profiling, define_profiling_flags, pr
 from launch.process.startup import run_launcher
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
-from runtime.execution.programs import ProgramCache, lower_hidden, put
+from runtime.execution.programs import ProgramCache, lower_hidden, put, widens_weights
 from runtime.models.attention import choose_attention
 from runtime.models.dream import DREAM
 from runtime.models.families import Weights
@@ -68,7 +68,7 @@ from runtime.models.transformer import hidden_states, project_logits
 from sharding.errors import InputError
 
 PARTS = ("forward", "generate", "autoregressive", "gpt2")
-# Norm of the difference of the logits over their norm.
+# Bound of the norm of the difference of the logits, divided by their norm.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}
 _SHAPES = ("batch", "canvas", "prompt", "new_tokens", "steps")
 
@@ -83,16 +83,16 @@ def define_flags(values: flags.FlagValues) -> None:
         flags.DEFINE_integer(name, default, text, 1, flag_values=values)
 
     flags.DEFINE_list("parts", list(PARTS), f"Of {', '.join(PARTS)}.", flag_values=values)
-    flags.DEFINE_enum("dtype", "float32", tuple(TOLERANCE), "Of weights and activations.", flag_values=values)
+    flags.DEFINE_enum("dtype", "float32", tuple(TOLERANCE), "Dtype of weights and activations.", flag_values=values)
     flags.DEFINE_list("batch", ["1", "4"], "Rows.", flag_values=values)
-    flags.DEFINE_list("canvas", ["128", "512"], "Positions of a row of a diffusion model.", flag_values=values)
+    flags.DEFINE_list("canvas", ["128", "512"], "Positions per row of a diffusion model.", flag_values=values)
     integer("steps", 8, "Denoise steps.")
-    flags.DEFINE_float("top_p", None, "Nucleus of the confidences; none by default.", 0.0, 1.0, flag_values=values)
-    integer("top_k", None, "Tokens of the confidences; all by default.")
-    flags.DEFINE_list("new_tokens", ["15", "128"], "Tokens of autoregressive generations.", flag_values=values)
-    integer("prompt", 16, "Tokens of their prompts.")
-    integer("repeats", 5, "Timed calls of each.")
-    integer("cores", None, "Processor cores that both may use. Default: all.")
+    flags.DEFINE_float("top_p", None, "top_p of the confidences; none by default.", 0.0, 1.0, flag_values=values)
+    integer("top_k", None, "top_k of the confidences; all tokens by default.")
+    flags.DEFINE_list("new_tokens", ["15", "128"], "New tokens of autoregressive generations.", flag_values=values)
+    integer("prompt", 16, "Prompt tokens of autoregressive generations.")
+    integer("repeats", 5, "Timed calls per comparison.")
+    integer("cores", None, "Processor cores to use. Default: all.")
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class Sides:
     """One model in JAX and in PyTorch.
 
     Attributes:
-      engine: here.
-      torch: the package.
-      model: there.
-      device: PyTorch's name of the device of both.
+      engine: the model in JAX.
+      torch: the ``torch`` module.
+      model: the model in PyTorch.
+      device: PyTorch's name of the device that both use.
     """
 
     engine: Engine
@@ -112,11 +112,11 @@ class Sides:
     device: str
 
     def tokens(self, ids: np.ndarray) -> Any:
-        """Integers as PyTorch's on the device."""
+        """Convert integers to a PyTorch tensor on the device."""
         return self.torch.from_numpy(ids).to(self.device)
 
     def theirs(self, call: Callable[[], Any]) -> Callable[[], None]:
-        """A call of PyTorch that returns when its work is done."""
+        """Wrap a PyTorch call so that it returns when its work is done."""
 
         def run() -> None:
             with self.torch.inference_mode():
@@ -127,7 +127,7 @@ class Sides:
 
 
 def ratios(ours: Timing, theirs: Timing) -> dict[str, Any]:
-    """Both times and their ratio, with the spread over pairs of calls."""
+    """Return both times and their ratio, with the spread over pairs of calls."""
     return {
         "jax_ms": ours,
         "torch_ms": theirs,
@@ -149,10 +149,10 @@ def compare_forward(sides: Sides, batch: int, canvas: int, values: flags.FlagVal
 
     def logits(weights: Weights, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         hidden = hidden_states(forward, weights, tokens, lengths)
-        # In the model's dtype, as PyTorch's are.
+        # Logits in the model's dtype, as in PyTorch.
         return project_logits(forward, weights, hidden).astype(engine.dtype)
 
-    programs = ProgramCache(engine.platform)
+    programs = ProgramCache(engine.platform, widens_weights(engine.layout, engine.dtype))
     transformer = programs.get(("transformer", ids.shape), lambda: lower_hidden(forward, *arguments))
     whole = programs.get(("logits", ids.shape), lambda: jax.jit(logits).lower(*arguments))
     tokens = sides.tokens(ids)
@@ -227,7 +227,7 @@ def both_sides(part: str, torch: Any, device: str, values: flags.FlagValues) -> 
 
 
 def compare_part(part: str, torch: Any, device: str, values: flags.FlagValues) -> list[dict[str, Any]]:
-    """Run every comparison of a part; returns a row for each. No reference to the models is kept."""
+    """Run every comparison of a part, and return a row for each. No reference to the models is kept."""
     rows = []
     sides = both_sides(part, torch, device, values)
     for sizes, compare in cases(part, sides, values):
@@ -247,7 +247,7 @@ def free_memory(torch: Any, device: str) -> None:
 
 
 def cases(part: str, sides: Sides, values: flags.FlagValues) -> Iterator[tuple[dict[str, int], Callable[[], Any]]]:
-    """The sizes of a part's comparisons, and the function that makes each."""
+    """Return the sizes of a part's comparisons, and the function that runs each."""
     generator, vocab = np.random.default_rng(0), sides.engine.config.vocab_size - 2
     for batch in integers("batch", values.batch):
         if part in ("forward", "generate"):
@@ -262,7 +262,7 @@ def cases(part: str, sides: Sides, values: flags.FlagValues) -> Iterator[tuple[d
                     algorithm="entropy",
                     top_p=values.top_p,
                     top_k=values.top_k,
-                    confidence_dtype="model",  # as the loop in PyTorch ranks
+                    confidence_dtype="model",  # as in the PyTorch loop
                 )
 
                 def denoise(tokens: Any, new: int = new) -> Any:
@@ -286,7 +286,7 @@ def cases(part: str, sides: Sides, values: flags.FlagValues) -> Iterator[tuple[d
 
 def main(values: flags.FlagValues) -> None:
     """Run the comparisons, print a line for each shape, and write the record."""
-    # Both frameworks share the device's memory: take it as it is needed.
+    # Both frameworks share the device's memory, so allocate only what is needed.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     check_profiling(values)
     if not values.parts or set(values.parts) - set(PARTS):
@@ -324,7 +324,7 @@ def main(values: flags.FlagValues) -> None:
 
 
 def line(part: str, sizes: dict[str, int], row: dict[str, Any]) -> str:
-    """One line with the results of a comparison."""
+    """Return one line with the results of a comparison."""
     shape = " ".join(f"{name}={size}" for name, size in sizes.items())
     if "out_of_memory" in row:
         return f"{part} {shape}: out of memory"
@@ -346,7 +346,7 @@ def line(part: str, sizes: dict[str, int], row: dict[str, Any]) -> str:
 
 
 def comparison_table(record: Mapping[str, Any]) -> str:
-    """A record as a Markdown table."""
+    """Convert a record to a Markdown table."""
     settings, versions = record["settings"], record["versions"]
     lines = [
         f"{settings['dtype']}, {settings['cores']} cores, {record['machine']['device_kind']}; jax {versions['jax']}, "

@@ -1,4 +1,4 @@
-"""Compile the programs of one workload and write their optimized HLO: a child process, for one checkout and one target.
+"""Compile the programs of one workload and write their optimized HLO. Runs as a child process, once per checkout.
 
   python -P benchmarks/compile_phases.py FOLDER '{"model": "diffucoder-7b", "topology": "v5e:2x4", ...}'
 
@@ -19,15 +19,15 @@ def compile_phases(folder: Path, target: dict[str, Any]) -> None:
     """Write ``NAME.hlo`` for each program, and ``phases.json``.
 
     Args:
-      folder: for the files.
-      target: ``topology`` and ``mesh`` as they are written, ``model``, and the other fields of a ``Workload``.
+      folder: folder that receives the files.
+      target: ``topology`` and ``mesh`` as in flags, ``model``, and other fields of a ``Workload``.
     """
     import sharding
 
     if (Path(next(iter(sharding.__path__))) / "aot.py").is_file():
         aot = importlib.import_module("sharding.aot")
         environment, devices_of = aot.AOT_ENVIRONMENT, aot.aot_devices
-    else:  # its name until 2026-11-22
+    else:  # the name before 2026-11-22
         aot = importlib.import_module("sharding.described")
         environment, devices_of = aot.ENVIRONMENT, aot.described_devices
     os.environ.update(environment)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.demo_quality
 
-Three sets of prompts, each with a line of figures, and benchmarks/results/demo_quality.json:
+There are three sets of prompts. Results go to standard output and to benchmarks/results/demo_quality.json:
 
 * ``held_out_tasks``: combinations of parts that training has not seen, with tests;
 * ``plain_tasks``: common functions, with tests;
@@ -10,8 +10,8 @@ Three sets of prompts, each with a line of figures, and benchmarks/results/demo_
   prompt + completion is valid Python; because a trivial body would parse too, the numbers of body lines and distinct
   bodies and the agreement with the original are reported as well.
 
-A task is passed (pass@1) when its one completion meets all tests, in a limited child process. The card in
-checkpoints/demo/README.md has the numbers to expect.
+A task is passed (pass@1) when its one completion passes all tests, in a restricted child process.
+checkpoints/demo/README.md has the expected numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import ast
 import collections
 import dataclasses
 import difflib
-import json
 import math
 import time
 import warnings
@@ -33,6 +32,7 @@ from absl import flags
 
 from benchmarks.records import build_record, define_record_flags, load_notes, write_record
 from checkpoints.demo.sandbox import run_tests
+from checkpoints.local_files import read_json_lines
 from launch.process.profiling import check_profiling, define_profiling_flags, profile_again
 from launch.process.startup import run_launcher, this_host
 from runtime import Completion, DiffusionConfig, Engine
@@ -40,12 +40,12 @@ from runtime.decoding.parameters import MAX_NEW_TOKENS, MAX_STEPS
 from sharding.errors import InputError
 
 SETS = {"held_out_tasks": "held_out_tasks.jsonl", "plain_tasks": "plain_tasks.jsonl", "library": "held_out.jsonl"}
-BATCH = 64  # prompts that are completed together; those of a set are ordered by length
+BATCH = 64  # prompts per batch; the prompts of a set are ordered by length
 TRIVIAL_BODIES = ("pass", "return", "return None", "...")
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Defines this benchmark's flags."""
+    """Define this benchmark's flags."""
     flags.DEFINE_string("checkpoint", "checkpoints/demo", "folder of the model", flag_values=values)
     flags.DEFINE_string("tasks", None, "folder of the sets (default: the checkpoint's)", flag_values=values)
     flags.DEFINE_multi_enum("set", list(SETS), list(SETS), "sets to complete", flag_values=values)
@@ -65,7 +65,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def wilson_interval(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % score interval of a share (Wilson 1927)."""
+    """Return the 95 % score interval of a share (Wilson, 1927)."""
     share = successes / trials
     middle = share + z * z / (2 * trials)
     spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
@@ -73,7 +73,7 @@ def wilson_interval(successes: int, trials: int, z: float = 1.96) -> tuple[float
 
 
 def parses(text: str) -> bool:
-    """Whether `text` is valid Python."""
+    """Return whether `text` is valid Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes are a warning, not an error
@@ -84,12 +84,12 @@ def parses(text: str) -> bool:
 
 
 def statement_lines(body: str) -> int:
-    """Lines with something on them."""
+    """Return the lines that are not blank."""
     return sum(bool(line.strip()) for line in body.splitlines())
 
 
 def share(name: str, successes: int, trials: int) -> dict[str, Any]:
-    """A count with its share and interval, named for a record."""
+    """Return a count with its share and interval, under names for a record."""
     interval = [round(bound, 4) for bound in wilson_interval(successes, trials)]
     return {name: successes, f"{name}_rate": round(successes / trials, 4), f"{name}_rate_95": interval}
 
@@ -97,7 +97,7 @@ def share(name: str, successes: int, trials: int) -> dict[str, Any]:
 def library_figures(
     held_out: Sequence[dict[str, Any]], completions: Sequence[Completion], engine: Engine
 ) -> dict[str, Any]:
-    """Figures of a set without tests; `held_out` and `completions` run in parallel."""
+    """Return the figures of a set without tests. `held_out` and `completions` have the same order."""
     bodies = [completion.text.strip() for completion in completions]
     references = [row["completion"].strip() for row in held_out]
     encode = engine.tokenizer.encode
@@ -118,7 +118,7 @@ def library_figures(
 
 
 def task_figures(tasks: Sequence[dict[str, Any]], completions: Sequence[Completion]) -> dict[str, Any]:
-    """Figures of a set with tests: how many pass, how the others fail, and the shares by kind of prompt."""
+    """Return the figures of a set with tests: passes, kinds of failures, and shares by kind of prompt."""
     outcomes = [
         run_tests(task["prompt"] + completion.text, task["tests"])
         for task, completion in zip(tasks, completions, strict=True)
@@ -149,12 +149,12 @@ def complete(engine: Engine, rows: Sequence[dict[str, Any]], config: DiffusionCo
         part = order[start : start + BATCH]
         seeded = config.replace(seed=seed + start)
         found |= dict(zip(part, engine.generate([rows[i]["prompt"] for i in part], config=seeded), strict=True))
-        this_host().mark()  # not hanging, only long
+        this_host().mark()  # the run is slow, but does not hang
     return [found[i] for i in range(len(rows))]
 
 
 def read_held_out(folder: Path, name: str = SETS["library"]) -> list[dict[str, Any]]:
-    """Prompts and completions that a checkpoint's training has not seen, with tests if the set has them.
+    """Read held-out prompts and completions, with tests if the set has them.
 
     Raises:
       InputError: the folder has no such file.
@@ -162,13 +162,13 @@ def read_held_out(folder: Path, name: str = SETS["library"]) -> list[dict[str, A
     path = folder / name
     if not path.is_file():
         raise InputError(f"--checkpoint={folder}: there is no {name} in it, with a prompt and completion a line")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return read_json_lines(path)
 
 
 def measure(
     engine: Engine, name: str, rows: Sequence[dict[str, Any]], config: DiffusionConfig, values: flags.FlagValues
 ) -> dict[str, Any]:
-    """Complete one set; print its first completions and one line of results."""
+    """Complete one set. Print its first completions and a line of results."""
     started = time.perf_counter()
     completions = complete(engine, rows, config, values.seed)
     seconds = time.perf_counter() - started
@@ -203,7 +203,7 @@ def measure(
 
 
 def main(values: flags.FlagValues) -> None:
-    """Completes every set and writes the record."""
+    """Complete every set and write the record."""
     check_profiling(values)
     folder = Path(values.checkpoint)
     tasks = Path(values.tasks or folder)

@@ -51,7 +51,7 @@ from runtime.execution.rows import bucket_length
 from runtime.models.kv_cache import cache_bytes_per_device, cache_dtype
 from sharding.errors import InputError
 
-# Noised copies of each completion for the bound of its likelihood.
+# Noised copies of each completion for the bound of its likelihood
 _COPIES = 8
 
 
@@ -60,7 +60,7 @@ class Mode:
     """A decoding mode.
 
     Attributes:
-      changes: to the exact configuration; None for the Fast-dLLM baseline.
+      changes: fields that differ from the exact configuration; None for the Fast-dLLM baseline.
       baseline_block: positions of the baseline's blocks.
       baseline_stops: whether the baseline stops after a block with an end token.
       quantize: quantization of the weights.
@@ -105,7 +105,7 @@ MODES = {
     "dual_threshold_8_stop_once_int8": Mode(_ONCE, "int8"),
     "dual_threshold_8_stop_once_int8_cache": Mode(_ONCE, "int8", kv_cache="int8"),
 }
-# Modes between two others, which run only if --modes names them.
+# Intermediate modes, which run only if --modes names them.
 _BETWEEN = ("blocks_32", "dual_threshold_16", "dual_threshold_8_stop_2")
 
 
@@ -115,7 +115,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("prompts", 200, "Held-out prompts to complete.", 1, 10000, flag_values=values)
     flags.DEFINE_integer("new_tokens", 64, "Masks appended.", 1, 4096, flag_values=values)
     flags.DEFINE_integer("trials", 5, "Rounds in which every mode is timed.", 1, 1000, flag_values=values)
-    flags.DEFINE_integer("timed_prompts", 20, "Prompts that a round completes.", 1, 10000, flag_values=values)
+    flags.DEFINE_integer("timed_prompts", 20, "Prompts per round.", 1, 10000, flag_values=values)
     flags.DEFINE_list("modes", [name for name in MODES if name not in _BETWEEN], "Which modes.", flag_values=values)
     flags.DEFINE_integer("cores", None, "Processor cores to use. Default: all.", 1, flag_values=values)
     flags.DEFINE_string(
@@ -159,7 +159,7 @@ def likelihood(
 
 
 def completer(engine: Engine, mode: Mode, base: DiffusionConfig) -> Callable[[np.ndarray], tuple[np.ndarray, int, int]]:
-    """Make the function that completes one prompt ``[S]``: returns new tokens, forward passes, computed positions."""
+    """Return a function that completes a prompt ``[S]``, and returns new tokens, forward passes, computed positions."""
     if mode.changes is None:
         baseline = FastDLLMBaseline(
             engine, base.max_new_tokens, mode.baseline_block, engine.end_token_ids if mode.baseline_stops else ()
@@ -175,14 +175,14 @@ def completer(engine: Engine, mode: Mode, base: DiffusionConfig) -> Callable[[np
 
 
 def up_to_end(new: np.ndarray, ends: Sequence[int]) -> np.ndarray:
-    """New tokens up to and including the first end token."""
+    """Return the new tokens up to and including the first end token."""
     return new[: next((place + 1 for place, token in enumerate(new.tolist()) if token in ends), len(new))]
 
 
 def run_mode(
     engine: Engine, mode: Mode, base: DiffusionConfig, prompts: Sequence[np.ndarray]
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """Complete every prompt: new tokens up to and including the first end token, forward passes, computed positions."""
+    """Complete every prompt. Return new tokens up to the first end token, forward passes, and computed positions."""
     made = [completer(engine, mode, base)(prompt) for prompt in prompts]
     completions = [up_to_end(new, engine.end_token_ids) for new, _, _ in made]
     tokens = sum(map(len, completions))
@@ -195,7 +195,7 @@ def run_mode(
 
 
 def speeds(timing: Timing, exact: Timing | None, tokens: int, exact_tokens: int) -> dict[str, Any]:
-    """Tokens per second over all rounds, and the ratio to exact decoding in each round.
+    """Return the tokens per second over all rounds, and the ratio to exact decoding per round.
 
     Args:
       timing: milliseconds of each round.
@@ -219,7 +219,7 @@ def speeds(timing: Timing, exact: Timing | None, tokens: int, exact_tokens: int)
 
 
 def cache_bytes(engine: Engine, mode: Mode, length: int) -> int:
-    """Bytes of one row's cache; 0 if the mode has no cache."""
+    """Return the bytes of one row's cache; 0 if the mode has no cache."""
     if mode.changes is not None and mode.changes.get("cache", "none") == "none":
         return 0
     return cache_bytes_per_device(engine.layout, 1, bucket_length(length), cache_dtype(mode.kv_cache, engine.dtype))
@@ -268,14 +268,16 @@ def check_flags(values: flags.FlagValues) -> None:
     """Check the flags before anything is loaded.
 
     Raises:
-      InputError: a mode, a number of tokens, or a place for the plot that cannot be; or matplotlib is missing.
+      InputError: a mode, a number of tokens or the plot's path is wrong, or matplotlib is missing.
     """
     check_profiling(values)
     unknown = [name for name in values.modes if name not in MODES]
     if unknown:
         raise InputError(f"--modes: {', '.join(unknown)} is not one of {', '.join(MODES)}")
     if values.new_tokens % 32:
-        raise InputError(f"--new_tokens={values.new_tokens}: the Fast-dLLM baseline's blocks want a multiple of 32")
+        raise InputError(
+            f"--new_tokens={values.new_tokens}: the Fast-dLLM baseline requires a multiple of its blocks of 32"
+        )
     if values.plot is not None:
         check_output("plot", Path(values.plot), is_file=True)
     if importlib.util.find_spec("matplotlib") is None:
@@ -283,7 +285,7 @@ def check_flags(values: flags.FlagValues) -> None:
 
 
 def agreement(ones: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
-    """Mean similarity of pairs of token sequences, from 0 to 1."""
+    """Return the mean similarity of pairs of token sequences, from 0 to 1."""
     pairs = zip(ones, others, strict=True)
     return float(np.mean([difflib.SequenceMatcher(None, one, two, autojunk=False).ratio() for one, two in pairs]))
 
@@ -296,10 +298,10 @@ def quality(
     exact: Sequence[np.ndarray] | None,
     new_tokens: int,
 ) -> dict[str, Any]:
-    """Quality of completions: parse rate, agreement with the held-out text and with exact decoding, and likelihood.
+    """Return the quality of completions: parse rate, agreement with held-out text and exact decoding, and likelihood.
 
     Args:
-      judge: the engine under which they are scored.
+      judge: the engine that scores the completions.
       held_out: rows with a ``prompt`` and a ``completion``.
       prompts: their prompts in tokens.
       made: the completions of one mode.
@@ -333,7 +335,7 @@ def print_row(name: str, row: dict[str, Any]) -> None:
 
 
 def measure(values: flags.FlagValues, held_out: Sequence[dict[str, str]]) -> dict[str, dict[str, Any]]:
-    """Run every mode over the held-out prompts, then time the modes in turn; returns a row per mode."""
+    """Run every mode on the held-out prompts, then time the modes in turn. Return a row per mode."""
     base = DiffusionConfig(max_new_tokens=values.new_tokens, steps=values.new_tokens, algorithm="entropy")
 
     @functools.cache

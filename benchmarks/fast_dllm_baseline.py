@@ -1,4 +1,4 @@
-"""Fast-dLLM as published, the baseline of fast decoding on the same model and machine."""
+"""Fast-dLLM as published: the baseline for fast decoding, on the same model and machine."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from runtime.models.transformer import project_logits
 
 
 class FastDLLMBaseline:
-    """Fast-dLLM's dual cache with threshold (Wu et al., 2025), one row at a time, as one program."""
+    """Fast-dLLM's dual cache with threshold (Wu et al., 2025): one compiled program that decodes one row."""
 
     def __init__(
         self, engine: Engine, new_tokens: int, block: int = 32, ends: Sequence[int] = (), threshold: float = 0.9
     ) -> None:
-        """Take the model's weights.
+        """Create the program for a model.
 
         Args:
           engine: the model.
           new_tokens: a multiple of ``block``.
           block: positions of a block.
-          ends: a row stops after a block with one of these tokens.
+          ends: tokens that end a row; it stops after the block that contains one.
           threshold: probability above which a token is committed.
         """
         self._engine, self._new, self._block, self._threshold = engine, new_tokens, block, threshold
@@ -40,7 +40,7 @@ class FastDLLMBaseline:
 
         def choose(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
             probabilities = jax.nn.softmax(project_logits(forward, weights, hidden), axis=-1)
-            # The original would try a predicted MASK for ever; here the best of the others takes its place.
+            # The original never ends if the model predicts the mask token; here the best other token is used.
             probabilities = probabilities.at[..., mask].set(0.0)
             return probabilities.argmax(axis=-1)[0], probabilities.max(axis=-1)[0]
 
@@ -78,13 +78,13 @@ class FastDLLMBaseline:
             ended = jnp.isin(canvas[0], jnp.array(self._ends, jnp.int32)) & made if self._ends else jnp.array([False])
             return (number < self._new // self._block) & ~ended.any()
 
-        # Over the canvas, over windows.
+        # For passes over the canvas, and over windows.
         forwards = jnp.zeros((2,), jnp.int32)
         _, canvas, cache, forwards = jax.lax.while_loop(unfinished, fill_block, (jnp.int32(0), canvas, cache, forwards))
         return canvas, forwards, cache
 
     def __call__(self, ids: np.ndarray) -> tuple[np.ndarray, int, int]:
-        """Complete one row ``[1, S]``; returns new tokens, forward passes and computed positions."""
+        """Complete one row ``[1, S]``. Return new tokens, forward passes and computed positions."""
         length = ids.shape[1] + self._new
         width = bucket_length(length)
         canvas = np.full((1, width), self._engine.config.pad_token_id, np.int32)
@@ -93,7 +93,7 @@ class FastDLLMBaseline:
         shapes = abstract_cache(self._engine.layout, 1, width, self._engine.dtype)
         cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)
         arguments = (self._engine.weights, jnp.asarray(canvas), jnp.int32(length), cache)
-        # Compiled as the engine compiles its own programs, and its cache updated in place like theirs.
+        # Compile as the engine does, with a cache that is updated in place.
         program = self._engine.runner.programs.get(
             ("fast_dllm", self._block, self._new, self._ends, width),
             lambda: jax.jit(self._generate, donate_argnums=3).lower(*arguments),

@@ -1,12 +1,12 @@
-"""Measure what a fault on one host does to the others, with real processes on this machine that use gloo.
+"""Measure how hosts react to a fault on one of them, with real processes on this machine that use gloo.
 
   python -m benchmarks.faults              the whole table: each fault on the first rank and on another
   python -m benchmarks.faults --only=kill,stuck
   python -m benchmarks.faults --attacks    hostile files, bodies, templates, connections and batches: the long forms
 
-For each case: seconds from the fault until every process of every host is down, the exit codes, and whether host 0 (or,
-where host 0 itself is gone, the survivors) named the host at fault. A missing host counts from the end of the
-initialisation timeout, a stuck one from its fault with the stall timeout included.
+For each case it measures the seconds from the fault until all processes of all hosts have ended, the exit codes, and
+whether host 0 (or the survivors, if host 0 failed) named the host at fault. For a missing host, the time starts at the
+end of the initialisation timeout. For a stuck host, it includes the stall timeout.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Outcome:
 
     @property
     def survivors(self) -> list[int]:
-        """Exit codes of the hosts that survived the fault."""
+        """Exit codes of the processes on hosts that survived the fault."""
         return [code for code in self.codes if code is not None and not (self.case == "lose" and code == 137)]
 
 
 class HostProcesses:
-    """Processes of several hosts on this machine; leaving the ``with`` block kills whatever is left of them."""
+    """Processes of several hosts on this machine. The end of the ``with`` block kills those that still run."""
 
     def __init__(self, commands: Sequence[Sequence[str] | None], folder: Path, devices: int = 1) -> None:
         """Start a process for each command that is not None, with output to files in ``folder``."""
@@ -109,7 +109,7 @@ class HostProcesses:
 
     @property
     def groups(self) -> list[int]:
-        """Process groups of the started hosts; each has a supervisor and its children."""
+        """Process groups of the started hosts, each with a supervisor and its children."""
         return [process.pid for process in self._processes if process is not None]
 
     def running(self) -> bool:
@@ -127,10 +127,10 @@ class HostProcesses:
         return False
 
     def wait(self, limit: float = _LIMIT) -> list[int | None]:
-        """Wait until all processes have ended. Returns exit codes as a shell reports them.
+        """Wait until all processes have ended. Return exit codes as a shell reports them.
 
         Raises:
-          TimeoutError: something is still there after ``limit`` seconds.
+          TimeoutError: a process still runs after ``limit`` seconds.
         """
         deadline = time.monotonic() + limit
         while self.running():
@@ -147,19 +147,19 @@ class HostProcesses:
         process.send_signal(which)
 
     def text(self, kind: str) -> list[str]:
-        """The output of each host: ``out`` or ``err``."""
+        """Return each host's standard output (``out``) or standard error (``err``)."""
         paths = [self._path(number, kind) for number in range(len(self._processes))]
         return [path.read_text(errors="replace") if path.exists() else "" for path in paths]
 
 
 def generate_command(*arguments: str, module: str = "launch.generate") -> list[str]:
-    """The command of a short generation with the demo on the devices of three hosts."""
+    """Return a command that generates a few tokens with the demo model on the devices of three hosts."""
     own = ["--prompt=def add(a, b):\n", "--max_new_tokens=48", "--mesh=sequence=-1", "--compile_cache="]
     return [sys.executable, "-m", module, *own, *arguments]
 
 
 def commands_of(case: str, host: int, hosts: int, folder: Path) -> list[list[str] | None]:
-    """The command of each host."""
+    """Return the command of each host."""
     shared = [f"--heartbeat_timeout={HEARTBEAT}"]
     shared += [f"--stall_timeout={STALL}"] if case == "stuck" else []
     shared += [f"--initialization_timeout={INITIALIZATION}"] if case == "missing" else []
@@ -184,7 +184,7 @@ def run_case(case: str, host: int, hosts: int = 3) -> Outcome:
     """Run one case.
 
     Raises:
-      TimeoutError: the hosts do not come down.
+      TimeoutError: the hosts do not end.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -205,7 +205,7 @@ def run_case(case: str, host: int, hosts: int = 3) -> Outcome:
 
 
 def names_host(log: str, host: int) -> bool:
-    """Whether a host's log names ``host`` as the cause."""
+    """Return whether a host's log names ``host`` as the cause."""
     found = re.search(r"^host \d+ \(.*?\) stops with exit code \d+[^:]*: (.*)$", log, re.MULTILINE)
     reason = found[1] if found else ""
     if "do not agree" in reason:
@@ -219,7 +219,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define_record_flags(values)
     flags.DEFINE_list("only", list(CASES), "Cases to run.", flag_values=values)
     flags.DEFINE_bool("attacks", False, "Run the attacks of benchmarks.attacks instead.", flag_values=values)
-    flags.DEFINE_integer("hosts", 3, "Hosts, each one process with one device.", 2, 8, flag_values=values)
+    flags.DEFINE_integer("hosts", 3, "Number of hosts; each is one process with one device.", 2, 8, flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:

@@ -2,8 +2,8 @@
 
 python -m benchmarks.faulty --fault=kill --fault_host=1 ...the flags of launch.generate
 
-The fault happens between two reports of progress. Before it, a line ``FAULT <seconds since 1970>`` goes to standard
-error.
+The fault happens between two reports of progress. Immediately before it, the process prints ``FAULT <seconds since
+1970>`` to standard error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _kill() -> None:
 
 
 def _lose() -> None:
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # the supervisor too, as when a machine is gone
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # kills the supervisor too, as if the machine had failed
 
 
 def _stop() -> None:
@@ -74,7 +74,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the command."""
+    """Run ``launch.generate`` with the fault."""
 
     @contextlib.contextmanager
     def with_fault(title: str, *, of_bytes: bool = False) -> Iterator[Report]:

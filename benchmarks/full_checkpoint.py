@@ -1,12 +1,13 @@
-"""Make, copy, convert, verify, restore and run a 7.6B checkpoint on one machine, with time and memory.
+"""Make, copy, convert, verify, restore and run a 7.6B checkpoint on one machine; measure time and memory.
 
   python -m benchmarks.full_checkpoint --folder=/somewhere/with/50GB            15.2 GB of bfloat16, 4 files
   python -m benchmarks.full_checkpoint --folder=/tmp/try --layers=1 --vocab=8192    the same in a minute
 
-Each phase runs in its own process with an empty page cache. The record has its wall time, bytes per second and peak
-resident memory, beside a plain copy and a plain read of the same bytes and the speed of the digest on one core. Goals:
-conversion within 2 GiB and twice the time of the copy; restoring within the size of the weights plus 2 GiB; verifying
-at the speed of the disk or of the digest on one core, whichever is slower.
+Each phase runs in a new process with an empty page cache. The record has its wall time, bytes per second and peak
+resident memory. For comparison, it also has a plain copy and a plain read of the same bytes, and the speed of the
+digest on one core. The goals are: conversion within 2 GiB of memory and twice the time of the copy; restoring within
+the size of the weights plus 2 GiB; verification at the speed of the disk or of the digest on one core, whichever is
+slower.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ FILES = 4
 
 
 def config_of(layers: int, vocab: int) -> dict[str, Any]:
-    """DiffuCoder-7B's config.json, optionally with fewer layers or a smaller vocabulary."""
+    """Return DiffuCoder-7B's config.json, optionally with fewer layers or a smaller vocabulary."""
     return {
         "architectures": ["DreamModel"],
         "model_type": DREAM.model_type,
@@ -62,9 +63,7 @@ def config_of(layers: int, vocab: int) -> dict[str, Any]:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this benchmark's flags."""
-    flags.DEFINE_string(
-        "folder", None, "Folder to work in; what is made there is removed in the end.", flag_values=values
-    )
+    flags.DEFINE_string("folder", None, "Folder for temporary files, which are removed in the end.", flag_values=values)
     flags.DEFINE_integer("layers", 28, "Layers of the model.", 1, 28, flag_values=values)
     flags.DEFINE_integer("vocab", 152064, "Vocabulary of the model.", 128, 152064, flag_values=values)
     flags.DEFINE_enum("phase", None, ("make", "restore"), "Run one phase in this process.", flag_values=values)
@@ -95,7 +94,7 @@ def make_source(folder: Path, layers: int, vocab: int) -> None:
 
 
 def restore(values: flags.FlagValues, checkpoint: Path) -> None:
-    """Restore onto 8 simulated devices and run one short denoise; prints seconds and memory as JSON."""
+    """Load the checkpoint onto 8 simulated devices, run a short generation, and print seconds and memory as JSON."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -128,7 +127,7 @@ def restore(values: flags.FlagValues, checkpoint: Path) -> None:
 
 
 def run_phase(name: str, command: Sequence[str]) -> dict[str, Any]:
-    """Run a process; returns seconds, peak resident bytes, and the JSON that it printed, if any."""
+    """Run a process. Return seconds, peak resident bytes, and the JSON that it printed, if any."""
     print(f"{name} ...", file=sys.stderr, flush=True)
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
@@ -145,7 +144,7 @@ def run_phase(name: str, command: Sequence[str]) -> dict[str, Any]:
 
 
 def copy_bytes(source: Path, target: Path) -> float:
-    """Copy a folder's files and sync them to disk; returns seconds."""
+    """Copy a folder's files and sync them to disk. Return the seconds."""
     start = time.perf_counter()
     target.mkdir()
     for path in source.iterdir():
@@ -165,7 +164,7 @@ def forget(folder: Path) -> None:
 
 
 def read_bytes(folder: Path) -> float:
-    """Read a folder's files and discard the data; returns seconds."""
+    """Read a folder's files and discard the data. Return the seconds."""
     start = time.perf_counter()
     buffer = bytearray(32 << 20)
     for path in folder.rglob("*"):
@@ -177,7 +176,7 @@ def read_bytes(folder: Path) -> float:
 
 
 def digest_speed() -> float:
-    """Bytes per second of the digest on one core, over chunks of the size of a 7.6B model's."""
+    """Return the digest's bytes per second on one core, for chunks as large as those of a 7.6B model."""
     chunk = np.random.default_rng(0).bytes(2 << 20)
     start, count = time.perf_counter(), 512
     for _ in range(count):
@@ -186,7 +185,7 @@ def digest_speed() -> float:
 
 
 def run_phases(values: flags.FlagValues, folder: Path) -> tuple[dict[str, Any], int]:
-    """Make, copy, convert, read, verify and restore a model; returns results by phase, and the size of the model."""
+    """Make, copy, convert, read, verify and restore a model. Return results by phase, and the size of the model."""
     source, copied, checkpoint = folder / "source", folder / "copy", folder / "checkpoint"
     again = [
         "-m",
@@ -213,7 +212,7 @@ def run_phases(values: flags.FlagValues, folder: Path) -> tuple[dict[str, Any], 
     forget(checkpoint)
     results["restore"] = run_phase("restore", [*again, "--phase=restore"])
     if more := given_profiling(values):
-        # Once more, so that what is timed is not traced; should it fail, it says why, and the record is still made.
+        # Trace a second run, so that the timed one is not slowed down. If it fails, the record is still written.
         with contextlib.suppress(InputError):
             run_phase("profile", [*again, *more, "--phase=restore"])
     for phase in results.values():

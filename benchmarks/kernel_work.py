@@ -1,4 +1,4 @@
-"""The time of a kernel of optimized HLO: from its bundles on a TPU, from its operations and bytes on a GPU."""
+"""The time of a kernel in optimized HLO: from its bundles on a TPU, and from its operations and bytes on a GPU."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from runtime.planner.hlo import HloCollective, Instruction, Module, array_bytes
 from sharding.links import HOP_SECONDS, Wiring
 from sharding.topology import Chip
 
-# Cores of a chip, and numbers that the matrix units of one multiply in a cycle: the clock follows from the peak.
+# Cores per chip, and multiplications per core and cycle. With the published peak, they determine the clock.
 _TPU_CORES = {
     "v4": (2, 4 * 128 * 128),
     "v5e": (1, 4 * 128 * 128),
     "v5p": (2, 4 * 128 * 128),
     "v6e": (1, 4 * 256 * 256),
 }
-# Share of a TPU's published memory bandwidth that copies reach: an assumption.
+# Share of a TPU's published memory bandwidth that copies reach (assumed).
 TPU_BANDWIDTH_SHARE = 0.9
-# Operations and bytes per second that products and copies reach, as measured on one H200.
+# Operations per second of matrix products, and bytes per second of copies, as measured on one H200.
 H200_FLOPS, H200_BANDWIDTH = 790e12, 4.3e12
-# Seconds from the end of a kernel to the start of the next: an assumption.
+# Seconds from the end of a kernel to the start of the next (assumed).
 LAUNCH_SECONDS = 1e-6
 
 Links = Callable[[HloCollective], float]
 
 _ARRAY = re.compile(r"\b([a-z]+\d*\[[\d,]*\])(\{[^}]*\})?")
-# Kernels of fewer bytes may be part of the program's own bundles.
+# Smaller kernels may be inlined into the bundles of the program.
 _SMALL = 4096
 _SLICES = ("dynamic-slice", "slice", "gather")
-# They write into their first operand, and which operand they write.
+# Operations that update their first operand in place, and the index of the operand that they write into it.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _PASSED_ON = ("bitcast", "reshape", "copy", "convert")
 
 
 def clock(chip: Chip) -> float:
-    """Cycles per second of a TPU's cores."""
+    """Return the cycles per second of a TPU's cores."""
     cores, numbers = _TPU_CORES[chip.name]
     return chip.flops / (2 * cores * numbers)
 
 
 def tiles_of(module: Module) -> dict[str, int]:
-    """The number of tiles into which the TPU compiler split each kernel, if its configuration contains it."""
+    """Return the number of tiles that the TPU compiler split each kernel into, if its configuration contains it."""
     found = {}
     for instructions in module.computations.values():
         for one in instructions:
@@ -55,14 +55,14 @@ def tiles_of(module: Module) -> dict[str, int]:
 
 
 def tpu_device(chip: Chip, kernels: Mapping[str, Kernel], module: Module, links: Links, missing: set[str]) -> Device:
-    """A TPU: the time of a kernel is that of its bundles or of its bytes, whichever is longer.
+    """Describe a TPU. A kernel takes the time of its bundles or of its bytes, whichever is longer.
 
     Args:
-      chip: which.
+      chip: type of the chip.
       kernels: the program's kernels, from the dump.
       module: the program.
-      links: seconds of a collective.
-      missing: takes the names of kernels without bundles.
+      links: returns the seconds of a collective.
+      missing: receives the names of kernels without bundles.
     """
     hertz, bandwidth = clock(chip), chip.memory_bandwidth * TPU_BANDWIDTH_SHARE
     twins: dict[str, Kernel] = {}
@@ -81,14 +81,17 @@ def tpu_device(chip: Chip, kernels: Mapping[str, Kernel], module: Module, links:
 
 
 def _shape_of_work(module: Module, local: dict[str, Instruction], one: Instruction) -> str:
-    """The shape of a kernel's work. The compiler writes bundles for only one of several kernels with the same shape."""
+    """Return a text that is equal for kernels with the same operation, shapes and fused operations.
+
+    The compiler dumps the schedule (bundles) of only one of several equal kernels, so the others are looked up by it.
+    """
     operands = [local[name].shape for name in one.operands if name in local]
     body = [f"{inner.operation} {inner.shape}" for inner in module.computations.get(one.called.get("calls", ""), ())]
     return f"{one.operation} {one.shape} {operands} {body}"
 
 
 def gpu_device(links: Links) -> Device:
-    """An H200: the time of a kernel is that of its operations or bytes at measured rates, plus a launch."""
+    """Describe an H200. A kernel takes the time of its operations or bytes at measured rates, plus a launch."""
 
     def kernel(module: Module, local: dict[str, Instruction], one: Instruction) -> Work:
         moved = bytes_moved(module, local, one)
@@ -99,7 +102,7 @@ def gpu_device(links: Links) -> Device:
 
 
 def link_times(wiring: Wiring, sizes: Mapping[str, int]) -> Links:
-    """Seconds of a collective on its own: bytes divided by link rates.
+    """Return a function that computes the seconds of a collective: its bytes divided by the rates of the links.
 
     Args:
       wiring: the links of the mesh.
@@ -110,7 +113,7 @@ def link_times(wiring: Wiring, sizes: Mapping[str, int]) -> Links:
         axes = one.axes(sizes)
         members = wiring.members(axes)
         if one.kind == "collective-permute":
-            # To a neighbour, through one link.
+            # A transfer to a neighbour uses one link.
             return one.payload / wiring.topology.chip.link_bandwidth + HOP_SECONDS["interconnect"]
         return wiring.link(axes).seconds(one.kind, one.payload, members) if members > 1 else 0.0
 
@@ -118,7 +121,7 @@ def link_times(wiring: Wiring, sizes: Mapping[str, int]) -> Links:
 
 
 def bytes_moved(module: Module, local: Mapping[str, Instruction], one: Instruction) -> float:
-    """Bytes that a kernel reads and writes in device memory; only the slice of an array that it slices."""
+    """Return the bytes that a kernel reads and writes in device memory. Of a sliced array, only the slice counts."""
     if one.operation in _SLICES:
         return 2.0 * _in_memory(one.shape)
     inner = module.computations.get(one.called.get("calls", ""), ()) if one.operation == "fusion" else ()
@@ -131,12 +134,12 @@ def bytes_moved(module: Module, local: Mapping[str, Instruction], one: Instructi
 
 
 def _in_memory(shape: str) -> int:
-    """Bytes of the arrays of a shape that are not in on-chip memory."""
+    """Return the bytes of those arrays of a shape that are not in on-chip memory."""
     return sum(array_bytes(array) for array, layout in _ARRAY.findall(shape) if "S(" not in layout)
 
 
 def _taken(module: Module, body: Sequence[Instruction], number: int) -> float:
-    """Bytes that a fused computation reads of a parameter: all, or the slice."""
+    """Return the bytes that a fused computation reads from a parameter: all of it, or a slice."""
     name = next((one.name for one in body if one.operation == "parameter" and one.rest.startswith(f"{number})")), "")
     total = 0.0
     for one in body:
@@ -160,7 +163,7 @@ def _taken(module: Module, body: Sequence[Instruction], number: int) -> float:
 
 
 def _written(module: Module, body: Sequence[Instruction], shape: str) -> float:
-    """Bytes of a kernel's results; only the update of an array that is updated in place."""
+    """Return the bytes of a kernel's results. Of an array that is updated in place, only the update counts."""
     whole = _in_memory(shape)
     if not body or not whole:
         return whole
@@ -174,7 +177,7 @@ def _written(module: Module, body: Sequence[Instruction], shape: str) -> float:
 
 
 def operations(module: Module, local: Mapping[str, Instruction], one: Instruction) -> float:
-    """Floating-point operations of the products in a kernel."""
+    """Return the floating-point operations of the matrix products in a kernel."""
     if one.operation == "fusion":
         body = module.computations.get(one.called.get("calls", ""), ())
         inside = {inner.name: inner for inner in body}
@@ -187,7 +190,7 @@ def operations(module: Module, local: Mapping[str, Instruction], one: Instructio
             result = _ARRAY.search(one.shape)
             return 2.0 * math.prod(_sizes(result[1] if result else "")) * math.prod(shapes[0][axis] for axis in axes)
     if "fmha" in one.rest and len(shapes) > 1:
-        # [B, S, heads, H] by [B, T, KV heads, H], two products.
+        # Two products of [B, S, heads, H] and [B, T, KV heads, H].
         B, S, heads, H = shapes[0]
         return 4.0 * B * S * heads * H * shapes[1][1]
     return 0.0

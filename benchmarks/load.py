@@ -1,7 +1,7 @@
-"""Load for servers: clients that send requests at a fixed rate or after each answer, and the latency of each request.
+"""Load for servers: clients send requests at a fixed rate or after each answer, and measure their latency.
 
-Works with any server that has OpenAI's completions route. Latencies count from the moment at which a request was due,
-so that a client that falls behind does not hide any delay.
+This works with any server that has OpenAI's completions route. The latency of a request starts at the time at which it
+was due, so a client that falls behind does not hide delays.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Ask:
     """One request.
 
     Attributes:
-      prompt: its text.
-      max_tokens: new tokens at most.
-      seed: its own.
-      fields: fields of the body beside these.
-      stream: whether the answer is streamed.
+      prompt: the prompt.
+      max_tokens: maximum number of new tokens.
+      seed: seed of the request.
+      fields: other fields of the body.
+      stream: whether to stream the answer.
     """
 
     prompt: str
@@ -38,16 +38,16 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a request; seconds count from when it was due.
+    """The outcome of a request. Times are in seconds since the request was due.
 
     Attributes:
-      status: HTTP status, 0 if the answer broke off.
-      first: until the first text, or the end if there was none.
-      end: until the end.
-      tokens: completion tokens that the server counted.
+      status: HTTP status; 0 if the connection broke.
+      first: time of the first text; of the end if there was none.
+      end: time of the end of the answer.
+      tokens: completion tokens as counted by the server.
       text: the completion.
-      pieces: events with text in them; none of an answer that is not streamed.
-      committed_at_first: tokens on the canvas when the first text came, if the request asked for canvases.
+      pieces: number of events with text; 0 for an answer that is not streamed.
+      committed_at_first: tokens on the canvas at the first text, if the request asked for canvases.
     """
 
     status: int
@@ -63,7 +63,7 @@ class Client:
     """A client of one server."""
 
     def __init__(self, address: str, key: str | None, seconds: float) -> None:
-        """Prepare to send to ``address``; an answer may take at most ``seconds``."""
+        """Create a client for ``address``. An answer may take at most ``seconds``."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx.AsyncClient(base_url=address, headers=headers, timeout=seconds, limits=limits)
@@ -78,7 +78,7 @@ class Client:
         await self._http.aclose()
 
     async def send(self, ask: Ask, due: float) -> Answer:
-        """Send a request and read its answer; ``due`` is on the clock of ``time.perf_counter``."""
+        """Send a request and read its answer. ``due`` is a time of ``time.perf_counter``."""
         body = {
             "model": self._model,
             "prompt": ask.prompt,
@@ -102,7 +102,7 @@ class Client:
 
 
 class _Whole:
-    """An answer in one object."""
+    """Reads an answer that is one JSON object."""
 
     def __init__(self) -> None:
         self.first: float | None = None
@@ -111,14 +111,14 @@ class _Whole:
         self.text, self.whole = "", False
 
     def line(self, line: str) -> None:
-        """Read the line that the answer is."""
+        """Read the answer, which is one line."""
         answer = json.loads(line)
         self.text, self.tokens = answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
         self.whole = True
 
 
 class _Streamed(_Whole):
-    """A streamed answer."""
+    """Reads a streamed answer."""
 
     def __init__(self, due: float) -> None:
         super().__init__()
@@ -147,12 +147,12 @@ async def open_loop(
     """Send requests as a Poisson process, without waiting for answers.
 
     Args:
-      client: the server.
-      asks: the requests, in the order of their arrivals.
+      client: client of the server.
+      asks: the requests in order of arrival.
       rate: arrivals per second.
       seed: seed of the arrival times.
-      longest_idle: seconds. While the server has no request, a longer wait for the next arrival is cut to this: an
-        idle server keeps nothing of the time before, so no answer is faster for it, and the load is over sooner.
+      longest_idle: maximum wait in seconds while no request is open. An idle server does not become faster by waiting,
+        so shorter waits save time without changing latencies.
     """
     arrivals = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(asks))).tolist()
     start = time.perf_counter()
@@ -176,9 +176,9 @@ async def closed_loop(client: Client, asks: Sequence[Ask], users: int) -> list[A
     """Simulate users who each send the next request after the last answer. Answers are in the order of requests.
 
     Args:
-      client: the server.
-      asks: the requests, in this order.
-      users: at a time.
+      client: client of the server.
+      asks: the requests in order.
+      users: number of users.
     """
     answers: list[Answer | None] = [None] * len(asks)
     left = iter(enumerate(asks))
@@ -196,9 +196,9 @@ class Saturated:
     """Throughput of a server while more requests waited than it had slots.
 
     Attributes:
-      seconds: from the answer before the first that counts to the last one.
-      asks: the requests whose answers count, in the order in which they were answered.
-      answers: those answers.
+      seconds: time from the last answer that does not count to the last answer.
+      asks: the requests whose answers count, in the order of the answers.
+      answers: the answers that count.
     """
 
     seconds: float
@@ -207,21 +207,21 @@ class Saturated:
 
     @property
     def tokens_per_second(self) -> float:
-        """Requested new tokens per second. They determine the work, whether or not an end token is among them."""
+        """New tokens per second. Requested tokens after an end token count too, because they are work as well."""
         return sum(ask.max_tokens for ask in self.asks) / self.seconds
 
 
 async def saturate(client: Client, asks: Sequence[Ask], users: int, warmup: int) -> Saturated:
-    """Keep ``users`` requests open at any time, from the first counted answer to the last.
+    """Keep ``users`` requests open at any time, and measure the throughput.
 
-    The requests that are unanswered when the first user has none left to send are given up, so that no tail counts in
-    which slots stand empty.
+    When no request is left to send, open requests are cancelled, so that the end, where slots become empty, does not
+    count.
 
     Args:
-      client: the server.
-      asks: the requests, in this order.
-      users: at a time, more than the server has slots.
-      warmup: answers at the start that do not count: the first rows begin together, and short ones end first.
+      client: client of the server.
+      asks: the requests in order.
+      users: number of open requests, more than the server has slots.
+      warmup: number of answers at the start that do not count. The first rows start together, and short ones end first.
     """
     done: list[tuple[float, Ask, Answer]] = []
     left = iter(asks)
@@ -243,14 +243,11 @@ async def saturate(client: Client, asks: Sequence[Ask], users: int, warmup: int)
 
 
 def summary(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Summarise the answers of a load.
-
-    Args:
-      answers: to all requests.
+    """Summarise the answers to all requests of a load.
 
     Returns:
-      How many were answered, refused and failed; and in milliseconds, over requests that were answered, percentiles of
-      the time to the first text (``ttft``, None unless they are streamed) and to the end (``e2e``).
+      The numbers of answered, refused and failed requests. For answered requests, percentiles in milliseconds of the
+      time to the first text (``ttft``, None if answers are not streamed) and to the end (``e2e``).
     """
     done = [answer for answer in answers if answer.status == 200]
     return {
@@ -264,7 +261,7 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """The 50th, 90th and 99th percentile in milliseconds; None without values."""
+    """Return the 50th, 90th and 99th percentile in milliseconds; None without values."""
     if not seconds:
         return None
     return {f"p{rank}": round(1e3 * float(np.percentile(seconds, rank)), 2) for rank in (50, 90, 99)}

@@ -1,4 +1,4 @@
-"""Models of benchmarks: their sizes from flags, and their floating-point operations.
+"""Models for benchmarks: their sizes from flags, and their floating-point operations.
 
 Dimension letters: B batch, S canvas.
 """
@@ -15,7 +15,7 @@ from runtime.models.dream import DREAM
 from runtime.models.families import model_layout, parse_config
 from runtime.models.qwen2 import QWEN2
 
-# Families that have these sizes, and what transformers calls their models.
+# Families with such sizes, and the names of their model classes in transformers.
 _ARCHITECTURES = {DREAM: "DreamModel", QWEN2: "Qwen2ForCausalLM"}
 
 SIZES = {
@@ -29,7 +29,7 @@ SIZES = {
         "head_dim": 64,
         "vocab_size": 32768,
     },
-    # And Dream-7B's.
+    # Dream-7B's shapes.
     "diffucoder-7b": {
         "layers": 28,
         "hidden_size": 3584,
@@ -44,9 +44,11 @@ SIZES = {
 
 def define_model_flags(values: flags.FlagValues, default: str | None = "mid-size") -> None:
     """Define ``--random``, a model by name with random weights, and a flag for each size."""
-    flags.DEFINE_enum("random", default, tuple(SIZES), "Random weights of this model's sizes.", flag_values=values)
+    flags.DEFINE_enum(
+        "random", default, tuple(SIZES), "Random weights with the sizes of this model.", flag_values=values
+    )
     for name in SIZES["mid-size"]:
-        text = f"Another size than --random's: {name.replace('_', ' ')}."
+        text = f"Overrides a size of --random:{name.replace('_', ' ')}."
         flags.DEFINE_integer(name, None, text, 1, flag_values=values)
 
 
@@ -57,7 +59,7 @@ def model_sizes(values: flags.FlagValues) -> dict[str, int]:
 
 
 def checkpoint_config(sizes: dict[str, int], dtype: str, family: Family = DREAM) -> dict[str, Any]:
-    """A checkpoint's ``config.json``; the last two tokens are mask and padding."""
+    """Return a checkpoint's ``config.json``. The last two tokens are mask and padding."""
     return {
         "architectures": [_ARCHITECTURES[family]],
         "model_type": family.model_type,
@@ -80,16 +82,16 @@ def checkpoint_config(sizes: dict[str, int], dtype: str, family: Family = DREAM)
 
 
 def model_config(sizes: dict[str, int], dtype: str, family: Family = DREAM) -> ModelConfig:
-    """The model's configuration for the runtime.
+    """Return the runtime's configuration of the model.
 
     Raises:
-      ConfigError: sizes that make no model.
+      ConfigError: the sizes are inconsistent.
     """
     return parse_config(checkpoint_config(sizes, dtype, family))
 
 
 def layer_config(config: ModelConfig) -> dict[str, Any]:
-    """The ``config.json`` of one layer of a model, with a tiny vocabulary."""
+    """Return the ``config.json`` of a model with one layer of the same sizes and a tiny vocabulary."""
     sizes = {
         "layers": 1,
         "hidden_size": config.hidden_size,
@@ -106,17 +108,17 @@ def layer_config(config: ModelConfig) -> dict[str, Any]:
 def forward_flops(
     config: ModelConfig, batch: int, canvas: int, head_positions: float, keys: int | None = None
 ) -> float:
-    """Floating-point operations of one forward pass, a multiply-add counted as two.
+    """Return the floating-point operations of one forward pass. A multiply-add counts as two.
 
     Args:
       config: the model.
       batch: B.
-      canvas: S, positions that are computed of each row.
-      head_positions: positions, of all rows together, that the output head runs on.
+      canvas: S, positions that are computed per row.
+      head_positions: positions that the output head is run on, over all rows.
       keys: number of keys per position; default S.
     """
     layout = model_layout(config)
     layers = sum(math.prod(leaf.shape) for leaf in layout.leaves if leaf.layers and leaf.contracted)
-    # Scores, and the weighted sum of values; a mask is not taken off, for not every implementation skips what it hides.
+    # Scores, and the weighted sum of values. Masked pairs count, because not every implementation skips them.
     attention = 2 * (keys or canvas) * config.num_heads * config.head_dim * config.num_layers
     return 2.0 * (batch * canvas * (layers + attention) + head_positions * math.prod(layout.head.shape))

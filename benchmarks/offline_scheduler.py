@@ -1,16 +1,15 @@
-"""Continuous batching by the offline scheduler against fixed batches, on the same prompts.
+"""Compare continuous batching by the offline scheduler with fixed batches on the same prompts.
 
   python -m benchmarks.offline_scheduler         the demo checkpoint's held-out prompts, some minutes on 2 cores
   python -m benchmarks.offline_scheduler --mesh=data=8 --slots=64 --checkpoint=... --prompts=...  anywhere else
 
 Rows end at their end token, so their lengths differ. Fixed batches take as many rows as there are slots, in the order
 of the input, and start the next batch when the last row is done. Both sides must yield the same tokens. The number of
-forward passes does not depend on the machine; times do. Written to benchmarks/results/offline_scheduler.json.
+forward passes does not depend on the machine; times do. The record is benchmarks/results/offline_scheduler.json.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from benchmarks.records import (
     write_record,
 )
 from checkpoints import DEMO
+from checkpoints.local_files import read_json_lines
 from launch.process.profiling import check_profiling, define_profiling_flags, profile_again
 from launch.process.startup import run_launcher
 from runtime import DiffusionConfig, Engine, InputError, RowRequest, SamplingConfig, row_seed
@@ -38,25 +38,27 @@ def define_flags(values: flags.FlagValues) -> None:
     define_record_flags(values)
     define_profiling_flags(values)
     flags.DEFINE_string("checkpoint", str(DEMO), "Model folder.", flag_values=values)
-    flags.DEFINE_string("prompts", str(DEMO / "held_out.jsonl"), "Lines with a prompt in each.", flag_values=values)
-    flags.DEFINE_string("mesh", None, "As for the launchers.", flag_values=values)
+    flags.DEFINE_string(
+        "prompts", str(DEMO / "held_out.jsonl"), "JSONL file with a prompt per line.", flag_values=values
+    )
+    flags.DEFINE_string("mesh", None, "Mesh, as for diffumesh generate.", flag_values=values)
     flags.DEFINE_integer("rows", 32, "Prompts.", 1, flag_values=values)
-    flags.DEFINE_integer("slots", 8, "Rows on the devices at a time.", 1, flag_values=values)
-    flags.DEFINE_integer("max_new_tokens", 64, "New tokens of a row at most.", 1, flag_values=values)
-    flags.DEFINE_integer("repeats", 2, "Timed runs of each.", 1, flag_values=values)
+    flags.DEFINE_integer("slots", 8, "Number of rows on the devices at a time.", 1, flag_values=values)
+    flags.DEFINE_integer("max_new_tokens", 64, "Maximum number of new tokens per row.", 1, flag_values=values)
+    flags.DEFINE_integer("repeats", 2, "Timed runs per side.", 1, flag_values=values)
     flags.DEFINE_integer("cores", None, "Processor cores to use. Default: all.", 1, flag_values=values)
 
 
 def read_prompts(path: str, count: int) -> list[str]:
-    """The first ``count`` prompts of a file.
+    """Read the first ``count`` prompts of a file.
 
     Raises:
-      InputError: there are fewer.
+      InputError: the file has fewer prompts.
     """
-    lines = Path(path).read_text(encoding="utf-8").splitlines()[:count]
+    lines = read_json_lines(Path(path))[:count]
     if len(lines) < count:
         raise InputError(f"--prompts={path}: {len(lines)} lines; --rows={count} wants more")
-    return [json.loads(line)["prompt"] for line in lines]
+    return [line["prompt"] for line in lines]
 
 
 def measure(
@@ -66,7 +68,7 @@ def measure(
     config: DiffusionConfig | SamplingConfig,
     values: flags.FlagValues,
 ) -> dict[str, Any]:
-    """Run both on the same rows; returns times, forward passes and utilisation of the slots."""
+    """Run both on the same rows. Return times, forward passes and the share of occupied slots."""
     found: dict[str, Any] = {}
     slots = values.slots
 

@@ -1,4 +1,4 @@
-"""Time of one pass of a compiled program: the sum of its instructions, and collectives that nothing overlaps.
+"""Time of one pass of a compiled program: its kernels, and the part of its collectives that does not overlap.
 
 The optimized HLO lists instructions in the order in which a device runs them. The caller provides the time of each
 instruction.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from runtime.planner.hlo import KINDS, HloCollective, Instruction, Module, array_bytes, fused_slice, read_collective
 
-# They describe values and take no time.
+# Operations that only describe values, and take no time.
 _FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "while", "conditional", "call", "domain", "add-dependency",
@@ -26,8 +26,8 @@ class Work:
     """The work of one run of a kernel.
 
     Attributes:
-      seconds: alone on the device.
-      bytes_moved: read and written in device memory.
+      seconds: time of the kernel alone on the device.
+      bytes_moved: bytes read and written in device memory.
     """
 
     seconds: float
@@ -39,10 +39,10 @@ class Device:
     """Times of instructions on a device.
 
     Attributes:
-      kernel: work of one instruction, given the module and the instructions of its computation by name.
-      collective: seconds of a collective alone.
+      kernel: returns the work of an instruction, given the module and the instructions of its computation by name.
+      collective: returns the seconds of a collective alone.
       bandwidth: bytes per second of device memory.
-      launch: seconds that each kernel takes beside its work.
+      launch: seconds that each kernel takes in addition to its work.
     """
 
     kernel: Callable[[Module, dict[str, Instruction], Instruction], Work]
@@ -57,10 +57,10 @@ class Spent:
 
     Attributes:
       name: name of the instruction.
-      kind: ``kernel``, ``collective`` (what of it nothing hides), ``memory`` (waiting for copies) or ``launch`` (of
-        all kernels of a computation).
-      scope: the named scopes that it was written in.
-      seconds: seconds of all its runs in the pass.
+      kind: ``kernel``, ``collective`` (the part that does not overlap with kernels), ``memory`` (waiting for copies) or
+        ``launch`` (launches of all kernels of a computation).
+      scope: its JAX named scopes.
+      seconds: time of all its runs in the pass.
       runs: number of runs.
     """
 
@@ -73,7 +73,7 @@ class Spent:
 
 @dataclass
 class _Queue:
-    """Transfers that overlap with kernels; transfers of one lane run one after another."""
+    """Transfers that overlap with kernels. Transfers in the same lane run one after another."""
 
     free_at: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     until: dict[str, float] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class _Walk:
     refresh: bool | None
 
     def times(self, within: tuple[str, ...]) -> float:
-        """How often a pass runs the code within these loops and branches."""
+        """Return how many times a pass runs the code within these loops and branches."""
         if self.refresh is not None and (within[:2] == ("loop", "loop")) != self.refresh:
             return 0.0
         return self.open_lengths[min(within.count("loop"), len(self.open_lengths) - 1)]
@@ -124,7 +124,7 @@ class _Walk:
                 wait = queue.until.get(one.operands[0], 0.0) - now
                 spend(one, "collective" if queue is links else "memory", max(0.0, wait))
             elif one.operation.endswith("-start") and kind in KINDS:
-                # Permutations in two directions use the links at the same time.
+                # Permutations in the two directions use different links, so they run at the same time.
                 pairs = re.search(r"source_target_pairs=\{[^=]*\}\}", one.rest)
                 links.start(one.name, now, self.device.collective(read_collective(one)), pairs[0] if pairs else "")
             elif one.operation.endswith("-start"):
@@ -153,7 +153,7 @@ class _Walk:
         return found
 
     def _nested(self, one: Instruction, repeats: int, within: tuple[str, ...]) -> list[Spent] | None:
-        """The computations inside a loop, a branch or a call; None for other instructions."""
+        """Return the computations inside a loop, a branch or a call; None for other instructions."""
         if one.operation == "while":
             trips = self.module.trips(one)
             inside = within if trips is not None else (*within, "loop")
@@ -168,7 +168,7 @@ class _Walk:
         return None
 
     def _fused_collectives(self, one: Instruction) -> list[tuple[str, HloCollective]]:
-        """Collectives inside a fusion, with their channels. The compiler may split one over several fusions."""
+        """Return the collectives in a fusion, with their channels. The compiler may split one into several fusions."""
         if one.operation != "fusion":
             return []
         found, name = [], one.called.get("calls", "")
@@ -184,19 +184,19 @@ class _Walk:
 
 
 def pass_times(module: Module, name: str, device: Device, chunks: float) -> list[Spent]:
-    """The instructions of one pass and their times.
+    """Return the instructions of one pass with their times.
 
     Args:
-      module: optimized HLO of the program that has the pass.
+      module: optimized HLO of the program that contains the pass.
       name: the pass: ``denoise step``, ``refresh``, ``block step``, ``prefill`` or ``decode``.
       device: times of instructions.
-      chunks: runs of the head, which are the innermost loop of a length that only running tells.
+      chunks: trip count of the loop over head chunks, which is only known at run time.
     """
-    # Outside any open loop a program prepares; the first open loop is over passes, one inside it over chunks.
+    # Code outside any open loop is preparation. The outer open loop is over passes, the inner one over head chunks.
     lengths = [1.0] if name == "prefill" else [0.0, 1.0, chunks]
     refresh = None
     if name in ("refresh", "block step"):
-        # Rows are refreshed in a loop within the loop over steps; a window is a branch of it.
+        # Inside the loop over steps, refreshes run in a loop over rows, and windows run in a branch.
         refresh = name == "refresh"
         lengths = [0.0, 0.0, 1.0, chunks] if refresh else lengths
     return _Walk(module, device, lengths, refresh).run(module.entry, 1, ())

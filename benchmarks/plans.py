@@ -25,7 +25,7 @@ from sharding.errors import InputError
 from sharding.topology import parse_topology
 
 MODEL = "diffucoder-7b"
-# topology -> rows, tokens of a prompt, new tokens.
+# topology -> rows, tokens per prompt, new tokens
 MACHINES = {
     "v4:2x2x1": (16, 256, 256),
     "v5e:2x4": (16, 256, 256),

@@ -23,17 +23,17 @@ from absl import flags
 from launch.process.startup import this_host
 from sharding.errors import InputError
 
-# "measured" on the hardware it names; on "simulated devices", where times say nothing about real ones; or "estimated".
+# Kinds of numbers. Times of simulated devices say nothing about real devices.
 Kind = Literal["measured", "simulated devices", "estimated"]
 
 _REPOSITORY = Path(__file__).parent.parent
-# Compilers and what they call last: they decide what a program costs. Those of other machines are absent.
+# Packages that determine the speed of programs: compilers and their runtimes. Not every machine has all of them.
 _COMPILERS = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13")
 _PACKAGES = ("diffumesh", "jax", "jaxlib", *_COMPILERS, "flax", "numpy", "torch", "transformers")
 
 
 class NotRunError(Exception):
-    """The reason why something cannot be measured here."""
+    """Something cannot be measured here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Timing:
         )
 
     def times_as_fast_as(self, other: Timing) -> dict[str, float]:
-        """The speed-up over calls that took turns with these: the ratio of each pair, summarised over all pairs."""
+        """Return the speed-up over calls that alternated with these: the ratio of each pair, summarised."""
         ratios = [theirs / ours for ours, theirs in zip(self.each, other.each, strict=True)]
         return {
             "median": round(statistics.median(ratios), 3),
@@ -79,9 +79,9 @@ def time_alternating(calls: Mapping[str, Callable[[], Any]], repeats: int, warmu
     """Time several calls in turn, A B A B ..., so that other load on the machine affects all of them equally.
 
     Args:
-      calls: by name; each returns only when its work is done, JAX arrays are waited for.
-      repeats: timed calls of each, at least 1.
-      warmup: calls of each that are not timed, with the very same shapes: they compile and fill caches.
+      calls: functions by name. Each returns only when its work is done; returned JAX arrays are waited for.
+      repeats: timed calls per function, at least 1.
+      warmup: calls per function before the timed ones, with the same shapes, which compile and fill caches.
 
     Returns:
       Timings by name.
@@ -93,7 +93,7 @@ def time_alternating(calls: Mapping[str, Callable[[], Any]], repeats: int, warmu
             start, cpu_start = time.perf_counter(), time.process_time()
             jax.block_until_ready(call())
             seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-            this_host().mark()  # a benchmark that goes on for long does not hang
+            this_host().mark()  # the benchmark is slow, but does not hang
             if turn >= warmup:
                 wall[name].append(seconds)
                 cpu[name].append(cpu_seconds)
@@ -101,7 +101,7 @@ def time_alternating(calls: Mapping[str, Callable[[], Any]], repeats: int, warmu
 
 
 def kind_of_devices(devices: Sequence[Any]) -> Kind:
-    """``simulated devices`` if several CPU devices share one host, else ``measured``."""
+    """Return ``simulated devices`` if several CPU devices share one host, otherwise ``measured``."""
     return "simulated devices" if devices[0].platform == "cpu" and len(devices) > 1 else "measured"
 
 
@@ -109,10 +109,10 @@ def use_cores(count: int | None) -> int:
     """Restrict this process to ``count`` processor cores, in every framework. Call this before a device is used.
 
     Returns:
-      Cores that the process may use.
+      Number of cores that the process may use.
 
     Raises:
-      InputError: there are fewer cores, or this system cannot choose them.
+      InputError: there are fewer cores, or the operating system cannot restrict them.
     """
     if not hasattr(os, "sched_setaffinity"):
         if count is not None:
@@ -127,10 +127,10 @@ def use_cores(count: int | None) -> int:
 
 
 def load_notes(torch_cores: int = 0) -> list[str]:
-    """A note if the machine was busy before the run began; otherwise empty.
+    """Return a note if the machine was busy before the run; otherwise nothing.
 
     Args:
-      torch_cores: cores that PyTorch's threads share; 0 if it does not run.
+      torch_cores: number of cores that PyTorch's threads share; 0 if it does not run.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load < 0.5:
@@ -145,12 +145,12 @@ def load_notes(torch_cores: int = 0) -> list[str]:
 
 
 def note_lines(record: Mapping[str, Any]) -> list[str]:
-    """The lines below a record's table: its notes, if there are any."""
+    """Return the notes of a record as lines below its table."""
     return ["", f"Note: {'; '.join(record['notes'])}."] if record["notes"] else []
 
 
 def package_version(package: str) -> str | None:
-    """The installed version of a package; None if it is not installed."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -182,17 +182,17 @@ def build_record(
     devices: Sequence[Any] = (),
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """One run as a JSON object: command, machine, versions, settings and results.
+    """Build the JSON record of a run: command, machine, versions, settings and results.
 
     Args:
       benchmark: name of the benchmark's module.
-      kind: whether the numbers are measured, of simulated devices, or estimated.
+      kind: ``measured``, ``simulated devices`` or ``estimated``.
       settings: flags and sizes that matter.
-      results: the numbers; :class:`Timing` becomes an object.
+      results: the numbers; each :class:`Timing` becomes an object.
       devices: JAX devices that were used.
-      notes: sentences that a reader of the numbers must know.
+      notes: sentences that a reader of the numbers needs.
     """
-    # Of the code: records that the same run has written before are none.
+    # Changes of the code; records that the same run has written do not count.
     code = ("--", ":/", ":(top,exclude)benchmarks/results")
     changes = _git("status", "--porcelain", "--untracked-files=no", *code)
     return {
@@ -220,7 +220,7 @@ def build_record(
 
 
 def write_record(record: Mapping[str, Any], output_dir: str, name: str | None = None) -> Path:
-    """Write a record as ``output_dir/name.json``; the default name is the benchmark's."""
+    """Write a record as ``output_dir/name.json``. The default name is that of the benchmark."""
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name or record['benchmark']}.json"
@@ -235,8 +235,8 @@ def _plain(value: Any) -> Any:
 
 
 def define_record_flags(values: flags.FlagValues) -> None:
-    """Define the flags of every benchmark. A folder that cannot be written is an error at the start."""
-    flags.DEFINE_string("output_dir", "benchmarks/results", "Folder of the JSON record.", flag_values=values)
+    """Define the flags that all benchmarks have. A folder that cannot be written to is an error at the start."""
+    flags.DEFINE_string("output_dir", "benchmarks/results", "Folder for the JSON record.", flag_values=values)
     flags.DEFINE_string("record", None, "Name of the record. Default: the benchmark's.", flag_values=values)
 
     def can_be_written(folder: str) -> bool:
@@ -248,14 +248,14 @@ def define_record_flags(values: flags.FlagValues) -> None:
 
 
 def check_output(name: str, path: Path, *, is_file: bool = False) -> None:
-    """Check, before the work, that its results can be written. Missing folders will be created.
+    """Check before the work that results can be written. Missing folders will be created later.
 
     Args:
       name: name of the flag.
-      path: a folder for files, or with ``is_file`` one file.
+      path: a folder, or with ``is_file`` a file.
 
     Raises:
-      InputError: they cannot.
+      InputError: the path cannot be written to.
     """
     if is_file and path.is_dir():
         raise InputError(f"--{name}={path} is a folder; name a file")
@@ -271,7 +271,7 @@ def check_one_host() -> None:
     """Check that the run has one host.
 
     Raises:
-      InputError: several do.
+      InputError: it has several hosts.
     """
     if (count := this_host().count) > 1:
         raise InputError(
@@ -281,10 +281,10 @@ def check_one_host() -> None:
 
 
 def integers(name: str, texts: Sequence[str]) -> list[int]:
-    """Positive integers of a list flag.
+    """Return the positive integers of a list flag.
 
     Raises:
-      InputError: something else.
+      InputError: a value is not a positive integer.
     """
     if not texts or not all(text.isdecimal() and int(text) > 0 for text in texts):
         raise InputError(f"--{name}={','.join(texts)}: expected positive integers separated by commas")

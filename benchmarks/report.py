@@ -34,7 +34,7 @@ from sharding.errors import InputError
 
 _MAX_RECORD_BYTES = 16 << 20
 
-# Benchmarks whose records make tables of documents.
+# Benchmarks whose records can be shown as tables in documents.
 _TABLES = {
     "autoregressive": autoregressive_table,
     "compare_torch": comparison_table,
@@ -43,14 +43,12 @@ _TABLES = {
     "serve": serve_tables,
     "suite": suite_tables,
 }
-# Notes below scaling tables.
+# Notes below the tables of scaling.
 _SIMULATED = (
-    "Simulated devices share the cores of one host: times say nothing about speed. What is "
-    "measured is the bytes moved, memory and tokens."
+    "Simulated devices share the cores of one host, so their times say nothing about speed. "
+    "The measured quantities are bytes moved, memory and tokens."
 )
-_ABOVE_IDEAL = (
-    "Efficiency is above 1 where devices hold the weights together: each reads its part of them for the rows of all."
-)
+_ABOVE_IDEAL = "Efficiency is above 1 where weights are sharded: each device reads only its shard of them for all rows."
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _SUMMARIES = {"measured": measured_table, "estimated": estimated_table}
 _SUMMARY = re.compile(r"(<!-- summary: (\w+) (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -60,7 +58,7 @@ def define_flags(values: flags.FlagValues) -> None:
     """Define this command's flags."""
     flags.DEFINE_string("folder", "benchmarks/results/scaling", "Folder of records.", flag_values=values)
     flags.DEFINE_string("output", None, "Markdown file. Default: standard output.", flag_values=values)
-    flags.DEFINE_string("readme", None, "File whose tables are made anew.", flag_values=values)
+    flags.DEFINE_string("readme", None, "Markdown file whose tables to renew.", flag_values=values)
     flags.DEFINE_string("plots", None, "Folder for plots; none by default.", flag_values=values)
 
 
@@ -78,7 +76,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def fill_tables(text: str, folder: Path) -> str:
-    """Renew every table of a text from its records; a record that does not exist yet makes no table.
+    """Renew every table of a text from its record. A table whose record does not exist is left empty.
 
     Args:
       text: contents of a Markdown file.
@@ -110,7 +108,7 @@ def fill_tables(text: str, folder: Path) -> str:
 
 
 def read_groups(folder: Path) -> dict[Group, list[dict[str, Any]]]:
-    """Read the scaling records below a folder, grouped by table and sorted by number of devices.
+    """Read the scaling records in a folder and its subfolders, grouped by table and sorted by number of devices.
 
     Raises:
       InputError: the folder does not exist or has no scaling record, or a file is not a record.
@@ -134,7 +132,7 @@ def read_groups(folder: Path) -> dict[Group, list[dict[str, Any]]]:
 
 
 def table(group: Group, points: list[dict[str, Any]]) -> str:
-    """One Markdown table."""
+    """Return the Markdown table of a group."""
     kind, what, mode, axis = group
     simulated = kind == "simulated devices"
     faster = "" if simulated else " speed-up | efficiency |"

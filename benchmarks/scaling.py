@@ -56,13 +56,13 @@ PASSES = ("denoise step", "block step", "prefill", "decode")
 AXES = ("data", "sequence", "tensor")
 MODES = ("strong", "weak")
 LARGEST_ESTIMATE = 256
-# Rows of the estimated tables: in all, and on each chip.
+# Rows of the estimated tables: in total (strong), and per chip (weak).
 ESTIMATED_ROWS = {"strong": 64, "weak": 8}
-# And positions of each row, half of them generated where the pass is none of a prefill.
+# Positions per row. Half of them are generated, except for a prefill.
 ESTIMATED_CANVAS = 512
-# No machine has more; what is asked for beyond is refused before its meshes are looked for.
+# No machine has more chips, so larger counts are refused before the search for meshes.
 _MOST_CHIPS = 8 * MAX_HOSTS
-# Flags that an estimate has no use for: the work is as above, and no device is touched.
+# Flags that do not apply to estimates, whose work is fixed and which use no device.
 _OF_MEASUREMENTS = (
     "axes", "batch", "canvas", "steps", "repeats", "random", *SIZES["mid-size"], "devices", "profile_dir", "dump_hlo"
 )  # fmt: skip
@@ -76,22 +76,22 @@ def define_flags(values: flags.FlagValues) -> None:
     define_profiling_flags(values)
     values["output_dir"].value = "benchmarks/results/scaling"
     define_model_flags(values)
-    text = "Of weights and activations. Default: float32, and bfloat16 in estimates."
+    text = "Dtype of weights and activations. Default: float32, and bfloat16 in estimates."
     flags.DEFINE_enum("dtype", None, STORED_DTYPES, text, flag_values=values)
     flags.DEFINE_list("counts", [], "Device counts. Default: powers of two up to all.", flag_values=values)
     flags.DEFINE_list("axes", list(AXES), "Axes to scale over.", flag_values=values)
     flags.DEFINE_list("passes", list(PASSES), f"Of {', '.join(PASSES)}.", flag_values=values)
-    flags.DEFINE_integer("batch", 8, "Rows, in all or (weak) on each device.", 1, flag_values=values)
-    text = "Positions of a row, half of them generated, or the last alone where a prefill is timed."
+    flags.DEFINE_integer("batch", 8, "Rows: in total, or per device for weak scaling.", 1, flag_values=values)
+    text = "Positions per row. Half of them are generated; for a prefill, only the last one."
     flags.DEFINE_integer("canvas", 128, text, 4, flag_values=values)
-    text = "Denoise steps of a timed generation, or of each of its blocks."
+    text = "Denoise steps per timed generation, or per block."
     flags.DEFINE_integer("steps", 8, text, 2, flag_values=values)
-    flags.DEFINE_integer("repeats", 5, "Timed calls of each.", 1, flag_values=values)
+    flags.DEFINE_integer("repeats", 5, "Timed calls per point.", 1, flag_values=values)
     flags.DEFINE_enum("estimate", None, tuple(CHIPS), "Estimate the 7.6B model on these chips.", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
-    """Measure or estimate every point; print a line and write a record for each."""
+    """Measure or estimate every point. Print a line and write a record for each."""
     check_one_host()
     for name, known in (("axes", AXES), ("passes", PASSES)):
         if not values[name].value or set(values[name].value) - set(known):
@@ -124,7 +124,7 @@ def main(values: flags.FlagValues) -> None:
                     first = first or point
                     add_rates(point, first)
                     if point["canvas"] == first["canvas"]:
-                        # Prompts are the same row by row: what a first point of fewer rows has, all others begin with.
+                        # Row by row, all points have the same prompts, so tokens of their common rows are compared.
                         point["same_tokens_as_on_the_first"] = bool(point["tokens"].startswith(first["tokens"]))
                     write_point(values, point, kind_of_devices(devices), devices[:count], [*notes, *left_out])
 
@@ -143,7 +143,7 @@ def add_rates(point: dict[str, Any], first: dict[str, Any]) -> None:
 def measure(
     values: flags.FlagValues, what: str, axis: str, mode: str, count: int, devices: list[Any]
 ) -> dict[str, Any]:
-    """Measure a point: the time of one pass, and memory, collectives and compile time of its program.
+    """Measure a point: the time of one pass, and its program's memory, collectives and compile time.
 
     Raises:
       MeshError: the model does not divide over the axis.
@@ -189,7 +189,7 @@ def measure(
 
 
 def workload_of(values: flags.FlagValues, what: str, batch: int, canvas: int) -> Workload:
-    """The generation of ``batch`` rows of ``canvas`` positions that a pass is timed in."""
+    """Return the generation in which a pass is timed: ``batch`` rows of ``canvas`` positions."""
     diffusion = what in ("denoise step", "block step")
     config = model_config(model_sizes(values), dtype_of(values), DREAM if diffusion else QWEN2)
     new = 1 if what == "prefill" else canvas // 2
@@ -201,7 +201,7 @@ def workload_of(values: flags.FlagValues, what: str, batch: int, canvas: int) ->
 
 
 def dtype_of(values: flags.FlagValues) -> str:
-    """``--dtype``, or its default."""
+    """Return ``--dtype``, or its default."""
     return values.dtype or ("float32" if values.estimate is None else "bfloat16")
 
 
@@ -227,7 +227,7 @@ def estimate_points(values: flags.FlagValues, counts: list[int]) -> None:
     """Estimate the 7.6B model on ``counts`` chips, 1 to 256 by default, on the fastest mesh that fits.
 
     Raises:
-      InputError: a flag that only measurements have, or a count that no machine of these chips has.
+      InputError: a flag applies only to measurements, or no machine has that number of chips.
     """
     given = [f"--{name}" for name in _OF_MEASUREMENTS if values[name].present]
     if given:
@@ -260,7 +260,7 @@ def estimate_points(values: flags.FlagValues, counts: list[int]) -> None:
 
 
 def estimated_workload(what: str, dtype: str, rows: int) -> Workload:
-    """The generation for the estimate of a pass of the 7.6B model. For a prefill all positions but one are prompt."""
+    """Return the generation for the estimate of a pass of the 7.6B model. Of a prefill, one position is new."""
     name = "diffucoder-7b" if what in ("denoise step", "block step") else "qwen2.5-7b"
     new = 1 if what == "prefill" else ESTIMATED_CANVAS // 2
     cache = "dual" if what == "block step" else "none"
@@ -268,13 +268,13 @@ def estimated_workload(what: str, dtype: str, rows: int) -> Workload:
 
 
 def fastest(what: str, workload: Workload, topology: Topology) -> Estimate | None:
-    """The mesh on which this pass is fastest, among those that fit the generation; None if no mesh fits."""
+    """Return the mesh with the fastest pass, among those that fit the generation; None if no mesh fits."""
     fitting, _ = rank(workload, topology)
     return min(fitting, key=lambda one: (phase_of(what, one).seconds, one.spec.tensor, one.spec.sequence), default=None)
 
 
 def phase_of(what: str, found: Estimate) -> PhaseEstimate:
-    """A generation's passes of one kind."""
+    """Return the phase of a generation with this name."""
     return next(one for one in found.phases if one.phase.name == what)
 
 

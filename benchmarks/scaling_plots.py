@@ -1,4 +1,4 @@
-"""Plots of scaling records: a figure per kind and mode, a panel per pass, a line per axis or chip."""
+"""Plots of scaling records, with a figure per kind and mode, a panel per pass, and a line per axis or chip."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime import InputError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Kind, pass, mode, and axis or chip.
+# Kind, pass, mode, and axis or chip
 Group = tuple[str, str, str, str]
 _Measure = Callable[[Mapping[str, Any]], float]
 
@@ -56,7 +56,7 @@ def plot_scaling(groups: Mapping[Group, Sequence[Mapping[str, Any]]], folder: Pa
             else:
                 _draw_speed_ups(rows[0][column], lines)
             rows[-1][column].set_xlabel("devices", fontsize=9)
-        labels = ("MB moved in a pass", "GB on a device") if simulated else ("speed-up",)
+        labels = ("MB moved per pass", "GB per device") if simulated else ("speed-up",)
         for row, label in zip(rows, labels, strict=True):
             row[0].set_ylabel(label, fontsize=9)
         figure.suptitle(f"{mode} scaling ({kind})", fontsize=11)
@@ -92,7 +92,7 @@ def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]], me
     for name, points in sorted(lines.items(), key=lambda line: measure(line[1][-1])):
         values = [measure(point) for point in points]
         axes.plot([point["devices"] for point in points], values, "o-", color=colors[name], markersize=3)
-        # Names of lines that end together stand one above the other.
+        # Labels of lines with equal ends are stacked.
         last = max(values[-1], last + 0.09 * top)
         _name_line(axes, name, points[-1]["devices"], last, colors[name])
     _prepare(axes, _devices(lines))
@@ -104,7 +104,7 @@ def _draw_speed_ups(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]]
     last = 0.0
     for name, points in sorted(lines.items(), key=lambda line: float(line[1][-1]["speedup"])):
         color, speed = colors[name], [point["speedup"] for point in points]
-        # A faster run is a larger speed-up: the spread of times, turned round.
+        # A smaller time is a larger speed-up, so minimum and maximum are exchanged.
         times = [point["ms"] for point in points]
         low = [one * (1 - ms["median"] / ms["maximum"]) for one, ms in zip(speed, times, strict=True)]
         high = [one * (ms["median"] / ms["minimum"] - 1) for one, ms in zip(speed, times, strict=True)]

@@ -1,4 +1,4 @@
-"""Times of a pass from the compilers' own schedules. Nothing runs, so no accelerator is needed.
+"""Times of a pass from the schedules of compiled programs. Nothing runs, so no accelerator is needed.
 
   python -m benchmarks.schedule                            every target for which a compiler is installed
   python -m benchmarks.schedule --only=v5e-t8-b1           some of them
@@ -43,7 +43,7 @@ from sharding.topology import parse_topology
 _MODEL, _MASKED = "diffucoder-7b", 128
 _STEP, _QWEN = "denoise step", {"model": "qwen2.5-7b"}
 _TIMEOUT = 1800
-# Instructions of a record, and parts of a table row.
+# Numbers of instructions in a record, and of parts in a table row.
 _LARGEST, _SHOWN = 12, 4
 
 
@@ -52,10 +52,10 @@ class Target:
     """A pass on a machine.
 
     Attributes:
-      topology, mesh: as users write them.
+      topology, mesh: as in flags.
       phase: the pass.
-      workload: fields of its :class:`Workload` beside those of the others.
-      goal: milliseconds; None for none.
+      workload: fields of its :class:`Workload` that differ from the defaults.
+      goal: time to reach, in milliseconds; None for no goal.
     """
 
     topology: str
@@ -66,22 +66,22 @@ class Target:
 
     @property
     def child(self) -> dict[str, Any]:
-        """The arguments of :mod:`benchmarks.compile_phases`."""
+        """Return the arguments of :mod:`benchmarks.compile_phases`."""
         return {"model": _MODEL, "topology": self.topology, "mesh": self.mesh, "dtype": "bfloat16", **self.workload}
 
     @property
     def estimate(self) -> Estimate:
-        """The estimate of this checkout's planner."""
+        """Return the estimate of this checkout's planner."""
         fields = {name: value for name, value in self.child.items() if name not in ("model", "topology", "mesh")}
         workload = Workload(preset(self.child["model"]), **fields)
         return estimate_workload(workload, parse_topology(self.topology), MeshSpec.parse(self.mesh))
 
     def chunks(self, chunk: int) -> float:
-        """How often the head runs in a pass, with chunks of this many positions."""
+        """Return how many times the head runs in a pass, with chunks of this many positions."""
         return -(-_MASKED // chunk) if self.phase == _STEP else 1
 
     def planned_ms(self) -> float:
-        """The planner's estimate of the time of the pass."""
+        """Return the planner's estimate of the pass, in milliseconds."""
         found = self.estimate
         phase = next(one.phase for one in found.phases if one.phase.name == self.phase)
         return round(1e3 * found.estimate_phase(replace(phase, chunks=self.chunks(phase.chunk))).seconds, 3)
@@ -123,20 +123,20 @@ def define_flags(values: flags.FlagValues) -> None:
     """Define this benchmark's flags."""
     define_record_flags(values)
     flags.DEFINE_list("only", [], f"Of {', '.join(TARGETS)}. Default: all.", flag_values=values)
-    flags.DEFINE_string("before", None, "Another checkout, whose programs stand beside these.", flag_values=values)
+    flags.DEFINE_string("before", None, "Root of another checkout to compare with.", flag_values=values)
 
 
 def compile_target(target: Target, checkout: Path, folder: Path) -> None:
     """Compile a target's programs in a child process; their HLO and, on TPU, their bundles go into a folder.
 
     Raises:
-      InputError: the compiler refuses.
+      InputError: the compilation fails.
     """
     (folder / "dump").mkdir()
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     if parse_topology(target.topology).chip.platform == "tpu":
         environment["LIBTPU_INIT_ARGS"] = dump_options(folder / "dump")
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # what comes from a cache is not compiled, and not dumped
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # programs from a cache are not compiled, and thus not dumped
     script = Path(__file__).with_name("compile_phases.py")
     done = subprocess.run(
         [sys.executable, "-P", str(script), str(folder), json.dumps(target.child)],
@@ -150,8 +150,8 @@ def measure(target: Target, folder: Path) -> dict[str, Any]:
     """Add up the time of a target's pass.
 
     Args:
-      target: which.
-      folder: the folder that :func:`compile_target` filled.
+      target: the target.
+      folder: the folder with the output of :func:`compile_target`.
     """
     described = json.loads((folder / "phases.json").read_text(encoding="utf-8"))
     program = "blocks" if target.phase in ("block step", "refresh") else target.phase
@@ -169,7 +169,7 @@ def measure(target: Target, folder: Path) -> dict[str, Any]:
 
 
 def _summary(spent: Sequence[Spent], described: Mapping[str, Any], target: Target, missing: set[str]) -> dict[str, Any]:
-    """One result: the time, its parts, and the instructions that take most of it."""
+    """Return one result: the time, its parts, and the slowest instructions."""
     parts: dict[str, float] = defaultdict(float)
     for one in spent:
         parts[one.kind if one.kind != "kernel" else _part(one.scope)] += 1e3 * one.seconds
@@ -195,7 +195,7 @@ def _summary(spent: Sequence[Spent], described: Mapping[str, Any], target: Targe
 
 
 def _part(scope: str) -> str:
-    """The part of a step that a kernel belongs to, from its named scopes."""
+    """Return the part of a step that a kernel belongs to, from its named scopes."""
     names = scope.split("/")
     for name in ("qkv", "o_proj", "mlp", "attention", "embed", "lm_head", "choose_tokens", "final_norm", "layer"):
         if name in names:
@@ -238,7 +238,7 @@ def schedule_table(record: Mapping[str, Any]) -> str:
 
 
 def _measure_all(targets: Mapping[str, Target], checkouts: Mapping[str, Path]) -> dict[str, Any]:
-    """Results of the targets of one workload, for each checkout."""
+    """Return the results of the targets of one workload, for each checkout."""
     results: dict[str, Any] = {
         name: {**one.child, "pass": one.phase, "goal_ms": one.goal, "planned_ms": one.planned_ms()}
         for name, one in targets.items()
@@ -269,7 +269,7 @@ def main(values: flags.FlagValues) -> None:
             missing.append(f"{name} was not compiled: {install}")
             print(missing[-1], flush=True)
         elif name not in results:
-            # Passes of one workload are in programs that are compiled together.
+            # The passes of a workload are compiled together.
             alike = {other: one for other, one in wanted.items() if one.child == target.child}
             results |= _measure_all(alike, checkouts)
     record = build_record(

@@ -57,9 +57,9 @@ def _database(storage: Storage) -> Any:
 
 
 class ArrayWriter:
-    """Writes the arrays of one process, a block at a time: ``with ArrayWriter(arrays, process) as writer:``.
+    """Writes the arrays of one process, part by part: ``with ArrayWriter(arrays, process) as writer:``.
 
-    All blocks are stored when the ``with`` block ends. If it ends with an error, no write is left running.
+    All parts are stored when the ``with`` block ends. If it ends with an error, no write is left running.
 
     Raises:
       CheckpointError: an array cannot be written.
@@ -97,7 +97,7 @@ class ArrayWriter:
         )
 
     def write(self, tensor: Any, index: Index, data: np.ndarray) -> None:
-        """Start to write a block of whole chunks. ``data`` must not change afterwards."""
+        """Start writing a part of an array that consists of whole chunks. ``data`` must never change afterwards."""
         self._pending.append((tensor[index].write(data, can_reference_source_data_indefinitely=True), data.nbytes))
         self._in_flight += data.nbytes
         while self._in_flight > _BYTES_IN_FLIGHT:

@@ -235,14 +235,14 @@ def open_folder(
     """Open a model folder, and download it if it is not on this machine.
 
     Args:
-      path: an open folder, a local folder, a URL (``gs://bucket/folder``), or a name on the Hub
-        (``apple/DiffuCoder-7B-cpGRPO``). A local folder takes precedence over the Hub. Of an Orbax checkpoint at a URL
-        only the small files are downloaded, and its tensors are read from the URL. Other folders are downloaded with
-        fsspec, which may need a library for the scheme.
+      path: a local folder, a URL (``gs://bucket/folder``), a name on the Hub (``apple/DiffuCoder-7B-cpGRPO``), or a
+        folder that is already open, which is returned. A local folder takes precedence over the Hub. For an Orbax
+        checkpoint at a URL, only configuration, tokenizer and licence are downloaded; its tensors are read from the
+        URL. Other folders are downloaded with fsspec, which may need a library for the scheme.
       revision: branch, tag or commit on the Hub.
       token: Hub token; default is the one that huggingface_hub finds.
       offline: use only the Hub's local cache.
-      weights: whether to download weights too; without them only the small files are sure to be there.
+      weights: whether to download the weights; otherwise only configuration, tokenizer and licence are guaranteed.
 
     Raises:
       CheckpointError: there is no such folder, or it cannot be downloaded.

@@ -113,10 +113,10 @@ class FolderOutput:
         return said
 
     def begin(self, mark: str) -> None:
-        """Make and lock the folder to write into, marked with a text, until :meth:`close`.
+        """Create the folder to write into, write ``mark`` into its marker file, and lock it until :meth:`close`.
 
         Raises:
-          CheckpointError: it cannot be made, or another conversion has made it since :meth:`prepare`.
+          CheckpointError: the folder cannot be created, or another conversion has created it since :meth:`prepare`.
         """
         with self._writing():
             try:
@@ -224,7 +224,7 @@ class ObjectOutput:
         ]
 
     def begin(self, mark: str) -> None:
-        """Mark the folder with a text and delete its other files, the manifest first."""
+        """Write ``mark`` into the folder's marker file, and delete its other files, the manifest first."""
         self.storage.write(MARK_FILE, mark.encode())
         self._delete([name for name in self.storage.names() if name != MARK_FILE])
 

@@ -14,7 +14,7 @@ from runtime.models.quantization import int8_scales, int8_values
 
 @dataclass(frozen=True)
 class _Quantized:
-    """A matrix that is quantized on reading. Its scales require one more pass over it."""
+    """A matrix that is quantized when it is read. To compute the scales, it is read once more."""
 
     tensor: StoredTensor
     contracted: tuple[int, ...]

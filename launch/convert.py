@@ -25,7 +25,7 @@ from contextlib import ExitStack, suppress
 from absl import flags
 
 from checkpoints import convert, find_legacy, folder_fingerprint
-from launch.folders.models import layout_of, open_model, say_licence
+from launch.folders.models import layout_of, open_model, print_licence
 from launch.folders.outputs import all_hosts, define_output_flags, prepare_output
 from launch.folders.pickles import define_pickle_flags
 from launch.process.startup import define_device_flags, progress_bar, run_launcher, say, start_devices
@@ -67,7 +67,7 @@ def use_cpu_devices(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the command."""
+    """Run ``diffumesh convert``: write a Hugging Face folder or a legacy pickle as a canonical checkpoint."""
     legacy = find_legacy(
         values.source, config=values.config, biases_from=values.biases_from, zero_biases=values.zero_biases
     )
@@ -85,7 +85,7 @@ def main(values: flags.FlagValues) -> None:
         if values.zero_biases:
             say("warning: the q, k and v biases are set to zero; the model will not compute what it was trained to")
         output = prepare_output(values, everyone)
-        say_licence(source)
+        print_licence(source)
         with progress_bar("converting", of_bytes=True) as progress:
             convert(
                 source,

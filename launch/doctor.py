@@ -62,7 +62,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def version_lines() -> Iterator[str]:
-    """Versions, system and settings."""
+    """Yield lines with versions, system and relevant environment variables."""
     for name, version in version_facts().items():
         yield f"{name:<12} {version}"
     yield f"{'system':<12} {platform.platform()}, {os.cpu_count()} processors"
@@ -72,7 +72,7 @@ def version_lines() -> Iterator[str]:
 
 
 def device_lines(devices: Sequence[Any]) -> Iterator[str]:
-    """The devices of each host."""
+    """Yield lines with the kind, number and memory of devices, and with the devices of each host."""
     host = this_host()
     yield f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}) on {host.count} host(s)"
     slices = {getattr(device, "slice_index", 0) for device in devices}
@@ -86,7 +86,7 @@ def device_lines(devices: Sequence[Any]) -> Iterator[str]:
 
 
 def mesh_lines(config: ModelConfig, devices: Sequence[Any], dtype: str) -> Iterator[str]:
-    """Sizes of the tensor axis that the model allows, memory per device for each, and the default mesh."""
+    """Yield lines with the sizes of the tensor axis that the model allows, their memory, and the default mesh."""
     memory = device_memory(jax.local_devices()[0])
     for size in tensor_sizes(config, weights_class(config), len(devices)):
         needed = weight_bytes(model_layout(config, MeshSpec(tensor=size)), dtype)
@@ -97,7 +97,7 @@ def mesh_lines(config: ModelConfig, devices: Sequence[Any], dtype: str) -> Itera
 
 
 def checkpoint_lines(folder: CheckpointFolder) -> Iterator[str]:
-    """The checkpoint's path and fingerprint, and whether its bytes match their digests."""
+    """Yield lines with the checkpoint's path and fingerprint, and whether its bytes match their digests."""
     yield f"{folder.path}, fingerprint {folder_fingerprint(folder)}"
     if read_manifest(folder) is None:
         yield "no manifest of digests: nothing to verify against (diffumesh verify --write_manifest makes one)"
@@ -109,7 +109,7 @@ def checkpoint_lines(folder: CheckpointFolder) -> Iterator[str]:
 
 
 def cache_lines(path: str) -> Iterator[str]:
-    """State of the compile cache."""
+    """Yield lines with the state of the compile cache."""
     if not path:
         yield "none (--compile_cache names a folder)"
         return
@@ -135,7 +135,7 @@ def section(title: str, lines: Iterator[str]) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the command."""
+    """Run ``diffumesh doctor``: print the report, section by section."""
     if values.mesh is not None:
         MeshSpec.parse(values.mesh)
     check_named(values)

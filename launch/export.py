@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from checkpoints import FolderOutput, Processes, export_checkpoint
-from launch.folders.models import open_model, say_licence
+from launch.folders.models import open_model, print_licence
 from launch.folders.outputs import define_output_flags, prepare_output
 from launch.hosts.place import define_place_flags
 from launch.process.startup import progress_bar, run_launcher, say
@@ -31,13 +31,13 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the command."""
+    """Run ``diffumesh export``: write a checkpoint's tensors into a Hugging Face folder."""
     source, _ = open_model(values.checkpoint, "checkpoint")
     if "://" in (values.output or ""):
         raise InputError(f"--output={values.output}: a Hugging Face folder can only be written to a disk")
     output = prepare_output(values, Processes())
     assert isinstance(output, FolderOutput)
-    say_licence(source)
+    print_licence(source)
     with progress_bar("exporting", of_bytes=True) as progress:
         export_checkpoint(source, output, progress=progress)
     if "auto_map" in source.config:

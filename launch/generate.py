@@ -14,15 +14,15 @@ top_p 0.95, top_k 50, one step per token).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from absl import flags
 
-from launch.display.canvas_view import CanvasView, row_titles, write_history
+from launch.display.canvas_view import CanvasView, row_titles, watched, write_history
 from launch.display.completions import summary, write_completions
 from launch.display.explain import explain
-from launch.display.watch import CanvasWatcher
 from launch.flags.decoding import decoding_config, define_decoding_flags, describe
 from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_tokenizer
 from launch.flags.prompts import read_prompts
@@ -30,6 +30,7 @@ from launch.hosts.preflight import digest
 from launch.process.interruption import Interruption
 from launch.process.profiling import check_profiling, define_profiling_flags, traced, write_programs
 from launch.process.startup import (
+    Report,
     check_writable,
     define_device_flags,
     is_main_process,
@@ -41,11 +42,8 @@ from launch.process.startup import (
 from runtime import (
     MAX_SAMPLES,
     DiffusionConfig,
-    Engine,
-    GenerationResult,
     InputError,
     SamplingConfig,
-    StopTest,
     check_request,
     encode_prompts,
     end_tokens,
@@ -85,7 +83,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the command."""
+    """Run ``diffumesh generate``: complete the prompts, and print the completions."""
     folder, model = open_checkpoint(values)
     check_profiling(values)
     if values.explain:
@@ -118,18 +116,16 @@ def main(values: flags.FlagValues) -> None:
     interruption = Interruption(len(tests), show)
     with traced(values), interruption:
         tests = interruption.stop_tests(tests)
-        if values.watch:
-            result = generate_watched(engine, ids, mask, config, samples, view, titles, tests, interruption)
-        else:
-            with progress_bar("compiling and decoding, steps") as progress:
-                result = engine.generate_tokens(
-                    ids,
-                    mask,
-                    config,
-                    num_return_sequences=samples,
-                    progress=interruption.report(progress),
-                    stop_tests=tests,
-                )
+        with observed(values, view, titles) as (progress, watch):
+            result = engine.generate_tokens(
+                ids,
+                mask,
+                config,
+                num_return_sequences=samples,
+                watch=watch,
+                progress=interruption.report(progress),
+                stop_tests=tests,
+            )
     if values.dump_hlo is not None:
         write_programs(values, engine.program_texts())
     completions = engine.completions(prompts, ids, mask, result, stop=values.stop, stop_token_ids=config.stop_token_ids)
@@ -142,37 +138,21 @@ def main(values: flags.FlagValues) -> None:
         sys.exit(interruption.exit_code)
 
 
-def generate_watched(
-    engine: Engine,
-    ids: np.ndarray,
-    mask: np.ndarray,
-    config: DiffusionConfig | SamplingConfig,
-    samples: int,
-    view: CanvasView,
-    titles: Sequence[str],
-    stop_tests: Sequence[StopTest | None],
-    interruption: Interruption,
-) -> GenerationResult:
-    """Generate step by step, showing the canvas on an interactive terminal."""
-    with CanvasWatcher(1, titles=titles) as watcher:
+@contextmanager
+def observed(
+    values: flags.FlagValues, view: CanvasView, titles: Sequence[str]
+) -> Iterator[tuple[Report, Callable[[int, np.ndarray], None] | None]]:
+    """Show the canvas with ``--watch``, else a progress bar.
 
-        def expect(done: int, steps: int) -> None:
-            watcher.steps = steps
-
-        def show(step: int, canvas: np.ndarray) -> None:
-            if watcher.active and is_main_process():
-                watcher.update(step, view.rows(canvas))
-
-        # All hosts run step by step; host 0 draws.
-        return engine.generate_tokens(
-            ids,
-            mask,
-            config,
-            num_return_sequences=samples,
-            watch=show,
-            progress=interruption.report(expect),
-            stop_tests=stop_tests,
-        )
+    Yields:
+      What to call with the progress, and what to call with the canvas of each step, if anything.
+    """
+    if values.watch:
+        with watched(view, titles) as (progress, watch):
+            yield progress, watch
+    else:
+        with progress_bar("compiling and decoding, steps") as progress:
+            yield progress, None
 
 
 def run(argv: Sequence[str] | None = None) -> None:

@@ -31,7 +31,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the command."""
+    """Run ``diffumesh inspect``: print a checkpoint's architecture, tensors and digests, and the meshes that fit."""
     if (legacy := legacy_path(values.checkpoint)) is not None:
         inspect_pickle(legacy, values)
         return

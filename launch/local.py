@@ -36,7 +36,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues, command: Sequence[str]) -> int:
-    """Run the processes. Returns the exit code."""
+    """Run ``diffumesh local``: start the processes, wait for them, and return the exit code."""
     if not command:
         raise InputError("no command: write it after --, such as -- diffumesh generate --prompt='def f(x):'")
     processes = Processes(command, values.num_processes, values.devices_per_process, values.port or free_port())

@@ -119,7 +119,7 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the command."""
+    """Run ``diffumesh plan``: estimate and rank meshes, compile the best one, and print or plot the result."""
     # Programs are compiled for AOT topologies; attached devices are not used.
     compile_only()
     name, workload = read_workload(values)

@@ -37,7 +37,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the command."""
+    """Run ``diffumesh verify``: check a checkpoint's bytes against its manifest, or write the manifest."""
     folder, layout = open_model(values.checkpoint, "checkpoint")
     start = time.perf_counter()
     if values.write_manifest:

@@ -1,4 +1,7 @@
-"""The runtime: models, decoding, execution and planning. Names are imported on first use, so no device is touched."""
+"""The runtime: models, decoding, execution and planning.
+
+Names are imported on first use, so importing the package does not initialise JAX's devices.
+"""
 
 from __future__ import annotations
 

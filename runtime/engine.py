@@ -106,7 +106,7 @@ class Engine(TokenEngine):
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         folder = open_folder(path, revision=revision, token=token, offline=offline)
         config = parse_config(folder.config)
-        # Check files and divisibility first, so that an error is raised before a device is touched.
+        # Check files and divisibility first, so that an error is raised before JAX initialises its devices.
         stored = check_weights(folder, model_layout(config)) or config.dtype
         quantize = folder.quantization if folder.quantization != "none" else quantize
         layout, dtype, notes = choose_layout(config, spec, devices, dtype, stored=stored, rows=rows, quantize=quantize)
@@ -143,7 +143,7 @@ class Engine(TokenEngine):
 
     @property
     def weights(self) -> Weights:
-        """The weights on the mesh."""
+        """The model's weights: a pytree of arrays, sharded over the mesh."""
         return self.runner.weights
 
     def replace_weights(
@@ -153,7 +153,7 @@ class Engine(TokenEngine):
 
         Args:
           source: a checkpoint of the same model, as for :meth:`load`, or a pytree of arrays like :attr:`weights`. Its
-            arrays may have any place and any floating-point dtype; they are moved, cast and quantized as needed.
+            arrays may be on any device or on the host, in any floating-point dtype; they are moved, cast and quantized.
           verify, offline, progress: see :meth:`load`.
 
         Raises:
@@ -191,12 +191,12 @@ class Engine(TokenEngine):
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion, from the model and generation configs and from the tokenizer."""
+        """Ids of the tokens that end a completion, from the model config, the generation config and the tokenizer."""
         assert self.tokenizer is not None  # the property raises if there is none
         return self.known_end_tokens()
 
     def known_end_tokens(self) -> tuple[int, ...]:
-        """Return :attr:`end_token_ids`, but do not require a tokenizer."""
+        """Return the end tokens. Without a tokenizer, unlike :attr:`end_token_ids`, only those of the configs."""
         if self._folder is None:
             return super().known_end_tokens()
         return end_tokens(self.config, self._folder, self._read_tokenizer())
@@ -219,7 +219,7 @@ class Engine(TokenEngine):
         num_return_sequences: int = 1,
         stop: Sequence[str] = (),
     ) -> list[Completion]:
-        """Complete texts, and return the ``num_return_sequences`` completions of each prompt in turn.
+        """Complete texts. The list has all completions of the first prompt, then those of the second, and so on.
 
         Args:
           prompts: one text or several. Mask tokens written in a prompt (such as ``<|mask|>``) are filled too.
@@ -229,7 +229,7 @@ class Engine(TokenEngine):
           stop: strings that end a completion.
 
         Raises:
-          InputError: a prompt is empty, or an error of :meth:`generate_tokens`.
+          InputError: a prompt is empty, or :meth:`generate_tokens` rejects the prompts or the configuration.
           CheckpointError: the checkpoint has no tokenizer, or no chat template.
         """
         ids, mask = self.encode(prompts, chat=chat)
@@ -263,7 +263,7 @@ class Engine(TokenEngine):
     def score(self, input_ids: Any, targets: Any = None, attention_mask: Any = None, **options: Any) -> Any:
         """Compute log-probabilities of tokens: float32 ``[B, S]`` for token ids, ``[S]`` for a text, a list for texts.
 
-        A text is scored on its own tokens. For the arguments, see :func:`runtime.execution.scoring.score_batch`.
+        For a text, its own tokens are scored. For the arguments, see :func:`runtime.execution.scoring.score_batch`.
         """
         texts = [input_ids] if isinstance(input_ids, str) else input_ids
         if targets is not None or not (isinstance(texts, Sequence) and texts and isinstance(texts[0], str)):
@@ -273,11 +273,11 @@ class Engine(TokenEngine):
         return found[0] if isinstance(input_ids, str) else found
 
     def with_end_tokens(self, config: GenerationConfig | None) -> GenerationConfig:
-        """Return a configuration that stops rows at the checkpoint's end tokens, unless ``early_stop`` is false."""
+        """Return a copy of a configuration whose stop tokens include the end tokens, unless ``early_stop`` is false."""
         return self._resolved(config).with_end_tokens(self.end_token_ids, default=True)
 
     def stop_tests(self, stops: Sequence[Sequence[str]], stop_token_ids: Sequence[int] = ()) -> list[StopTest | None]:
-        """Return, for the stop strings of each row, the test that ends the row; see :meth:`generate_tokens`."""
+        """Return, for :meth:`generate_tokens`, a test per row that ends it at its stop strings (None without any)."""
         return stop_tests(self.tokenizer, (*self.end_token_ids, *stop_token_ids), stops)
 
     def encode(self, prompts: str | Sequence[str], *, chat: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -294,7 +294,7 @@ class Engine(TokenEngine):
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
     ) -> list[Completion]:
-        """Turn a result for the rows of :meth:`encode` into completions: for each prompt in turn, its samples."""
+        """Convert the result for rows from :meth:`encode` to completions, all of the first prompt first, and so on."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, (*self.end_token_ids, *stop_token_ids))
         return builder.build_batch(prompts, ids, mask, result, stop)

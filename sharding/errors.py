@@ -9,9 +9,9 @@ class InputError(ValueError):
     Commands print the message and exit with code 2.
 
     Attributes:
-      message: the message without the detail.
+      message: the message, without the detail.
       field: name of the wrong parameter or request field, or None.
-      detail: message of the library error behind it, or None. The full text of the error has it in parentheses.
+      detail: message of the library error that caused it, or None. ``str(error)`` appends it in parentheses.
     """
 
     def __init__(self, message: str, *, field: str | None = None, detail: object = None) -> None:

@@ -23,8 +23,8 @@ class Link:
     Attributes:
       kind: ``interconnect`` (ICI of a TPU slice), ``NVLink``, or ``network`` (between hosts or slices; its speed is
         assumed).
-      bandwidth: bytes per second that each chip sends, and at the same time receives, in a collective.
-      latency: seconds that a collective takes in addition, regardless of its size.
+      bandwidth: bytes per second that each chip can send in a collective while it receives as many.
+      latency: fixed time of a collective in seconds, in addition to the transfer.
     """
 
     kind: str
@@ -58,11 +58,15 @@ class Wiring:
     heads: HeadLayout
 
     @cached_property
+    def chips(self) -> np.ndarray:
+        """The chips ``[data, sequence, kv, group]``, each a :class:`sharding.topology.Place`."""
+        return arrange_devices(self.spec, self.heads, places(self.topology))
+
+    @cached_property
     def _places(self) -> np.ndarray:
         """Place of every chip: ``[data, sequence, kv, group, 5]``; the last axis is (x, y, z, slice, host)."""
-        array = arrange_devices(self.spec, self.heads, places(self.topology))
-        rows = [(*place.coords, place.slice_index, place.process_index) for place in array.flat]
-        return np.array(rows).reshape(*array.shape, 5)
+        rows = [(*place.coords, place.slice_index, place.process_index) for place in self.chips.flat]
+        return np.array(rows).reshape(*self.chips.shape, 5)
 
     @property
     def slices(self) -> int:

@@ -71,7 +71,7 @@ class MeshSpec:
         return self.data * self.sequence * self.tensor
 
     def resolve(self, num_devices: int) -> MeshSpec:
-        """Replace -1 by the number of remaining devices, and check that there are enough devices.
+        """Replace an axis size of -1 with the number that uses all devices, and check that there are enough devices.
 
         Raises:
           MeshError: the number of devices is not a multiple of the fixed sizes, or the mesh needs more devices.
@@ -96,6 +96,23 @@ class MeshSpec:
 def build_mesh(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -> Mesh:
     """Build a JAX mesh with the axes ``data, sequence, kv, group``; see :func:`arrange_devices`."""
     return Mesh(arrange_devices(spec, heads, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def has_reduce_scatter(devices: np.ndarray) -> bool:
+    """Return whether the TPU compiler has a reduce-scatter over the tensor axis of a mesh.
+
+    Where it has none, it runs an all-reduce, of which every device keeps a part. It has one if the slice has several
+    tensor groups. Over all chips of a slice, it has one only in two dimensions: up to 2x2 chips, or more chips along y
+    than along x, such as 2x4. This was found by compiling for v4, v5e, v5p and v6e; a test asks the compiler again.
+
+    Args:
+      devices: ``[data, sequence, kv, group]``, as :func:`arrange_devices` returns them.
+    """
+    data, sequence = devices.shape[:2]
+    if data * sequence > len({getattr(device, "slice_index", 0) for device in devices.flat}):
+        return True
+    x, y, z = np.ptp([device.coords for device in devices[0].flat], axis=0) + 1
+    return bool(z == 1 and (x < y or x * y <= 4))
 
 
 def arrange_devices(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -> np.ndarray:

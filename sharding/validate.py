@@ -1,7 +1,7 @@
-"""Checks that a model can be divided over a mesh, before any device is touched.
+"""Checks whether a model can be divided over a mesh, without devices.
 
-JAX silently replicates a dimension that is not a multiple of its mesh axis. Here this is an error, which names a mesh
-that works.
+JAX silently replicates a dimension that is not a multiple of its mesh axis. Here this is an error, and the message
+names a mesh that works.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _problems(
 
 
 def mesh_problems(shapes: Sequence[NamedShape], spec: MeshSpec, num_heads: int, num_kv_heads: int) -> list[str]:
-    """Describe every dimension that cannot be divided over the mesh, one sentence each; empty if the mesh works."""
+    """Return one sentence for each dimension that cannot be divided over the mesh; none if the mesh works."""
     heads = HeadLayout.for_tensor(num_heads, num_kv_heads, spec.tensor)
     sizes = {"data": spec.data, "sequence": spec.sequence, "kv": heads.kv, "group": heads.group}
     user_axis = {"data": "data", "sequence": "sequence", "kv": "tensor", "group": "tensor"}
@@ -65,7 +65,7 @@ def check_mesh(shapes: Sequence[NamedShape], spec: MeshSpec, num_heads: int, num
 
     Raises:
       MeshError: a dimension is not divisible. The message names the tensor, the dimension, its size and the mesh axis,
-        and the nearest mesh that works.
+        and the mesh that works and differs least.
     """
     problems = mesh_problems(shapes, spec, num_heads, num_kv_heads)
     if not problems:

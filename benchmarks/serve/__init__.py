@@ -1,1 +1,1 @@
-"""The server, beside an older one and beside a loop over ``engine.generate``."""
+"""Benchmark of the server against an older version of it and a loop over ``engine.generate``."""

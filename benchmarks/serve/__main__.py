@@ -1,24 +1,24 @@
-"""A server in proportion: this checkout's beside an older one's, beside a loop over ``engine.generate``, and alone.
+"""Benchmark this checkout's server, and compare it with an older checkout's and with a loop over ``engine.generate``.
 
     git worktree add ../old COMMIT
     python -m benchmarks.serve --old=../old --old_python=../old/.venv/bin/python    about 40 minutes on 2 cores
     python -m benchmarks.serve --size=short                                         this checkout alone, a minute
-    python -m benchmarks.serve --address=http://host:8000                           a server that is there
+    python -m benchmarks.serve --address=http://host:8000                           a server that already runs
 
-Servers run the same checkpoint, the demo by default, with default flags and those of ``--server_flag``; each has a
-folder of its own for compiled programs. Prompts (20 to 200 tokens) and answers (8 to 256) are log-normal, and all fit
-the default canvas. Requests switch early stop off: every answer is as long as was asked for, on both sides.
+Both servers run the same checkpoint (by default the demo) with default flags and those of ``--server_flag``. Each has
+its own compile cache. The lengths of prompts (20 to 200 tokens) and answers (8 to 256) are log-normal, and all fit the
+default canvas. Requests turn early stop off, so every answer has the requested length on both sides.
 
-Sections: ``starts`` (programs and seconds to ready, with a cold and a warm cache, and lone requests from ready on),
+Sections: ``starts`` (programs and seconds to ready, with a cold and a warm cache, and lone requests right after ready),
 ``lone`` (time to the last token beside ``engine.generate``, taking turns), ``first_text``, ``capacity`` (requests a
 second while more wait than there are slots), ``same_arrivals`` (Poisson arrivals at 30 % of the old capacity, for both
 servers in turns), ``one_at_a_time`` (the requests of the loads through ``engine.generate``), ``loads`` (Poisson
 arrivals at 30, 60 and 90 % of this server's capacity), ``batch`` (``diffumesh batch`` against its useful work at the
-best measured rate). How each is defined is said in :mod:`benchmarks.serve.sections`. The older server takes up to a
-minute for a request; it gets two lone ones, 60 that arrive, and as many as its capacity needs.
+best measured rate). :mod:`benchmarks.serve.sections` defines them exactly. The older server takes up to a
+minute for a request, so it gets fewer of them: two lone ones, 60 Poisson arrivals, and those for its capacity.
 
-Written to benchmarks/results/serve.json after each section, with plots beside it at the end. ``acceptance`` in it has a
-row for each thing that a run is expected to show: what was measured, the goal, and whether it is met.
+The record benchmarks/results/serve.json is written after each section, and plots are drawn at the end. Its
+``acceptance`` has a row for each expectation, with the measured value, the goal, and whether it is met.
 """
 
 from __future__ import annotations
@@ -78,34 +78,34 @@ def define_flags(values: flags.FlagValues) -> None:
 
     define_record_flags(values)
     define_profiling_flags(values)
-    string("old", None, "Root of the other checkout. Default: this one is measured alone.")
-    string("old_python", None, "Interpreter that runs the other checkout. Default: this one.")
-    string("address", None, f"A server that is there: {', '.join(_ADDRESS_SECTIONS)} alone. Default: one is started.")
+    string("old", None, "Root of the older checkout. Default: only this one is measured.")
+    string("old_python", None, "Interpreter for the older checkout. Default: this one.")
+    string("address", None, f"A server that already runs; measures only {', '.join(_ADDRESS_SECTIONS)}.")
     string("api_key_file", None, "File whose first line is the key for --address.")
     string("checkpoint", str(DEMO), "Model folder.")
     flags.DEFINE_multi_string(
-        "server_flag", [], "Of the servers that are started; repeatable. Default: none.", flag_values=values
+        "server_flag", [], "Flag for the servers that are started; repeatable. Default: none.", flag_values=values
     )
-    string("prompts", str(DEMO / "held_out.jsonl"), "Lines with the beginning of a function in each.")
-    flags.DEFINE_enum("size", "full", list(SIZES), "How much is measured.", flag_values=values)
-    flags.DEFINE_list("sections", list(SECTIONS), "What is measured.", flag_values=values)
-    flags.DEFINE_integer("seed", 0, "Of lengths, arrivals and requests.", 0, flag_values=values)
-    string("plot", None, "Where to draw the loads. Default: beside the record.")
+    string("prompts", str(DEMO / "held_out.jsonl"), "JSONL file with the beginning of a function per line.")
+    flags.DEFINE_enum("size", "full", list(SIZES), "Number and length of requests.", flag_values=values)
+    flags.DEFINE_list("sections", list(SECTIONS), "Sections to measure.", flag_values=values)
+    flags.DEFINE_integer("seed", 0, "Seed of lengths, arrivals and requests.", 0, flag_values=values)
+    string("plot", None, "File for the plot of the loads. Default: beside the record.")
 
 
 @dataclass
 class Subject:
-    """What is measured, and what has been found.
+    """The subject of a run, and its results so far.
 
     Attributes:
       values: the flags.
-      sizes: how much.
+      sizes: numbers of requests and their lengths.
       asks: the requests of the loads.
-      lone: lone requests, by their new tokens.
+      lone: lone requests, of different lengths.
       batch: the requests of the batch.
-      tokenizer: of the checkpoint.
-      checkouts: the older one, if there is one, and this one.
-      folder: of compiled programs.
+      tokenizer: the checkpoint's tokenizer.
+      checkouts: the older checkout, if there is one, and this one.
+      folder: folder for compile caches.
       results: sections of the record.
     """
 
@@ -121,15 +121,15 @@ class Subject:
 
     @property
     def checkpoint_flag(self) -> str:
-        """The checkpoint, for processes whose working folder is another."""
+        """The flag of the checkpoint, with an absolute path, for processes in other working folders."""
         return f"--checkpoint={Path(self.values.checkpoint).resolve()}"
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of a prompt."""
+        """Return the number of tokens in a prompt."""
         return len(self.tokenizer.encode(text))
 
     def arguments(self, checkout: Checkout) -> list[str]:
-        """Flags of a server of a checkout: the defaults, and those that do not change how it decodes."""
+        """Return the flags for a checkout's server."""
         queue = max(_LEAST_QUEUE, len(self.asks))
         return [
             self.checkpoint_flag,
@@ -139,7 +139,7 @@ class Subject:
         ]
 
     def wants(self, section: str) -> bool:
-        """Whether a section is to be measured."""
+        """Return whether to measure a section."""
         return section in self.values.sections
 
 
@@ -147,7 +147,7 @@ def read_subject(values: flags.FlagValues, folder: Path) -> Subject:
     """Read the checkpoint's tokenizer and the prompts, and draw the requests.
 
     Raises:
-      InputError: files or flags that cannot be.
+      InputError: a file or a flag is wrong.
     """
     sizes = SIZES[values.size]
     checkpoint = open_folder(values.checkpoint)
@@ -155,9 +155,9 @@ def read_subject(values: flags.FlagValues, folder: Path) -> Subject:
     if tokenizer is None:
         raise InputError(f"--checkpoint={values.checkpoint}: no tokenizer in it")
     if parse_config(checkpoint.config).objective != "masked_diffusion":
-        raise InputError(f"--checkpoint={values.checkpoint}: this benchmark is of diffusion models")
+        raise InputError(f"--checkpoint={values.checkpoint}: this benchmark requires a diffusion model")
     functions = read_functions(values.prompts)
-    # A server that is there may be one that does not know the field.
+    # A server that already runs may not know the field.
     fields = {"early_stop": False} if values.address is None else {}
     asks = make_asks(functions, tokenizer, sizes, sizes.requests, values.seed, fields)
     batch = make_asks(functions, tokenizer, sizes, sizes.batch, values.seed + 1, fields)
@@ -173,7 +173,7 @@ def read_subject(values: flags.FlagValues, folder: Path) -> Subject:
 
 
 def measure(subject: Subject) -> Iterator[str]:
-    """Measure each section that is wanted, and yield its name when it is in the results."""
+    """Measure each requested section, and yield its name when it is in the results."""
     results, sizes = subject.results, subject.sizes
     new = subject.checkouts[-1]
     if subject.wants("starts"):
@@ -198,7 +198,7 @@ def measure(subject: Subject) -> Iterator[str]:
 
 
 def measure_served(subject: Subject, servers: dict[str, Server], loop: GenerateLoop) -> Iterator[str]:
-    """The sections of servers whose programs are all there."""
+    """Measure the sections for which a server must have compiled all its programs."""
     results, sizes, seed = subject.results, subject.sizes, subject.values.seed
     if subject.wants("lone"):
         results["lone"] = measure_lone(servers, loop, subject.lone, sizes)
@@ -227,7 +227,7 @@ def measure_served(subject: Subject, servers: dict[str, Server], loop: GenerateL
 
 
 def measure_loads(subject: Subject, address: str, key: str | None, texts: Sequence[str] | None) -> Iterator[str]:
-    """The loads of this checkout's server, or of one that is there."""
+    """Measure the loads of this checkout's server, or of one that already runs."""
     results = subject.results
     capacity = results["capacity"]["new"]["requests_per_second"]
     results["loads"] = {}
@@ -238,7 +238,7 @@ def measure_loads(subject: Subject, address: str, key: str | None, texts: Sequen
 
 
 def measure_there(subject: Subject) -> Iterator[str]:
-    """The sections of a server that is there."""
+    """Measure the sections of a server that already runs."""
     address, key = subject.values.address.rstrip("/"), read_key(subject.values.api_key_file)
     sizes = subject.sizes
     subject.results["capacity"] = {"new": measure_capacity(address, key, subject.asks, sizes.saturated, sizes.users)}
@@ -247,9 +247,9 @@ def measure_there(subject: Subject) -> Iterator[str]:
 
 
 def profile(subject: Subject) -> None:
-    """Some of the requests once more, for a server of their own that is traced and writes its programs, if flags ask.
+    """If flags request it, send some of the requests to another server, which writes a trace and its programs.
 
-    The servers that are timed are not traced.
+    The timed servers are not traced.
     """
     more = given_profiling(subject.values)
     if not more:
@@ -265,10 +265,10 @@ def profile(subject: Subject) -> None:
 
 
 def read_key(path: str | None) -> str | None:
-    """The first line of a file of keys.
+    """Read the first line of a file with API keys.
 
     Raises:
-      InputError: it cannot be read.
+      InputError: the file cannot be read.
     """
     if path is None:
         return None
@@ -279,7 +279,7 @@ def read_key(path: str | None) -> str | None:
 
 
 def ratios(results: dict[str, Any]) -> dict[str, Any]:
-    """What sections come to beside one another: times faster, and times as long, where both sides were measured."""
+    """Return the ratios between sections, such as speed-ups, if both sides were measured."""
     found: dict[str, Any] = {}
     capacity = {name: one["requests_per_second"] for name, one in results.get("capacity", {}).items()}
     if "old" in capacity:
@@ -301,7 +301,7 @@ def ratios(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings(subject: Subject) -> dict[str, Any]:
-    """Of the record."""
+    """Return the settings of the run for the record."""
     values = subject.values
     names = ("address", "size", "sections", "seed", "server_flag")
     return (
@@ -313,13 +313,15 @@ def settings(subject: Subject) -> dict[str, Any]:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Measure, print a line a section, write the record and the plots."""
+    """Measure, print a line per section, and write the record and the plots."""
     check_one_host()
     check_profiling(values)
     if wrong := [name for name in values.sections if name not in SECTIONS]:
         raise InputError(f"--sections={','.join(wrong)}: expected some of {', '.join(SECTIONS)}")
     if values.address is not None and given_profiling(values):
-        raise InputError("--profile_dir and --dump_hlo are of a server that is started here, not of one at --address")
+        raise InputError(
+            "--profile_dir and --dump_hlo do not work with --address: they require a server that is started here"
+        )
     if values.plot is not None:
         check_output("plot", Path(values.plot), is_file=True)
     notes = load_notes()

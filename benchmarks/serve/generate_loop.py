@@ -1,7 +1,8 @@
-"""The loop that people write: ``engine.generate`` for one request after another, each at its own length.
+"""The baseline of the serving benchmark: a script that calls ``engine.generate`` for one request after another.
 
-It runs as a script. Commands come line by line on standard input, and each is answered with a line of JSON:
-``{"prompt": ..., "max_tokens": ..., "seed": ...}`` generates, ``{"rows": ..., "canvas": ...}`` measures a rate.
+It reads commands from standard input, one JSON object per line, and answers each with a line of JSON.
+``{"prompt": ..., "max_tokens": ..., "seed": ...}`` completes a prompt, without padding to a common length.
+``{"rows": ..., "canvas": ...}`` measures how many positions per second a batch of that shape denoises.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SECONDS = 0.5
 
 
 def timed_warm(engine: Engine, call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of a call that compiles nothing, and its result: a call that does is made again."""
+    """Return the seconds and the result of a call. A call that compiles a program is repeated."""
     while True:
         compiled, start = engine.compiled_programs, time.perf_counter()
         result = call()
@@ -32,7 +33,7 @@ def timed_warm(engine: Engine, call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def generate(engine: Engine, prompt: str, max_tokens: int, seed: int) -> dict[str, Any]:
-    """Generate one request, with the settings that a server starts from and the whole canvas."""
+    """Complete one prompt with the server's default settings. Rows do not stop early."""
     config = engine.published(max_new_tokens=max_tokens, steps=max_tokens, seed=seed, early_stop=False)
     seconds, [completion] = timed_warm(engine, lambda: engine.generate([prompt], config))
     return {
@@ -43,7 +44,7 @@ def generate(engine: Engine, prompt: str, max_tokens: int, seed: int) -> dict[st
 
 
 def rate(engine: Engine, rows: int, canvas: int) -> dict[str, Any]:
-    """Positions of full rows that are denoised a second, half of each masked at the start."""
+    """Measure positions per second of a batch whose rows are half prompt and half masks."""
     new = canvas // 2
     ids = np.random.default_rng(0).integers(5, engine.config.vocab_size, (rows, canvas - new)).astype(np.int32)
     config = engine.published(max_new_tokens=new, steps=_STEPS, early_stop=False)
@@ -55,7 +56,7 @@ def rate(engine: Engine, rows: int, canvas: int) -> dict[str, Any]:
 
 
 def main(checkpoint: str) -> None:
-    """Answer commands until there are none."""
+    """Answer commands until standard input ends."""
     engine = Engine.load(checkpoint)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

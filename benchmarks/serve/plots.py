@@ -1,4 +1,4 @@
-"""Plots of a record of the server benchmark."""
+"""Plots of a server benchmark record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw what was measured, each quantity on axes of its own, into one file."""
+    """Draw the measured sections into one file, with separate axes for each."""
     from matplotlib.figure import Figure
 
     panels = [
@@ -33,8 +33,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def draw_lone(results: dict[str, Any], axes: Any) -> None:
-    """Time to the last token of a lone request, over its new tokens."""
-    names = {"generate": "engine.generate", "new": "server", "streamed": "server, streamed", "old": "server before"}
+    """Draw the time to the last token of a lone request over its number of new tokens."""
+    names = {"generate": "engine.generate", "new": "server", "streamed": "server, streamed", "old": "older server"}
     for name, label in names.items():
         rows = [row for row in results["lone"] if f"{name}_ms" in row]
         seconds = [median_of(row[f"{name}_ms"]) / 1e3 for row in rows]
@@ -45,37 +45,37 @@ def draw_lone(results: dict[str, Any], axes: Any) -> None:
 
 
 def median_of(timing: Any) -> float:
-    """The median of a timing, as it is measured or as a record has it."""
+    """Return the median of a timing, from a :class:`Timing` or a record."""
     return float(timing["median"] if isinstance(timing, dict) else timing.median)
 
 
 def draw_same_arrivals(results: dict[str, Any], axes: Any) -> None:
-    """Percentiles of the latency of both servers with the same arrivals."""
+    """Draw percentiles of the latency of both servers with the same arrivals."""
     found, ranks = results["same_arrivals"], ("p50", "p90", "p99")
-    for number, (name, label) in enumerate((("old", "server before"), ("new", "server"))):
+    for number, (name, label) in enumerate((("old", "older server"), ("new", "server"))):
         seconds = [found[name]["e2e_ms"][rank] / 1e3 for rank in ranks]
         axes.bar(np.arange(len(ranks)) + 0.4 * number, seconds, 0.4, label=label)
     axes.set_xticks(np.arange(len(ranks)) + 0.2, ranks)
     rate = found["offered_requests_per_second"]
-    axes.set(ylabel="seconds to the last token", title=f"{rate:.2f} requests a second", yscale="log")
+    axes.set(ylabel="seconds to the last token", title=f"{rate:.2f} requests per second", yscale="log")
     axes.legend()
 
 
 def draw_loads(results: dict[str, Any], axes: Any) -> None:
-    """Latency over arrivals."""
+    """Draw latency over arrivals per second."""
     loads = [load for load in results["loads"].values() if load["e2e_ms"]]
     for rank in ("p50", "p99"):
         seconds = [load["e2e_ms"][rank] / 1e3 for load in loads]
         axes.plot([load["offered_requests_per_second"] for load in loads], seconds, "-o", label=rank)
-    axes.set(xlabel="requests a second that arrive", ylabel="seconds to the last token", title="Latency")
+    axes.set(xlabel="arriving requests per second", ylabel="seconds to the last token", title="Latency")
     axes.set_ylim(0, None)
     axes.legend()
 
 
 def draw_useful_share(results: dict[str, Any], axes: Any) -> None:
-    """Share of computed positions that were of use, over arrivals."""
+    """Draw the share of useful positions over arrivals per second."""
     loads = [load for load in results["loads"].values() if load["useful_share"] is not None]
     shares = [100 * load["useful_share"] for load in loads]
     axes.plot([load["offered_requests_per_second"] for load in loads], shares, "-o")
-    axes.set(xlabel="requests a second that arrive", ylabel="per cent", title="Useful of all computed positions")
+    axes.set(xlabel="arriving requests per second", ylabel="per cent", title="Useful of all computed positions")
     axes.set_ylim(0, 100)

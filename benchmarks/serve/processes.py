@@ -1,4 +1,4 @@
-"""The processes that are measured: servers of a checkout, its batch command, and a loop over ``engine.generate``."""
+"""The measured processes: servers of a checkout, its batch command, and a loop over ``engine.generate``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sharding.errors import InputError
 PATIENCE = 900.0
 _ROOT = Path(__file__).parents[2]
 _LOOP = Path(__file__).with_name("generate_loop.py")
-# A folder of the user's own would make a cold start warm.
+# The user's cache folder would make a cold start warm.
 _CACHE_VARIABLES = ("JAX_COMPILATION_CACHE_DIR",)
 
 
@@ -36,7 +36,7 @@ class Checkout:
     Attributes:
       name: ``old`` or ``new``.
       root: its folder.
-      python: the interpreter, of an environment that has its dependencies.
+      python: an interpreter with its dependencies.
     """
 
     name: str
@@ -45,38 +45,38 @@ class Checkout:
 
     @classmethod
     def this(cls) -> Checkout:
-        """This one."""
+        """Return the checkout that this code is in."""
         return cls("new", _ROOT, sys.executable)
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of its processes."""
+        """Environment variables for its processes."""
         kept = {name: value for name, value in os.environ.items() if name not in _CACHE_VARIABLES}
         return kept | {"PYTHONPATH": str(self.root)}
 
     @property
     def commit(self) -> str | None:
-        """What is checked out; None where that is unknown."""
+        """The commit; None if it is unknown."""
         command = ["git", "-C", str(self.root), "rev-parse", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
 
 class Server:
-    """A server that answers.
+    """The process of a server.
 
     Attributes:
-      checkout: whose it is.
-      address: where it listens.
-      seconds_to_ready: from the start of the process until ``/health`` said ready.
-      programs_at_ready: that it had compiled or read from the cache by then.
-      remaining_at_ready: programs that were still to be compiled then.
+      checkout: the checkout that it runs.
+      address: its URL.
+      seconds_to_ready: time from the start of the process until ``/health`` reported ready.
+      programs_at_ready: number of programs that were compiled or read from the cache by then.
+      remaining_at_ready: number of programs that were not compiled yet.
     """
 
     def __init__(self, checkout: Checkout, arguments: Sequence[str]) -> None:
-        """Start it, and wait until it is ready.
+        """Start the server, and wait until it is ready.
 
         Raises:
-          InputError: it ends, or is not ready for long.
+          InputError: the process ends, or is not ready in time.
         """
         port = free_port()
         self.checkout, self.address = checkout, f"http://127.0.0.1:{port}"
@@ -98,13 +98,13 @@ class Server:
             raise
 
     def _wait(self, reached: Any) -> float:
-        """Seconds from the start of the process until something is so."""
+        """Wait until a condition is true. Return the seconds since the start of the process."""
         while not reached():
             this_host().mark()
             if self._process.poll() is not None or time.perf_counter() - self._start > PATIENCE:
                 self._log.seek(0)
                 said = self._log.read().decode(errors="replace")
-                raise InputError(f"the {self.checkout.name} server has not started:\n{said[-2000:]}")
+                raise InputError(f"the {self.checkout.name} server did not start:\n{said[-2000:]}")
             time.sleep(0.05)
         return time.perf_counter() - self._start
 
@@ -115,20 +115,20 @@ class Server:
             return 0
 
     def remaining(self) -> int:
-        """Programs that are still to be compiled; none of a server that compiles all of them before it is ready."""
+        """Return the number of programs that are not compiled yet; 0 for a server that reports no such number."""
         answer = httpx.get(f"{self.address}/health", timeout=PATIENCE).raise_for_status()
         return int(answer.json().get("programs_remaining", 0))
 
     def wait_for_programs(self) -> float:
-        """Wait until all programs are there. Returns seconds from the start of the process."""
+        """Wait until all programs are compiled. Return the seconds since the start of the process."""
         return self._wait(lambda: self.remaining() == 0)
 
     def metric(self, name: str) -> float:
-        """A metric, summed over its labels; 0 if the server has none of this name."""
+        """Return a metric, summed over its labels; 0 if the server does not have it."""
         return metric(self.address, name)
 
     def wait_until_idle(self) -> None:
-        """Wait until no row is in a slot or waits for one."""
+        """Wait until no request is running or waiting."""
         while self.metric("num_requests_running") + self.metric("num_requests_waiting"):
             time.sleep(0.05)
 
@@ -145,7 +145,7 @@ class Server:
 
 @contextlib.contextmanager
 def server(checkout: Checkout, arguments: Sequence[str]) -> Iterator[Server]:
-    """A server for as long as the block lasts."""
+    """Run a server in a context."""
     found = Server(checkout, arguments)
     try:
         yield found
@@ -154,7 +154,7 @@ def server(checkout: Checkout, arguments: Sequence[str]) -> Iterator[Server]:
 
 
 def metric(address: str, name: str) -> float:
-    """A metric of a server, summed over its labels; 0 if it has none of this name."""
+    """Return a metric of a server, summed over its labels; 0 if the server does not have it."""
     text = httpx.get(f"{address}/metrics", timeout=PATIENCE).text
     lines = [line for line in text.splitlines() if line.startswith((f"diffumesh:{name}{{", f"diffumesh:{name} "))]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
@@ -164,7 +164,7 @@ class GenerateLoop:
     """A process of this checkout that runs ``engine.generate`` for one request after another."""
 
     def __init__(self, checkout: Checkout, checkpoint: str, cache: Path) -> None:
-        """Start it, and wait until the model is loaded; compiled programs are kept in ``cache``."""
+        """Start the process with ``cache`` as its compile cache, and wait until the model is loaded."""
         self._process = subprocess.Popen(
             [checkout.python, str(_LOOP), checkpoint],
             cwd=checkout.root,
@@ -190,11 +190,11 @@ class GenerateLoop:
         return self._answer()
 
     def generate(self, prompt: str, max_tokens: int, seed: int) -> dict[str, Any]:
-        """``seconds``, ``text`` and ``prompt_tokens`` of one request, with every program that it uses compiled."""
+        """Generate one request with compiled programs. Return ``seconds``, ``text`` and ``prompt_tokens``."""
         return self._call(prompt=prompt, max_tokens=max_tokens, seed=seed)
 
     def rate(self, rows: int, canvas: int) -> float:
-        """Positions a second that this many rows of this many positions are denoised at, each one full."""
+        """Return the positions per second at which full rows of ``canvas`` positions are denoised."""
         return float(self._call(rows=rows, canvas=canvas)["positions_per_second"])
 
     def end(self) -> None:
@@ -206,7 +206,7 @@ class GenerateLoop:
 
 @contextlib.contextmanager
 def generate_loop(checkout: Checkout, checkpoint: str, cache: Path) -> Iterator[GenerateLoop]:
-    """A loop for as long as the block lasts."""
+    """Run a loop in a context."""
     found = GenerateLoop(checkout, checkpoint, cache)
     try:
         yield found
@@ -222,12 +222,12 @@ def run_batch(checkout: Checkout, arguments: Sequence[str]) -> dict[str, float]:
     """Run ``diffumesh batch`` once.
 
     Returns:
-      ``wall``: seconds of the whole process. ``generating``: seconds from the line that says how is decoded, which is
-      printed when the model is loaded, to the end; programs that are compiled or read from the cache are in it.
-      ``forwards``, ``computed_positions``, ``programs``: what the process says it computed and compiled.
+      ``wall``: seconds of the whole process. ``generating``: seconds from the end of loading the model to the end
+      of the process, including the compilation of programs. ``forwards``, ``computed_positions``, ``programs``: what
+      the process says that it computed and compiled.
 
     Raises:
-      InputError: it fails.
+      InputError: the command fails.
     """
     start = time.perf_counter()
     process = subprocess.Popen(

@@ -1,8 +1,8 @@
-"""What is measured of a server of this checkout beside an older one: a function for each section of the record.
+"""The sections of the record, with a function that measures each.
 
-Rates are positions a second: a forward pass over a row of S positions counts S. Requests switch early stop off, so that
-both servers, the loop and the batch do the same work: a row of n new tokens takes n - 1 forward passes, since the
-original schedule of as many steps as masks commits nothing in its first step.
+Rates are in positions per second: a forward pass over a row of S positions counts S. Requests turn early stop off, so
+both servers, the loop and the batch do the same work. A row of n new tokens takes n - 1 forward passes, because the
+original schedule with n steps commits nothing in its first step.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from benchmarks.serve.workload import Sizes
 from launch.process.startup import this_host
 from sharding.errors import InputError
 
-# Of its capacity, at which the older server is compared.
+# Share of the older server's capacity at which both servers are compared.
 COMPARED_SHARE = 0.3
-# Waits in which the server has nothing to do are cut to this, in seconds.
+# Maximum wait in seconds while the server is idle, see :func:`benchmarks.load.open_loop`.
 LONGEST_IDLE = 0.1
 _STREAMED_TOKENS = 16
 _BLOCK_LENGTHS = (1, 8)
@@ -36,14 +36,14 @@ Result = TypeVar("Result")
 
 
 def run(address: str, key: str | None, call: Callable[[Client], Coroutine[Any, Any, Result]]) -> Result:
-    """Call something with a client of a server."""
+    """Run ``call`` with a client of a server."""
 
     async def connected() -> Result:
         async with Client(address, key, PATIENCE) as client:
             return await call(client)
 
     async def with_marks() -> Result:
-        # A load takes long, and does not hang.
+        # A load is slow, but does not hang.
         task = asyncio.ensure_future(connected())
         while not (await asyncio.wait([task], timeout=1.0))[0]:
             this_host().mark()
@@ -53,10 +53,10 @@ def run(address: str, key: str | None, call: Callable[[Client], Coroutine[Any, A
 
 
 def checked(answers: Sequence[Answer]) -> Sequence[Answer]:
-    """These answers.
+    """Return the answers.
 
     Raises:
-      InputError: one is an error.
+      InputError: one of them is an error.
     """
     if wrong := [answer.status for answer in answers if answer.status != 200]:
         raise InputError(f"{len(wrong)} of {len(answers)} requests were not answered (HTTP {wrong[0]})")
@@ -64,12 +64,12 @@ def checked(answers: Sequence[Answer]) -> Sequence[Answer]:
 
 
 def lone(address: str, ask: Ask) -> Answer:
-    """The answer to a request that has the server for itself."""
+    """Return the answer to a request on an idle server."""
     return checked([run(address, None, lambda client: client.send(ask, time.perf_counter()))])[0]
 
 
 def timing(seconds: Sequence[float]) -> Timing:
-    """Wall times; the processor time of other processes is not known."""
+    """Return a timing without processor times, which are unknown for other processes."""
     return Timing.of(seconds, [0.0])
 
 
@@ -77,7 +77,7 @@ def timing(seconds: Sequence[float]) -> Timing:
 
 
 def started(found: Server) -> dict[str, Any]:
-    """What a start took, with all programs there at the end."""
+    """Return the numbers of a start, after all programs are compiled."""
     seconds = found.wait_for_programs()
     return {
         "seconds_to_ready": round(found.seconds_to_ready, 2),
@@ -91,10 +91,10 @@ def started(found: Server) -> dict[str, Any]:
 def measure_starts(
     checkouts: Sequence[Checkout], arguments: Mapping[str, Sequence[str]], asks: Sequence[Ask], starts: int
 ) -> dict[str, Any]:
-    """Starts of each server: one with an empty cache of compiled programs, then with the cache that it left.
+    """Measure starts of each server: one with an empty compile cache, then with the cache that it filled.
 
-    This checkout's server is started ``starts`` times with the warm cache, and gets lone requests from the moment at
-    which it is ready, while its other programs are still read from the cache.
+    This checkout's server is started ``starts`` times with the warm cache. It gets lone requests once it is ready,
+    while it still reads other programs from the cache.
     """
     found: dict[str, Any] = {one.name: {"cold": None, "warm": []} for one in checkouts}
     lone_from_ready: dict[str, list[float]] = {str(ask.max_tokens): [] for ask in asks}
@@ -119,10 +119,10 @@ def measure_starts(
 def measure_lone(
     servers: Mapping[str, Server], loop: GenerateLoop, asks: Sequence[Ask], sizes: Sizes
 ) -> list[dict[str, Any]]:
-    """Lone requests: time to the last token, beside ``engine.generate`` for the same row, taking turns.
+    """Measure the time to the last token of lone requests, alternating with ``engine.generate`` for the same row.
 
-    This checkout's server answers each request whole, which is what is compared, and as a stream. The older server
-    gets those of ``sizes.old_lone`` once each, because one takes it up to a minute.
+    This checkout's server answers each request without streaming, which is compared, and with it. The older server
+    gets only the requests of ``sizes.old_lone``, once each, because each takes up to a minute.
     """
     rows = []
     for ask in asks:
@@ -139,7 +139,7 @@ def measure_lone(
             answer = lone(one.address, dataclasses.replace(ask, stream=streams))
             return answer.end, answer.text
 
-        generated()  # with its program
+        generated()  # compiles the program
         for number in range(sizes.repeats):
             for name in tuple(seconds)[:: 1 if number % 2 else -1]:
                 took, texts[name] = generated() if name == "generate" else served(name)
@@ -165,11 +165,10 @@ def measure_lone(
 
 
 def measure_first_text(servers: Mapping[str, Server], ask: Ask) -> list[dict[str, Any]]:
-    """When the first text of a lone stream comes.
+    """Measure when the first text of a lone stream arrives.
 
-    In blocks of one position a row commits its first position in its first forward pass, and one in each after it: the
-    tokens on the canvas that comes with the first text are the iterations that it took. In longer blocks the position
-    before which nothing is masked is the model's choice.
+    With blocks of one position, each forward pass commits the next position. The number of tokens on the first streamed
+    canvas is then the number of iterations until the first text. With longer blocks, the model chooses the order.
     """
     rows = []
     for (name, one), length in itertools.product(servers.items(), _BLOCK_LENGTHS):
@@ -193,10 +192,10 @@ def measure_first_text(servers: Mapping[str, Server], ask: Ask) -> list[dict[str
 
 
 def measure_capacity(address: str, key: str | None, asks: Sequence[Ask], count: int, users: int) -> dict[str, Any]:
-    """The capacity of a server: requests a second while more wait than it has slots.
+    """Measure the capacity of a server: requests per second while more requests are open than it has slots.
 
-    ``users`` requests are there at any time. New tokens a second over ``count`` answers, divided by the mean of all
-    requests, are the requests a second: which of the requests were answered in the measured time matters less so.
+    ``users`` requests are open at any time. The result is the new tokens per second over ``count`` answers, divided by
+    the mean number of new tokens of all requests, so it depends less on which requests were answered.
     """
     total = list(itertools.islice(itertools.cycle(asks), users // 2 + count + users - 1))
     found: Saturated = run(address, key, lambda client: saturate(client, total, users, users // 2))
@@ -214,7 +213,7 @@ def measure_capacity(address: str, key: str | None, asks: Sequence[Ask], count: 
 def measure_same_arrivals(
     servers: Mapping[str, Server], asks: Sequence[Ask], rate: float, turns: int, seed: int
 ) -> dict[str, Any]:
-    """The same requests with the same arrivals for both servers, a part each in turn."""
+    """Measure both servers with the same requests and arrivals, part by part in turn."""
     answers: dict[str, list[Answer]] = {name: [] for name in servers}
     size = -(-len(asks) // turns)
     for turn, start in enumerate(range(0, len(asks), size)):
@@ -239,19 +238,19 @@ def measure_same_arrivals(
 def measure_load(
     address: str, key: str | None, asks: Sequence[Ask], rate: float, seed: int, texts: Sequence[str] | None
 ) -> dict[str, Any]:
-    """One load: requests that arrive as a Poisson process.
+    """Measure one load: requests that arrive as a Poisson process.
 
     Args:
-      address: of the server.
-      key: for it.
+      address: the server's URL.
+      key: its API key.
       asks: the requests.
-      rate: arrivals a second.
-      seed: of the arrivals.
-      texts: what the loop made of them, None if it has not run.
+      rate: arrivals per second.
+      seed: seed of the arrival times.
+      texts: the texts of the loop, to compare with; None if it has not run.
 
     Returns:
-      Latencies, and from the server's metrics the positions that it computed and the share of them that were of live
-      rows up to their own length; None of a server that has no such metrics.
+      Latencies, the number of positions that the server computed, and the share of useful ones (those of unfinished
+      rows, up to the row's length). The last two are None if the server has no such metrics.
     """
     names = ("useful_positions", "computed_positions")
     before = [metric(address, name) for name in names]
@@ -273,7 +272,7 @@ def measure_load(
 
 
 def measure_loop(loop: GenerateLoop, asks: Sequence[Ask]) -> tuple[dict[str, Any], list[str]]:
-    """The same requests, one at a time at exact length through ``engine.generate``; and their texts."""
+    """Measure the same requests through ``engine.generate``, one at a time without padding. Return also their texts."""
     answers = [loop.generate(ask.prompt, ask.max_tokens, ask.seed) for ask in asks]
     seconds = [answer["seconds"] for answer in answers]
     found = {
@@ -297,15 +296,14 @@ def measure_batch(
     count_tokens: Callable[[str], int],
     sizes: Sizes,
 ) -> dict[str, Any]:
-    """Prompts of mixed length through ``diffumesh batch``, against their useful work at the best measured rate.
+    """Compare the time of ``diffumesh batch`` with the time of its useful work at the best measured rate.
 
-    The useful work is a row's own positions times its forward passes. There are two readings of the best measured
-    rate. ``useful_seconds_at_best``: all work at the rate of the fastest of ``sizes.rate_rows`` times
-    ``sizes.rate_canvases``, with every row full. ``useful_seconds_at_best_of_canvas``: the work of each row at the best
-    rate of the narrowest of these canvases that holds it, because attention over a wide canvas takes longer for each
-    position, whatever the number of rows. The batch runs with an empty cache of compiled programs and then with a warm
-    one; the second is compared. Its wall time is that of the whole process: start, loading, programs, generation, and
-    writing of results.
+    The useful work of a row is its number of positions times its forward passes. There are two readings of the best
+    rate. ``useful_seconds_at_best``: all work at the fastest rate of all combinations of ``sizes.rate_rows`` and
+    ``sizes.rate_canvases`` with full rows. ``useful_seconds_at_best_of_canvas``: each row's work at the fastest rate of
+    the narrowest of these canvases that holds it, because attention over a wide canvas takes longer for each position.
+    The batch runs with an empty compile cache and then with a warm one; the second run is compared. Its wall time is
+    that of the whole process: start, loading, programs, generation, and writing of results.
     """
     rates = {
         f"{rows} x {canvas}": round(loop.rate(rows, canvas))

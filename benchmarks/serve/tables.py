@@ -1,4 +1,4 @@
-"""Tables of a record of the server benchmark; the benchmark itself wants the ``serve`` extra, its tables do not."""
+"""Tables of a server benchmark record. Unlike the benchmark, this module does not need the ``serve`` extra."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from benchmarks.records import note_lines
 
-_SERVERS = {"old": "server before", "new": "server"}
+_SERVERS = {"old": "older server", "new": "server"}
 
 
 def serve_tables(record: dict[str, Any]) -> str:
-    """A record of this benchmark as Markdown: a table for each section that it has."""
+    """Convert a record to Markdown, with a table per section."""
     results = record["results"]
     parts = [
         make(results)
@@ -30,25 +30,25 @@ def serve_tables(record: dict[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown; the first column is text, the others are numbers."""
+    """Return a Markdown table whose first column is text; the others are numbers."""
     rule = "|---|" + "---:|" * (len(head) - 1)
     return "\n".join(["| " + " | ".join(head) + " |", rule, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def seconds(milliseconds: float) -> str:
-    """A time with three digits."""
+    """Format a time with three digits."""
     return f"{milliseconds / 1e3:.3g} s"
 
 
 def acceptance_table(results: dict[str, Any]) -> str:
-    """What was expected, and what came of it."""
+    """Return the table of expectations."""
     said = {None: "", True: "yes", False: "NO"}
     rows = [[row["what"], f"{row['value']:g}", row["goal"] or "", said[row["met"]]] for row in results["acceptance"]]
     return table(["expected", "measured", "goal", "met"], rows)
 
 
 def lone_table(results: dict[str, Any]) -> str:
-    """One request on an idle server, beside ``engine.generate`` for the same row."""
+    """Return the table of lone requests: the server compared with ``engine.generate``."""
     from_ready = results.get("ratios", {}).get("lone_from_ready_times_generate", {})
     rows = []
     for row in results["lone"]:
@@ -65,12 +65,12 @@ def lone_table(results: dict[str, Any]) -> str:
                 "yes" if row["same_text"] else "NO",
             ]
         )
-    head = ["", "`engine.generate`", "server", "ratio", "streamed", "from ready on", "server before", "same text"]
+    head = ["", "`engine.generate`", "server", "ratio", "streamed", "right after ready", "older server", "same text"]
     return table(head, rows)
 
 
 def first_text_table(results: dict[str, Any]) -> str:
-    """When a stream begins."""
+    """Return the table of times to the first text of a stream."""
     rows = [
         [
             f"{_SERVERS[row['server']]}, blocks of {row['block_length']}, {row['new_tokens']} tokens",
@@ -81,11 +81,11 @@ def first_text_table(results: dict[str, Any]) -> str:
         ]
         for row in results["first_text"]
     ]
-    return table(["a stream", "tokens there at its first text", "first text", "last text", "pieces"], rows)
+    return table(["a stream", "tokens at its first text", "first text", "last text", "pieces"], rows)
 
 
 def same_arrivals_table(results: dict[str, Any]) -> str:
-    """Both servers with the same arrivals."""
+    """Return the table of both servers with the same arrivals."""
     found, capacity = results["same_arrivals"], results["capacity"]
     rows = [
         [
@@ -102,7 +102,7 @@ def same_arrivals_table(results: dict[str, Any]) -> str:
 
 
 def loads_table(results: dict[str, Any]) -> str:
-    """This server alone."""
+    """Return the table of the loads of this checkout's server."""
     capacity = results["capacity"]["new"]["requests_per_second"]
     rows = [
         [
@@ -120,7 +120,7 @@ def loads_table(results: dict[str, Any]) -> str:
 
 
 def batch_table(results: dict[str, Any]) -> str:
-    """``diffumesh batch``."""
+    """Return the table of ``diffumesh batch``."""
     found = results["batch"]
     best = found["positions_per_second"][found["best"]]
     row = [
@@ -141,7 +141,7 @@ def batch_table(results: dict[str, Any]) -> str:
 
 
 def starts_table(results: dict[str, Any]) -> str:
-    """Seconds to ready."""
+    """Return the table of starts."""
     rows = []
     for name, found in results["starts"]["starts"].items():
         for cache, one in [("cold", found["cold"]), *(("warm", one) for one in found["warm"])]:
@@ -154,11 +154,11 @@ def starts_table(results: dict[str, Any]) -> str:
                     str(one["programs"]),
                 ]
             )
-    return table(["start", "ready after", "programs then", "all programs after", "programs"], rows)
+    return table(["start", "ready after", "programs when ready", "all programs after", "programs"], rows)
 
 
 def about(record: dict[str, Any]) -> str:
-    """What was measured on what."""
+    """Return a sentence that describes model, machine and requests."""
     settings, machine = record["settings"], record["machine"]
     prompts, answers = settings["prompts"], settings["answers"]
     where = f"the server at {settings['address']}"
@@ -167,9 +167,9 @@ def about(record: dict[str, Any]) -> str:
         where = (
             f"`{settings['checkpoint']}`, {own}, {machine['cores']} cores of {machine['processor']} for all processes"
         )
-    before = f" The server before is commit `{settings['old_commit'][:7]}`." if settings.get("old_commit") else ""
+    before = f" The older server is commit `{settings['old_commit'][:7]}`." if settings.get("old_commit") else ""
     return (
-        f"Measured: {where}. Loads are of {settings['requests']} requests with log-normal prompts "
+        f"Measured: {where}. Each load has {settings['requests']} requests with log-normal prompts "
         f"({prompts['least']} to {prompts['most']} tokens) and answers ({answers['least']} to {answers['most']}), "
         f"early stop off.{before}"
     )

@@ -1,8 +1,7 @@
-"""Requests of mixed length: prompts and answers whose numbers of tokens are log-normal, within bounds."""
+"""Requests whose prompts and answers have log-normal lengths within bounds."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,17 +11,18 @@ from typing import Any
 import numpy as np
 
 from benchmarks.load import Ask
+from checkpoints.local_files import read_json_lines
 from runtime import TextTokenizer
 from sharding.errors import InputError
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A log-normal distribution of numbers of tokens; what falls outside the bounds is drawn again.
+    """A log-normal distribution of numbers of tokens. Numbers outside the bounds are drawn again.
 
     Attributes:
-      least, most: its bounds.
-      median: of the distribution without bounds.
+      least, most: the bounds.
+      median: median of the distribution without bounds.
       sigma: standard deviation of the logarithm.
     """
 
@@ -32,7 +32,7 @@ class Lengths:
     sigma: float
 
     def draw(self, generator: np.random.Generator) -> int:
-        """One number."""
+        """Draw one number."""
         while True:
             number = round(generator.lognormal(math.log(self.median), self.sigma))
             if self.least <= number <= self.most:
@@ -41,21 +41,21 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """Numbers of requests, and their lengths.
 
     Attributes:
-      prompts, answers: their tokens.
-      requests: of each load of this server, and of the loop.
-      old_requests: of the arrivals that the older server and this one share.
-      turns: parts of those arrivals, which the two servers take in turns.
-      users: of the closed loop that saturates a server; more than it has slots.
-      saturated, old_saturated: answers that count there, after as many as there are users.
-      shares: of its capacity, at which this server is loaded.
-      lone: new tokens of lone requests.
-      old_lone: those that are sent to the older server too, once each.
-      repeats: of each lone request.
-      starts: servers that are started with a warm cache for the lone requests from ready on.
-      batch: prompts of the batch.
+      prompts, answers: distributions of their numbers of tokens.
+      requests: number of requests per load, and of the loop.
+      old_requests: number of requests in the arrivals that both servers get.
+      turns: number of parts of these arrivals; the servers alternate after each.
+      users: number of open requests that saturate a server; more than it has slots.
+      saturated, old_saturated: number of answers that count for the capacity, after the first ``users`` answers.
+      shares: loads of this server, as shares of its capacity.
+      lone: numbers of new tokens of lone requests.
+      old_lone: those of them that the older server gets too, once each.
+      repeats: number of times that each lone request is sent.
+      starts: number of starts with a warm cache.
+      batch: number of prompts in the batch.
       rate_rows, rate_canvases: shapes whose rates are measured.
     """
 
@@ -77,7 +77,7 @@ class Sizes:
     rate_canvases: tuple[int, ...]
 
     def settings(self) -> dict[str, Any]:
-        """For a record."""
+        """Return the settings for a record."""
         return asdict(self)
 
 
@@ -122,15 +122,14 @@ SIZES = {
 
 
 def read_functions(path: str) -> list[tuple[str, str]]:
-    """Prompts of a file and what follows each, one JSON object a line.
+    """Read prompts and their continuations from a JSONL file.
 
     Raises:
-      InputError: no such file, or a line without a prompt.
+      InputError: the file does not exist, or a line has no prompt.
     """
     try:
-        lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-        found = [(line["prompt"], line.get("completion", "")) for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = [(line["prompt"], line.get("completion", "")) for line in read_json_lines(Path(path))]
+    except (OSError, ValueError, KeyError) as error:
         raise InputError(f"--prompts={path}: cannot be read ({error!r})") from error
     if not found:
         raise InputError(f"--prompts={path}: no line in it")
@@ -147,15 +146,15 @@ def make_asks(
 ) -> list[Ask]:
     """Draw requests.
 
-    A prompt is the beginning of a function after as much of other functions as fills its length.
+    A prompt ends with the beginning of a function; text of other functions before it fills the prompt to its length.
 
     Args:
-      functions: beginnings of functions and what follows each.
+      functions: beginnings of functions and their continuations.
       tokenizer: counts tokens.
-      sizes: the lengths.
-      count: how many.
-      seed: of lengths and prompts, and of the requests' own seeds.
-      fields: of each body.
+      sizes: the distributions of lengths.
+      count: number of requests.
+      seed: seed of lengths and prompts, and of the requests' own seeds.
+      fields: other fields of each request body.
     """
     generator = np.random.default_rng(seed)
     return [
@@ -172,7 +171,7 @@ def make_asks(
 def prompt_of(
     functions: Sequence[tuple[str, str]], tokenizer: TextTokenizer, tokens: int, generator: np.random.Generator
 ) -> str:
-    """A prompt of about so many tokens: cutting a text between two tokens may join or split one when it is read."""
+    """Return a prompt of about this many tokens. Cutting a text between two tokens may change how it is tokenized."""
     text, _ = functions[int(generator.integers(len(functions)))]
     while len(ids := tokenizer.encode(text)) < tokens:
         text = "".join(functions[int(generator.integers(len(functions)))]) + "\n\n" + text

@@ -16,7 +16,8 @@ from benchmarks.models import forward_flops
 from benchmarks.records import NotRunError, Timing
 from benchmarks.suite.subject import Subject, prompt_ids, request_of
 from benchmarks.timed_passes import Request, TimedPass, timed_requests
-from runtime.execution.programs import ProgramCache, lower_hidden, put
+from runtime import Engine
+from runtime.execution.programs import ProgramCache, lower_hidden, put, widens_weights
 from runtime.execution.result import GenerationResult, GenerationStats
 from runtime.execution.runner import canvas_bucket
 from runtime.models.attention import choose_attention
@@ -44,6 +45,11 @@ def masked_positions(result: GenerationResult) -> float:
     return float(np.mean([(result.commit_steps >= step).sum() for step in steps]))
 
 
+def _programs(engine: Engine) -> ProgramCache:
+    """Create a program cache with the compiler options of the engine."""
+    return ProgramCache(engine.platform, widens_weights(engine.layout, engine.dtype))
+
+
 def _arguments(subject: Subject, batch: int, canvas: int) -> tuple[Forward, tuple[Any, ...]]:
     engine, layout = subject.engine, subject.engine.layout
     attention = choose_attention(subject.values.attention, engine.platform, layout, canvas, engine.dtype)
@@ -67,7 +73,7 @@ def measure_ten_tokens(subject: Subject) -> None:
         def logits(weights: Weights, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
             return project_logits(forward, weights, hidden_states(forward, weights, tokens, lengths))
 
-        program = ProgramCache(engine.platform).get((), lambda: jax.jit(logits).lower(*arguments))
+        program = _programs(engine).get((), lambda: jax.jit(logits).lower(*arguments))
         return lambda: program(*arguments)
 
     def facts(timing: Timing) -> Mapping[str, Any]:
@@ -89,7 +95,7 @@ def measure_grid(subject: Subject, lengths: list[int], batches: list[int]) -> No
             def prepare(batch: int = batch, canvas: int = canvas) -> Callable[[], Any]:
                 subject.check_shape(batch, canvas)
                 forward, arguments = _arguments(subject, batch, canvas)
-                program = ProgramCache(subject.engine.platform).get((), lambda: lower_hidden(forward, *arguments))
+                program = _programs(subject.engine).get((), lambda: lower_hidden(forward, *arguments))
                 return lambda: program(*arguments)
 
             def facts(timing: Timing, batch: int = batch, canvas: int = canvas) -> Mapping[str, Any]:

@@ -75,7 +75,7 @@ class Sheet:
     def values(
         self, section: str, name: str, numbers: Sequence[float], unit: str, facts: Mapping[str, Any] | None = None
     ) -> None:
-        """Add a row with one number per trial."""
+        """Add a line to the table: mean, deviation and bounds of ``numbers``, which has one number per trial."""
         deviation = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
         mean, deviation, low, high = (
             round(one, 4) for one in (statistics.mean(numbers), deviation, min(numbers), max(numbers))

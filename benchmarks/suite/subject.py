@@ -104,7 +104,7 @@ def open_engine(values: flags.FlagValues, devices: Sequence[Any], mesh: str | No
 
 
 def model_name(values: flags.FlagValues) -> str:
-    """The model's name in a record, without paths of this machine."""
+    """The model's name for a record, without local paths."""
     name: str = values.random or values.checkpoint
     return Path(name).name if Path(name).is_dir() else name
 

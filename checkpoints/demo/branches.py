@@ -1,4 +1,4 @@
-"""Composed tasks on one argument: conditions joined by and/or/not, one map after another, one of two results."""
+"""Composed tasks on one argument: joined conditions, chained maps, and branches between two or three results."""
 
 import random
 import re
@@ -14,7 +14,7 @@ _KINDS = {"number": "number", "word": "some_text"}
 
 
 def clause(predicate: Predicate, kept: Filled) -> str:
-    """`is divisible by 3`, `starts with 'a'`: the condition on one element."""
+    """Phrase a predicate for a single element: `is divisible by 3`, `starts with 'a'`."""
     text = kept.text
     plurals = {
         "that are ": "is ", "that end ": "ends ", "that start ": "starts ", "that begin ": "begins ",
@@ -51,7 +51,7 @@ def _call(part: Predicate | Map, filled: Filled, value: Any, rest: tuple[Any, ..
 
 
 def one_condition(rng: random.Random) -> Task:
-    """Whether an argument meets one condition."""
+    """Draw a task that tests one condition on its argument."""
     element = rng.choice(("number", "number", "word"))
     predicate, kept = _kept(rng, element, "$b")
     code, text = _code(kept), clause(predicate, kept)
@@ -73,7 +73,7 @@ def one_condition(rng: random.Random) -> Task:
 
 
 def two_conditions(rng: random.Random) -> Task:
-    """Whether an argument meets both, either or neither of two conditions."""
+    """Draw a task that tests whether its argument meets both, either or neither of two conditions."""
     element = rng.choice(("number", "number", "word"))
     one, kept = _kept(rng, element)
     two, other = _kept(rng, element, "", one.name)
@@ -116,7 +116,7 @@ _SINGULAR = {
 
 
 def one_map(rng: random.Random) -> Task:
-    """An argument mapped once."""
+    """Draw a task that applies one map to its argument."""
     element = rng.choice(("number", "word"))
     map_ = rng.choice(MAPS[element])
     mapped = fill(map_, rng, "$b", True)
@@ -137,7 +137,7 @@ def one_map(rng: random.Random) -> Task:
 
 
 def two_maps(rng: random.Random) -> Task:
-    """An argument mapped twice: `the square of n, plus 3`."""
+    """Draw a task that applies two maps to its argument, one after the other: `the square of n, plus 3`."""
     element = rng.choice(("number", "word"))
     while True:
         one = rng.choice(MAPS[element])
@@ -147,7 +147,7 @@ def two_maps(rng: random.Random) -> Task:
                 break
     first, second = fill(one, rng, "", False), fill(two, rng, "", False)
     inner = _code(first)
-    # Brackets wherever the inner text is no single term and the outer one binds more tightly than a call does.
+    # The inner expression needs parentheses if it has several terms, unless it becomes the only argument of a call.
     if " " in re.sub(r"\(.*\)", "", inner) or inner.startswith("-"):
         outer = second.code
         inside = re.fullmatch(r"\w+\(\$x\)", outer) is not None
@@ -167,7 +167,10 @@ def two_maps(rng: random.Random) -> Task:
 
 
 def one_of_two(rng: random.Random) -> Task:
-    """One map if a condition holds, another (or the argument itself, or a constant) if not."""
+    """Draw a task that applies one map if a condition holds, and otherwise returns something else.
+
+    Otherwise it applies a second map, or returns the argument unchanged or a constant.
+    """
     element = rng.choice(("number", "number", "word"))
     predicate, kept = _kept(rng, element)
     one, two = rng.sample(MAPS[element], 2)
@@ -208,7 +211,7 @@ _LABELS = (
 
 
 def labels(rng: random.Random) -> Task:
-    """One of two or three strings, by one or two conditions."""
+    """Draw a task that chooses among two or three strings by one or two conditions."""
     predicate, kept = _kept(rng, "number")
     one, two = rng.choice(_LABELS)
     if rng.random() < 0.2:

@@ -1,14 +1,15 @@
-"""Canvases for training: functions one after another, noised for masked diffusion.
+"""Canvases for training: functions one after another, partly masked for masked diffusion.
 
-Of each function the prompt (signature, description) is given and the body, with its end token, is masked in part. There
-are three kinds of canvases:
+A function has a prompt (signature and description) and a body, which ends with an end token. There are three kinds of
+canvases:
 
-* packed: every prompt is given, and each body has a noise level of its own;
-* open, as in use: one prompt, its body, and behind the end token other functions, which are mostly masked altogether
-  and count little: nobody can know them, and a model must know that, so that decoding leaves them for last;
-* whole: everything may be masked, for prompts of another form.
+* packed: all prompts are visible, and each body is masked with its own noise level;
+* open: the first function is masked like a packed one. The functions after it are usually masked completely, prompts
+  included, and have a small weight. They cannot be predicted, so the model learns low confidence after the first end
+  token, and decoding commits these positions last. This is the canvas that decoding works on;
+* whole: prompts are masked like bodies, so that the model also learns from prompts of other forms.
 
-Letters: B rows, S canvas length, M masked positions.
+Dimension letters: B rows, S canvas length, M masked positions.
 """
 
 from collections.abc import Sequence
@@ -23,18 +24,18 @@ from checkpoints.demo.recipe import Recipe
 
 
 class Corpus:
-    """Encoded functions with the lengths of their prompts: generated ones, then those of the standard library."""
+    """Token ids of all functions, and the lengths of their prompts. Generated functions come first."""
 
     def __init__(self, generated: Sequence[tuple[str, str]], library: Sequence[tuple[str, str]], tokenizer: Tokenizer,
                  recipe: Recipe) -> None:  # fmt: skip
-        """Encode (prompt, body) pairs; leave out those that are too long."""
+        """Encode (prompt, body) pairs, and drop functions that are too long."""
         self.end = corpus.token_id(tokenizer, corpus.END)
         self.mask = corpus.token_id(tokenizer, corpus.MASK)
         self.rows: list[np.ndarray] = []
         self.prompts: list[int] = []
         self.generated = 0
         for functions in (generated, library):
-            for start in range(0, len(functions), 10_000):  # the encodings of all at once would need gigabytes
+            for start in range(0, len(functions), 10_000):  # encoding all at once would need gigabytes
                 self._add(
                     [_cut(*f, start + i) for i, f in enumerate(functions[start : start + 10_000])], tokenizer, recipe
                 )
@@ -50,7 +51,7 @@ class Corpus:
                 self.prompts.append(len(head.ids))
 
     def draw(self, generator: np.random.Generator, count: tuple[int, int], library_share: float) -> np.ndarray:
-        """Draw random functions, a share of them from the standard library."""
+        """Draw indices of random functions, with the given share from the standard library."""
         generated = generator.integers(0, self.generated, count)
         if self.generated == len(self.rows):
             return generated
@@ -59,7 +60,7 @@ class Corpus:
 
 
 def _cut(prompt: str, body: str, number: int) -> tuple[str, str]:
-    """Move the newline and the indent to the prompt in some of the functions, because prompts may end with them."""
+    """Move the newline, or newline and indent, from body to prompt in half of the functions; users' prompts vary so."""
     kind = number % 10
     if kind >= 5 or not body.startswith("\n    "):
         return prompt, body
@@ -68,7 +69,15 @@ def _cut(prompt: str, body: str, number: int) -> tuple[str, str]:
 
 @dataclass
 class Batch:
-    """Canvases with masks [B, S]; for M masked positions, where they are read, their target and weight."""
+    """One training batch.
+
+    Attributes:
+      noised: ``[B, S]``, canvases with masks.
+      sources: ``[M]``, for each masked position the index into the flattened ``[B * S]`` outputs that predicts it.
+      targets: ``[M]``, the tokens under the masks.
+      weights: ``[M]``, weights of their losses.
+      normaliser: number that the weighted sum of losses is divided by.
+    """
 
     noised: torch.Tensor
     sources: torch.Tensor
@@ -78,10 +87,10 @@ class Batch:
 
 
 def mask_body(length: int, generator: np.random.Generator, recipe: Recipe) -> np.ndarray:
-    """Choose the masked tokens of a body [length], at least one: at random, or at the right end as in decoding.
+    """Choose which tokens of a body to mask, bool [length]: at random, or at the right end as in decoding.
 
-    Of n tokens k are masked, k uniform in 1..n, so that with weight n / k the mean of the masked tokens' cross
-    entropies is the bound on the negative log-likelihood, but for the limit on the weight.
+    The number k of masked tokens is uniform in 1..n for a body of n tokens. Losses with the weight n / k then estimate
+    the diffusion bound on the negative log-likelihood (except that the weight is limited to ``recipe.heaviest``).
     """
     count = int(generator.integers(1, length + 1))
     if generator.random() >= recipe.ordered_share:
@@ -94,7 +103,7 @@ def mask_body(length: int, generator: np.random.Generator, recipe: Recipe) -> np
 
 def _noise(rows: Sequence[int], data: Corpus, kind: str, length: int, recipe: Recipe,
            generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:  # fmt: skip
-    """One canvas: (ids [S], masked [S], weights [S], tokens that count)."""
+    """Fill and mask one canvas. Return ids [S], masked [S], loss weights [S], and the weighted number of tokens."""
     ids = np.full(length + 128, data.end, np.int64)
     masked, weights = np.zeros(length + 128, bool), np.zeros(length + 128, np.float32)
     place, counted = 0, 0.0
@@ -119,16 +128,16 @@ def _noise(rows: Sequence[int], data: Corpus, kind: str, length: int, recipe: Re
 
 def make_batch(data: Corpus, canvases: np.ndarray, kinds: Sequence[str], recipe: Recipe,
                generator: np.random.Generator) -> Batch:  # fmt: skip
-    """Mask canvases, each given as its functions [B, functions]."""
+    """Build a batch. ``canvases`` [B, functions] has the indices of each canvas's functions, ``kinds`` its kind."""
     length = recipe.canvas
     parts = [
         _noise(rows, data, kind, length, recipe, generator) for rows, kind in zip(canvases.tolist(), kinds, strict=True)
     ]
     ids, masked, weight = (np.stack([part[i] for part in parts]) for i in range(3))
     row, column = np.nonzero(masked)
-    # Few different sizes, so that a CPU's kernels are made once: the surplus repeats a position with weight 0.
+    # Padding to a multiple of 512 keeps the number of shapes, and of compilations, small. Padding has weight 0.
     surplus = -len(row) % 512
-    # The shift: the output at i - 1 predicts position i; position 0 keeps its own.
+    # The output at position i - 1 predicts the token at i; position 0 has its own output.
     sources = row * length + np.maximum(column - 1, 0)
 
     def padded(values: np.ndarray) -> torch.Tensor:
@@ -144,7 +153,7 @@ def make_batch(data: Corpus, canvases: np.ndarray, kinds: Sequence[str], recipe:
 
 
 def training_batch(data: Corpus, recipe: Recipe, seed: int, step: int, steps: int) -> Batch:
-    """Make the batch of a step of `steps`. It depends only on seed and step, so a run can be resumed at any step."""
+    """Return the batch of one of ``steps`` steps. It depends only on the seed and the step, so a run can be resumed."""
     generator = np.random.default_rng((seed, step))
     drawn = data.draw(generator, (recipe.rows, 16), recipe.library_share)
     kind = generator.random(recipe.rows)
@@ -154,7 +163,7 @@ def training_batch(data: Corpus, recipe: Recipe, seed: int, step: int, steps: in
 
 
 def checking_batches(data: Corpus, recipe: Recipe, seed: int) -> list[Batch]:
-    """Put every function of `data` first on an open canvas, with fixed masks; only its own body counts."""
+    """Return batches for evaluation: each function of ``data`` starts one open canvas, and only its body has weight."""
     recipe = replace(recipe, tail_weight=0.0)
     number = np.arange(len(data.rows))
     alone = np.stack([np.roll(number, -i)[:16] for i in number])

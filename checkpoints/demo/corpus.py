@@ -1,10 +1,9 @@
-"""The demo's tokenizer, and the part of its corpus that people wrote: short functions of the standard library.
+"""The demo's tokenizer, and the human-written part of its corpus: short functions of the standard library.
 
-Every function is written in one way only (`ast.unparse`: no comments, no docstring, no decorators, methods moved to
-the top level), so that a model of a few million parameters spends its capacity on Python and not on formatting.
-The held-out split is by hash of the qualified name, so the same function taken from two Python versions lands on
-one side; a held-out text that also occurs on the training side under another name is dropped from the held-out side.
-Nothing here touches a device; training is in `checkpoints.demo.train`.
+Every function is normalised with `ast.unparse`: no comments, docstrings or decorators, and methods become top-level
+functions. A small model then spends its capacity on Python and not on formatting. The hash of the qualified name
+decides whether a function is held out, so a function that two Python versions share is always in the same split.
+A held-out function whose text also occurs in the training split is dropped.
 """
 
 import ast
@@ -24,11 +23,11 @@ SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>", "<|beginoftext|>", "<|mask|
 MASK = "<|mask|>"
 PAD = "<|dlm_pad|>"
 
-# A newline with its indent is one piece (a token for each depth), a word carries the space or underscore before it, so
-# that names are read word by word; digits stand alone, so that numbers are copied digit by digit.
+# A newline and its indent are one piece, so each depth has a token. A word includes the space or underscore before it,
+# so names are split into words. Each digit is a piece, so numbers are copied digit by digit.
 PIECES = r"\n *|[ _]?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+| +|\s"
 
-MAXIMUM_CHARACTERS = 500  # first, cheap filters; the limit in tokens decides
+MAXIMUM_CHARACTERS = 500  # cheap filters; Corpus applies the limit in tokens later
 MAXIMUM_LINES = 60
 HELD_OUT_SHARE = 0.02
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "data", "badsyntax"}
@@ -36,7 +35,7 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "data", "bad
 
 @dataclass(frozen=True)
 class Function:
-    """One normalised function: `text` is `signature` + body, `signature` ends after the colon, newline and indent."""
+    """A normalised function. `signature` includes the colon, newline and first indent; `text` adds the body."""
 
     name: str
     signature: str
@@ -51,12 +50,12 @@ class Function:
 
 
 def standard_library() -> Path:
-    """The running interpreter's own standard library."""
+    """Return the folder of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def _definitions(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Yields (qualified name, definition) of functions and methods; nested functions stay in their parent."""
+    """Yield (qualified name, definition) of functions and methods; nested functions are part of their parent."""
     for child in node.body:
         if isinstance(child, ast.FunctionDef):
             yield prefix + child.name, child
@@ -70,7 +69,7 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 
 def _is_empty(body: list[ast.stmt]) -> bool:
-    """True for bodies that teach nothing: `pass`, `...` and a bare `raise NotImplementedError`."""
+    """Whether a body is only `pass`, `...`, a constant, or `raise NotImplementedError`."""
     if len(body) != 1:
         return not body
     only = body[0]
@@ -80,7 +79,7 @@ def _is_empty(body: list[ast.stmt]) -> bool:
 
 
 def normalise(definition: ast.FunctionDef) -> tuple[str, str] | None:
-    """Returns (signature, text) of a function in its one form, or None when there is nothing to learn from it."""
+    """Return (signature, text) of a function after normalisation; None if it is empty, too long or not ASCII."""
     if (definition.end_lineno or 0) - definition.lineno > MAXIMUM_LINES:
         return None
     for node in ast.walk(definition):
@@ -98,12 +97,12 @@ def normalise(definition: ast.FunctionDef) -> tuple[str, str] | None:
 
 
 def _share(text: str) -> float:
-    """A number in [0, 1) that depends on the text only."""
+    """Return a number in [0, 1) that depends only on the text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
 
 def source_files(folders: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
-    """Yields (file, whether it belongs to a test suite) in a fixed order."""
+    """Yield (file, whether it belongs to a test suite) in a fixed order."""
     for folder in folders:
         for directory, subfolders, names in os.walk(folder):
             subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
@@ -114,7 +113,7 @@ def source_files(folders: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
 
 
 def read_functions(folders: Iterable[Path]) -> list[Function]:
-    """All distinct short functions below the folders; files that this interpreter cannot parse are skipped."""
+    """Return all distinct short functions below the folders. Files that this interpreter cannot parse are skipped."""
     found: dict[str, Function] = {}
     for path, is_test in source_files(folders):
         try:
@@ -130,14 +129,14 @@ def read_functions(folders: Iterable[Path]) -> list[Function]:
             signature, text = normalised
             held_out = _share(name) < HELD_OUT_SHARE
             known = found.get(text)
-            # The training side wins a text that both sides have: held-out text must not have been trained on.
+            # A text in both splits stays in the training split, because held-out text must not be trained on.
             if known is None or (known.held_out and not held_out):
                 found[text] = Function(name, signature, text, is_test, held_out)
     return list(found.values())
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """A byte-level BPE of `vocabulary` tokens, Dream's special tokens among them."""
+    """Train a byte-level BPE tokenizer with ``vocabulary`` tokens, including Dream's special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -158,7 +157,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that the vocabulary must have."""
+    """Return the id of a token; the vocabulary must have it."""
     number = tokenizer.token_to_id(token)
     if number is None:
         raise ValueError(f"the vocabulary has no {token}")

@@ -1,4 +1,4 @@
-"""Functions of one list that stand alone; `checkpoints.demo.singles` says how to read a block."""
+"""Single tasks on one list, in the format of `checkpoints.demo.singles`."""
 
 BLOCKS = """
 sum_list total sum_numbers sum_of_list list_sum sum_all add_all sum_of_numbers|numbers

@@ -1,4 +1,4 @@
-"""Maps of numbers, words and characters, see `checkpoints.demo.parts`."""
+"""Maps of numbers, words and characters; `checkpoints.demo.parts` explains their fields."""
 
 from checkpoints.demo.parts import Map
 

@@ -1,7 +1,7 @@
-"""The demo's model in transformers, and the files of its checkpoint folder.
+"""The demo's model as a transformers module, and the files of its checkpoint folder.
 
-The model is transformers' Qwen2 with bidirectional attention, which has Dream's weights under Dream's names.
-Letters: B rows, S canvas length, K kv heads, G query heads per KV head, H head dim.
+The model is transformers' Qwen2 with bidirectional attention. Its weights have Dream's names and shapes.
+Dimension letters: B rows, S canvas length, K KV heads, G query heads per KV head, H head dimension.
 """
 
 import json
@@ -28,9 +28,10 @@ def bidirectional_attention(
     scaling: float = 1.0,
     **unused: object,
 ) -> tuple[torch.Tensor, None]:
-    """Full attention by two batched products: query [B, K*G, S, H], key and value [B, K, S, H] -> [B, S, K*G, H].
+    """Attend without a mask: query [B, K*G, S, H], key and value [B, K, S, H] -> [B, S, K*G, H].
 
-    On a CPU the backward pass of torch's fused attention takes more time than all the rest of the model together.
+    Two batched products compute it. On a CPU, the backward pass of torch's fused attention takes longer than the rest
+    of the model together.
     """
     B, N, S, H = query.shape
     K = key.shape[1]
@@ -40,7 +41,7 @@ def bidirectional_attention(
 
 
 def build_model(recipe: Recipe) -> transformers.Qwen2ForCausalLM:
-    """A fresh float32 Qwen2 whose attention is bidirectional."""
+    """Return a newly initialised float32 Qwen2 with bidirectional attention."""
     ALL_ATTENTION_FUNCTIONS.register("bidirectional", bidirectional_attention)
     config = transformers.Qwen2Config(
         vocab_size=recipe.vocabulary,
@@ -60,7 +61,7 @@ def build_model(recipe: Recipe) -> transformers.Qwen2ForCausalLM:
 
 
 def dream_config(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
-    """config.json with Dream's keys."""
+    """Return the contents of config.json, with Dream's keys."""
     end = corpus.token_id(tokenizer, corpus.END)
     return {
         "architectures": ["DreamModel"],
@@ -92,7 +93,7 @@ def dream_config(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def save(folder: Path, files: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> None:
-    """Write JSON files and weights (as bfloat16). Each file is replaced in one step, so the folder stays loadable."""
+    """Write JSON files and weights (as bfloat16). Each file is replaced atomically, so the folder stays loadable."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
@@ -103,7 +104,7 @@ def save(folder: Path, files: dict[str, Any], weights: dict[str, torch.Tensor] |
 
 
 def tokenizer_files(tokenizer: Tokenizer, recipe: Recipe) -> dict[str, Any]:
-    """tokenizer.json and its two companions."""
+    """Return the contents of tokenizer.json, tokenizer_config.json and generation_config.json."""
     end = corpus.token_id(tokenizer, corpus.END)
     mask = corpus.token_id(tokenizer, corpus.MASK)
     named = (corpus.END, corpus.PAD, corpus.MASK)

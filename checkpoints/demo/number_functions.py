@@ -1,4 +1,4 @@
-"""Functions of one to three numbers that stand alone; `checkpoints.demo.singles` says how to read a block."""
+"""Single tasks on one to three numbers, in the format of `checkpoints.demo.singles`."""
 
 BLOCKS = """
 add sum_of_two add_numbers plus add_two_numbers|number number

@@ -1,7 +1,7 @@
 """Parts that generated programs are composed of: sources, predicates, maps and aggregates.
 
-In texts, `$x` stands for the element, `$k` and `$j` for constants of the part (or a parameter that takes their place),
-`$a` for the first parameter. Each part carries a Python function beside its text: what the text must compute.
+Texts and code contain placeholders: `$x` for the element, `$a` for the first parameter, `$k` and `$j` for constants of
+the part, which a parameter may replace. Each part also has a Python function that computes what its code must compute.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Source:
-    """Where elements come from: parameter kind, element type, text of the iterable, noun, tail of the description."""
+    """The elements that a function works on, such as the numbers of a list or the characters of a text.
+
+    Attributes:
+      kind: kind of the parameter.
+      element: type of the elements.
+      code: expression of the iterable.
+      values: function that returns the elements of an argument.
+      nouns: names of the elements in the plural.
+      tails: phrases that end a description, such as " in the list".
+      suffix: ending of function names.
+      elements: names of one element; empty if they follow from the parameter's name.
+    """
 
     name: str
     kind: str
@@ -20,55 +31,55 @@ class Source:
     values: Callable[[Any], Sequence[Any]]
     nouns: tuple[str, ...]
     tails: tuple[str, ...]
-    suffix: str = ""  # of function names
-    elements: tuple[str, ...] = ()  # names of one element, where they do not follow from the parameter's
+    suffix: str = ""
+    elements: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Predicate:
-    """A condition on one element; an adjective stands before the noun, another description behind it."""
+    """A condition on one element. Its text goes before the noun if it is an adjective, and otherwise after it."""
 
     name: str
     text: str
     code: str
     test: Callable[..., bool]
     adjective: bool = False
-    constants: str = ""  # kinds: n small integer, d digit, c letter, l length
+    constants: str = ""  # kind of each constant, see `pipelines.constant`
     synonyms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Map:
-    """What is made of one element; `{}` in the description is the noun phrase of the elements, in the plural."""
+    """A function of one element. In the text, `{}` is the noun phrase of the elements, in the plural."""
 
     name: str
     text: str
     code: str
     apply: Callable[..., Any]
     result: str
-    single: str  # description of one result, `{}` is the element
-    verb: str = ""  # function names: square_even_numbers
+    single: str  # description of one result; `{}` is the element
+    verb: str = ""  # first word of function names such as square_even_numbers
     constants: str = ""
 
 
 @dataclass(frozen=True)
 class Aggregate:
-    """What is made of all elements.
+    """A function of all elements, such as their sum or the list of them.
 
-    A body has `$E` (mapped element), `$S` (iterable), `$C` (" if condition" or nothing), `$P` (the bare condition) and,
-    in loops, `$I` (an `if` line or nothing, which the next line is indented below).
+    A body has the placeholders `$E` (mapped element), `$S` (iterable), `$C` (" if condition" or nothing), `$P` (the
+    condition alone) and, in loops, `$I` (an `if` line or nothing; the next line is indented below an `if` line).
     """
 
     name: str
     text: str
     bodies: tuple[tuple[float, str], ...]
     apply: Callable[[list[Any]], Any]
-    results: tuple[str, ...]  # element types it takes
+    results: tuple[str, ...]  # types of mapped elements that it accepts
     returns: str
     names: tuple[str, ...]
-    condition: str = "may"  # may, must or must not have a predicate
-    mapped: bool = True  # may have a map
-    full: bool = False  # apply takes (index, element, mapped element) of each instead of mapped elements
+    condition: str = "may"  # whether it may, must or must not have a predicate
+    mapped: bool = True  # whether it may have a map
+    full: bool = False  # whether `apply` takes (index, element, mapped element) triples instead of mapped elements
 
 
 def _digits(n: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Composed tasks: a source, perhaps a predicate, perhaps a map, and an aggregate, with constants or parameters."""
+"""Composed tasks: a source, an optional predicate, an optional map and an aggregate, with constants or parameters."""
 
 import random
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _PARAMETER_KINDS = {"n": "number", "d": "small", "u": "small", "l": "small", "e"
 
 
 def constant(kind: str, rng: random.Random) -> Any:
-    """A constant of one of the parts' kinds."""
+    """Draw a constant: `n` integer, `d` divisor, `u` digit, `l` length, `e` small factor, `c` letter, `s` string."""
     if kind == "n":
         return rng.choice((rng.randint(0, 10), rng.randint(0, 20), rng.choice((25, 30, 50, 99, 100, 1000))))
     if kind == "d":
@@ -39,19 +39,19 @@ def constant(kind: str, rng: random.Random) -> Any:
 
 
 def literal(value: Any) -> str:
-    """A constant as it stands in code."""
+    """Write a constant as Python code."""
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def word_of(value: Any) -> str:
-    """A constant as it stands in a function's name, or nothing where it cannot."""
+    """Write a constant for use in a function's name; empty if it is not alphanumeric."""
     text = str(value)
     return text if text.isalnum() and text.isascii() else ""
 
 
 @dataclass
 class Filled:
-    """A predicate or map with its constants in place; `arguments` are constants, None where a parameter is."""
+    """A predicate or map whose constants are filled in; in `arguments`, None is the place of a parameter."""
 
     code: str
     text: str
@@ -59,11 +59,11 @@ class Filled:
     single: str
     arguments: tuple[Any, ...]
     parameter: Parameter | None
-    explicit: bool  # the name has all constants
+    explicit: bool  # whether the name contains all constants
 
 
 def fill(part: Predicate | Map, rng: random.Random, marker: str, may_have_parameter: bool) -> Filled:
-    """Puts random constants into a part; one constant may become the parameter `marker` instead."""
+    """Fill random constants into a part. If allowed, an only constant sometimes becomes the parameter `marker`."""
     kinds = part.constants
     drawn = sorted((constant(kind, rng) for kind in kinds), key=str if "c" in kinds else None)
     if kinds == "nn" and drawn[0] == drawn[1]:
@@ -92,7 +92,7 @@ def fill(part: Predicate | Map, rng: random.Random, marker: str, may_have_parame
 def _plural(
     source: Source, predicate: Predicate | None, filled: Filled | None, rng: random.Random
 ) -> tuple[str, str, str]:
-    """(noun phrase, long name, short name) of the elements that a predicate keeps."""
+    """Return the noun phrase, long name and short name of the elements that a predicate keeps."""
     noun, tail = rng.choice(source.nouns), rng.choice(source.tails)
     if predicate is None or filled is None:
         return f"the {noun}{tail}", noun, ""
@@ -114,7 +114,7 @@ def _plural(
 
 def _function_names(aggregate: Aggregate, long: str, short: str, map_: Map | None, mapped: Filled | None, suffix: str,
                     rng: random.Random) -> tuple[str, ...]:  # fmt: skip
-    """Function names, the most explicit first."""
+    """Return names for the function, the most explicit first."""
     head = rng.choice(aggregate.names)
     what = long
     if map_ is not None and mapped is not None:
@@ -136,7 +136,7 @@ def _function_names(aggregate: Aggregate, long: str, short: str, map_: Map | Non
 
 def _oracle(source: Source, aggregate: Aggregate, predicate: Predicate | None, kept: Filled | None, map_: Map | None,
             mapped: Filled | None) -> Any:  # fmt: skip
-    """The composed function, computed from the parts' own functions; parameters follow the first argument in order."""
+    """Compose the Python functions of the parts. The result takes the first argument, then the parameters in order."""
 
     def run(first: Any, *others: Any) -> Any:
         rest = list(others)
@@ -156,7 +156,7 @@ def _oracle(source: Source, aggregate: Aggregate, predicate: Predicate | None, k
 
 
 def _choose(rng: random.Random) -> tuple[Source, Predicate | None, Map | None, Aggregate]:
-    """A combination of parts that belong together."""
+    """Draw parts that can be combined: their types match, and the result is not trivial."""
     while True:
         source = rng.choices(SOURCES, (5, 1.5, 1.5, 1.5, 5, 1.5, 1, 3))[0]
         aggregate = rng.choices(AGGREGATES, [4 if a.name in ("list", "sum", "count") else 1 for a in AGGREGATES])[0]
@@ -185,7 +185,7 @@ _SHORTER = (
 
 
 def _write(text: str, source: Source, kept: Filled | None, mapped: Filled | None) -> str:
-    """A body from an aggregate's text: markers for parts replaced, a condition's line put in or left out."""
+    """Fill the placeholders of an aggregate's body, with or without a condition."""
     condition = kept.code if kept else ""
     if "$I" in text:
         before, after = text.split("$I")
@@ -200,7 +200,7 @@ def _write(text: str, source: Source, kept: Filled | None, mapped: Filled | None
 
 
 def pipeline(rng: random.Random) -> Task:
-    """A random composed task."""
+    """Draw a composed task."""
     source, predicate, map_, aggregate = _choose(rng)
     kept = fill(predicate, rng, "$b", True) if predicate else None
     mapped = fill(map_, rng, "$b", kept is None or kept.parameter is None) if map_ else None
@@ -237,7 +237,7 @@ def pipeline(rng: random.Random) -> Task:
 
 
 def _clause(source: Source, predicate: Predicate | None, kept: Filled | None, rng: random.Random) -> str:
-    """`words in the list are longer than 3`, for any and all."""
+    """Return the clause that follows "any of the" or "all of the": `words in the list are longer than 3`."""
     noun, tail = rng.choice(source.nouns), rng.choice(source.tails)
     if predicate is None or kept is None:
         raise ValueError("any and all have a predicate")

@@ -1,4 +1,4 @@
-"""Predicates of numbers, words and characters, see `checkpoints.demo.parts`."""
+"""Predicates on numbers, words and characters; `checkpoints.demo.parts` explains their fields."""
 
 from checkpoints.demo.parts import Predicate
 

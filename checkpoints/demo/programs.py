@@ -1,15 +1,14 @@
-"""Generated programs: tasks written out in many styles, each executed once, and which of them are held out.
+"""Generated programs: tasks written in many styles, each executed once, and the split into training and held-out ones.
 
-A task that is composed of parts is held out by the hash of its parts, whatever its constants and names are, so that
-no held-out combination is ever trained on. On top of that no program whose body (with names replaced, constants kept)
-or whose signature is one of the held-out or plain tasks' is handed to training.
+The hash of a composed task's parts decides whether it is held out. Constants and names do not matter, so a held-out
+combination of parts is never trained on. Training also excludes every program whose body (compared with its names
+replaced) is that of a held-out task, or whose signature is that of a held-out or plain task.
 """
 
 import ast
 import copy
 import functools
 import hashlib
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from checkpoints.demo.branches import BRANCHES
 from checkpoints.demo.pipelines import pipeline
 from checkpoints.demo.singles import SINGLES
 from checkpoints.demo.tasks import ANNOTATIONS, Task, choose_names, values
+from checkpoints.local_files import read_json_lines
 
-HELD_OUT_SHARE = 0.06  # of the combinations of parts
+HELD_OUT_SHARE = 0.06  # share of the combinations of parts
 FOLDER = Path(__file__).parent
 TASK_FILES = ("held_out_tasks.jsonl", "development_tasks.jsonl", "plain_tasks.jsonl")
 
@@ -36,9 +36,9 @@ _STYLES = ("none", "docstring", "examples", "comment", "example_comment")
 
 @dataclass(frozen=True)
 class Program:
-    """One function: `prompt` ends before the newline of the body's first line, `body` with the last line's last letter.
+    """One function. `body` starts with the newline after the prompt, and has no newline at its end.
 
-    `tests` are assert statements that the function meets.
+    `tests` are assert statements that the function passes.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Program:
 
 
 class NoTestsError(ValueError):
-    """Too few arguments have a result: the drawn constants do not suit the task."""
+    """Too few of the drawn arguments have a result, because the drawn constants do not suit the task."""
 
 
 class _Renaming(ast.NodeTransformer):
-    """Replaces names by numbers in the order in which they are met; attributes and builtins called stay."""
+    """Replaces the function's own names by numbered ones, in order of occurrence; attributes and builtins are kept."""
 
     def __init__(self, own: set[str]) -> None:
         self.own = own
@@ -83,7 +83,7 @@ def _definition(text: str) -> ast.FunctionDef:
 
 
 def body_hash(text: str) -> str:
-    """Hash of a function's parameters and body; names, annotations, docstring, comments and layout do not matter."""
+    """Hash a function's parameters and body, regardless of names, annotations, docstring, comments and layout."""
     function = _definition(text)
     first = function.body[0]
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
@@ -96,14 +96,14 @@ def body_hash(text: str) -> str:
 
 
 def signature_hash(text: str) -> str:
-    """Hash of a function's name and the names of its parameters."""
+    """Hash a function's name and the names of its parameters."""
     function = _definition(text)
     names = [function.name, *(node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg))]
     return hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
 
 
 def is_held_out(task: Task) -> bool:
-    """Whether training must not see this combination of parts."""
+    """Whether a task's combination of parts is held out from training."""
     share = int.from_bytes(hashlib.sha256(task.spec.encode()).digest()[:8], "big") / 2**64
     return task.composed and share < HELD_OUT_SHARE
 
@@ -119,14 +119,14 @@ def _tasks_by_weight() -> tuple[list[Any], list[float]]:
 
 
 def draw_task(rng: random.Random) -> Task:
-    """A random task, held out or not."""
+    """Draw a task; it may be held out."""
     choices, weights = _tasks_by_weight()
     task: Task = rng.choices(choices, weights)[0](rng)
     return task
 
 
 def shown(value: Any) -> str:
-    """A value as Python text, the same in every process: sets are sorted."""
+    """Write a value as Python code. Sets are sorted, so that the text is the same in every process."""
     if isinstance(value, set):
         return "{" + ", ".join(sorted(map(repr, value))) + "}" if value else "set()"
     return repr(value)
@@ -143,11 +143,11 @@ def _test(call: str, result: Any) -> str:
 
 
 def _cases(task: Task, functions: list[Any], rng: random.Random, many: bool) -> list[tuple[tuple[Any, ...], Any]]:
-    """Arguments with results: from the oracle, or else from the first body; all bodies must agree with them.
+    """Return arguments with their results, computed by the oracle or, without one, by the first body.
 
     Raises:
       NoTestsError: too few arguments have a result.
-      ValueError: a body is wrong.
+      ValueError: a body gives a different result.
     """
     cases: list[tuple[tuple[Any, ...], Any]] = []
     for _ in range(120 if many else 16):
@@ -162,7 +162,7 @@ def _cases(task: Task, functions: list[Any], rng: random.Random, many: bool) -> 
                 raise ValueError(f"{task.spec}: {found!r} for {arguments}, not {expected!r}")
         if isinstance(expected, complex):
             continue
-        # Of many, those with results that no other has: they tell a wrong function from a right one.
+        # When many cases are wanted, later ones need new results, because these detect wrong functions best.
         if arguments not in [a for a, _ in cases] and not (many and expected in [r for _, r in cases[2:]]):
             cases.append((arguments, expected))
         if len(cases) == (10 if many else 6):
@@ -192,7 +192,7 @@ def _examples(name: str, cases: list[tuple[tuple[Any, ...], Any]], rng: random.R
 
 
 def _prompt(task: Task, name: str, names: dict[str, str], style: str, cases: list[Any], rng: random.Random) -> str:
-    """The prompt in one of the styles."""
+    """Write the prompt in one of the styles."""
     hints = rng.random() < 0.25
     parameters = [names[marker] for marker in ("$a", "$b", "$c", "$d")[: len(task.parameters)]]
     if hints:
@@ -216,15 +216,15 @@ def _prompt(task: Task, name: str, names: dict[str, str], style: str, cases: lis
 
 
 def write(task: Task, rng: random.Random, held_out: bool = False) -> Program:
-    """Writes a task out and executes it.
+    """Write a program for a task, and execute it on arguments to obtain its tests.
 
     Args:
-      task: what the function does.
-      rng: decides names, style, body and the arguments of the tests.
-      held_out: take the most explicit name, and more tests.
+      task: the task.
+      rng: generator that draws names, style, body and the arguments of the tests.
+      held_out: use the most explicit name, and more tests.
 
     Raises:
-      NoTestsError: too few arguments were found for it.
+      NoTestsError: too few of the drawn arguments have a result.
       ValueError: a body does not compute what it should.
     """
     names = choose_names(task, rng)
@@ -248,36 +248,31 @@ def write(task: Task, rng: random.Random, held_out: bool = False) -> Program:
     return Program(name, task.spec, style, prompt, "\n    " + bodies[number], tests)
 
 
-def read_tasks(path: Path) -> list[dict[str, Any]]:
-    """Tasks with tests, one JSON object a line: name, prompt, completion (a body that is right), tests."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 @dataclass(frozen=True)
 class Excluded:
-    """Hashes of what training must not see."""
+    """Hashes of the bodies and signatures that are excluded from training."""
 
     bodies: frozenset[str]
     signatures: frozenset[str]
 
     def has(self, text: str) -> bool:
-        """Whether a function has a body or signature that is excluded."""
+        """Whether a function's body or signature is excluded."""
         return signature_hash(text) in self.signatures or body_hash(text) in self.bodies
 
 
 def excluded(folder: Path = FOLDER) -> Excluded:
-    """Bodies of the held-out tasks, signatures of these and of the plain tasks.
+    """Return the bodies and signatures of the held-out tasks, and the signatures of the plain tasks.
 
-    The bodies of plain functions are not excluded (`return a + b` is the body of more than one function), but with
-    their signatures no plain function can be trained on as it stands.
+    The bodies of plain functions are not excluded, because several functions share a body such as `return a + b`.
+    Excluding their signatures is enough to exclude the functions.
     """
-    texts = [[row["prompt"] + row["completion"] for row in read_tasks(folder / name)] for name in TASK_FILES]
+    texts = [[row["prompt"] + row["completion"] for row in read_json_lines(folder / name)] for name in TASK_FILES]
     held, plain = texts[0] + texts[1], texts[2]
     return Excluded(frozenset(map(body_hash, held)), frozenset(map(signature_hash, held + plain)))
 
 
 def training_programs(count: int, seed: int, without: Excluded) -> Iterator[Program]:
-    """`count` different programs for training, the same for the same seed."""
+    """Yield ``count`` different programs for training; they depend only on the seed."""
     rng = random.Random(seed)
     known: set[str] = set()
     while len(known) < count:
@@ -295,7 +290,7 @@ def training_programs(count: int, seed: int, without: Excluded) -> Iterator[Prog
 
 
 def held_out_programs(count: int, seed: int) -> list[Program]:
-    """`count` held-out programs with different bodies and signatures, whose tests tell results apart."""
+    """Return ``count`` held-out programs with different bodies and signatures, and tests with at least two results."""
     rng = random.Random(seed)
     chosen: list[Program] = []
     bodies: set[str] = set()

@@ -1,8 +1,8 @@
-"""Runs a generated function against its tests in a child process of its own that can do little else.
+"""Runs a generated function against its tests in a restricted child process.
 
-The child has limits on processor time, memory, file size and processes, builtins without imports and files, and an
-audit hook that ends it when it opens, imports, connects or starts anything. That keeps mistakes of a small model from
-doing harm; it is no defence against an adversary.
+The child has limits on processor time, memory, file size and number of processes. Its builtins have no imports and no
+files, and an audit hook ends it if it opens, imports, connects to or starts anything. This prevents harm by mistakes of
+a small model; it is not a defence against an attacker.
 """
 
 import json
@@ -69,7 +69,7 @@ finish("passed")
 
 
 def run_tests(code: str, tests: Sequence[str]) -> Outcome:
-    """Executes `code`, then each test, in a child process.
+    """Execute `code`, then each test, in a child process.
 
     Args:
       code: a function's source.
@@ -79,7 +79,7 @@ def run_tests(code: str, tests: Sequence[str]) -> Outcome:
       `passed`; `wrong` when an assert failed; `error` when something raised; `syntax` when it does not compile;
       `forbidden` when it opened, imported or started something; `limit` when it took too much time or memory.
     """
-    verdict = secrets.token_hex(8)  # what the code under test writes cannot pass for a verdict
+    verdict = secrets.token_hex(8)  # unpredictable, so output of the tested code is not taken for a verdict
     work = json.dumps({"code": code, "tests": list(tests), "verdict": verdict})
     try:
         done = subprocess.run(

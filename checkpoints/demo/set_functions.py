@@ -1,4 +1,4 @@
-"""Functions of the elements of one or two lists that stand alone; see `checkpoints.demo.singles`."""
+"""Single tasks on the elements of one or two lists, in the format of `checkpoints.demo.singles`."""
 
 BLOCKS = """
 frequencies count_each count_items frequency counter tally count_frequencies count_elements_of|items

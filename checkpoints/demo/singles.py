@@ -1,8 +1,8 @@
-"""Tasks that stand alone: what programmers write again and again, one block a task.
+"""Single tasks: common functions that are written by hand and not composed of parts, one block of text per task.
 
-A blank line ends a block. Its first line has function names, `|`, and parameters (a kind, with names after a colon
-if it has its own). Lines with `=`, `?` and `!` are descriptions (see `Task.docs`). A `-` begins a body, the usual one
-first. All bodies of a task must give the same results.
+A blank line ends a block. The first line of a block has function names, `|`, and the kinds of the parameters; a kind
+may be followed by a colon and names. Lines that start with `=`, `?` or `!` are descriptions (see `Task.docs`). A line
+that starts with `-` begins a body, and the most usual body comes first. All bodies of a task must give equal results.
 """
 
 from checkpoints.demo import (
@@ -17,7 +17,7 @@ from checkpoints.demo.tasks import Parameter, Task
 
 
 def parse(text: str) -> list[Task]:
-    """Tasks from their blocks."""
+    """Parse the tasks of a module's blocks."""
     tasks = []
     for block in text.strip().split("\n\n"):
         head, *lines = block.split("\n")

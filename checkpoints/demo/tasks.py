@@ -1,4 +1,4 @@
-"""A task: what a generated function is asked to do, how its body may be written, and inputs to check it on."""
+"""Tasks: descriptions of functions to generate, with possible bodies, and random arguments to test them on."""
 
 import random
 from collections.abc import Callable
@@ -18,7 +18,7 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter: its kind decides its values and, where `names` is empty, its names."""
+    """A parameter. Its kind determines its values, and also its names if `names` is empty."""
 
     kind: str
     names: tuple[str, ...] = ()
@@ -29,16 +29,16 @@ class Task:
     """One function to be written.
 
     Attributes:
-      spec: what it does, without constants and names; the hold-out is by this.
+      spec: identifies the task regardless of constants and names. Its hash decides whether the task is held out.
       names: function names, the most explicit first.
-      parameters: in order.
-      docs: descriptions: `=` a noun phrase, `?` a clause that is true or false, `!` an order.
-      bodies: (weight, text) of equivalent bodies with markers for names.
-      oracle: what the function returns, computed without the bodies; None compares the bodies with each other.
-      returns: annotation of the result, or nothing.
-      composed: whether the task is one of so many that it may be held out.
-      explicit: whether the first name says everything, so that a description may be missing.
-      elements: names of one element, where they do not follow from the first parameter's.
+      parameters: the parameters in order.
+      docs: descriptions. The first character is the form: `=` a noun phrase, `?` a condition, `!` an imperative.
+      bodies: (weight, text) of equivalent bodies, with placeholders for names.
+      oracle: computes the expected result; if it is None, the bodies are only compared with each other.
+      returns: type annotation of the result, or empty.
+      composed: whether the task is composed of parts; only composed tasks are held out.
+      explicit: whether the first name describes the task completely, so that a prompt needs no description.
+      elements: names of one element; empty if they follow from the first parameter's name.
     """
 
     spec: str
@@ -101,7 +101,7 @@ ANNOTATIONS = {
     "mapping": "dict[str, int]", "key": "str", "pairs": "list[tuple]", "condition": "bool",
 }  # fmt: skip
 
-# Names of parameters by kind, each with names of its elements, the usual one first.
+# Names of parameters by kind. After each colon are names of its elements, the most usual first.
 _LIST_NAMES = {
     "numbers": "numbers:n,number,num nums:n,num,x values:v,value,x xs:x lst:x,n data:x,value arr:x,n integers:n,i",
     "items": "items:item,x values:value,v elements:element,e lst:x,item data:x,item seq:x sequence:item,x things:thing",
@@ -133,7 +133,7 @@ _TRIPLES = ("a b c", "a b c", "x y z", "first second third", "p q r")
 
 
 def values(parameter: Parameter, rng: random.Random) -> Any:
-    """A random argument for a parameter."""
+    """Draw an argument for a parameter."""
     return _VALUES[parameter.kind](rng)
 
 
@@ -143,9 +143,9 @@ def _element(names: str, rng: random.Random) -> str:
 
 
 def choose_names(task: Task, rng: random.Random) -> dict[str, str]:
-    """Names for all markers of a task, no two the same.
+    """Choose different names for all placeholders of a task.
 
-    `$a $b $c` are parameters, `$x $y $w` elements, `$v` a value, `$i $j` indices, `$r $t $n` results.
+    `$a $b $c $d` are parameters, `$x $y $w` elements, `$v` a value, `$i $j` indices, `$r $t $n` results.
     """
     kinds = [_ALIASES.get(p.kind, p.kind) for p in task.parameters]
     own = [p.names for p in task.parameters]

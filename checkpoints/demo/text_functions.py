@@ -1,4 +1,4 @@
-"""Functions of strings that stand alone; `checkpoints.demo.singles` says how to read a block."""
+"""Single tasks on strings, in the format of `checkpoints.demo.singles`."""
 
 BLOCKS = """
 reverse_string reverse reversed_text reverse_text string_reverse backwards|text

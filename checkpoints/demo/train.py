@@ -2,11 +2,10 @@
 
     python -m checkpoints.demo.train --output=checkpoints/demo --state=STATE_FOLDER --steps=9000
 
-Everything follows from the seed: programs, tokenizer, order and masks. STATE_FOLDER keeps the programs and, every few
-minutes, all that is needed to go on: the same command resumes there. The learning rate falls over the last part of the
-steps; the state before it is kept as well (`before_decay.pt`), so that a run can be made longer from there. The
-manifest of digests is made anew after it: `diffumesh verify --write_manifest`.
-README.md beside this file says what to expect.
+The seed determines programs, tokenizer, data order and masks. STATE_FOLDER keeps the programs and, saved every few
+minutes, the state of the training; the same command resumes from it. The learning rate falls over the last part of the
+steps. The state before that is saved too (`before_decay.pt`), so that a longer run can start from it. Afterwards, renew
+the manifest of digests with `diffumesh verify --write_manifest`. README.md in this folder describes the results.
 """
 
 import io
@@ -29,15 +28,15 @@ from tokenizers import Tokenizer
 from checkpoints.demo import corpus
 from checkpoints.demo.canvases import Batch, Corpus, checking_batches, training_batch
 from checkpoints.demo.model import build_model, save, tokenizer_files
-from checkpoints.demo.programs import FOLDER, excluded, read_tasks, training_programs
+from checkpoints.demo.programs import FOLDER, excluded, training_programs
 from checkpoints.demo.recipe import Recipe
-from checkpoints.local_files import replace_file
+from checkpoints.local_files import read_json_lines, replace_file
 
 Pair = tuple[str, str]
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Defines this script's flags; importing the module defines none."""
+    """Define this script's flags."""
     flags.DEFINE_string("output", None, "folder that receives the checkpoint", flag_values=values, required=True)
     flags.DEFINE_string("state", None, "folder of the state to resume from", flag_values=values, required=True)
     flags.DEFINE_integer("steps", 9000, "optimizer steps in all", 1, flag_values=values)
@@ -50,7 +49,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def masked_loss(model: transformers.Qwen2ForCausalLM, batch: Batch, device: torch.device) -> torch.Tensor:
-    """Weighted cross entropy in nats per token."""
+    """Compute the weighted cross entropy of a batch, in nats per token."""
     hidden = model.model(input_ids=batch.noised.to(device), attention_mask={"full_attention": None}).last_hidden_state
     logits = model.lm_head(hidden.reshape(-1, hidden.shape[-1])[batch.sources.to(device)]).float()
     losses = torch.nn.functional.cross_entropy(logits, batch.targets.to(device), reduction="none")
@@ -58,7 +57,7 @@ def masked_loss(model: transformers.Qwen2ForCausalLM, batch: Batch, device: torc
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
-    """Warm-up, constant, then a cosine over the last `decay_share` of the steps."""
+    """Return the learning rate of a step: warm-up, constant, then a cosine over the last `decay_share` of the steps."""
     through = min(max((step + 1) / steps - 1 + recipe.decay_share, 0.0) / recipe.decay_share, 1.0)
     scale = (1 + math.cos(math.pi * through)) / 2
     rate = recipe.final_learning_rate + (recipe.learning_rate - recipe.final_learning_rate) * scale
@@ -74,13 +73,13 @@ def kept_pairs(path: Path, make: Callable[[], Iterable[Pair]]) -> list[Pair]:
 
 
 def generated_pairs(count: int, seed: int) -> Iterator[Pair]:
-    """Yields (prompt, body) of generated programs."""
+    """Yield (prompt, body) of generated programs."""
     for program in training_programs(count, seed, excluded()):
         yield program.prompt, program.body
 
 
 def library_pairs(sources: Sequence[str]) -> Iterator[Pair]:
-    """Yields (prompt, body) of the standard library's functions that are trained on."""
+    """Yield (prompt, body) of the standard library's functions in the training split."""
     without = excluded()
     for function in corpus.read_functions([Path(s) for s in sources] or [corpus.standard_library()]):
         prompt = function.signature.rstrip()
@@ -94,7 +93,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, device: torch.device, steps: int) -> None:
         self.recipe, self.device, self.steps, self.step = recipe, device, steps, 0
         self.master = build_model(recipe).to(device)
-        self.worker = build_model(recipe).to(device, torch.bfloat16)  # what runs: a bfloat16 copy of the master
+        self.worker = build_model(recipe).to(device, torch.bfloat16)  # a bfloat16 copy of the master, which runs
         self.worker.model.rotary_emb.inv_freq = self.master.model.rotary_emb.inv_freq  # angles stay float32
         self.parameters = list(self.master.parameters())
         self.copies = list(self.worker.parameters())
@@ -113,7 +112,7 @@ class Trainer:
         torch._foreach_copy_([p.data for p in self.copies], [p.data for p in parameters])
 
     def train(self, batch: Batch) -> torch.Tensor:
-        """One step; returns the loss."""
+        """Run one optimizer step, and return the loss."""
         rate = learning_rate(self.recipe, self.step, self.steps)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = rate
@@ -134,19 +133,19 @@ class Trainer:
 
     @torch.no_grad()
     def held_out_loss(self, check: Sequence[Batch]) -> float:
-        """Mean loss in nats per body token with the averaged weights, which the worker uses meanwhile."""
+        """Return the mean loss of the averaged weights, in nats per body token."""
         self.copy(self.average)
-        with torch.compiler.set_stance("force_eager"):  # shapes that training does not have
+        with torch.compiler.set_stance("force_eager"):  # training does not compile these shapes
             losses = [masked_loss(self.worker, batch, self.device).item() for batch in check]
         self.copy(self.parameters)
         return sum(losses) / len(losses)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The averaged weights by name."""
+        """Return the averaged weights by name."""
         return dict(zip((n for n, _ in self.master.named_parameters()), self.average, strict=True))
 
     def save(self, path: Path, record: dict[str, Any]) -> None:
-        """Write the state that resuming needs."""
+        """Save the state for resuming."""
         state = {"master": self.master.state_dict(), "average": self.average, "step": self.step, "record": record}
         data = io.BytesIO()
         torch.save({**state, "optimizers": [o.state_dict() for o in self.optimizers]}, data)
@@ -184,7 +183,7 @@ def first_record(
 
 
 def prepare(values: flags.FlagValues, recipe: Recipe) -> tuple[Corpus, list[Batch], Tokenizer]:
-    """Training data, fixed batches of development tasks, and the tokenizer, trained on both parts of the data."""
+    """Return the training data, fixed batches of development tasks, and the tokenizer; generated on the first run."""
     folder = Path(values.state)
     name = f"programs-{values.programs}-{values.seed}.jsonl"
     generated = kept_pairs(folder / name, lambda: generated_pairs(values.programs, values.seed))
@@ -195,13 +194,13 @@ def prepare(values: flags.FlagValues, recipe: Recipe) -> tuple[Corpus, list[Batc
         corpus.train_tokenizer(texts, recipe.vocabulary).save(str(kept))
     tokenizer = Tokenizer.from_file(str(kept))
     data = Corpus(generated, library, tokenizer, recipe)
-    tasks = [(row["prompt"], row["completion"]) for row in read_tasks(FOLDER / "development_tasks.jsonl")]
+    tasks = [(row["prompt"], row["completion"]) for row in read_json_lines(FOLDER / "development_tasks.jsonl")]
     check = checking_batches(Corpus(tasks, (), tokenizer, recipe), recipe, values.seed)
     return data, check, tokenizer
 
 
 def main(values: flags.FlagValues) -> None:
-    """Generate programs, train from a saved state or from scratch, and save."""
+    """Generate programs, train from a saved state or from scratch, and save the checkpoint."""
     recipe, folder, state = Recipe(), Path(values.output), Path(values.state) / "state.pt"
     state.parent.mkdir(parents=True, exist_ok=True)
     name = values.device if values.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -213,7 +212,7 @@ def main(values: flags.FlagValues) -> None:
     record = trainer.load(state) if state.exists() else first_record(values, recipe, data, size, name)
     record["command"] = f"python -m checkpoints.demo.train --steps={values.steps} --seed={values.seed}"
     if values.compile:
-        for layer in trainer.worker.model.layers:  # alike, so one compilation serves all of them
+        for layer in trainer.worker.model.layers:  # all layers are equal, so this compiles once
             layer.compile(dynamic=False)
     print(
         f"{len(data.rows)} functions, {data.tokens} tokens; {size} parameters on {name}; step {trainer.step}",

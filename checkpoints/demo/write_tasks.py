@@ -1,6 +1,6 @@
-"""Writes the held-out tasks: `python -m checkpoints.demo.write_tasks`. They change only when the generator does.
+"""Writes the held-out tasks: `python -m checkpoints.demo.write_tasks`. They change only if the generator changes.
 
-The tasks are fixed before a training run; the run reads the file and leaves out what it holds.
+Run it before training: training reads the files and excludes their tasks.
 """
 
 import json
@@ -8,18 +8,18 @@ import json
 from checkpoints.demo.programs import FOLDER, Program, held_out_programs
 
 COUNT = 600
-DEVELOPMENT_COUNT = 200  # further ones, to look at while training
+DEVELOPMENT_COUNT = 200  # more tasks, for evaluation during training
 SEED = 20_000
 
 
 def programs() -> tuple[list[Program], list[Program]]:
-    """(held-out tasks, development tasks): different bodies and signatures, none of them trained on."""
+    """Return the held-out tasks and the development tasks. Their bodies and signatures all differ."""
     drawn = held_out_programs(COUNT + DEVELOPMENT_COUNT, SEED)
     return drawn[:COUNT], drawn[COUNT:]
 
 
 def lines(tasks: list[Program]) -> str:
-    """One JSON object a line."""
+    """Write tasks as JSON lines."""
     rows = (
         {"name": p.name, "spec": p.spec, "style": p.style, "prompt": p.prompt, "completion": p.body, "tests": p.tests}
         for p in tasks
@@ -28,7 +28,7 @@ def lines(tasks: list[Program]) -> str:
 
 
 def main() -> None:
-    """Writes both files."""
+    """Write both files."""
     held_out, development = programs()
     (FOLDER / "held_out_tasks.jsonl").write_text(lines(held_out), encoding="utf-8")
     (FOLDER / "development_tasks.jsonl").write_text(lines(development), encoding="utf-8")

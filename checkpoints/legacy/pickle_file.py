@@ -57,11 +57,11 @@ class LegacyPickle:
             self._data.madvise(getattr(mmap, advice), start, len(self._data) if length is None else length)
 
     def read(self, path: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Copy a part of an array in C order, and release the array's pages of the memory map.
+        """Copy a part of an array in C order, and release the memory-mapped pages of the array.
 
         Args:
           path: path of the array.
-          index: a slice per leading dimension; default is the whole array.
+          index: one slice for each leading dimension; by default the whole array.
 
         Raises:
           LegacyPickleError: there is no such array.

@@ -41,7 +41,7 @@ _BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.[qkv]_proj\.bias")
 
 
 def source_name(path: str) -> str | None:
-    """Return the Hugging Face name of a tensor of the pickle; None if the tree has no such path."""
+    """Return the Hugging Face name of the tensor at a path of the pickled tree; None if the path is unknown."""
     match = _LAYER.fullmatch(path)
     if match is None:
         return _OUTSIDE_LAYERS.get(path)

@@ -401,7 +401,7 @@ OPCODES: dict[int, tuple[int, Callable[[_Walker, int], None]]] = {
 
 
 def walk(data: mmap.mmap, name: str) -> dict[str, LegacyTensor]:
-    """Find all arrays of a mapped pickle, by path, in the file's order. ``name`` is the file's name, for messages.
+    """Find all arrays of a memory-mapped pickle, by path, in file order. ``name`` is the file's name, for messages.
 
     Raises:
       LegacyPickleError: the pickle is damaged, or contains something other than nested dicts of arrays.

@@ -17,6 +17,7 @@ from launch.batches.records import Key, as_line, is_sealed, key_of, sealed
 from runtime import InputError, lock, parse_json_object, replace_file
 
 RUN, RESULTS, ERRORS, SORTED, LOCK = "run.json", "results.jsonl", "errors.jsonl", "sorted.jsonl", ".lock"
+SAMPLES = "samples.jsonl"  # for EvalPlus
 _MAX_RUN_BYTES = 1 << 20
 
 
@@ -62,8 +63,8 @@ class BatchFolder:
     def _lock(self) -> None:
         """Lock the folder itself and a file in it.
 
-        The folder cannot be removed while it holds results, but network file systems lock only files; a file can be
-        removed by someone who tidies up. The system releases both locks when the process ends, however it ends.
+        Network file systems can lock only files, and a user may delete the file, so neither lock alone is enough. The
+        operating system releases both locks when the process ends, however it ends.
         """
         folder, file = self._locks
         for handle in (folder, file):
@@ -147,10 +148,10 @@ class BatchFolder:
                     ) from error
 
     def done(self, known: Collection[Key]) -> set[Key]:
-        """The keys of the results that exist.
+        """Read the keys of the results that exist.
 
         Args:
-          known: the keys that the input allows.
+          known: the keys of all results that the input asks for.
 
         Raises:
           InputError: a result was changed since it was written, belongs to no line of the input, or exists twice.
@@ -170,15 +171,15 @@ class BatchFolder:
         return found
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write results. When this returns, they are on disk.
+        """Append results. When this returns, they are on disk.
 
         Raises:
-          InputError: the disk is full or gone; earlier results are intact.
+          InputError: the disk is full or not available. Earlier results are intact.
         """
         self._append(RESULTS, map(sealed, records))
 
     def add_errors(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write the errors that are not there yet.
+        """Append the errors that errors.jsonl does not contain yet.
 
         Raises:
           InputError: as :meth:`append`.
@@ -211,7 +212,7 @@ class BatchFolder:
         return [lines[key][1] for key in order]
 
     def write(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write another file of records, atomically."""
+        """Write a file of records atomically, in addition to the results."""
         self._replace(name, [as_line(record) for record in records])
 
     def _replace(self, name: str, lines: Iterable[bytes]) -> None:
@@ -223,7 +224,7 @@ class BatchFolder:
 
 
 def _end_of_last_line(handle: int, size: int) -> int:
-    """Bytes up to and including the last line feed."""
+    """Number of bytes up to and including the last line feed."""
     end = size
     while end > 0:
         start = max(0, end - (1 << 16))

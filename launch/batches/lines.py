@@ -69,7 +69,7 @@ class Batch:
     Attributes:
       lines: the valid lines.
       bad: the invalid lines.
-      ignored: names of fields of plain lines that are not used.
+      ignored: names of fields of plain lines that were ignored.
       digest: digest of the file's bytes.
     """
 
@@ -94,7 +94,9 @@ def read_batch(path: Path, defaults: Defaults) -> Batch:
     except OSError as error:
         raise InputError(f"--input={path}: cannot be read ({error.strerror or error})") from error
     if not reader.lines and not reader.bad:
-        raise InputError(f'--input={path}: no line in it; expected lines like {{"id": "1", "prompt": "def f("}}')
+        raise InputError(
+            f'--input={path}: the file has no lines; expected lines like {{"id": "1", "prompt": "def f("}}'
+        )
     bad = sorted(reader.bad, key=lambda line: line.number)
     return Batch(reader.lines, bad, list(reader.ignored), reader.digest.hexdigest()[:16])
 
@@ -140,7 +142,7 @@ class _Reader:
         self.digest = hashlib.sha256()
 
     def add(self, number: int, raw: bytes | None) -> None:
-        """Check a line; None stands for a line that is too long."""
+        """Check a line. ``raw`` is None for a line that is too long."""
         identity = None
         try:
             if raw is None:
@@ -180,9 +182,11 @@ def _identity(record: Mapping[str, Any]) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str) or not 0 < len(value) <= MAX_ID:
-        raise InputError(f'id: expected a text of 1 to {MAX_ID} characters in "id", or "custom_id" beside a body')
+        raise InputError(
+            f'id: expected a string of 1 to {MAX_ID} characters in "id", or in "custom_id" of a line with a "body"'
+        )
     if not value.isprintable():
-        raise InputError("id: it has characters that cannot be printed")
+        raise InputError("id: contains characters that cannot be printed")
     return value
 
 

@@ -36,7 +36,7 @@ def key_of(record: Any) -> Key | None:
 
 
 def as_line(record: Mapping[str, Any]) -> bytes:
-    """Encode a record as a line."""
+    """Encode a record as one line of a JSON Lines file."""
     return json.dumps(record, ensure_ascii=False, separators=(", ", ": ")).encode() + b"\n"
 
 
@@ -46,7 +46,7 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_sealed(record: Any) -> bool:
-    """Whether the digest of a result is right."""
+    """Whether a record has a digest that matches its contents."""
     if not isinstance(record, dict):
         return False
     return sealed({name: value for name, value in record.items() if name != DIGEST}) == record

@@ -1,4 +1,4 @@
-"""Convert canvases to text: each position's text and kind, for the terminal and the HTML page.
+"""Convert canvases to text, each position's text and kind, and show them on the terminal and on the HTML page.
 
 Dimension letters: B rows, S the prompts' width, N new tokens.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from launch.display.history_html import HistoryRow, HistoryToken, write_history_html
-from launch.display.watch import TokenKind
+from launch.display.watch import CanvasWatcher, TokenKind
+from launch.process.startup import Report, is_main_process
 from runtime import Completion, DiffusionConfig, Engine, GenerationResult
 
 
@@ -75,6 +77,26 @@ class CanvasView:
             else:
                 kinds.append("prompt" if position < width and self._given[number, position] else "generated")
         return row[start:], kinds
+
+
+@contextmanager
+def watched(view: CanvasView, titles: Sequence[str]) -> Iterator[tuple[Report, Callable[[int, np.ndarray], None]]]:
+    """Show the canvas on host 0's interactive terminal while the block runs.
+
+    Yields:
+      What to call with the number of steps done and of all steps, and what to call with each step and its canvas, int32
+      ``[B, S + N]``. All hosts call both, so that all run step by step.
+    """
+    with CanvasWatcher(1, titles=titles) as watcher:
+
+        def expect(done: int, steps: int) -> None:
+            watcher.steps = steps
+
+        def show(step: int, canvas: np.ndarray) -> None:
+            if watcher.active and is_main_process():
+                watcher.update(step, view.rows(canvas))
+
+        yield expect, show
 
 
 def row_titles(prompts: Sequence[str], samples: int) -> list[str]:

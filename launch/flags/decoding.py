@@ -157,7 +157,7 @@ def _sampling_config(values: flags.FlagValues, folder: CheckpointFolder, given: 
 
 
 def _generation_config(folder: CheckpointFolder, kind: type) -> dict[str, Any]:
-    """Parameters of the checkpoint's ``generation_config.json`` that are not null, by our names."""
+    """Return the decoding parameters that the checkpoint's ``generation_config.json`` sets, keyed by our names."""
     raw = folder.generation_config
     stored = [one for one in declared_parameters(kind) if one.in_checkpoint and raw.get(one.in_checkpoint) is not None]
     return {one.name: one.from_request(raw[one.in_checkpoint]) for one in stored}

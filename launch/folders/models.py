@@ -36,7 +36,7 @@ def layout_of(folder: CheckpointFolder) -> ModelLayout:
     return model_layout(parse_config(folder.config), quantization=folder.quantization)
 
 
-def say_licence(folder: CheckpointFolder) -> None:
+def print_licence(folder: CheckpointFolder) -> None:
     """Print the first line of the weights' licence, if the folder has one."""
     for name in folder.side_files():
         if name.startswith("LICENSE"):

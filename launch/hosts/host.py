@@ -96,6 +96,11 @@ class Host:
         """Exchange a JSON value with all hosts: each makes this call, waits, and gets the values by process index."""
         return [json.loads(json.dumps(value))]
 
+    @property
+    def terminated(self) -> bool:
+        """Whether this host received SIGTERM."""
+        return self._terminated
+
     def draining(self) -> bool:
         """Whether some host received SIGTERM: finish what is in flight and end. All hosts get the same answer."""
         return any(self.gather("drain", self._terminated))

@@ -127,7 +127,7 @@ class Hub:
             writer.close()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Message | None:
-        """Authenticate a client and return its greeting; None if it does not know the secret."""
+        """Authenticate a client and return its ``hello`` message; None if it sends none or does not know the secret."""
         if self._strangers >= self._hosts + _MORE_STRANGERS:
             return None
         self._strangers += 1

@@ -336,7 +336,7 @@ class Supervisor:
             self._waiting.append(line)
 
     async def _connect(self) -> asyncio.StreamReader | None:
-        """Connect to the hub, retrying until it answers; None after the initialization timeout."""
+        """Connect to host 0's hub, retrying until it answers. Return None after the initialization timeout."""
         place = self._place
         if place.host == 0:
             address = "localhost" if place.bind in ("[::]", "::", "0.0.0.0") else place.bind

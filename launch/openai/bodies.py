@@ -239,7 +239,8 @@ def encode_drafts(drafts: Sequence[Draft], defaults: Defaults) -> list[list[int]
     for number, text in found.items():
         if isinstance(text, str):
             try:
-                check_prompt_size(text, positions)
+                own = "prompt" if isinstance(drafts[number].prompt, str) else "messages"
+                check_prompt_size(text, positions, own)
                 texts[number] = text
             except InputError as error:
                 found[number] = error
@@ -325,16 +326,26 @@ def _stops(changes: Mapping[str, Any], defaults: Defaults) -> tuple[str, ...]:
     return tuple(found)
 
 
-def check_prompt_size(prompt: Any, positions: int) -> None:
+def exceeds(prompt: str | Sequence[int], positions: int) -> bool:
+    """Whether a text or token ids certainly have more tokens than ``positions``. The text is not tokenized."""
+    least = len(prompt) // _LONGEST_TOKEN if isinstance(prompt, str) else len(prompt)
+    return least > positions
+
+
+def check_prompt_size(prompt: str | Sequence[int], positions: int, field: str = "prompt") -> None:
     """Refuse a prompt, a text or token ids, that is too long. This avoids tokenizing a very long text.
+
+    Args:
+      prompt: the text or the token ids.
+      positions: the number of positions that the prompt must fit into.
+      field: the field of the request that contains the prompt.
 
     Raises:
       InputError: the prompt certainly has more tokens than ``positions``.
     """
-    least = len(prompt) // _LONGEST_TOKEN if isinstance(prompt, str) else len(prompt)
-    if least > positions:
+    if exceeds(prompt, positions):
         raise InputError(
-            f"the prompt is too long; prompt and new tokens must fit into {positions} positions", field="prompt"
+            f"the prompt is too long; prompt and new tokens must fit into {positions} positions", field=field
         )
 
 

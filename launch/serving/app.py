@@ -36,7 +36,7 @@ class Application(FastAPI):
         self.include_router(router)
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, generated once."""
+        """The OpenAPI document, generated on first use and cached."""
         if self.openapi_schema is None:
             self.openapi_schema = complete(super().openapi())
         return self.openapi_schema

@@ -49,11 +49,11 @@ class Body(BaseModel):
 
 
 class RequestBody(Body):
-    """Fields of every request.
+    """Fields that all requests have.
 
     Attributes:
       model: the served model's name.
-      timeout: seconds after the arrival of the request in which it must be finished.
+      timeout: seconds within which the request must finish, counted from its arrival.
     """
 
     model: Name | None = None

@@ -1,8 +1,9 @@
-"""Programs beside the first of each mode: what is compiled, in one order on all hosts, and when it is used.
+"""Background compilation of the programs that warm-up leaves out, in the same order on all hosts.
 
-What is in JAX's persistent cache is read before requests come. The rest is compiled while they are served: host 0 says
-in its steps what is next, the most wanted first. Every host compiles that in a thread of its own, and says in each step
-how far it is. A bucket is used once every host has its programs, so that no step waits for a compiler.
+Programs in JAX's persistent cache are loaded before the server accepts requests. The others are compiled while requests
+run. Host 0 chooses the programs that rows need most often, and names them in its next step. Each host compiles them in
+a background thread and reports when it has finished. The scheduler uses a bucket only when all hosts have its programs,
+so no step waits for the compiler.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from collections.abc import Callable, Sequence
 
 from runtime import BackgroundCompiler, Executor, Programs, Scheduler
 
-# What one host has compiled: a fingerprint each, or None.
+# The programs that one host has compiled, in order: a fingerprint for each, or None if compilation failed.
 Report = Sequence[str | None]
-# Seconds of compilation that people are told of.
-_LONG = 10.0
+# Background compilation that takes longer than this in total is reported to the user.
+_LONG_SECONDS = 10.0
 
 
 class Compilation:
-    """What is still to be compiled on this host, and what has been on all.
+    """The programs that this host still has to compile, and the buckets that the scheduler may use.
 
     Attributes:
-      remaining: buckets whose programs not every host has yet.
-      is_cached: whether the last program was in the persistent cache, and so the next one may be too.
+      remaining: number of buckets whose programs some host has not compiled yet.
+      is_cached: whether the last programs came from the persistent cache, so that the next ones may be there too.
     """
 
     def __init__(self, executor: Executor) -> None:
-        """Begin with nothing but what :meth:`runtime.Executor.warm_up` has run."""
+        """Start with the programs that :meth:`runtime.Executor.warm_up` has compiled."""
         self._executor, self._compiler = executor, BackgroundCompiler()
         self._left = executor.later
         self._order: list[Programs] = []
@@ -38,52 +39,56 @@ class Compilation:
 
     @property
     def report(self) -> Report:
-        """Fingerprints of what this host has compiled so far, in the order of all hosts; None for what failed."""
+        """Fingerprints of the programs that this host has compiled so far. All hosts compile in the same order."""
         return [one.fingerprint for one in self._compiler.done]
 
     def choose(self, scheduler: Scheduler) -> Programs | None:
-        """What to compile next, on host 0: what rows would have used most often; None to go on with what there is."""
+        """Choose the programs to compile next, those that rows would have used most often. Host 0 calls this.
+
+        Returns:
+          The programs; None if all are compiled or the compiler is still busy.
+        """
         if not self._left or len(self._order) > len(self._compiler.done):
             return None
 
-        def wanted(one: Programs) -> int:
+        def demand(one: Programs) -> int:
             return 0 if one.pool is None else scheduler.demand(one.pool)[one.bucket]
 
-        # The first of several.
-        chosen = max(self._left, key=wanted)
+        # If several are needed equally often, max returns the first.
+        chosen = max(self._left, key=demand)
         self._left.remove(chosen)
         return chosen
 
     def load(self) -> None:
-        """Compile the next programs and wait for them, on every host, where they may be in the persistent cache."""
+        """Load the next programs from the persistent cache, or compile them, and wait. All hosts call this."""
         before = self._executor.cached_programs
         self.begin(self._left.pop(0)).wait()
         self.is_cached = bool(self._left) and self._executor.cached_programs > before
 
     def begin(self, programs: Programs) -> threading.Event:
-        """Compile this next, on this host; what is returned is set when it is done."""
+        """Start to compile these programs on this host. The returned event is set when they are compiled."""
         self._order.append(programs)
         return self._compiler.put(str(programs), lambda: self._executor.compile(programs))
 
     def settle(self, reports: Sequence[Report], scheduler: Scheduler, say: Callable[[str], None]) -> None:
-        """Let the scheduler use what every host has compiled, on host 0.
+        """Let the scheduler use the buckets whose programs all hosts have compiled. Host 0 calls this.
 
         Args:
-          reports: of all hosts.
-          scheduler: what decides which buckets are used.
-          say: tells people.
+          reports: the report of each host.
+          scheduler: chooses among the buckets that it may use.
+          say: prints a line for the user.
 
         Raises:
-          RuntimeError: hosts have compiled different programs.
+          RuntimeError: the hosts compiled different programs.
         """
         before = self._settled
         while self._settled < min(map(len, reports)):
             programs = self._order[self._settled]
             prints = {report[self._settled] for report in reports}
             if None in prints:
-                say(f"left out, since it cannot be compiled: {programs}: {self._compiler.done[self._settled].error}")
+                say(f"not used, because it does not compile: {programs}: {self._compiler.done[self._settled].error}")
             elif len(prints) > 1:
-                raise RuntimeError(f"the hosts have compiled different programs: {programs}")
+                raise RuntimeError(f"the hosts compiled different programs: {programs}")
             elif programs.pool is None:
                 self._executor.allow_scoring(programs.bucket.width)
             else:
@@ -95,15 +100,15 @@ class Compilation:
         for pool, buckets in self._usable.items():
             scheduler.restrict(pool, buckets)
         done = self._compiler.done
-        if not self.remaining and (seconds := sum(one.seconds for one in done)) > _LONG:
+        if not self.remaining and (seconds := sum(one.seconds for one in done)) > _LONG_SECONDS:
             names = ", ".join(f"{one.name} {one.seconds:.1f} s" for one in done)
-            say(f"all programs are there; those after the first took {seconds:.0f} s: {names}")
+            say(f"all programs are compiled; background compilation took {seconds:.0f} s: {names}")
 
     def restrict(self, scheduler: Scheduler) -> None:
-        """Let the scheduler use nothing but what is there from the start."""
+        """Let the scheduler use only buckets whose programs are compiled."""
         for pool, buckets in self._usable.items():
             scheduler.restrict(pool, buckets)
 
     def stop(self, patience: float) -> None:
-        """Compile nothing more; waits so many seconds for what is being compiled."""
+        """Start no further compilation, and wait up to ``patience`` seconds for the current one."""
         self._compiler.stop(patience)

@@ -1,7 +1,7 @@
-"""The thread that owns the engine, and what other threads may ask of it.
+"""The thread that owns the engine, and the methods that other threads call.
 
-Each step: aborted rows are evicted, waiting rows are inserted into free slots, every row in a slot goes on by a few
-iterations, and what has come of it is put into the response streams. All hosts execute the same plans.
+In each step, aborted rows are evicted, waiting rows are inserted into free slots, every row in a slot advances by a few
+iterations, and the results are put into the response streams. Host 0 decides on the step; all hosts execute it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from launch.serving.compilation import Compilation, Report
 from launch.serving.errors import ENGINE_FAILED, ApiError, busy, too_late, unavailable
 from launch.serving.metrics import Metrics
 from launch.serving.response_stream import ResponseStream
+from launch.serving.turns import Hosts, Turns
 from runtime import (
     CanvasChanged,
     DiffusionConfig,
@@ -38,96 +39,89 @@ from runtime import (
 )
 
 State = Literal["warming up", "ready", "draining", "dead"]
+_REFUSALS = {"warming up": "The server is warming up.", "draining": "The server is shutting down."}
 
 _IDLE_SECONDS = 0.25  # between two steps without work
-_DRAIN_CHECK_SECONDS = 0.5  # between two questions whether to end
+_REPORT_SECONDS = 0.5  # between two reports of the hosts, unless host 0 has compiled something meanwhile
 _COMPILER_SECONDS = 10.0  # for what is being compiled when the server ends
 _RATE_SAMPLES = 64  # rows over which the rate of service is measured
 _MAX_RETRY_SECONDS = 60
 
 
-class Hosts(Protocol):
-    """What the server needs of :class:`launch.hosts.host.Host`."""
-
-    process_index: int
-    count: int
-
-    def mark(self) -> None:
-        """Note progress."""
-
-    def gather(self, topic: str, value: object) -> list[object]:
-        """What each host says."""
-
-    def draining(self) -> bool:
-        """Whether to end."""
-
-    def before_end(self, tell: Callable[[], None]) -> None:
-        """What to do before a fault of any host ends this process."""
-
-
 @dataclass(frozen=True)
 class HostStep:
-    """One step of the server, as all hosts make it.
+    """One step of the server, which all hosts execute.
 
     Attributes:
       plan: what the devices do.
-      compile: what is compiled next beside it, if anything.
-      check_drain: whether the hosts ask one another if the server is to end.
-      last: whether no step follows.
+      compile: the programs to compile next in the background, if any.
+      report: whether all hosts report after the step, see :func:`exchange_reports`.
+      last: whether the server ends after the step.
     """
 
     plan: StepPlan
     compile: Programs | None = None
-    check_drain: bool = False
+    report: bool = False
     last: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The step as JSON values, for the other hosts."""
         compiled = None if self.compile is None else self.compile.to_json()
-        return {"plan": self.plan.to_json(), "compile": compiled, "check_drain": self.check_drain, "last": self.last}
+        return {"plan": self.plan.to_json(), "compile": compiled, "report": self.report, "last": self.last}
 
     @classmethod
     def from_json(cls, step: Any) -> HostStep:
         """The step that :meth:`to_json` wrote."""
         compiled = None if step["compile"] is None else Programs.from_json(step["compile"])
-        return cls(StepPlan.from_json(step["plan"]), compiled, step["check_drain"], step["last"])
+        return cls(StepPlan.from_json(step["plan"]), compiled, step["report"], step["last"])
 
 
-def agree(hosts: Hosts, step: HostStep | None, compiled: Report) -> tuple[HostStep, list[Report]]:
-    """The step that host 0 has decided, on all hosts, and what each has compiled; the others pass None."""
-    hosts.mark()
+def take_turn(turns: Turns, hosts: Hosts, step: HostStep | None) -> HostStep:
+    """Send the step that host 0 has decided on to all hosts; the others pass None. Returns the step."""
     if hosts.count == 1:
         assert step is not None
-        return step, [compiled]
-    said: list[Any] = hosts.gather("step", [None if step is None else step.to_json(), compiled])
-    return step or HostStep.from_json(said[0][0]), [own for _, own in said]
+        hosts.mark()
+        return step
+    sent = turns.broadcast(None if step is None else step.to_json())
+    return step or HostStep.from_json(sent)
 
 
-def load_cached(compilation: Compilation, hosts: Hosts) -> list[Any]:
+def exchange_reports(turns: Turns, hosts: Hosts, compiled: Report) -> tuple[bool, list[Report]]:
+    """Exchange what each host knows by itself.
+
+    Returns:
+      Whether some host received SIGTERM, and what each host has compiled.
+    """
+    said = turns.gather([hosts.terminated, list(compiled)])
+    return any(terminated for terminated, _ in said), [own for _, own in said]
+
+
+def load_cached(compilation: Compilation, turns: Turns) -> list[Report]:
     """Load programs that all hosts have in their persistent caches, before requests come.
 
     Returns:
       The report of each host.
     """
-    while not hosts.draining() and all(hosts.gather("cached", compilation.is_cached)):
-        hosts.mark()
+    while not turns.draining() and all(turns.gather(compilation.is_cached)):
         compilation.load()
-    return hosts.gather("loaded", list(compilation.report))
+    return turns.gather(list(compilation.report))
 
 
 def follow(executor: Executor, hosts: Hosts) -> None:
-    """Execute what host 0 decides, until it says that a step is the last."""
-    if not executor.warm_up(hosts.draining):
+    """Execute the steps that host 0 decides on, until the last one."""
+    turns = Turns(hosts)
+    turns.warm_up()
+    if not executor.warm_up(turns.draining):
         return
     compilation = Compilation(executor)
-    load_cached(compilation, hosts)
+    load_cached(compilation, turns)
     while True:
-        step, _ = agree(hosts, None, compilation.report)
+        step = take_turn(turns, hosts, None)
         if step.compile is not None:
             compilation.begin(step.compile)
         executor.execute(step.plan)
-        if step.check_drain:
-            hosts.draining()
+        if step.report:
+            exchange_reports(turns, hosts, compilation.report)
         if step.last:
             compilation.stop(_COMPILER_SECONDS)
             return
@@ -135,7 +129,7 @@ def follow(executor: Executor, hosts: Hosts) -> None:
 
 @dataclass
 class _Update:
-    """What one step brings to one response stream."""
+    """The results of one step for one response stream."""
 
     canvases: dict[int, np.ndarray] = field(default_factory=dict)
     results: dict[int, RowResult] = field(default_factory=dict)
@@ -143,25 +137,25 @@ class _Update:
 
 
 class ServingEngine:
-    """Requests from any thread on one side, the devices on the other.
+    """Runs the requests of all threads on the devices, in the thread that calls :meth:`run`.
 
     Attributes:
-      state: what the server is doing.
-      executor: the slots; None while the server is warming up.
-      scheduler: who gets which slot; None while the server is warming up.
-      metrics: what is counted.
-      cut_short: requests that the grace period was too short for.
-      say: tells people what happens beside the requests.
+      state: the state of the server, as ``/health`` reports it.
+      executor: runs the rows in the slots; None while the server is warming up.
+      scheduler: assigns rows to slots; None while the server is warming up.
+      metrics: metrics of requests and slots.
+      cut_short: number of requests that did not finish within the grace period.
+      say: prints a line for the user.
     """
 
     def __init__(self, hosts: Hosts, metrics: Metrics, max_queue: int, grace_period: float) -> None:
-        """Refuse requests until :meth:`run` takes them.
+        """Create the engine in the state ``warming up``, in which it refuses requests.
 
         Args:
-          hosts: this host among all.
-          metrics: where to count.
-          max_queue: rows that may wait.
-          grace_period: seconds to finish what was accepted when the server is told to end.
+          hosts: the connection to the other hosts.
+          metrics: the metrics to update.
+          max_queue: maximum number of rows that wait for a slot.
+          grace_period: seconds to finish accepted requests after the server is told to stop.
         """
         self.state: State = "warming up"
         self.executor: Executor | None = None
@@ -175,13 +169,15 @@ class ServingEngine:
         self._streams: dict[RequestHandle, ResponseStream] = {}
         self._finish_times: deque[float] = deque(maxlen=_RATE_SAMPLES)
         self._heartbeat = time.monotonic()
-        self._drain_checked = 0.0
+        self._turns = Turns(hosts)
+        self._reported = 0.0  # when the hosts last reported
+        self._compiled = 0  # programs in the last report of this host
         self._end_by: float | None = None
         metrics.watch("num_requests_running", "Rows in slots.", lambda: self.scheduler.running if self.scheduler else 0)
-        metrics.watch("num_requests_waiting", "Rows and scorings that wait.", lambda: self._waiting)
+        metrics.watch("num_requests_waiting", "Rows and scoring passes that wait.", lambda: self._waiting)
         metrics.watch(
             "kv_cache_usage_perc",
-            "Share of the slots that are taken, 1 for all.",
+            "Fraction of the slots in use, from 0 to 1.",
             lambda: self.scheduler.usage if self.scheduler else 0.0,
         )
         metrics.watch(
@@ -190,15 +186,15 @@ class ServingEngine:
             lambda: self.executor.compiled_programs if self.executor else 0,
         )
 
-        metrics.watch("programs_remaining", "Buckets whose programs are still compiled.", lambda: self.remaining)
+        metrics.watch("programs_remaining", "Buckets whose programs are not compiled yet.", lambda: self.remaining)
         metrics.watch(
             "computed_positions",
-            "Positions of all slots, for each iteration.",
+            "Positions computed in all slots, over all iterations.",
             lambda: self.scheduler.stats.computed_positions if self.scheduler else 0,
         )
         metrics.watch(
             "useful_positions",
-            "Those of live rows, up to their own length.",
+            "Computed positions that belong to a running row.",
             lambda: self.scheduler.stats.useful_positions if self.scheduler else 0,
         )
 
@@ -206,7 +202,7 @@ class ServingEngine:
 
     @property
     def remaining(self) -> int:
-        """Buckets whose programs are still to be compiled, once the server is ready."""
+        """Number of buckets whose programs are not compiled yet; 0 while the server is warming up."""
         return self._compilation.remaining if self._compilation is not None else 0
 
     @property
@@ -214,23 +210,23 @@ class ServingEngine:
         return self.scheduler.waiting if self.scheduler else 0
 
     def check_room(self) -> None:
-        """Check that a request has a chance, before it is read.
+        """Check that a request can be queued, before its body is read.
 
         Raises:
-          ApiError: not ready, or the queue is full.
+          ApiError: the server is not ready, or the queue is full.
         """
         if self.state != "ready":
             self.metrics.refused(self.state)
-            raise ENGINE_FAILED if self.state == "dead" else unavailable(f"the server is {self.state}")
+            raise ENGINE_FAILED if self.state == "dead" else unavailable(_REFUSALS[self.state])
         if self._waiting >= self._max_queue:
             self.metrics.refused("queue full")
             raise busy(self._retry_after())
 
     def submit(self, handle: RequestHandle, stream: ResponseStream) -> None:
-        """Queue a request whose answer goes to ``stream``.
+        """Queue a request. Its results go to ``stream``.
 
         Raises:
-          ApiError: not ready, or it does not fit the queue.
+          ApiError: the server is not ready, or the request has more rows than the queue has room for.
         """
         with self._lock:
             self.check_room()
@@ -243,7 +239,7 @@ class ServingEngine:
             self._lock.notify()
 
     def abort(self, handle: RequestHandle) -> None:
-        """Give a request up whose answer nobody wants any more; one that is finished stays as it is."""
+        """Abort a request, for example because its client has disconnected. A finished request stays finished."""
         with self._lock:
             if self.scheduler is not None and self.scheduler.abort(handle):
                 self.metrics.aborted("cancelled")
@@ -266,7 +262,7 @@ class ServingEngine:
         self._streams.pop(handle).put(error=error)
 
     def _retry_after(self) -> int:
-        """Seconds in which half the queue will have been served, as things go."""
+        """Estimate the seconds until half the queue is served, from the rate at which recent rows finished."""
         times = list(self._finish_times)
         if len(times) < 2 or times[-1] <= times[0]:
             return 1
@@ -276,43 +272,44 @@ class ServingEngine:
     # ---- the thread that owns the engine ----------------------------------------------------------------------
 
     def run(self, executor: Executor, alive: Callable[[], bool], ready: Callable[[], None]) -> None:
-        """Warm up, and serve until the server is told to end and is done; told before, it ends without.
+        """Warm up, then serve until the server is told to stop and every request has been answered.
+
+        If the server is told to stop during warm-up, this returns without serving.
 
         Args:
-          executor: the slots.
-          alive: whether the HTTP server still runs.
+          executor: runs the rows in the slots.
+          alive: returns whether the HTTP server still runs.
           ready: called when requests are accepted.
         """
         try:
-            if not executor.warm_up(self._hosts.draining):
+            self._turns.warm_up()
+            if not executor.warm_up(self._turns.draining):
                 self.state = "draining"
                 return
             scheduler = Scheduler([pool.limits for pool in executor.pools])
             self.executor, self.scheduler = executor, scheduler
             self._compilation = compilation = Compilation(executor)
             compilation.restrict(scheduler)
-            compilation.settle(load_cached(compilation, self._hosts), scheduler, self.say)
+            compilation.settle(load_cached(compilation, self._turns), scheduler, self.say)
             self._heartbeat = time.monotonic()
             self.state = "ready"
             ready()
             while True:
-                step, compiled = agree(self._hosts, self._decide(scheduler), compilation.report)
+                step = take_turn(self._turns, self._hosts, self._decide(scheduler))
                 if step.compile is not None:
                     compilation.begin(step.compile)
-                with self._lock:
-                    compilation.settle(compiled, scheduler, self.say)
                 outcome = executor.execute(step.plan)
                 self.metrics.forwards(sum(pool.forwards for pool in outcome.pools) + (outcome.scores is not None))
                 with self._lock:
                     now = time.monotonic()
                     self._deliver(scheduler.update(outcome, now), now)
                 self._heartbeat = time.monotonic()
-                if step.check_drain:
-                    self._check_drain()
+                if step.report:
+                    self._exchange_reports(compilation, scheduler)
                 if step.last:
                     return
                 if not alive():
-                    raise RuntimeError("the HTTP server has ended by itself")
+                    raise RuntimeError("the HTTP server stopped unexpectedly")
         except BaseException:
             self.state = "dead"
             self.fail(ENGINE_FAILED)
@@ -321,9 +318,14 @@ class ServingEngine:
             if self._compilation is not None:
                 self._compilation.stop(_COMPILER_SECONDS)
 
-    def _check_drain(self) -> None:
-        self._drain_checked = time.monotonic()
-        if self._hosts.draining() and self._end_by is None:
+    def _exchange_reports(self, compilation: Compilation, scheduler: Scheduler) -> None:
+        self._reported = time.monotonic()
+        report = compilation.report
+        self._compiled = len(report)
+        terminated, compiled = exchange_reports(self._turns, self._hosts, report)
+        with self._lock:
+            compilation.settle(compiled, scheduler, self.say)
+        if terminated and self._end_by is None:
             self.state = "draining"
             self._end_by = time.monotonic() + self._grace_period
 
@@ -335,19 +337,23 @@ class ServingEngine:
             for handle in scheduler.expire(now):
                 self.metrics.aborted("deadline")
                 self._refuse(handle, too_late(handle.deadline - handle.arrived))
-            check_drain = now - self._drain_checked >= _DRAIN_CHECK_SECONDS
+            report = self._should_report(now)
             if self._end_by is not None:
                 if now > self._end_by and (late := scheduler.unfinished):
                     self.cut_short = len(late)
-                    self.fail(unavailable("the server is shutting down"))
+                    self.fail(unavailable(_REFUSALS["draining"]))
                 if not scheduler.unfinished:
-                    return HostStep(StepPlan(), None, check_drain, last=True)
+                    return HostStep(StepPlan(), None, report, last=True)
             plan = scheduler.schedule(now)
             compiled = None if self._compilation is None else self._compilation.choose(scheduler)
-            return HostStep(plan, compiled, check_drain)
+            return HostStep(plan, compiled, report)
+
+    def _should_report(self, now: float) -> bool:
+        has_compiled = self._compilation is not None and len(self._compilation.report) > self._compiled
+        return has_compiled or now - self._reported >= _REPORT_SECONDS
 
     def _deliver(self, events: Iterable[Event], now: float) -> None:
-        """Count what has happened, and put it into the response streams, one update for each."""
+        """Count the events, and put their results into the response streams, one update per stream."""
         updates: defaultdict[RequestHandle, _Update] = defaultdict(_Update)
         finished = []
         for event in events:
@@ -364,13 +370,13 @@ class ServingEngine:
                 case RequestFinished():
                     finished.append(event.handle)
         for handle, update in updates.items():
-            if (stream := self._streams.get(handle)) is not None:  # else it was aborted meanwhile
+            if (stream := self._streams.get(handle)) is not None:  # None if the request was aborted
                 stream.put(update.canvases, update.results, update.scores)
         for handle in finished:
             del self._streams[handle]
 
     def _count(self, event: Event) -> None:
-        """Turn an event into metrics."""
+        """Update the metrics for an event."""
         match event:
             case RowInserted():
                 self.metrics.inserted(len(event.handle.rows[event.index].tokens), event.seconds)

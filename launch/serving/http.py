@@ -35,6 +35,12 @@ def listen(host: str, port: int) -> socket.socket:
         raise InputError(f"--host={host} --port={port}: cannot listen there ({why})") from error
 
 
+def address(own: socket.socket) -> str:
+    """The URL of a socket that :func:`listen` bound."""
+    host, port = own.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 class HttpServer:
     """uvicorn, started and stopped by the launcher."""
 

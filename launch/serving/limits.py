@@ -1,8 +1,14 @@
-"""Limits of requests and connections, set by flags."""
+"""Limits of requests and connections, set by flags, and the open files that connections take."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+
+from runtime import InputError
+
+# Open files besides connections: weights, devices, logs.
+_OTHER_FILES = 128
 
 
 @dataclass(frozen=True)
@@ -32,3 +38,27 @@ class Limits:
     write_seconds: float = 30.0
     stall_seconds: float = 60.0
     grace_period: float = 30.0
+
+
+def allow_files(connections: int) -> None:
+    """Raise the limit of open files as far as allowed, and check that it suffices for the connections.
+
+    Raises:
+      InputError: the limit is too low.
+    """
+    if sys.platform == "win32":  # no such limit
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_FILES
+    # Without a hard limit, the kernel has a limit of its own that it does not report.
+    allowed = wanted if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        soft = allowed
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        raise InputError(
+            f"--max_connections={connections} takes {wanted} open files, and ulimit -n allows {soft}: raise it, or "
+            f"--max_connections={max(1, soft - _OTHER_FILES)}"
+        )

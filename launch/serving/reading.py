@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.openai.bodies import Asked, Defaults, by_our_names, check_prompt_size, read_asked
+from launch.openai.bodies import Asked, Defaults, by_our_names, check_prompt_size, exceeds, read_asked
 from launch.serving.bodies import ChatBody, CompletionBody, ScoreBody
 from launch.serving.errors import ApiError, from_input_error, invalid
 from launch.serving.limits import Limits
@@ -143,16 +143,11 @@ class Reader:
         given = _several(body.input)
         if len(given) > self._limits.rows:
             raise invalid(f"input: {len(given)} rows; at most {self._limits.rows} per request", "input")
-        try:
-            rows = [self._tokens(row, "input") for row in given]
-            targets = rows if body.targets is None else [self._tokens(row, "targets") for row in _several(body.targets)]
-        except InputError as error:
-            raise from_input_error(error) from None
+        rows = [self._tokens(row, "input") for row in given]
+        targets = rows if body.targets is None else [self._tokens(row, "targets") for row in _several(body.targets)]
         if [len(row) for row in rows] != [len(row) for row in targets]:
             raise invalid("targets: Each row must have as many tokens as the same row of input.", "targets")
         longest = max(map(len, rows))
-        if longest > self.widest:
-            raise self._too_long(longest, "input")
         width = min(width for width in self._executor.score_widths if width >= longest)
         batch = self._executor.score_rows
         temperature = 1.0 if body.temperature is None else body.temperature
@@ -162,10 +157,19 @@ class Reader:
         ]
         return rows, passes
 
-    def _tokens(self, row: Any, name: str) -> list[int]:
-        self._check_size({"prompt": row})
-        if isinstance(row, str):
-            row = self._defaults.tokenizer.encode(row)
+    def _tokens(self, row: str | list[int], name: str) -> list[int]:
+        """The token ids of one row of the field ``name`` of a scoring request.
+
+        Raises:
+          ApiError: the row is empty, too long or cannot be tokenized, or the model does not have one of its token ids.
+        """
+        if isinstance(row, str) and not exceeds(row, self.widest):
+            try:
+                row = self._defaults.tokenizer.encode(row)
+            except InputError:
+                raise invalid(f"{name}: The tokenizer cannot process this text.", name) from None
+        if isinstance(row, str) or len(row) > self.widest:
+            raise invalid(f"{name}: A row is too long; each row must fit into {self.widest} positions.", name)
         wrong = [token for token in row if token >= self._defaults.model.vocab_size]
         if wrong or not row:
             why = f"{wrong[0]} is not a token id of this model." if wrong else "A row must have at least one token."
@@ -191,16 +195,10 @@ class Reader:
         for message in changes.get("messages", []):
             content = message["content"]
             texts += [content] if isinstance(content, str) else [part["text"] for part in content]
-        for text in texts:
-            check_prompt_size(text, self.widest)
         if "messages" in changes:
-            check_prompt_size("".join(texts), self.widest)
-
-    def _too_long(self, length: int, name: str) -> ApiError:
-        return invalid(
-            f"{name}: The prompt and new tokens need {length} positions; this server has room for {self.widest}.",
-            name,
-        )
+            texts = ["".join(texts)]
+        for text in texts:
+            check_prompt_size(text, self.widest, "messages" if "messages" in changes else "prompt")
 
     def _pool(self, asked: Asked) -> int:
         """Index of the pool whose slots can decode a row.
@@ -211,7 +209,11 @@ class Reader:
         assert self._executor is not None
         length = RowRequest(asked.tokens, asked.config, 0).canvas_length
         if length > self.widest:
-            raise self._too_long(length, "max_tokens")
+            raise invalid(
+                f"max_tokens: The prompt and new tokens need {length} positions; this server has room for "
+                f"{self.widest}.",
+                "max_tokens",
+            )
         mode = next((mode for mode in self._modes if can_run(mode.config, asked.config)), None)
         if mode is None:
             available = "; ".join(describe(mode.config) for mode in self._modes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from launch.openai.bodies import Defaults
 from launch.serving.app import application
 from launch.serving.backend import Backend
-from launch.serving.engine import Hosts, ServingEngine
+from launch.serving.engine import ServingEngine
 from launch.serving.errors import ENGINE_FAILED
 from launch.serving.guard import Guard
 from launch.serving.http import HttpServer
@@ -16,6 +16,7 @@ from launch.serving.keys import Keys
 from launch.serving.limits import Limits
 from launch.serving.metrics import Metrics
 from launch.serving.reading import Mode, Reader
+from launch.serving.turns import Hosts
 from runtime import Executor
 
 

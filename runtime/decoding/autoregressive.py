@@ -1,4 +1,4 @@
-"""Autoregressive decoding: programs that read prompts, whole or in chunks, and one that loops over new tokens.
+"""Autoregressive decoding: prefill of whole prompts, prefill in chunks, and the loop over new tokens.
 
 Dimension letters: B batch, T cache length, P prompt width, C prompt chunk, D embed, E stop tokens.
 """
@@ -68,8 +68,8 @@ class DecodeState:
     Attributes:
       tokens: int32 ``[B, T]``, start-aligned; positions that are not generated yet hold a filler token.
       lengths: int32 ``[B]``, tokens of each row so far, prompt included.
-      read: int32 ``[B]``, tokens of each prompt whose keys and values are in the cache. A row gets new tokens once its
-        prompt has been read. Without a cache there is nothing to read, and it is the length of the prompt.
+      read: int32 ``[B]``, number of prompt tokens of each row whose keys and values are in the cache. A row gets new
+        tokens only after its whole prompt has been read. Without a cache, this is the length of the prompt.
       done: bool ``[B]``, rows that have ended.
       iteration: int32, iterations so far. Each iteration adds one token to every row that is not done.
       log_probabilities: float32 ``[B, T]``, or None.
@@ -141,18 +141,19 @@ def prefill_chunks(
     state: DecodeState,
     chunks: Array,
 ) -> DecodeState:
-    """Read prompts in chunks of ``chunk`` positions (C), and generate the first token of each row that is then whole.
+    """Read prompts into the cache in chunks of ``chunk`` positions (C).
 
-    Every ``data`` shard reads one row at a time, in the order of the rows.
+    Each ``data`` shard reads the prompt of one row at a time, in the order of the rows. A row gets its first token when
+    its prompt has been read to its end.
 
     Args:
-      forward: layout of the model.
-      program: settings that are compiled in.
-      chunk: C.
+      forward: the model's layout and attention.
+      program: compiled settings.
+      chunk: C, number of positions per chunk.
       weights: the model's weights.
       request: run-time arguments.
-      state: the state, with a cache.
-      chunks: int32, chunks that each ``data`` shard reads at most.
+      state: the loop state; it must have a cache.
+      chunks: int32, maximum number of chunks that each ``data`` shard reads.
     """
 
     def unread(state: DecodeState) -> Array:
@@ -181,12 +182,18 @@ def prefill_chunks(
 
 
 def _next_chunk(chunk: int, waiting: Array, tokens: Array, read: Array, prompts: Array) -> tuple[Array, ...]:
-    """Return the next chunk to read of a shard's first row in ``waiting`` bool ``[B]``.
+    """Return the next chunk of the first row of a shard that waits for its prompt to be read.
+
+    Args:
+      chunk: C, number of positions per chunk.
+      waiting: bool ``[B]``, rows whose prompts have not been read to their end.
+      tokens: int32 ``[B, T]``.
+      read, prompts: int32 ``[B]``, number of prompt tokens that have been read, and that there are.
 
     Returns:
-      Which row is read, bool ``[B]``; and with a leading dimension of 1: its number, its tokens ``[1, C]``, the chunk's
-      first position and the position after its last, and the length of the prompt. If no row is waiting, the chunk is
-      empty and nothing is written.
+      A mask of the row, bool ``[B]``, its index ``[1]``, the tokens of the chunk ``[1, C]``, the first position of the
+      chunk ``[1]``, the position after its last ``[1]``, and the length of the prompt ``[1]``. If no row waits, the
+      mask is false everywhere and the chunk ends at position 0, so nothing is written.
     """
     row = jnp.argmax(waiting)
     reads = (jnp.arange(len(waiting)) == row) & waiting
@@ -198,7 +205,7 @@ def _next_chunk(chunk: int, waiting: Array, tokens: Array, read: Array, prompts:
 
 
 def _keep_last(reads: Array, hidden: Array, start: Array, stop: Array, last: Array, read: Array) -> tuple[Array, Array]:
-    """Store a chunk's hidden state at its last position ``[B, 1, D]``, and how far its row has been read ``[B]``."""
+    """Update the row of a chunk: its hidden state at the last position ``[B, 1, D]``, and its tokens read ``[B]``."""
     own = jax.lax.dynamic_slice_in_dim(hidden, jnp.maximum(stop[0] - start[0] - 1, 0), 1, axis=1)
     return jnp.where(reads[:, None, None], own, last), jnp.where(reads, stop, read)
 
@@ -208,7 +215,7 @@ def decode(
 ) -> DecodeState:
     """Generate tokens until every row is done, or until ``request.max_iterations`` iterations have run.
 
-    A row whose prompt is still to be read stays as it is.
+    Rows whose prompts have not been read to their end do not change.
     """
     unread = state.read < request.prompts
 

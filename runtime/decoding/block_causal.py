@@ -75,7 +75,7 @@ def begins_masked(mask_token: int, request: DenoiseRequest, state: DenoiseState,
 def window_bounds(
     program: DenoiseProgram, request: DenoiseRequest, state: DenoiseState, wanted: Array
 ) -> tuple[Array, Array]:
-    """Return the first position of each row's window and the position after its last, int32 ``[B]``.
+    """Return the start and the end (exclusive) of each row's window, both int32 ``[B]``.
 
     Args:
       program: compiled settings.

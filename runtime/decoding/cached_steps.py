@@ -204,7 +204,7 @@ class CachedStep:
 
 
 def _first(rows: Array) -> tuple[Array, Array]:
-    """Return the index int32 ``[1]`` of the first row that is set, -1 for none, and its one-hot mask bool ``[B]``."""
+    """Return the index of the first true row, int32 ``[1]`` (-1 without one), and its one-hot mask, bool ``[B]``."""
     row = jnp.argmax(rows)
     return jnp.where(rows.any(), row, -1)[None].astype(jnp.int32), (jnp.arange(len(rows)) == row) & rows
 

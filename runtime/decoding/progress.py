@@ -95,7 +95,7 @@ def _in_block(request: DenoiseRequest, state: DenoiseState) -> Array:
 def _step_demand(
     program: DenoiseProgram, mask_token: int, request: DenoiseRequest, state: DenoiseState
 ) -> tuple[Array, Array, Array]:
-    """Return what each row's current step needs.
+    """Return the positions that each row's current step must choose tokens for, and how many tokens it commits.
 
     Returns:
       Positions that need a token, bool ``[B, S]``; how many of them the schedule commits, int32 ``[B]``; and the number

@@ -34,6 +34,8 @@ TOKEN_STREAM, TRANSFER_STREAM = 0, 1
 _FIXED_POINT = float(1 << 30)
 # One pass over the vocabulary finds this many bits of a threshold, by comparing against 7 candidates.
 _BITS_PER_PASS = 3
+# On a single CPU device comparisons cost more than passes, so one pass finds 2 bits with 3 candidates.
+_BITS_PER_PASS_CPU = 2
 # Integer sums per pass: a probability mass and a token count for each candidate.
 SUMS_PER_PASS = 2 * ((1 << _BITS_PER_PASS) - 1)
 # On a single CPU device, random bits are generated for this many positions at a time.
@@ -149,24 +151,28 @@ def _per_row(value: Array, ndim: int) -> Array:
     return value if value.ndim == 0 else value.reshape(*value.shape, *(1,) * (ndim - value.ndim))
 
 
-def threshold_passes(dtype: Any) -> int:
+def threshold_passes(dtype: Any, bits_per_pass: int = _BITS_PER_PASS) -> int:
     """Return how many passes over the vocabulary the threshold search needs for logits rounded to ``dtype``."""
-    return math.ceil(8 * jnp.dtype(dtype).itemsize / _BITS_PER_PASS)
+    return math.ceil(8 * jnp.dtype(dtype).itemsize / bits_per_pass)
 
 
-def filter_logits(logits: Array, top_p: Array, top_k: Array, dtype: Any = jnp.float32) -> Array:
+def filter_logits(
+    logits: Array, top_p: Array, top_k: Array, dtype: Any = jnp.float32, bits_per_pass: int = _BITS_PER_PASS
+) -> Array:
     """Apply top-p and top-k: find the lowest logit to keep, and set all lower ones to -inf.
 
     Top-p keeps a token if the probability mass strictly above it is at most ``top_p``, so the token that crosses the
     threshold is kept. Top-k keeps a token if fewer than ``top_k`` tokens are strictly above it, so ties with the k-th
     token are kept. Both conditions are monotone in the logit, so together they amount to one threshold. The search
-    finds it from the highest bit down, three bits per pass over the vocabulary: 11 passes for 32 bits, 6 for 16.
+    finds it from the highest bit down, three bits per pass over the vocabulary: 11 passes for 32 bits, 6 for 16. The
+    threshold does not depend on the number of bits per pass.
 
     Args:
       logits: float32 ``[..., V]``, already divided by the temperature.
       top_p: float32 scalar or ``[B]``; 1 turns the filter off.
       top_k: int32 scalar or ``[B]``; the vocabulary size or more turns the filter off.
       dtype: the precision to which ``logits`` have been rounded.
+      bits_per_pass: bits of the threshold that one pass finds.
 
     Returns:
       float32 ``[..., V]``.
@@ -179,12 +185,12 @@ def filter_logits(logits: Array, top_p: Array, top_k: Array, dtype: Any = jnp.fl
     # The sum of rounded probabilities may exceed 1 by a few units, so top_p = 1 is handled separately.
     allowed = jnp.where(top_p >= 1.0, jnp.iinfo(jnp.int32).max, jnp.round(top_p * _FIXED_POINT)).astype(jnp.int32)
     bits = jnp.dtype(dtype).itemsize * 8
-    passes = threshold_passes(dtype)
+    passes = threshold_passes(dtype, bits_per_pass)
 
     def search(number: Array, lowest: Array) -> Array:
-        """Extend ``lowest``, the threshold's known high bits as uint32, by the three bits above ``shift``."""
-        shift = jnp.uint32(32 - bits) + _BITS_PER_PASS * (passes - 1 - number).astype(jnp.uint32)
-        digits = [jnp.uint32(digit) for digit in range(1, 1 << _BITS_PER_PASS)]
+        """Extend ``lowest``, the threshold's known high bits as uint32, by the bits that one pass finds."""
+        shift = jnp.uint32(32 - bits) + bits_per_pass * (passes - 1 - number).astype(jnp.uint32)
+        digits = [jnp.uint32(digit) for digit in range(1, 1 << bits_per_pass)]
         candidates = [_signed(lowest + (digit << shift) - 1)[..., None] for digit in digits]
         # Each candidate is compared twice: XLA on TPU would write a comparison that two sums share to memory.
         masses_above = [jnp.where(keys <= candidate, 0, masses) for candidate in candidates]
@@ -194,13 +200,14 @@ def filter_logits(logits: Array, top_p: Array, top_k: Array, dtype: Any = jnp.fl
             ~((mass <= allowed) & (count < top_k))
             for mass, count in zip(sums[: len(digits)], sums[len(digits) :], strict=True)
         ]
-        # The first pass may have fewer than three bits left; digits that do not fit into them are ignored.
-        bits_left = jnp.minimum(32 - shift, _BITS_PER_PASS)
+        # The first pass may have fewer bits left; digits that do not fit into them are ignored.
+        bits_left = jnp.minimum(32 - shift, bits_per_pass)
         exist = [digit >> bits_left == 0 for digit in digits]
         digit = sum((one & there).astype(jnp.uint32) for one, there in zip(missed, exist, strict=True))
         return lowest + (digit << shift)
 
-    threshold = _signed(jax.lax.fori_loop(0, passes, search, jnp.zeros(logits.shape[:-1], jnp.uint32)))
+    with jax.named_scope("threshold_search"):
+        threshold = _signed(jax.lax.fori_loop(0, passes, search, jnp.zeros(logits.shape[:-1], jnp.uint32)))
     return jnp.where(keys >= threshold[..., None], logits, -jnp.inf)
 
 
@@ -332,7 +339,8 @@ def choose_tokens(
         if rule.sampled:
             logits = _round(logits / jnp.where(warm, temperature, 1.0), dtype)
         if rule.filtered:
-            logits = filter_logits(logits, top_p, top_k, dtype)
+            bits_per_pass = _BITS_PER_PASS_CPU if forward.is_single_cpu else _BITS_PER_PASS
+            logits = filter_logits(logits, top_p, top_k, dtype, bits_per_pass)
         sums = _softmax_sums(logits)
         probabilities = _softmax(logits, sums, dtype)
         largest, tokens = vocab_argmax(probabilities)

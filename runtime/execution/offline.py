@@ -132,7 +132,7 @@ class OfflineScheduler:
 
     @property
     def fits_one_bucket(self) -> bool:
-        """Whether all rows of a group fit into one bucket, so that none is inserted or moved during the run."""
+        """Whether each group's rows fit into one bucket. Then no row is inserted or moved during the run."""
         return all(len(group.grid.buckets) == 1 and len(group.numbers) <= group.grid.slots for group in self._groups)
 
     def run(

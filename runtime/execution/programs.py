@@ -55,15 +55,25 @@ def _cache_hits() -> threading.local:
     return found
 
 
-def compiler_options(platform: str) -> dict[str, str | bool] | None:
-    """Return the compiler options for a platform, in addition to the defaults; None if there are none."""
+def widens_weights(layout: ModelLayout, dtype: Any) -> bool:
+    """Return whether a CPU converts the weights for matrix products, which it computes in float32."""
+    return layout.quantization != "none" or jnp.dtype(dtype) != jnp.float32
+
+
+def compiler_options(platform: str, widens: bool) -> dict[str, str | bool] | None:
+    """Return the compiler options for a platform, in addition to the defaults; None if there are none.
+
+    Args:
+      platform: ``cpu``, ``gpu`` or ``tpu``.
+      widens: whether a CPU converts the program's weights; see :func:`widens_weights`.
+    """
     if platform == "tpu":
         # Overlap the all-gather of the residual with every matrix product that needs it, even if several do (gate, up).
         return {
             "xla_tpu_decompose_all_gather_with_multiple_einsums": True,
             "xla_tpu_skip_checking_windowed_einsum_users": True,
         }
-    if platform != "cpu":
+    if platform != "cpu" or not widens:
         return None
     # On CPU, XLA converts bfloat16 and int8 weights to float32 for matrix products. With these options it converts one
     # layer at a time. Otherwise it converts all layers first, or before the loop over steps, and keeps all copies.
@@ -301,9 +311,9 @@ class ProgramCache:
 
     fingerprint = ""
 
-    def __init__(self, platform: str) -> None:
-        """Create an empty cache for devices of one platform."""
-        self._options = compiler_options(platform)
+    def __init__(self, platform: str, widens: bool = False) -> None:
+        """Create an empty cache for devices of one platform; see :func:`compiler_options`."""
+        self._options = compiler_options(platform, widens)
         self._programs: dict[Hashable, Future[jax.stages.Compiled]] = {}
         self._lock = threading.Lock()
         self.compiled = self.cached = 0

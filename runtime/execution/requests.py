@@ -111,7 +111,7 @@ def iterations_of(request: RowRequest) -> int:
 
 @dataclass(frozen=True)
 class RowInserted:
-    """A row got a slot, after waiting for ``seconds``."""
+    """Event: a row got a slot, after it waited for ``seconds``."""
 
     handle: RequestHandle
     index: int
@@ -120,7 +120,7 @@ class RowInserted:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """A row's first token is committed, ``seconds`` after the request arrived."""
+    """Event: a row's first token was committed, ``seconds`` after the request arrived."""
 
     handle: RequestHandle
     index: int
@@ -129,7 +129,7 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class PrefixGrown:
-    """A streamed row has more tokens before its first open position, ``seconds`` after it last grew."""
+    """Event: a streamed row has more tokens before its first open position, ``seconds`` after the last such event."""
 
     handle: RequestHandle
     index: int
@@ -138,7 +138,7 @@ class PrefixGrown:
 
 @dataclass(frozen=True)
 class CanvasChanged:
-    """The canvas of a streamed row changed: new tokens int32 ``[N]``, -1 at open positions."""
+    """Event: the canvas of a streamed row changed. Its new tokens are int32 ``[N]``, -1 at open positions."""
 
     handle: RequestHandle
     index: int
@@ -147,7 +147,7 @@ class CanvasChanged:
 
 @dataclass(frozen=True)
 class RowFinished:
-    """A row is done.
+    """Event: a row is done.
 
     Attributes:
       handle: the request.
@@ -171,7 +171,7 @@ class RowFinished:
 
 @dataclass(frozen=True)
 class RowsScored:
-    """A score pass is done: float32 scores of the request's rows, starting with row ``first``."""
+    """Event: a score pass is done, with float32 scores of the request's rows, starting with row ``first``."""
 
     handle: RequestHandle
     first: int
@@ -180,7 +180,7 @@ class RowsScored:
 
 @dataclass(frozen=True)
 class RequestFinished:
-    """A request is done, ``seconds`` after it arrived."""
+    """Event: a request is done, ``seconds`` after it arrived."""
 
     handle: RequestHandle
     seconds: float

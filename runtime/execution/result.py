@@ -41,7 +41,7 @@ class GenerationStats:
 
 @dataclass
 class GenerationResult:
-    """Tokens of a batch.
+    """The result of generating a batch.
 
     Attributes:
       sequences: int32 ``[B, S + N]``, the caller's rows, padding included, followed by the new tokens.
@@ -51,7 +51,7 @@ class GenerationResult:
       seeds: the seed of each row. Passing them as the configuration's ``seed`` reproduces the result.
       log_probabilities: float32 ``[B, S + N]``, the log-probability of each new token under the model (without
         temperature and filters) when it was chosen, and 0 elsewhere; None if it was not requested.
-      stats: statistics.
+      stats: numbers of passes, steps and tokens, and times.
     """
 
     sequences: np.ndarray

@@ -72,7 +72,7 @@ def sampling_scalars(config: DiffusionConfig | SamplingConfig, vocab_size: int) 
 
 
 def sampling_rows(config: DiffusionConfig | SamplingConfig, vocab_size: int, batch: int) -> dict[str, np.ndarray]:
-    """Return the values of :func:`sampling_scalars`, repeated for each of ``batch`` rows."""
+    """Return the values of :func:`sampling_scalars` as arrays ``[batch]``, with the same value for each row."""
     return {name: np.full(batch, value) for name, value in sampling_scalars(config, vocab_size).items()}
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from runtime.execution.buckets import Bucket
 from runtime.execution.memory import Device, Memory, PassShape, memory_of_passes
-from runtime.execution.programs import ProgramCache
+from runtime.execution.programs import ProgramCache, widens_weights
 from runtime.execution.rows import bucket_length
 from runtime.models.attention import choose_attention
 from runtime.models.declarations import ModelLayout
@@ -86,7 +86,7 @@ class Runner:
         self.dtype = jnp.dtype(weights.final_norm.dtype)
         self._device = layout.mesh.devices.flat[0]
         self.platform: str = self._device.platform
-        self.programs = ProgramCache(self.platform)
+        self.programs = ProgramCache(self.platform, widens_weights(layout, self.dtype))
         self.cache_dtype = cache_dtype(kv_cache, self.dtype)
         self._attention = attention
         self._max_batch = max_batch
@@ -114,7 +114,7 @@ class Runner:
 
     @property
     def prompt_chunk(self) -> int:
-        """Positions of a prompt that are read at a time in slots that other rows may be in."""
+        """Number of positions per prompt chunk. Prompts are read in chunks while other rows are being decoded."""
         return PROMPT_CHUNKS.get(self.platform, _PROMPT_CHUNK_DEFAULT)
 
     def batch_size(self, rows: int, canvas: int, cached: bool = False) -> int:

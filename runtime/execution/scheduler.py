@@ -8,7 +8,7 @@ The policy:
 * Rows are in the cheapest compiled buckets, and move only if this makes a pass at least 10 % cheaper (``move_gain``).
 * A step takes about ``step_seconds``. Buckets with new rows run first, then those whose rows have received the least
   device time, so a long row gets as much time as a short one.
-* A bucket reads one prompt chunk per step, so a long prompt does not stall the rows beside it.
+* A bucket reads one prompt chunk per step, so a long prompt does not delay the other rows of the bucket.
 * A bucket runs as many iterations as fit into its share of the step, but stops when its first row is done. While a new
   row in it has not shown a token yet, it runs one iteration per step.
 
@@ -63,7 +63,7 @@ class SchedulerPolicy:
       step_seconds: approximate duration of a step, estimated from earlier iterations. None runs ``max_iterations`` of
         every bucket.
       first_tokens: whether to report the first token of every row, even of rows that are not streamed.
-      chunks: maximum number of prompt chunks per bucket, step and ``data`` shard; None for whole prompts.
+      chunks: maximum number of prompt chunks that each ``data`` shard of a bucket reads per step; None for no limit.
       move_gain: rows move if this makes a pass over all of them cheaper by at least this fraction.
     """
 
@@ -168,7 +168,7 @@ class Scheduler:
     # ---- programs ---------------------------------------------------------------------------------------------
 
     def restrict(self, pool: int, buckets: Collection[Bucket]) -> None:
-        """Use only these buckets of a pool. They must include the pool's first bucket, which holds any row."""
+        """Limit a pool to these buckets. They must include the pool's first bucket, in which every row fits."""
         self._pools[pool].available = set(buckets)
 
     def demand(self, pool: int) -> Counter[Bucket]:

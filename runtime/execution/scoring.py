@@ -40,9 +40,10 @@ def check_length(runner: Runner, rows: Rows) -> None:
 
 
 def gather_logits(runner: Runner, canvas: np.ndarray, lengths: np.ndarray, block_length: int = 0) -> np.ndarray:
-    """Compute unshifted logits float32 ``[B, S, V]`` of rows from :func:`pad_rows`, and bring them to the host.
+    """Compute the logits float32 ``[B, S, V]`` of padded rows (see :func:`pad_rows`), and copy them to the host.
 
-    The head runs on one chunk of positions at a time, so the logits of a whole canvas are never on a device.
+    Logits are not shifted: those at position i are the model's output there, even if it predicts the token at i + 1.
+    The output head runs on one chunk of positions at a time, so no device holds the logits of a whole canvas.
     """
     layout, forward = runner.layout, runner.forward(canvas.shape[1], block_length)
     arguments = (runner.weights, put(canvas, layout.sharding("batch", None)), put(lengths, layout.sharding("batch")))
@@ -73,7 +74,7 @@ def shifted_logits(runner: Runner, canvas: np.ndarray, lengths: np.ndarray) -> n
 
 
 def logits_of_rows(runner: Runner, rows: Rows, block_length: int | None = None) -> np.ndarray:
-    """Compute unshifted logits float32 ``[B, S, V]`` in the caller's layout, zero at padding.
+    """Compute logits float32 ``[B, S, V]`` in the caller's layout, not shifted, and zero at padding.
 
     Args:
       runner: the model on its mesh.

@@ -1,4 +1,4 @@
-"""The two kinds of slots: of diffusion models, and of autoregressive models.
+"""The two kinds of slots: for diffusion models, and for autoregressive models.
 
 Dimension letters: B slots, S canvas of a request (its prompt and its new tokens).
 """
@@ -71,7 +71,7 @@ class DiffusionSlots(Slots):
     def run(
         self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
     ) -> np.ndarray:
-        """See :meth:`Slots.run`."""
+        """Run iterations; see :meth:`Slots.run`."""
         del chunks
         limits = {"max_iterations": self._limit(max_iterations), "step_limit": self._limit(step_limit)}
         self.request = replace(self.request, **limits)
@@ -92,10 +92,10 @@ class DiffusionSlots(Slots):
         self._denoise_program((self._runner.weights, *self._abstract()))
 
     def restart(self, canvas: np.ndarray, step: int) -> None:
-        """Continue every row at a given canvas and step. Rows must have a single block (exact decoding).
+        """Set every row to a given canvas and step. Rows must have a single block (exact decoding).
 
         Args:
-          canvas: int32 ``[B, S]``. Any position may be masked again, even before a row's first mask.
+          canvas: int32 ``[B, S]``. Positions that were already committed may be masked again.
           step: the next step of all rows.
         """
         place = self.state.done.sharding
@@ -116,12 +116,12 @@ class DiffusionSlots(Slots):
         return pad_after_end(canvas, commit_steps, prompts, stop_tokens, self._runner.layout.config), commit_steps
 
     def canvas(self) -> np.ndarray:
-        """See :meth:`Slots.canvas`; masks inside a prompt are -1 too."""
+        """Return the slots' tokens; see :meth:`Slots.canvas`. Masks inside a prompt are -1 too."""
         canvas, _ = self._canvases()
         return np.where(canvas == self._runner.layout.config.mask_token_id, -1, canvas)
 
     def collect(self, taken: Mapping[int, tuple[int, RowRequest]], ended_early: bool = False) -> list[RowResult]:
-        """See :meth:`Slots.collect`."""
+        """Return the results of rows; see :meth:`Slots.collect`."""
         canvas, commit_steps = self._canvases()
         if ended_early:
             model = self._runner.layout.config
@@ -155,8 +155,8 @@ class AutoregressiveSlots(Slots):
           width: bucket of prompts with their new tokens.
           count: B, a multiple of the data axis.
           prompt: number of tokens of the longest prompt.
-          together: whether one pass prefills all rows of the first insertion, and each shared prompt only once. Other
-            prompts are read in chunks.
+          together: whether one pass prefills all rows of the first insertion, and each prompt that adjacent rows share
+            only once. All other prompts are read in chunks.
         """
         self._config, self._prompt = config, min(width, runner.bucket(prompt))
         self._chunk = min(width, runner.prompt_chunk)
@@ -166,7 +166,7 @@ class AutoregressiveSlots(Slots):
         # still to run.
         self._shared, self._prefill_pending, self._together = 1, False, together
         self._own_prompt = np.ones(count, bool)
-        # Tokens of each slot's prompt, and how many of them are in the cache.
+        # For each slot, the number of prompt tokens, and how many of them are in the cache.
         self._prompts, self._read = np.ones(count, int), np.ones(count, int)
         super().__init__(runner, width, count, config.use_cache)
 
@@ -175,13 +175,13 @@ class AutoregressiveSlots(Slots):
 
     @property
     def unread(self) -> list[int]:
-        """See :attr:`Slots.unread`."""
+        """Slots whose prompts are not completely read; see :attr:`Slots.unread`."""
         return [int(slot) for slot in np.flatnonzero(self._read < self._prompts)]
 
     def run(
         self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
     ) -> np.ndarray:
-        """See :meth:`Slots.run`; each iteration generates one token per row, and ``step_limit`` is ignored."""
+        """Run iterations, each of one token per row; see :meth:`Slots.run`. ``step_limit`` is ignored."""
         del step_limit
         self.request = replace(self.request, max_iterations=self._limit(max_iterations))
         self.state = replace(self.state, iteration=self._device_scalar(0))
@@ -198,7 +198,7 @@ class AutoregressiveSlots(Slots):
         return fetch(self.state.done)
 
     def insert(self, rows: Mapping[int, Row]) -> None:
-        """See :meth:`Slots.insert`; the prompts of new rows are read at the start of the next runs."""
+        """Insert rows; see :meth:`Slots.insert`. The next runs start by reading the new rows' prompts."""
         first = self.request is None
         super().insert(rows)
         new = [slot for slot, row in rows.items() if isinstance(row, RowRequest)]
@@ -223,7 +223,7 @@ class AutoregressiveSlots(Slots):
             self.forwards += 1
 
     def take(self, slots: Sequence[int]) -> dict[int, MovingRow]:
-        """See :meth:`Slots.take`; a pending prefill runs first."""
+        """Copy rows; see :meth:`Slots.take`. A pending prefill runs first."""
         if self._prefill_pending:
             self._prefill()
             self.forwards += 1
@@ -262,22 +262,23 @@ class AutoregressiveSlots(Slots):
         self.state, self._prefill_pending = run(*arguments), False
 
     def _prefill_chunks(self, chunks: int | None) -> None:
-        """Read the next prompt chunks. A row whose prompt is then complete gets its first token."""
+        """Read the next chunks of prompts. A row whose prompt has been read to its end gets its first token."""
         start, before = time.perf_counter(), self._read
         arguments = (self._runner.weights, self.request, self.state, self._limit(chunks))
         self.state = self._prefill_chunks_program(arguments)(*arguments)
         self._read = fetch(self.state.read).astype(int)
+        # Chunks that each slot has read in this run: the number so far, minus the number before.
         passes = -(-self._read // self._chunk) + before // -self._chunk
         self.forwards += int(passes.reshape(self._runner.layout.spec.data, -1).sum(axis=1).max())
         self.prefill_seconds += time.perf_counter() - start
 
     def canvas(self) -> np.ndarray:
-        """See :meth:`Slots.canvas`."""
+        """Return the slots' tokens; see :meth:`Slots.canvas`."""
         tokens, lengths = fetch(self.state.tokens), fetch(self.state.lengths)
         return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, -1)
 
     def collect(self, taken: Mapping[int, tuple[int, RowRequest]], ended_early: bool = False) -> list[RowResult]:
-        """See :meth:`Slots.collect`; the commit step of a token is its index among the new tokens."""
+        """Return the results of rows; see :meth:`Slots.collect`. Commit steps are indices of the new tokens."""
         del ended_early  # positions that are not generated hold padding anyway
         tokens, lengths = fetch(self.state.tokens), fetch(self.state.lengths)
         log_probabilities = self._log_probabilities()
@@ -301,7 +302,7 @@ class AutoregressiveSlots(Slots):
 
 
 def _prompt_and_read(row: Row) -> tuple[int, int]:
-    """Tokens of a row's prompt, and how many of them are in its cache; an empty slot has one, which needs none."""
+    """Return the number of tokens of a row's prompt, and how many are in the cache. An empty slot has none to read."""
     if isinstance(row, MovingRow):
         return int(row.request["prompts"][0]), int(row.state["read"][0])
     return (1, 1) if row is None else (len(row.tokens), 0)

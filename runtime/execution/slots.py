@@ -50,7 +50,7 @@ class MovingRow:
     reads_prompt: bool = True
 
 
-# What can be inserted into a slot; None evicts.
+# Values that can be inserted into a slot; None evicts the slot's row.
 Row = RowRequest | MovingRow | None
 
 
@@ -71,7 +71,7 @@ class Slots(abc.ABC):
     state: Any = None
 
     def __init__(self, runner: Runner, width: int, count: int, cached: bool) -> None:
-        """Create free slots."""
+        """Create ``count`` free slots for rows of up to ``width`` positions; see the class."""
         self._runner, self.width, self.count, self._cached = runner, width, count, cached
         self.forwards = self.iterations = 0
         self.prefill_seconds = 0.0
@@ -85,12 +85,12 @@ class Slots(abc.ABC):
     def run(
         self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
     ) -> np.ndarray:
-        """Read prompts, then run iterations until every slot is done, or until a limit is reached.
+        """Read prompts into the cache, then run iterations until every slot is done or a limit is reached.
 
         Args:
           max_iterations: maximum number of iterations; None for no limit.
           step_limit: no row starts its step of this number or a later one (diffusion); None for no limit.
-          chunks: maximum number of prompt chunks per ``data`` shard (autoregressive); None for whole prompts.
+          chunks: maximum number of prompt chunks that each ``data`` shard reads (autoregressive); None for no limit.
 
         Returns:
           bool ``[B]``, the slots that are done; empty slots are done.
@@ -98,12 +98,12 @@ class Slots(abc.ABC):
 
     @property
     def unread(self) -> list[int]:
-        """Slots whose prompts are not read to their end: they have no new tokens yet."""
+        """Slots whose prompts are not completely read. Their rows have no new tokens yet."""
         return []
 
     @abc.abstractmethod
     def canvas(self) -> np.ndarray:
-        """Return the current tokens of the slots, int32 ``[B, S]``, with -1 at open positions."""
+        """Return the current tokens of the slots, int32 ``[B, S]``, with -1 at positions that have no token yet."""
 
     @abc.abstractmethod
     def collect(self, taken: Mapping[int, tuple[int, RowRequest]], ended_early: bool = False) -> list[RowResult]:

@@ -1,4 +1,4 @@
-"""Step plans, which say what the devices do in one step, and outcomes. Plans are sent between hosts as JSON.
+"""Plans of the work that the devices do in one step, and outcomes of steps. Plans are sent between hosts as JSON.
 
 Dimension letters: S positions of a slot.
 """
@@ -35,7 +35,7 @@ class Insertion:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What one bucket does in a step.
+    """The plan of one step for one bucket.
 
     Attributes:
       number: number of the bucket within its pool. A bucket that is not open yet is opened.
@@ -44,7 +44,7 @@ class BucketPlan:
         moves here. A row that no plan mentions is evicted.
       iterations: maximum number of denoise steps, or tokens, to run; 0 for none.
       canvases: whether the outcome includes the canvases of unfinished rows.
-      chunks: maximum number of prompt chunks per ``data`` shard to read before the iterations; None for whole prompts.
+      chunks: maximum number of prompt chunks that each ``data`` shard reads before the iterations; None for no limit.
     """
 
     number: int
@@ -58,7 +58,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """What one pool does in a step.
+    """The plan of one step for one pool.
 
     Attributes:
       pool: index of the pool.
@@ -94,7 +94,7 @@ class ScorePass:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What every host does in one step.
+    """The plan of one step, which every host executes.
 
     Attributes:
       pools: plans of the pools that have something to do.
@@ -135,14 +135,14 @@ def _insertion(said: Mapping[str, Any]) -> Insertion:
 
 @dataclass(frozen=True)
 class BucketRun:
-    """What a step did in one bucket.
+    """The outcome of one step in one bucket.
 
     Attributes:
       number: number of the bucket.
       forwards: number of forward passes, prefills included.
       iterations: number of iterations, at most as planned.
       seconds: wall time of the iterations on this host.
-      prefill_seconds: that of reading prompts in chunks.
+      prefill_seconds: wall time of reading prompts in chunks.
     """
 
     number: int
@@ -154,15 +154,15 @@ class BucketRun:
 
 @dataclass(frozen=True)
 class PoolOutcome:
-    """What a step did in one pool.
+    """The outcome of one step in one pool.
 
     Attributes:
       pool: index of the pool.
       results: results of the rows that are done; their slots are free again.
-      canvases: int32 ``[S]`` of each unfinished row by its number, -1 at open positions. Only buckets whose plan asks
-        for canvases are included.
+      canvases: by the number of each unfinished row, its canvas int32 ``[S]``, with -1 at positions that have no token
+        yet. Only buckets whose plan requests canvases are included.
       runs: the buckets that ran.
-      unread: rows whose prompts are not complete in the cache. They took no part in iterations.
+      unread: rows whose prompts are not completely in the cache. No tokens were chosen for them.
     """
 
     pool: int
@@ -173,18 +173,18 @@ class PoolOutcome:
 
     @property
     def iterations(self) -> int:
-        """Number of iterations, all buckets together."""
+        """Number of iterations in all buckets together."""
         return sum(run.iterations for run in self.runs)
 
     @property
     def forwards(self) -> int:
-        """Number of forward passes, prefills included."""
+        """Number of forward passes, including prefills."""
         return sum(run.forwards for run in self.runs)
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did.
+    """The outcome of one step.
 
     Attributes:
       pools: outcomes of the planned pools.

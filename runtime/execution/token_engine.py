@@ -178,7 +178,7 @@ class TokenEngine:
     # ---- scoring ----------------------------------------------------------------------------------------------
 
     def logits(self, input_ids: Any, attention_mask: Any = None, *, block_length: int | None = None) -> np.ndarray:
-        """Compute the model's unshifted logits at every position: numpy float32 ``[B, S, V]``, zero at padding.
+        """Compute the model's output at every position, without a shift: numpy float32 ``[B, S, V]``, zero at padding.
 
         This takes one forward pass; the logits are brought to the host in chunks of positions.
 

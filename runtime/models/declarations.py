@@ -349,7 +349,7 @@ class ModelLayout:
         return {leaf.name: part(leaf.name) for leaf in self.leaves}
 
     def layer(self, weights: Any, number: int) -> Any:
-        """Return the weights of one layer. If layers are stacked, this is a copy."""
+        """Return the weights of one layer; a copy if the layers are stacked."""
         if self.scan_layers:
             return jax.tree.map(lambda stack: stack[number], weights.layers)
         return weights.layers[number]

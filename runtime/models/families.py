@@ -26,10 +26,10 @@ FAMILIES: tuple[Family, ...] = (DREAM, LLADA, FAST_DLLM_V2, SDAR, QWEN2, QWEN3, 
 
 
 class Weights(Protocol):
-    """Interface of a model's weights: a pytree with the parts of the forward pass before and after the layers.
+    """Interface of a model's weights: a pytree of arrays, with methods that run the model before and after its layers.
 
-    Dimension letters: B batch, S sequence (positions that are computed), P positions of one head chunk, D embed,
-    V vocab.
+    Dimension letters: B batch, S sequence (positions that are computed), P positions that the head is run on at a time,
+    D embed, V vocab.
     """
 
     layers: Any

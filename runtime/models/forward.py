@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout
 from runtime.models.quantization import Matrix, einsum
+from sharding.mesh import has_reduce_scatter
 
 Array = jax.Array
 
@@ -34,23 +36,26 @@ _OVERLAPPED_POSITIONS = range(2048, 16384 + 1)
 _PACKED_ROWS = 16
 
 
-def residual_over_tensor(layout: ModelLayout, platform: str, rows: int, positions: int) -> bool:
+def residual_over_tensor(layout: ModelLayout, devices: np.ndarray, rows: int, positions: int) -> bool:
     """Return whether to shard the positions of the residual over the tensor axis too (Korthikanti et al., 2022).
 
     With this sharding, the sums after attention and after the MLP are reduce-scatters, the norms run on a part of the
     positions, and all-gathers restore all positions before the next product. The TPU compiler overlaps these
-    collectives with the products; other compilers do not, so the answer is False for other platforms.
+    collectives with the products; other compilers do not, so the answer is False for other platforms. It is False too
+    where the compiler has no reduce-scatter: there the sums remain all-reduces, and all-gathers would come on top.
 
     Args:
       layout: the model on its mesh.
-      platform: platform of the devices.
+      devices: the mesh's devices ``[data, sequence, kv, group]``, or their places.
       rows: number of rows in all ``data`` shards together.
       positions: positions of each row that are computed together.
     """
     spec = layout.spec
-    if platform != "tpu" or spec.tensor == 1 or positions % (spec.sequence * spec.tensor * _PACKED_ROWS):
+    tpu = devices.flat[0].platform == "tpu"
+    if not tpu or spec.tensor == 1 or positions % (spec.sequence * spec.tensor * _PACKED_ROWS):
         return False
-    return rows * positions // (spec.data * spec.sequence) in _OVERLAPPED_POSITIONS
+    overlapped = rows * positions // (spec.data * spec.sequence) in _OVERLAPPED_POSITIONS
+    return overlapped and has_reduce_scatter(devices)
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,7 @@ class Forward:
     def for_rows(self, rows: int, positions: int) -> Forward:
         """The context for whole rows ``[rows, positions]``; see :func:`residual_over_tensor`."""
         layout = self.layout
-        platform = None if layout.mesh is None else layout.mesh.devices.flat[0].platform
-        if platform is None or not residual_over_tensor(layout, platform, rows, positions):
+        if layout.mesh is None or not residual_over_tensor(layout, layout.mesh.devices, rows, positions):
             return self
         rules = replace(layout.rules, residual=("sequence", "kv", "group"))
         return replace(self, layout=replace(layout, rules=rules))

@@ -70,7 +70,7 @@ class GPT2Layer:
     down_bias: Array = weight("embed", source=_BLOCK + "mlp.c_proj.bias", init="zeros")
 
     def project_qkv(self, forward: Forward, x: Array, tables: None) -> tuple[Array, Array, Array]:
-        """Project ``[B, S, D]`` to queries ``[B, S, K, 1, H]``, keys and values ``[B, S, K, H]``."""
+        """Compute queries ``[B, S, K, 1, H]``, keys and values ``[B, S, K, H]`` from the residual ``[B, S, D]``."""
         del tables
         x = layer_norm(x, self.attention_norm, self.attention_norm_bias, forward.config.norm_eps)
         with jax.named_scope("qkv"):

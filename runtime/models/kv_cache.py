@@ -22,12 +22,12 @@ from jax.sharding import PartitionSpec
 
 from runtime.models.arrays import Leaf, abstract, array, declarations
 from runtime.models.declarations import ModelLayout
+from runtime.models.quantization import int8_scales, int8_values
 from runtime.models.xla_attention import xla_attention
 from sharding.errors import InputError
 
 Array = jax.Array
 CACHE_DTYPES = ("model", "bfloat16", "float32", "int8")
-_INT8_MAX = 127.0
 _FLOAT_BYTES = 4
 
 
@@ -95,9 +95,8 @@ def cache_bytes_per_device(layout: ModelLayout, batch: int, length: int, dtype: 
 def _quantized(values: Array) -> tuple[Array, Array]:
     """Quantize ``[..., H]`` to int8, with one float32 scale ``[...]`` per head and position."""
     wide = values.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(wide), axis=-1) / _INT8_MAX
-    steps = jnp.where(scales == 0.0, 1.0, scales)
-    return jnp.round(wide / steps[..., None]).astype(jnp.int8), scales
+    scales = int8_scales(jnp.max(jnp.abs(wide), axis=-1, keepdims=True))
+    return int8_values(wide, scales), scales[..., 0]
 
 
 def _on_shards(layout: ModelLayout, write: Callable[..., Array], where: Array, *new: Array) -> Callable[[Array], Array]:
@@ -149,9 +148,15 @@ def _write_rows(shard: Any, stack: Array, first: Array, new: Array, layer: Array
 
 
 def _write_window(shard: Any, stack: Array, spans: Array, new: Array, layer: Array) -> Array:
-    """Write windows ``new`` ``[R, W, K, ...]`` to positions ``spans[:, 0] .. spans[:, 1] - 1``.
+    """Write the windows of R rows into one layer of a cache, and return the changed shard.
 
-    They are of every row, or of rows ``spans[:, 2]``.
+    Args:
+      shard: this device's index on the ``sequence`` axis, which divides T.
+      stack: this device's shard of the cache, ``[L, B, K, T, ...]``.
+      spans: ``[R, 2]`` or ``[R, 3]``, the start and the end (exclusive) of each window, and the row that it belongs
+        to. Without a third column, there is one window for every row.
+      new: ``[R, W, K, ...]``, values of the windows; those after a window's end are not written.
+      layer: index of the layer.
     """
     length = stack.shape[3]
     places = spans[:, :1] + jnp.arange(new.shape[1])

@@ -28,53 +28,53 @@ Rotary = tuple[Array, Array]
 
 
 def norm_scale(source: str) -> Any:
-    """Declare the scale ``[D]`` of a norm that is applied to the residual."""
+    """Return the declaration of the scale ``[D]`` of a norm that is applied to the residual."""
     return weight("embed", source=source, init="ones")
 
 
 def head_norm_scale(source: str) -> Any:
-    """Declare the scale ``[H]`` of a norm that is applied to each attention head."""
+    """Return the declaration of the scale ``[H]`` of a norm that is applied to each attention head."""
     return weight("head_dim", source=source, init="ones")
 
 
 # ``embed`` is the last axis of every matrix. It is not sharded, so TPU tiles fit at every size of the tensor axis.
 def query_matrix(source: str) -> Any:
-    """Declare ``[K, G, H, D]``, the projection to queries, from a tensor ``[heads * H, D]``."""
+    """Return the declaration of the query projection ``[K, G, H, D]``, stored as a tensor ``[heads * H, D]``."""
     return weight(*QUERY_HEADS, "embed", source=source, source_axes=(QUERY_HEADS, ("embed",)), contracted=("embed",))
 
 
 def key_value_matrix(source: str) -> Any:
-    """Declare ``[K, H, D]``, the projection to keys or values, from a tensor ``[kv_heads * H, D]``."""
+    """Return the declaration of the key or value projection ``[K, H, D]``, stored as a tensor ``[kv_heads * H, D]``."""
     return weight(*KV_HEADS, "embed", source=source, source_axes=(KV_HEADS, ("embed",)), contracted=("embed",))
 
 
 def query_bias(source: str) -> Any:
-    """Declare ``[K, G, H]``, the bias of the queries."""
+    """Return the declaration of the bias ``[K, G, H]`` of the queries."""
     return weight(*QUERY_HEADS, source=source, source_axes=(QUERY_HEADS,), init="zeros")
 
 
 def key_value_bias(source: str) -> Any:
-    """Declare ``[K, H]``, the bias of the keys or of the values."""
+    """Return the declaration of the bias ``[K, H]`` of the keys or of the values."""
     return weight(*KV_HEADS, source=source, source_axes=(KV_HEADS,), init="zeros")
 
 
 def output_matrix(source: str) -> Any:
-    """Declare ``[K, G, H, D]``, the output projection of attention, from a tensor ``[D, heads * H]``."""
+    """Return the declaration of the output projection ``[K, G, H, D]``, stored as a tensor ``[D, heads * H]``."""
     return weight(*QUERY_HEADS, "embed", source=source, source_axes=(("embed",), QUERY_HEADS), contracted=QUERY_HEADS)
 
 
 def mlp_in_matrix(source: str) -> Any:
-    """Declare ``[F, D]``, a projection into the MLP, from a tensor of that shape."""
+    """Return the declaration of a projection into the MLP, ``[F, D]``, stored in that shape."""
     return weight("mlp", "embed", source=source, contracted=("embed",))
 
 
 def mlp_out_matrix(source: str) -> Any:
-    """Declare ``[F, D]``, the projection out of the MLP, from a tensor ``[D, F]``."""
+    """Return the declaration of the projection out of the MLP, ``[F, D]``, stored as a tensor ``[D, F]``."""
     return weight("mlp", "embed", source=source, source_axes=(("embed",), ("mlp",)), contracted=("mlp",))
 
 
 def vocabulary_matrix(source: str) -> Any:
-    """Declare ``[V, D]``, a token embedding or an output head."""
+    """Return the declaration of a token embedding or an output head, ``[V, D]``."""
     return weight("vocab", "embed", source=source, contracted=("embed",))
 
 

@@ -54,7 +54,7 @@ class Qwen3Layer:
     down_proj: Matrix = mlp_out_matrix(_LAYER + "mlp.down_proj.weight")
 
     def project_qkv(self, forward: Forward, x: Array, rotary: Rotary) -> tuple[Array, Array, Array]:
-        """Project ``[B, S, D]`` to rotated queries ``[B, S, K, G, H]``, rotated keys and values ``[B, S, K, H]``."""
+        """Compute rotated queries ``[B, S, K, G, H]``, rotated keys and values ``[B, S, K, H]`` from the residual."""
         return grouped_query_projections(
             forward,
             rms_norm(x, self.input_norm, forward.config.norm_eps),
@@ -66,7 +66,16 @@ class Qwen3Layer:
         )
 
     def finish(self, forward: Forward, x: Array, attended: Array) -> Array:
-        """Finish the layer: residual ``[B, S, D]``, attention output ``[B, S, K, G, H]`` -> residual ``[B, S, D]``."""
+        """Run the part of the layer after attention: output projection and MLP, each added to the residual.
+
+        Args:
+          forward: layout and attention implementation.
+          x: residual ``[B, S, D]``.
+          attended: output of attention ``[B, S, K, G, H]``.
+
+        Returns:
+          The residual ``[B, S, D]``.
+        """
         x = x + output_projection(forward, self.o_proj, attended)
         normal = rms_norm(x, self.post_attention_norm, forward.config.norm_eps)
         return x + gated_mlp(forward, normal, self.gate_proj, self.up_proj, self.down_proj)

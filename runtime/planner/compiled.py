@@ -22,6 +22,7 @@ from runtime.execution.programs import (
     lower_decode,
     lower_denoise,
     lower_prefill,
+    widens_weights,
 )
 from runtime.execution.specialization import decode_program, denoise_program
 from runtime.models.attention import choose_attention
@@ -39,12 +40,13 @@ _CUDNN_VERSION = 91000
 
 @dataclass(frozen=True)
 class CompiledPhase:
-    """The compiler's report on one program.
+    """Memory, collectives and compile time of one compiled program, as the compiler reports them.
 
     Attributes:
-      name: name of the phase. ``blocks`` is the program that runs both refreshes and block steps.
+      name: name of the :class:`~runtime.planner.workload.Phase`, or ``blocks`` for the program that runs both refreshes
+        and block steps.
       attention: the attention implementation that the program uses.
-      argument_bytes, temporary_bytes, output_bytes, aliased_bytes: memory of one device.
+      argument_bytes, temporary_bytes, output_bytes, aliased_bytes: memory on one device.
       collectives: the collectives in the optimized HLO.
       seconds: compile time.
       text: the optimized HLO.
@@ -62,7 +64,7 @@ class CompiledPhase:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one device in bytes: arguments, temporaries, and outputs that do not reuse an argument's memory."""
+        """Memory on one device in bytes: arguments, temporaries, and outputs that do not reuse an argument's memory."""
         return self.argument_bytes + self.temporary_bytes + self.output_bytes - self.aliased_bytes
 
     @property
@@ -85,7 +87,7 @@ class CompiledPhase:
         return count_by_kind(*self._collectives_in_pass(phase))
 
     def _collectives_in_pass(self, phase: Phase) -> tuple[list[HloCollective], list[float]]:
-        """Return the collectives of a pass, and how often it runs one that is inside 0, 1, 2, ... open loops.
+        """Return the collectives of a pass, and how many times it runs those inside 0, 1, 2, ... open loops.
 
         An open loop is one whose trip count is known only at run time.
         """
@@ -142,14 +144,15 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
         denoise_arguments = abstract_denoise(layout, rows, canvas, steps, dtype if cached else None)
         name = "blocks" if cached else "denoise step"
         lowerings = {name: lambda: lower_denoise(forward, program, weights, *denoise_arguments)}
-    return [_compile(name, attention, platform, lower) for name, lower in lowerings.items()]
+    options = compiler_options(platform, widens_weights(layout, dtype))
+    return [_compile(name, attention, options, lower) for name, lower in lowerings.items()]
 
 
-def _compile(name: str, attention: str, platform: str, lower: Any) -> CompiledPhase:
+def _compile(name: str, attention: str, options: Any, lower: Any) -> CompiledPhase:
     start = time.perf_counter()
     try:
         with _assumed_cudnn() if attention == "cudnn" else contextlib.nullcontext():
-            compiled: jax.stages.Compiled = lower().compile(compiler_options=compiler_options(platform))
+            compiled: jax.stages.Compiled = lower().compile(compiler_options=options)
     except Exception as error:  # each compiler raises its own exception types
         raise MeshError(f"compiling the {name} program failed: {str(error)[:2000]}") from error
     text, memory = compiled.as_text() or "", compiled.memory_analysis()

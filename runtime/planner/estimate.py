@@ -72,13 +72,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class PhaseEstimate:
-    """The estimate of one forward pass of a phase, on one device.
+    """Estimated time of one forward pass on one device.
 
     Attributes:
-      phase: the phase.
-      stages: the stages of the pass, in order.
-      collectives: the collectives of the pass.
-      network_seconds: time of the collectives, without the part that overlaps with products.
+      phase: the kind of forward pass, and its shape.
+      stages: the parts of the pass, in order.
+      collectives: collectives that the pass runs.
+      network_seconds: time of the collectives that does not overlap with matrix products.
     """
 
     phase: Phase
@@ -141,7 +141,7 @@ class Estimate:
 
     @property
     def spec(self) -> MeshSpec:
-        """The mesh."""
+        """The specification of the mesh."""
         return self.layout.spec
 
     @cached_property
@@ -173,7 +173,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second, all rows together."""
+        """New tokens per second of all rows together."""
         return self.workload.batch * self.workload.new_tokens / self.seconds
 
     @property
@@ -182,15 +182,14 @@ class Estimate:
         return self.tokens_per_second / self.topology.num_devices
 
     def cost_per_million_tokens(self, price_per_chip_hour: float) -> float:
-        """Return the cost of a million new tokens, in the currency of the price."""
+        """Return the cost of a million new tokens, in the currency of the price per chip and hour."""
         return price_per_chip_hour / 3600 / self.tokens_per_second_per_chip * 1e6
 
     def estimate_phase(self, phase: Phase) -> PhaseEstimate:
         """Estimate one phase."""
-        chip = self.topology.chip
         positions = phase.rows * math.ceil(phase.positions / (self.spec.sequence if phase.whole else 1))
         chunk = phase.rows * phase.chunk // phase.head_shards(self.layout)
-        collectives = phase_collectives(self.workload, self.layout, chip.platform, phase, self._wiring.slices)
+        collectives = phase_collectives(self.workload, self.layout, self._wiring, phase)
         return PhaseEstimate(
             phase=phase,
             stages=(*self._layers(phase, positions), *self._choice(phase, chunk)),
@@ -269,7 +268,7 @@ class Estimate:
         return Wiring(self.topology, self.spec, self.layout.heads)
 
     def explain_against(self, other: Estimate) -> str:
-        """Explain in one sentence why this mesh is faster than another one."""
+        """Return a sentence that explains why this mesh is faster than another one."""
         mine, theirs = self.main_phase, other.main_phase
         ours, others = (_describe_bytes(bytes_by_axis(one.collectives)) for one in (mine, theirs))
         return (
@@ -344,14 +343,14 @@ def rank(workload: Workload, topology: Topology) -> tuple[list[Estimate], list[E
 
 
 def what_would_help(found: Estimate) -> str:
-    """Name the largest tensors on a device, and what would make them smaller."""
+    """Return a phrase that names the largest tensors on a device, and what would make them smaller."""
     largest = [f"{one.name} {one.bytes / 1e9:.2f} GB" for one in found.memory.largest[:3] if one.bytes]
     help_ = dict.fromkeys(one.smaller_by for one in found.memory.largest[:2] if one.bytes)
     return f"largest: {', '.join(largest)}. What would help: {'; '.join(help_)}; or more or larger chips"
 
 
 def shortage(found: Estimate) -> str:
-    """Explain why a mesh does not fit, and what would help."""
+    """Return a message that says how much memory a mesh lacks, and what would help."""
     return (
         f"{found.spec} needs an estimated {found.memory.total / 1e9:.2f} GB per device, but only "
         f"{found.topology.chip.usable_bytes / 1e9:.2f} GB are usable; {what_would_help(found)}"
@@ -359,7 +358,7 @@ def shortage(found: Estimate) -> str:
 
 
 def out_of_memory(estimates: Sequence[Estimate], topology: Topology) -> str:
-    """Explain why no mesh fits, using the mesh that needs the least memory."""
+    """Return a message that no mesh fits, with the shortage of the mesh that needs the least memory."""
     if not estimates:
         count = topology.num_devices
         return f"the model and the batch cannot be divided over any mesh of all {count} devices of {topology}"

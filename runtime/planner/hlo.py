@@ -19,6 +19,9 @@ _ITEM = {
     "u64": 8, "f64": 8,
 }  # fmt: skip
 
+# Instructions whose result is an operand, or part of one, at another place in memory.
+_PASSED_ON = ("collective-permute", "copy", "bitcast", "get-tuple-element")
+
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(r"(body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
@@ -136,18 +139,28 @@ class Module:
 def read_collectives(text: str) -> list[HloCollective]:
     """Return every collective in a module's optimized HLO, with the trip counts of the loops around it.
 
-    Some collectives appear in the text several times but run once, and are counted once: one that the compiler spread
-    over several fusions with the same channel, and an array that is gathered piece by piece for several products.
+    Two kinds of collectives appear several times in the text but run once, and are counted once: a collective that the
+    compiler split into several fusions with the same channel, and an array that is gathered piece by piece for several
+    matrix products.
     """
     module = read_module(text)
     found: list[HloCollective] = []
     seen: set[tuple[str, str]] = set()
 
+    def add_windowed(windowed: HloCollective) -> None:
+        # The gate and up projections gather the same array, which is counted once.
+        gathered = windowed.kind, windowed.scope.rsplit("/", 2)[0]
+        if windowed.kind == "reduce-scatter" or gathered not in seen:
+            found.append(windowed)
+        seen.add(gathered)
+
     def walk(name: str, repeats: int, within: tuple[str, ...], fused: bool = False) -> None:
+        for unrolled in read_unrolled_products(module, name, repeats, within):
+            add_windowed(unrolled)
         for instruction in module.computations.get(name, ()):
             kind = instruction.operation.removesuffix("-start")
-            if kind == "collective-permute" and "dot_general" in instruction.rest:
-                continue  # part of a windowed product, which is counted at its loop
+            if _passes_a_piece(instruction):
+                continue  # part of a windowed product, which is counted as a whole
             if kind in KINDS or (kind == "send" and _BETWEEN_SLICES in instruction.rest):
                 channel = re.search(r"channel_id=(\d+)", instruction.rest)
                 key = (kind, channel[1] if channel else instruction.name)
@@ -161,11 +174,7 @@ def read_collectives(text: str) -> list[HloCollective]:
             called = instruction.called
             if instruction.operation == "while":
                 if windowed := read_windowed_product(module, instruction, repeats, within):
-                    # The gate and up projections gather the same array, which is counted once.
-                    gathered = windowed.kind, windowed.scope.rsplit("/", 2)[0]
-                    if windowed.kind == "reduce-scatter" or gathered not in seen:
-                        found.append(windowed)
-                    seen.add(gathered)
+                    add_windowed(windowed)
                     continue
                 trips = module.trips(instruction)
                 inner = (repeats * trips, within) if trips is not None else (repeats, (*within, "loop"))
@@ -191,20 +200,67 @@ def read_windowed_product(
 ) -> HloCollective | None:
     """Return the collective that a windowed matrix product runs piece by piece in a loop; None for other loops.
 
-    In such a loop (a collective matmul), each turn multiplies one piece and passes another one around a ring.
+    In such a loop (a collective matmul), each iteration multiplies one piece and passes another one around a ring.
     """
     body = loop.called["body"]
     named = re.search(r"windowed_dot_general_body_(ag|rs)", body)
     permutes = [one for one in module.computations.get(body, ()) if one.operation.startswith("collective-permute")]
     if named is None or not permutes:
         return None
-    one = read_collective(permutes[0], repeats, within)
-    following = dict(_PAIR.findall(re.sub(r"\s", "", permutes[0].rest)))
+    kind = {"ag": "all-gather", "rs": "reduce-scatter"}[named[1]]
+    return _of_pieces(kind, permutes[0], repeats, within)
+
+
+def read_unrolled_products(
+    module: Module, computation: str, repeats: int = 1, within: tuple[str, ...] = ()
+) -> list[HloCollective]:
+    """Return the collectives of the windowed matrix products whose loops the compiler unrolled into a computation.
+
+    The pieces of a reduce-scatter are partial sums, which the product itself computes. Those of an all-gather are parts
+    of its operand.
+    """
+    instructions = module.computations.get(computation, ())
+    named = {one.name: one for one in instructions}
+    products: dict[str, list[Instruction]] = defaultdict(list)
+    looped: set[str] = set()
+    for one in instructions:
+        if _passes_a_piece(one):
+            products[_scope(one)].append(one)
+        elif one.operation == "while" and (windowed := read_windowed_product(module, one)):
+            looped.add(windowed.scope)
+
+    def computed_by(permute: Instruction) -> str:
+        """The scope of the instruction that computes what is permuted."""
+        at = permute
+        while at is permute or at.operation.startswith(_PASSED_ON):
+            if not at.operands or at.operands[0] not in named:
+                return ""
+            at = named[at.operands[0]]
+        return _scope(at)
+
+    found = []
+    for scope, permutes in products.items():
+        if scope not in looped:  # otherwise they are the first and the last turn of a loop
+            kind = "reduce-scatter" if any(computed_by(one) == scope for one in permutes) else "all-gather"
+            found.append(_of_pieces(kind, permutes[0], repeats, within))
+    return found
+
+
+def _passes_a_piece(instruction: Instruction) -> bool:
+    """Return whether an instruction passes one piece of a windowed matrix product to the next device."""
+    return instruction.operation in ("collective-permute", "collective-permute-start") and (
+        "dot_general" in instruction.rest
+    )
+
+
+def _of_pieces(kind: str, permute: Instruction, repeats: int, within: tuple[str, ...]) -> HloCollective:
+    """Build the collective that a windowed product runs piece by piece, from a permutation of one piece."""
+    one = read_collective(permute, repeats, within)
+    following = dict(_PAIR.findall(re.sub(r"\s", "", permute.rest)))
     first = next(iter(following))
     ring = [first]
     while (last := following.get(ring[-1], first)) != first:
         ring.append(last)
-    kind = {"ag": "all-gather", "rs": "reduce-scatter"}[named[1]]
     return replace(one, kind=kind, payload=one.payload * len(ring), group=tuple(sorted(map(int, ring))))
 
 
@@ -216,7 +272,7 @@ def bytes_by_axis(
     Args:
       collectives: the collectives of a program.
       sizes: sizes of the mesh axes.
-      open_lengths: how often a collective inside 0, 1, 2, ... open loops is run; 0 leaves it out.
+      open_lengths: how many times a collective inside 0, 1, 2, ... open loops runs; 0 leaves it out.
     """
     total: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     for one, times in _run(collectives, open_lengths):
@@ -225,7 +281,7 @@ def bytes_by_axis(
 
 
 def count_by_kind(collectives: Sequence[HloCollective], open_lengths: Sequence[float]) -> dict[str, float]:
-    """Count how often collectives of each kind are run; see :func:`bytes_by_axis` for the arguments."""
+    """Count how many times collectives of each kind run; see :func:`bytes_by_axis` for the arguments."""
     total: dict[str, float] = defaultdict(float)
     for one, times in _run(collectives, open_lengths):
         total[one.kind] += times
@@ -233,7 +289,7 @@ def count_by_kind(collectives: Sequence[HloCollective], open_lengths: Sequence[f
 
 
 def _run(collectives: Sequence[HloCollective], open_lengths: Sequence[float]) -> Iterator[tuple[HloCollective, float]]:
-    """Yield the collectives that are run and involve more than one device, and how often each is run."""
+    """Yield the collectives that run on more than one device, and how many times each runs."""
     for one in collectives:
         times = one.repeats * open_lengths[min(one.open_loops, len(open_lengths) - 1)]
         if times and len(one.group) != 1:
@@ -283,7 +339,7 @@ def _integers(instructions: Sequence[Instruction]) -> dict[str, int]:
 
 
 def _step(counter: str, condition: Sequence[Instruction], body: Sequence[Instruction]) -> int:
-    """Return what one turn of a loop adds to its counter; it is above 1 if the compiler unrolled the loop."""
+    """Return the increment of a loop's counter per iteration; it is above 1 if the compiler unrolled the loop."""
     place = next((re.search(r"index=(\d+)", one.rest) for one in condition if one.name == counter), None)
     if place is None or not body or body[-1].operation != "tuple":
         return 1
@@ -312,8 +368,13 @@ def read_collective(instruction: Instruction, repeats: int = 1, within: tuple[st
         payload = array_bytes(shape)
     if kind == "reduce-scatter":
         payload *= max(1, len(group))
-    scope = re.search(r'op_name="([^"]*)"', instruction.rest)
-    return HloCollective(kind, payload, group, repeats, within, scope[1] if scope else "")
+    return HloCollective(kind, payload, group, repeats, within, _scope(instruction))
+
+
+def _scope(instruction: Instruction) -> str:
+    """Return the JAX named scopes of an instruction."""
+    found = re.search(r'op_name="([^"]*)"', instruction.rest)
+    return found[1] if found else ""
 
 
 def _top_level(text: str) -> list[str]:

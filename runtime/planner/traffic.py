@@ -15,6 +15,7 @@ from runtime.decoding.sampling import SUMS_PER_PASS, SamplingRule, threshold_pas
 from runtime.models.declarations import ModelLayout
 from runtime.models.forward import residual_over_tensor
 from runtime.planner.workload import Phase, Workload
+from sharding.links import Wiring
 
 _INTEGER = _FLOAT = 4
 # Number of reductions over the vocabulary that run in sequence, besides those of the threshold search.
@@ -57,10 +58,10 @@ class Collective:
 
 
 def choose_tokens_reductions(rule: SamplingRule, ranked: bool) -> int:
-    """Return how many 4-byte numbers are reduced over the vocabulary's shards to choose the token of one position.
+    """Return how many 4-byte numbers are reduced across the vocabulary's shards to choose one position's token.
 
     Args:
-      rule: how tokens are chosen.
+      rule: the sampling rule.
       ranked: whether confidences are computed too.
     """
     softmax = 1 + _DIGITS
@@ -79,21 +80,19 @@ def choose_tokens_reductions(rule: SamplingRule, ranked: bool) -> int:
     return count
 
 
-def phase_collectives(
-    workload: Workload, layout: ModelLayout, platform: str, phase: Phase, slices: int = 1
-) -> list[Collective]:
+def phase_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, phase: Phase) -> list[Collective]:
     """Return the collectives of one pass.
 
     Args:
       workload: the workload.
       layout: the model's layout on the mesh.
-      platform: platform of the devices. The collectives for selected positions depend on the compiler.
+      wiring: the mesh on its chips. What the compiler does with the residual and with selected positions depends on
+        them. Values that cross slices are first reduced within each slice, then padded to 512 bytes and sent.
       phase: the phase.
-      slices: number of TPU slices that the mesh spans. Values that cross slices are first reduced within each slice,
-        then padded to 512 bytes and sent.
     """
+    platform = wiring.topology.chip.platform
     found = (
-        _whole_row_collectives(workload, layout, platform, phase)
+        _whole_row_collectives(workload, layout, wiring, phase)
         if phase.whole
         else _window_collectives(workload, layout, phase)
     )
@@ -107,7 +106,7 @@ def phase_collectives(
         size = phase.rows * phase.chunk // phase.head_shards(layout) * _FLOAT * numbers
         rounds = _SERIAL_SUMS + (threshold_passes(rule.confidence_dtype) if rule.filtered else 0)
         found.append(Collective("all-reduce", ("kv", "group"), size, phase.chunks, "vocabulary sums", rounds=rounds))
-    return found + _loop_conditions(layout, platform, phase, slices)
+    return found + _loop_conditions(layout, platform, phase, wiring.slices)
 
 
 def _tensor_collectives(workload: Workload, layout: ModelLayout, positions: int, divided: bool) -> list[Collective]:
@@ -146,10 +145,10 @@ def _tensor_collectives(workload: Workload, layout: ModelLayout, positions: int,
     return [*sums, *(one for one in found if one.kind != "all-reduce"), gather]
 
 
-def _whole_row_collectives(workload: Workload, layout: ModelLayout, platform: str, phase: Phase) -> list[Collective]:
+def _whole_row_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, phase: Phase) -> list[Collective]:
     """Return the collectives of the transformer over whole rows, including the all-gather of K and V over sequence."""
     sequence, layers = layout.spec.sequence, workload.config.num_layers
-    divided = residual_over_tensor(layout, platform, phase.rows * layout.spec.data, phase.positions)
+    divided = residual_over_tensor(layout, wiring.chips, phase.rows * layout.spec.data, phase.positions)
     found = _tensor_collectives(workload, layout, phase.rows * phase.positions // sequence, divided)
     if sequence > 1:
         heads = layout.size_per_device("kv_heads") * layout.size_per_device("head_dim")

@@ -149,7 +149,7 @@ class Workload:
         )
         in_blocks = self.config.family.attention == "block_causal"
         settings = self.config.family.published_settings("") if in_blocks else {}
-        # Planned for is the schedule: what a parallel rule saves depends on the text.
+        # The plan assumes the schedule, because the steps that a parallel rule saves depend on the text.
         own = {name: value for name, value in settings.items() if name not in ("cache", "parallel", "threshold")}
         made = DiffusionConfig.published(self.new_tokens, **own | blocks, steps=self.steps)
         return with_model_blocks(made, self.config)
@@ -159,13 +159,13 @@ class Workload:
         return SamplingConfig(self.new_tokens, temperature=0.7, top_p=0.9)
 
     def sampling_rule(self) -> SamplingRule:
-        """Return how tokens are chosen from logits."""
+        """Return the rule that chooses tokens from logits."""
         if self.config.objective == "autoregressive":
             return decode_program(self.sampling(), self.config.vocab_size).sampling
         return sampling_rule(self.decoding(), self.config.vocab_size, self.dtype)
 
     def windows(self, layout: ModelLayout, platform: str) -> tuple[int, ...]:
-        """Return the window widths that block steps are compiled for, widest first."""
+        """Return the widths of the windows for which block steps are compiled, widest first."""
         offset = self.config.family.prediction_offset
         return window_widths(self.cache, self.block_length, self.span(layout, platform), offset=offset)
 
@@ -215,15 +215,15 @@ class Workload:
         first = chunks([block[0] for block in passes], refresh)
         return [
             Phase("refresh", 1, canvas, canvas, True, refresh, first, len(passes) * rows),
-            # If refreshes commit everything, no window is run, but the program still contains one.
+            # If refreshes commit everything, no block step runs, but the program still contains one.
             Phase("block step", rows, width, canvas, False, window, chunks(masks or [length], window), len(masks)),
         ]
 
     def _exact_phases(self, layout: ModelLayout, platform: str, widest: bool) -> list[Phase]:
-        """The forward passes of a generation with block-causal attention and its exact cache.
+        """Return the phases of a generation with block-causal attention and its exact cache.
 
-        A row is read whole once. Every later pass computes its block; the first one of a block computes the block
-        before it too, or, where that predicts the first position alone, in its place.
+        The first pass computes the whole row, and each later pass computes one block. The first pass of a block also
+        computes the block before it, or only that one if it alone predicts the first position.
         """
         canvas, rows = self.canvas(layout, platform), self.rows(layout.spec.data) // layout.spec.data
         length, widths = self.block_length, self.windows(layout, platform)
@@ -240,7 +240,7 @@ class Workload:
 
 @functools.lru_cache(maxsize=256)
 def _masks_of_passes(masked: int, steps: int) -> tuple[int, ...]:
-    """Return the number of masks before each forward pass; a step that commits nothing runs no forward pass."""
+    """Return the number of masks before each forward pass. Steps that commit nothing have none, and are left out."""
     left = masked
     found: list[int] = []
     for ratio in transfer_ratios(steps, 1e-3):

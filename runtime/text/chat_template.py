@@ -121,10 +121,10 @@ class _Child:
         self._is_ready = False
 
     def wait_until_ready(self) -> None:
-        """Wait until the child has imported its libraries.
+        """Wait until the child process has imported its libraries.
 
         Raises:
-          InputError: the child failed to start.
+          InputError: the process failed to start.
         """
         if not self._is_ready:
             try:

@@ -74,7 +74,7 @@ def _before_end(tokens: Sequence[int], end_token_ids: Collection[int]) -> list[i
 
 
 def _first_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Return the position at which the first stop string begins, or None."""
+    """Return the position at which the earliest stop string of a text begins; None if it has none."""
     places = [place for place in (text.find(string) for string in stop if string) if place >= 0]
     return min(places, default=None)
 
@@ -110,7 +110,7 @@ class CompletionBuilder:
           sequence: int32 ``[S]``, prompt and new tokens without padding.
           prompt_tokens: tokens of the prompt as given.
           prompt: text of the prompt.
-          index: index of the completion among the prompt's samples.
+          index: index of the completion among those of the prompt.
           seed: the row's seed.
           stop: strings that end a completion.
           log_probabilities: float32 ``[S]``, or None if they were not requested.
@@ -139,13 +139,13 @@ class CompletionBuilder:
         result: GenerationResult,
         stop: Sequence[str] = (),
     ) -> list[Completion]:
-        """Build the completions of a whole result: for each prompt in turn, its samples in order.
+        """Build all completions of a result, ordered by prompt: all completions of the first prompt come first.
 
         Args:
           prompts: texts of the prompts.
           ids: int32 ``[B, S]``, left-padded tokens of the prompts.
           mask: ``[B, S]``, attention mask of the prompts.
-          result: the generated rows, with the same number of samples for each prompt.
+          result: the generated rows, with the same number of rows for each prompt.
           stop: strings that end a completion.
         """
         samples, kept = len(result.sequences) // len(prompts), result.log_probabilities
@@ -171,13 +171,13 @@ class CompletionBuilder:
 def final_prefixes(
     canvases: Iterable[tuple[int, np.ndarray]], width: int, mask_token_id: int | None
 ) -> Iterator[list[list[int]]]:
-    """Yield, for each streamed canvas, the new tokens of each row that are final, and at the end all new tokens.
+    """Yield each row's new tokens before its first mask, for each streamed canvas; after the last one, all new tokens.
 
-    The final tokens of a diffusion row are those before its first mask.
+    The prefix is final, because committed tokens do not change.
 
     Args:
       canvases: pairs of the number of steps done and the canvas int32 ``[B, S + N]``.
-      width: S, width of the prompts.
+      width: S, length of the padded prompts.
       mask_token_id: the mask token; None for an autoregressive model, which generates one token per step.
     """
     new: list[list[int]] = []
@@ -269,10 +269,10 @@ class TextStream:
 
 
 class StopSearch:
-    """Searches the new tokens of one row for stop strings, as they become final; see :data:`StopTest`."""
+    """A :data:`StopTest` that searches the new tokens of one row for stop strings while they are generated."""
 
     def __init__(self, tokenizer: TextTokenizer, end_token_ids: Collection[int], stop: Sequence[str]) -> None:
-        """Create a search; see :func:`cut_completion` for the arguments."""
+        """Create a search in one row; see :func:`cut_completion` for the arguments."""
         self._tokenizer, self._ends = tokenizer, end_token_ids
         self._stream = TextStream(tokenizer, end_token_ids, stop)
         self._found: int | None = None

@@ -47,7 +47,7 @@ def _render(render: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer requests until standard input ends."""
+    """Render the conversations of each request line, and write a response line, until standard input ends."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print goes to stderr, so that it is not mistaken for an answer
     from transformers.utils.chat_template_utils import render_jinja_template

@@ -84,7 +84,7 @@ class TextTokenizer:
             raise InputError("prompt: the tokenizer cannot process this text", field="prompt", detail=error) from error
 
     def encode_chat(self, text: str) -> list[int]:
-        """Encode a user's message with the chat template, up to the beginning of the assistant's answer.
+        """Encode a user's message with the chat template, including the header of the assistant's answer.
 
         Raises:
           CheckpointError: the checkpoint has no chat template.
@@ -92,7 +92,7 @@ class TextTokenizer:
         return self.encode_messages([{"role": "user", "content": text}])
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Encode a conversation, up to the beginning of the assistant's answer; see :meth:`render_messages`."""
+        """Encode a conversation, including the header of the assistant's answer; see :meth:`render_messages`."""
         return self.encode(self.render_messages(messages))
 
     @property
@@ -174,7 +174,7 @@ class TextTokenizer:
         self._renderer.start()
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Decode token ids to text, by default without special tokens.
+        """Decode token ids to text. Special tokens are left out by default.
 
         Raises:
           InputError: the tokenizer fails on these ids.

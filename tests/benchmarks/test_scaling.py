@@ -111,7 +111,7 @@ def test_a_table_says_what_its_numbers_are_relative_to() -> None:
     assert "weights together" not in text
     assert report.table(estimated, [point_of(devices=1)]).endswith("`python -m a`\n")
     above = [point_of(devices=1), point_of(efficiency=1.3)]
-    assert "above 1 where devices hold the weights together" in report.table(estimated, above)
+    assert "above 1 where weights are sharded" in report.table(estimated, above)
     rows = [point_of(devices=1), point_of(efficiency=1.3, mesh="data=4,sequence=1,tensor=1")]
     assert "weights together" not in report.table(estimated, rows)
     text = report.table(("simulated devices", "decode", "weak", "tensor"), above)
@@ -138,7 +138,7 @@ def test_simulated_devices_have_no_speed_ups(tmp_path: Path) -> None:
     groups = report.read_groups(Path(report.__file__).parent / "results" / "scaling" / "simulated")
     for path in plot_scaling(groups, tmp_path):
         text = path.read_text(encoding="utf-8")
-        assert "MB moved in a pass" in text
+        assert "MB moved per pass" in text
         assert "speed" not in text
     for group, points in groups.items():
         assert "speed-up" not in report.table(group, points)
@@ -236,7 +236,7 @@ def test_simulated_devices_give_the_same_tokens(tmp_path: Path, monkeypatch: pyt
     assert all(point["same_tokens_as_on_the_first"] for point in points)
     weak = [record["results"] for record in records if record["results"]["mode"] == "weak"]
     compared = {(point["axis"], point["devices"]): point.get("same_tokens_as_on_the_first") for point in weak}
-    # More rows begin with those of the first point; longer ones are others.
+    # Points with more rows start with the rows of the first point; longer rows are different.
     assert compared == {
         (axis, count): None if (axis, count) == ("sequence", 2) else True for axis in scaling.AXES for count in (1, 2)
     }

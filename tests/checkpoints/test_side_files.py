@@ -12,17 +12,17 @@ from checkpoints import CheckpointError, open_folder
 from checkpoints.fingerprint import folder_fingerprint
 from checkpoints.folder import MAX_SIDE_FILE_BYTES
 from checkpoints.verification import write_manifest
-from launch.folders.models import say_licence
+from launch.folders.models import print_licence
 from runtime.text.tokenizer import TextTokenizer
 from tests.checkpoints.small import MICRO, layout_of, to_canonical, to_huggingface, write_source
 
-# Everything that reads files beside the weights.
+# All functions that read files beside the weights
 READERS: dict[str, Callable[[Path, Path], object]] = {
     "convert": lambda folder, output: to_canonical(folder, output),
     "export": lambda folder, output: to_huggingface(folder, output),
     "manifest": lambda folder, output: write_manifest(open_folder(folder), layout_of(folder)),
     "fingerprint": lambda folder, output: folder_fingerprint(open_folder(folder)),
-    "licence": lambda folder, output: say_licence(open_folder(folder)),
+    "licence": lambda folder, output: print_licence(open_folder(folder)),
     "tokenizer": lambda folder, output: TextTokenizer.from_folder(open_folder(folder)),
 }
 NAMES = ("LICENSE", "added_tokens.json", "additional_chat_templates/x.jinja", "tokenizer_config.json")
@@ -40,7 +40,7 @@ def refused(read: Callable[[Path, Path], object], folder: Path, said: str) -> No
     output = folder.parent / "output"
     with pytest.raises(CheckpointError, match=said):
         read(folder, output)
-    assert not output.exists(), "nothing was handed on"
+    assert not output.exists(), "no file was passed on"
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)

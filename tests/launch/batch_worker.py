@@ -1,7 +1,7 @@
-"""``launch.batch`` that notes which rows it begins.
+"""Runs ``launch.batch`` and records which rows start.
 
-``python -m tests.launch.batch_worker --begun=FILE ...`` appends the seed of every row to FILE, a line each, before it
-is inserted into a slot. With ``--largest_file`` no file can grow beyond so many bytes, as on a disk that is full.
+``python -m tests.launch.batch_worker --begun=FILE ...`` appends the seed of each row to FILE, one per line, before the
+row is inserted into a slot. ``--largest_file`` limits the size of files in bytes, to simulate a full disk.
 """
 
 from __future__ import annotations

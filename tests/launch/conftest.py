@@ -1,4 +1,4 @@
-"""What the tests of launchers share."""
+"""Fixtures for tests of commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from checkpoints import DEMO
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder for compiled programs."""
+    """A folder for JAX's persistent compilation cache."""
     folder = tmp_path_factory.mktemp("compiled")
     folder.chmod(0o700)
     return str(folder)
@@ -21,7 +21,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random GPT-2 with the demo's tokenizer."""
+    """A GPT-2 with random weights and the demo's tokenizer."""
     import torch
     import transformers
 

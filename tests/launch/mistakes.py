@@ -1,4 +1,4 @@
-"""What every launcher does with a user's mistake."""
+"""Checks how a command reports a user's mistake."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def refusal(capsys: pytest.CaptureFixture[str], start: Callable[[], None]) -> str:
-    """What a launcher says on standard error: it must exit with 2, and say why in one error without a traceback."""
+    """Return a command's standard error, after a check of exit code 2 and one error without a traceback."""
     with pytest.raises(SystemExit) as stop:
         start()
     assert stop.value.code == 2

@@ -1,7 +1,7 @@
-"""``launch.serve`` whose rows all change places before every step.
+"""Runs ``launch.serve`` so that every row moves to another bucket before every step.
 
-``python -m tests.launch.moving_worker ...`` takes the flags of ``launch.serve``. Rows are cut into buckets by prices
-that are drawn anew for each step, and no bucket is used twice, so every row moves whether that is cheaper or not.
+``python -m tests.launch.moving_worker ...`` takes the flags of ``launch.serve``. The costs of buckets are drawn at
+random for each step, and no bucket is used twice in a row, so rows move even if that costs time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from runtime.execution.buckets import pack
 def shuffle(
     there: Sequence[OpenBucket], needs: Mapping[int, Need], choice: Choice, numbers: Iterator[int]
 ) -> list[OpenBucket]:
-    """As :func:`runtime.execution.assignment.assign`: every row into a new bucket, of any shape that holds it."""
+    """Replaces :func:`runtime.execution.assignment.assign`: each row enters a new bucket that holds it."""
     chance = random.Random(next(numbers))
     order = sorted(needs, key=lambda row: (-needs[row].wanted, chance.random()))
     prices = {bucket: chance.uniform(1.0, 4.0) * choice.price(bucket) for bucket in choice.buckets}
@@ -40,7 +40,7 @@ def shuffle(
 
 
 def moving() -> Any:
-    """While this is entered, the rows of this process move before every step."""
+    """In this context, all rows of this process move before every step."""
     return mock.patch.object(scheduler, "assign", shuffle)
 
 

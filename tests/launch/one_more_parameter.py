@@ -1,6 +1,6 @@
-"""Run as a program: one more field of the diffusion configuration, declared before anything else is imported.
+"""A script that declares one more field of the diffusion configuration before it imports anything else.
 
-Prints one JSON object: what each way in makes of it.
+It prints a JSON object with the result of each way to set the parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runtime.decoding.schema import Integer, Requirement, exposed_parameters, pa
 
 @dataclass(frozen=True)
 class Patient(parameters.DiffusionConfig):
-    """With one more parameter."""
+    """A configuration with one more parameter."""
 
     patience: int = parameter(
         3,
@@ -39,11 +39,11 @@ parameters.EXPOSED_PARAMETERS = exposed_parameters(Patient, parameters.SamplingC
 
 def main(folder: Path) -> dict[str, Any]:
     from checkpoints import DEMO, open_folder
-    from launch import serve
     from launch.batches.lines import read_batch
     from launch.docs.parameter_table import table
     from launch.flags.decoding import decoding_config, define_decoding_flags
     from launch.flags.model import read_tokenizer
+    from launch.flags.server import read_modes
     from launch.openai.bodies import Defaults
     from launch.serving.app import Application
     from launch.serving.bodies import ChatBody, CompletionBody
@@ -82,7 +82,7 @@ def main(folder: Path) -> dict[str, Any]:
             for kind in ("CompletionBody", "ChatBody")
         ],
         "table": [line for line in table().splitlines() if "`patience`" in line],
-        "mode": describe(serve.read_modes(["patience=7,parallel=threshold"], defaults)[1]),
+        "mode": describe(read_modes(["patience=7,parallel=threshold"], defaults)[1]),
     }
     try:
         of_flags("--patience=5")

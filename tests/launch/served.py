@@ -1,4 +1,4 @@
-"""Runs a server in the test's process, without flags and signals."""
+"""Runs a server in the test's process, without flags or signals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE = 60.0
 
 
 class OneHost(Host):
-    """A host that a test can tell to shut down."""
+    """The only host of a server; a test can tell it to shut down."""
 
     def end(self) -> None:
         self._terminated = True
@@ -66,7 +66,7 @@ def wait_for(true: Callable[[], bool], seconds: float = PATIENCE) -> None:
 
 
 def timed(outcome: StepOutcome, seconds: float) -> StepOutcome:
-    """The outcome of a step with ``seconds`` per iteration."""
+    """Return a step's outcome with its time set to ``seconds`` per iteration."""
     pools = [
         dataclasses.replace(
             pool, runs=[dataclasses.replace(run, seconds=seconds * run.iterations) for run in pool.runs]
@@ -96,7 +96,7 @@ def served(
     name: str = "demo",
     programs: int = 1,
 ) -> Iterator[Served]:
-    """Serve an engine with these modes until the block ends."""
+    """Serve an engine with these modes in a context."""
     tokenizer = engine.tokenizer
     if template is not None:
         tokenizer.chat_template = template
@@ -121,7 +121,7 @@ def served(
 
 
 def offline(found: Served, prompts: list[str], **changes: Any) -> list[Any]:
-    """The engine's own completions with the same parameters."""
+    """Return the completions of ``engine.generate`` with the same parameters."""
     own = dict(changes)
     samples, stop = own.pop("n", 1), own.pop("stop", ())
     if "max_new_tokens" in own:

@@ -1,4 +1,4 @@
-"""Batches: every line exactly once, the same in any order; mistakes, torn lines and full disks by name."""
+"""Batches: each line is answered once, in any order; errors name bad lines, and torn lines and full disks are safe."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from checkpoints import DEMO
-from launch import batch
+from launch.batches import facts as batch_facts
 from launch.batches import folder as batch_folder
+from launch.batches import progress as batch_progress
 from launch.batches.folder import BatchFolder
 from launch.batches.records import evalplus_records
 from runtime import DiffusionConfig, Engine
@@ -40,8 +41,8 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def check_results(found: list[dict[str, Any]]) -> None:
-    """Check what the results of ``LINES`` hold: tokens, seeds, log-probabilities, a body, a text that stops."""
-    # As the engine makes it of the same prompt and seed, alone.
+    """Check the results of ``LINES``: tokens, seeds, log-probabilities, a request body, a stop string."""
+    # The engine generates the same text from this prompt and seed alone.
     engine = Engine.load(DEMO)
     config = DiffusionConfig.published(4, 1.0, seed=[row_seed(9, "c")], cache="dual", block_length=2)
     alone = engine.generate_tokens([[5, 6, 7]], None, config).sequences[0, 3:].tolist()
@@ -57,7 +58,7 @@ def check_results(found: list[dict[str, Any]]) -> None:
 
 
 def test_rows_of_a_batch_end_early(tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With an end token or a stop string: the same records in fewer forward passes, unless a line wants all of it."""
+    """An end token or stop string saves forward passes and changes no record, except where a line has no early stop."""
     prompt = "def is_even(number):\n"
     lines = [{"id": name, "prompt": prompt, "seed": 1, "temperature": 0.2} for name in "ab"]
     lines[1] |= {"stop": " %"}
@@ -82,7 +83,7 @@ def test_rows_of_a_batch_end_early(tmp_path: Path, compiled: str, capsys: pytest
 def test_a_batch_its_order_and_its_resumption(
     tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "SECONDS_BETWEEN_REPORTS", 0.0)
+    monkeypatch.setattr(batch_progress, "SECONDS_BETWEEN_REPORTS", 0.0)
     bad = ["{", {"id": "a", "prompt": "again"}]
     source, output = write(tmp_path / "in.jsonl", [*LINES, *bad]), tmp_path / "made" / "out"
     launch(source, output, compiled, "--skip_bad", "--slots=2", "--format=evalplus")
@@ -103,12 +104,12 @@ def test_a_batch_its_order_and_its_resumption(
     assert [sample["task_id"] for sample in samples] == ["a", "b", "b", "c", "d", "d", "HumanEval/0"]
     assert samples[-1]["completion"] == found[5]["text"]
 
-    # Whatever order and however many slots: the same.
+    # The order of lines and the number of slots do not change results.
     backwards, other = write(tmp_path / "back.jsonl", LINES[::-1]), tmp_path / "back"
     launch(backwards, other, compiled, "--slots=1")
     assert {json.dumps(record) for record in records(other / "sorted.jsonl")} == set(map(json.dumps, found))
 
-    # Torn anywhere, the same command makes the same file; what is there is not made again.
+    # If the file is cut anywhere, the same command restores it, and computes only missing lines.
     whole = (output / "sorted.jsonl").read_bytes()
     results = (output / "results.jsonl").read_bytes()
     (output / "results.jsonl").write_bytes(results[: results.index(b"\n") + 30])
@@ -121,16 +122,16 @@ def test_a_batch_its_order_and_its_resumption(
     assert (output / "sorted.jsonl").read_bytes() == whole
     assert (output / "results.jsonl").read_bytes().startswith(results[: results.index(b"\n") + 1])
     assert len((output / "errors.jsonl").read_text().splitlines()) == 2
-    # With all there, no model is loaded.
+    # When all results exist, no model is loaded.
     launch(source, output, compiled, "--skip_bad")
     assert "mesh" not in capsys.readouterr().err
 
-    # Another run is refused, and says in what it differs.
+    # Different settings are refused, and the message names the difference.
     err = fails(capsys, source, output, "--skip_bad", "--seed=5")
     assert "seed: was 0, now 5" in err
     assert "max_new_tokens: was 4, now 8" in fails(capsys, source, output, "--skip_bad", "--max_new_tokens=8")
     with monkeypatch.context() as other_code:
-        other_code.setattr(batch, "code_digest", lambda: "another")
+        other_code.setattr(batch_facts, "code_digest", lambda: "another")
         assert "code: was" in fails(capsys, source, output, "--skip_bad")
     assert "input: was" in fails(capsys, backwards, output)
 
@@ -159,7 +160,7 @@ def test_an_autoregressive_checkpoint(
     assert [(line["id"], line["index"]) for line in found[:-1]] == names
     assert len(found[0]["tokens"]) == len(found[0]["log_probabilities"]) <= 3
     assert "masks_left" not in found[0]
-    # With --chat a prompt is a user's message.
+    # With --chat, a prompt is a user's message.
     (choice,) = found[-1]["response"]["body"]["choices"]
     assert found[3]["tokens"] == found[4]["tokens"]
     assert choice["message"] == {"role": "assistant", "content": found[3]["text"]}
@@ -174,8 +175,8 @@ def test_an_autoregressive_checkpoint(
 BAD: list[tuple[dict[str, Any] | str, str]] = [
     ("{", "not JSON"),
     ("[]", "expected an object"),
-    ({"prompt": "x"}, "id: expected a text"),
-    ({"id": "", "prompt": "x"}, "id: expected a text"),
+    ({"prompt": "x"}, "id: expected a string"),
+    ({"id": "", "prompt": "x"}, "id: expected a string"),
     ({"id": "1", "prompt": ""}, "the prompt is empty"),
     ({"id": "2"}, "either a prompt or messages"),
     ({"id": "3", "prompt": "x " * 5000}, "the model allows"),
@@ -212,7 +213,7 @@ def test_bad_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "cannot be read" in fails(capsys, tmp_path / "none.jsonl", tmp_path / "out")
     assert "a folder on a disk" in fails(capsys, tmp_path / "in.jsonl", "gs://bucket/out")
     (tmp_path / "in.jsonl").write_text("\n")
-    assert "no line in it" in fails(capsys, tmp_path / "in.jsonl", tmp_path / "out")
+    assert "the file has no lines" in fails(capsys, tmp_path / "in.jsonl", tmp_path / "out")
 
 
 def test_two_writers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +235,7 @@ def test_what_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(InputError, match="No space left on device"):
         BatchFolder(full).append([{"id": "a", "index": 0}])
 
-    # A disk that takes half a line: what is there stays whole.
+    # If the disk is full after half a line, earlier results stay intact.
     output = BatchFolder(tmp_path / "out")
     output.append([{"id": "a", "index": 0}])
     real = os.write

@@ -1,4 +1,4 @@
-"""Inputs of batches that are odd, hostile or large, and result files that somebody has touched."""
+"""Unusual, hostile and large inputs of batches, and result files that were changed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def line(identity: str, **fields: Any) -> bytes:
 def test_long_lines_and_prompts_are_bad_lines(
     tmp_path: Path, defaults: Defaults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One such line, in a file of a million, was the end of all the others."""
+    """A line that is too long must not stop the other lines."""
     encoded: list[str] = []
     encode = TextTokenizer.encode_batch
 
@@ -100,7 +100,7 @@ def test_what_the_tokenizer_cannot_take_is_a_bad_line(tmp_path: Path, defaults: 
         pass
 
     class Panics:
-        """A tokenizer of transformers that panics at some texts."""
+        """A tokenizer that raises transformers' Rust panic for some texts."""
 
         def __call__(self, texts: list[str], **more: Any) -> dict[str, Any]:
             return {"input_ids": [self.encode(text) for text in texts]}

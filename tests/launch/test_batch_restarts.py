@@ -1,4 +1,4 @@
-"""Batches that are interrupted in every way, on one host and on several: the results of a run that was not."""
+"""Batches that are interrupted, on one host and on several: results equal those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOTS = 2
 
 
 def some_prompts(path: Path, count: int) -> Path:
-    """A file of prompts whose rows are of uneven length."""
+    """Write a file of prompts whose rows have different lengths."""
     lengths = np.random.default_rng(0).integers(1, 9, count)
     return write(
         path,
@@ -37,7 +37,7 @@ def some_prompts(path: Path, count: int) -> Path:
 
 
 def wait_for(condition: Callable[[], bool], processes: Callable[[], bool], limit: float = 180.0) -> None:
-    """Wait for a condition, or for the end of the processes."""
+    """Wait until a condition is true or the processes have ended."""
     deadline = time.monotonic() + limit
     while not condition() and processes():
         assert time.monotonic() < deadline
@@ -46,11 +46,11 @@ def wait_for(condition: Callable[[], bool], processes: Callable[[], bool], limit
 
 @dataclass
 class Interrupted:
-    """A batch that is run again and again, and each time interrupted.
+    """A batch that is started repeatedly, and interrupted each time.
 
     Attributes:
-      begun: how often each row entered a slot, by id.
-      lost: rows that were in a slot and not in the results at the end of a run.
+      begun: by id, how many times each row entered a slot.
+      lost: number of rows that were in a slot at the end of a run but not in its results.
     """
 
     source: Path
@@ -75,13 +75,13 @@ class Interrupted:
         )
 
     def run(self, how: str, wanted: int, wait: float) -> None:
-        """Start the batch and end it once so many more results are there and ``wait`` seconds have gone by.
+        """Start the batch, and interrupt it ``wait`` seconds after ``wanted`` new results.
 
         Args:
-          how: ``kill`` (SIGKILL), ``drain`` (SIGTERM), ``full`` (the file of results cannot grow any more), or
-            ``early``: killed after ``wait`` seconds, wherever it is.
-          wanted: results.
-          wait: seconds.
+          how: ``kill`` (SIGKILL), ``drain`` (SIGTERM), ``full`` (the result file cannot grow), or ``early`` (SIGKILL
+            ``wait`` seconds after the start).
+          wanted: number of new results to wait for.
+          wait: time to wait, in seconds.
         """
         before = {record["id"] for record in results(self.output)}
         self._log.write_text("")
@@ -127,7 +127,7 @@ class Interrupted:
 def test_kills_and_restarts(tmp_path: Path, compiled: str, ways: list[str], prompts: int) -> None:
     generator = random.Random(1)
     source, reference = some_prompts(tmp_path / "in.jsonl", prompts), tmp_path / "reference"
-    # The reference and the last run on all simulated devices, what is interrupted on one: the mesh is no part of a run.
+    # Interrupted runs use one device, the reference and the last run use all: a batch may continue on another mesh.
     launch(source, reference, compiled, "--slots=2")
     interrupted = Interrupted(source, tmp_path / "out", compiled, prompts)
     for number, how in enumerate(ways):
@@ -138,7 +138,7 @@ def test_kills_and_restarts(tmp_path: Path, compiled: str, ways: list[str], prom
     launch(source, interrupted.output, compiled, "--slots=2")
     assert (interrupted.output / "sorted.jsonl").read_bytes() == (reference / "sorted.jsonl").read_bytes()
     assert len(results(interrupted.output)) == prompts, "nothing twice"
-    # What was computed again was in flight when a run ended.
+    # Only rows that were in flight at the end of a run were computed again.
     begun = sum(interrupted.begun.values())
     assert begun == there + interrupted.lost
     assert interrupted.lost <= SLOTS * sum(how != "drain" for how in ways)
@@ -149,7 +149,7 @@ def test_kills_and_restarts(tmp_path: Path, compiled: str, ways: list[str], prom
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_several_hosts_write_what_one_does(tmp_path: Path, compiled: str, processes: int) -> None:
-    """Through the loss of a host and a SIGTERM, too."""
+    """Several hosts write the same results as one, also after the loss of a host and after SIGTERM."""
     prompts = 60
     source, one, many = some_prompts(tmp_path / "in.jsonl", prompts), tmp_path / "one", tmp_path / "many"
     more = ("--mesh=data=2,tensor=2", f"--slots={SLOTS}", "--log_probabilities")
@@ -181,6 +181,6 @@ def test_several_hosts_write_what_one_does(tmp_path: Path, compiled: str, proces
 
 
 def sorted_records(output: Path) -> list[tuple[dict[str, Any], list[float]]]:
-    """Records and, apart, their log-probabilities, whose last digit depends on the order of additions."""
+    """Sort records, and return their log-probabilities separately: the last digit depends on the order of additions."""
     records = [json.loads(line) for line in (output / "sorted.jsonl").read_text().splitlines()]
     return [(record, record.pop("log_probabilities")) for record in records]

@@ -1,4 +1,4 @@
-"""convert, verify, inspect and export as people call them: what they print and refuse, and with which exit code."""
+"""The commands convert, verify, inspect and export: output, refusals and exit codes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def legacy(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(run: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """One line on standard error, none on standard output, exit code 2."""
+    """Return the only line on standard error, after a check that standard output is empty and the exit code 2."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         run(["launcher", *arguments])
@@ -55,7 +55,7 @@ def refused(run: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
 
 
 def test_the_demo_is_verified_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its manifest is made anew with its weights: ``diffumesh verify --write_manifest``."""
+    """If this fails, renew the demo's manifest: ``diffumesh verify --write_manifest``."""
     verify.run(["verify"])
     assert "bytes of weights intact" in capsys.readouterr().out
 
@@ -144,7 +144,7 @@ def test_what_is_inside_a_pickle(source: Path, legacy: Path, capsys: pytest.Capt
 def test_a_config_that_is_named_and_not_there(
     source: Path, legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is not that of the folder beside it that is taken."""
+    """A missing --config is an error; the config.json beside the weights does not replace it."""
     (tmp_path / "model").mkdir()
     for name in ("config.json", "other.json"):
         shutil.copy(source / "config.json", tmp_path / "model" / name)
@@ -164,7 +164,7 @@ def test_a_config_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_what_hosts_compare_before_they_convert_a_pickle(
     source: Path, legacy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pickle and the folder that gives the biases too: hosts may each have their own."""
+    """Hosts compare the pickle and the folder that supplies the biases, because each may have its own copy."""
     seen: list[dict[str, str]] = []
 
     def compare(values: Any, inputs: dict[str, str]) -> None:
@@ -193,7 +193,7 @@ def test_a_folder_called_like_a_licence_has_no_notice(
 ) -> None:
     (tmp_path / "LICENSES").mkdir()
     (tmp_path / "LICENSE.txt").symlink_to("nowhere")
-    convert.say_licence(CheckpointFolder(tmp_path, "folder"))
+    convert.print_licence(CheckpointFolder(tmp_path, "folder"))
     assert capsys.readouterr().err == ""
 
 
@@ -220,6 +220,6 @@ def test_progress_where_there_is_no_terminal(
 
 @pytest.mark.parametrize("cache", ["/proc/none", "~nobody_of_this_name"])
 def test_a_url_without_a_cache_folder(source: Path, monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
-    """Its small files are kept for this process alone."""
+    """The small files are downloaded for this process only."""
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
     assert open_folder(source.as_uri()).config == open_folder(source).config

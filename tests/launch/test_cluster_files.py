@@ -1,4 +1,4 @@
-"""The ready files for clusters: valid as far as can be seen without one, and run where they can be."""
+"""The files for clusters: they are valid, and scripts run against simulated tools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLICES = {"v5e-8": (1, 8), "v5e-16": (4, 4), "v4-32": (4, 4), "v5p-32": (4, 4)}
 
 
 def check_with(linter: str, path: Path) -> None:
-    """Run a linter that the extra [test] installs."""
+    """Run a linter from the extra [test]."""
     program = shutil.which(linter, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert program is not None, f"{linter} comes with the extra [test]"
     done = subprocess.run([program, path], capture_output=True, text=True, check=False)
@@ -40,14 +40,14 @@ def test_container_file_is_clean() -> None:
 
 
 def apply_patch(document: Any, patches: list[dict[str, Any]]) -> None:
-    """The part of JSON Patch that the overlays use."""
+    """Apply the operations of JSON Patch that the overlays use."""
     for patch in patches:
         assert patch["op"] == "replace"
         *path, last = [int(key) if key.isdigit() else key for key in patch["path"].split("/")[1:]]
         place = document
         for key in path:
             place = place[key]
-        place[last]  # raises where there is nothing to replace
+        place[last]  # raises if there is nothing to replace
         place[last] = patch["value"]
 
 
@@ -88,7 +88,7 @@ def test_jobset(name: str) -> None:
     for side in topology:
         product *= int(side)
     assert product == hosts * chips
-    # The names that our own exit codes and flags go by.
+    # Our exit codes and flags.
     assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"] == {
         "containerName": container["name"],
         "operator": "In",
@@ -147,7 +147,7 @@ wait
 
 @pytest.fixture
 def slice_of_two(tmp_path: Path) -> dict[str, str]:
-    """An environment in which gcloud is a script that plays a slice of two hosts."""
+    """Return an environment in which gcloud is a script that simulates a slice of two hosts."""
     from launch.hosts.local_processes import free_port
 
     programs = {
@@ -228,7 +228,7 @@ def test_tpu_vm_wrapper_hands_on_the_worst_code_and_restarts(slice_of_two: dict[
 
 
 def test_tpu_vm_wrapper_does_not_restart_what_was_stopped(slice_of_two: dict[str, str], tmp_path: Path) -> None:
-    """A batch that drains asks for a restart, as if its host were taken away."""
+    """A drained batch exits with 42 as after a preemption, but ``stop`` must prevent the restart."""
     program = Path(slice_of_two["HOME"]) / "diffumesh" / "bin" / "diffumesh"
     program.write_text(
         '#!/bin/sh\ntrap "exit 42" TERM\necho $$ > "$FAKE/pid-$FAKE_HOST"\nfor i in $(seq 300); do sleep 0.1; done\n'
@@ -271,7 +271,7 @@ def test_slurm_script(tmp_path: Path, code: int, restarts: int, requeued: bool) 
     said = "$JAX_COORDINATOR_PORT ${#DIFFUMESH_HOSTS_SECRET} $*"
     programs = {
         "srun": f'#!/bin/bash\necho "0: {said}"; echo "1: noise" >&2; exit {code}\n',
-        # All that hosts printed has been passed on before the job may end.
+        # The job ends only after all output of the hosts is passed on.
         "sed": f'#!/bin/bash\n{shutil.which("sed")} "$@"; sleep 0.3; touch {tmp_path}/passed_on\n',
         "scontrol": f'#!/bin/bash\n[ -e {tmp_path}/passed_on ] && echo "$@" > {tmp_path}/requeued\n',
     }
@@ -297,7 +297,7 @@ def test_slurm_directives() -> None:
     head = text[: text.index("set -uo")]
     directives = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", head, re.MULTILINE))
     assert directives["ntasks-per-node"] == "1"
-    assert directives["signal"].startswith("TERM@")  # to the steps, not to the batch shell
+    assert directives["signal"].startswith("TERM@")  # sent to the job steps, not to the batch shell
     assert "requeue" in directives
 
 

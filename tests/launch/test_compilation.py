@@ -1,4 +1,4 @@
-"""Programs that are compiled while requests are served: the most wanted first, and used when every host has them."""
+"""Compilation during serving: the most needed program comes first, and is used when every host has compiled it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from launch.hosts.host import Host
 from launch.serving.compilation import Compilation
 from launch.serving.engine import HostStep, load_cached
+from launch.serving.turns import Turns
 from runtime import (
     Bucket,
     DiffusionConfig,
@@ -30,16 +31,16 @@ BUCKETS = (Bucket(1, 128), Bucket(1, 64), Bucket(1, 32), Bucket(2, 64))
 
 
 class FakePool:
-    """A pool of which only the grid is asked."""
+    """A pool that has only a grid of buckets."""
 
     grid = Grid(2, 128, BUCKETS, PassCost(0.0, 64.0))
 
 
 class FakeExecutor:
-    """Compiles nothing, and only when it may; ``cached`` more programs are in the persistent cache."""
+    """Simulates compilation: it waits for the gate, except for the first ``cached`` programs."""
 
     def __init__(self, cached: int = 0) -> None:
-        """Begin with a gate that is closed."""
+        """Create an executor with a closed gate."""
         self.cached_programs, self._cached = min(1, cached), cached
         self.pools = [FakePool()]
         self.later = [*(Programs(0, bucket) for bucket in BUCKETS[1:]), Programs(None, Bucket(1, 64))]
@@ -76,7 +77,7 @@ def test_the_most_wanted_first_and_used_when_every_host_has_it(executor: Executo
             assert compilation.choose(scheduler) is None, "one at a time, so that what is wanted later counts"
         executor.gate.set()  # type: ignore[attr-defined]
         wait_for(lambda: len(compilation.report) == len(wanted))
-        # Another host that is not as far.
+        # Another host has not compiled it yet.
         compilation.settle([compilation.report, compilation.report[:-1]], scheduler, said.append)
         assert compilation.remaining == 5 - len(wanted)
         compilation.settle([compilation.report] * 2, scheduler, said.append)
@@ -95,13 +96,13 @@ def test_what_is_cached_is_loaded_before_requests_come(own: int, other: bool, lo
     executor.gate.set()
     scheduler, compilation = Scheduler([PoolLimits(FakePool.grid)]), Compilation(executor)
 
-    class TwoHosts(Host):
-        def gather(self, topic: str, value: Any) -> list[Any]:
-            return [value, value if topic != "cached" else other]
+    class TwoHosts(Turns):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, other if value is True else value]
 
     compilation.restrict(scheduler)
-    reports = load_cached(compilation, TwoHosts())
-    # The first one that is not in the cache tells that the others are not either; until then it is compiled.
+    reports = load_cached(compilation, TwoHosts(Host()))
+    # The first program that is not in the cache ends the loading; it is compiled.
     assert list(map(len, reports)) == [loaded, loaded]
     compilation.settle(reports, scheduler, lambda text: None)
     assert compilation.remaining == 4 - loaded
@@ -123,5 +124,5 @@ def test_hosts_with_different_programs(executor: Executor) -> None:
 
 def test_steps_as_json() -> None:
     for programs in (None, Programs(0, Bucket(2, 64)), Programs(None, Bucket(1, 64))):
-        step = HostStep(StepPlan(), programs, check_drain=True)
+        step = HostStep(StepPlan(), programs, report=True)
         assert HostStep.from_json(step.to_json()) == step

@@ -1,4 +1,4 @@
-"""Decoding from the command line: autoregressive models, blocks and caches; text that is streamed."""
+"""Decoding flags of the command line: autoregressive models, blocks, caches and streamed text."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_an_early_end_from_the_command_line(gpt2: Path, tmp_path: Path, capsys: 
     steps, tokens = history()
     assert steps < 32
     assert "%" not in "".join(text for text, _, end in tokens if not end)
-    # An autoregressive model has the flag too.
+    # Autoregressive models have the flag too.
     whole, _ = made(f"--checkpoint={gpt2}", f"--prompt={PROMPT}", "--noearly_stop")
     stopped, few = made(f"--checkpoint={gpt2}", f"--prompt={PROMPT}", f"--stop={whole['text'][4:6]}")
     assert stopped["text"] == whole["text"].partition(whole["text"][4:6])[0]
@@ -136,7 +136,7 @@ def test_streamed_pieces_are_the_text(gpt2: Path) -> None:
     autoregressive, diffusion = Engine.load(gpt2, "data=1"), Engine.load(DEMO, "data=1")
     sampled = SamplingConfig(max_new_tokens=24, temperature=1.2, seed=4)
     blocks = DiffusionConfig(max_new_tokens=24, steps=24, block_length=4, algorithm="entropy")
-    # A function whose body takes several blocks.
+    # The body of this function needs several blocks.
     loop = "def factorial(n):\n"
     for engine, config, prompt in ((autoregressive, sampled, PROMPT), (diffusion, blocks, loop)):
         seeded = config.replace(seed=[11])

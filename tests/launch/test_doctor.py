@@ -1,4 +1,4 @@
-"""The page that is pasted into a bug report."""
+"""The report of ``diffumesh doctor``, which users paste into bug reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents: their commands have flags that exist, their links lead somewhere, and what is generated is up to date."""
+"""Documents: flags in their commands exist, links are valid, and generated parts are up to date."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from absl import flags
 
 from launch.docs import api_reference, canvas_picture, hardware_table
-from launch.docs.examples import openai_client, rl_rollouts
+from launch.docs.examples import infilling, openai_client, rl_rollouts
 from launch.main import LAUNCHERS
 from runtime import DiffusionConfig
 from tests.launch.served import demo, served
@@ -29,7 +29,7 @@ DOCUMENTS = [
     *sorted(ROOT.glob("*/README.md")),
     *sorted(path for path in (ROOT / "launch").rglob("*.md") if path != ROOT / "launch" / "README.md"),
 ]
-# Commands of documents whose first word of arguments is a command of ours.
+# Prefixes of commands in documents whose next word is a subcommand.
 COMMAND = re.compile(r"(?:diffumesh|slurm\.sh|tpu-vm\.sh run|-m launch\.main|diffumesh:\w+) ([a-z]+)(?= |$)(.*)")
 
 
@@ -38,7 +38,7 @@ def name_of(path: Path) -> str:
 
 
 def commands(page: Path) -> list[str]:
-    """Lines of the shell blocks of a page, continued lines joined."""
+    """Return the lines of a page's shell blocks, with continued lines joined."""
     blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     return "\n".join(blocks).replace("\\\n", " ").splitlines()
 
@@ -91,6 +91,23 @@ def test_the_machines_are_those_of_the_planner() -> None:
     assert f"<!-- machines -->\n{hardware_table.table()}<!-- end of machines -->" in stored, (
         "python -m launch.docs.hardware_table launch/docs/hardware.md"
     )
+
+
+def test_the_example_of_infilling(capsys: pytest.CaptureFixture[str]) -> None:
+    text, score = infilling.main()
+    assert f"{infilling.BEFORE}{text}{infilling.AFTER}" in capsys.readouterr().out
+    engine = demo()
+    masks = len(engine.tokenizer.encode(text))
+    assert masks in infilling.LENGTHS
+    # The same prompt as a text, with the mask token written out.
+    mask = engine.tokenizer.decode([engine.config.mask_token_id], skip_special_tokens=False)
+    config = DiffusionConfig.published(0, steps=masks, temperature=0.0)
+    [filled] = engine.generate(f"{infilling.BEFORE}{mask * masks}{infilling.AFTER}", config)
+    assert filled.filled_prompt == f"{infilling.BEFORE}{text}{infilling.AFTER}"
+    # Another text after the gap gives another gap.
+    other, _ = infilling.fill(engine, infilling.BEFORE, "):\n    return first + second\n", infilling.LENGTHS)
+    assert other != text
+    assert score < 0
 
 
 def test_the_example_of_openais_client(capsys: pytest.CaptureFixture[str]) -> None:

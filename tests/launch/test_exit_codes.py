@@ -1,4 +1,4 @@
-"""2 is for what a user can mend, with one message; 42 for what a restart may."""
+"""Exit code 2 for errors that a user can fix, with one message; 42 for errors that a restart may fix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sharding.errors import InputError
 
 
 def ends(error: Exception, capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
-    """Exit code and standard error of a launcher that ends with an error."""
+    """Return the exit code and standard error of a command that ends with an error."""
 
     def main(values: flags.FlagValues) -> None:
         raise error
@@ -81,7 +81,7 @@ def test_a_page_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_port_that_somebody_else_listens_on_by_now() -> None:
     async def app(*arguments: object) -> None:
-        """Never asked."""
+        """Fail: no request is expected."""
 
     one = listen("127.0.0.1", 0)
     other = listen("127.0.0.1", one.getsockname()[1])
@@ -102,7 +102,7 @@ def test_a_coordinator_port_that_is_taken() -> None:
 
 @pytest.mark.parametrize(("code", "expected"), [(42, 42), (2, 2), (137, 137)])
 def test_local_with_a_frozen_process(code: int, expected: int, tmp_path: Path) -> None:
-    """What was stopped and had to be killed said 137, as if something had run out of memory."""
+    """A stopped process that must be killed is reported as such, and not with exit code 137 like a lack of memory."""
     program = tmp_path / "program.py"
     program.write_text(
         "import os, signal, sys\n"

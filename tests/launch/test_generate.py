@@ -1,4 +1,4 @@
-"""The launcher as a user meets it: results on standard output, one clear paragraph and exit code 2 for a mistake."""
+"""``diffumesh generate``: results on standard output; for a mistake, one message and exit code 2."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A whole model folder, to be damaged."""
+    """A copy of the model folder, which a test may damage."""
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         shutil.copy(DEMO / file, tmp_path)
     return tmp_path
@@ -127,7 +127,7 @@ def test_history_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     page = tmp_path / "history.html"
     launch(f"--prompt={PROMPT}", f"--history_html={page}")
     assert "add" in page.read_text(encoding="utf-8")
-    # Seven blocks of eight steps, six more than --steps.
+    # Seven blocks of eight steps are six steps more than --steps.
     more = ["--max_new_tokens=50", "--steps=50", "--block_length=8"]
     launch(f"--prompt={PROMPT}", f"--history_html={page}", *more)
     assert "add" in page.read_text(encoding="utf-8")
@@ -249,13 +249,13 @@ def test_a_signal_prints_what_there_is(
                 signal.raise_signal(number)
                 end = time.monotonic() + 60
                 while number == signal.SIGTERM and not startup.this_host().draining() and time.monotonic() < end:
-                    time.sleep(0.01)  # a thread hears SIGTERM
+                    time.sleep(0.01)  # another thread receives SIGTERM
 
         yield report
 
     monkeypatch.setattr(generate, "progress_bar", interrupted)
-    monkeypatch.setattr(interruption, "SECONDS_TO_FINISH", 0.0)  # a fast machine would finish all 48 steps
-    monkeypatch.setattr(interruption, "SECONDS_TO_STOP", 600.0)  # a slow one would not reach the next look
+    monkeypatch.setattr(interruption, "SECONDS_TO_FINISH", 0.0)  # otherwise a fast machine would finish all 48 steps
+    monkeypatch.setattr(interruption, "SECONDS_TO_STOP", 600.0)  # a slow machine would not reach the next check
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as stop:
         launch(f"--prompt={PROMPT}", "--max_new_tokens=48", "--noearly_stop", "--block_length=8")
@@ -271,7 +271,7 @@ def test_a_signal_prints_what_there_is(
 
 
 def test_a_generation_that_hangs_is_ended(tmp_path: Path) -> None:
-    """A step that takes long: what was seen last is printed, and the process ends."""
+    """If a step takes too long, the last canvas is printed and the process ends."""
     code = """if True:
         import signal, threading, time
         from launch.process import interruption
@@ -289,7 +289,7 @@ def test_a_generation_that_hangs_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_pipe_hears_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while nothing is reported, as when a program is compiled."""
+    """Progress is printed even while no step is reported, for example during compilation."""
     monkeypatch.setattr(startup, "SECONDS_BETWEEN_LINES", 0.02)
     found = ""
     with startup.progress_bar("steps") as report:
@@ -334,10 +334,10 @@ def test_console_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 
 def test_a_process_of_its_own(tmp_path: Path) -> None:
-    """Simulated devices, a private compile cache, prompts from standard input, exit codes."""
+    """A new process with simulated devices, its own compile cache, and prompts from standard input."""
     cache = tmp_path / "cache"
     command = [sys.executable, "-m", "launch.generate", "--devices=4", "--mesh=data=2,tensor=2", "--max_new_tokens=8"]
-    # A user's: what XLA compiles as released takes it so long that JAX keeps it.
+    # As for a user: with XLA's defaults, compilation takes long enough that JAX caches the program.
     environment = {key: value for key, value in os.environ.items() if key not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     done = subprocess.run(
         [*command, f"--compile_cache={cache}"],

@@ -1,4 +1,4 @@
-"""A process that is told to end has ended after its grace period, whatever hangs in it."""
+"""A process that receives SIGTERM ends within its grace period, even if something hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The history page: what stands in the file, and what a browser makes of it."""
+"""The history page: the contents of the file, and the page in a browser."""
 
 import html.parser
 import json
@@ -34,7 +34,7 @@ def hostile_page():
 
 
 class Elements(html.parser.HTMLParser):
-    """Every tag with its attributes, and the text between it and the next."""
+    """Collects every tag with its attributes and the text after it."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +142,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 
 
 def browse(tmp_path, path, fragment=""):
-    """The page's elements after its script has run."""
+    """Return the page's elements after its script has run."""
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
     options += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={tmp_path / 'user'}"]
     command = [CHROMIUM, *options, "--dump-dom", path.as_uri() + fragment]
@@ -184,7 +184,7 @@ class TestBrowser:
         assert len(tokens) == 12
         assert sum("masked" in names for names in tokens) == masked
         assert sum("now" in names for names in tokens) == now
-        # The end tokens are folded into one button.
+        # End tokens are folded into one button.
         [end] = [text for tag, attributes, text in found if tag == "button" and attributes.get("class") == "end"]
         assert end.encode("ascii", "replace") == (b"end ? 5" if step == "4" else b"end ? 5, 0 set")
         assert text_of(found, "h1") == ["A page"]
@@ -212,7 +212,7 @@ class TestBrowser:
         row = hostile_row()
         write_history_html(path, [row, small_row(HOSTILE)], title=HOSTILE, settings={HOSTILE: HOSTILE})
         found = browse(tmp_path, path, "#step=4")
-        assert found[0][1] == {"lang": "en", "data-step": "4"}  # the script ran, and none of theirs
+        assert found[0][1] == {"lang": "en", "data-step": "4"}  # only the page's own script ran
         assert "img" not in [tag for tag, _, _ in found]
         assert len(text_of(found, "script")) == 2
         for tag in ("h1", "dt", "dd"):

@@ -1,4 +1,4 @@
-"""Real processes on this machine, gloo between them: same tokens as one process, and every fault by name."""
+"""Hosts as real processes with gloo between them: the tokens equal those of one process, and errors name faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from launch.hosts.local_processes import free_port, worst
 
 PROMPTS = ["--prompt=def add(a, b):\n", "--prompt=def is_even(number):\n"]
 GENERATE = [*PROMPTS, "--max_new_tokens=16", "--json", "--compile_cache="]
-BOUND = 15.0  # seconds until all are down, with these timeouts
+BOUND = 15.0  # seconds until all processes have ended, with these timeouts
 
 
 def local(*command: str, processes: int, devices: int) -> subprocess.CompletedProcess[str]:
@@ -67,7 +67,7 @@ def test_tokens_on_every_mesh(
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_converted_and_restored_together(capsys: pytest.CaptureFixture[str], tmp_path: Path, processes: int) -> None:
-    """Several processes write the checkpoint that one writes, and restore it to the tokens of one."""
+    """Several processes write the same checkpoint as one, and generate the same tokens after restoring it."""
     one, many, back = (tmp_path / name for name in ("one", "many", "back"))
     convert.run(["convert", f"--source={DEMO}", f"--output={one}"])
     capsys.readouterr()
@@ -185,7 +185,7 @@ def test_a_second_sigterm_ends_all_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_a_host_alone(tmp_path: Path, fault: str, code: int) -> None:
-    """Without other hosts the same exit codes and the same manners."""
+    """A single host has the same exit codes and messages."""
     command = generate_command(f"--fault={fault}", module="benchmarks.faulty")
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stderr
@@ -223,7 +223,7 @@ def test_a_wrong_flag_everywhere_is_one_users_error() -> None:
 
 
 class TestLocal:
-    """launch.local with commands that are no launchers."""
+    """``launch.local`` with arbitrary commands."""
 
     def run(self, code: str, *own: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -285,7 +285,7 @@ class TestLocal:
             assert process.wait(30) == 5
 
     def test_a_reader_that_goes_away(self, tmp_path: Path) -> None:
-        """As `| head -1` does: the process hears of it, where it would wait for ever on a pipe that is full."""
+        """A closed pipe (as with `| head -1`) reaches the process, which must not wait on a full pipe."""
         code = "import os\nif os.environ['JAX_PROCESS_ID'] == '0':\n    while True: print('line' * 100)"
         command = [sys.executable, "-m", "launch.local", "--num_processes=2", "--", sys.executable, "-c", code]
         with (tmp_path / "errors").open("w") as errors:

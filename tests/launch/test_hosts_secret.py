@@ -1,4 +1,4 @@
-"""Hosts know each other: who does not know the secret of a run is heard by nobody, and costs next to nothing."""
+"""Authentication of hosts: clients without the run's secret are refused and cost few resources."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def port_of(peers: list[Peer]) -> int:
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds."""
+    """Return this process's resident memory in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def judged(scene: Callable[[list[Peer]], Awaitable[None]]) -> tuple[Fault | None, list[str]]:
-    """What the hub finds, and says, when strangers act a scene and all hosts are done then."""
+    """Run a scene with strangers, then let all hosts finish. Return the hub's fault and its messages."""
     failed: list[BaseException] = []
 
     async def acted(peers: list[Peer]) -> None:
@@ -79,7 +79,7 @@ def test_a_proof_is_of_one_connection() -> None:
         repeat.write(overheard)
         verdict = decode(await again.readline())
         assert verdict["kind"] == "verdict"
-        # For another host it is worth nothing either.
+        # It is not valid for another host either.
         writer.write(encode(**(json.loads(overheard) | {"host": 0})))
         assert decode(await reader.readline())["kind"] == "verdict"
 
@@ -109,7 +109,7 @@ def test_somebody_else_in_the_place_of_host_0_is_found_out() -> None:
 
 
 def test_strangers_cost_little() -> None:
-    """One client that sends lines without end, and topics without end, took host 0 to 480 MB."""
+    """A client that sends endless lines and topics must not fill host 0's memory."""
     before = resident()
 
     async def scene(peers: list[Peer]) -> None:

@@ -1,4 +1,4 @@
-"""Whose fault it is: the judgement of host 0, with connections that speak for themselves."""
+"""The hub's decision which host is at fault, tested with scripted connections."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Scene = Callable[[list[Peer]], Awaitable[None]]
 
 
 def judge(scene: Scene, hosts: int = 2, timeouts: Timeouts = PATIENCE) -> tuple[Fault | None, list[Peer], list[str]]:
-    """What the hub finds when its peers act a scene."""
+    """Run a hub whose peers act as a scene says. Return the hub's fault, the peers, and the hub's messages."""
 
     async def play() -> tuple[Fault | None, list[Peer], list[str]]:
         said: list[str] = []
@@ -201,7 +201,7 @@ def test_missing_hosts_are_named_while_waiting_and_in_the_end(monkeypatch: pytes
         port = free_port()
         hub = Hub(4, Timeouts(1, 30, 30, 30), said.append, SECRET)
         await hub.listen("127.0.0.1", port)
-        # Kept: a connection that nothing refers to any more is collected, and closed, at any moment.
+        # Keep a reference: a connection without one may be garbage-collected, and thereby closed, at any time.
         peers = [await Peer(number, 4).connect(port) for number in (0, 2)]
         fault = await hub.watch()
         for peer in peers:

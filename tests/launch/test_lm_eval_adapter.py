@@ -1,4 +1,4 @@
-"""The adapter as lm-evaluation-harness calls it; left out where the harness is not installed."""
+"""The adapter for lm-evaluation-harness; skipped if the harness is not installed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCUMENTS = [
     {"context": "import os\nimport ", "good": "sys", "bad": "return"},
 ]
 UNTIL = {"until": ["\n\n"], "max_gen_toks": 6, "do_sample": True, "temperature": 1.0}
-# Tasks as the harness's own are written; JSON is YAML.
+# Tasks in the harness's format; JSON is valid YAML.
 TASKS: dict[str, dict[str, Any]] = {
     "tiny_complete": {
         "output_type": "generate_until",
@@ -80,7 +80,7 @@ def test_wrong_model_args_of_the_command(monkeypatch: pytest.MonkeyPatch, capsys
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["diffusion", "autoregressive"])
 def test_tasks_from_end_to_end(kind: str, gpt2: Path, tmp_path: Path) -> None:
-    """The harness's own command line on tasks and data of a folder: what it records is what the model says."""
+    """The harness's command records the answers of the model for tasks from a folder."""
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
     for name, task in TASKS.items():

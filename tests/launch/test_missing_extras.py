@@ -1,4 +1,4 @@
-"""What is said where an optional dependency is not installed."""
+"""Messages about optional dependencies that are not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way in has every decoding parameter: flags, lines, bodies, their document, modes, and the documented table."""
+"""Every decoding parameter exists as a flag, in batch lines, bodies, OpenAPI, modes and the documented table."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from absl import flags
 
 from checkpoints import DEMO, open_folder
-from launch import serve
 from launch.docs import parameter_table
 from launch.flags.decoding import decoding_config, define_decoding_flags
 from launch.flags.model import read_tokenizer
+from launch.flags.server import read_modes
 from launch.openai.bodies import Defaults, by_our_names, known, read_config
 from launch.serving.app import Application
 from launch.serving.bodies import ChatBody, CompletionBody
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = open_folder(str(DEMO))
 MODEL = parse_config(FOLDER.config)
 
-# What users rely on: names of flags, and their values where nobody gives them.
+# Names of flags and their defaults, on which users rely.
 FLAGS = {
     "preset": "published",
     "max_new_tokens": None,
@@ -82,7 +82,7 @@ def defaults(*arguments: str) -> Defaults:
 
 
 def other_value(one: Parameter) -> Any:
-    """A value of a parameter that is not its default."""
+    """Return a value of a parameter other than its default."""
     if isinstance(one.kind, Choice):
         return next(value for value in one.kind.choices if value != one.default)
     if isinstance(one.kind, Boolean):
@@ -93,7 +93,7 @@ def other_value(one: Parameter) -> Any:
 
 
 def settings(one: Parameter, value: Any) -> dict[str, Any]:
-    """The value, with the settings that it requires."""
+    """Return the value together with the settings that it requires."""
     return {one.name: value} | {needed.field: needed.values[0] for needed in one.requires}
 
 
@@ -114,7 +114,7 @@ def test_a_parameter_by_flag_by_line_and_by_body(name: str) -> None:
     said = settings(one, value)
     config = of_flags(*[f"--{key}={str(given).lower()}" for key, given in said.items()])
     assert getattr(config, name) == value
-    if name != "seed":  # a request's own
+    if name != "seed":  # requests set their own
         for spelled in (name, *one.aliases):
             body = by_our_names({spelled if key == name else key: given for key, given in said.items()})
             assert known(body) == body
@@ -139,10 +139,10 @@ def test_modes_set_what_a_mode_can() -> None:
         text = ",".join(
             f"{key}={str(given).lower()}" for key, given in settings(EXPOSED_PARAMETERS[name], value).items()
         )
-        assert getattr(serve.read_modes([text], defaults())[1], name) == value
+        assert getattr(read_modes([text], defaults())[1], name) == value
     for text in ("steps=4", "seed=1", "cache", "preset=class"):
         with pytest.raises(InputError, match=f"--mode={text}: expected name=value"):
-            serve.read_modes([text], defaults())
+            read_modes([text], defaults())
 
 
 def test_the_table_of_the_readme() -> None:

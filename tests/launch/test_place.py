@@ -1,4 +1,4 @@
-"""Where a process stands: flags and every cluster manager's variables."""
+"""A process's place among the hosts, from flags and from the variables of each cluster manager."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_process_for_each_device_or_one_for_all() -> None:
 
 @pytest.mark.parametrize("tasks", [2, 16])
 def test_slurm_as_jax_detects_it(monkeypatch: pytest.MonkeyPatch, tasks: int) -> None:
-    """JAX itself reads the environment; this holds its detection to what it is called for."""
+    """JAX reads the environment itself; this checks that it finds what we expect."""
     around = {
         "SLURM_JOB_ID": "4711",
         "SLURM_STEP_NODELIST": "gpu[07-08],other",
@@ -102,7 +102,7 @@ def test_a_pod_of_no_indexed_job_is_alone(monkeypatch: pytest.MonkeyPatch, recwa
 
 @pytest.mark.parametrize("slices", [1, 2])
 def test_a_tpu_slice_as_jax_detects_it(monkeypatch: pytest.MonkeyPatch, slices: int) -> None:
-    """On TPUs the runtime knows best who is who, whatever else is around."""
+    """On TPUs, the TPU runtime's place wins over other variables."""
     from jax._src import cloud_tpu_init
     from jax._src.clusters import cloud_tpu_cluster, cluster
 
@@ -117,7 +117,7 @@ def test_a_tpu_slice_as_jax_detects_it(monkeypatch: pytest.MonkeyPatch, slices: 
     found = place(TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
     assert (found.host, found.hosts) == (4 * slices - 1, 4 * slices)
     assert (found.coordinator, found.control_port, found.local_devices) == ("127.0.0.1:8482", 8483, None)
-    # Simulated devices are this host's affair.
+    # Simulated devices are local to this host.
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert place({}).hosts == 1
 

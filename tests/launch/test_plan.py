@@ -49,12 +49,12 @@ def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_all_machines_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(run(capsys, "--topology=all", "--json"))
-    assert [one["topology"] for one in found["plans"]] != list(plan.MACHINES)  # sorted by what they reach
+    assert [one["topology"] for one in found["plans"]] != list(plan.MACHINES)  # sorted by speed
     assert {one["topology"] for one in found["plans"]} == set(plan.MACHINES)
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """The picture, after a check that no text covers another, or leaves the picture."""
+    """Return the figure, after a check that no text overlaps another or leaves the figure."""
     figure = pytest.importorskip("matplotlib.figure")
     figures: list[Any] = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **options: figures.append(self))
@@ -219,13 +219,13 @@ SMALL = {
 
 
 def write_config(folder: Path, **changes: object) -> Path:
-    """A model folder with nothing but its config.json."""
+    """Write a model folder that contains only config.json."""
     (folder / "config.json").write_text(json.dumps(SMALL | changes))
     return folder
 
 
 def test_what_the_compiler_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Collectives are those that are run: the scan over layers and the search for thresholds are multiplied out."""
+    """Collectives in loops (the scan over layers, the search for thresholds) are counted once per iteration."""
     write_config(tmp_path)
     what = ["--topology=v5e:2x2", "--mesh=tensor=2", "--prompt=64", "--new_tokens=64"]
     how = ["--compile=1", "--json", f"--dump_hlo={tmp_path / 'programs'}"]
@@ -240,7 +240,7 @@ def test_what_the_compiler_says(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     text = file.read_text()
     assert text.startswith("HloModule")
     written = text.count(" all-reduce(") + text.count(" all-reduce-start(")
-    # Two of every layer, and one of each of 11 searches for a threshold, of which the program has one.
+    # Two per layer, and one per iteration of the threshold search, which has 11.
     assert compiled["collectives_of_a_pass"]["all-reduce"] >= written + 2 * (SMALL_LAYERS - 1) + 10
 
 
@@ -278,7 +278,7 @@ def test_a_checkpoint_is_planned_as_it_is_stored(capsys: pytest.CaptureFixture[s
 
 def test_the_demo_is_planned_from_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
     plan.run(["plan", f"--checkpoint={DEMO}", "--topology=v5e:2x2", "--compile=0", "--mesh=data=1"])
-    # A long path wraps the lines of the table.
+    # The table wraps lines with long paths.
     out = " ".join(capsys.readouterr().out.split())
     assert "3 chips idle" in out
     assert "all but the compiler's column is estimated" in out
@@ -316,7 +316,7 @@ def test_what_the_compiler_finds_too_large_makes_room_for_the_next(
     assert "What would help" in left_out["does_not_fit"]
     assert "much more" not in left_out["does_not_fit"]
     assert str(tried[0]) in found["notes"][0]
-    # One that was named has no next.
+    # A mesh that the user names has no alternative.
     tried.clear()
     with pytest.raises(SystemExit) as caught:
         plan.run([*arguments, "--mesh=tensor=8"])
@@ -371,7 +371,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_compiled(
         (tmp_path / folder).mkdir()
     for file in ("file", "locked.png"):
         (tmp_path / file).touch()
-    # What the system says to a user who is not root.
+    # The error for a user who is not root.
     monkeypatch.setattr("os.access", lambda where, mode: not Path(where).name.startswith("locked"))
     with pytest.raises(SystemExit) as caught:
         plan.run([*HERE[:2], "--topology=v5e:2x4", f"--{flag}={tmp_path / path}"])

@@ -1,4 +1,4 @@
-"""What hosts compare, and whom they name."""
+"""Comparison of hosts before a run, and which hosts the messages name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = [f"host {number}" for number in range(4)]
         (["a", "a", "a", "a"], []),
         (["b", "a", "a", "a"], ["host 0"]),
         (["a", "a", "b", "a"], ["host 2"]),
-        (["a", "b", "b", "a"], ["host 1, host 2"]),  # no most: host 0 is what the others are held against
+        (["a", "b", "b", "a"], ["host 1, host 2"]),  # without a majority, the others are compared with host 0
         (["a", "a", "b", "c"], ["host 2", "host 3"]),
     ],
 )
@@ -64,7 +64,7 @@ def test_flags_that_count() -> None:
 
 
 class Pair(Host):
-    """Two hosts, of which the other says what it is told to."""
+    """Simulates two hosts; a test sets what the other one sends."""
 
     count = 2
 
@@ -81,7 +81,7 @@ class Pair(Host):
 
 
 def run_program(host: Host) -> int:
-    """Run a program through the cache that engines use, three times; returns how many were compiled."""
+    """Run a program three times through the engines' program cache, and return the number of compilations."""
     cache = ProgramCache("cpu")
     cache.before_run = agree_on_programs(host)
     for _ in range(3):

@@ -9,7 +9,7 @@ from launch import batch, generate, serve
 
 
 def assert_scopes(trace: Path) -> None:
-    """The model's named scopes are in the trace, beside the operations that a profile shows."""
+    """Assert that the trace has the model's named scopes and its operations."""
     (profile,) = trace.rglob("*.xplane.pb")
     found = profile.read_bytes()
     for scope in (b"denoise_step", b"/layer/", b"/mlp/", b"lm_head"):
@@ -51,7 +51,7 @@ def test_a_trace_and_the_programs(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
     assert_scopes(trace)
     (text,) = [path.read_text() for path in programs.glob("*.hlo.txt")]
-    # The model's named scopes are what a profile is read by.
+    # Readers of a profile need the model's named scopes.
     assert "denoise_step" in text
     assert "/layer/" in text
 

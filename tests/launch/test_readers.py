@@ -1,4 +1,4 @@
-"""The threads that read bodies: owners take turns, errors are returned, and no thread keeps the process alive."""
+"""Threads that parse request bodies: clients take turns, errors are returned, and no thread keeps the process alive."""
 
 from __future__ import annotations
 

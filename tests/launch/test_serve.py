@@ -28,6 +28,7 @@ from launch.serving.keys import Keys
 from launch.serving.limits import Limits
 from launch.serving.metrics import Metrics
 from launch.serving.response_stream import ResponseStream
+from launch.serving.turns import Turns
 from runtime import DiffusionConfig, Engine, Executor, PoolShape, SamplingConfig, SchedulerPolicy, StepOutcome, StepPlan
 from runtime.execution.runner import weight_bytes
 from sharding.errors import InputError
@@ -141,7 +142,8 @@ def test_told_to_end_while_it_warms_up(tiny: Engine, monkeypatch: pytest.MonkeyP
         ):
             made: list[StepPlan] = []
             monkeypatch.setattr(executor, "execute", made.append)
-            monkeypatch.setattr(host, "draining", iter([False] * asked + [True]).__next__)
+            told = iter([False] * asked + [True])
+            monkeypatch.setattr(Turns, "draining", lambda turns, told=told: next(told))
             run()
             assert len(made) == steps
     assert not ready
@@ -273,7 +275,7 @@ def test_a_client_that_goes_after_stray_bytes_frees_its_slot(engine: Engine, mon
                 client.sendall(post_head("/v1/completions", f"Content-Length: {len(body)}") + body)
                 wait_for(lambda: found.metric("num_requests_running") == 1)
                 client.sendall(stray)
-                time.sleep(0.1)  # so that it arrives in a packet of its own
+                time.sleep(0.1)  # makes it arrive in a separate packet
             gone = time.monotonic()
             wait_for(lambda: found.metric("num_requests_running") == 0)
             assert time.monotonic() - gone < 10, "it would have taken three times as long"

@@ -1,4 +1,4 @@
-"""Responses: OpenAI's client, the same tokens alone, under load and offline; and refused requests."""
+"""Responses: OpenAI's client, tokens that equal those offline with and without load, and refused requests."""
 
 from __future__ import annotations
 
@@ -170,6 +170,17 @@ def test_answers_do_not_depend_on_who_else_is_served(there: Served) -> None:
     assert offline(there, [PROMPT], seed=2, max_new_tokens=10, temperature=1.0)[0].text == alone[2]
 
 
+def test_infilling(there: Served) -> None:
+    prompt = "def square(<|mask|>):\n    return number * number\n"
+    found = there.post("/v1/completions", {"prompt": prompt, "max_tokens": 0, "steps": 1, "seed": 4}).json()
+    [choice] = found["choices"]
+    assert (choice["text"], choice["masks_left"], choice["completion_tokens"]) == ("", 0, 0)
+    assert choice["filled_prompt"].startswith("def square(")
+    assert "<|mask|>" not in choice["filled_prompt"]
+    [expected] = offline(there, [prompt], seed=4, max_new_tokens=0, steps=1)
+    assert choice["filled_prompt"] == expected.filled_prompt
+
+
 def test_scores_are_those_of_the_engine(there: Served) -> None:
     tokenizer, masked = there.engine.tokenizer, there.engine.config.mask_token_id
     rows = [tokenizer.encode(PROMPT), tokenizer.encode("import os\n"), [5, 6, 7, 8]]
@@ -185,6 +196,8 @@ def test_scores_are_those_of_the_engine(there: Served) -> None:
     assert len(texts["data"][0]["token_logprobs"]) == len(rows[1])
 
 
+# More characters than any text of 128 tokens.
+LONG_TEXT = "word " * 20000
 WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "model_not_found"),
     ("/v1/completions", {"model": "demo"}, 400, "prompt: Field required"),
@@ -290,6 +303,29 @@ def test_what_is_refused_says_why(there: Served) -> None:
         assert "codec" not in answer.text
     # The server still answers.
     assert there.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": LONG_TEXT}, "prompt"),
+        ("/v1/completions", {"prompt": ["x", LONG_TEXT]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG_TEXT}]}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG_TEXT[:20000]}] * 5}, "messages"),
+        ("/v1/score", {"input": LONG_TEXT}, "input"),
+        ("/v1/score", {"input": "word " * 200}, "input"),
+        ("/v1/score", {"input": ["x", LONG_TEXT]}, "input"),
+        ("/v1/score", {"input": [[1] * 200]}, "input"),
+        ("/v1/score", {"input": [[1]], "targets": [[1] * 200]}, "targets"),
+    ],
+)
+def test_a_text_that_is_too_long_is_named_as_the_client_sent_it(
+    there: Served, path: str, body: dict[str, Any], field: str
+) -> None:
+    answer = there.post(path, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+    assert "128 positions" in answer.json()["error"]["message"]
 
 
 def test_about_the_server(there: Served) -> None:

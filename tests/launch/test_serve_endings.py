@@ -33,9 +33,9 @@ def steps(there: Served, monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepPlan
 
     def record(plan: StepPlan) -> StepOutcome:
         outcome = timed(execute(plan), 0.01)
-        if any(one.buckets or one.finish for one in plan.pools):  # else slots are closed after the last row
+        if any(one.buckets or one.finish for one in plan.pools):  # otherwise slots are closed after the last row
             made.append((plan, outcome))
-            time.sleep(0.02)  # for whoever reads the stream
+            time.sleep(0.02)  # gives the stream's reader time
         return outcome
 
     monkeypatch.setattr(executor, "execute", record)
@@ -43,7 +43,7 @@ def steps(there: Served, monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepPlan
 
 
 def ask(found: Served, **body: Any) -> tuple[dict[str, Any], list[float]]:
-    """An answer, and what it has added to the counters."""
+    """Return an answer and the increase of the counters."""
     before = [found.metric(name) for name in COUNTERS]
     answer = found.post("/v1/completions", {"prompt": PROMPT, "seed": 1} | body)
     assert answer.status_code == 200, answer.text
@@ -52,7 +52,7 @@ def ask(found: Served, **body: Any) -> tuple[dict[str, Any], list[float]]:
 
 
 def stream(found: Served, **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream."""
+    """Return the events of a stream."""
     lines = found.post("/v1/completions", {"prompt": PROMPT, "seed": 1, "stream": True} | body).text.splitlines()
     assert lines[-2] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
@@ -66,7 +66,7 @@ def test_the_stream_of_the_readme_streams(there: Served, steps: list[tuple[StepP
         pieces = [text for event in events if (text := event["choices"][0]["text"])]
         assert "".join(pieces) == expected.text
         assert len(pieces) > 1
-        # It is looked at after its first iteration and, until it has shown something, after the second one.
+        # The stream is observed after the first iteration, and again after the second if nothing was shown.
         iterations = [sum(run.iterations for run in outcome.pools[0].runs) for _, outcome in steps]
         looks = [canvas for _, outcome in steps for canvas in outcome.pools[0].canvases.values()]
         assert iterations[0] == 1
@@ -98,7 +98,7 @@ def test_a_stop_string_frees_the_slot(there: Served, steps: list[tuple[StepPlan,
     assert answer["usage"]["completion_tokens"] == len(expected.tokens) == committed == generated
     assert len(found["logprobs"]["tokens"]) == len(expected.tokens)
     assert (found["masks_left"], forwards < 16) == (0, True)
-    # In the step after the one whose canvas had it.
+    # The slot is freed one step after the canvas contained the stop string.
     tokenizer = there.engine.tokenizer
     finished = [number for number, (plan, _) in enumerate(steps) if plan.pools[0].finish]
     assert finished == [len(steps) - 1]

@@ -1,4 +1,4 @@
-"""The server as it is started: the commands of its README, signals, and two hosts of which one dies."""
+"""The server as a process: the commands of its README, signals, and two hosts of which one is killed."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ import pytest
 
 from benchmarks.faults import HEARTBEAT, HostProcesses, names_host
 from launch import serve
+from launch.serving.http import listen
+from launch.serving.limits import allow_files
 from runtime import DiffusionConfig
 from sharding.errors import InputError
 from tests.launch.served import PATIENCE, demo, wait_for
@@ -72,14 +74,14 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 def streams(url: str, count: int, tokens: int) -> tuple[list[threading.Thread], list[str]]:
-    """Streams that have begun, of all their tokens whatever they say."""
+    """Start streams that generate all their tokens, in one thread each. Return the threads and the texts so far."""
     texts: list[str] = [""] * count
 
     def read(number: int) -> None:
         body = {"prompt": PROMPT, "max_tokens": tokens, "block_length": 4, "stream": True, "seed": number}
         body["early_stop"] = False
         with (
-            contextlib.suppress(httpx.TransportError),  # the server has gone: what came is what counts
+            contextlib.suppress(httpx.TransportError),  # the server has ended; the text until then is kept
             httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as answer,
         ):
             for part in answer.iter_text():
@@ -184,7 +186,7 @@ def test_two_hosts_and_the_death_of_one(tmp_path: Path, compiled: str) -> None:
             thread.join(PATIENCE)
         logs = processes.text("err")
     assert names_host(logs[0], 1), logs[0]
-    # Nobody's answer just ends: it is whole, or it says why not.
+    # Each answer is complete or contains the error.
     failed = ['"code":"engine_failed"' in text.replace(" ", "") for text in texts]
     assert any(failed)
     assert all(said or text.rstrip().endswith("data: [DONE]") for said, text in zip(failed, texts, strict=True)), texts
@@ -197,7 +199,7 @@ def test_a_signal_to_one_host_drains_all(tmp_path: Path, compiled: str) -> None:
     command = [sys.executable, "-m", "launch.serve", *ARGUMENTS, "--mesh=tensor=2", compiled]
     with HostProcesses([command] * 2, tmp_path) as processes:
         url = address(lambda: processes.text("err")[0])
-        time.sleep(1.0)  # idle hosts agree on nothing, again and again
+        time.sleep(1.0)  # idle hosts exchange several empty turns
         threads, texts = streams(url, 6, 32)
         wait_for(lambda: any(texts))
         processes.send(1, signal.SIGTERM)
@@ -258,16 +260,16 @@ def test_as_many_open_files_as_connections_want(monkeypatch: pytest.MonkeyPatch)
         ((unlimited, unlimited), []),
     ):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, limits=limits: limits)
-        serve.allow_files(1000)
+        allow_files(1000)
         assert found == raised, limits
         found.clear()
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 1024))
     with pytest.raises(InputError, match=r"takes 1128 open files, and ulimit -n allows 1024.*--max_connections=896"):
-        serve.allow_files(1000)
+        allow_files(1000)
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    own = serve.listen("127.0.0.1", 0)
+    own = listen("127.0.0.1", 0)
     own.listen()
     with pytest.raises(SystemExit) as stop:
         serve.run(["serve", f"--port={own.getsockname()[1]}"])

@@ -1,4 +1,4 @@
-"""A server for long, for too many, and to the end: nothing leaks, nobody waits in vain, no stream is cut."""
+"""A server under long load, overload and shutdown: it leaks nothing, answers every request and cuts no stream."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ CONFIG = DiffusionConfig.published(16, 0.8)
 DUAL = {"cache": "dual", "block_length": 8, "parallel": "threshold"}
 PROMPT = "def is_even(number):\n"
 PLAIN = 8
-# Each so many kinds has a stop string from the middle of its text.
+# Every third kind of request has a stop string from the middle of its text.
 STOPPED = 3
 QUEUE = 16
 
 
 class GoneError(Exception):
-    """A client that has gone away."""
+    """The client disconnects."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def there(engine: Engine) -> Iterator[Served]:
 
 
 class Asked:
-    """Requests of many kinds, the plain ones first, and what the engine makes of them offline."""
+    """Different requests, simple ones first, with the texts that the engine generates for them offline."""
 
     def __init__(self, engine: Engine, kinds: int) -> None:
         self._engine, self.stopped = engine, 0
@@ -93,7 +93,7 @@ class Asked:
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], leave: bool = False) -> list[str]:
-    """The texts of an answer, streamed or not; or go away as soon as some of it is there."""
+    """Return the texts of an answer, streamed or not. With ``leave``, disconnect after the first text."""
     texts = [""] * body["n"]
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200
@@ -108,7 +108,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], leave: bool = Fal
 
 
 async def soak(url: str, asked: Asked, count: int, seed: int) -> tuple[int, int]:
-    """Requests by several users, of whom many go away at some time: how many were answered, how many cancelled."""
+    """Send requests of 12 users who often disconnect. Return the numbers of answered and of cancelled requests."""
     chance, outcomes = random.Random(seed), [0, 0]
     left = iter(range(count))
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
@@ -129,7 +129,7 @@ async def soak(url: str, asked: Asked, count: int, seed: int) -> tuple[int, int]
 
 
 def settled(found: Served) -> None:
-    """Wait until nobody is there, and see that nothing is left of those who were."""
+    """Wait until no request is left, and check that all slots are free."""
     wait_for(lambda: found.metric("num_requests_running") + found.metric("num_requests_waiting") == 0)
     scheduler, executor = found.server.serving.scheduler, found.server.serving.executor
     assert scheduler is not None
@@ -140,7 +140,7 @@ def settled(found: Served) -> None:
 
 
 def group_of(process: Path) -> int | None:
-    """The process group of a folder in /proc; None of a process that has ended meanwhile."""
+    """Return the process group of a folder in /proc; None if the process has ended."""
     try:
         return int((process / "stat").read_text().rpartition(")")[2].split()[2])
     except OSError:
@@ -148,7 +148,7 @@ def group_of(process: Path) -> int | None:
 
 
 class Hosts:
-    """A server on two hosts: processes of this machine that share a mesh, of which the first one answers."""
+    """A server on two hosts: two processes of this machine that share a mesh. The first one serves HTTP."""
 
     def __init__(self, processes: HostProcesses) -> None:
         self.processes = processes
@@ -162,11 +162,11 @@ class Hosts:
         return metric(self.url, name)
 
     def settled(self) -> None:
-        """Wait until nobody is there."""
+        """Wait until no request is left."""
         wait_for(lambda: self.metric("num_requests_running") + self.metric("num_requests_waiting") == 0)
 
     def resources(self) -> list[tuple[int, int, int]]:
-        """Bytes in memory, open files and threads of each host: of its supervisor and the process that works."""
+        """Return memory in bytes, open files and threads of each host, summed over its supervisor and its worker."""
         found = []
         for group in self.processes.groups:
             own = [one for one in Path("/proc").glob("[0-9]*") if group_of(one) == group]
@@ -180,14 +180,14 @@ class Hosts:
         return found
 
     def end(self) -> None:
-        """End it, and see that both hosts leave as they should."""
+        """Stop the server, and check that both hosts exit with 0."""
         self.processes.send(0, signal.SIGTERM)
         assert self.processes.wait(PATIENCE) == [0, 0], self.processes.text("err")
 
 
 @contextmanager
 def two_hosts(checkpoint: Path, logs: Path, *more: str) -> Iterator[Hosts]:
-    """A server on two hosts, each with one device; its rows move before every step."""
+    """Run a server on two hosts with one device each. All its rows move before every step."""
     command = [sys.executable, "-m", "tests.launch.moving_worker", f"--checkpoint={checkpoint}"]
     command += [
         "--served_model_name=demo",
@@ -256,7 +256,7 @@ def test_two_hosts_for_a_moment(folder: Path, engine: Engine, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_two_hosts_that_have_been_there_before(folder: Path, tmp_path: Path, compiled: str) -> None:
-    """XLA loses the order of collectives in a program that it reads from the cache of compiled ones."""
+    """XLA loses the order of collectives in programs from the compilation cache; the server must work anyway."""
     for _ in range(2):
         with two_hosts(folder, tmp_path, f"--compile_cache={compiled}") as hosts:
             hosts.end()
@@ -285,8 +285,8 @@ def test_ten_thousand_requests(folder: Path, engine: Engine, tmp_path: Path) -> 
         assert last[2] <= threads, seen
 
 
-# How long /health and /metrics take while others are served, and how many wait: a process of its own, since clients
-# under load are late themselves.
+# Measures the latency of /health and /metrics under load, and the number of waiting requests. It runs in its own
+# process, because the process that generates the load measures late.
 WATCHER = """
 import http.client, json, sys, time
 host, seconds = sys.argv[1], float(sys.argv[2])
@@ -307,13 +307,16 @@ print(json.dumps([times, waiting]))
 
 
 def ten_times_too_much(url: str, seconds: float, asks: Sequence[Ask]) -> dict[str, float]:
-    """Ten times what a server with a queue of :data:`QUEUE` can do: what it makes of it, checked as on any machine."""
+    """Send ten times the requests that a server with a queue of :data:`QUEUE` can answer, and return measurements.
+
+    The checks here hold on any machine; callers may check the measurements.
+    """
 
     async def overload() -> tuple[list[Any], float, Any]:
         async with Client(url, None, PATIENCE) as client:
             start = time.perf_counter()
             await closed_loop(client, asks[:60], 8)
-            # At least so many that they cannot all wait.
+            # Send at least so many that not all fit into the queue.
             rate = max(10 * 60 / (time.perf_counter() - start), 6 * QUEUE / seconds)
             print("offered", rate)
             watcher = subprocess.Popen(
@@ -350,7 +353,7 @@ def ten_times_too_much(url: str, seconds: float, asks: Sequence[Ask]) -> dict[st
 
 
 def test_ten_times_too_much_for_a_moment(engine: Engine) -> None:
-    # So few that both ends of each may be open in this process.
+    # Few enough connections that both ends of each can be open in this process.
     with served(engine, CONFIG, canvas=(128,), slots=4, limits=Limits(queue=QUEUE, rows=1)) as found:
         ten_times_too_much(found.url, 1.0, [Ask("x", 16, number, stream=True) for number in range(300)])
         settled(found)
@@ -362,7 +365,7 @@ def test_ten_times_too_much(folder: Path, tmp_path: Path) -> None:
     flags += [f"--max_queue={QUEUE}", "--max_rows=1", "--slots=4", "--canvas=128"]
     with started(tmp_path, *flags) as (url, _, _):
         found = ten_times_too_much(url, 8.0, [Ask("x", 100, number, stream=True) for number in range(10_000)])
-    # Those in the queue at the end are answered too; some room for a capacity that was measured before.
+    # Requests in the queue at the end are answered too. The capacity was measured earlier, so 8 and not 10.
     assert found["refused"] + found["answered"] >= 8 * (found["answered"] - QUEUE)
     assert found["refusal at most"] <= 0.1
     assert found["recovered"] <= 5

@@ -1,4 +1,4 @@
-"""The live canvas: what reaches the terminal, and what must not."""
+"""The live canvas in the terminal: its drawing, and text that must not reach the terminal."""
 
 import io
 import sys
@@ -24,7 +24,7 @@ def written(console):
 
 
 def frame_text(watcher, console, step, rows):
-    """The lines of one frame, without styles."""
+    """Return the lines of one frame, without styles."""
     plain = Console(file=io.StringIO(), width=console.width, height=console.height, legacy_windows=False)
     plain.print(watcher.frame(step, rows))
     return plain.file.getvalue().rstrip("\n").split("\n")
@@ -160,7 +160,7 @@ def test_markup_and_control_characters_are_inert():
     assert "a␍b\ufffdc\ufffdd\ufffde␡" in out
     assert "[blink]␛[5mtitle line" in out
     out.encode("utf-8")
-    # What is left of escapes is the drawing's own cursor movement.
+    # The only remaining escape sequences are the display's own cursor movements.
     for forbidden in ("\x1b[5m", "\x1b[2J", "\x1b]0", "\x07", "\x9b", "\u202e", "\x7f"):
         assert forbidden not in out
 
@@ -259,7 +259,7 @@ def test_fast_steps_are_not_all_drawn_but_the_last_is():
     assert "step   0/100" in out
     assert "step   1/100" not in out
     assert "step   4/100" in out
-    # The run ended early: its last canvas is drawn on the way out.
+    # The run ended early; leaving the context draws its last canvas.
     assert "step  50/100" in out
     assert out.count("masked") < 20
 

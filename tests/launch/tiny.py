@@ -1,4 +1,4 @@
-"""A checkpoint with which a server answers in milliseconds: random weights, the demo's tokenizer."""
+"""A very small checkpoint with random weights and the demo's tokenizer, so that a server answers in milliseconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content 
 
 
 def write_tiny_checkpoint(folder: Path) -> Path:
-    """Dream is Qwen2 without its causal mask, and its weights have the same names."""
+    """Write the checkpoint. Dream is Qwen2 without a causal mask, and its weights have the same names."""
     demo: dict[str, Any] = json.loads((DEMO / "config.json").read_text())
     torch.manual_seed(0)
     config = transformers.Qwen2Config(

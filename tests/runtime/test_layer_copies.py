@@ -25,6 +25,7 @@ from runtime.execution.programs import (
     lower_decode,
     lower_denoise,
     lower_prefill,
+    widens_weights,
 )
 from runtime.execution.specialization import decode_program, denoise_program
 from runtime.models.config import ModelConfig
@@ -116,7 +117,9 @@ CPU = {"hidden_size": 256, "intermediate_size": 1536, "num_heads": 8, "num_kv_he
 @functools.cache
 def compiled_here(program: str, dtype: str, quantization: str, scan: bool | None = None) -> tuple[Any, Any]:
     layout, lowering = lowered(program, jax.devices(), dtype, quantization, CPU, scan)
-    return layout, lowering.compile(compiler_options=(compiler_options("cpu") or {}) | AS_RELEASED)
+    return layout, lowering.compile(
+        compiler_options=(compiler_options("cpu", widens_weights(layout, dtype)) or {}) | AS_RELEASED
+    )
 
 
 @pytest.mark.parametrize("program", ["block step", "decode"])

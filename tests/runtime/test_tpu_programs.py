@@ -86,7 +86,7 @@ def compiled(topology: str, mesh: str, attention: str) -> Program:
         layout.abstract_weights(jnp.bfloat16),
         *abstract_denoise(layout, B, S, S),
     )
-    return Program(layout, lowered.compile(compiler_options=compiler_options("tpu")), chunk)
+    return Program(layout, lowered.compile(compiler_options=compiler_options("tpu", False)), chunk)
 
 
 TENSOR = [

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.aot import aot_devices, missing_compiler
 from sharding.errors import MeshError
 from sharding.heads import HeadLayout
 from sharding.links import Wiring
-from sharding.mesh import MeshSpec, arrange_devices
+from sharding.mesh import MeshSpec, arrange_devices, build_mesh, has_reduce_scatter
 from sharding.topology import CHIPS, parse_topology, places
 
 
@@ -100,6 +103,42 @@ def test_places_are_arranged_as_the_devices_are(text: str, mesh: str) -> None:
     for place, device in zip(ours.flat, theirs.flat, strict=True):
         assert (place.coords, place.slice_index) == (tuple(device.coords), getattr(device, "slice_index", 0))
         assert place.device_kind == device.device_kind
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh", "found"),
+    [
+        ("v5e:2x4", "tensor=8", True),
+        ("v5e:4x4", "tensor=16", False),
+        ("v5p:2x2x2", "tensor=8", False),
+        ("v5e:4x4", "data=2,tensor=8", True),
+        pytest.param("v5e:4x8", "tensor=32", True, marks=pytest.mark.slow),
+        pytest.param("v4:2x2x1", "tensor=4", True, marks=pytest.mark.slow),
+        pytest.param("v5p:2x2x2", "sequence=2,tensor=4", True, marks=pytest.mark.slow),
+        pytest.param("v4:2x2x4", "tensor=16", False, marks=pytest.mark.slow),
+        pytest.param("2xv5e:4x4", "data=2,tensor=16", False, marks=pytest.mark.slow),
+    ],
+)
+def test_where_the_compiler_has_a_reduce_scatter(text: str, mesh: str, found: bool) -> None:
+    topology, spec = parse_topology(text), MeshSpec.parse(mesh)
+    heads = HeadLayout.for_tensor(28, 4, spec.tensor)
+    assert has_reduce_scatter(arrange_devices(spec, heads, places(topology))) == found
+    devices = build_mesh(spec, heads, aot_devices(topology))
+    assert has_reduce_scatter(devices.devices) == found
+    tensor = ("kv", "group")
+
+    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+        scattered = NamedSharding(devices, PartitionSpec("data", ("sequence", *tensor), None))
+        return jax.lax.with_sharding_constraint(jnp.einsum("bsx,xd->bsd", x, weight), scattered)
+
+    def array(*shape: int, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(devices, spec))
+
+    x = array(4, 1024, 3584, spec=PartitionSpec("data", "sequence", tensor))
+    weight = array(3584, 3584, spec=PartitionSpec(tensor, None))
+    compiled = jax.jit(product).lower(x, weight).compile().as_text() or ""
+    assert "all-reduce" in compiled
+    assert ("all-reduce-scatter" in compiled) == found  # the name of an all-reduce fused with the slice
 
 
 def link(text: str, mesh: str, *axes: str) -> tuple[str, float]:

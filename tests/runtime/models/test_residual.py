@@ -20,7 +20,9 @@ from runtime.models.forward import Forward, residual_over_tensor
 from runtime.models.kv_cache import abstract_cache
 from runtime.models.transformer import hidden_states
 from runtime.planner.presets import preset
+from sharding.links import Wiring
 from sharding.mesh import MeshSpec
+from sharding.topology import parse_topology
 from tests.golden_cases import DREAM
 from tests.runtime.models.test_masks import random_weights
 
@@ -36,7 +38,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Shard the residual wherever its positions allow it, on any platform; records for each pass whether it was."""
     divided: list[bool] = []
 
-    def divides(layout: ModelLayout, platform: str, rows: int, positions: int) -> bool:
+    def divides(layout: ModelLayout, devices: np.ndarray, rows: int, positions: int) -> bool:
         divided.append(positions % (layout.spec.sequence * layout.spec.tensor) == 0)
         return divided[-1]
 
@@ -45,23 +47,28 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "platform", "rows", "positions", "divided"),
+    ("topology", "mesh", "rows", "positions", "divided"),
     [
-        ("tensor=8", "tpu", 16, 512, True),
-        ("tensor=8", "gpu", 16, 512, False),
-        ("tensor=8", "tpu", 1, 512, False),  # few positions
-        ("tensor=8", "tpu", 1, 8192, True),
-        ("tensor=8", "tpu", 1, 8192 + 64, False),  # do not divide
-        ("tensor=8", "tpu", 128, 512, False),  # too large for the chip
-        ("data=8", "tpu", 64, 512, False),
-        ("data=2,tensor=4", "tpu", 16, 512, True),
-        ("data=2,tensor=4", "tpu", 4, 512, False),
-        ("sequence=2,tensor=4", "tpu", 4, 512, False),
-        ("sequence=2,tensor=4", "tpu", 8, 512, True),
+        ("v5e:2x4", "tensor=8", 16, 512, True),
+        ("8xh100", "tensor=8", 16, 512, False),
+        ("v5e:2x4", "tensor=8", 1, 512, False),  # few positions
+        ("v5e:2x4", "tensor=8", 1, 8192, True),
+        ("v5e:2x4", "tensor=8", 1, 8192 + 64, False),  # do not divide
+        ("v5e:2x4", "tensor=8", 128, 512, False),  # too large for the chip
+        ("v5e:2x4", "data=8", 64, 512, False),
+        ("v5e:2x4", "data=2,tensor=4", 16, 512, True),
+        ("v5e:2x4", "data=2,tensor=4", 4, 512, False),
+        ("v5e:2x4", "sequence=2,tensor=4", 4, 512, False),
+        ("v5e:2x4", "sequence=2,tensor=4", 8, 512, True),
+        ("v5e:4x4", "data=2,tensor=8", 16, 512, True),
+        ("v5e:4x4", "tensor=16", 16, 512, False),  # no reduce-scatter over the whole slice
+        ("v5p:2x2x2", "tensor=8", 1, 2048, False),
     ],
 )
-def test_where_it_is_divided(mesh: str, platform: str, rows: int, positions: int, divided: bool) -> None:
-    assert residual_over_tensor(model_layout(DIFFUCODER, MeshSpec.parse(mesh)), platform, rows, positions) == divided
+def test_where_it_is_divided(topology: str, mesh: str, rows: int, positions: int, divided: bool) -> None:
+    layout = model_layout(DIFFUCODER, MeshSpec.parse(mesh))
+    chips = Wiring(parse_topology(topology), layout.spec, layout.heads).chips
+    assert residual_over_tensor(layout, chips, rows, positions) == divided
 
 
 def norms(text: str) -> set[tuple[int, ...]]:

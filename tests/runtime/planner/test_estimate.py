@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from runtime.planner import traffic
 from runtime.planner.default import default_mesh, topology_of
 from runtime.planner.estimate import candidate_meshes, estimate_workload, out_of_memory, rank
 from runtime.planner.presets import PRESETS, preset
@@ -114,6 +115,27 @@ def test_memory_is_of_the_widest_window() -> None:
         for changes in ({}, {"block_length": 256}, {"cache": "dual"})
     )
     assert blocks == one_block > narrow
+
+
+def test_the_choice_of_mesh_knows_the_sharded_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload, topology = Workload(MODEL, batch=8), parse_topology("v5e:4x4")
+    sharded, narrow, whole = MeshSpec(data=2, tensor=8), MeshSpec(data=4, tensor=4), MeshSpec(tensor=16)
+
+    def order() -> list[MeshSpec]:
+        return [one.spec for one in rank(workload, topology)[0] if one.spec in (sharded, narrow)]
+
+    def over_tensor(spec: MeshSpec) -> dict[str, float]:
+        found = estimate_workload(workload, topology, spec).main_phase
+        return {one.kind: one.times for one in found.collectives if one.what.startswith("residual")}
+
+    # Two sums in each of 28 layers; a gather before each of the products that follow, and one for the final norm.
+    assert over_tensor(sharded) == {"reduce-scatter": 56, "all-gather": 57}
+    # Too few positions on a device, and a slice without reduce-scatters over all of its chips.
+    assert over_tensor(narrow) == over_tensor(whole) == {"all-reduce": 56}
+    assert order() == [sharded, narrow]
+    monkeypatch.setattr(traffic, "residual_over_tensor", lambda *_: False)
+    assert over_tensor(sharded) == {"all-reduce": 56}
+    assert order() == [narrow, sharded]
 
 
 def test_chips_that_a_mesh_leaves_idle_are_paid_for() -> None:

@@ -95,3 +95,29 @@ def test_one_collective_spread_over_fusions_counts_once() -> None:
         "  ROOT", "  %d = f32[4,8]{1,0} all-reduce(%x), channel_id=1, replica_groups=[2,4]<=[8]\n  ROOT"
     )
     assert len(read_collectives("ENTRY " + twice)) == 2
+
+
+def unrolled(kind: str) -> str:
+    """Four devices pass pieces of a product on, in a body without the loop that a windowed product has."""
+    scope = 'metadata={op_name="layer/mlp/dot_general"}'
+    pairs = "source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}"
+    lines, last = [], "x" if kind == "all-gather" else "sum0"
+    for turn in range(3):
+        if kind == "reduce-scatter":
+            lines.append(f"%sum{turn} = bf16[4,8]{{1,0}} fusion(%{last if turn else 'x'}), calls=%part, {scope}")
+            last = f"sum{turn}"
+        start = f"(bf16[4,8]{{1,0}}, bf16[4,8]{{1,0}}) collective-permute-start(%{last}), channel_id={turn + 1}"
+        lines.append(f"%start{turn} = {start}, {pairs}, {scope}")
+        lines.append(f"%last{turn} = bf16[4,8]{{1,0}} collective-permute-done(%start{turn}), {scope}")
+        last = f"last{turn}"
+    body = "".join(f"  {line}\n" for line in lines)
+    return f"ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {{\n  %x = bf16[4,8]{{1,0}} parameter(0)\n{body}}}\n"
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
+def test_an_unrolled_windowed_product_is_one_collective(kind: str) -> None:
+    (found,) = read_collectives(unrolled(kind))
+    assert (found.kind, found.payload, found.axes(SIZES)) == (kind, 4 * 4 * 8 * 2, ("kv",))
+    # A permutation that belongs to no product stays one.
+    permuted = read_collectives(unrolled(kind).replace("dot_general", "roll"))
+    assert [one.kind for one in permuted] == ["collective-permute"] * 3

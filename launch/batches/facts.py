@@ -1,0 +1,54 @@
+"""The facts that identify a run of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from absl import flags
+
+from launch.batches.lines import Batch
+from launch.hosts.preflight import code_digest
+from launch.openai.bodies import Defaults
+from launch.process.startup import version
+from runtime import CheckpointFolder
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja")
+
+
+def run_facts(
+    values: flags.FlagValues, folder: CheckpointFolder, checkpoint: str, batch: Batch, defaults: Defaults
+) -> dict[str, Any]:
+    """The facts that determine the results and identify a run, as JSON values. The mesh is not among them.
+
+    Args:
+      values: flags, with those of :func:`launch.flags.model.define_model_flags`.
+      folder: the checkpoint.
+      checkpoint: its fingerprint.
+      batch: the lines of the input.
+      defaults: the defaults that the lines were read with.
+    """
+    digest = hashlib.sha256()
+    for name in _TOKENIZER_FILES:
+        if (folder.path / name).is_file():
+            digest.update(name.encode() + b"\0" + hashlib.sha256((folder.path / name).read_bytes()).digest())
+    decoding = dataclasses.asdict(defaults.config)
+    del decoding["seed"]
+    facts = {
+        "version": version(),
+        "code": code_digest(),
+        "checkpoint": checkpoint,
+        "tokenizer": digest.hexdigest()[:16],
+        "input": batch.digest,
+        "seed": defaults.seed,
+        "decoding": decoding,
+        "chat": defaults.chat,
+        "num_return_sequences": defaults.samples,
+        "stop": list(defaults.stop),
+        "dtype": values.dtype,
+        "quantize": values.quantize,
+        "kv_cache": values.kv_cache,
+    }
+    return dict(json.loads(json.dumps(facts)))

@@ -1,0 +1,75 @@
+"""Flags of a batch, and its input read with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from absl import flags
+
+from launch.batches.folder import SAMPLES
+from launch.batches.lines import Batch, read_batch
+from launch.flags.decoding import decoding_config
+from launch.flags.requests import request_defaults
+from launch.openai.bodies import Defaults
+from runtime import MAX_SAMPLES, CheckpointFolder, InputError, ModelConfig
+
+FORMATS = ("results", "evalplus")
+_BAD_LINES_SHOWN = 20
+
+
+def define_batch_flags(values: flags.FlagValues) -> None:
+    """Define the flags of a batch."""
+    flags.DEFINE_string("input", None, "File of prompts, one JSON object per line.", flag_values=values)
+    flags.DEFINE_string("output_dir", None, "Folder for the results; created if needed.", flag_values=values)
+    flags.DEFINE_enum("format", "results", FORMATS, f"evalplus: also write {SAMPLES} for EvalPlus.", flag_values=values)
+    flags.DEFINE_bool("skip_bad", False, "Write invalid lines to errors.jsonl and run the others.", flag_values=values)
+    flags.DEFINE_integer(
+        "slots", None, "Rows on the devices at a time. Default: 32 per data shard.", 1, flag_values=values
+    )
+    flags.DEFINE_bool(
+        "chat", False, "Put each prompt into the checkpoint's chat template as a user's message.", flag_values=values
+    )
+    flags.DEFINE_integer("num_return_sequences", 1, "Completions of each prompt.", 1, MAX_SAMPLES, flag_values=values)
+    flags.DEFINE_multi_string("stop", [], "String that ends a completion; repeatable.", flag_values=values)
+
+
+def check_paths(values: flags.FlagValues) -> None:
+    """Check that the input and the output folder are named.
+
+    Raises:
+      InputError: one is not, or the output is not a local folder.
+    """
+    for name in ("input", "output_dir"):
+        if not values[name].value:
+            raise InputError(f"--{name} is missing; see --help")
+    if "://" in values.output_dir:
+        raise InputError(f"--output_dir={values.output_dir}: expected a folder on a disk of host 0")
+
+
+def read_input(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> tuple[Batch, Defaults]:
+    """Read and check the lines of the input; returns them with the defaults they were read with.
+
+    Raises:
+      InputError: a flag is invalid, or a line is and ``--skip_bad`` is not set.
+    """
+    config = decoding_config(values, folder, model)
+    if not isinstance(config.seed, int):
+        raise InputError(f"--seed={values.seed}: a batch has one seed; give other seeds as fields of lines")
+    defaults = request_defaults(
+        values,
+        folder,
+        model,
+        config,
+        seed=config.seed,
+        chat=values.chat,
+        samples=values.num_return_sequences,
+        stop=values.stop,
+    )
+    batch = read_batch(Path(values.input), defaults)
+    if batch.bad and not values.skip_bad:
+        shown = [f"{values.input}:{bad.number}: {bad.message}" for bad in batch.bad[:_BAD_LINES_SHOWN]]
+        more = len(batch.bad) - len(shown)
+        shown += [f"... and {more} more"] if more else []
+        advice = "--skip_bad runs the others and writes an error record for each of these"
+        raise InputError("\n".join([f"{len(batch.bad)} of the lines cannot be run ({advice}):", *shown]))
+    return batch, defaults

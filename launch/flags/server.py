@@ -1,0 +1,192 @@
+"""Flags of the HTTP server, and the limits, API keys, request defaults, modes and slots read from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from launch.flags.decoding import decoding_config
+from launch.flags.requests import request_defaults
+from launch.openai.bodies import Defaults, read_config
+from launch.serving.keys import Keys
+from launch.serving.limits import Limits
+from runtime import (
+    EXPOSED_PARAMETERS,
+    MAX_PROGRAMS,
+    MAX_STEPS,
+    CheckpointFolder,
+    DiffusionConfig,
+    InputError,
+    ModelConfig,
+    PoolShape,
+    SamplingConfig,
+    step_limit,
+)
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+_DEFAULT_CANVAS = 512
+_DEFAULT_SLOTS = 8
+
+
+def define_server_flags(values: flags.FlagValues) -> None:
+    """Define the flags of the server."""
+
+    def string(name: str, default: str | None, text: str) -> None:
+        flags.DEFINE_string(name, default, text, flag_values=values)
+
+    def integer(name: str, default: int | None, text: str, low: int, high: int) -> None:
+        flags.DEFINE_integer(name, default, text, low, high, flag_values=values)
+
+    def seconds(name: str, default: float, text: str) -> None:
+        flags.DEFINE_float(name, default, text, 0.01, 1e6, flag_values=values)
+
+    string("host", "127.0.0.1", "Address to listen on. Any other than loopback requires --api_key_file.")
+    integer("port", 8000, "Port to listen on; 0 for a free one.", 0, 65535)
+    string("api_key_file", None, "File of API keys, one per line, readable only by its owner; all routes require one.")
+    flags.DEFINE_list(
+        "allowed_hosts",
+        None,
+        "Host names that requests may use. Default: those of this machine on loopback, else any.",
+        flag_values=values,
+    )
+    string("served_model_name", None, "Name of the model in the API. Default: its Hub name, or the name of its folder.")
+    flags.DEFINE_multi_integer(
+        "canvas",
+        [],
+        f"Largest number of positions, prompt and new tokens together; repeat it to list the widths to compile. "
+        f"Default: {_DEFAULT_CANVAS}, and a ladder of widths up to it.",
+        2,
+        1 << 20,
+        flag_values=values,
+    )
+    integer("slots", _DEFAULT_SLOTS, "Rows on the devices at a time, for each mode.", 1, 1 << 16)
+    integer("max_programs", MAX_PROGRAMS, "Largest number of shapes to compile for each mode.", 1, 1 << 10)
+    flags.DEFINE_multi_string(
+        "mode",
+        [],
+        "Another decoding mode that requests may select, such as cache=dual,parallel=threshold; repeatable.",
+        flag_values=values,
+    )
+    integer(
+        "max_steps",
+        None,
+        "Largest number of denoise steps per block. Default: the canvas, or --steps.",
+        1,
+        MAX_STEPS,
+    )
+    integer("max_queue", 64, "Rows that may wait; further requests are refused with 429.", 1, 1 << 20)
+    integer("max_rows", 32, "Largest number of completions or scored rows of one request.", 1, 1024)
+    integer("max_body_bytes", 1 << 20, "Largest body of a request in bytes.", 1 << 10, 1 << 30)
+    integer("max_header_bytes", 16 << 10, "Largest head of a request in bytes.", 1 << 10, 1 << 20)
+    integer("max_connections", 1024, "Largest number of open connections.", 1, 1 << 16)
+    seconds("request_timeout", 600.0, "Seconds within which a request must finish.")
+    seconds("read_timeout", 10.0, "Seconds within which a client must send the head, and then the body, of a request.")
+    seconds("write_timeout", 30.0, "Seconds for which a client may leave a response unread.")
+    seconds("unhealthy_after", 60.0, "Seconds that one step of the engine may take before /health reports a stall.")
+    seconds("grace", 30.0, "Grace period: seconds to finish accepted requests after SIGTERM.")
+
+
+def read_limits(values: flags.FlagValues) -> Limits:
+    """Read the limits from flags.
+
+    Raises:
+      InputError: a request could never be queued.
+    """
+    if values.max_rows > values.max_queue:
+        raise InputError(f"--max_rows={values.max_rows} of a request do not fit into --max_queue={values.max_queue}")
+    return Limits(
+        body=values.max_body_bytes,
+        headers=values.max_header_bytes,
+        rows=values.max_rows,
+        queue=values.max_queue,
+        connections=values.max_connections,
+        request_seconds=values.request_timeout,
+        read_seconds=values.read_timeout,
+        write_seconds=values.write_timeout,
+        stall_seconds=values.unhealthy_after,
+        grace_period=values.grace,
+    )
+
+
+def read_keys(values: flags.FlagValues) -> Keys:
+    """Read the API keys that flags name.
+
+    Raises:
+      InputError: the server is open to the network without keys.
+    """
+    if values.api_key_file is not None:
+        return Keys.read(Path(values.api_key_file))
+    if values.host not in LOOPBACK:
+        raise InputError(f"--host={values.host} is open to the network: give --api_key_file, or --host=127.0.0.1")
+    return Keys()
+
+
+def allowed_hosts(values: flags.FlagValues) -> Sequence[str]:
+    """The host names that requests may use; empty for any."""
+    return values.allowed_hosts or (LOOPBACK if values.host in LOOPBACK else ())
+
+
+def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> Defaults:
+    """Return the settings of requests that do not set their own: the decoding flags, and the tokenizer's end tokens.
+
+    Raises:
+      InputError: there is no tokenizer, or a decoding flag is invalid or only allowed in requests.
+    """
+    if values["seed"].present:
+        raise InputError('--seed: requests set their own, as "seed", or get a random one')
+    if values["log_probabilities"].present:
+        raise InputError('--log_probabilities: requests set their own, as "logprobs"')
+    config = decoding_config(values, folder, model)
+    return request_defaults(values, folder, model, config, model_name=values.served_model_name)
+
+
+def read_modes(texts: Sequence[str], defaults: Defaults) -> list[DiffusionConfig | SamplingConfig]:
+    """The decoding modes: the one of the flags, and those of --mode.
+
+    Raises:
+      InputError: a mode is invalid or does not apply to this model.
+    """
+    found = [defaults.config]
+    for text in texts:
+        fields: dict[str, Any] = {}
+        for part in text.split(","):
+            name, sign, value = part.partition("=")
+            if not sign or name not in EXPOSED_PARAMETERS or not EXPOSED_PARAMETERS[name].mode:
+                names = ", ".join(one.name for one in EXPOSED_PARAMETERS.values() if one.mode)
+                raise InputError(f"--mode={text}: expected name=value, separated by commas, of {names}", field="mode")
+            fields[name] = EXPOSED_PARAMETERS[name].kind.parse(value)
+        try:
+            found.append(read_config(fields, defaults))
+        except InputError as error:
+            raise InputError(f"--mode={text}: {error}", field="mode") from error
+    return found
+
+
+def read_pool_shapes(
+    values: flags.FlagValues, model: ModelConfig, configs: Sequence[DiffusionConfig | SamplingConfig]
+) -> list[PoolShape]:
+    """The shape of the pool of slots of each mode.
+
+    Raises:
+      InputError: the model does not allow a canvas, or a request with default lengths does not fit.
+    """
+    widths = sorted(set(values.canvas)) or [min(_DEFAULT_CANVAS, model.max_positions)]
+    if widths[-1] > model.max_positions:
+        raise InputError(f"--canvas={widths[-1]}: the model allows {model.max_positions} positions")
+    if (tokens := configs[0].max_new_tokens) >= widths[-1]:
+        raise InputError(
+            f"--canvas={widths[-1]} has no room for a prompt beside {tokens} new tokens: give a wider one, or fewer "
+            "--max_new_tokens"
+        )
+    try:
+        for config in configs:
+            step_limit(config, widths[-1], values.max_steps)
+    except InputError as error:
+        raise InputError(f"--{error}") from error
+    own = tuple(widths) if len(widths) > 1 else None
+    return [
+        PoolShape(config, widths[-1], values.slots, values.max_steps, own, values.max_programs) for config in configs
+    ]

@@ -1,0 +1,108 @@
+"""Messages between the hosts of a server: JSON values that travel through collectives of the devices.
+
+A server takes turns: host 0 decides on a step, and all hosts execute it. Steps travel through
+``multihost_utils.broadcast_one_to_all``, reports of the hosts through ``process_allgather``. Both carry a buffer of a
+fixed size, so that each is one program, which is compiled at warm-up. A longer message takes several rounds.
+
+Host 0 begins a turn at least every 0.25 s, even if there is nothing to do. No turn therefore comes near the timeout of
+a collective unless host 0 itself is held up, and then the hub (:mod:`launch.hosts.hub`) finds out. A host that waits in
+a collective cannot be interrupted, but its supervisor ends it when another host fails or the grace period is over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from jax.experimental import multihost_utils
+
+BUFFER_BYTES = 16 << 10
+_LENGTH_BYTES = 4  # the length of the message, little-endian, before the message
+
+
+class Hosts(Protocol):
+    """What the server needs of :class:`launch.hosts.host.Host`."""
+
+    process_index: int
+    count: int
+
+    @property
+    def terminated(self) -> bool:
+        """Whether this host received SIGTERM."""
+
+    def mark(self) -> None:
+        """Note progress."""
+
+    def before_end(self, tell: Callable[[], None]) -> None:
+        """Register a call for the seconds before a fault of any host ends this process."""
+
+
+class Turns:
+    """Messages between all hosts. Each host makes the same calls in the same order, in one thread."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        """Take the place of this host among all."""
+        self._hosts = hosts
+
+    def warm_up(self) -> None:
+        """Compile both collectives."""
+        self.broadcast(None)
+        self.gather(None)
+
+    def broadcast(self, value: Any) -> Any:
+        """Send a JSON value from host 0 to all hosts. The value of other hosts is ignored; all get that of host 0."""
+        self._hosts.mark()
+        if self._hosts.count == 1:
+            return value
+        message = _frame(value) if self._hosts.process_index == 0 else b""
+
+        def exchange(part: bytes) -> list[bytes]:
+            return [_bytes(multihost_utils.broadcast_one_to_all(_buffer(part)))]
+
+        return _in_rounds(message, exchange)[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Exchange a JSON value of each host. Returns the values by process index."""
+        self._hosts.mark()
+        if self._hosts.count == 1:
+            return [value]
+
+        def exchange(part: bytes) -> list[bytes]:
+            return [_bytes(row) for row in multihost_utils.process_allgather(_buffer(part))]
+
+        return _in_rounds(_frame(value), exchange)
+
+    def draining(self) -> bool:
+        """Whether some host received SIGTERM: finish what is in flight and end. All hosts get the same answer."""
+        return any(self.gather(self._hosts.terminated))
+
+
+def _frame(value: Any) -> bytes:
+    message = json.dumps(value, separators=(",", ":")).encode()
+    return len(message).to_bytes(_LENGTH_BYTES, "little") + message
+
+
+def _buffer(part: bytes) -> np.ndarray:
+    return np.frombuffer(part.ljust(BUFFER_BYTES, b"\0"), np.uint8)
+
+
+def _bytes(buffer: Any) -> bytes:
+    return np.asarray(buffer).astype(np.uint8).tobytes()
+
+
+def _in_rounds(message: bytes, exchange: Callable[[bytes], list[bytes]]) -> list[Any]:
+    """Exchange framed messages part by part. The lengths in the first part tell all hosts how many rounds there are.
+
+    Args:
+      message: the framed message of this host; empty if it only receives.
+      exchange: one round: sends a part of this host's message, and returns the parts that arrive, padded to
+        ``BUFFER_BYTES``.
+    """
+    arrived = exchange(message[:BUFFER_BYTES])
+    lengths = [_LENGTH_BYTES + int.from_bytes(one[:_LENGTH_BYTES], "little") for one in arrived]
+    for start in range(BUFFER_BYTES, max(lengths), BUFFER_BYTES):
+        parts = exchange(message[start : start + BUFFER_BYTES])
+        arrived = [before + part for before, part in zip(arrived, parts, strict=True)]
+    return [json.loads(one[_LENGTH_BYTES:length]) for one, length in zip(arrived, lengths, strict=True)]
