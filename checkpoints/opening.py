@@ -126,7 +126,7 @@ def _open_orbax(folder: CheckpointFolder, manifest: Manifest | None) -> StoredTe
 def check_files(folder: CheckpointFolder, manifest: Manifest) -> None:
     """Check the files beside the weights against their digests, and that there are no other files.
 
-    Of files of weights only the names and, on a disk, the sizes are checked: the tensors have digests of their own.
+    For weight files, only the names and, on a disk, the sizes are checked, because tensors have their own digests.
 
     Raises:
       CorruptCheckpointError: a file is missing, changed or added; the message names it.

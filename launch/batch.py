@@ -165,7 +165,7 @@ def publish(output: BatchFolder, order: Sequence[Key], batch: Batch, values: fla
 
 
 def run(argv: Sequence[str] | None = None) -> None:
-    """Entry point."""
+    """Run ``diffumesh batch`` from the command line."""
     run_launcher(main, define_flags, __doc__ or "", argv)
 
 

@@ -115,7 +115,7 @@ class OfflineScheduler:
         return _Group(replace(grid, buckets=tuple(chosen), grows=False), [numbers[index] for index in order], known)
 
     def _programs(self, requests: Sequence[RowRequest], canvas: int) -> Hashable:
-        """Return what the programs of a bucket depend on, apart from the bucket's shape."""
+        """Return a key that is equal for groups of requests whose programs differ only in the bucket's shape."""
         runner, config = self._runner, requests[0].config
         steps = max(steps_per_block(request.config, canvas) for request in requests)
         return program_key(runner, config, canvas), steps, longest_span(runner, requests)

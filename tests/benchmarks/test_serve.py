@@ -208,7 +208,7 @@ def test_tables_and_plots_of_a_record(tmp_path: Path) -> None:
         )
         lines = serve_tables(json.loads(written)).splitlines()
         before = "30 s" if old else ""
-        assert lines[2].endswith("times engine.generate, the slowest | 1.2 | at most 1.3 | yes |")
+        assert lines[2].endswith("the last token / engine.generate | 1.2 | at most 1.3 | yes |")
         assert f"| one request, 32 new tokens | 0.5 s | 0.6 s | 1.20x | 1.40x | 1.30x | {before} | yes |" in lines
         assert "| server, blocks of 1, 16 tokens | 2 | 0.012 s | 0.099 s | 7 |" in lines
         assert "| 30% of 2.00 requests/s | 0.7 s | 1.4 s | 2.1 s | 83% | 3 |" in lines
