@@ -223,8 +223,8 @@ def run_batch(checkout: Checkout, arguments: Sequence[str]) -> dict[str, float]:
 
     Returns:
       ``wall``: seconds of the whole process. ``generating``: seconds from the end of loading the model to the end
-      of the process, including the compilation of programs. ``forwards``, ``computed_positions``, ``programs``: the
-      counts that the process prints.
+      of the process, including the compilation of programs. ``forwards``, ``computed_positions``, ``programs``: what
+      the process says that it computed and compiled.
 
     Raises:
       InputError: the command fails.

@@ -298,13 +298,12 @@ def measure_batch(
 ) -> dict[str, Any]:
     """Compare the time of ``diffumesh batch`` with the time of its useful work at the best measured rate.
 
-    The useful work is a row's own positions times its forward passes. There are two readings of the best measured
-    rate. ``useful_seconds_at_best``: all work at the rate of the fastest of ``sizes.rate_rows`` times
-    ``sizes.rate_canvases``, with every row full. ``useful_seconds_at_best_of_canvas``: the work of each row at the best
-    rate of the narrowest of these canvases that holds it, because attention over a wide canvas takes longer for each
-    position, whatever the number of rows. The batch runs with an empty cache of compiled programs and then with a warm
-    one; the second is compared. Its wall time is that of the whole process: start, loading, programs, generation, and
-    writing of results.
+    The useful work of a row is its number of positions times its forward passes. There are two readings of the best
+    rate. ``useful_seconds_at_best``: all work at the fastest rate of all combinations of ``sizes.rate_rows`` and
+    ``sizes.rate_canvases`` with full rows. ``useful_seconds_at_best_of_canvas``: each row's work at the fastest rate of
+    the narrowest of these canvases that holds it, because attention over a wide canvas takes longer for each position.
+    The batch runs with an empty compile cache and then with a warm one; the second run is compared. Its wall time is
+    that of the whole process: start, loading, programs, generation, and writing of results.
     """
     rates = {
         f"{rows} x {canvas}": round(loop.rate(rows, canvas))
