@@ -28,7 +28,6 @@ from launch.serving.keys import Keys
 from launch.serving.limits import Limits
 from launch.serving.metrics import Metrics
 from launch.serving.response_stream import ResponseStream
-from launch.serving.turns import Turns
 from runtime import DiffusionConfig, Engine, Executor, PoolShape, SamplingConfig, SchedulerPolicy, StepOutcome, StepPlan
 from runtime.execution.runner import weight_bytes
 from sharding.errors import InputError
@@ -142,8 +141,7 @@ def test_told_to_end_while_it_warms_up(tiny: Engine, monkeypatch: pytest.MonkeyP
         ):
             made: list[StepPlan] = []
             monkeypatch.setattr(executor, "execute", made.append)
-            told = iter([False] * asked + [True])
-            monkeypatch.setattr(Turns, "draining", lambda turns, told=told: next(told))
+            monkeypatch.setattr("launch.serving.turns.Turns.draining", iter([False] * asked + [True]).__next__)
             run()
             assert len(made) == steps
     assert not ready
