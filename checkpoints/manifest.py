@@ -253,7 +253,7 @@ class Manifest:
     covers_folder: bool = True
 
     def dump(self) -> str:
-        """Write it as JSON that includes a digest of itself."""
+        """Return the manifest as JSON text, which includes a digest of its contents."""
         body = {
             "format": _FORMAT,
             "version": _VERSION if self.covers_folder else _OLDER_VERSION,

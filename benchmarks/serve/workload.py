@@ -132,7 +132,7 @@ def read_functions(path: str) -> list[tuple[str, str]]:
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"--prompts={path}: cannot be read ({error!r})") from error
     if not found:
-        raise InputError(f"--prompts={path}: no line in it")
+        raise InputError(f"--prompts={path}: the file has no lines")
     return found
 
 

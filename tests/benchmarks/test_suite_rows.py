@@ -160,12 +160,12 @@ def test_compilation_is_tried_with_a_new_cache_each_time(
 
 def test_a_start_that_fails_is_said_in_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(arguments: list[str]) -> dict[str, Any]:
-        raise NotRunError("a process of its own ended with 1: why")
+        raise NotRunError("a child process ended with 1: why")
 
     monkeypatch.setattr(start, "start_process", started)
     sheet = sheet_of()
     start.measure_compilation(sheet, values_of(*TINY))
-    assert [row.not_run for row in sheet.rows] == ["a process of its own ended with 1: why"] * 4
+    assert [row.not_run for row in sheet.rows] == ["a child process ended with 1: why"] * 4
 
 
 def test_a_small_checkpoint_is_converted_several_times() -> None:

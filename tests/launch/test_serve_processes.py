@@ -148,7 +148,7 @@ def test_a_grace_that_is_too_short_and_a_second_signal(tmp_path: Path, compiled:
             for thread in threads:
                 thread.join(PATIENCE)
             if signals == 1:
-                assert any("shutting down" in text for text in texts)
+                assert any("The server is shutting down." in text for text in texts)
                 assert "were not finished within --grace=0.01 s" in log.read_text()
             else:
                 assert "a second SIGTERM" in log.read_text()
