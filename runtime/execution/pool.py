@@ -252,7 +252,7 @@ class Pool:
 
     @property
     def limits(self) -> PoolLimits:
-        """What a scheduler needs to know about the pool."""
+        """The state that a scheduler needs for the pool."""
         most = self.count * self.width if uses_cache(self.config) else math.inf
         return PoolLimits(self.grid, most, self._data)
 

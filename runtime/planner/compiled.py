@@ -69,7 +69,7 @@ class CompiledPhase:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """The phases of the workload that the program runs."""
+        """Names of the phases that the program runs."""
         return ("refresh", "block step") if self.name == "blocks" else (self.name,)
 
     def bytes_by_axis(self, layout: ModelLayout, phase: Phase) -> dict[tuple[str, tuple[str, ...]], float]:

@@ -1,4 +1,4 @@
-"""The hub's decision which host is at fault, tested with scripted connections."""
+"""The hub finds the cause of a fault; tests play the supervisors with scripted connections."""
 
 from __future__ import annotations
 
