@@ -9,17 +9,16 @@ import numpy as np
 
 from runtime.decoding.autoregressive import DecodeRequest, DecodeState
 from runtime.decoding.block_schedule import block_schedule, steps_of_a_block
+from runtime.decoding.loop_parameters import row_values
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.decoding.schedule import transfer_table
 from runtime.decoding.state import DenoiseRequest, DenoiseState
 from runtime.execution.row_request import RowRequest, first_position
-from runtime.execution.rows import make_canvas, sampling_values, seed_words, stop_rows
+from runtime.execution.rows import make_canvas, seed_words, stop_rows
 from runtime.models.arrays import one_row
 from runtime.models.config import ModelConfig
 
-# The refresh interval of rows that refresh only on entering a block, and the value for "no limit" on iterations or
-# steps.
-NEVER = 1 << 30
+# The value for "no limit" on iterations or steps.
 UNLIMITED = int(np.iinfo(np.int32).max)
 
 
@@ -69,15 +68,9 @@ def diffusion_row(
         sub_block_length=min(config.sub_block_length or block_length, block_length),
         steps_per_block=steps_per_block,
         block_steps=steps_of_a_block(config, block_length),
-        refresh_interval=config.refresh_interval or NEVER,
         refresh_blocks=0 if config.cache == "exact" else config.refresh_blocks,
         stop_tokens=stop_rows(config.stop_token_ids, 1)[0],
-        threshold=config.threshold,
-        factor=config.factor,
-        entropy_limit=config.entropy_limit,
-        cfg_scale=config.cfg_scale,
-        alg_temp=config.alg_temp or 0.0,
-        **sampling_values(config, model.vocab_size),
+        **row_values(config),
         max_iterations=UNLIMITED,
         step_limit=UNLIMITED,
     ), one_row(
@@ -122,7 +115,7 @@ def autoregressive_row(
         ends=end,
         stop_tokens=stop_rows(config.stop_token_ids, 1)[0],
         # At temperature 0 filters have no effect, because the most probable token passes all of them.
-        **sampling_values(config if config.temperature > 0 else SamplingConfig(), model.vocab_size),
+        **row_values(config if config.temperature > 0 else config.replace(top_p=None, top_k=None)),
         max_iterations=UNLIMITED,
     ), one_row(
         DecodeState,

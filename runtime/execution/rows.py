@@ -62,15 +62,6 @@ def stop_rows(tokens: Sequence[int], batch: int) -> np.ndarray:
     return np.tile(np.array([*tokens, *[-1] * (MAX_STOP_TOKENS - len(tokens))], np.int32), (batch, 1))
 
 
-def sampling_values(config: DiffusionConfig | SamplingConfig, vocab_size: int) -> dict[str, float]:
-    """Return a request's temperature, top_p and top_k, with values that turn a filter off in place of None."""
-    return {
-        "temperature": config.temperature,
-        "top_p": 1.0 if config.top_p is None else config.top_p,
-        "top_k": vocab_size if config.top_k is None else config.top_k,
-    }
-
-
 def bucket_length(length: int, multiple: int = 1) -> int:
     """Round a length up to a bucket, which is a multiple of ``multiple``."""
     step = max(MIN_BUCKET, 1 << max(length.bit_length() - 3, 0))
