@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launch.hosts.faults import EXIT_RESTART, EXIT_USER_ERROR, Fault, Timeouts, host_name
@@ -210,12 +210,14 @@ class Hub:
             return
         # In a tie, the group of host 0 counts as right.
         common = max(here, key=lambda name: (len(here[name]), 0 in here[name]))
-        others = [f"{self._names(hosts)} came to {name!r}" for name, hosts in here.items() if name != common]
+        differing = {name: hosts for name, hosts in here.items() if name != common}
+        others = [f"{self._names(hosts)} came to {name!r}" for name, hosts in differing.items()]
         text = (
             f"the hosts do not run the same: {'; '.join(others)}, the others to {common!r}; start all with the same "
             "command, flags and prompts included"
         )
-        self._report(Fault("differ", text, EXIT_USER_ERROR), here[common][0])
+        named = tuple(sorted(host for hosts in differing.values() for host in hosts))
+        self._report(Fault("differ", text, EXIT_USER_ERROR, differing=named), here[common][0])
 
     def _tell_all(self, kind: str, **fields: Any) -> None:
         line = encode(kind, **fields)
@@ -242,7 +244,7 @@ class Hub:
 
     def _report(self, fault: Fault, host: int) -> None:
         who = "all hosts" if fault.kind == "differ" else self._name(host)
-        named = Fault(fault.kind, shorten(fault.text), fault.code, host, who)
+        named = replace(fault, text=shorten(fault.text), host=host, who=who)
         self._faults.append((time.monotonic(), named))
 
     def _look_around(self, now: float) -> None:
