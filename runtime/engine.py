@@ -1,6 +1,6 @@
 """The engine: a model on a mesh, with calls to generate, stream and score text.
 
-Dimension letters: B batch, S the caller's width, N new tokens, V vocab.
+Dimension letters: B batch, S width of the caller's arrays, N new tokens, V vocab.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Engine(TokenEngine):
     ) -> None:
         """Create an engine from weights that are already on a mesh; see :meth:`ModelLayout.abstract_weights`.
 
-        ``folder`` provides the tokenizer; without it, only token-level calls work. For the others, see :meth:`load`.
+        ``folder`` provides the tokenizer; without it, only token-level calls work. The other arguments are those of
+        :meth:`load`.
         """
         super().__init__(Runner(layout, weights, attention, max_batch, kv_cache))
         self.notes: list[str] = []
@@ -263,7 +264,7 @@ class Engine(TokenEngine):
     def score(self, input_ids: Any, targets: Any = None, attention_mask: Any = None, **options: Any) -> Any:
         """Compute log-probabilities of tokens: float32 ``[B, S]`` for token ids, ``[S]`` for a text, a list for texts.
 
-        For a text, its own tokens are scored. For the arguments, see :func:`runtime.execution.scoring.score_batch`.
+        A text is scored against its own tokens. For the arguments, see :func:`runtime.execution.scoring.score_batch`.
         """
         texts = [input_ids] if isinstance(input_ids, str) else input_ids
         if targets is not None or not (isinstance(texts, Sequence) and texts and isinstance(texts[0], str)):
@@ -294,7 +295,7 @@ class Engine(TokenEngine):
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
     ) -> list[Completion]:
-        """Convert the result for rows from :meth:`encode` to completions, all of the first prompt first, and so on."""
+        """Convert a result of :meth:`generate_tokens` for rows of :meth:`encode` to texts, in the order of the prompts."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, (*self.end_token_ids, *stop_token_ids))
         return builder.build_batch(prompts, ids, mask, result, stop)

@@ -147,7 +147,7 @@ class SamplingConfig:
         return replace(self, **changes)
 
     def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> SamplingConfig:
-        """Return a copy in which ``early_stop`` is decided; see :func:`decide_early_stop`."""
+        """Return a copy with ``early_stop`` and stop tokens decided; see :func:`decide_early_stop`."""
         return replace(self, **decide_early_stop(self, end_token_ids, default))
 
 
@@ -373,7 +373,7 @@ class DiffusionConfig:
         return replace(self, **changes)
 
     def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> DiffusionConfig:
-        """Return a copy in which ``early_stop`` is decided; see :func:`decide_early_stop`."""
+        """Return a copy with ``early_stop`` and stop tokens decided; see :func:`decide_early_stop`."""
         return replace(self, **decide_early_stop(self, end_token_ids, default))
 
 
