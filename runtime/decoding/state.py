@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from runtime.decoding.sampling import SamplingRule
 from runtime.models.arrays import Leaf, array
+from runtime.models.config import UnmaskingSchedule
 
 _INTEGER, _REAL = jnp.int32, jnp.float32
 
@@ -41,7 +42,7 @@ class DenoiseProgram:
     sampling: SamplingRule
     sample_positions: bool
     chunk: int
-    schedule: str = "linear_time"
+    schedule: UnmaskingSchedule
     guided: bool = False
     log_probabilities: bool = False
     parallel: str = "none"
