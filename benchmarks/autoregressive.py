@@ -178,7 +178,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def run(argv: Sequence[str] | None = None) -> None:
-    """Entry point."""
+    """Run the benchmark from the command line."""
     run_launcher(main, define_flags, __doc__ or "", argv)
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.records import time_alternating
+from runtime.planner import is_out_of_memory
 
 # Calls queued before waiting, so that the host's overhead per call vanishes.
 _QUEUED = 10
@@ -75,7 +76,6 @@ def fits_or_none(measure: Callable[[], Result]) -> Result | str:
     try:
         return measure()
     except Exception as error:
-        text = str(error)
-        if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
+        if not is_out_of_memory(error):
             raise
-        return text.split("\n")[0][:200]
+        return str(error).split("\n")[0][:200]

@@ -20,7 +20,6 @@ import ast
 import collections
 import dataclasses
 import difflib
-import json
 import math
 import time
 import warnings
@@ -33,6 +32,7 @@ from absl import flags
 
 from benchmarks.records import build_record, define_record_flags, load_notes, write_record
 from checkpoints.demo.sandbox import run_tests
+from checkpoints.local_files import read_json_lines
 from launch.process.profiling import check_profiling, define_profiling_flags, profile_again
 from launch.process.startup import run_launcher, this_host
 from runtime import Completion, DiffusionConfig, Engine
@@ -162,7 +162,7 @@ def read_held_out(folder: Path, name: str = SETS["library"]) -> list[dict[str, A
     path = folder / name
     if not path.is_file():
         raise InputError(f"--checkpoint={folder}: there is no {name} in it, with a prompt and completion a line")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return read_json_lines(path)
 
 
 def measure(
@@ -235,7 +235,7 @@ def main(values: flags.FlagValues) -> None:
 
 
 def run(argv: Sequence[str] | None = None) -> None:
-    """Entry point."""
+    """Run the benchmark from the command line."""
     run_launcher(main, define_flags, __doc__ or "", argv)
 
 

@@ -206,12 +206,8 @@ def run_case(case: str, host: int, hosts: int = 3) -> Outcome:
 
 def names_host(log: str, host: int) -> bool:
     """Return whether a host's log names ``host`` as the cause."""
-    found = re.search(r"^host \d+ \(.*?\) stops with exit code \d+[^:]*: (.*)$", log, re.MULTILINE)
-    reason = found[1] if found else ""
-    if "do not agree" in reason:
-        differ = re.search(r"do not agree:\n((?:  .*\n)+)", log)
-        return differ is not None and re.search(rf" on host {host} \(.*?\), and ", differ[1]) is not None
-    return re.match(rf"host {host}\b", reason) is not None
+    found = re.search(r"^FAULT_HOSTS ([\d,]+)$", log, re.MULTILINE)
+    return found is not None and str(host) in found[1].split(",")
 
 
 def define_flags(values: flags.FlagValues) -> None:

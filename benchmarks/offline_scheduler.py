@@ -10,7 +10,6 @@ forward passes does not depend on the machine; times do. The record is benchmark
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from benchmarks.records import (
     write_record,
 )
 from checkpoints import DEMO
+from checkpoints.local_files import read_json_lines
 from launch.process.profiling import check_profiling, define_profiling_flags, profile_again
 from launch.process.startup import run_launcher
 from runtime import DiffusionConfig, Engine, InputError, RowRequest, SamplingConfig, row_seed
@@ -55,10 +55,10 @@ def read_prompts(path: str, count: int) -> list[str]:
     Raises:
       InputError: the file has fewer prompts.
     """
-    lines = Path(path).read_text(encoding="utf-8").splitlines()[:count]
+    lines = read_json_lines(Path(path))[:count]
     if len(lines) < count:
         raise InputError(f"--prompts={path}: {len(lines)} lines; --rows={count} wants more")
-    return [json.loads(line)["prompt"] for line in lines]
+    return [line["prompt"] for line in lines]
 
 
 def measure(

@@ -8,7 +8,7 @@ from typing import Any
 Record = dict[str, Any]
 Read = Callable[[str], Record | None]
 
-# Decoding modes of the demo that the summary shows, and the words for each.
+# Decoding modes of the demo in the summary, with their descriptions
 _MODES = {
     "exact": "exact, one token per step",
     "exact_early_stop": "exact, each row ends at its end token",
@@ -18,16 +18,16 @@ _MODES = {
 
 
 def measured_table(read: Read) -> str:
-    """A table of measurements, with the commands that made them.
+    """Return the table of measurements, with the commands that made them.
 
     Args:
-      read: returns the record with a name below ``benchmarks/results``; None if there is none.
+      read: returns the record at a path in ``benchmarks/results``; None if it does not exist.
     """
     return _table(("what", "result", "command"), list(_measured(read)))
 
 
 def estimated_table(read: Read) -> str:
-    """A table of estimates by ``python -m benchmarks.plans``: the best mesh of each machine.
+    """Return the table of estimates by ``python -m benchmarks.plans``: the best mesh of each machine.
 
     Args:
       read: as for :func:`measured_table`.

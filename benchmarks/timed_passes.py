@@ -1,4 +1,4 @@
-"""The time of one forward pass, from whole generations that take turns.
+"""The time of one forward pass, from whole generations that alternate.
 
 Dimension letters: B batch, P prompt.
 """
@@ -25,9 +25,9 @@ class TimedPass:
     """A timed kind of pass.
 
     Attributes:
-      timing: times of one pass; processor time is not measured per pass.
+      timing: times of one pass, without processor time.
       passes: number of passes of this kind in the generation.
-      result: the generation's.
+      result: the result of the generation.
     """
 
     timing: Timing
@@ -36,31 +36,31 @@ class TimedPass:
 
 
 def timed_requests(workload: Workload, what: str) -> Mapping[str, Request]:
-    """The workload's request, ``whole``, and ``others``, with only its passes of other kinds, if it has any."""
+    """Return the workload's request as ``whole``, and as ``others`` one with only the passes of other kinds, if any."""
     if workload.config.objective == "autoregressive":
         sampling = workload.sampling()
         return {"whole": sampling} | ({"others": sampling.replace(max_new_tokens=1)} if what == "decode" else {})
     decoding = workload.decoding()
     if what == "denoise step":
         return {"whole": decoding}
-    # With a step a block, every step enters a block, by a refresh.
+    # With one step per block, every step is a refresh.
     return {"whole": decoding, "others": decoding.replace(steps=math.ceil(workload.new_tokens / workload.block_length))}
 
 
 def time_pass(
     engine: Engine, ids: np.ndarray, requests: Mapping[str, Request], repeats: int, warmup: int = 2
 ) -> TimedPass:
-    """Time one pass: a whole generation, minus the passes of other kinds in the same turn, divided by its passes.
+    """Time one pass: the time of a generation, minus that of its other kinds of passes, divided by its passes.
 
     Args:
       engine: the model.
       ids: prompts ``[B, P]``.
       requests: the result of :func:`timed_requests`.
       repeats: timed calls of each request.
-      warmup: calls before them.
+      warmup: number of calls before the timed ones.
 
     Raises:
-      NotRunError: the other passes took longer than all together.
+      NotRunError: the other passes took longer than the whole generation, because the machine is busy.
     """
     found: dict[str, GenerationResult] = {}
 

@@ -36,10 +36,10 @@ def import_torch() -> Any:
 
 
 def torch_device(torch: Any, platform: str) -> str:
-    """PyTorch's name of the device that JAX calls ``cpu`` or ``gpu``.
+    """Return PyTorch's name of the device that JAX calls ``cpu`` or ``gpu``.
 
     Raises:
-      InputError: PyTorch cannot run there, so that there is nothing to compare.
+      InputError: PyTorch does not support the device.
     """
     if platform == "cpu":
         return "cpu"
@@ -60,13 +60,13 @@ def torch_model(config: dict[str, Any], dtype: str, device: str = "cpu", seed: i
     """Make a random Qwen2 in PyTorch, on its device, in evaluation mode.
 
     Args:
-      config: a ``config.json``; a Dream's makes a model that attends both ways.
+      config: contents of a ``config.json``. For Dream, attention is bidirectional.
       dtype: dtype of weights and activations.
       device: PyTorch's name of it.
       seed: seed of the random weights.
 
     Raises:
-      InputError: this version of transformers cannot do without its causal mask.
+      InputError: this version of transformers cannot turn its causal mask off.
     """
     torch = import_torch()
     import transformers
@@ -150,14 +150,14 @@ def diffusion_generate(
     """Masked-diffusion decoding by negative entropy at temperature 0, as Dream and DiffuCoder publish it.
 
     Args:
-      model: logits of tokens.
+      model: returns the logits of tokens.
       prompt: int64 ``[B, P]``, rows of one length.
       mask_token: id of the mask token.
       new_tokens: positions to fill.
       steps: forward passes.
-      top_p: nucleus that confidences are measured in; None for all.
-      top_k: tokens that confidences are measured in; None for all.
-      eps: the time at which the schedule ends.
+      top_p: top-p filter of the confidences; None for no filter.
+      top_k: top-k filter of the confidences; None for no filter.
+      eps: final time of the schedule.
 
     Returns:
       int64 ``[B, P + new_tokens]``.
@@ -186,7 +186,7 @@ def diffusion_generate(
             probabilities = torch.softmax(logits, dim=-1)
             tokens = probabilities.argmax(dim=-1)
             confidence = (probabilities * torch.log(probabilities + 1e-10)).sum(dim=-1)
-            left = int(masked.sum()) // len(canvas)  # every row has as many
+            left = int(masked.sum()) // len(canvas)  # all rows have the same number
             count = int(left * float(1 - times[step + 1] / times[step])) if step < steps - 1 else left
             if count == 0:
                 continue

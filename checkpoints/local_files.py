@@ -104,3 +104,19 @@ def parse_json_object(data: bytes, most_names: int | None = None) -> dict[str, A
     if not isinstance(value, dict):
         raise JsonObjectError(f"expected an object, found {type(value).__name__}")
     return value
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a JSONL file whose lines are objects, in UTF-8.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: a line is not a JSON object as :func:`parse_json_object` requires; the message names the line.
+    """
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            found.append(parse_json_object(line))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
+    return found

@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from checkpoints.errors import CorruptCheckpointError, MismatchedCheckpointError
+from checkpoints.local_files import parse_json_object
 from checkpoints.source import STORED_DTYPES, Index, StoredTensor
 from runtime.models.declarations import ModelLayout, WeightLeaf
 
@@ -59,10 +60,10 @@ def unseal(text: str, where: str) -> dict[str, Any]:
       CorruptCheckpointError: the text differs from what was written, even by a space.
     """
     try:
-        body = json.loads(text)["body"]
+        body = parse_json_object(text.encode())["body"]
         if isinstance(body, dict) and seal(body) == text:
             return body
-    except (KeyError, TypeError, ValueError, RecursionError):
+    except (KeyError, TypeError, ValueError):
         pass
     raise CorruptCheckpointError(f"{where}: damaged: its own digest is wrong")
 
@@ -252,7 +253,7 @@ class Manifest:
     covers_folder: bool = True
 
     def dump(self) -> str:
-        """Write it as JSON that includes a digest of itself."""
+        """Return the manifest as JSON text, which includes a digest of its contents."""
         body = {
             "format": _FORMAT,
             "version": _VERSION if self.covers_folder else _OLDER_VERSION,

@@ -67,10 +67,9 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
     if folder.is_orbax:
         found = _open_orbax(folder, manifest)
         if manifest is None and verify == "full":
+            advice = "" if folder.remote else "; diffumesh verify --write_manifest adds them"
             logger.warning(
-                "%s: an Orbax checkpoint without digests, so damaged weights are not noticed; "
-                "diffumesh verify --write_manifest adds them",
-                folder.place,
+                "%s: an Orbax checkpoint without digests, so damaged weights are not noticed%s", folder.place, advice
             )
     else:
         found = open_safetensors(folder)
@@ -126,7 +125,7 @@ def _open_orbax(folder: CheckpointFolder, manifest: Manifest | None) -> StoredTe
 def check_files(folder: CheckpointFolder, manifest: Manifest) -> None:
     """Check the files beside the weights against their digests, and that there are no other files.
 
-    Of files of weights only the names and, on a disk, the sizes are checked: the tensors have digests of their own.
+    For weight files, only the names and, on a disk, the sizes are checked, because tensors have their own digests.
 
     Raises:
       CorruptCheckpointError: a file is missing, changed or added; the message names it.

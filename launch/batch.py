@@ -145,8 +145,11 @@ def complete(
             progress(scheduler.stats.rows, total)
             report.print_if_due()
     report.print()
-    compiled = f"{engine.compiled_programs} programs compiled"
-    say(f"{scheduler.stats.forwards} forward passes, {compiled}")
+    stats = scheduler.stats
+    say(
+        f"{stats.forwards} forward passes, {stats.computed_positions} positions computed, "
+        f"{100 * stats.useful_share:.1f}% of them useful, {engine.compiled_programs} programs compiled"
+    )
     return count
 
 
@@ -162,7 +165,7 @@ def publish(output: BatchFolder, order: Sequence[Key], batch: Batch, values: fla
 
 
 def run(argv: Sequence[str] | None = None) -> None:
-    """Entry point."""
+    """Run ``diffumesh batch`` from the command line."""
     run_launcher(main, define_flags, __doc__ or "", argv)
 
 

@@ -153,7 +153,7 @@ def main(values: flags.FlagValues) -> None:
 
 
 def run(argv: Sequence[str] | None = None) -> None:
-    """Entry point."""
+    """Run ``diffumesh doctor`` from the command line."""
     run_launcher(main, define_flags, __doc__ or "", argv)
 
 

@@ -156,7 +156,7 @@ def observed(
 
 
 def run(argv: Sequence[str] | None = None) -> None:
-    """Entry point."""
+    """Run ``diffumesh generate`` from the command line."""
     run_launcher(main, define_flags, __doc__ or "", argv)
 
 

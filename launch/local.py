@@ -64,7 +64,7 @@ def main(values: flags.FlagValues, command: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str] | None = None) -> None:
-    """Entry point."""
+    """Run ``diffumesh local`` from the command line."""
     argv = list(sys.argv if argv is None else argv)
     own, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     code = 0

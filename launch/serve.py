@@ -24,6 +24,7 @@ from launch.flags.model import define_model_flags, load_engine, open_checkpoint
 from launch.flags.server import (
     allowed_hosts,
     define_server_flags,
+    mark_request_fields,
     read_defaults,
     read_keys,
     read_limits,
@@ -63,6 +64,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define_server_flags(values)
     define_model_flags(values)
     define_decoding_flags(values)
+    mark_request_fields(values)
     define_device_flags(values)
     define_profiling_flags(values)
 
@@ -112,7 +114,7 @@ def main(values: flags.FlagValues) -> None:
 
 
 def run(argv: Sequence[str] | None = None) -> None:
-    """Entry point."""
+    """Run ``diffumesh serve`` from the command line."""
     run_launcher(main, define_flags, __doc__ or "", argv)
 
 

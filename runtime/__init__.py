@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from runtime.models.quantization import QUANTIZATIONS
     from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
     from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
-    from sharding.errors import InputError, MeshError
+    from sharding.errors import InputError, MeshError, OutOfMemoryError
     from sharding.mesh import MeshSpec
 
 __all__ = [
@@ -119,6 +119,7 @@ __all__ = [
     "ModelConfig",
     "ModelLayout",
     "OfflineScheduler",
+    "OutOfMemoryError",
     "Parameter",
     "ParameterError",
     "PoolLimits",
@@ -208,6 +209,7 @@ _HOMES = {
     "ModelConfig": "runtime.models.config",
     "ModelLayout": "runtime.models.declarations",
     "OfflineScheduler": "runtime.execution.offline",
+    "OutOfMemoryError": "sharding.errors",
     "Parameter": "runtime.decoding.schema",
     "ParameterError": "runtime.decoding.schema",
     "PoolLimits": "runtime.execution.pool_state",

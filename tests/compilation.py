@@ -1,4 +1,4 @@
-"""How XLA compiles the CPU programs of tests: quickly, or as it does for users."""
+"""XLA flags for the CPU programs of tests: with little optimization, or XLA's defaults as for users."""
 
 from __future__ import annotations
 

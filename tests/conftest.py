@@ -22,7 +22,7 @@ os.environ.update(
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     HF_HUB_OFFLINE="1",
 )
-# Also for child processes. `XLA_FLAGS= pytest` compiles everything as released.
+# Child processes use it too. `XLA_FLAGS= pytest` compiles everything with XLA's defaults.
 os.environ.setdefault("XLA_FLAGS", QUICK_FLAGS)
 
 import jax
@@ -37,7 +37,7 @@ _MANY_REGIONS = 30_000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of a run of some of the slow tests; see :func:`pytest_collection_modifyitems`."""
+    """Add the options that select some of the slow tests; see :func:`pytest_collection_modifyitems`."""
     group = parser.getgroup("diffumesh")
     group.addoption(
         "--slow-quarter", type=int, metavar="DAY", help="Of the slow tests one quarter, which is another one each day."
@@ -50,8 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep one quarter of each file's slow tests.
 
-    A quarter is a run of neighbours, which share fixtures and compiled programs. The file's name says which quarter it
-    begins with, so that files with a single slow test do not all have it on the same day.
+    A quarter consists of adjacent tests, which share fixtures and compiled programs. The file's name determines its
+    first quarter, so that files with a single slow test are spread over the four quarters.
     """
     day = config.getoption("--slow-quarter")
     if day is None:
@@ -79,7 +79,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_compilation_cache_left_behind() -> Iterator[None]:
-    """A launcher that a test runs in this process may set a folder for compiled programs, for all that come after."""
+    """Reset the compile cache that a command may set in this process, so that later tests do not use it."""
     yield
     if jax.config.jax_compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", None)
@@ -88,9 +88,9 @@ def _no_compilation_cache_left_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _programs_do_not_pile_up() -> Iterator[None]:
-    """XLA maps a few regions of memory for each program on CPU, and crashes when a process has no more of them.
+    """Drop cached engines and programs before the process has too many memory mappings, at which XLA on CPU crashes.
 
-    Engines that test modules keep for one another are dropped, with their programs; the next test makes its own.
+    XLA maps a few regions of memory per program. The next test makes its own engine.
     """
     yield
     maps = Path("/proc/self/maps")

@@ -1,4 +1,4 @@
-"""Comparing two runs that should give the same tokens, and saying by how much they missed where they do not."""
+"""Comparison of two runs that should give the same tokens; prints the margin where they differ."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def assert_same_tokens(
 ) -> None:
     """Assert that two histories ``[steps, B, W]``, tokens where ``real`` ``[B, W]``, agree up to a tie within rounding.
 
-    Where they part first, the canvas before that step is put through the model and the margin between the two choices
-    is printed: where one position got two tokens, the gap of their logits; where different positions were set, the
-    spread of those positions' confidences. More than rounding fails, and so does a parting that no margin explains.
+    At the first difference, the model runs on the canvas before that step, and the margin between the two choices is
+    printed: the gap of the logits if a position got two different tokens, or the spread of the confidences if different
+    positions were committed. A margin larger than rounding fails, and so does a difference without a margin.
     """
     if np.array_equal(found, expected):
         return

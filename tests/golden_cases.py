@@ -29,32 +29,32 @@ Case = dict[str, Any]
 
 
 def diffusion_config(case: Case) -> DiffusionConfig:
-    """The request of one of Dream's cases, whose ``alg`` is the algorithm."""
+    """Return the configuration of one of Dream's cases, where ``alg`` is the algorithm."""
     return DiffusionConfig(**{"algorithm" if key == "alg" else key: value for key, value in case.items()})
 
 
 def sampling_config(case: Case) -> SamplingConfig:
-    """The request of an autoregressive case; without stop tokens a row never ends.
+    """Return the configuration of an autoregressive case. Without stop tokens, rows never end early.
 
-    ``pad_token_id`` is what the original fills ended rows with, and no parameter of a request.
+    The original fills ended rows with ``pad_token_id``, which is not a parameter of a request.
     """
     given = {key: value for key, value in case.items() if key != "pad_token_id"}
     return SamplingConfig(**given | {"stop_token_ids": given["stop_token_ids"] or ()})
 
 
 def llada_config(case: Case) -> DiffusionConfig:
-    """The request of one of LLaDA's cases, which calls the algorithm ``remasking``."""
+    """Return the configuration of one of LLaDA's cases, which call the algorithm ``remasking``."""
     return DiffusionConfig(**{"algorithm" if key == "remasking" else key: value for key, value in case.items()})
 
 
 def block_causal_config(case: Case, length: int, new: int, **own: Any) -> DiffusionConfig:
-    """The request of a case with block-causal attention: ``steps`` of each block of ``length``, ``new`` tokens."""
+    """Return the configuration of a case with block-causal attention: ``steps`` per block of ``length`` positions."""
     steps = case["steps"] * -(-new // length)
     return DiffusionConfig(new, steps=steps, algorithm="maskgit_plus", cache="exact", block_length=length, **own)
 
 
 def sdar_config(case: Case) -> DiffusionConfig:
-    """The request of one of SDAR's cases, whose tokens are the most probable ones at any temperature."""
+    """Return the configuration of one of SDAR's cases, where tokens are the most probable ones at any temperature."""
     rules = {"low_confidence_static": "none", "low_confidence_dynamic": "threshold", "sequential": "sequential"}
     rule = rules[case["remasking_strategy"]]
     return block_causal_config(
@@ -72,7 +72,7 @@ def sdar_config(case: Case) -> DiffusionConfig:
 
 
 def fast_dllm_v2_config(case: Case) -> DiffusionConfig:
-    """The request of one of Fast-dLLM v2's cases; ``max_new_tokens`` there counts blocks, and ``top_p`` is not read."""
+    """Return the configuration of one of Fast-dLLM v2's cases. The original counts blocks, and ignores ``top_p``."""
     return block_causal_config(
         {"steps": case["block_size"]},
         case["block_size"],
@@ -85,7 +85,7 @@ def fast_dllm_v2_config(case: Case) -> DiffusionConfig:
     )
 
 
-# The request of a case, by the model_type of config.json.
+# Functions that make the configuration of a case, by the model_type of config.json
 CONFIGS: dict[str, Callable[[Case], DiffusionConfig | SamplingConfig]] = {
     "Dream": diffusion_config,
     "Fast_dLLM_Qwen": fast_dllm_v2_config,
@@ -94,7 +94,7 @@ CONFIGS: dict[str, Callable[[Case], DiffusionConfig | SamplingConfig]] = {
     "qwen3": sampling_config,
     "sdar": sdar_config,
 }
-# Families whose originals return blocks that are filled, however many new tokens were asked for.
+# Families whose originals return whole blocks, whatever number of new tokens was requested
 IN_BLOCKS = ("Fast_dLLM_Qwen", "sdar")
 
 
@@ -106,7 +106,7 @@ class Golden:
 
     @functools.cached_property
     def cases(self) -> dict[str, Case]:
-        """Parameters of every case by its name; ``cases.json`` is a list, or has one beside a text about it."""
+        """Parameters of every case by name. ``cases.json`` is a list, or an object with the list and a text."""
         found = json.loads((self.folder / "cases.json").read_text())
         return {case["name"]: case for case in (found["cases"] if isinstance(found, dict) else found)}
 
@@ -122,7 +122,7 @@ class Golden:
         return str(json.loads((self.folder / "config.json").read_text()).get("model_type"))
 
     def inputs(self, name: str) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens and attention mask of a case, ``[B, S]``; rows that are padded on the right are moved to the end."""
+        """Return tokens and attention mask of a case, ``[B, S]``. Right-padded rows become left-padded."""
         ids, lengths = self.arrays[f"{name}.input_ids"], self.arrays.get(f"{name}.lengths")
         if lengths is None:
             return ids, self.arrays.get(f"{name}.attention_mask")
@@ -130,10 +130,10 @@ class Golden:
         return np.stack([np.roll(row, ids.shape[1] - length) for row, length in zip(ids, lengths, strict=True)]), mask
 
     def config(self, name: str) -> DiffusionConfig | SamplingConfig:
-        """The request of a case.
+        """Return the configuration of a case.
 
         Raises:
-          ValueError: no entry of ``CONFIGS`` says what the parameters of this family's cases mean.
+          ValueError: ``CONFIGS`` has no entry for this family.
         """
         if self.family not in CONFIGS:
             raise ValueError(
@@ -145,22 +145,22 @@ class Golden:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the original decodes block after block, and returns blocks that are filled."""
+        """Whether the original decodes in blocks, and returns whole blocks."""
         return self.family in IN_BLOCKS
 
     def new_tokens(self, name: str) -> int:
-        """New tokens of the longest row of a case in blocks, as if no stop token were met."""
+        """Return the number of new tokens of the longest row of a case in blocks, without stop tokens."""
         case, prompts = self.cases[name], self.arrays[f"{name}.input_ids"].shape[1]
         if f"{name}.lengths" in self.arrays:
             return int((self.arrays[f"{name}.sequence_lengths"] - self.arrays[f"{name}.lengths"]).max())
         if "max_new_tokens" in case:
-            # Blocks that are decoded, the one that the prompt begins among them, and the token after the last one.
+            # Decoded blocks, including the one in which the prompt ends, and the token after the last block.
             length = case["block_size"]
             return (prompts // length + case["max_new_tokens"] // length) * length + 1 - prompts
         return self.arrays[f"{name}.sequences"].shape[1] - prompts
 
     def rows(self, name: str) -> list[np.ndarray]:
-        """Expected tokens of each row of a case in blocks, up to its first stop token."""
+        """Return the expected tokens of each row of a case in blocks, up to its first stop token."""
         case, found = self.cases[name], []
         stops = case["stop_token_ids"] or [] if "stop_token_ids" in case else [case["stop_token_id"]]
         lengths = self.arrays.get(f"{name}.lengths", [self.arrays[f"{name}.input_ids"].shape[1]] * 8)
@@ -171,9 +171,9 @@ class Golden:
         return found
 
     def sequences(self, name: str, width: int, pad_token_id: int) -> np.ndarray:
-        """Expected tokens ``[B, width]`` of a case, with ``pad_token_id`` after the end of each row.
+        """Return the expected tokens ``[B, width]`` of a case, with ``pad_token_id`` after the end of each row.
 
-        The original's array ends where its longest row does, and its padding may be another token.
+        The original's array ends at the end of the longest row, and may have another padding token.
         """
         expected, case = self.arrays[f"{name}.sequences"], self.cases[name]
         stops = case.get("stop_token_ids")
@@ -192,19 +192,19 @@ DREAM = Golden(FOLDER)
 
 
 def golden_folders(environment: Mapping[str, str] = os.environ) -> list[Golden]:
-    """The folders beside this file, and those that ``DIFFUMESH_GOLDEN`` names."""
+    """Return the folders beside this file, and those that ``DIFFUMESH_GOLDEN`` names."""
     own = sorted(path.parent for path in FOLDER.parent.glob("*/cases.json"))
     named = [Path(path).absolute() for path in environment.get("DIFFUMESH_GOLDEN", "").split(":") if path]
     return [Golden(folder) for folder in [*own, *named]]
 
 
 def engine(mesh: str = "data=1", folder: Path = FOLDER) -> Engine:
-    """The engine of a golden folder in float32; all ways to write a mesh name one engine, with its programs."""
+    """Return the cached float32 engine of a golden folder on a mesh, however the mesh is written."""
     return _engine(MeshSpec.parse(mesh), folder)
 
 
 def engine_as_released(mesh: str = "data=1", folder: Path = FOLDER) -> Engine:
-    """The same, whose programs are compiled as they are for users."""
+    """Return the same engine, with programs compiled as for users."""
     return _engine(MeshSpec.parse(mesh), folder, True)
 
 
@@ -219,5 +219,5 @@ def _engine(spec: MeshSpec, folder: Path, as_released: bool = False) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "compiler_options", options)
         found = Engine.load(folder, spec, dtype="float32")
-    assert asked, "an engine asks for its options when it is made"
+    assert asked, "an engine reads the compiler options when it is created"
     return found

@@ -1,16 +1,17 @@
-"""Rules of the house that no linter checks: modules and functions are short, and private names stay private."""
+"""Rules that no linter checks: modules and functions are short, and private names are not used from outside."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("sharding", "checkpoints", "runtime", "launch", "diffumesh", "benchmarks", "tests")
 MAX_MODULE_LINES = 450
-# The engine is the public edge: what it does is elsewhere.
+# The engine is the public interface; other modules do the work.
 MAX_LINES = {"runtime/engine.py": 300}
 MAX_FUNCTION_LINES = 60
 
@@ -36,7 +37,7 @@ def modules() -> dict[str, tuple[str, ast.Module]]:
 
 
 def too_long(name: str, text: str, tree: ast.Module) -> Iterator[str]:
-    """The module itself and those of its functions that have too many lines."""
+    """Return the module, if it has too many lines, and those of its functions that do."""
     if text.count("\n") > MAX_LINES.get(name, MAX_MODULE_LINES):
         yield name
     for node in ast.walk(tree):
@@ -51,7 +52,7 @@ def is_private(name: str) -> bool:
 
 
 def defined_names(tree: ast.Module) -> set[str]:
-    """Names that a module defines: its own, those of its classes, and the attributes that methods set on ``self``."""
+    """Return the names that a module defines, with those of classes and attributes that methods set on ``self``."""
     found = set()
     for node in ast.walk(tree):
         match node:
@@ -65,9 +66,9 @@ def defined_names(tree: ast.Module) -> set[str]:
 
 
 def foreign_private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of every use of a private name that another module defines.
+    """Return line and text of every use of a private name that another module defines.
 
-    Attributes, imports, and names in calls as ``setattr(place, "_name", value)``, monkeypatch's too.
+    Uses are attributes, imports, and names in calls such as ``setattr(place, "_name", value)``.
     """
     own = defined_names(tree)
     for node in ast.walk(tree):
@@ -121,3 +122,13 @@ def test_private_names_are_found() -> None:
 
 def parsed(text: str) -> tuple[str, ast.Module]:
     return text, ast.parse(text)
+
+
+def test_every_package_has_an_exhaustive_layers_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    exhaustive = {name for one in contracts if one.get("exhaustive") for name in one["containers"]}
+    folders = [path.parent for path in map(Path, modules()) if path.name == "__init__.py" and path.parts[0] != "tests"]
+    packages = {".".join(folder.parts) for folder in folders if len(list((ROOT / folder).glob("*.py"))) > 1}
+    assert packages == exhaustive

@@ -1,4 +1,4 @@
-"""What an installation brings: the files of the wheel, and an editable install beside folders of a user's."""
+"""Installation: the files of the wheel, and an editable install that a user's folders of the same names do not hide."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = {"checkpoints", "diffumesh", "launch", "runtime", "sharding"}
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``pip install -e .`` puts into site-packages."""
+    """Return the files that ``pip install -e .`` puts into site-packages."""
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -34,7 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_script(site: Path, folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """A script in a user's folder, run from another one, with ``site`` as one of Python's site folders."""
+    """Run a script in a user's folder from another folder, with ``site`` as a site folder of Python."""
     script = folder / "script.py"
     start = f"import site; site.addsitedir({str(site)!r})\n"
     script.write_text(start + textwrap.dedent(code))

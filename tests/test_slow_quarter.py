@@ -1,4 +1,4 @@
-"""The quarter of the slow tests that a day has: four days have all of them, once each."""
+"""Quarters of the slow tests: the four together contain each test exactly once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_four_days_have_every_slow_test_once(suite: pytest.Pytester) -> None:
     assert names(suite, "--slow-quarter=20004") == days[0]
     for day in days:
         numbers = [int(name.split("[")[1][:-1]) for name in day if "forty" in name]
-        assert numbers == list(range(numbers[0], numbers[0] + 10)), "neighbours share what is compiled"
+        assert numbers == list(range(numbers[0], numbers[0] + 10)), (
+            "a quarter consists of adjacent tests, which share compiled programs"
+        )
 
 
 def test_what_begins_too_late_is_named(suite: pytest.Pytester) -> None:

@@ -81,6 +81,11 @@ def _rows(results: dict[str, Any], ratios: dict[str, Any]) -> Iterator[Row]:
     if "batch" in results:
         what = "diffumesh batch: wall time / time of its useful work at the best measured rate"
         yield Row.at_most(what, results["batch"]["wall_times_useful"], _TIMES_USEFUL_WORK)
+        # Records of earlier versions have one reading alone.
+        if (ratio := results["batch"].get("wall_times_useful_of_canvas")) is not None:
+            yield Row("the same, each row at the best measured rate of its canvas", ratio)
+        if (computed := results["batch"]["warm"].get("computed_positions")) is not None:
+            yield Row("the same, computed positions times useful ones", computed / results["batch"]["useful_positions"])
     if (differing := _differing(results)) is not None:
         yield Row.at_most("texts that differ between the servers, the loop and the loads", differing, 0)
     for name, one in results.get("starts", {}).get("starts", {}).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -213,12 +214,17 @@ def generate_loop(checkout: Checkout, checkpoint: str, cache: Path) -> Iterator[
         found.end()
 
 
+# The line of ``diffumesh batch`` that says what was computed.
+_COMPUTED = re.compile(r"(\d+) forward passes, (\d+) positions computed, .* (\d+) programs compiled")
+
+
 def run_batch(checkout: Checkout, arguments: Sequence[str]) -> dict[str, float]:
     """Run ``diffumesh batch`` once.
 
     Returns:
       ``wall``: seconds of the whole process. ``generating``: seconds from the end of loading the model to the end
-      of the process, including the compilation of programs.
+      of the process, including the compilation of programs. ``forwards``, ``computed_positions``, ``programs``: what
+      the process says that it computed and compiled.
 
     Raises:
       InputError: the command fails.
@@ -242,4 +248,10 @@ def run_batch(checkout: Checkout, arguments: Sequence[str]) -> dict[str, float]:
     if code := process.wait():
         raise InputError(f"the batch ended with exit code {code}:\n{''.join(said)[-2000:]}")
     end = time.perf_counter()
-    return {"wall": round(end - start, 3), "generating": round(end - loaded, 3)}
+    found = _COMPUTED.search("".join(said))
+    counts = (
+        dict(zip(("forwards", "computed_positions", "programs"), map(int, found.groups()), strict=True))
+        if found
+        else {}
+    )
+    return {"wall": round(end - start, 3), "generating": round(end - loaded, 3), **counts}

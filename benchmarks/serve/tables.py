@@ -132,7 +132,12 @@ def batch_table(results: dict[str, Any]) -> str:
         f"{found['generating_times_useful']:.2f}x",
     ]
     head = ["", "wall time", "without loading", f"useful work at {best:,} positions/s ({found['best']})"]
-    return table([*head, "wall time / useful", "without loading / useful"], [row])
+    head += ["wall time / useful", "without loading / useful"]
+    # Records of earlier versions have one reading alone.
+    if (ratio := found.get("wall_times_useful_of_canvas")) is not None:
+        head.append("wall time / useful, each row at the best rate of its canvas")
+        row.append(f"{ratio:.2f}x")
+    return table(head, [row])
 
 
 def starts_table(results: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.load import Ask
+from checkpoints.local_files import read_json_lines
 from runtime import TextTokenizer
 from sharding.errors import InputError
 
@@ -128,12 +128,11 @@ def read_functions(path: str) -> list[tuple[str, str]]:
       InputError: the file does not exist, or a line has no prompt.
     """
     try:
-        lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-        found = [(line["prompt"], line.get("completion", "")) for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = [(line["prompt"], line.get("completion", "")) for line in read_json_lines(Path(path))]
+    except (OSError, ValueError, KeyError) as error:
         raise InputError(f"--prompts={path}: cannot be read ({error!r})") from error
     if not found:
-        raise InputError(f"--prompts={path}: no line in it")
+        raise InputError(f"--prompts={path}: the file has no lines")
     return found
 
 

@@ -59,9 +59,11 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_list("batches", ["1", "2", "4", "8", "16", "32"], "Rows.", flag_values=values)
     shapes = ["1x128", "1x512", "1x1024", "4x512", "8x512", "8x1024"]
     flags.DEFINE_list("steps", shapes, "Rows and canvas of denoise steps.", flag_values=values)
-    flags.DEFINE_integer("trials", 5, "Timed calls of a row.", 2, 1000, flag_values=values)
-    flags.DEFINE_float("row_seconds", 60.0, "Time that a row may take, foreseen.", 0.1, flag_values=values)
-    flags.DEFINE_float("budget", None, "Seconds after which no row is begun. Default: none.", 1.0, flag_values=values)
+    flags.DEFINE_integer("trials", 5, "Timed calls per row.", 2, 1000, flag_values=values)
+    flags.DEFINE_float("row_seconds", 60.0, "Maximum expected time per row.", 0.1, flag_values=values)
+    flags.DEFINE_float(
+        "budget", None, "Seconds after which no row is started. Default: no limit.", 1.0, flag_values=values
+    )
     for name, sizes in (("matmul_size", MATMUL_SIZE), ("copy_bytes", COPY_BYTES)):
         text = f"Of the ceilings. Default: {', '.join(f'{size} on {platform}' for platform, size in sizes.items())}."
         flags.DEFINE_integer(name, None, text, 64, flag_values=values)
@@ -76,7 +78,7 @@ def main(values: flags.FlagValues) -> None:
     check_subject(values)
     notes = load_notes()
     sheet = Sheet(values.trials, values.row_seconds, values.budget)
-    # Devices may be wanted by one process alone, so others come first.
+    # Only one process may use the devices, so child processes run before this one uses them.
     measure_compilation(sheet, values)
     start_devices(values)
     devices = attached_devices(values)
@@ -92,7 +94,7 @@ def main(values: flags.FlagValues) -> None:
         measure(subject, lengths, batches, shapes)
         accepted = acceptance(subject)
     except BaseException as error:
-        # What was measured until then took long, and is worth having; it takes no whole record's place.
+        # Keep the measurements so far, but do not replace a complete record.
         if engine is None and isinstance(error, Exception):
             accepted = not_loaded(error)
         notes.append(f"cut short by {type(error).__name__}: {str(error)[:200]}")
@@ -110,7 +112,7 @@ def main(values: flags.FlagValues) -> None:
         )
         print(f"written: {write_record(record, values.output_dir, name)}")
     if sheet.failures:
-        raise RuntimeError(f"{sheet.failures} rows or items failed; the record says which, and the errors stand above")
+        raise RuntimeError(f"{sheet.failures} rows or items failed; see the record, and the errors above")
 
 
 def ceilings_of(sheet: Sheet, values: flags.FlagValues, device: Any, dtype: str) -> Ceilings:
@@ -133,7 +135,7 @@ def ceilings_of(sheet: Sheet, values: flags.FlagValues, device: Any, dtype: str)
 
 
 def measure(subject: Subject, lengths: list[int], batches: list[int], shapes: Sequence[tuple[int, int]]) -> None:
-    """Measure every row that needs the model, the most important first, while there is time."""
+    """Measure the rows that need the model, the most important first, within the time budget."""
     measure_ten_tokens(subject)
     measure_generations(subject)
     measure_lengths(subject)
@@ -149,7 +151,7 @@ def measure(subject: Subject, lengths: list[int], batches: list[int], shapes: Se
 
 
 def settings_of(values: flags.FlagValues, engine: Engine | None) -> dict[str, Any]:
-    """The settings of a record; size, dtype and mesh are missing if the model did not load."""
+    """Return the settings for a record. Size, dtype and mesh are missing if the model did not load."""
     places = ("checkpoint", "output_dir", "record", "profile_dir", "dump_hlo", "compile_cache")
     settings = {name: values[name].value for name in values if name not in places}
     return {
@@ -163,7 +165,7 @@ def settings_of(values: flags.FlagValues, engine: Engine | None) -> dict[str, An
 
 
 def _short(device: object) -> str:
-    """A device's kind as part of a file's name."""
+    """Return a device's kind in a form for file names."""
     kind = str(getattr(device, "device_kind", "device")).lower().removeprefix("nvidia").strip()
     return "_".join("".join(letter if letter.isalnum() else " " for letter in kind).split())
 

@@ -23,7 +23,7 @@ ITEMS = (
 
 
 def acceptance(subject: Subject) -> list[dict[str, Any]]:
-    """Every item with ``ticked`` (True, False, or None if it was not run) and ``why``."""
+    """Return every item with ``ticked`` (True, False, or None if it was not run) and ``why``."""
     sheet = subject.sheet
 
     def missing(section: str, name: str) -> NotRunError:
@@ -45,7 +45,7 @@ def acceptance(subject: Subject) -> list[dict[str, Any]]:
         if row is None or "times_batch_1" not in row.facts:
             raise missing(BATCHES, "best batch")
         times = row.facts["times_batch_1"]
-        return times > 1.0, f"batch {row.facts['batch']}: {times:.2f} times the tokens a second of batch 1", {}
+        return times > 1.0, f"batch {row.facts['batch']}: {times:.2f} times the tokens per second of batch 1", {}
 
     def beats_the_cpu() -> tuple[bool, str, dict[str, Any]]:
         name = f"a pass of {GENERATIONS[0][0]}"
@@ -74,7 +74,7 @@ def acceptance(subject: Subject) -> list[dict[str, Any]]:
 
 
 def not_loaded(error: Exception) -> list[dict[str, Any]]:
-    """The items for a model that does not load."""
+    """Return the items for a model that does not load."""
     why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return [_item(ITEMS[0], False, why), *(_item(what, None, "not run: it does not load") for what in ITEMS[1:])]
 

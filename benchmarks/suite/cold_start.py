@@ -1,4 +1,4 @@
-"""Start a process once: seconds to devices, weights and the first canvas. The suite runs it twice with one cache.
+"""Measure one start of a process: seconds to devices, weights and the first canvas. The suite runs it as a child.
 
 Prints a JSON object; ``python -m benchmarks.suite`` explains its numbers.
 """

@@ -27,7 +27,7 @@ from runtime.planner.workload import Workload
 
 GENERATION, BATCHES, AUTOREGRESSIVE, CPU = "generation", "batches", "autoregressive", "CPU"
 PROMPT = 14
-# Name, rows, new tokens, steps.
+# Name, rows, new tokens, steps
 GENERATIONS = (
     ("50 tokens, 25 steps", 1, 50, 25),
     ("100 tokens, 50 steps, 4 prompts", 4, 100, 50),
@@ -39,7 +39,7 @@ DECODE_BATCHES = (1, 8, 64)
 
 
 def measure_generations(subject: Subject) -> None:
-    """Typical generations; the first one is traced."""
+    """Measure typical generations, and trace the first one if requested."""
     engine = subject.engine
     for number, (name, batch, new, steps) in enumerate(GENERATIONS):
         found: dict[str, Any] = {}
@@ -65,7 +65,7 @@ def _profile(subject: Subject, name: str, prepare: Callable[[], Callable[[], Non
 
 
 def measure_batches(subject: Subject, batches: list[int]) -> None:
-    """The same generation with more and more rows, and the batch with the most tokens per second."""
+    """Measure a generation with increasing numbers of rows, and find the batch with the most tokens per second."""
     engine, sheet = subject.engine, subject.sheet
     new, steps = BATCH_REQUEST
     best: tuple[float, int] | None = None
@@ -95,7 +95,7 @@ def measure_batches(subject: Subject, batches: list[int]) -> None:
 
 
 def causal_engine(engine: Engine) -> Engine:
-    """The engine, or an autoregressive one with the weights of a diffusion model."""
+    """Return the engine, or for a diffusion model, an autoregressive engine with its weights."""
     if engine.config.objective == "autoregressive":
         return engine
     config = replace(engine.config, family=QWEN2, mask_token_id=-1)
@@ -148,7 +148,7 @@ def measure_autoregressive(subject: Subject) -> None:
 
 
 def measure_cpu(subject: Subject) -> None:
-    """A denoise step, or token, of the shortest generation on the CPU, beside that on the accelerator."""
+    """Measure a denoise step (or token) of the shortest generation on the CPU, and compare with the accelerator."""
     name, batch, new, _ = GENERATIONS[0]
     sheet, values = subject.sheet, subject.values
     title = "a pass of " + name
@@ -162,7 +162,7 @@ def measure_cpu(subject: Subject) -> None:
             raise NotRunError(f"{name} was not run")
         device = jax.devices("cpu")[0]
         config = subject.engine.config
-        # Few passes: a large model takes long for each.
+        # Few passes, because a large model is slow.
         passes = 2
         short = request_of(config, passes if config.objective == "autoregressive" else new, passes)
         engine = open_engine(values, [device], "data=1")

@@ -25,12 +25,12 @@ from runtime.models.qwen2 import QWEN2
 from runtime.models.transformer import run_layer
 
 _POSITIONS = 64
-# Of an element's size and of the root mean square together; a few roundings of the dtype.
+# Relative to an element's size plus the root mean square: a few roundings of the dtype.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 
 
 def source_tensor(leaf: WeightLeaf, number: int, array: np.ndarray) -> np.ndarray:
-    """A layer's weight in the format of a checkpoint, from a padded array that contains the layer."""
+    """Convert a layer's weight from a padded array to the format of a checkpoint."""
     axes, shape = leaf.axes, leaf.shape
     if leaf.is_stacked:
         axes, shape, array = axes[1:], shape[1:], array[leaf.layers.index(number)]
@@ -40,10 +40,10 @@ def source_tensor(leaf: WeightLeaf, number: int, array: np.ndarray) -> np.ndarra
 
 
 def layer_parity(subject: Subject) -> dict[str, Any]:
-    """Share of each layer's outputs within tolerance of PyTorch's, for the same input of the layer.
+    """Return the share of each layer's outputs that are within tolerance of PyTorch's, for the same input.
 
     Raises:
-      NotRunError: there is no PyTorch, or no model of its that these weights fit.
+      NotRunError: PyTorch is not installed, or has no such model.
     """
     engine, layout, config = subject.engine, subject.engine.layout, subject.engine.config
     if config.family not in (DREAM, QWEN2):

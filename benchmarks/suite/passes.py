@@ -34,13 +34,13 @@ from sharding.topology import CHIPS
 FORWARD, GRID, LENGTHS = "forward", "forward over lengths and batches", "sequence lengths"
 STEP, BLOCK_STEP = "denoise step", "block step"
 _STEPS = 8
-# Rows, canvas and block of steps against a dual cache.
+# Rows, canvas and block length of block steps with a dual cache
 BLOCK_BATCHES = (1, 16)
 _BLOCK_CANVAS, _BLOCK = 256, 32
 
 
 def masked_positions(result: GenerationResult) -> float:
-    """Masked positions of all rows during a forward pass, averaged over the passes."""
+    """Return the number of masks in all rows during a forward pass, averaged over the passes."""
     steps = np.unique(result.commit_steps[result.commit_steps >= 0])
     return float(np.mean([(result.commit_steps >= step).sum() for step in steps]))
 
@@ -83,7 +83,7 @@ def measure_ten_tokens(subject: Subject) -> None:
 
 
 def grid_name(canvas: int, batch: int) -> str:
-    """Name of a row of the grid."""
+    """Return the name of a row of the grid."""
     return f"{canvas} tokens, batch {batch}"
 
 
@@ -116,10 +116,10 @@ def measure_grid(subject: Subject, lengths: list[int], batches: list[int]) -> No
 
 
 def read_shapes(texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Rows and positions of ``8x1024`` and the like.
+    """Parse rows and positions, such as ``8x1024``.
 
     Raises:
-      InputError: something else.
+      InputError: the text has another form.
     """
     found = [re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,6})", text) for text in texts]
     if not all(found):
@@ -128,7 +128,7 @@ def read_shapes(texts: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _workload(subject: Subject, batch: int, canvas: int) -> Workload:
-    """A workload of denoise steps on a canvas that is half masked, for the planner."""
+    """Return the planner's workload for denoise steps on a half-masked canvas."""
     half = canvas // 2
     return Workload(subject.engine.config, str(subject.engine.dtype), batch, canvas - half, half, _STEPS)
 
@@ -159,9 +159,9 @@ def measure_steps(subject: Subject, shapes: Sequence[tuple[int, int]]) -> None:
 
 
 def masked_in_blocks(result: GenerationResult, prompt: int, length: int) -> float:
-    """Masked positions of the block of all rows during a block step, averaged over the steps.
+    """Return the number of masks in all rows' blocks during a block step, averaged over the steps.
 
-    The first pass of each block, a refresh, is none of them.
+    The first pass of each block is a refresh and does not count.
     """
     counts = []
     for start in range(prompt, result.commit_steps.shape[1], length):
@@ -200,7 +200,7 @@ def measure_block_steps(subject: Subject) -> None:
                 "mbu": subject.mbu(read, each),
             }
 
-        # Two refreshes, alone as well, and the steps.
+        # Two refreshes and the steps, and then the refreshes alone.
         seconds = subject.expected_seconds(batch, _BLOCK_CANVAS, 4) + subject.expected_seconds(
             batch, _BLOCK, 2 * _STEPS
         )
@@ -208,7 +208,7 @@ def measure_block_steps(subject: Subject) -> None:
 
 
 def _predicted(subject: Subject, batch: int, canvas: int) -> dict[str, float]:
-    """The planner's estimate of such a step on this machine, if it knows the chip."""
+    """Return the planner's estimate of such a step on this machine, if it knows the chip."""
     topology = topology_of(subject.devices)
     if topology.chip.name not in CHIPS:
         return {}

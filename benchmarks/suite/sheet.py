@@ -27,7 +27,7 @@ class Row:
       unit: unit of the four numbers.
       mean, deviation, minimum, maximum: over the trials; None if the row was not run.
       trials: number of trials.
-      facts: further facts: rates, counts, shapes.
+      facts: other facts, such as rates, counts and shapes.
       not_run: why it was not.
     """
 
@@ -47,12 +47,12 @@ class Sheet:
     """The rows of a run, in order.
 
     Attributes:
-      rows: so far.
+      rows: the rows so far.
       failures: rows and items that were not run because of an unexpected error.
     """
 
     def __init__(self, trials: int, row_seconds: float, budget: float | None) -> None:
-        """Begin with no row.
+        """Create an empty sheet.
 
         Args:
           trials: timed calls per row, if there is time for them.
@@ -65,7 +65,7 @@ class Sheet:
         self._start = time.perf_counter()
 
     def find(self, name: str) -> Row | None:
-        """The row of this name if it was measured."""
+        """Return the row of this name, if it was measured."""
         return next((row for row in self.rows if row.name == name and row.not_run is None), None)
 
     def value(self, section: str, name: str, number: float, unit: str, facts: Mapping[str, Any] | None = None) -> None:
@@ -110,10 +110,10 @@ class Sheet:
         Args:
           section: see :class:`Row`.
           name: see :class:`Row`.
-          prepare: makes the call that is timed; compiles and reads what it needs. It may raise :class:`NotRunError`.
+          prepare: compiles and loads, and returns the function to time. It may raise :class:`NotRunError`.
           facts: returns further facts after the calls.
           seconds: expected seconds of one call.
-          warmup: calls before those that are timed, with the very same shapes.
+          warmup: number of calls before the timed ones, with the same shapes.
         """
 
         def work() -> None:
@@ -124,10 +124,10 @@ class Sheet:
         self.attempt(section, name, work)
 
     def trials(self, seconds: float, warmup: int = 1) -> int:
-        """The number of timed calls that fit into the budget if one takes ``seconds``.
+        """Return the number of timed calls that fit into the budget if one takes ``seconds``.
 
         Raises:
-          NotRunError: fewer than two fit.
+          NotRunError: fewer than two calls fit.
         """
         trials = self._trials
         if seconds > 0:
@@ -137,7 +137,7 @@ class Sheet:
         return trials
 
     def attempt(self, section: str, name: str, work: Callable[[], None]) -> None:
-        """Let ``work`` add a row, or add the reason why it was not run: time, or :meth:`tried`."""
+        """Call ``work``, which adds a row. If time or :meth:`tried` prevent it, add a row with the reason."""
         spent = time.perf_counter() - self._start
         if self._budget is not None and spent > self._budget:
             self.leave_out(section, name, f"the budget of {self._budget:.0f} s was used up")
@@ -147,13 +147,13 @@ class Sheet:
             self.leave_out(section, name, found)
 
     def tried(self, work: Callable[[], Result]) -> Result | str:
-        """The result of ``work``, or the reason why it failed: not enough memory, or the error that it raised."""
+        """Return the result of ``work``, or the reason of its failure: out of memory, or the error that it raised."""
         try:
-            this_host().mark()  # a run of many rows does not hang
+            this_host().mark()  # the run is slow, but does not hang
             found = fits_or_none(work)
         except (NotRunError, InputError) as error:
             return str(error)
-        except Exception as error:  # one of many: the others are worth having, and the run ends with an error
+        except Exception as error:  # the other rows still run, and the run ends with an error
             traceback.print_exc()
             self.failures += 1
             return f"failed: {type(error).__name__}: {str(error)[:200]}"

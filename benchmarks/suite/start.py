@@ -28,9 +28,9 @@ from runtime.engine import Engine
 from runtime.models.families import model_layout, parse_config
 
 SECTION, MEMORY = "start", "memory"
-# Less than the 1800 s after which a run without progress is given up.
+# Less than the 1800 s after which a run without progress is ended.
 _CHILD_SECONDS = 1500
-# With weights up to this size a start costs little, and everything about it is done several times.
+# With weights up to this size, a start is cheap, and is repeated several times.
 _SMALL = 1 << 30
 _TRIALS = 3
 
@@ -65,7 +65,7 @@ def measure_compilation(sheet: Sheet, values: flags.FlagValues) -> None:
 
 
 def one_trial(size: int, failed: str | None = None) -> dict[str, str]:
-    """The reason for a single trial: an error, or the size of the weights."""
+    """Return the reason for a single trial: an error, or the size of the weights."""
     return {"one_trial": failed or f"weights of {size / 1e9:.1f} GB are large"}
 
 
@@ -78,10 +78,10 @@ def start_process(arguments: list[str]) -> dict[str, Any]:
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=_CHILD_SECONDS)
     except subprocess.TimeoutExpired as error:
-        raise NotRunError(f"a process of its own took more than {_CHILD_SECONDS} s") from error
+        raise NotRunError(f"a child process took more than {_CHILD_SECONDS} s") from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise NotRunError(f"a process of its own ended with {done.returncode}: {last[:300]}")
+        raise NotRunError(f"a child process ended with {done.returncode}: {last[:300]}")
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 

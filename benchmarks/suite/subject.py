@@ -27,7 +27,7 @@ from runtime.planner.workload import Workload
 from sharding.errors import InputError
 
 DEVICES = {"auto": None, "cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
-# Share of the ceilings that calls are expected to reach, to foresee how long they take.
+# Share of the measured ceilings that calls are expected to reach, for estimates of their time.
 _EXPECTED = 0.3
 
 
@@ -47,7 +47,7 @@ def check_subject(values: flags.FlagValues) -> None:
     """Check the flags before a device is used, and choose the device.
 
     Raises:
-      InputError: two models.
+      InputError: the flags name two models.
     """
     if values.random is not None and values.checkpoint is not None:
         raise InputError("--checkpoint and --random exclude one another")
@@ -64,14 +64,14 @@ def check_subject(values: flags.FlagValues) -> None:
 
 
 def model_size_flags() -> list[str]:
-    """Names of the flags of sizes."""
+    """Return the names of the flags for model sizes."""
     found = flags.FlagValues()
     define_model_flags(found)
     return [name for name in found if name != "random"]
 
 
 def command(module: str, values: flags.FlagValues, *more: str) -> list[str]:
-    """A command that runs another module with the same model and devices in a child process."""
+    """Return the command that runs another module with the same model and devices."""
     names = ["device", "devices", "checkpoint", "random", "dtype", "mesh", "attention", *model_size_flags()]
     given = [f"--{name}={values[name].value}" for name in names if values[name].value is not None]
     return [sys.executable, "-m", module, *given, *more]
@@ -81,7 +81,7 @@ def attached_devices(values: flags.FlagValues) -> list[Any]:
     """The devices to run on.
 
     Raises:
-      InputError: there are none of the kind that was asked for.
+      InputError: there are no devices of the requested kind.
     """
     import jax
 
@@ -110,13 +110,13 @@ def model_name(values: flags.FlagValues) -> str:
 
 
 def prompt_ids(config: ModelConfig, batch: int, length: int) -> np.ndarray:
-    """Random tokens ``[B, P]``, the same every time, without the mask."""
+    """Return random tokens ``[B, P]`` without masks, the same in every call."""
     allowed = np.delete(np.arange(config.vocab_size), [max(0, config.mask_token_id)])
     return np.asarray(np.random.default_rng(0).choice(allowed, (batch, length)), np.int32)
 
 
 def request_of(config: ModelConfig, new_tokens: int, steps: int) -> DiffusionConfig | SamplingConfig:
-    """A greedy generation of the model's kind; ``steps`` applies to masked diffusion."""
+    """Return the configuration of a greedy generation. ``steps`` applies to masked diffusion."""
     if config.objective == "autoregressive":
         return SamplingConfig(max_new_tokens=new_tokens)
     return DiffusionConfig(max_new_tokens=new_tokens, steps=steps, algorithm="entropy")
@@ -183,7 +183,7 @@ class Subject:
     def generation(
         self, engine: Engine, batch: int, prompt: int, request: DiffusionConfig | SamplingConfig, found: dict[str, Any]
     ) -> Callable[[], Callable[[], None]]:
-        """Make the function that prepares a timed generation; its last result is stored in ``found["result"]``."""
+        """Return a function that prepares a timed generation. The last result is stored in ``found["result"]``."""
 
         def prepare() -> Callable[[], None]:
             cached = request.use_cache if isinstance(request, SamplingConfig) else request.cache != "none"
@@ -207,7 +207,7 @@ class Subject:
         *,
         seconds: float,
     ) -> None:
-        """A row of one kind of pass.
+        """Measure one kind of pass, and add its row.
 
         Args:
           section: see :class:`Row`.
@@ -231,7 +231,7 @@ class Subject:
 
 
 def rates(result: GenerationResult, milliseconds: float) -> dict[str, Any]:
-    """Tokens per second, forward passes, and tokens of each."""
+    """Return the facts of a generation: tokens per second, forward passes, and tokens per pass."""
     stats = result.stats
     return {
         "tokens_per_second": round(stats.tokens / (milliseconds / 1e3), 2),

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.records import note_lines
 from benchmarks.suite.passes import GRID, grid_name
 
-# Facts in the order in which a row names them; the others stay in the record.
+# Facts in the order in which a row shows them. Other facts are only in the record.
 _FACTS = {
     "predicted_ms": "{} ms predicted",
     "tokens_per_second": "{} tokens/s",
@@ -33,7 +33,7 @@ _FACTS = {
 
 
 def suite_tables(record: Mapping[str, Any]) -> str:
-    """The tables of one record."""
+    """Return the tables of one record."""
     settings, machine, results = record["settings"], record["machine"], record["results"]
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     place = f"{machine['device_count']} x {machine['device_kind']}"
@@ -60,7 +60,7 @@ def suite_tables(record: Mapping[str, Any]) -> str:
     grid = [row for row in results["rows"] if row["section"] == GRID]
     if grid:
         lines += ["", *_grid(grid)]
-    lines += ["", "What is ticked when a model is brought to a new accelerator:", ""]
+    lines += ["", "Acceptance list for a model on a new accelerator:", ""]
     for item in results["acceptance"]:
         lines.append(f"- [{'x' if item['ticked'] else ' '}] {item['what']}: {item['why']}")
     return "\n".join([*lines, *note_lines(record)])
@@ -86,7 +86,7 @@ def _grid(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     pairs = [(int(name.split()[0]), int(name.split()[-1])) for name in found]
     lengths, batches = (sorted(set(sizes)) for sizes in zip(*pairs, strict=True))
     lines = [
-        "A forward pass without its head: ms ± deviation, tokens a second over those of batch 1, MFU.",
+        "A forward pass without its head: ms ± deviation, tokens per second relative to batch 1, MFU.",
         "",
         "| tokens | " + " | ".join(f"batch {batch}" for batch in batches) + " |",
         "|---:|" + "---:|" * len(batches),
@@ -94,7 +94,7 @@ def _grid(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for length in lengths:
         cells = []
         for batch in batches:
-            # A run that was cut short has begun a length and not come to all its batches.
+            # An interrupted run may lack batches of its last length.
             row = found.get(grid_name(length, batch))
             if row is None or row["not_run"] is not None:
                 cells.append("not run")

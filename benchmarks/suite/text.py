@@ -59,7 +59,7 @@ def coherence(subject: Subject) -> dict[str, Any]:
     """Complete a few prompts and count the valid Python programs.
 
     Raises:
-      NotRunError: nothing here can write.
+      NotRunError: the weights are random, or there is no tokenizer.
     """
     if subject.values.random is not None:
         raise NotRunError("random weights write nothing coherent")

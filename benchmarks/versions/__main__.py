@@ -3,8 +3,8 @@
     git worktree add ../old COMMIT
     python -m benchmarks.versions --old=../old
 
-Both run the same generations with the same checkpoints: the demo, and random weights with the sizes of ``--random``. A
-process of each checkout stays alive, so that both are warm.
+Both run the same generations with the same checkpoints: the demo, and random weights with the sizes of ``--random``.
+One process per checkout runs all generations, so that both are warm.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from runtime.models.qwen2 import QWEN2
 
 _ROOT = Path(__file__).parents[2]
 _CHILD = Path(__file__).with_name("timed_generations.py")
-# Larger than a fresh model's, so that greedy tokens do not repeat.
+# Larger than the usual initialisation, so that greedy tokens do not repeat.
 _WEIGHT_SCALE = 0.08
 
 
@@ -85,7 +85,7 @@ class Checkout:
         return json.loads(line)
 
     def run(self, generation: str) -> dict[str, Any]:
-        """Run one generation; returns seconds, forward passes and a digest of the tokens."""
+        """Run one generation. Return seconds, forward passes and a digest of the tokens."""
         assert self._process.stdin is not None
         print(generation, file=self._process.stdin, flush=True)
         found: dict[str, Any] = self._answer()
@@ -100,7 +100,7 @@ class Checkout:
 
 @contextlib.contextmanager
 def checkouts(old: Path, folders: list[str]) -> Iterator[dict[str, Checkout]]:
-    """The two processes, by name."""
+    """Start a process for each checkout. Yields them by name."""
     found = {name: Checkout(root, folders) for name, root in (("old", old), ("new", _ROOT))}
     try:
         yield found
@@ -110,13 +110,13 @@ def checkouts(old: Path, folders: list[str]) -> Iterator[dict[str, Checkout]]:
 
 
 def measure(both: dict[str, Checkout], warmup: int, rounds: int) -> list[dict[str, Any]]:
-    """One row for each generation: times of both, their ratio, and whether their tokens are the same."""
+    """Return a row per generation: both times, their ratio, and whether the tokens are equal."""
     rows = []
     for generation in both["new"].generations:
         seconds: dict[str, list[float]] = {name: [] for name in both}
         last: dict[str, dict[str, Any]] = {}
         for number in range(warmup + rounds):
-            # Who goes first takes turns too.
+            # The checkout that runs first alternates too.
             for name in sorted(both, reverse=bool(number % 2)):
                 last[name] = both[name].run(generation)
                 if number >= warmup:
@@ -135,7 +135,7 @@ def measure(both: dict[str, Checkout], warmup: int, rounds: int) -> list[dict[st
 
 
 def main(values: flags.FlagValues) -> None:
-    """Measure, print, write the record."""
+    """Measure, print the results, and write the record."""
     old = Path(values.old).resolve()
     if not (old / "runtime" / "engine.py").is_file():
         raise InputError(f"--old={values.old}: not the root of a checkout of this project")

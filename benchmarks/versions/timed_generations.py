@@ -1,4 +1,4 @@
-"""The timed generations, in a child process for each checkout.
+"""The child process that runs the timed generations of one checkout.
 
 It runs as a script with the checkout's root on ``PYTHONPATH``, and uses only the public API of the project, so that the
 same file works with an older and a newer checkout. Commands come line by line on standard input: the name of a
@@ -19,12 +19,12 @@ import numpy as np
 from runtime import DiffusionConfig, Engine, SamplingConfig
 
 PROMPT = 64
-# A larger model has fewer new tokens, so that a round does not take minutes.
+# Fewer new tokens for the larger model, so that a round does not take minutes.
 NEW_TOKENS = {"demo": 64, "mid-size": 16}
 
 
 def generations(demo: str, diffusion: str, autoregressive: str) -> dict[str, tuple[Engine, Any, int]]:
-    """Engine, decoding parameters and rows of every generation by name.
+    """Return engine, decoding parameters and rows of every generation by name.
 
     Args:
       demo: folder of the demo checkpoint.

@@ -9,7 +9,6 @@ import ast
 import copy
 import functools
 import hashlib
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from checkpoints.demo.branches import BRANCHES
 from checkpoints.demo.pipelines import pipeline
 from checkpoints.demo.singles import SINGLES
 from checkpoints.demo.tasks import ANNOTATIONS, Task, choose_names, values
+from checkpoints.local_files import read_json_lines
 
 HELD_OUT_SHARE = 0.06  # share of the combinations of parts
 FOLDER = Path(__file__).parent
@@ -248,11 +248,6 @@ def write(task: Task, rng: random.Random, held_out: bool = False) -> Program:
     return Program(name, task.spec, style, prompt, "\n    " + bodies[number], tests)
 
 
-def read_tasks(path: Path) -> list[dict[str, Any]]:
-    """Read tasks from a JSONL file: name, prompt, completion (a correct body) and tests."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 @dataclass(frozen=True)
 class Excluded:
     """Hashes of the bodies and signatures that are excluded from training."""
@@ -271,7 +266,7 @@ def excluded(folder: Path = FOLDER) -> Excluded:
     The bodies of plain functions are not excluded, because several functions share a body such as `return a + b`.
     Excluding their signatures is enough to exclude the functions.
     """
-    texts = [[row["prompt"] + row["completion"] for row in read_tasks(folder / name)] for name in TASK_FILES]
+    texts = [[row["prompt"] + row["completion"] for row in read_json_lines(folder / name)] for name in TASK_FILES]
     held, plain = texts[0] + texts[1], texts[2]
     return Excluded(frozenset(map(body_hash, held)), frozenset(map(signature_hash, held + plain)))
 

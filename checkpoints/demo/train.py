@@ -28,9 +28,9 @@ from tokenizers import Tokenizer
 from checkpoints.demo import corpus
 from checkpoints.demo.canvases import Batch, Corpus, checking_batches, training_batch
 from checkpoints.demo.model import build_model, save, tokenizer_files
-from checkpoints.demo.programs import FOLDER, excluded, read_tasks, training_programs
+from checkpoints.demo.programs import FOLDER, excluded, training_programs
 from checkpoints.demo.recipe import Recipe
-from checkpoints.local_files import replace_file
+from checkpoints.local_files import read_json_lines, replace_file
 
 Pair = tuple[str, str]
 
@@ -194,7 +194,7 @@ def prepare(values: flags.FlagValues, recipe: Recipe) -> tuple[Corpus, list[Batc
         corpus.train_tokenizer(texts, recipe.vocabulary).save(str(kept))
     tokenizer = Tokenizer.from_file(str(kept))
     data = Corpus(generated, library, tokenizer, recipe)
-    tasks = [(row["prompt"], row["completion"]) for row in read_tasks(FOLDER / "development_tasks.jsonl")]
+    tasks = [(row["prompt"], row["completion"]) for row in read_json_lines(FOLDER / "development_tasks.jsonl")]
     check = checking_batches(Corpus(tasks, (), tokenizer, recipe), recipe, values.seed)
     return data, check, tokenizer
 

@@ -1,1 +1,1 @@
-"""What commands show to people: layouts, canvases in the terminal, pages in the browser."""
+"""Displays for people: layouts, canvases in the terminal, and pages in the browser."""

@@ -21,6 +21,7 @@ from runtime import (
     DiffusionConfig,
     InputError,
     ModelConfig,
+    ParameterError,
     PoolShape,
     SamplingConfig,
     step_limit,
@@ -29,6 +30,8 @@ from runtime import (
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 _DEFAULT_CANVAS = 512
 _DEFAULT_SLOTS = 8
+# Decoding flags that are request fields instead: flag and field.
+_REQUEST_ONLY = {"seed": "seed", "log_probabilities": "logprobs"}
 
 
 def define_server_flags(values: flags.FlagValues) -> None:
@@ -129,16 +132,21 @@ def allowed_hosts(values: flags.FlagValues) -> Sequence[str]:
     return values.allowed_hosts or (LOOPBACK if values.host in LOOPBACK else ())
 
 
+def mark_request_fields(values: flags.FlagValues) -> None:
+    """Say in ``--help`` which decoding flags a server refuses, because each request sets its own value."""
+    for flag, field in _REQUEST_ONLY.items():
+        values[flag].help = f'Not for a server: requests set their own, as "{field}".'
+
+
 def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> Defaults:
     """Return the settings of requests that do not set their own: the decoding flags, and the tokenizer's end tokens.
 
     Raises:
       InputError: there is no tokenizer, or a decoding flag is invalid or only allowed in requests.
     """
-    if values["seed"].present:
-        raise InputError('--seed: requests set their own, as "seed", or get a random one')
-    if values["log_probabilities"].present:
-        raise InputError('--log_probabilities: requests set their own, as "logprobs"')
+    for flag, field in _REQUEST_ONLY.items():
+        if values[flag].present:
+            raise InputError(f'--{flag}: requests set their own, as "{field}"')
     config = decoding_config(values, folder, model)
     return request_defaults(values, folder, model, config, model_name=values.served_model_name)
 
@@ -184,8 +192,8 @@ def read_pool_shapes(
     try:
         for config in configs:
             step_limit(config, widths[-1], values.max_steps)
-    except InputError as error:
-        raise InputError(f"--{error}") from error
+    except ParameterError as error:
+        raise InputError(error.spelled(lambda name: f"--{name}"), field=error.field) from error
     own = tuple(widths) if len(widths) > 1 else None
     return [
         PoolShape(config, widths[-1], values.slots, values.max_steps, own, values.max_programs) for config in configs

@@ -1,4 +1,4 @@
-"""What ``inspect`` prints of a checkpoint: architecture, totals, meshes, and tensors by name."""
+"""The output of ``inspect``: a checkpoint's architecture, totals, meshes, and tensors by name."""
 
 from __future__ import annotations
 

@@ -5,4 +5,8 @@ Each host has two processes. The *worker* runs the command and is the process th
 with the code that all hosts share. The supervisor exists for three reasons. JAX ends a broken run with SIGABRT, after
 which no Python code runs. A frozen process cannot report its own state. And JAX's coordination service accepts no
 message before all hosts have joined, so it cannot name the host that is missing.
+
+All supervisors are connected to the fault hub on host 0 (:mod:`launch.hosts.hub`), which finds the cause of a fault.
+Their connections also carry the values that hosts exchange without devices, mostly before the run
+(:mod:`launch.hosts.exchanges`). The steps of a server travel between the devices (:mod:`launch.serving.turns`).
 """

@@ -1,9 +1,11 @@
-"""The hub on host 0: tracks which hosts are connected, exchanges values between them, and finds the cause of a fault.
+"""The fault hub on host 0: tracks which hosts are connected and finds the cause of a fault.
 
 Every supervisor, including host 0's own, connects to the hub and authenticates with the run's secret. A closed
 connection means that the host is gone; a silent one means that it is frozen or cut off. The first fault that reaches
 the hub need not be the cause: when a host dies, collectives of the others fail, often before the dead host is noticed.
 Such faults wait for a few seconds in case a better explanation arrives.
+
+The same connections carry the values that hosts exchange without devices, which :mod:`launch.hosts.exchanges` keeps.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
+from launch.hosts.exchanges import Exchanges
 from launch.hosts.faults import EXIT_RESTART, EXIT_USER_ERROR, Fault, Timeouts, host_name
 from launch.hosts.messages import MAX_BYTES, Message, encode, printable, receive, receive_greeting, shorten
 from launch.hosts.secret import is_proof, nonce, proof
@@ -28,12 +31,6 @@ _CLOSE_WAIT = 2.0
 _GREETING_SECONDS = 10.0
 # Unauthenticated connections that are allowed beyond the number of hosts.
 _MORE_STRANGERS = 32
-# A host waits for one exchange to end before it starts the next.
-_MAX_OPEN_TOPICS = 2
-_MAX_TOPIC = 200
-
-# Exchanges before the run begins; they are reported if they take long.
-_SAID = ("join", "preflight", "devices")
 
 
 @dataclass
@@ -47,13 +44,6 @@ class _Member:
     stacks: str | None = None
 
 
-@dataclass
-class _Gather:
-    since: float
-    said: float
-    values: dict[int, Any] = field(default_factory=dict)
-
-
 class Hub:
     """The server that all supervisors connect to."""
 
@@ -65,7 +55,7 @@ class Hub:
         self._secret = secret
         self._strangers = 0
         self._members: dict[int, _Member] = {}
-        self._gathers: dict[str, _Gather] = {}
+        self._exchanges = Exchanges(hosts, self._names)
         self._faults: list[tuple[float, Fault]] = []
         self._started = self._moved = time.monotonic()
         self._said = self._started
@@ -179,7 +169,7 @@ class Hub:
             case "heartbeat":
                 member.marks, member.still = int(message.get("marks", 0)), float(message.get("still", 0.0))
             case "gather":
-                self._collect(host, str(message.get("topic", "")), message.get("value"))
+                self._exchange(host, str(message.get("topic", "")), message.get("value"))
             case "fault":
                 self._report(Fault.parse(message), host)
             case "stacks":
@@ -187,35 +177,12 @@ class Hub:
             case "done":
                 member.done = True
 
-    def _collect(self, host: int, topic: str, value: Any) -> None:
-        now = time.monotonic()
-        asked = sum(host in gather.values for gather in self._gathers.values())
-        if asked >= _MAX_OPEN_TOPICS or len(topic) > _MAX_TOPIC:
-            self._report(Fault("exception", f"starts {asked + 1} exchanges at a time; {topic!r:.80}"), host)
-            return
-        gather = self._gathers.setdefault(topic, _Gather(now, now))
-        gather.values[host] = value
-        if len(gather.values) == self._hosts:
-            del self._gathers[topic]
-            self._tell_all("gathered", topic=topic, values=[gather.values[each] for each in range(self._hosts)])
-        else:
-            self._compare(topic)
-
-    def _compare(self, topic: str) -> None:
-        """Hosts make the same exchanges in the same order: report those that make another one than most."""
-        number = topic.rpartition(" ")[2]
-        asked = [(open_topic.rpartition(" "), gather.values) for open_topic, gather in self._gathers.items()]
-        here = {name: sorted(values) for (name, _, its_number), values in asked if its_number == number}
-        if sum(map(len, here.values())) < self._hosts:
-            return
-        # In a tie, the group of host 0 counts as right.
-        common = max(here, key=lambda name: (len(here[name]), 0 in here[name]))
-        others = [f"{self._names(hosts)} came to {name!r}" for name, hosts in here.items() if name != common]
-        text = (
-            f"the hosts do not run the same: {'; '.join(others)}, the others to {common!r}; start all with the same "
-            "command, flags and prompts included"
-        )
-        self._report(Fault("differ", text, EXIT_USER_ERROR), here[common][0])
+    def _exchange(self, host: int, topic: str, value: Any) -> None:
+        found = self._exchanges.add(host, topic, value)
+        if isinstance(found, Fault):
+            self._report(found, host if found.host is None else found.host)
+        elif found is not None:
+            self._tell_all("gathered", topic=topic, values=found)
 
     def _tell_all(self, kind: str, **fields: Any) -> None:
         line = encode(kind, **fields)
@@ -242,7 +209,7 @@ class Hub:
 
     def _report(self, fault: Fault, host: int) -> None:
         who = "all hosts" if fault.kind == "differ" else self._name(host)
-        named = Fault(fault.kind, shorten(fault.text), fault.code, host, who)
+        named = replace(fault, text=shorten(fault.text), host=host, who=who)
         self._faults.append((time.monotonic(), named))
 
     def _look_around(self, now: float) -> None:
@@ -261,11 +228,8 @@ class Hub:
                 self._report(Fault("gone", f"no sign of life for {now - member.heard:.0f} s"), host)
         if missing:
             return
-        for topic, gather in self._gathers.items():
-            late = [host for host in range(self._hosts) if host not in gather.values]
-            if topic.split()[0] in _SAID and now - gather.said > SAY_EVERY_SECONDS:
-                gather.said = now
-                self._say(f"waiting for {self._names(late)} ({topic.split()[0]}) for {now - gather.since:.0f} s")
+        for message in self._exchanges.late(now, SAY_EVERY_SECONDS):
+            self._say(message)
 
     def _cause(self, now: float) -> Fault | None:
         """The fault to end the run with; None if there is none yet."""

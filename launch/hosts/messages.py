@@ -6,6 +6,8 @@ import asyncio
 import json
 from typing import Any
 
+from runtime import parse_json_object
+
 MAX_BYTES = 64 << 20
 MAX_TEXT = 64 << 10  # characters of a traceback
 MAX_GREETING = 4 << 10  # bytes of a message before authentication
@@ -24,8 +26,8 @@ def decode(line: bytes) -> Message:
     Raises:
       ValueError: the line is not a message.
     """
-    message = json.loads(line)
-    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+    message = parse_json_object(line)
+    if not isinstance(message.get("kind"), str):
         raise ValueError("not a message")
     return message
 
@@ -35,7 +37,7 @@ async def receive(reader: asyncio.StreamReader) -> Message | None:
     try:
         line = await reader.readline()
         return decode(line) if line else None
-    except (ValueError, RecursionError, OSError):
+    except (ValueError, OSError):
         return None
 
 
@@ -49,7 +51,7 @@ async def receive_greeting(reader: asyncio.StreamReader) -> Message | None:
             if not part or len(received) > MAX_GREETING:
                 return None
         return decode(received)
-    except (ValueError, RecursionError, OSError):
+    except (ValueError, OSError):
         return None
 
 

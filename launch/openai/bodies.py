@@ -279,7 +279,9 @@ def nothing_else(fields: Mapping[str, Any], silent: str = " ".join(_SILENT)) -> 
 
 
 def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConfig | SamplingConfig:
-    """The default decoding parameters with those of a body. ``early_stop`` may still be undecided.
+    """Return the decoding parameters of a body, with defaults for those that it does not set.
+
+    ``early_stop`` may still be None.
 
     Raises:
       InputError: a parameter is invalid, or this model's decoder does not have it.

@@ -7,7 +7,7 @@ from absl import flags
 from launch.plans.topology_plan import TopologyPlan
 from launch.process.profiling import write_programs
 from launch.process.startup import say
-from runtime import MeshError, MeshSpec
+from runtime import MeshError, MeshSpec, OutOfMemoryError
 from runtime.planner import (
     Topology,
     Workload,
@@ -74,10 +74,12 @@ def compile_plan(workload: Workload, plan: TopologyPlan, values: flags.FlagValue
             programs = compile_workload(workload, found.spec, devices)
             most, usable = max(one.memory_bytes for one in programs), topology.chip.usable_bytes
             if most > usable:
-                raise MeshError(f"needs {most / 1e9:.2f} GB of memory on each device of {usable / 1e9:.2f} usable")
+                raise OutOfMemoryError(
+                    f"needs {most / 1e9:.2f} GB of memory on each device of {usable / 1e9:.2f} usable"
+                )
         except MeshError as error:
             reason = str(error).splitlines()[0]
-            if "memory" in reason:
+            if isinstance(error, OutOfMemoryError):
                 reason += f"; {what_would_help(found)}"
             if only:
                 raise MeshError(f"{found.spec} on {topology}, by the compiler: {reason}") from error

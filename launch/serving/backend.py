@@ -1,4 +1,4 @@
-"""What the routes use: the engine's thread, the readers of request bodies, defaults, metrics and limits."""
+"""The objects that routes use: the engine's thread, the readers of request bodies, defaults, metrics and limits."""
 
 from __future__ import annotations
 

@@ -5,8 +5,9 @@ A server takes turns: host 0 decides on a step, and all hosts execute it. Steps 
 fixed size, so that each is one program, which is compiled at warm-up. A longer message takes several rounds.
 
 Host 0 begins a turn at least every 0.25 s, even if there is nothing to do. No turn therefore comes near the timeout of
-a collective unless host 0 itself is held up, and then the hub (:mod:`launch.hosts.hub`) finds out. A host that waits in
-a collective cannot be interrupted, but its supervisor ends it when another host fails or the grace period is over.
+a collective unless host 0 is held up, which the fault hub notices first (:mod:`launch.hosts.hub`). A host that waits in
+a collective cannot be interrupted. Its supervisor ends it when another host has failed or the grace period is over;
+before that, a thread of host 0 answers all requests.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def _first(rows: Array) -> tuple[Array, Array]:
 
 
 def _row(values: Array, rows: Array) -> Array:
-    """Return the row ``[1, ...]`` of ``values`` ``[B, ...]`` that is the first one set in ``rows`` bool ``[B]``."""
+    """Return the row ``[1, ...]`` of ``values`` ``[B, ...]`` at the first true element of ``rows``, bool ``[B]``."""
     return jax.lax.dynamic_slice_in_dim(values, jnp.argmax(rows), 1)
 
 

@@ -1,8 +1,17 @@
 """Choosing tokens for canvas positions. The output head runs on chunks of the positions that need a token.
-Dimension letters: B batch, S canvas, P positions of one head chunk, D embed, V vocab.
+
+The rows of a ``data`` shard share their chunks, so a row with few masks does not compute as many positions as the row
+with the most.
+
+Dimension letters: B batch, S canvas, R rows of a ``data`` shard, P positions of one head chunk divided by the rows, D
+embed, V vocab. Arrays of a chunk are ``[B, P]``, and their positions belong to any rows of the same shard.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import flax.struct
 import jax
@@ -15,6 +24,9 @@ from runtime.models.forward import Forward
 from runtime.models.transformer import pick_positions, project_logits
 
 Array = jax.Array
+
+# Fields of a request that have one value for each row, and that the choice of a token depends on.
+_PER_ROW = ("seeds", "temperature", "top_p", "top_k", "cfg_scale")
 
 
 @flax.struct.dataclass
@@ -41,8 +53,8 @@ def choose(
     Args:
       forward: the model.
       program: settings that are compiled in.
-      request: seeds, temperature, top_p and top_k.
-      step: int32 ``[B]``, each row's own step number, from which its random bits derive.
+      request: seeds, temperature, top_p and top_k, each with one value per row or per position.
+      step: int32 ``[B]`` or ``[B, P]``, each row's own step number, from which its random bits derive.
       logits: float32 ``[B, P, V]``.
       positions: int32 ``[B, P]``.
     """
@@ -65,35 +77,63 @@ def confidence_ranks(confidences: Array) -> Array:
 def guide(logits: Array, unconditional: Array, scale: Array) -> Array:
     """Apply classifier-free guidance (Ho & Salimans, 2022) to logits ``[B, P, V]``.
 
-    Logits move away from ``unconditional``, the logits without the prompt. Rows whose ``scale`` float32 ``[B]`` is 0
-    keep their logits.
+    Logits move away from ``unconditional``, the logits without the prompt. Rows or positions whose ``scale``, float32
+    ``[B]`` or ``[B, P]``, is 0 keep their logits.
     """
-    weight = scale[:, None, None]
+    weight = scale.reshape(*scale.shape, *(1,) * (logits.ndim - scale.ndim))
     # Padding of the vocabulary is -inf in both arrays, and the difference would be NaN.
     guided = jnp.where(jnp.isfinite(unconditional), unconditional + (weight + 1) * (logits - unconditional), -jnp.inf)
     return jnp.where(weight > 0, guided, logits)
 
 
-def _logits_at(
-    forward: Forward,
-    weights: Weights,
-    request: DenoiseRequest,
-    hidden: Array,
-    unconditional: Array | None,
-    outputs: Array,
-) -> Array:
-    """Compute logits ``[B, P, V]`` at positions int32 ``[B, P]``, with guidance if ``unconditional`` is given."""
-    logits = project_logits(forward, weights, pick_positions(forward, hidden, outputs))
-    if unconditional is None:
-        return logits
-    without = project_logits(forward, weights, pick_positions(forward, unconditional, outputs))
-    return guide(logits, without, request.cfg_scale)
+@flax.struct.dataclass
+class _Chunk:
+    """Positions of one head chunk.
+
+    Attributes:
+      rows: int32 ``[B, P]``, index of each position's row within its shard.
+      positions: int32 ``[B, P]``, canvas positions.
+      targets: int32 ``[B, P]``, indices into the shard's R * S positions; R * S where the chunk has no position.
+      values: values of each position's row, ``[B, P, ...]`` each.
+    """
+
+    rows: Array
+    positions: Array
+    targets: Array
+    values: Any
 
 
-def _place(positions: Array, *values: Array) -> tuple[Array, ...]:
-    """Write the second half of ``values``, each ``[B, P]``, at ``positions`` into the first half, each ``[B, S]``."""
-    row, half = jnp.arange(positions.shape[0])[:, None], len(values) // 2
-    return tuple(old.at[row, positions].set(new) for old, new in zip(values[:half], values[half:], strict=True))
+def _in_order(wanted: Array) -> tuple[Array, Array, Array]:
+    """Sort the positions of the rows of one shard.
+
+    Returns:
+      For each row, the wanted positions in ascending order, then the others: int32 ``[R, S]``; the number of wanted
+      positions up to and including each row: int32 ``[R]``; and their total, int32 ``[1]``.
+    """
+    order = jnp.argsort(~wanted, axis=1, stable=True).astype(jnp.int32)
+    ends = jnp.cumsum(wanted.sum(axis=1, dtype=jnp.int32), dtype=jnp.int32)
+    return order, ends, ends[-1:]
+
+
+def _cut_chunk(size: int, order: Array, ends: Array, values: Any, number: Array) -> _Chunk:
+    """Return chunk ``number`` of one shard: ``size`` positions per row, counted row by row."""
+    count, width = order.shape
+    numbers = (number * count + jnp.arange(count, dtype=jnp.int32)[:, None]) * size + jnp.arange(size, dtype=jnp.int32)
+    rows = (numbers[..., None] >= ends).sum(axis=-1, dtype=jnp.int32)
+    there, rows = rows < count, jnp.minimum(rows, count - 1)
+    before = jnp.where(rows > 0, ends[rows - 1], 0)
+    positions = order[rows, jnp.clip(numbers - before, 0, width - 1)]
+    targets = jnp.where(there, rows * width + positions, count * width)
+    return _Chunk(rows, positions, targets, jax.tree.map(lambda value: value[rows], values))
+
+
+def _place(targets: Array, *values: Array) -> tuple[Array, ...]:
+    """Write the second half of ``values``, each ``[R, P]``, at ``targets`` into the first half, each ``[R, S]``."""
+    half = len(values) // 2
+    return tuple(
+        old.reshape(-1).at[targets].set(new, mode="drop").reshape(old.shape)
+        for old, new in zip(values[:half], values[half:], strict=True)
+    )
 
 
 def choose_on_canvas(
@@ -109,7 +149,7 @@ def choose_on_canvas(
 ) -> Choices:
     """Choose a token for every wanted position.
 
-    The head runs only on the wanted positions, in chunks of ``program.chunk`` positions per row.
+    The head runs only on the wanted positions. A chunk has R * ``program.chunk`` of them, of any rows of its shard.
 
     Args:
       forward: layout and attention of the model.
@@ -125,29 +165,28 @@ def choose_on_canvas(
     Returns:
       Choices ``[B, S]``.
     """
-    width = wanted.shape[1]
+    width, offset = wanted.shape[1], jnp.zeros(len(wanted), jnp.int32) if offset is None else offset
 
-    def choose_at(positions: Array) -> Choices:
+    def choose_at(positions: Array, rows: Array | None, step: Array, offset: Array, **values: Array) -> Choices:
         # No output precedes a row's first position, so that position reads its own output.
-        outputs = jnp.maximum(positions - forward.config.family.prediction_offset, 0)
-        logits = _logits_at(forward, weights, request, hidden, unconditional, outputs)
-        places = positions if offset is None else positions + offset[:, None]
-        return choose(forward, program, request, step, logits, places)
+        outputs, own = jnp.maximum(positions - forward.config.family.prediction_offset, 0), replace(request, **values)
+        logits = project_logits(forward, weights, pick_positions(forward, hidden, outputs, rows))
+        if unconditional is not None:
+            without = project_logits(forward, weights, pick_positions(forward, unconditional, outputs, rows))
+            logits = guide(logits, without, own.cfg_scale)
+        return choose(forward, program, own, step, logits, positions + offset)
 
     if program.chunk >= width:
-        return choose_at(jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), wanted.shape))
-    # For each row: the wanted positions in ascending order, then the others.
-    order = forward.on_rows(lambda wanted: jnp.argsort(~wanted, axis=1, stable=True).astype(jnp.int32), wanted)
-    chunks = (wanted.sum(axis=1).max() + program.chunk - 1) // program.chunk
+        positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), wanted.shape)
+        return choose_at(positions, None, step, offset[:, None])
+    values = {"step": step, "offset": offset, **{name: getattr(request, name) for name in _PER_ROW}}
+    order, ends, totals = forward.on_rows(_in_order, wanted)
+    size = program.chunk * (len(wanted) // len(totals))  # of a chunk, all rows of a shard together
 
-    def body(chunk: Array, filled: Choices) -> Choices:
-        # If the chunk does not divide the canvas, the last chunk starts earlier and repeats a few positions.
-        start = jnp.minimum(chunk * program.chunk, width - program.chunk)
-        positions = forward.on_rows(
-            lambda order, start: jax.lax.dynamic_slice_in_dim(order, start, program.chunk, axis=1), order, start
-        )
-        chosen = choose_at(positions)
-        placed = forward.on_rows(_place, positions, *jax.tree.leaves(filled), *jax.tree.leaves(chosen))
+    def body(number: Array, filled: Choices) -> Choices:
+        chunk = forward.on_rows(partial(_cut_chunk, program.chunk), order, ends, values, number)
+        chosen = choose_at(chunk.positions, chunk.rows, **chunk.values)
+        placed = forward.on_rows(_place, chunk.targets, *jax.tree.leaves(filled), *jax.tree.leaves(chosen))
         return jax.tree.unflatten(jax.tree.structure(filled), placed)
 
     nothing = Choices(
@@ -155,4 +194,4 @@ def choose_on_canvas(
         jnp.full(wanted.shape, -jnp.inf, jnp.float32),
         jnp.zeros(wanted.shape, jnp.float32) if program.log_probabilities else None,
     )
-    return jax.lax.fori_loop(0, chunks, body, nothing)
+    return jax.lax.fori_loop(0, (totals.max() + size - 1) // size, body, nothing)

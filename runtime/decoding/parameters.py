@@ -1,6 +1,7 @@
 """The decoding parameters, each declared once and checked before anything is compiled.
 
-To add a parameter, add a field here and use it in the decoding loop; see :mod:`runtime.decoding.schema`.
+To add a parameter, add a field here and use it in the decoding loop; see :mod:`runtime.decoding.schema`. A field with
+``in_loop`` reaches the loop without further code.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ MIN_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 1e4
 MAX_SEED = (1 << 63) - 1
 MAX_STOP_TOKENS = 64
+# No vocabulary has as many tokens, so this value keeps all of them.
+MAX_TOP_K = 1 << 30
+# The refresh interval of rows that refresh only on entering a block. No row has as many steps.
+NEVER = 1 << 30
 CACHES = ("none", "prefix", "dual", "exact")
 PARALLEL_RULES = tuple(dict.fromkeys((*BIDIRECTIONAL_RULES, *BLOCK_CAUSAL_RULES)))
 DEFAULT_BLOCK_LENGTH = 32
@@ -70,7 +75,11 @@ class SamplingConfig:
         http="max_tokens",
     )
     temperature: float = parameter(
-        0.0, _TEMPERATURE, "Sampling temperature; 0 takes the most probable token.", in_checkpoint="temperature"
+        0.0,
+        _TEMPERATURE,
+        "Sampling temperature; 0 takes the most probable token.",
+        in_checkpoint="temperature",
+        in_loop=True,
     )
     top_p: float | None = parameter(
         None,
@@ -79,14 +88,18 @@ class SamplingConfig:
         "crosses this value; 1 keeps all.",
         optional=True,
         in_checkpoint="top_p",
+        in_loop=True,
+        off=1.0,
     )
     top_k: int | None = parameter(
         None,
-        Integer(1, 1 << 30),
+        Integer(1, MAX_TOP_K),
         "Keep this many of the most probable tokens, and tokens tied with the last of them; 0 keeps all.",
         optional=True,
         in_checkpoint="top_k",
         zero_is_none=True,
+        in_loop=True,
+        off=MAX_TOP_K,
     )
     seed: int | Sequence[int] = parameter(
         0,
@@ -173,6 +186,7 @@ class DiffusionConfig:
         aliases=("alg",),
         in_checkpoint="alg",
         compiled=True,
+        in_loop=True,
         mode=True,
     )
     temperature: float = same_as(SamplingConfig, "temperature")
@@ -184,6 +198,8 @@ class DiffusionConfig:
         "Temperature for sampling the positions to fill by confidence; 0 takes the most confident ones.",
         optional=True,
         idle=(0.0,),
+        in_loop=True,
+        off=0.0,
         in_checkpoint="alg_temp",
         requires=(_SCHEDULED, Requirement("algorithm", CONFIDENCE_ALGORITHMS, when_given=True)),
     )
@@ -241,6 +257,7 @@ class DiffusionConfig:
         Integer(0, MAX_BLOCK_LENGTH),
         "Block length of block-causal attention, set from block_length and the model; 0 for other models.",
         compiled=True,
+        in_loop=True,
         exposed=False,
     )
     cache: str = parameter(
@@ -259,6 +276,8 @@ class DiffusionConfig:
         "Refresh the cache at least every n-th forward pass; 1 refreshes in every step, which is exact. Default: "
         "refresh only on entering a block.",
         optional=True,
+        in_loop=True,
+        off=NEVER,
         requires=(_WITH_CACHE,),
         mode=True,
     )
@@ -282,12 +301,14 @@ class DiffusionConfig:
         "commits at least as many tokens as the schedule gives; sequential commits that number of tokens from left to "
         "right; entropy_sum commits the most certain tokens while their entropies sum to less than entropy_limit.",
         compiled=True,
+        in_loop=True,
         mode=True,
     )
     threshold: float = parameter(
         0.9,
         Real(0.0, 1.0),
         "Commit every token whose certainty is above this value.",
+        in_loop=True,
         requires=(Requirement("parallel", ("threshold",)),),
         mode=True,
     )
@@ -296,6 +317,7 @@ class DiffusionConfig:
         Real(0.0, 1e6),
         "Commit the n most certain tokens, for the largest n at which the n-th has a certainty of at least "
         "1 - factor / (n + 1).",
+        in_loop=True,
         requires=(Requirement("parallel", ("factor",)),),
         mode=True,
     )
@@ -303,6 +325,7 @@ class DiffusionConfig:
         0.35,
         Real(0.0, 1e6),
         "With parallel=entropy_sum, the sum of entropies in nats that the tokens committed in a step stay below.",
+        in_loop=True,
         requires=(Requirement("parallel", ("entropy_sum",)),),
         mode=True,
     )
@@ -319,6 +342,7 @@ class DiffusionConfig:
         Real(0.0, 100.0),
         "Scale of classifier-free guidance: how far logits are moved away from the logits without the prompt. Any "
         "value above 0 costs a second forward pass per step; 0 turns guidance off.",
+        in_loop=True,
         requires=(Requirement("cache", ("none",)),),
         mode=True,
     )

@@ -147,8 +147,8 @@ def _flip_negative(bits: Array) -> Array:
 
 
 def _per_row(value: Array, ndim: int) -> Array:
-    """Reshape a scalar, or one number per row ``[B]``, to broadcast against ``[B, ...]`` of ``ndim`` dimensions."""
-    return value if value.ndim == 0 else value.reshape(-1, *(1,) * (ndim - 1))
+    """Reshape a scalar, ``[B]`` or ``[B, P]`` to broadcast against ``[B, P, ...]`` of ``ndim`` dimensions."""
+    return value if value.ndim == 0 else value.reshape(*value.shape, *(1,) * (ndim - value.ndim))
 
 
 def threshold_passes(dtype: Any, bits_per_pass: int = _BITS_PER_PASS) -> int:
@@ -241,17 +241,20 @@ def position_keys(seeds: Array, step: Array, stream: int, positions: Array) -> A
     The keys do not depend on the mesh, the batch, or the row's index in it.
 
     Args:
-      seeds: uint32 ``[B, 2]``, each row's PRNG key data.
-      step: int32, one for all rows or ``[B]``.
+      seeds: uint32 ``[B, 2]``, each row's PRNG key data, or ``[B, P, 2]``, that of each position's row.
+      step: int32, one for all rows, ``[B]`` or ``[B, P]``.
       stream: ``TOKEN_STREAM`` or ``TRANSFER_STREAM``.
       positions: int32 ``[B, P]``.
     """
 
-    def row(seed: Array, step: Array, places: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(seed), step), stream)
-        return jax.vmap(lambda place: jax.random.fold_in(key, place))(places)
+    def key(seed: Array, step: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(seed), step), stream)
 
-    return jax.vmap(row)(seeds, jnp.broadcast_to(step, seeds.shape[:1]), positions)
+    # One key per row, or one per position.
+    seeds = seeds.reshape(len(seeds), -1, 2)
+    steps = jnp.broadcast_to(step if step.ndim == 2 else step.reshape(-1, 1), seeds.shape[:2])
+    keys = jnp.broadcast_to(jax.vmap(jax.vmap(key))(seeds, steps), positions.shape)
+    return jax.vmap(jax.vmap(jax.random.fold_in))(keys, positions)
 
 
 def draw_per_position(draw: Callable[..., Array], seeds: Array, step: Array, canvas: Array) -> Array:
@@ -317,9 +320,9 @@ def choose_tokens(
       rule: settings that are compiled in.
       logits: float32 ``[B, P, V]``; padding of the vocabulary is -inf.
       keys: typed PRNG keys ``[B, P]``, one per position.
-      temperature: float32 scalar or ``[B]``, used if ``rule.sampled``; 0 takes the most probable token.
-      top_p: float32 scalar or ``[B]``, used if ``rule.filtered``; 1 turns it off.
-      top_k: int32 scalar or ``[B]``, used if ``rule.filtered``; the vocabulary size or more turns it off.
+      temperature: float32 scalar, ``[B]`` or ``[B, P]``, used if ``rule.sampled``; 0 takes the most probable token.
+      top_p: float32 scalar, ``[B]`` or ``[B, P]``, used if ``rule.filtered``; 1 turns it off.
+      top_k: int32 scalar, ``[B]`` or ``[B, P]``, used if ``rule.filtered``; the vocabulary size or more turns it off.
 
     Returns:
       Tokens int32 ``[B, P]`` and confidences float32 ``[B, P]``.

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from runtime.execution.buckets import Bucket, pack
 
-# Rows move if this makes a pass over all of them cheaper by at least this fraction.
-_GAIN = 0.1
+# Rows move if this makes a pass over all of them cheaper by at least this fraction, see :attr:`Choice.gain`.
+MOVE_GAIN = 0.1
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,14 @@ class Choice:
       price: cost of one pass of a bucket.
       most_positions: limit on the positions of all open buckets together.
       data: size of the data axis.
+      gain: rows move if this makes a pass over all of them cheaper by at least this fraction.
     """
 
     buckets: Sequence[Bucket]
     price: Callable[[Bucket], float]
     most_positions: float
     data: int
+    gain: float = MOVE_GAIN
 
 
 def assign(
@@ -90,7 +92,7 @@ def assign(
     """Give every row a slot.
 
     New rows take free slots that are wide enough, or slots of new buckets. If distributing all rows over buckets anew
-    makes a pass over them at least 10 % cheaper, rows move.
+    makes a pass over them cheaper by at least the fraction ``choice.gain``, rows move.
 
     Args:
       there: the open buckets, without rows that are done or aborted.
@@ -113,7 +115,7 @@ def assign(
     groups = pack([needs[row].wanted for row in order], choice.buckets, choice.price)
     shapes, now = [bucket for bucket, _ in groups], [one.bucket for one in kept]
     too_many = positions(now) > choice.most_positions
-    if not too_many and price(shapes) >= (1 - _GAIN) * price(now):
+    if not too_many and price(shapes) >= (1 - choice.gain) * price(now):
         return kept
     if positions(shapes) > choice.most_positions:
         # Memory is planned for this case: every row in a bucket as wide as the first, which holds any row.

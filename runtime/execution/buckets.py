@@ -118,8 +118,8 @@ def make_grid(
       widths: the widths to use, including the canvas; None generates them with :func:`ladder`.
       limit: maximum number of buckets.
       grows: see :class:`Grid`.
-      saturation: times the positions of a pass from which on more rows gain little. Above 1 for rows that are there in
-        plenty, which fill buckets of many.
+      saturation: factor of the number of positions from which more rows make a pass hardly more efficient. It is above
+        1 if there are always enough rows to fill large buckets.
     """
     saturated = saturation * max(_SATURATED_FLOORS * cost.floor, _SATURATED_OVERHEADS * cost.overhead)
     doubling = [data << power for power in range((slots // data).bit_length())]

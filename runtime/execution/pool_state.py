@@ -19,7 +19,7 @@ _NEWEST = 0.3
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """What the scheduler needs to know about a pool.
+    """A scheduler's view of one pool.
 
     Attributes:
       grid: the buckets of the pool.

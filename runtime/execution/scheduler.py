@@ -5,7 +5,7 @@ The policy:
 * A waiting row gets a slot as soon as one is free. Owners take turns. The rows of one owner are ordered by the time at
   which they would end if they had started on arrival, so a short row does not wait for a long one that arrived just
   before it.
-* Rows are in the cheapest compiled buckets, and move only if this makes a pass at least 10 % cheaper.
+* Rows are in the cheapest compiled buckets, and move only if this makes a pass at least 10 % cheaper (``move_gain``).
 * A step takes about ``step_seconds``. Buckets with new rows run first, then those whose rows have received the least
   device time, so a long row gets as much time as a short one.
 * A bucket reads one prompt chunk per step, so a long prompt does not delay the other rows of the bucket.
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.execution.assignment import Choice, Need, OpenBucket, assign
+from runtime.execution.assignment import MOVE_GAIN, Choice, Need, OpenBucket, assign
 from runtime.execution.buckets import Bucket, Grid, pack
 from runtime.execution.fair_queue import FairQueue
 from runtime.execution.pool_state import PoolLimits, PoolState
@@ -64,12 +64,14 @@ class SchedulerPolicy:
         every bucket.
       first_tokens: whether to report the first token of every row, even of rows that are not streamed.
       chunks: maximum number of prompt chunks that each ``data`` shard of a bucket reads per step; None for no limit.
+      move_gain: rows move if this makes a pass over all of them cheaper by at least this fraction.
     """
 
     max_iterations: int = 16
     step_seconds: float | None = 0.05
     first_tokens: bool = True
     chunks: int | None = 1
+    move_gain: float = MOVE_GAIN
 
 
 @dataclass
@@ -273,7 +275,7 @@ class Scheduler:
         limits = pool.limits
         needs = {row: self._need(self._rows[row], limits.grid) for row in (*pool.rows, *new)}
         usable = [bucket for bucket in limits.grid.buckets if bucket in pool.available]
-        choice = Choice(usable, limits.grid.cost, limits.most_positions, limits.data)
+        choice = Choice(usable, limits.grid.cost, limits.most_positions, limits.data, self.policy.move_gain)
         places = {row: (one.number, slot) for one in pool.buckets for slot, row in enumerate(one.slots)}
         pool.buckets = assign(pool.buckets, needs, choice, pool.numbers)
         if len(usable) < len(limits.grid.buckets):

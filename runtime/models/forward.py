@@ -42,7 +42,7 @@ def residual_over_tensor(layout: ModelLayout, devices: np.ndarray, rows: int, po
     With this sharding, the sums after attention and after the MLP are reduce-scatters, the norms run on a part of the
     positions, and all-gathers restore all positions before the next product. The TPU compiler overlaps these
     collectives with the products; other compilers do not, so the answer is False for other platforms. It is False too
-    where the compiler has no reduce-scatter: with an all-reduce in its place, all-gathers are only more to do.
+    where the compiler has no reduce-scatter: there the sums remain all-reduces, and all-gathers would come on top.
 
     Args:
       layout: the model on its mesh.

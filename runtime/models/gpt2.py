@@ -79,7 +79,7 @@ class GPT2Layer:
             return qkv[:, :, 0, :, None], qkv[:, :, 1], qkv[:, :, 2]
 
     def finish(self, forward: Forward, x: Array, attended: Array) -> Array:
-        """Finish the layer: residual ``[B, S, D]``, attention output ``[B, S, K, 1, H]`` -> residual ``[B, S, D]``."""
+        """Add the output projection of attention ``[B, S, K, 1, H]``, then the MLP, to the residual ``[B, S, D]``."""
         x = x + output_projection(forward, self.o_proj, attended) + self.o_bias
         return x + self.mlp(forward, layer_norm(x, self.mlp_norm, self.mlp_norm_bias, forward.config.norm_eps))
 

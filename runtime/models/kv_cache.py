@@ -22,12 +22,12 @@ from jax.sharding import PartitionSpec
 
 from runtime.models.arrays import Leaf, abstract, array, declarations
 from runtime.models.declarations import ModelLayout
+from runtime.models.quantization import int8_scales, int8_values
 from runtime.models.xla_attention import xla_attention
 from sharding.errors import InputError
 
 Array = jax.Array
 CACHE_DTYPES = ("model", "bfloat16", "float32", "int8")
-_INT8_MAX = 127.0
 _FLOAT_BYTES = 4
 
 
@@ -48,8 +48,6 @@ class KVCache:
 
 # The cache of a model: one KVCache for all layers if the layers are scanned, otherwise a tuple with one per layer.
 Cache = KVCache | tuple[KVCache, ...]
-
-_SCALES = ("key_scales", "value_scales")
 
 
 def cache_dtype(name: str, model_dtype: Any) -> Any:
@@ -74,7 +72,7 @@ def abstract_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> 
     """
     layers = layout.config.num_layers
     sizes = layout.config.dimensions | {"batch": batch, "length": length, "layers": layers if layout.scan_layers else 1}
-    part = abstract(layout, KVCache, sizes, () if jnp.dtype(dtype) == jnp.int8 else _SCALES, dtype)
+    part = abstract(layout, KVCache, sizes, optional=jnp.dtype(dtype) == jnp.int8, dtype=dtype)
     return part if layout.scan_layers else (part,) * layers
 
 
@@ -95,9 +93,8 @@ def cache_bytes_per_device(layout: ModelLayout, batch: int, length: int, dtype: 
 def _quantized(values: Array) -> tuple[Array, Array]:
     """Quantize ``[..., H]`` to int8, with one float32 scale ``[...]`` per head and position."""
     wide = values.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(wide), axis=-1) / _INT8_MAX
-    steps = jnp.where(scales == 0.0, 1.0, scales)
-    return jnp.round(wide / steps[..., None]).astype(jnp.int8), scales
+    scales = int8_scales(jnp.max(jnp.abs(wide), axis=-1, keepdims=True))
+    return int8_values(wide, scales), scales[..., 0]
 
 
 def _on_shards(layout: ModelLayout, write: Callable[..., Array], where: Array, *new: Array) -> Callable[[Array], Array]:

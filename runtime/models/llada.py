@@ -70,7 +70,7 @@ class LLaDALayer:
         return grouped_query_projections(forward, normal, rotary, self.q_proj, self.k_proj, self.v_proj)
 
     def finish(self, forward: Forward, x: Array, attended: Array) -> Array:
-        """Finish the layer: residual ``[B, S, D]``, attention output ``[B, S, K, G, H]`` -> residual ``[B, S, D]``."""
+        """Add the output projection of attention ``[B, S, K, G, H]``, then the MLP, to the residual ``[B, S, D]``."""
         x = x + output_projection(forward, self.o_proj, attended)
         normal = rms_norm(x, self.post_attention_norm, forward.config.norm_eps)
         return x + gated_mlp(forward, normal, self.gate_proj, self.up_proj, self.down_proj)

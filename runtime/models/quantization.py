@@ -51,12 +51,12 @@ def quantize(matrix: Array, contracted: tuple[int, ...]) -> Quantized:
 
 
 def int8_scales(largest: Any) -> Any:
-    """Compute float32 scales from the largest magnitude of each output channel (a NumPy or JAX array)."""
+    """Compute float32 scales from the largest magnitudes (a NumPy or JAX array) of what shares a scale."""
     return largest * INVERSE_INT8_MAX
 
 
 def int8_values(wide: Any, scales: Any) -> Any:
-    """Round float32 weights to int8 multiples of broadcastable ``scales``. Both are NumPy arrays or both JAX arrays."""
+    """Round float32 numbers to int8 multiples of broadcastable ``scales``. Both are NumPy arrays or both JAX arrays."""
     numbers = wide.__array_namespace__()
     inverse = np.float32(1.0) / numbers.where(scales == 0.0, np.float32(1.0), scales)
     return numbers.round(wide * inverse).astype(np.int8)

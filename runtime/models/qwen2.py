@@ -80,7 +80,7 @@ class Qwen2Layer:
         )
 
     def finish(self, forward: Forward, x: Array, attended: Array) -> Array:
-        """Finish the layer: residual ``[B, S, D]``, attention output ``[B, S, K, G, H]`` -> residual ``[B, S, D]``."""
+        """Add the output projection of attention ``[B, S, K, G, H]``, then the MLP, to the residual ``[B, S, D]``."""
         x = x + output_projection(forward, self.o_proj, attended)
         normal = rms_norm(x, self.post_attention_norm, forward.config.norm_eps)
         return x + gated_mlp(forward, normal, self.gate_proj, self.up_proj, self.down_proj)

@@ -104,31 +104,49 @@ def hidden_states(forward: Forward, weights: Weights, tokens: Array, lengths: Ar
         return forward.constrain(weights.normalize(forward, x), "batch", "canvas", "embed")
 
 
-def pick_positions(forward: Forward, hidden: Array, positions: Array, *, whole: bool = False) -> Array:
+def pick_positions(
+    forward: Forward, hidden: Array, positions: Array, rows: Array | None = None, *, whole: bool = False
+) -> Array:
     """Select activations at given positions: ``[B, S, D]``, int32 ``[B, P]`` -> ``[B, P, D]``.
 
     With a sequence axis, each shard contributes the positions it holds, and one reduce-scatter combines them, so that P
     is sharded like S. With ``whole=True``, meant for a few positions, an all-reduce replicates all P positions instead.
+
+    Args:
+      forward: layout of the model.
+      hidden: the activations.
+      positions: canvas positions.
+      rows: int32 ``[B, P]``, index within the ``data`` shard of the row that each position belongs to; None if each row
+        has its own positions.
+      whole: see above.
     """
     layout = forward.layout
     axes = layout.rules.mesh_axes("canvas")
-    if layout.spec.sequence == 1 or not axes:
-        return jnp.take_along_axis(hidden, positions[..., None], axis=1, mode="clip")
 
-    def local(hidden: Array, positions: Array) -> Array:
+    def picked(hidden: Array, positions: Array, rows: Array | None, shards: int) -> Array:
+        if rows is None:
+            return jnp.take_along_axis(hidden, positions[..., None], axis=1, mode="clip")
+        merged = hidden.reshape(shards, -1, hidden.shape[-1])
+        places = (rows * hidden.shape[1] + positions).reshape(shards, -1, 1)
+        return jnp.take_along_axis(merged, places, axis=1, mode="clip").reshape(*positions.shape, -1)
+
+    if layout.spec.sequence == 1 or not axes:
+        return picked(hidden, positions, rows, layout.spec.data)
+
+    def local(hidden: Array, positions: Array, rows: Array | None) -> Array:
         places = positions - jax.lax.axis_index(axes) * hidden.shape[1]
         here = (places >= 0) & (places < hidden.shape[1])
-        picked = jnp.take_along_axis(hidden, places[..., None], axis=1, mode="clip")
-        picked = jnp.where(here[..., None], picked, 0)
+        found = jnp.where(here[..., None], picked(hidden, jnp.where(here, places, 0), rows, 1), 0)
         if whole:
-            return jax.lax.psum(picked, axes)
-        return jax.lax.psum_scatter(picked, axes, scatter_dimension=1, tiled=True)
+            return jax.lax.psum(found, axes)
+        return jax.lax.psum_scatter(found, axes, scatter_dimension=1, tiled=True)
 
-    canvas, rows = layout.rules.spec("batch", "canvas", "embed"), layout.rules.spec("batch")
-    specs, out = (canvas, rows), rows if whole else canvas
+    canvas, by_row = layout.rules.spec("batch", "canvas", "embed"), layout.rules.spec("batch")
+    specs, out = (canvas, by_row, by_row), by_row if whole else canvas
     assert layout.mesh is not None
     with jax.named_scope("pick_positions"):
-        return jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=out, check_vma=False)(hidden, positions)
+        call = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=out, check_vma=False)
+        return call(hidden, positions, rows)
 
 
 def project_logits(forward: Forward, weights: Weights, hidden: Array) -> Array:

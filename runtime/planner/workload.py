@@ -205,7 +205,7 @@ class Workload:
         chunk = self.chunk(layout, platform)
 
         def chunks(masks: Sequence[int], chunk: int) -> float:
-            # The head runs on whole chunks, as many as the row with the most masks needs.
+            # The head runs on whole chunks, which the rows of a shard share. Here all rows have equally many masks.
             return sum(math.ceil(count / chunk) for count in masks) / max(1, len(masks))
 
         if self.cache == "none":

@@ -1,4 +1,4 @@
-"""The attacks of the benchmark in short forms: all of them hold."""
+"""The attacks of the benchmark in short forms: none of them succeeds."""
 
 from __future__ import annotations
 

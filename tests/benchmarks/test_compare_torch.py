@@ -1,4 +1,4 @@
-"""The comparison with PyTorch on models of next to nothing: both sides do the same work."""
+"""The comparison with PyTorch on tiny models: both sides do the same work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def test_both_sides_do_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyP
     both_sides = compare_torch.both_sides
 
     def watched(*arguments: Any) -> compare_torch.Sides:
-        assert not [model for model in alive if model() is not None], "a part's model is still there in the next one"
+        assert not [model for model in alive if model() is not None], (
+            "a part's model is still in memory during the next part"
+        )
         sides = both_sides(*arguments)
         alive.extend(map(weakref.ref, (sides.model, sides.engine)))
         return sides

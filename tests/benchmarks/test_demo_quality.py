@@ -1,4 +1,4 @@
-"""Figures of the demo's quality, from completions whose worth is known."""
+"""Figures of the demo's quality, computed from completions whose quality is known."""
 
 from __future__ import annotations
 

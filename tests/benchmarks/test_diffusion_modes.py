@@ -1,4 +1,4 @@
-"""The baseline of the diffusion benchmark is the published rule, and mistakes are said before anything runs."""
+"""The baseline of the diffusion benchmark follows the published rule, and wrong flags are reported before a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEW, BLOCK = 16, 8
 
 
 def by_hand(engine: Engine, ids: np.ndarray, threshold: float, ends: tuple[int, ...]) -> tuple[list[int], int, int]:
-    """Fast-dLLM's dual cache, a pass at a time: new tokens, passes over everything, passes over a block."""
+    """Fast-dLLM's dual cache, pass by pass. Return new tokens, passes over the canvas, and passes over a block."""
     length, mask, weights = ids.shape[1] + NEW, engine.config.mask_token_id, engine.weights
     width = engine.runner.bucket(length)
     forward, lengths = engine.runner.forward(width), jnp.array([length], jnp.int32)
@@ -66,12 +66,12 @@ def by_hand(engine: Engine, ids: np.ndarray, threshold: float, ends: tuple[int, 
     ("threshold", "stops"), [(0.2, False), pytest.param(0.9, False, marks=pytest.mark.slow), (0.9, True)]
 )
 def test_the_baseline_is_the_published_rule(threshold: float, stops: bool) -> None:
-    # A trained model: the certainties of a random one are ties within rounding.
+    # A trained model, because the confidences of a random one tie within rounding.
     engine = Engine.load(DEMO, "tensor=1", "float32")
     ids = np.array([engine.tokenizer.encode("def is_even(number):\n")], np.int32)
     baseline = FastDLLMBaseline(engine, NEW, BLOCK, threshold=threshold)
     ends: tuple[int, ...] = ()
-    if stops:  # a token of its first block: there is a second one that is not reached
+    if stops:  # a token of the first block, so that the second block does not run
         ends = (int(baseline(ids)[0][BLOCK // 2]),)
         baseline = FastDLLMBaseline(engine, NEW, BLOCK, ends, threshold)
     found, passes, positions = baseline(ids)
@@ -81,7 +81,7 @@ def test_the_baseline_is_the_published_rule(threshold: float, stops: bool) -> No
     assert passes == full + windows
     assert positions == full * (ids.shape[1] + NEW) + windows * (BLOCK + 1)
     if threshold < 0.9:
-        assert windows < full * (BLOCK - 1), "several tokens in a window, where that is enough"
+        assert windows < full * (BLOCK - 1), "a window commits several tokens if their probabilities are high enough"
 
 
 def test_speeds_of_rounds() -> None:

@@ -6,7 +6,7 @@ from benchmarks.models import forward_flops
 from runtime.planner.presets import preset
 
 
-# Multiply-adds of a layer's matrices for one position.
+# Multiply-adds of one layer's matrices per position.
 @pytest.mark.parametrize(
     ("model", "matrices"),
     [
@@ -20,5 +20,5 @@ def test_operations_of_a_forward_pass(model: str, matrices: int) -> None:
     pair = 2 * config.num_layers * config.num_heads * config.head_dim
     head = 10 * config.hidden_size * config.vocab_size
     assert forward_flops(config, 2, 64, 10) == 2 * (2 * 64 * (matrices + 64 * pair) + head)
-    # A window against a cache attends to all that is kept.
+    # A window attends to all cached positions.
     assert forward_flops(config, 2, 1, 10, keys=512) == 2 * (2 * (matrices + 512 * pair) + head)

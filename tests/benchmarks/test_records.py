@@ -1,4 +1,4 @@
-"""Timing, as every benchmark does it."""
+"""Timing and records, which all benchmarks share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_calls_take_turns_and_each_is_progress(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("benchmarks.records.this_host", lambda: host)
     calls = {name: lambda name=name: told.append(name) for name in "ab"}
     timings = time_alternating(calls, 2, warmup=1)
-    # Without a sign of progress a launcher gives up after half an hour.
+    # A command without progress is ended after half an hour.
     assert told == ["a", "mark", "b", "mark"] * 3
     assert [len(timing.each) for timing in timings.values()] == [2, 2]
 
@@ -52,8 +52,8 @@ def test_a_record_names_the_compilers_that_are_there(monkeypatch: pytest.MonkeyP
     assert versions == there
 
 
-# Measured before the commits of several branches were made one: their commits are nowhere, and they are made anew when
-# they are measured next.
+# Records measured on branches that were squashed: their commits no longer exist. They are renewed with the next
+# measurement.
 WITHOUT_COMMIT = {"faults.json", "full_checkpoint.json", "offline_scheduler.json"}
 
 

@@ -236,7 +236,7 @@ def test_simulated_devices_give_the_same_tokens(tmp_path: Path, monkeypatch: pyt
     assert all(point["same_tokens_as_on_the_first"] for point in points)
     weak = [record["results"] for record in records if record["results"]["mode"] == "weak"]
     compared = {(point["axis"], point["devices"]): point.get("same_tokens_as_on_the_first") for point in weak}
-    # More rows begin with those of the first point; longer ones are others.
+    # Points with more rows start with the rows of the first point; longer rows are different.
     assert compared == {
         (axis, count): None if (axis, count) == ("sequence", 2) else True for axis in scaling.AXES for count in (1, 2)
     }

@@ -15,7 +15,7 @@ from benchmarks.report import fill_tables
 from launch.process.startup import run_launcher
 from runtime.planner.hlo import read_module
 
-# A loop of 10 iterations that overlaps copies with the work on 8 tiles, and within it one of 5.
+# A loop of 10 iterations that overlaps copies with the work on 8 tiles, and an inner loop of 5.
 BUNDLES = """
      0   :  { %s1 = inlined_call_operand.vmem [shape: bf16[512], index: 0] }
    0x1   :  {}
@@ -33,7 +33,7 @@ bounds: (1, 2) */ }
 
 
 def test_bundles_are_counted_by_loops_and_by_matrix_units() -> None:
-    # The inner loop has 3 bundles, and 16 + 8 rows for one matrix unit; steps of 2 make 5 trips of it.
+    # The inner loop has 3 bundles, and 16 + 8 rows for one matrix unit. With steps of 2, it has 5 iterations.
     inner, outer, alone = 5 * (16 + 8), 5, 3
     assert read_kernel(BUNDLES).cycles == alone + 8 * (outer + inner)
     assert read_kernel(BUNDLES, tiles=9).cycles == alone + 9 * (outer + inner)
@@ -46,7 +46,7 @@ def test_what_only_the_last_tile_needs_counts_as_often() -> None:
         "%s3 = sphi 0 }", "%s3 = sphi 0  ;;  %p9 = scmp.ne.s32.totalorder %s8, 3 }"
     )
     rare = rare.replace("   0x9   : >", "   0x9 PF: >")
-    # Of the outer loop's 5 bundles one stands behind the branch, and runs in one of 4 tiles.
+    # One of the outer loop's 5 bundles is after the branch, and runs in one of 4 tiles.
     assert read_kernel(rare).cycles == read_kernel(BUNDLES).cycles - 8
 
 
@@ -144,7 +144,7 @@ def test_a_pass_is_what_one_turn_of_the_loop_takes() -> None:
     spent = {
         one.name: (one.kind, one.seconds, one.runs) for one in pass_times(read_module(HLO), "denoise step", device, 1)
     }
-    # Before the loop over passes a program prepares. Of the first sum, 2 of 5 seconds are hidden; of two branches the
+    # Code before the loop over passes does not count. 2 of the first sum's 5 seconds overlap; of two branches the
     # longer counts.
     assert spent == {
         "beside": ("kernel", 6.0, 3.0),
@@ -196,8 +196,8 @@ def test_only_targets_that_there_are(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "expected some of v5e-t8-b1" in capsys.readouterr().err
 
 
-# Milliseconds of passes by the schedules of compiled programs. Denoise steps are left out until they are compiled
-# again: the planner's formulas are of programs whose head follows the masks, and those were compiled before it did.
+# Milliseconds per pass from the schedules of compiled programs. Denoise steps are left out until they are compiled
+# again: the planner assumes a head that runs only on masks, which these programs did not have yet.
 SCHEDULES = {
     "v5e-t8-prefill": 33.538,
     "v5e-t8-decode": 3.517,

@@ -1,4 +1,4 @@
-"""The load of servers: what is asked, counted and drawn. Against a server: tests/launch/test_serve_soak.py."""
+"""The serving benchmark: requests, counts and plots. tests/launch/test_serve_soak.py runs it against a server."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_is_counted() -> None:
 
 
 def test_a_saturated_server_is_measured_while_it_is_full() -> None:
-    # The last request is long: it is given up, and no second counts in which its row has the slots for itself.
+    # The last request is long. It is cancelled, so the time in which it runs alone does not count.
     server, lengths = Slots(4, 0.001), [10, 20, 30, 40] * 15 + [10_000]
 
     async def full() -> Any:
@@ -73,7 +73,7 @@ def test_a_saturated_server_is_measured_while_it_is_full() -> None:
     assert server.most == 8
     assert len(found.answers) == len(found.asks) == len(lengths) - 7 - 8
     assert [answer.text for answer in found.answers] == [ask.prompt for ask in found.asks]
-    # Four rows, a token each millisecond; a busy machine may be slower and never faster.
+    # Four rows with a token per millisecond; a busy machine may be slower, but never faster.
     assert 0 < found.tokens_per_second <= 1.2 * 4000
 
 
@@ -89,7 +89,7 @@ def test_only_waits_in_which_nothing_runs_are_cut_short() -> None:
     shorter, again = asyncio.run(load(0.01))
     assert shorter < seconds - 0.2
     assert [answer.text for answer in again] == [answer.text for answer in answers] == list("012345")
-    # One after the other: who arrives while another is served waits as long, whatever was cut before.
+    # Requests run one after another, so shorter idle waits do not change how long later requests wait.
     assert all(answer.end >= 0.05 for answer in again)
 
 
@@ -110,12 +110,12 @@ def test_requests_are_the_same_again_and_fit_the_canvas() -> None:
     assert len(set(lengths)) > 20
     assert all(8 <= ask.max_tokens <= 256 and ask.fields == {"early_stop": False} for ask in asks)
     assert len({ask.seed for ask in asks}) == 40
-    # The default canvas of a server.
+    # The server's default canvas
     assert FULL.prompts.most + FULL.answers.most <= 512
 
 
 def results(old: bool) -> dict[str, Any]:
-    """What a run finds, with numbers that are told from one another."""
+    """Return the results of a run, with numbers that can be distinguished."""
 
     def times(p50: float) -> dict[str, float]:
         return {"p50": p50, "p90": 2 * p50, "p99": 3 * p50}
@@ -147,7 +147,8 @@ def results(old: bool) -> dict[str, Any]:
         "loads": {"0.3": load, "0.6": load | {"useful_share": None}},
         "batch": {
             "prompts": 200, "positions_per_second": {"8 x 64": 54321}, "best": "8 x 64", "useful_seconds_at_best": 80.0,
-            "warm": {"wall": 100.0, "generating": 88.0}, "wall_times_useful": 1.25, "generating_times_useful": 1.1,
+            "warm": {"wall": 100.0, "generating": 88.0, "computed_positions": 150}, "useful_positions": 120,
+            "wall_times_useful": 1.25, "generating_times_useful": 1.1, "wall_times_useful_of_canvas": 1.0,
         },
     }  # fmt: skip
     if old:
@@ -207,13 +208,14 @@ def test_tables_and_plots_of_a_record(tmp_path: Path) -> None:
         )
         lines = serve_tables(json.loads(written)).splitlines()
         before = "30 s" if old else ""
-        assert lines[2].endswith("times engine.generate, the slowest | 1.2 | at most 1.3 | yes |")
+        assert lines[2].endswith("the last token / engine.generate | 1.2 | at most 1.3 | yes |")
         assert f"| one request, 32 new tokens | 0.5 s | 0.6 s | 1.20x | 1.40x | 1.30x | {before} | yes |" in lines
         assert "| server, blocks of 1, 16 tokens | 2 | 0.012 s | 0.099 s | 7 |" in lines
         assert "| 30% of 2.00 requests/s | 0.7 s | 1.4 s | 2.1 s | 83% | 3 |" in lines
         assert "| 60% of 2.00 requests/s | 0.7 s | 1.4 s | 2.1 s |  | 3 |" in lines
         assert any(
-            line.startswith("| `diffumesh batch`, 200 prompts | 100.0 s | 88.0 s | 80.0 s | 1.25x") for line in lines
+            line == "| `diffumesh batch`, 200 prompts | 100.0 s | 88.0 s | 80.0 s | 1.25x | 1.10x | 1.00x |"
+            for line in lines
         )
         assert "| server, cold cache | 20.0 s | 3 | 200.0 s | 24 |" in lines
         assert ("| ratio | 8.00x | 50.00x lower |  |  |" in lines) == old
@@ -251,7 +253,7 @@ def test_a_server_elsewhere_cannot_be_profiled(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_short_form_beside_another_checkout(tmp_path: Path) -> None:
-    """All sections, with this checkout in the place of the older one."""
+    """Run all sections, with this checkout also as the older one."""
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     write_tiny_checkpoint(checkpoint)
@@ -274,7 +276,11 @@ def test_the_short_form_beside_another_checkout(tmp_path: Path) -> None:
     assert all(one["requests_per_second"] > 0 for one in found["capacity"].values())
     assert (found["same_arrivals"]["texts_that_differ"], found["same_arrivals"]["new"]["completed"]) == (0, 6)
     assert [load["texts_that_differ"] for load in found["loads"].values()] == [0, 0]
-    assert found["batch"]["wall_times_useful"] > found["batch"]["generating_times_useful"] > 0
+    batch = found["batch"]
+    assert batch["wall_times_useful"] > batch["generating_times_useful"] > 0
+    assert batch["wall_times_useful"] >= batch["wall_times_useful_of_canvas"] > 0
+    assert batch["warm"]["computed_positions"] >= batch["useful_positions"]
+    assert batch["warm"]["programs"] > 0
 
 
 @pytest.mark.slow

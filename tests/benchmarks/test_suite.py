@@ -1,4 +1,4 @@
-"""The suite on a model of next to nothing, its tables, and the README's."""
+"""The suite on a tiny model, its tables, and the tables of the README."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from runtime import Engine
 from sharding.errors import InputError
 
 ROOT = Path(__file__).parents[2]
-# Of one layer, on one of the simulated devices.
+# One layer, on one of the simulated devices
 TINY = [
     "--random=mid-size", "--layers=2", "--hidden_size=64", "--intermediate_size=128", "--heads=4", "--kv_heads=2",
     "--head_dim=16", "--vocab_size=512",
@@ -46,7 +46,7 @@ def run(*arguments: str) -> None:
 def times_of_an_idle_machine(
     calls: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 2
 ) -> dict[str, Timing]:
-    """Every call is made, and takes the same time however busy the machine is."""
+    """Run every call, but report the same time for each, so that a busy machine does not matter."""
     time_alternating(calls, repeats, warmup)
     seconds = {"whole": 1.0, "others": 0.1}
     return {name: Timing.of([seconds[name] * (1 + turn / 10) for turn in range(repeats)], [0.0]) for name in calls}
@@ -59,7 +59,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         patch.setattr("benchmarks.suite.generation.DECODE_BATCHES", (1,))
         patch.setattr("benchmarks.suite.generation.GENERATIONS", GENERATIONS[::2])
         patch.setattr("benchmarks.timed_passes.time_alternating", times_of_an_idle_machine)
-        patch.setattr(suite, "measure_compilation", lambda sheet, values: None)  # processes of their own: slow
+        patch.setattr(suite, "measure_compilation", lambda sheet, values: None)  # starts processes, which is slow
         run(
             *TINY, *SMALL, f"--output_dir={folder}", f"--dump_hlo={folder / 'hlo'}", f"--profile_dir={folder / 'trace'}"
         )
@@ -104,7 +104,7 @@ def test_a_row_of_a_step_is_of_one_step(record: dict[str, Any]) -> None:
     row = rows(record, "denoise step")["batch 1, canvas 64"]
     assert row["minimum"] <= row["facts"]["median"] <= row["maximum"]
     assert row["facts"]["canvas_tokens_per_second"] == pytest.approx(64 / (row["facts"]["median"] / 1e3), rel=1e-3)
-    assert "predicted_ms" not in row["facts"]  # this processor is no chip of the planner's
+    assert "predicted_ms" not in row["facts"]  # the planner does not know this processor
     found = rows(record, "block step")
     assert list(found) == [f"batch {batch}, canvas 256, blocks of 32" for batch in (1, 16)]
     for row in found.values():
@@ -202,7 +202,7 @@ def test_a_sheet_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert "out of memory" in str(whys["large"])
     assert whys["refused"] == "no"
     assert whys["broken"] == "failed: RuntimeError: a bug"
-    assert sheet.failures == 1  # which ends the run with an error
+    assert sheet.failures == 1  # ends the run with an error
     assert sheet.tried(lambda: 3) == 3
     assert sheet.trials(0.0) == 5
     assert sheet.trials(2.6) == 2

@@ -1,4 +1,4 @@
-"""Rows of the suite that need another machine, or many starts, without them."""
+"""Rows of the suite that need another machine or many starts, tested without them."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_a_pass_is_what_is_left_over_the_passes_that_are_left(monkeypatch: pytes
 
 
 def test_masks_of_a_block_while_it_is_stepped_through() -> None:
-    # Two blocks of four after a prompt of two: one's passes commit 2, 1, 1 and the other's 3, 1.
+    # Two blocks of four after a prompt of two. The passes of one commit 2, 1, 1 tokens, those of the other 3, 1.
     steps = np.array([[-1, -1, 0, 1, 0, 2, 3, 3, 4, 3]])
-    # The refreshes saw 4 masks each; then there were 2 and 1, and 1.
+    # Each refresh has 4 masks; the following steps have 2 and 1, and 1.
     assert passes.masked_in_blocks(SimpleNamespace(commit_steps=steps), 2, 4) == pytest.approx((2 + 1 + 1) / 3)  # type: ignore[arg-type]
 
 
@@ -90,7 +90,7 @@ def test_an_accelerator_is_compared_with_the_cpu(
     cpu = subject_of(sheet)
     accelerator: Any = SimpleNamespace(platform="gpu", config=cpu.engine.config)
     name = generation.GENERATIONS[0][0]
-    sheet.values("generation", name, [250.0], "ms", {"forwards": 25})  # 10 ms a pass
+    sheet.values("generation", name, [250.0], "ms", {"forwards": 25})  # 10 ms per pass
 
     def timed(calls: Any, repeats: int, warmup: int) -> dict[str, Timing]:
         ((title, call),) = calls.items()
@@ -113,7 +113,7 @@ def test_an_accelerator_is_compared_with_the_cpu(
 
 
 def test_a_step_that_is_predicted_stands_beside_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A known chip, slowed so that a model of next to nothing takes some time on it.
+    # A known chip with lower rates, on which a tiny model takes measurable time.
     topology = Topology(replace(CHIPS["h100"], flops=1e9, memory_bandwidth=1e7), (1,))
     monkeypatch.setattr(passes, "topology_of", lambda devices: topology)
     sheet = sheet_of()
@@ -160,12 +160,12 @@ def test_compilation_is_tried_with_a_new_cache_each_time(
 
 def test_a_start_that_fails_is_said_in_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(arguments: list[str]) -> dict[str, Any]:
-        raise NotRunError("a process of its own ended with 1: why")
+        raise NotRunError("a child process ended with 1: why")
 
     monkeypatch.setattr(start, "start_process", started)
     sheet = sheet_of()
     start.measure_compilation(sheet, values_of(*TINY))
-    assert [row.not_run for row in sheet.rows] == ["a process of its own ended with 1: why"] * 4
+    assert [row.not_run for row in sheet.rows] == ["a child process ended with 1: why"] * 4
 
 
 def test_a_small_checkpoint_is_converted_several_times() -> None:

@@ -1,4 +1,4 @@
-"""Tables of records: what stands in which cell."""
+"""Tables of records: the contents of their cells."""
 
 from __future__ import annotations
 

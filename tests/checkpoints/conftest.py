@@ -1,4 +1,4 @@
-"""Fixtures of several modules: the golden checkpoint's folder and tensors."""
+"""Shared fixtures: the golden checkpoint's folder and tensors."""
 
 from __future__ import annotations
 

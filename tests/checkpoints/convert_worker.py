@@ -1,4 +1,4 @@
-"""``launch.convert`` as one of several hosts, of which one fails in the middle of its share.
+"""Runs ``launch.convert`` as one of several hosts, of which the last one fails in the middle of its share.
 
 ``python -m tests.checkpoints.convert_worker --source=... --output=... --last_host=raise|die``
 """
@@ -35,7 +35,7 @@ def main(values: flags.FlagValues) -> None:
         assert tensors is None
         if processes.index == processes.count - 1:
             found = open_tensors(source)
-            # The last tensor of this process's share.
+            # The last tensor in this process's share
             last = processes.share({name: found[name].bytes for name in found.by_name})[-1]
             tensors = StoredTensors(found.by_name | {last: [failing(found[last], values.last_host)]})
         exact(source, layout, output, tensors=tensors, processes=processes, **options)

@@ -1,7 +1,7 @@
-"""A Google Cloud Storage of one process: as much of its JSON interface as TensorStore uses.
+"""An emulator of Google Cloud Storage: the part of its JSON interface that TensorStore uses.
 
-The emulators on PyPI list objects outside the range asked for, which TensorStore does not survive. Here objects are
-held in memory, with generations and their preconditions; every request is noted, and writes can be made to fail.
+The emulators on PyPI list objects outside the requested range, which crashes TensorStore. This one keeps objects in
+memory, with generations and their preconditions. It logs every request, and can refuse writes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ObjectStore(ThreadingHTTPServer):
     Attributes:
       objects: name -> (generation, data).
       log: (method, object) of every request that reads, writes or deletes one.
-      writes_left: after this many writes and deletions all others are refused.
+      writes_left: number of writes and deletions that are accepted before all others are refused.
     """
 
     daemon_threads = True
@@ -40,7 +40,7 @@ class ObjectStore(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def settle(self) -> None:
-        """Wait until nobody asks for anything: one refused write ends others that are still on their way."""
+        """Wait until no request arrives, because a refused write also ends other writes that are in flight."""
         seen = -1
         while seen != len(self.log):
             seen = len(self.log)

@@ -1,7 +1,7 @@
-"""Indexes pickles that may do harm, in a process that is limited in memory and watched by an audit hook.
+"""Indexes possibly harmful pickles, in a process with a memory limit and an audit hook.
 
 ``python -m tests.checkpoints.pickle_worker FOLDER SEED COUNT`` indexes mutated pickles, and
-``python -m tests.checkpoints.pickle_worker FILE`` measures what one costs. Both print one JSON object.
+``python -m tests.checkpoints.pickle_worker FILE`` measures the cost of one. Both print one JSON object.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from checkpoints.legacy.walker import OPCODES
 from tests.checkpoints.hostile_pickles import HOSTILE
 from tests.checkpoints.pickles import assert_reads, key, operations
 
-HEADROOM = 256 << 20  # address space that indexing may take beyond what the process has when it begins
+HEADROOM = 256 << 20  # address space that indexing may use in addition to that of the process at its start
 
 
 class Watch:
-    """An audit hook that lets indexing open its file for reading and map it, and nothing else."""
+    """An audit hook that allows indexing to open its file for reading and to map it, and nothing else."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -55,7 +55,7 @@ class Watch:
 
 
 class PureUnpickler(pickle.Unpickler):
-    """The standard unpickler over the same allow-list: what an accepted file means."""
+    """The standard unpickler with the same allow-list, as the reference for accepted files."""
 
     def find_class(self, module: str, name: str) -> Any:
         def jax_array(function: Any, arguments: Any, state: Any, _: Any) -> np.ndarray:
@@ -75,7 +75,7 @@ class PureUnpickler(pickle.Unpickler):
 
 
 def check_index(path: Path, data: bytes, tensors: dict[str, LegacyTensor]) -> None:
-    """An accepted file means to the unpickler what the index says, and every array lies in the file."""
+    """Check that the index of an accepted file equals the unpickler's result, with every array inside the file."""
     assert_reads(path, PureUnpickler(io.BytesIO(data)).load())
     for tensor in tensors.values():
         assert 0 <= tensor.offset <= tensor.offset + tensor.nbytes <= len(data)
@@ -121,7 +121,7 @@ CHANGES = [
 
 
 def mutate(generator: random.Random, seeds: list[bytes]) -> bytes:
-    """A seed with one to four changes to its bytes or to its operations."""
+    """Return a seed file with one to four changes to its bytes or operations."""
     data = generator.choice(seeds)
     for _ in range(generator.choice([1, 1, 1, 2, 4])):
         pieces, join = [data[place : place + 1] for place in range(len(data))], b"".join
@@ -151,10 +151,10 @@ def mutate(generator: random.Random, seeds: list[bytes]) -> bytes:
 
 
 def fuzz(folder: Path, seed: int, count: int, watch: Watch) -> dict[str, Any]:
-    """Index every hostile file and ``count`` mutated ones; all but our error and a right index raise."""
+    """Index every hostile file and ``count`` mutated ones. Any result but our error or a correct index raises."""
     with watch, contextlib.suppress(PermissionError):
         os.system("touch canary")
-    assert watch.seen, "the watch is blind"
+    assert watch.seen, "the audit hook sees nothing"
     watch.seen.clear()
     generator = random.Random(seed)
     seeds = [path.read_bytes() for path in sorted((folder / "seeds").iterdir())]
@@ -189,7 +189,7 @@ def fuzz(folder: Path, seed: int, count: int, watch: Watch) -> dict[str, Any]:
 
 
 def measure(path: Path, watch: Watch) -> dict[str, Any]:
-    """What indexing a large file costs, then reading it array by array."""
+    """Measure the cost of indexing a large file, and of reading it array by array."""
     tracemalloc.start()
     reset_peak()
     before, started = resident_peak(), time.perf_counter()

@@ -32,7 +32,7 @@ def numpy_arrays() -> dict[str, np.ndarray]:
         "reversed": cube[::-1],
         "broadcast": np.broadcast_to(np.float64(2), (2, 5)),
         "read_only": np.frombuffer(b"12345678", np.float32),
-        "every_bfloat16": np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16),  # NaNs of every payload
+        "every_bfloat16": np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16),  # NaNs with every payload
         "every_float16": np.arange(1 << 16, dtype=np.uint16).view(np.float16),
         "large": generator.random((300, 500)),
         "bool": np.array([True, False]),
@@ -63,7 +63,7 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def assert_reads(path: Path, tree: Any) -> dict[str, LegacyTensor]:
-    """The file has exactly the tree's arrays, bit for bit, in order (FrozenDict sorts its keys when it is pickled)."""
+    """Assert that the file has exactly the tree's arrays, bit for bit and in order (a pickled FrozenDict is sorted)."""
     expected = dict(flatten(tree))
     with LegacyPickle(path) as weights:
         assert list(weights.tensors) == (sorted(expected) if isinstance(tree, FrozenDict) else list(expected))
@@ -96,7 +96,7 @@ def operations(data: bytes) -> list[tuple[Any, Any, bytes]]:
 
 def body(value: Any, protocol: int = 3) -> bytes:
     """The operations that push a value, without header, frame and end."""
-    data = pickletools.optimize(pickle.dumps(value, protocol))  # without memo entries that nothing reads
+    data = pickletools.optimize(pickle.dumps(value, protocol))  # without unused memo entries
     return b"".join(raw for opcode, _, raw in operations(data) if opcode.name not in ("PROTO", "FRAME", "STOP"))
 
 

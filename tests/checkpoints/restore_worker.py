@@ -1,7 +1,7 @@
 """One of several hosts that restore a checkpoint together.
 
-``python -m tests.checkpoints.restore_worker --checkpoint=... --mesh=...`` prints JSON: what this host has read, and a
-digest of every shard on its devices.
+``python -m tests.checkpoints.restore_worker --checkpoint=... --mesh=...`` prints JSON: the bytes that this host read,
+and a digest of every shard on its devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from launch.process.startup import define_device_flags, run_launcher, start_devi
 
 
 def shard_digests(weights: Any) -> dict[str, str]:
-    """Digest of each shard's bytes on this host's devices, by leaf and place."""
+    """Return the digest of each shard on this host's devices, by leaf and position."""
     found = {}
     for path, array in jax.tree_util.tree_leaves_with_path(weights):
         for shard in array.addressable_shards:

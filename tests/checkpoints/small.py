@@ -1,4 +1,4 @@
-"""Small random checkpoints, and common actions of the tests of checkpoints."""
+"""Small random checkpoints, and helpers for tests of checkpoints."""
 
 from __future__ import annotations
 

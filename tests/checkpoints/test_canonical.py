@@ -1,4 +1,4 @@
-"""Canonical checkpoints: converted once, restored onto any mesh; loss and damage are errors."""
+"""Canonical checkpoints: converted once, restored onto any mesh. Missing and damaged files are errors."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_damage_is_detected_or_harmless(kind: str, count: int, micro: Path, cano
         finally:
             path.write_bytes(whole)
     assert not unnamed, "every message names tensor or file"
-    assert detected > count // 4  # the damage does reach data
+    assert detected > count // 4  # some of the damage changes data
     assert contents(copy) == expected
 
 
@@ -227,7 +227,7 @@ print("done", flush=True)
 
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_any_point(kills: int, micro: Path, tmp_path: Path) -> None:
-    """If a conversion is killed at any moment, there is the old checkpoint, the new one complete, or none."""
+    """After a conversion is killed at any moment, the folder has the old checkpoint, the complete new one, or none."""
     output = to_canonical(micro, tmp_path / "checkpoint")
     expected = contents(output)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

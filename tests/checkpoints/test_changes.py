@@ -87,7 +87,7 @@ def test_loading_refuses_what_was_added(request: pytest.FixtureRequest, layout: 
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
-        # With a folder of that name it is no Hugging Face folder any more.
+        # A folder with this name makes it an Orbax checkpoint.
         said = (
             FILES_FILE if layout == "huggingface" and "weights/" in name else f"were added to this checkpoint: {name}"
         )

@@ -1,4 +1,4 @@
-"""Generated programs are right, reproducible, and none of them is one that the demo is tested on."""
+"""Generated programs are correct and reproducible, and training has none of the demo's held-out tasks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from checkpoints.demo.programs import (
     draw_task,
     excluded,
     is_held_out,
-    read_tasks,
     signature_hash,
     training_programs,
     write,
 )
 from checkpoints.demo.singles import SINGLES
 from checkpoints.demo.tasks import Parameter, Task
+from checkpoints.local_files import read_json_lines
 
-TASKS = {name: read_tasks(FOLDER / name) for name in TASK_FILES}
+TASKS = {name: read_json_lines(FOLDER / name) for name in TASK_FILES}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def programs() -> list[Program]:
 
 
 def bare_signature(prompt: str) -> str:
-    """Name and parameters, written out: another way to compare than the hashes that the generator uses."""
+    """Return name and parameters as text, to compare functions without the generator's hashes."""
     line = next(line for line in prompt.splitlines() if line.startswith("def "))
     function = ast.parse(line + " pass").body[0]
     assert isinstance(function, ast.FunctionDef)

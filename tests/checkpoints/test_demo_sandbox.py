@@ -1,4 +1,4 @@
-"""What a function under test may do, and how it can fail."""
+"""The sandbox of generated functions: what they may do, and the verdicts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from checkpoints.demo.sandbox import run_tests
 
-# The way around missing builtins.
+# The usual way around missing builtins
 OPEN = (
     "[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == '_wrap_close'][0].__init__.__globals__['open']"
 )

@@ -1,4 +1,4 @@
-"""The demo's canvases show what a prompt shows, and an interrupted training goes on as if it had not been."""
+"""The demo's canvases hide all but the prompts, and an interrupted training continues with the same results."""
 
 from __future__ import annotations
 

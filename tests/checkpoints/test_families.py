@@ -1,5 +1,5 @@
-"""Every family there and back: Hugging Face folders that transformers wrote, converted, restored, exported, and loaded
-by transformers again.
+"""Round trips of every family: transformers writes a Hugging Face folder, which is converted, restored and exported,
+and transformers loads the export.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("source")
     random_model(kind).to(getattr(torch, dtype)).save_pretrained(folder)
     if kind == "gpt2 without prefix":
-        # As OpenAI's weights were first published: bare names, and the causal masks among the tensors.
+        # The format of OpenAI's first release: names without prefix, and causal masks among the tensors.
         tensors = {name.removeprefix("transformer."): value for name, value in named(folder).items()}
         tensors["h.0.attn.bias"] = np.tril(np.ones((1, 1, 32, 32), np.float32))
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -78,7 +78,7 @@ def named(folder: Path) -> dict[str, np.ndarray]:
 
 
 def logits(folder: Path) -> np.ndarray:
-    """What transformers computes from a folder, in float32."""
+    """Return the float32 logits that transformers computes from a folder."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]

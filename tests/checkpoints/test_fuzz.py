@@ -1,7 +1,7 @@
 """Mutated safetensors headers, manifests and config.json: a typed error, or a checkpoint that is right.
 
-``python -m tests.checkpoints.test_fuzz WORK KIND SEED COUNT`` is the process, limited in memory and time, in which the
-tests open what may do harm.
+``python -m tests.checkpoints.test_fuzz WORK KIND SEED COUNT`` runs in a process with limits on memory and time,
+in which the tests open possibly harmful files.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from runtime.models.families import model_layout, parse_config
 from tests.checkpoints.small import MICRO, layout_of, to_canonical, write_source
 
 ROOT = Path(__file__).parents[2]
-HEADROOM = 512 << 20  # address space beyond what the process has when the first checkpoint is open
-SECONDS = 30  # for one case: a guard against hanging, hundreds of times what one takes
+HEADROOM = 512 << 20  # address space in addition to that of the process after it has opened the first checkpoint
+SECONDS = 30  # time limit for a case, hundreds of times longer than usual
 KINDS = ("header", "index", "huggingface manifest", "canonical manifest", "config", "gpt2 config")
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16}
@@ -152,7 +152,7 @@ def mutate_manifest(data: bytes, generator: random.Random) -> bytes:
         return data
 
 
-# ---- what is done with a mutated folder -------------------------------------------------------------------------
+# ---- actions with a mutated folder ------------------------------------------------------------------------------
 
 
 def read_all(found: StoredTensors) -> dict[str, bytes]:

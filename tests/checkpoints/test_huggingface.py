@@ -1,4 +1,4 @@
-"""Hugging Face folders: what is loaded equals the file to the bit, on every mesh and in little memory."""
+"""Hugging Face folders: loaded weights equal the files bit for bit, on every mesh and in little memory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_mesh_chosen_is_said(folder: Path) -> None:
 
 
 def expected_leaf(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
-    """A leaf as it ought to be, unpadded, from the file's tensors and what is known of the model: no declarations."""
+    """Build the expected unpadded leaf from the file's tensors, without the declarations of weights."""
     D, K, G, H = 224, 2, 7, 16
     if name in ("embedding", "final_norm", "lm_head"):
         source = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": HEAD}[name]

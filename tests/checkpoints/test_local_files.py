@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints.local_files import JsonObjectError, lock, parse_json_object, replace_file
+from checkpoints.local_files import JsonObjectError, lock, parse_json_object, read_json_lines, replace_file
 
 
 def test_a_file_is_replaced_or_stays_as_it_was(tmp_path: Path) -> None:
@@ -65,3 +65,12 @@ def test_json_that_is_refused(data: bytes, error: type[Exception], said: str) ->
     with pytest.raises(error, match=said) as raised:
         parse_json_object(data, most_names=3)
     assert isinstance(raised.value, JsonObjectError) == (error is JsonObjectError)
+
+
+def test_lines_of_json_are_read_like_one_object(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\n{"a": "é"}\n', encoding="utf-8")
+    assert read_json_lines(path) == [{"a": 1}, {"a": "é"}]
+    path.write_text('{"a": 1}\n{"a": 1, "a": 2}\n')
+    with pytest.raises(ValueError, match="line 2: an object has the same name twice"):
+        read_json_lines(path)

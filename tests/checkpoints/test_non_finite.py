@@ -43,6 +43,6 @@ def test_the_largest_numbers_are_numbers(tmp_path: Path) -> None:
     largest = float(ml_dtypes.finfo("bfloat16").max)
     folder = damaged(tmp_path / "source", {HEAD: [largest, -largest, 0.0, -0.0]})
     to_canonical(folder, tmp_path / "output")
-    # In the other dtype they are none.
+    # After the conversion to the other dtype, they are finite.
     with pytest.raises(CheckpointError, match=re.escape(f"{HEAD} (2 of its elements)")):
         to_canonical(folder, tmp_path / "narrow", dtype="float16")

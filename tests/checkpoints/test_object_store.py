@@ -1,7 +1,7 @@
 """Conversion to an object store, which cannot rename, and loading from it.
 
-The same tests run over a Google Cloud Storage (a server of the tests' own) and over a folder on disk that is treated as
-such a store, by its ``file://`` URL.
+The same tests run on an emulated Google Cloud Storage, and on a folder on disk that is treated as an object store
+because of its ``file://`` URL.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectStore]:
-    # TensorStore reads the address once in a process.
+    # TensorStore reads the address once per process.
     found = ObjectStore()
     threading.Thread(target=found.serve_forever, daemon=True).start()
     os.environ["TENSORSTORE_GCS_HTTP_URL"] = found.url
@@ -153,7 +153,7 @@ def test_refused_at_any_write(micro: Path, server: ObjectStore) -> None:
         server.settle()
         server.writes_left = 1 << 60
         if f"models/checkpoint/{MANIFEST_FILE}" in server.objects:
-            # How many writes it takes depends on how many were under way at a time: these were enough.
+            # The number of writes depends on how many were in flight; these were enough.
             assert contents(url) == contents(micro)
             continue
         refused += 1
@@ -177,7 +177,7 @@ def said_by(attempt: Callable[..., object], *arguments: object) -> str:
 
 @pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.slow)])
 def test_killed_at_any_point(kills: int, url: str, micro: Path, server: ObjectStore) -> None:
-    """There is a complete checkpoint or none; leftovers are reported and removed."""
+    """A killed conversion leaves a complete checkpoint or none. The next one reports and removes leftovers."""
     program = (
         "import sys; print('ready', flush=True)\n"
         "from launch import convert\n"

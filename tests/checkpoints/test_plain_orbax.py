@@ -67,17 +67,9 @@ def plain(micro: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("mesh", ["data=1", "tensor=4", "data=2,tensor=8"])
-@pytest.mark.parametrize(
-    ("version", "keys", "place"),
-    [
-        ("v1", "flat", ""),
-        ("v1", "nested", "weights"),
-        ("v1", "nested", "state"),
-        ("v0", "nested", ""),
-        ("v0", "flat", "weights"),
-        ("v0", "nested", "state"),
-    ],
-)
+@pytest.mark.parametrize("version", ["v0", "v1"])
+@pytest.mark.parametrize("keys", ["flat", "nested"])
+@pytest.mark.parametrize("place", ["", "weights", "state"])
 def test_loads_onto_any_mesh(
     version: str, keys: str, place: str, mesh: str, micro: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -85,7 +85,7 @@ def test_orbax_reads_what_several_wrote(micro: Path, tmp_path: Path) -> None:
 
     assert [code for code, _ in convert_together(micro, tmp_path / "together", 2)] == [0, 0]
     expected = load_file(micro / "model.safetensors")
-    # Onto the host: the devices of two processes, on which it was saved, are not here.
+    # Restore onto the host, because the devices of the two processes that saved it do not exist here.
     found = v1.load(tmp_path / "together" / "weights", dict.fromkeys(expected, np.ndarray))
     assert found.keys() == expected.keys()
     assert all(np.asarray(found[name]).tobytes() == value.tobytes() for name, value in expected.items())
@@ -93,7 +93,7 @@ def test_orbax_reads_what_several_wrote(micro: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["raise", pytest.param("die", marks=pytest.mark.slow)])
 def test_a_process_that_fails_leaves_no_checkpoint(how: str, micro: Path, tmp_path: Path) -> None:
-    """The old checkpoint stays, and the next conversion cleans up what the failed one left."""
+    """The old checkpoint stays, and the next conversion removes the files of the failed one."""
     output = to_canonical(micro, tmp_path / "checkpoint")
     before = contents(output)
     codes, (said, _) = zip(*convert_together(micro, output, 2, how), strict=True)

@@ -16,7 +16,7 @@ from launch.folders.models import print_licence
 from runtime.text.tokenizer import TextTokenizer
 from tests.checkpoints.small import MICRO, layout_of, to_canonical, to_huggingface, write_source
 
-# Everything that reads files beside the weights.
+# All functions that read files beside the weights
 READERS: dict[str, Callable[[Path, Path], object]] = {
     "convert": lambda folder, output: to_canonical(folder, output),
     "export": lambda folder, output: to_huggingface(folder, output),
@@ -40,7 +40,7 @@ def refused(read: Callable[[Path, Path], object], folder: Path, said: str) -> No
     output = folder.parent / "output"
     with pytest.raises(CheckpointError, match=said):
         read(folder, output)
-    assert not output.exists(), "nothing was handed on"
+    assert not output.exists(), "no file was passed on"
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)

@@ -84,14 +84,14 @@ def test_code_and_pickles_in_the_folder_are_never_touched(folder: Path, tmp_path
     assert engine.encode(["def main"])[0].tolist() == [[1, 2]]
     engine.generate(["def main"], DiffusionConfig(max_new_tokens=4, steps=2))
     assert not marker.exists()
-    assert any(path.endswith("config.json") for path in opened), "the hook sees what is opened"
+    assert any(path.endswith("config.json") for path in opened), "the audit hook sees opened files"
     assert not [path for path in opened if path.endswith((*pickles, "evil.py", "sitecustomize.py"))]
     assert not [name for name in sys.modules if "evil" in name]
     same_weights(engine, golden_cases.engine())
 
 
 def test_the_bomb_goes_off(tmp_path: Path) -> None:
-    """Unpickling this file does run its code, so the other tests would notice it."""
+    """Unpickling this file runs its code, so the other tests would detect unpickling."""
     pickle.loads(pickle.dumps(Bomb(tmp_path / "marker")))
     assert (tmp_path / "marker").exists()
 

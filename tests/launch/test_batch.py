@@ -175,8 +175,8 @@ def test_an_autoregressive_checkpoint(
 BAD: list[tuple[dict[str, Any] | str, str]] = [
     ("{", "not JSON"),
     ("[]", "expected an object"),
-    ({"prompt": "x"}, "id: expected a text"),
-    ({"id": "", "prompt": "x"}, "id: expected a text"),
+    ({"prompt": "x"}, "id: expected a string"),
+    ({"id": "", "prompt": "x"}, "id: expected a string"),
     ({"id": "1", "prompt": ""}, "the prompt is empty"),
     ({"id": "2"}, "either a prompt or messages"),
     ({"id": "3", "prompt": "x " * 5000}, "the model allows"),

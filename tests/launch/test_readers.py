@@ -1,4 +1,4 @@
-"""Threads that parse request bodies: clients take turns, errors are returned, and no thread keeps the process alive."""
+"""Waiting requests: threads that parse bodies serve clients in turn, and a response stream keeps its deadline."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from launch.serving.errors import ApiError
 from launch.serving.readers import Readers
+from launch.serving.response_stream import ResponseStream
 
 
 def test_owners_take_turns() -> None:
@@ -77,3 +78,12 @@ def test_failures_and_the_end() -> None:
             await asyncio.sleep(0.01)
 
     asyncio.run(go())
+
+
+def test_who_waits_for_an_engine_that_says_nothing_is_told_the_timeout() -> None:
+    async def waiting() -> None:
+        now = time.monotonic()
+        await ResponseStream(now - 5, now - 3).wait()
+
+    with pytest.raises(ApiError, match="not finished within 2 s"):
+        asyncio.run(waiting())

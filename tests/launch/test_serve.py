@@ -23,11 +23,10 @@ import transformers
 from checkpoints import DEMO, CheckpointFolder
 from launch.flags.model import default_name
 from launch.serving.engine import ServingEngine, follow
-from launch.serving.errors import ENGINE_FAILED, ApiError
+from launch.serving.errors import ENGINE_FAILED
 from launch.serving.keys import Keys
 from launch.serving.limits import Limits
 from launch.serving.metrics import Metrics
-from launch.serving.response_stream import ResponseStream
 from launch.serving.turns import Turns
 from runtime import DiffusionConfig, Engine, Executor, PoolShape, SamplingConfig, SchedulerPolicy, StepOutcome, StepPlan
 from runtime.execution.runner import weight_bytes
@@ -123,9 +122,9 @@ def test_slots_of_several_kinds_fit_beside_one_another(tiny: Engine, monkeypatch
 
 
 def test_steps_of_the_defaults_fit(tiny: Engine) -> None:
-    with pytest.raises(InputError, match=r"max_steps=64: by default a block of 128 positions has 128 steps"):
+    with pytest.raises(InputError, match=r"^max_steps is 64; by default a block of 128 positions has 128 steps"):
         Executor(tiny.runner, [PoolShape(CONFIG.replace(parallel="factor"), 128, 2, 64)])
-    with pytest.raises(InputError, match=r"max_steps=8: by default a block of 128 positions has 12 steps"):
+    with pytest.raises(InputError, match=r"^max_steps is 8; by default a block of 128 positions has 12 steps"):
         Executor(tiny.runner, [PoolShape(CONFIG, 128, 2, 8)])
     assert Executor(tiny.runner, [PoolShape(CONFIG.replace(steps=1000), 128, 2, None)]).pools[0].max_steps == 1000
 
@@ -338,15 +337,6 @@ def test_an_engine_that_stands_still_says_so(engine: Engine, monkeypatch: pytest
             gate.set()
             assert [line for line in answer.iter_lines() if line][-1] == "data: [DONE]"
         wait_for(lambda: found.get("/health").status_code == 200)
-
-
-def test_who_waits_for_an_engine_that_says_nothing_is_told_the_timeout() -> None:
-    async def waiting() -> None:
-        now = time.monotonic()
-        await ResponseStream(now - 5, now - 3).wait()
-
-    with pytest.raises(ApiError, match="not finished within 2 s"):
-        asyncio.run(waiting())
 
 
 def test_clients_that_do_not_read_and_too_many_of_them(engine: Engine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -147,7 +148,7 @@ def test_a_grace_that_is_too_short_and_a_second_signal(tmp_path: Path, compiled:
             for thread in threads:
                 thread.join(PATIENCE)
             if signals == 1:
-                assert any("shutting down" in text for text in texts)
+                assert any("The server is shutting down." in text for text in texts)
                 assert "were not finished within --grace=0.01 s" in log.read_text()
             else:
                 assert "a second SIGTERM" in log.read_text()
@@ -210,6 +211,24 @@ def test_a_signal_to_one_host_drains_all(tmp_path: Path, compiled: str) -> None:
 
 
 @pytest.mark.slow
+def test_idle_hosts_wait_for_a_frozen_one_and_end_with_a_dead_one(tmp_path: Path, compiled: str) -> None:
+    """A collective waits longer than gloo's own default of 30 s, and its supervisor ends a host that waits in one."""
+    command = [sys.executable, "-m", "launch.serve", *ARGUMENTS, "--mesh=tensor=2", compiled]
+    with HostProcesses([command] * 2, tmp_path) as processes:
+        url = address(lambda: processes.text("err")[0])
+        body = {"prompt": PROMPT, "seed": 3}
+        before = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).json()["choices"]
+        os.killpg(processes.groups[0], signal.SIGSTOP)
+        time.sleep(35)
+        os.killpg(processes.groups[0], signal.SIGCONT)
+        after = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).json()["choices"]
+        assert [choice["text"] for choice in after] == [choice["text"] for choice in before]
+        os.killpg(processes.groups[0], signal.SIGKILL)
+        assert processes.wait(30) == [137, 42]
+        assert names_host(processes.text("err")[1], 0), processes.text("err")[1]
+
+
+@pytest.mark.slow
 def test_a_signal_while_it_is_compiling(tmp_path: Path) -> None:
     modes = [f"--mode=cache=dual,block_length={length}" for length in range(4, 24)]
     with starting(tmp_path, "--mesh=tensor=1", "--compile_cache=", *modes) as (process, log):
@@ -232,9 +251,12 @@ def test_a_signal_while_it_is_compiling(tmp_path: Path) -> None:
         (["--temperature=-1"], "temperature is -1"),
         (["--seed=7"], "--seed: requests set their own"),
         (["--log_probabilities"], "--log_probabilities: requests set their own"),
-        (["--max_steps=32"], "--max_steps=32: by default a block of 512 positions has 64 steps"),
-        (["--parallel=threshold", "--max_steps=64"], "--max_steps=64: by default a block of 512 positions has 512"),
-        (["--mode=parallel=factor", "--max_steps=64"], "--max_steps=64: by default a block of 512 positions has 512"),
+        (["--max_steps=32"], "--max_steps is 32; by default a block of 512 positions has 64 steps"),
+        (["--parallel=threshold", "--max_steps=64"], "--max_steps is 64; by default a block of 512 positions has 512"),
+        (
+            ["--mode=parallel=factor", "--max_steps=64"],
+            "--max_steps is 64; by default a block of 512 positions has 512",
+        ),
         (["--canvas=64"], "--canvas=64 has no room for a prompt beside 64 new tokens"),
         (["--preset=class", "--canvas=256"], "--canvas=256 has no room for a prompt beside 256 new tokens"),
     ],

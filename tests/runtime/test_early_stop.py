@@ -144,7 +144,9 @@ def test_a_configuration_that_does_not_say_leaves_it_to_the_call(demo: Engine) -
         assert decided.with_end_tokens(ends, default=False) == decided
         assert config.with_end_tokens(ends, default=False) == config.replace(early_stop=False)
         own = config.replace(early_stop=False, stop_token_ids=(6,))
-        assert own.with_end_tokens(ends, default=True) == own, "what is said counts, and so do tokens of its own"
+        assert own.with_end_tokens(ends, default=True) == own, (
+            "an explicit early_stop and the configuration's own stop tokens are kept"
+        )
         both = config.replace(early_stop=True, stop_token_ids=(6, ends[0]))
         assert both.with_end_tokens(ends, default=False).stop_token_ids == (6, *ends)
 

@@ -29,8 +29,8 @@ MESHES = [
     "sequence=2,tensor=4",
     "data=2,sequence=2,tensor=4",
 ]
-# On these the programs are compiled as they are for users; on the others as in all tests, which is quicker. With an
-# empty XLA_FLAGS all programs are compiled as they are for users.
+# On these meshes, programs are compiled as for users; on the others with little optimization, as in all tests. An
+# empty XLA_FLAGS compiles all programs as for users.
 AS_RELEASED = ("data=1", "sequence=2,tensor=4")
 # In CI every case of every folder runs on one device, and every mesh runs three of Dream's cases, so that all pairs of
 # a mesh and an algorithm's family are covered; the whole grid is marked slow.

@@ -115,7 +115,7 @@ def check_tokens(engine: Engine, config: DiffusionConfig | SamplingConfig) -> No
     np.testing.assert_array_equal(watched.sequences[:, : width + 2], whole.sequences[:, : width + 2])
     assert watched.stats.masks_left == 0
     assert watched.stats.tokens == 2 + 5 + 1 + 4 + int((whole.commit_steps[:, :width] >= 0).sum())
-    # With few slots, in which other rows follow those that have ended.
+    # With few slots, so that rows that have ended are replaced by others.
     requests = [RowRequest(ids[row, mask[row] > 0].tolist(), config, seed) for row, seed in enumerate(whole.seeds)]
     results: dict[int, RowResult] = {}
     tests = [None if count is None else ends_after(count) for count in counts]
@@ -152,7 +152,7 @@ def serve_alone(
     """Stream one request through slots like the server, with simulated iterations of 2 ms.
 
     Returns:
-      Pieces of text with the iterations until each, what came of the row, and the iterations of the steps.
+      Pieces of text with the iterations until each, the row's result, and the iterations per step.
     """
     executor = Executor(engine.runner, [PoolShape(config, 64, 1, max_programs=1)])
     scheduler = Scheduler([pool.limits for pool in executor.pools], SchedulerPolicy())
@@ -192,7 +192,7 @@ def test_the_first_text_of_a_stream_is_there_after_an_iteration_or_two(demo: Eng
     (expected,) = demo.completions(PROMPTS[:1], np.array(ids), np.ones_like(ids), whole)
     assert "".join(piece for _, piece in pieces) == expected.text
     assert row.tokens == len(expected.tokens) + 1
-    # As soon as the first position is committed, because each iteration commits something.
+    # Text arrives after the first committed position, because each iteration commits a token.
     steps_made = whole.commit_steps[0, len(ids[0]) :]
     assert first == (np.unique(steps_made) <= steps_made[0]).sum()
 

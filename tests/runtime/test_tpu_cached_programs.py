@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from runtime import DiffusionConfig, SamplingConfig
 from runtime.execution.programs import abstract_decode, abstract_denoise, lower_decode, lower_denoise, lower_prefill
 from runtime.execution.specialization import decode_program, denoise_program
 from runtime.models.families import model_layout
-from runtime.models.forward import Forward
+from runtime.models.forward import Forward, residual_over_tensor
 from runtime.models.kv_cache import cache_bytes_per_device
 from runtime.models.qwen2 import QWEN2
+from runtime.planner.hlo import read_collectives
 from sharding.aot import aot_devices
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
@@ -113,10 +114,23 @@ def test_collectives_of_a_cached_layer(kind: str, mesh: str, cache_dtype: str) -
     vocab = layout.padded_vocab
     if layout.spec.tensor > 1:
         assert not re.search(rf"\[(\d+,)*{vocab}(,\d+)*\]", text), "gathered vocabulary"
-    gathered = [math.prod(map(int, sizes.split(","))) for sizes in re.findall(r"\w+\[([\d,]+)\]\S* all-gather\(", text)]
+    sizes, spec = layout.mesh_axis_sizes, layout.spec
+    gathered: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
+    for one in read_collectives(text):
+        if one.kind == "all-gather":
+            gathered[one.axes(sizes)].append((one.payload, one.repeats))
     # Only keys and values of whole rows are gathered over sequence, never the cache.
-    rows = B if kind in ("decode", "prefill") else layout.spec.data
-    limit = rows // layout.spec.data * T * layout.config.num_kv_heads // layout.heads.kv * layout.config.head_dim
-    assert all(size <= limit for size in gathered)
-    if layout.spec.sequence == 1:
-        assert not gathered
+    rows = (B if kind in ("decode", "prefill") else spec.data) // spec.data
+    limit = rows * T * layout.config.num_kv_heads // layout.heads.kv * layout.config.head_dim * 2
+    over_sequence = gathered.pop(("sequence",), [])
+    assert all(size <= limit for size, _ in over_sequence)
+    assert not over_sequence or spec.sequence > 1
+    # A prefill that shards the residual over the tensor axis gathers it before attention and the MLP of each layer, and
+    # after the final norm. It gathers nothing else over that axis, and other programs gather nothing.
+    positions, layers = T // 2 // spec.sequence, layout.config.num_layers
+    expected = {}
+    if kind == "prefill" and residual_over_tensor(layout, layout.mesh.devices, B, T // 2):
+        residual = rows * positions * layout.config.hidden_size * 2
+        expected = {("kv",): [(residual, layers), (residual, layers), (residual, 1)]}
+        assert len([size for size, repeats in over_sequence if repeats == layers]) == 2
+    assert gathered == expected

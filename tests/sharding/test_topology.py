@@ -109,14 +109,14 @@ def test_places_are_arranged_as_the_devices_are(text: str, mesh: str) -> None:
     ("text", "mesh", "found"),
     [
         ("v5e:2x4", "tensor=8", True),
-        ("v5e:4x8", "tensor=32", True),
-        ("v4:2x2x1", "tensor=4", True),
-        ("v5e:4x4", "data=2,tensor=8", True),
-        ("v5p:2x2x2", "sequence=2,tensor=4", True),
         ("v5e:4x4", "tensor=16", False),
         ("v5p:2x2x2", "tensor=8", False),
-        ("v4:2x2x4", "tensor=16", False),
-        ("2xv5e:4x4", "data=2,tensor=16", False),
+        ("v5e:4x4", "data=2,tensor=8", True),
+        pytest.param("v5e:4x8", "tensor=32", True, marks=pytest.mark.slow),
+        pytest.param("v4:2x2x1", "tensor=4", True, marks=pytest.mark.slow),
+        pytest.param("v5p:2x2x2", "sequence=2,tensor=4", True, marks=pytest.mark.slow),
+        pytest.param("v4:2x2x4", "tensor=16", False, marks=pytest.mark.slow),
+        pytest.param("2xv5e:4x4", "data=2,tensor=16", False, marks=pytest.mark.slow),
     ],
 )
 def test_where_the_compiler_has_a_reduce_scatter(text: str, mesh: str, found: bool) -> None:
@@ -137,7 +137,6 @@ def test_where_the_compiler_has_a_reduce_scatter(text: str, mesh: str, found: bo
     x = array(4, 1024, 3584, spec=PartitionSpec("data", "sequence", tensor))
     weight = array(3584, 3584, spec=PartitionSpec(tensor, None))
     compiled = jax.jit(product).lower(x, weight).compile().as_text() or ""
-    assert ("reduce-scatter" in compiled or "all-reduce-scatter" in compiled) == found
     assert "all-reduce" in compiled
     assert ("all-reduce-scatter" in compiled) == found  # the name of an all-reduce fused with the slice
 

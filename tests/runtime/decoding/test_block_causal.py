@@ -1,4 +1,4 @@
-"""The rules by which a step of a block commits, and the shapes of its blocks and windows, without a model."""
+"""Rules by which a block step commits tokens, and the shapes of blocks and windows, without a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def committed(rule: str, confidences: list[float], count: int, **numbers: float)
         (0.95, 1, [3]),  # the most certain one, whatever the threshold
         (0.5, 1, [1, 3]),
         (0.6, 1, [3]),  # above, not at
-        (0.5, 3, [1, 3, 4]),  # as many as the schedule says at least
+        (0.5, 3, [1, 3, 4]),  # at least as many as the schedule requires
         (0.95, 9, [1, 2, 3, 4]),  # and no more than there are
     ],
 )
@@ -50,7 +50,7 @@ def test_sequential_commits_the_first_masks() -> None:
 
 @pytest.mark.parametrize(("limit", "expected"), [(0.05, [3]), (0.31, [1, 3]), (0.29, [3]), (1.0, [1, 3, 4])])
 def test_entropies_are_added_from_the_lowest(limit: float, expected: list[int]) -> None:
-    """Of 0.1, 0.2 and 0.5 nats, as long as their sum is below the limit; the lowest in any case."""
+    """Positions with 0.1, 0.2 and 0.5 nats are committed while their sum is below the limit; the lowest always is."""
     confidences = [NOT_WANTED, -0.2, NOT_WANTED, -0.1, -0.5]
     assert committed("entropy_sum", confidences, 3, entropy_limit=limit) == expected
 

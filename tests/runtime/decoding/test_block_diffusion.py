@@ -79,7 +79,7 @@ def test_a_refresh_in_every_step_is_no_cache(cache: str, algorithm: str, paralle
     stale = generate("tensor=1", config.replace(cache=cache))
     if cache == "dual":  # the windows of a prefix are rounded up, and these canvases are short
         assert stale.stats.positions < exact.stats.positions
-    assert (stale.sequences != exact.sequences).any(), "a stale cache that changes nothing is not used"
+    assert (stale.sequences != exact.sequences).any(), "a stale cache that changes no token is probably not used"
 
 
 # The default run covers one mode per mesh; the slow tests cover every mode on every mesh.
@@ -116,7 +116,7 @@ def test_streamed_is_whole(number: int) -> None:
     ids, mask = ragged_rows()
     canvases = [canvas for _, canvas in golden_cases.engine("tensor=1").stream_tokens(ids, mask, mode(number), every=3)]
     np.testing.assert_array_equal(canvases[-1], on_one_device(number).sequences)
-    for earlier, later in itertools.pairwise(canvases):  # what is committed stays
+    for earlier, later in itertools.pairwise(canvases):  # committed tokens stay
         kept = earlier != golden_cases.engine("tensor=1").config.mask_token_id
         np.testing.assert_array_equal(earlier[kept], later[kept])
 
@@ -153,7 +153,7 @@ def test_blocks_entered_without_a_refresh() -> None:
                 positions += length
             else:
                 made, cache = window(cache, jnp.array(canvas[:, first:stop]), jnp.int32(first))
-                positions += 1 + BLOCK * (1 + first_step)  # of the last window, a part is beyond the row
+                positions += 1 + BLOCK * (1 + first_step)  # part of the last window is beyond the row
             probabilities = np.asarray(made[0, start - 1 - first : stop - 1 - first])
             masked = canvas[0, start:stop] == mask_token
             certainty = np.where(masked, probabilities.max(axis=-1), -1.0)
@@ -167,7 +167,7 @@ def test_blocks_entered_without_a_refresh() -> None:
     assert found.stats.positions == positions
     often = engine.generate_tokens(prompt[None], None, config.replace(refresh_blocks=1))
     assert positions < often.stats.positions
-    assert (often.sequences != found.sequences).any(), "a refresh that changes nothing is not there"
+    assert (often.sequences != found.sequences).any(), "a refresh that changes no token probably does not run"
 
 
 def test_samples_of_a_prompt_share_their_first_refresh() -> None:
@@ -181,7 +181,7 @@ def test_samples_of_a_prompt_share_their_first_refresh() -> None:
             alone = generate("tensor=1", config.replace(seed=[seed]), rows=slice(row, row + 1))
             np.testing.assert_array_equal(alone.sequences[0], found.sequences[own][place])
             positions += alone.stats.positions
-        assert (np.ptp(found.sequences[own], axis=0) > 0).any(), "samples that are all the same"
+        assert (np.ptp(found.sequences[own], axis=0) > 0).any(), "all samples are equal"
         positions -= (samples - 1) * (length + NEW_TOKENS)
     assert found.stats.positions == positions
 
@@ -294,7 +294,7 @@ def test_histories_of_batches_with_more_and_fewer_steps() -> None:
         for row, seed in enumerate(found.seeds)
     ]
     steps = [one.stats.steps for one in alone]
-    assert len(set(steps)) > 1, "the rows are to differ"
+    assert len(set(steps)) > 1, "the rows must differ"
     assert found.stats.steps == max(steps)
     assert found.history is not None
     for row, one in enumerate(alone):

@@ -54,7 +54,7 @@ def test_chunks_divide_by_a_sequence_axis_that_is_no_power_of_two() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_head_follows_the_masks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step runs as many chunks as the row with the most masks needs."""
+    """Every step runs as many chunks as the masks of all rows need, and a row's tokens are those it has alone."""
     ran = []
 
     def counted(*arguments: Any) -> jax.Array:
@@ -64,14 +64,22 @@ def test_the_head_follows_the_masks(rows: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(choices, "project_logits", counted)
     layout = model_layout(SMALL, MeshSpec(), jax.devices())
     engine = Engine(layout, random_weights(layout, 0, "float32"))
-    prompts = np.arange(10 * rows, dtype=np.int32).reshape(rows, 10)
-    config = DiffusionConfig(max_new_tokens=190, steps=16, algorithm="entropy", suppress_mask=True)
-    history = engine.generate_tokens(prompts, None, config, history=True).history
+    prompts = np.arange(5, 5 + 100 * rows, dtype=np.int32).reshape(rows, 100) % 50 + 5
+    masked = np.array([90, 0, 40])[:rows]
+    for prompt, masks in zip(prompts, masked, strict=True):
+        prompt[5 : 5 + masks] = SMALL.mask_token_id
+    config = DiffusionConfig(
+        max_new_tokens=100, steps=16, algorithm="entropy", temperature=0.7, suppress_mask=True, seed=list(range(rows))
+    )
+    found = engine.generate_tokens(prompts, None, config, history=True)
     jax.effects_barrier()
-    before = np.concatenate([np.full((1, rows), 190), (history == SMALL.mask_token_id).sum(axis=-1)[:-1]])
-    chunk = head_chunk(rows, 200, layout, "cpu")
-    assert len(ran) == sum(math.ceil(masks / chunk) for masks in before.max(axis=1))
-    assert len(ran) < 0.7 * len(before) * math.ceil(200 / chunk)
+    before = np.concatenate([masked[None] + 100, (found.history == SMALL.mask_token_id).sum(axis=-1)[:-1]])
+    size = rows * head_chunk(rows, 200, layout, "cpu")
+    assert len(ran) == sum(math.ceil(masks / size) for masks in before.sum(axis=1))
+    assert len(ran) < 0.7 * len(before) * math.ceil(200 * rows / size)
+    for row, prompt in enumerate(prompts):
+        alone = engine.generate_tokens(prompt[None], None, config.replace(seed=[row]))
+        np.testing.assert_array_equal(found.sequences[row], alone.sequences[0])
 
 
 @pytest.mark.parametrize(

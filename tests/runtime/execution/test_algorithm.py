@@ -102,7 +102,7 @@ def test_predicted_masks_stay_masked_and_are_counted(fond_of_masks: Engine) -> N
     assert result.stats.masks_left == left
     for row in range(4):
         still = real(result.sequences, row) == MASK
-        assert (real(result.commit_steps, row)[still] == -1).all(), "what is masked was set by no step"
+        assert (real(result.commit_steps, row)[still] == -1).all(), "masked positions have no commit step"
     assert result.stats.tokens == (result.commit_steps >= 0).sum()
     for row in range(4):
         check_against_the_algorithm(fond_of_masks, real(result.history, row), start_canvas(row), config, SEEDS[row])
@@ -152,7 +152,7 @@ def test_greedy_runs_follow_the_algorithm(number: int) -> None:
     for row in range(4):
         start = start_canvas(row, config.max_new_tokens)
         ties += check_against_the_algorithm(engine, real(result.history, row), start, config, config.seed[row])
-    assert ties <= 1, "rounding decides a choice in a blue moon"
+    assert ties <= 1, "rounding rarely decides a choice"
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.endswith("greedy")])
@@ -164,7 +164,7 @@ def test_sampled_runs_follow_the_algorithm(mode: str) -> None:
         ties += check_against_the_algorithm(
             golden_cases.engine(), real(result.history, row), start_canvas(row), config, SEEDS[row]
         )
-    assert ties <= 1, "rounding decides a choice in a blue moon"
+    assert ties <= 1, "rounding rarely decides a choice"
 
 
 @pytest.mark.parametrize("mode", ["origin-greedy", "origin-sampled"])

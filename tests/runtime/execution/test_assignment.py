@@ -45,7 +45,9 @@ def test_every_row_has_one_slot_that_is_wide_enough(data: int, cost: PassCost, b
             if (old := before.get(one.number)) is not None:
                 assert old.bucket == one.bucket
                 for slot, row in enumerate(old.slots):
-                    assert row not in one.rows or one.slots[slot] == row, "in the same bucket it keeps its slot"
+                    assert row not in one.rows or one.slots[slot] == row, (
+                        "a row that stays in its bucket keeps its slot"
+                    )
         assert assign(there, needs, choice, numbers) == there, "nothing moves without a reason"
 
 

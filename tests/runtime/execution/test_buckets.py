@@ -21,7 +21,7 @@ def test_a_grid_is_bounded_and_has_room_for_every_row(
 ) -> None:
     grid = make_grid(slots, canvas, cost, data=data, step=64, limit=limit)
     assert len(set(grid.buckets)) == len(grid.buckets) <= limit
-    assert grid.buckets[0] == Bucket(data, canvas), "the first that is compiled holds any row"
+    assert grid.buckets[0] == Bucket(data, canvas), "every row fits into the first compiled bucket"
     for bucket in grid.buckets:
         assert bucket.rows % data == 0
         assert bucket.rows <= slots
@@ -47,7 +47,7 @@ def test_what_is_compiled_first_helps_most() -> None:
     assert [bucket.rows for bucket in order] == sorted(bucket.rows for bucket in order)
     first = sorted(bucket.width for bucket in order[:4])
     gaps = np.diff([0, *first])
-    assert max(gaps) < 512 * 0.7, "any length has something near after four programs"
+    assert max(gaps) < 512 * 0.7, "four programs cover all lengths closely"
 
 
 def _cheapest(lengths: list[int], grid: Grid) -> float:
@@ -80,4 +80,4 @@ def test_rows_are_packed_at_the_lowest_price(cost: PassCost) -> None:
 def test_where_weights_are_what_takes_time_short_rows_share_a_pass() -> None:
     rows = [60] * 8
     on_gpu = pack(rows, make_grid(8, 512, GPU, data=1, step=64).buckets, GPU)
-    assert [bucket.rows for bucket, _ in on_gpu] == [4, 4], "which is enough for the devices to have work"
+    assert [bucket.rows for bucket, _ in on_gpu] == [4, 4], "enough work for the devices"

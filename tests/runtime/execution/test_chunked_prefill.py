@@ -1,4 +1,4 @@
-"""Prompts that are read in chunks while other rows decode: the tokens are those of a prompt that is read whole."""
+"""Prompts that are read in chunks while other rows decode: tokens equal those after reading the prompt at once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_tokens_are_those_of_a_prompt_that_is_read_whole(
         beside += [run.iterations for pool in outcome.pools if pool.unread for run in pool.runs]
         if not (scheduler.waiting or scheduler.running):
             break
-    # The first row goes on while the long prompts are read: five chunks each, and the sixth is their last.
+    # The first row continues while the long prompts are read, in six chunks each.
     assert sum(iterations > 0 for iterations in beside) >= LONG // CHUNK
     for number, row in enumerate(asked):
         same(found[number], alone(single, row))

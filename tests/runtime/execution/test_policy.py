@@ -75,6 +75,21 @@ def test_rows_move_where_a_pass_becomes_cheaper_and_only_there() -> None:
     drain(scheduler, slots)
 
 
+def test_rows_that_move_for_less_compute_fewer_positions() -> None:
+    random = np.random.default_rng(0)
+    lengths = sorted((int(length) for length in np.exp(random.normal(4.5, 0.5, 100)).clip(10, 500)), reverse=True)
+    computed, moves = {}, {}
+    for gain in (0.1, 0.03):
+        policy = {"max_iterations": 16, "step_seconds": None, "first_tokens": False, "move_gain": gain}
+        scheduler, slots = laddered(32, **policy), CountedSlots(0.01)
+        scheduler.add(RequestHandle(rows=rows(*lengths)))
+        drain(scheduler, slots)
+        assert scheduler.stats.rows == len(lengths)
+        computed[gain], moves[gain] = scheduler.stats.computed_positions, scheduler.stats.moves
+    assert computed[0.03] < computed[0.1]
+    assert moves[0.03] > moves[0.1]
+
+
 def test_buckets_whose_programs_are_not_there_are_only_wanted() -> None:
     scheduler, slots = laddered(), CountedSlots(0.01)
     widest = Bucket(1, WIDTH)

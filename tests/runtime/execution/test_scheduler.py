@@ -77,7 +77,7 @@ def test_deadlines() -> None:
     step(scheduler, slots)
     assert scheduler.expire(slots.now) == [waiting]
     step(scheduler, slots)
-    assert slots.rows() == {0: 0}, "who runs is left alone"
+    assert slots.rows() == {0: 0}, "running rows are not interrupted"
     assert scheduler.expire(slots.now) == [running]
     assert scheduler.expire(slots.now) == [], "once"
     # The next row gets the slot in the same step; the row that waited in between has left the queue.
@@ -135,14 +135,14 @@ def test_a_long_prompt_is_read_in_chunks_beside_rows_that_decode() -> None:
     long = RequestHandle(rows=[RowRequest([7] * 40, SamplingConfig(max_new_tokens=4), 0)], arrived=slots.now)
     scheduler.add(long)
     events = [step(scheduler, slots) for _ in range(5)]
-    # Nothing is known of the new row before the first step; then the other one goes on as if it were alone.
+    # The first step shows whether the new row has tokens; then the other row continues as if it were alone.
     assert [plan.buckets[0].iterations for plan in slots.plans[3:]] == [1, 4, 4, 4, 4]
     assert all(plan.buckets[0].chunks == 1 for plan in slots.plans)
     assert not any(isinstance(event, FirstToken) for step in events[:4] for event in step)
-    # Its prompt is five chunks, and its tokens come in the iterations of the step that has read the last one.
+    # Its prompt has five chunks, and its tokens are generated in the step that reads the last chunk.
     [last] = [event for event in events[4] if isinstance(event, RowFinished)]
     assert (last.handle, last.tokens) == (long, 4)
-    # Where nothing else is wanted meanwhile, prompts are read whole.
+    # If no other row is running, prompts are read at once.
     whole, slots = single(2, chunks=None), CountedSlots(0.01, chunk=8)
     whole.add(RequestHandle(rows=long.rows))
     assert any(isinstance(event, FirstToken) for event in step(whole, slots))
@@ -179,7 +179,7 @@ def test_canvases_are_looked_at_for_streams_and_first_tokens_alone() -> None:
     events = drain(scheduler, slots)
     assert [plan.buckets[0].canvases for plan in slots.plans] == [True, False, False, False]
     assert not [event for event in events if isinstance(event, (CanvasChanged, PrefixGrown))]
-    # Nothing asks for canvases.
+    # No request streams canvases.
     scheduler.policy = SchedulerPolicy(first_tokens=False)
     scheduler.add(RequestHandle(rows=rows(4)))
     del slots.plans[:]

@@ -1,4 +1,4 @@
-"""Which buckets are compiled for rows that are all known in advance."""
+"""The choice of buckets to compile for rows that are all known in advance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_many_rows_of_all_lengths_are_worth_several() -> None:
     rows = [Work(int(length), 100) for length in random.integers(30, 512, 200)]
     found = chosen(rows, 32, 4e4)
     assert 3 <= len(found) < len(GRID.buckets)
-    assert found[0] == Bucket(32, max(row.length for row in rows)), "the one that holds all comes first"
+    assert found[0] == Bucket(32, max(row.length for row in rows)), "the bucket in which all rows fit comes first"
     assert len(chosen(rows, 32, 1e9)) == 1, "unless compiling takes longer than everything else"
     assert len(chosen(rows, 32, 0.0)) >= len(found)
 

@@ -1,4 +1,4 @@
-"""Fast-dLLM v2: golden tokens on meshes, the exact cache with a shift, sub-blocks, and what the original does wrong."""
+"""Fast-dLLM v2: golden tokens on meshes, the exact cache with a shift, sub-blocks, and bugs of the original."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCK, MASK = 8, 300
 
 
 def asked(new: int, **changes: Any) -> DiffusionConfig:
-    """Blocks of 8 in sub-blocks of 4, one token in a step at least."""
+    """Return a configuration with blocks of 8, sub-blocks of 4, and at least one token per step."""
     settings: dict[str, Any] = {
         "algorithm": "maskgit_plus",
         "cache": "exact",
@@ -68,7 +68,7 @@ def test_golden_cases_on_meshes(mesh: str, name: str) -> None:
 
 
 def test_the_cache_changes_no_token() -> None:
-    """Rows of a ragged batch at their own pace, one ended by a stop token."""
+    """The rows of a ragged batch need different numbers of steps, and a stop token ends one of them."""
     ids, mask = prompts()
     plain = engine().generate_tokens(ids, mask, asked(20, cache="none"))
     stops = (int(plain.sequences[2, 19 + 6]),)
@@ -82,7 +82,7 @@ def test_the_cache_changes_no_token() -> None:
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_row_of_a_batch_gives_the_tokens_of_a_batch_of_one(cached: bool) -> None:
-    """Padding hides nothing, and neither does another row decide when a sub-block is run alone."""
+    """Neither padding nor other rows change a row's tokens, or when a sub-block runs alone."""
     ids, mask = prompts()
     config = asked(20, sub_block_cache=cached)
     together = engine().generate_tokens(ids, mask, config)
@@ -103,7 +103,7 @@ def test_a_sub_block_run_alone_is_an_approximation_that_computes_less() -> None:
 
 
 def test_a_prompt_of_one_block_stays_in_the_context() -> None:
-    """The first new token is what the prompt predicts; the original has forgotten the prompt by then."""
+    """The first new token depends on the prompt, which the original drops from the context by mistake."""
     ids, _ = prompts()
     prompt = ids[3:, -8:]
     found = engine().generate_tokens(prompt, config=asked(9)).sequences[0, 8:]

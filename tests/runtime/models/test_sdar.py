@@ -1,4 +1,4 @@
-"""SDAR: golden tokens on meshes, the exact cache, lengths, and what the original does wrong."""
+"""SDAR: golden tokens on meshes, the exact cache, lengths, and bugs of the original."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MASK = 300
 
 
 def asked(new: int, **changes: Any) -> DiffusionConfig:
-    """One step for each position of a block."""
+    """Return a configuration with one step per position of a block."""
     steps = BLOCK * -(-new // BLOCK)
     settings: dict[str, Any] = {"algorithm": "maskgit_plus", "cache": "exact", "block_length": BLOCK, "steps": steps}
     return DiffusionConfig(new, **settings | changes)
@@ -80,7 +80,7 @@ def test_golden_cases_on_meshes(mesh: str, name: str) -> None:
     ids=["threshold", "sequential", "entropy_sum", "sampled-sub-blocks"],
 )
 def test_the_cache_changes_no_token(changes: dict[str, Any]) -> None:
-    """Rows of a ragged batch at their own pace, some ended by a stop token."""
+    """The rows of a ragged batch need different numbers of steps, and stop tokens end some of them."""
     ids, mask = prompts()
     config = PLAIN.replace(**changes)
     plain = engine().generate_tokens(ids, mask, config.replace(cache="none"))
@@ -107,7 +107,7 @@ def test_a_row_of_a_batch_gives_the_tokens_of_a_batch_of_one() -> None:
 
 
 def test_new_tokens_are_an_exact_limit() -> None:
-    """Fewer tokens than a block, or blocks and a part, are those of a longer run, cut."""
+    """A run with fewer new tokens, in part of a block or of several, gives the first tokens of a longer run."""
     ids, mask = prompts()
     longest = engine().generate_tokens(ids, mask, asked(20)).sequences
     for new in (1, 3, 8, 13):
@@ -117,7 +117,7 @@ def test_new_tokens_are_an_exact_limit() -> None:
 
 
 def test_prompts_are_not_overwritten() -> None:
-    """A step that could commit a whole block leaves what the prompt has of it."""
+    """A step that may commit a whole block does not change the prompt's tokens in it."""
     ids, mask = prompts()
     found = engine().generate_tokens(ids, mask, asked(11, steps=1))
     np.testing.assert_array_equal(found.sequences[:, :19], np.where(mask == 1, ids, 301))
@@ -137,10 +137,10 @@ def test_masks_of_a_prompt_are_filled_with_its_end() -> None:
 
 
 def test_a_model_that_predicts_masks_goes_on_to_the_next_block(tmp_path: Path) -> None:
-    """The original fails at masks that are left in a block."""
+    """If a block keeps masks, decoding continues with the next block; the original fails."""
     shutil.copy(GOLDEN.folder / "config.json", tmp_path)
     weights = load_file(GOLDEN.folder / "model.safetensors")
-    # The mask token wins wherever a token that is often predicted did.
+    # The mask token is predicted wherever a frequent token was.
     weights["lm_head.weight"][MASK] = 1.2 * weights["lm_head.weight"][65]
     save_file(weights, tmp_path / "model.safetensors")
     other = Engine.load(tmp_path, "data=1", dtype="float32")
@@ -244,7 +244,7 @@ def test_requests_of_another_family_are_refused() -> None:
 
 
 def test_served(tmp_path: Path) -> None:
-    """Text through the server is that of the engine."""
+    """The server returns the same text as the engine."""
     demo = json.loads((DEMO / "config.json").read_text())
     raw = json.loads((GOLDEN.folder / "config.json").read_text())
     raw |= {name: demo[name] for name in ("vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")}

@@ -1,4 +1,4 @@
-"""Untrusted chat templates: what they render, and that rendering always ends."""
+"""Untrusted chat templates: their output, and time and memory limits of rendering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where completions end, and the pieces in which they are streamed."""
+"""Ends of completions, and the pieces in which text is streamed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_long_text_is_not_decoded_once_for_every_token() -> None:
     before = tokenizer.decoded
     assert not any(stream.push(tokens[:count]) for count in range(8, 4000))
     assert stream.push(tokens, whole=True) == ""
-    assert tokenizer.decoded == before, "what comes after the end is not looked at"
+    assert tokenizer.decoded == before, "text after the end is not searched"
 
 
 def test_tokens_are_decoded_when_they_come_and_not_again() -> None:

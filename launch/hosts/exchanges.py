@@ -1,0 +1,89 @@
+"""Exchanges of values between hosts, kept by host 0: each host contributes a value, and all get the values of all.
+
+The hosts compare versions, flags, inputs and programs in this way before they run, and a batch asks after each step
+whether a host received SIGTERM. An exchange needs no device, so it can name the hosts that are late or that differ.
+The steps of a server do not come here: they travel between the devices (:mod:`launch.serving.turns`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from launch.hosts.faults import EXIT_USER_ERROR, Fault
+
+# A host waits for one exchange to end before it starts the next.
+_MAX_OPEN_TOPICS = 2
+_MAX_TOPIC = 200
+
+# Exchanges before the run begins; they are reported if they take long.
+_BEFORE_THE_RUN = ("join", "preflight", "devices")
+
+
+@dataclass
+class _Exchange:
+    since: float
+    reported: float
+    values: dict[int, Any] = field(default_factory=dict)
+
+
+class Exchanges:
+    """The exchanges that some hosts have begun and others have not."""
+
+    def __init__(self, hosts: int, names: Callable[[Iterable[int]], str]) -> None:
+        """Take the number of hosts, and the function that names hosts in messages."""
+        self._hosts = hosts
+        self._names = names
+        self._open: dict[str, _Exchange] = {}
+
+    def add(self, host: int, topic: str, value: Any) -> list[Any] | Fault | None:
+        """Add the value of one host.
+
+        Args:
+          host: its process index.
+          topic: name of the exchange and its number, counted by the host.
+          value: a JSON value.
+
+        Returns:
+          The values by process index if this was the last one, None if some are missing, or a fault if the host begins
+          too many exchanges or the hosts make different ones.
+        """
+        now = time.monotonic()
+        begun = sum(host in exchange.values for exchange in self._open.values())
+        if begun >= _MAX_OPEN_TOPICS or len(topic) > _MAX_TOPIC:
+            return Fault("exception", f"starts {begun + 1} exchanges at a time; {topic!r:.80}", host=host)
+        exchange = self._open.setdefault(topic, _Exchange(now, now))
+        exchange.values[host] = value
+        if len(exchange.values) < self._hosts:
+            return self._compare(topic)
+        del self._open[topic]
+        return [exchange.values[each] for each in range(self._hosts)]
+
+    def _compare(self, topic: str) -> Fault | None:
+        """Hosts make the same exchanges in the same order: find those that make another one than most."""
+        number = topic.rpartition(" ")[2]
+        begun = [(open_topic.rpartition(" "), exchange.values) for open_topic, exchange in self._open.items()]
+        here = {name: sorted(values) for (name, _, its_number), values in begun if its_number == number}
+        if sum(map(len, here.values())) < self._hosts:
+            return None
+        # In a tie, the group of host 0 counts as right.
+        common = max(here, key=lambda name: (len(here[name]), 0 in here[name]))
+        differing = {name: hosts for name, hosts in here.items() if name != common}
+        others = [f"{self._names(hosts)} came to {name!r}" for name, hosts in differing.items()]
+        text = (
+            f"the hosts do not run the same: {'; '.join(others)}, the others to {common!r}; start all with the same "
+            "command, flags and prompts included"
+        )
+        named = tuple(sorted(host for hosts in differing.values() for host in hosts))
+        return Fault("differ", text, EXIT_USER_ERROR, here[common][0], differing=named)
+
+    def late(self, now: float, interval: float) -> Iterator[str]:
+        """Messages about exchanges before the run that take long, each again after ``interval`` seconds."""
+        for topic, exchange in self._open.items():
+            name = topic.split()[0]
+            if name in _BEFORE_THE_RUN and now - exchange.reported > interval:
+                exchange.reported = now
+                missing = [host for host in range(self._hosts) if host not in exchange.values]
+                yield f"waiting for {self._names(missing)} ({name}) for {now - exchange.since:.0f} s"
