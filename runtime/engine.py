@@ -14,11 +14,11 @@ import numpy as np
 
 from checkpoints import CheckpointError, CheckpointFolder, load_weights, open_folder
 from checkpoints.loading import LoadedBytes, Progress, check_weights
-from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import DiffusionConfig
 from runtime.execution.options import check_options
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
-from runtime.execution.rows import default_config
+from runtime.execution.rows import config_kind
 from runtime.execution.runner import Runner, check_attention
 from runtime.execution.token_engine import GenerationConfig, TokenEngine
 from runtime.models.config import ModelConfig
@@ -204,10 +204,8 @@ class Engine(TokenEngine):
 
     def published(self, **overrides: Any) -> GenerationConfig:
         """Return the decoding settings that the model's authors publish for this checkpoint, with these changes."""
-        name = "" if self._folder is None else f"{self._folder.name} {self._folder.config.get('_name_or_path', '')}"
-        settings = self.config.family.published_settings(name) | overrides
-        diffusion = isinstance(default_config(self.config), DiffusionConfig)
-        return self._resolved(DiffusionConfig.published(**settings) if diffusion else SamplingConfig(**settings))
+        names = "" if self._folder is None else self._folder.model_names
+        return self._resolved(config_kind(self.config).published_for(self.config.family, names, **overrides))
 
     # ---- generation -------------------------------------------------------------------------------------------
 
