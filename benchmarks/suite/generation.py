@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from benchmarks.ceilings import COPY_BYTES, MATMUL_SIZE, measure_ceilings
+from benchmarks.models import causal_twin
 from benchmarks.records import NotRunError, Timing, time_alternating
 from benchmarks.suite.subject import Subject, open_engine, rates, request_of
 from benchmarks.timed_passes import Request, TimedPass
@@ -22,7 +23,6 @@ from runtime.engine import Engine
 from runtime.models.families import model_layout
 from runtime.models.kv_cache import cache_bytes_per_device
 from runtime.models.placement import place_weights
-from runtime.models.qwen2 import QWEN2
 from runtime.planner.workload import Workload
 
 GENERATION, BATCHES, AUTOREGRESSIVE, CPU = "generation", "batches", "autoregressive", "CPU"
@@ -98,7 +98,7 @@ def causal_engine(engine: Engine) -> Engine:
     """Return the engine, or for a diffusion model, an autoregressive engine with its weights."""
     if engine.config.objective == "autoregressive":
         return engine
-    config = replace(engine.config, family=QWEN2, mask_token_id=-1)
+    config = causal_twin(engine.config)
     mesh = engine.layout.mesh
     assert mesh is not None, "an engine has a mesh"
     layout = model_layout(config, engine.layout.spec, list(mesh.devices.flat))
