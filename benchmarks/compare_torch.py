@@ -30,7 +30,6 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from benchmarks.ceilings import fits_or_none
 from benchmarks.models import CAUSAL, DIFFUSION, checkpoint_config, define_model_flags, forward_flops, model_sizes
 from benchmarks.records import (
     Timing,
@@ -44,6 +43,7 @@ from benchmarks.records import (
     use_cores,
     write_record,
 )
+from benchmarks.roofline import fits_or_none
 from benchmarks.torch_models import (
     diffusion_generate,
     gpt2_model,
