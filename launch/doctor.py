@@ -80,9 +80,9 @@ def device_lines(devices: Sequence[Any]) -> Iterator[str]:
         yield f"{len(slices)} slices"
     memory = device_memory(jax.local_devices()[0])
     yield f"memory of a device: {'unknown' if memory is None else f'{memory / 1e9:.1f} GB'}"
-    for number in range(host.count):
-        own = [str(device.id) for device in devices if device.process_index == number]
-        yield f"host {number}: devices {', '.join(own)}"
+    for process_index in range(host.count):
+        own = [str(device.id) for device in devices if device.process_index == process_index]
+        yield f"host {process_index}: devices {', '.join(own)}"
 
 
 def mesh_lines(config: ModelConfig, devices: Sequence[Any], dtype: str) -> Iterator[str]:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from benchmarks.ceilings import fits_or_none
 from benchmarks.records import NotRunError, Timing, time_alternating
+from benchmarks.roofline import fits_or_none
 from launch.process.startup import this_host
 from sharding.errors import InputError
 
@@ -133,7 +133,7 @@ class Sheet:
         if seconds > 0:
             trials = min(trials, int(self._row_seconds / seconds) - warmup)
         if trials < 2:
-            raise NotRunError(f"some {seconds:.0f} s a call here, by the measured ceilings; --row_seconds allows more")
+            raise NotRunError(f"some {seconds:.0f} s a call here, by the measured roofline; --row_seconds allows more")
         return trials
 
     def attempt(self, section: str, name: str, work: Callable[[], None]) -> None:

@@ -49,17 +49,17 @@ class CanvasView:
         for number, (sequence, title, completion) in enumerate(zip(result.sequences, titles, completions, strict=True)):
             tokens, kinds = self._row(number, sequence)
             start = len(sequence) - len(tokens)
-            set_at = result.commit_steps[number][start:].tolist()
+            commit_steps = result.commit_steps[number][start:].tolist()
             # The text may end at a stop string in the middle of the tokens.
             cut = width + len(completion.tokens) - start if completion.finish_reason == "stop" else len(tokens)
             pieces, ended_early = [], False
-            for place, (token, kind, step) in enumerate(zip(tokens.tolist(), kinds, set_at, strict=True)):
+            for place, (token, kind, step) in enumerate(zip(tokens.tolist(), kinds, commit_steps, strict=True)):
                 if place + start >= width and kind != "mask" and step < 0:
                     ended_early = True
                     continue
                 end = kind == "end" or place >= cut
                 pieces.append(HistoryToken(self._text(token), None if kind == "mask" else step, end=end))
-            rows.append(HistoryRow(title, pieces, max(set_at) + 1 if ended_early else result.stats.steps))
+            rows.append(HistoryRow(title, pieces, max(commit_steps) + 1 if ended_early else result.stats.steps))
         return rows
 
     def _row(self, number: int, row: np.ndarray) -> tuple[np.ndarray, list[TokenKind]]:

@@ -132,7 +132,8 @@ def prefill(
     tokens, lengths = forward.on_rows(lambda tokens: tokens[:, :width], state.tokens), state.lengths
     tokens, lengths = tokens[::samples], lengths[::samples]
     hidden, cache = fill_rows(forward, weights, state.cache, tokens, lengths, first, samples)
-    last = pick_positions(forward, hidden, lengths[:, None] - 1, whole=True)
+    last_token = lengths[:, None] - 1
+    last = pick_positions(forward, hidden, last_token, whole=True)
     last = jnp.repeat(last, samples, axis=0) if samples > 1 else last
     return _append(forward, program, weights, request, replace(state, cache=cache, read=request.prompts), last)
 
@@ -226,13 +227,15 @@ def decode(
 
     def step(state: DecodeState) -> DecodeState:
         with jax.named_scope("decode_step"):
-            place = state.lengths[:, None] - 1
+            last_token = state.lengths[:, None] - 1
             if state.cache is None:
                 hidden = hidden_states(forward, weights, state.tokens, state.lengths)
-                last = pick_positions(forward, hidden, place, whole=True)
+                last = pick_positions(forward, hidden, last_token, whole=True)
             else:
-                newest = forward.on_rows(lambda tokens, at: jnp.take_along_axis(tokens, at, 1), state.tokens, place)
-                last, cache = run_window(forward, weights, state.cache, newest, place[:, 0], state.lengths)
+                newest = forward.on_rows(
+                    lambda tokens, at: jnp.take_along_axis(tokens, at, 1), state.tokens, last_token
+                )
+                last, cache = run_window(forward, weights, state.cache, newest, last_token[:, 0], state.lengths)
                 state = replace(state, cache=cache)
             return _append(forward, program, weights, request, state, last)
 
