@@ -293,7 +293,7 @@ class Engine(TokenEngine):
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
     ) -> list[Completion]:
-        """Convert a result of :meth:`generate_tokens` for rows of :meth:`encode` to texts, in the order of the prompts."""
+        """Convert a result of :meth:`generate_tokens` for rows of :meth:`encode` to texts, in order of the prompts."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, (*self.end_token_ids, *stop_token_ids))
         return builder.build_batch(prompts, ids, mask, result, stop)
