@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -200,7 +200,7 @@ class ModelLayout:
         Args:
           config: the model's configuration.
           weights_class: the dataclass that declares its weights.
-          spec: sizes of the mesh axes, without -1; a single device by default.
+          spec: sizes of the mesh axes; a single device by default. ``data`` or ``sequence`` may be -1 until :meth:`on`.
           devices: devices to build the mesh from, real ones or those of an AOT topology. None creates a layout without
             a mesh, for counts and tables.
           quantization: ``none``, or ``int8`` to keep matrices as :class:`runtime.models.quantization.Quantized`.
@@ -216,11 +216,20 @@ class ModelLayout:
         resolved = spec or MeshSpec()
         check_mesh(named_shapes(config, weights_class), resolved, config.num_heads, config.num_kv_heads)
         heads = HeadLayout.for_tensor(config.num_heads, config.num_kv_heads, resolved.tensor)
-        mesh = None if devices is None else build_mesh(resolved, heads, devices)
-        if scan_layers is None:
-            scan_layers = mesh is None or scans_layers(mesh.devices.flat[0].platform)
         rules = PartitionRules.for_heads(heads)
-        return cls(config, weights_class, resolved, heads, rules, mesh, quantization, scan_layers)
+        layout = cls(config, weights_class, resolved, heads, rules, None, quantization, scan_layers is not False)
+        return layout if devices is None else layout.on(devices, scan_layers)
+
+    def on(self, devices: Any, scan_layers: bool | None = None) -> ModelLayout:
+        """Return this layout on a mesh of devices, with an axis of size -1 resolved; see :meth:`create`.
+
+        Raises:
+          MeshError: see :meth:`sharding.mesh.MeshSpec.resolve` and :func:`sharding.mesh.build_mesh`.
+        """
+        spec = self.spec.resolve(len(devices))
+        mesh = build_mesh(spec, self.heads, devices)
+        scan_layers = scans_layers(mesh.devices.flat[0].platform) if scan_layers is None else scan_layers
+        return replace(self, spec=spec, mesh=mesh, scan_layers=scan_layers)
 
     @property
     def padded_vocab(self) -> int:
