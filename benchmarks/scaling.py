@@ -258,7 +258,7 @@ def estimate_points(values: flags.FlagValues, counts: list[int]) -> None:
 
 
 def estimated_workload(what: str, dtype: str, rows: int) -> Workload:
-    """Return the generation for the estimate of a pass of the 7.6B model. Of a prefill, one position is new."""
+    """Return the workload with which the planner estimates one pass of the 7.6B model; a prefill has one new token."""
     name = "diffucoder-7b" if what in ("denoise step", "block step") else "qwen2.5-7b"
     new = 1 if what == "prefill" else ESTIMATED_CANVAS // 2
     cache = "dual" if what == "block step" else "none"

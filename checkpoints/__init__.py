@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from checkpoints.export import export_checkpoint
     from checkpoints.fingerprint import folder_fingerprint
     from checkpoints.folder import DEMO, CheckpointFolder, open_folder
+    from checkpoints.formats import FORMATS, Format
     from checkpoints.legacy import LegacyPickle, LegacySource, config_folder, find_legacy, legacy_path, open_legacy
     from checkpoints.loading import LoadedBytes, check_tensors, load_weights, stored_leaves
     from checkpoints.local_files import lock, parse_json_object, replace_file
@@ -24,10 +25,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEMO",
+    "FORMATS",
     "VERIFY",
     "CheckpointError",
     "CheckpointFolder",
     "FolderOutput",
+    "Format",
     "LegacyPickle",
     "LegacySource",
     "LoadedBytes",
@@ -60,7 +63,9 @@ _HOMES = {
     "CheckpointError": "checkpoints.errors",
     "CheckpointFolder": "checkpoints.folder",
     "DEMO": "checkpoints.folder",
+    "FORMATS": "checkpoints.formats",
     "FolderOutput": "checkpoints.output",
+    "Format": "checkpoints.formats",
     "LegacyPickle": "checkpoints.legacy",
     "LegacySource": "checkpoints.legacy",
     "LoadedBytes": "checkpoints.loading",

@@ -36,9 +36,9 @@ _FETCHED_BLOCK_BYTES = 16 << 20
 WEIGHTS_FOLDER = "weights"
 # Where Orbax's arrays may be within a folder: as a conversion saves them, or as somebody saved them with Orbax. Orbax
 # calls a tree that is saved by itself "state".
-_ARRAY_FOLDERS = (f"{WEIGHTS_FOLDER}/state", WEIGHTS_FOLDER, "state/state", "state", "")
+ARRAY_FOLDERS = (f"{WEIGHTS_FOLDER}/state", WEIGHTS_FOLDER, "state/state", "state", "")
 # Orbax's description of a tree of arrays, in the folder of the arrays.
-_TREE_FILE = "_METADATA"
+TREE_FILE = "_METADATA"
 # Suffix of the folder in which a conversion writes. Such a folder is never taken for a checkpoint.
 STAGING_SUFFIX = ".converting"
 
@@ -72,7 +72,7 @@ class CheckpointFolder:
     path: Path
     name: str
     remote: Storage | None = None
-    remote_arrays: str = _ARRAY_FOLDERS[0]
+    remote_arrays: str = ARRAY_FOLDERS[0]
 
     @property
     def is_orbax(self) -> bool:
@@ -89,7 +89,7 @@ class CheckpointFolder:
         if self.remote is not None:
             return self.remote_arrays
         found = _find_arrays(lambda name: (self.path / name).is_file())
-        return _ARRAY_FOLDERS[0] if found is None else found
+        return ARRAY_FOLDERS[0] if found is None else found
 
     @property
     def storage(self) -> Storage:
@@ -198,6 +198,11 @@ class CheckpointFolder:
         return config
 
     @property
+    def model_names(self) -> str:
+        """The folder's name and the model's name in ``config.json``, which tell the kind of checkpoint."""
+        return f"{self.name} {self.config.get('_name_or_path', '')}"
+
+    @property
     def quantization(self) -> str:
         """Quantization of the stored weights: :data:`QUANTIZATION_KEY` of the configuration, or ``none``.
 
@@ -217,7 +222,7 @@ class CheckpointFolder:
 
 def _find_arrays(has: Callable[[str], bool]) -> str | None:
     """Find the folder of Orbax's arrays; None if there is none. ``has`` tells whether a file exists."""
-    return next((name for name in _ARRAY_FOLDERS if has(f"{name}/{_TREE_FILE}".lstrip("/"))), None)
+    return next((name for name in ARRAY_FOLDERS if has(f"{name}/{TREE_FILE}".lstrip("/"))), None)
 
 
 def _cannot_list(error: OSError) -> None:
@@ -297,7 +302,7 @@ def _open_remote_orbax(url: str) -> CheckpointFolder | None:
     for name, data in files.items():
         (cache / name).parent.mkdir(exist_ok=True)
         replace_file(cache / name, [data])
-    return CheckpointFolder(cache, url, storage, _ARRAY_FOLDERS[0] if arrays is None else arrays)
+    return CheckpointFolder(cache, url, storage, ARRAY_FOLDERS[0] if arrays is None else arrays)
 
 
 def _fetch_url(url: str, patterns: Sequence[str]) -> Path:

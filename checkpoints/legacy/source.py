@@ -13,7 +13,8 @@ from checkpoints.legacy.tensors import open_legacy
 from checkpoints.source import StoredTensors
 from runtime.models.declarations import ModelLayout
 
-_ENDINGS = (".pkl", ".pickle")
+# Endings of the names of legacy pickles.
+ENDINGS = (".pkl", ".pickle")
 
 
 def legacy_path(name: str | None) -> Path | None:
@@ -22,7 +23,7 @@ def legacy_path(name: str | None) -> Path | None:
     Raises:
       CheckpointError: there is no such file.
     """
-    if not name or not name.endswith(_ENDINGS):
+    if not name or not name.endswith(ENDINGS):
         return None
     try:
         found = Path(name).expanduser()

@@ -25,7 +25,8 @@ from runtime.decoding.schema import (
     same_as,
     validate,
 )
-from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES
+from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES, Family
+from runtime.models.dream import DREAM
 from runtime.models.masks import MAX_BLOCK_LENGTH
 
 MAX_STEPS = 1 << 16
@@ -142,12 +143,17 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         validate(self)
 
+    @classmethod
+    def published_for(cls, family: Family, checkpoint_name: str, **overrides: Any) -> SamplingConfig:
+        """Return the settings that a family's authors publish for a checkpoint of this name, with these changes."""
+        return cls(**(family.published_settings(checkpoint_name) | overrides))
+
     def replace(self, **changes: Any) -> SamplingConfig:
         """Return a copy with these fields changed, after validating it."""
         return replace(self, **changes)
 
     def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> SamplingConfig:
-        """Return a copy in which ``early_stop`` is decided; see :func:`decide_early_stop`."""
+        """Return a copy with ``early_stop`` and stop tokens decided; see :func:`decide_early_stop`."""
         return replace(self, **decide_early_stop(self, end_token_ids, default))
 
 
@@ -352,28 +358,35 @@ class DiffusionConfig:
         return self.block_length is not None or self.cache != "none" or self.parallel != "none"
 
     @classmethod
-    def published(cls, max_new_tokens: int = 256, temperature: float = 0.2, **overrides: Any) -> DiffusionConfig:
-        """Return the settings of DiffuCoder's published runs: entropy, top_p 0.95, top_k 50, one step per token.
+    def published(
+        cls, max_new_tokens: int = 256, temperature: float | None = None, **overrides: Any
+    ) -> DiffusionConfig:
+        """Return the settings that the authors of Dream and DiffuCoder publish, with one step per token.
 
-        The published temperatures are 0.2 for base models, 0.3 for Instruct, and 0.4 for cpGRPO.
+        Without a temperature, it is the one of base models; Instruct and cpGRPO checkpoints have others. For a loaded
+        model of any family, see :meth:`runtime.Engine.published`.
         """
-        settings: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "steps": max(max_new_tokens, 1),
-            "algorithm": "entropy",
-            "temperature": temperature,
-            "top_p": 0.95,
-            "top_k": 50,
-            "alg_temp": 0.0,
-        }
-        return cls(**(settings | overrides))
+        given: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
+        return cls.published_for(DREAM, "", max_new_tokens=max_new_tokens, **given, **overrides)
+
+    @classmethod
+    def published_for(
+        cls, family: Family, checkpoint_name: str, *, max_new_tokens: int = 256, **overrides: Any
+    ) -> DiffusionConfig:
+        """Return the settings that a family's authors publish for a checkpoint of this name, with these changes.
+
+        All families publish one step per token. Parameters that the family's record does not set have the defaults of
+        this class. An empty name stands for base models.
+        """
+        lengths = {"max_new_tokens": max_new_tokens, "steps": max(max_new_tokens, 1)}
+        return cls(**(family.published_settings(checkpoint_name) | lengths | overrides))
 
     def replace(self, **changes: Any) -> DiffusionConfig:
         """Return a copy with these fields changed, after validating it."""
         return replace(self, **changes)
 
     def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> DiffusionConfig:
-        """Return a copy in which ``early_stop`` is decided; see :func:`decide_early_stop`."""
+        """Return a copy with ``early_stop`` and stop tokens decided; see :func:`decide_early_stop`."""
         return replace(self, **decide_early_stop(self, end_token_ids, default))
 
 

@@ -14,6 +14,7 @@ from runtime.decoding.loop_parameters import compiled_settings, row_arrays
 from runtime.decoding.parameters import DiffusionConfig
 from runtime.decoding.sampling import SamplingRule
 from runtime.models.arrays import Leaf, array
+from runtime.models.config import UnmaskingSchedule
 
 _INTEGER, _REAL = jnp.int32, jnp.float32
 _Rows: Any = row_arrays(DiffusionConfig)
@@ -45,7 +46,7 @@ class DenoiseProgram(_Settings):
     sampling: SamplingRule
     sample_positions: bool
     chunk: int
-    schedule: str = "linear_time"
+    schedule: UnmaskingSchedule
     guided: bool = False
     log_probabilities: bool = False
     windows: tuple[int, ...] = ()

@@ -3,8 +3,8 @@
 Every program is lowered from a layout and shapes only, without data. So the same program that generates can also be
 compiled ahead of time for a machine that is not attached.
 
-Dimension letters: B batch, S canvas, T cache length, P positions of one head chunk, D embed, V vocab, R padded steps of
-a block.
+Dimension letters: B batch, S canvas, T cache length, P positions of one chunk of the output head, D embed, V vocab, R
+padded steps of a block.
 """
 
 from __future__ import annotations

@@ -186,7 +186,10 @@ class Slots(abc.ABC):
     def _compiled(
         self, key: Hashable, arguments: tuple[Any, ...], lower: Callable[[], jax.stages.Lowered]
     ) -> jax.stages.Compiled:
-        """Return a program. If the arguments are not real arrays, it is only prepared, not about to run."""
+        """Return the compiled program for these arguments.
+
+        Abstract arguments mean that it is compiled in advance, so ``before_run`` of the programs is not called.
+        """
         programs, key = self._runner.programs, (key, shapes_of(arguments))
         there = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arguments))
         return programs.get(key, lower) if there else programs.prepare(key, lower)

@@ -54,6 +54,7 @@ def denoise_program(
     length, _ = block_schedule(config, width)
     offset, block = model.family.prediction_offset, config.attention_block_length
     assert (model.family.attention == "block_causal") == bool(block), "block-causal attention has blocks"
+    assert model.family.schedule is not None, "a family that denoises has a schedule"
     sub_block = config.sub_block_length if config.sub_block_cache else None
     widths = window_widths(config.cache, length, span, config.refresh_blocks, offset=offset, sub_block=sub_block)
     return DenoiseProgram(
@@ -61,7 +62,7 @@ def denoise_program(
         sampling=sampling_rule(config, model.vocab_size, model_dtype),
         sample_positions=bool(config.alg_temp) and config.algorithm in CONFIDENCE_ALGORITHMS,
         chunk=chunk,
-        schedule=model.family.schedule or "linear_time",
+        schedule=model.family.schedule,
         guided=config.cfg_scale > 0,
         log_probabilities=config.log_probabilities,
         windows=widths,

@@ -279,7 +279,8 @@ def bytes_by_axis(
     Args:
       collectives: the collectives of a program.
       sizes: sizes of the mesh axes.
-      open_lengths: how many times a collective inside 0, 1, 2, ... open loops runs; 0 leaves it out.
+      open_lengths: how many times a collective runs that is inside 0, 1, 2, ... nested loops whose trip count the
+        compiler does not state; 0 leaves it out.
     """
     total: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     for one, times in _run(collectives, open_lengths):

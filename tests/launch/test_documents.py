@@ -16,7 +16,7 @@ import nbclient
 import pytest
 from absl import flags
 
-from launch.docs import api_reference, canvas_picture, hardware_table
+from launch.docs import api_reference, canvas_picture, folder_tables, hardware_table
 from launch.docs.examples import infilling, openai_client, rl_rollouts
 from launch.main import LAUNCHERS
 from runtime import DiffusionConfig
@@ -91,6 +91,12 @@ def test_the_machines_are_those_of_the_planner() -> None:
     assert f"<!-- machines -->\n{hardware_table.table()}<!-- end of machines -->" in stored, (
         "python -m launch.docs.hardware_table launch/docs/hardware.md"
     )
+
+
+@pytest.mark.parametrize("page", folder_tables.TABLES)
+def test_the_tables_of_the_folders(page: str) -> None:
+    stored = (ROOT / page).read_text("utf-8")
+    assert folder_tables.write(page, stored) == stored, "python -m launch.docs.folder_tables"
 
 
 def test_the_example_of_infilling(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("lm_eval.api.model")
 
 from checkpoints import DEMO
 from launch import lm_eval_adapter
-from launch.lm_eval_adapter import HarnessModel
+from launch.harness.model import HarnessModel
 from sharding.errors import InputError
 
 DOCUMENTS = [

@@ -197,7 +197,7 @@ def test_two_hosts_and_the_death_of_one(tmp_path: Path, compiled: str) -> None:
 
 @pytest.mark.slow
 def test_a_signal_to_one_host_drains_all(tmp_path: Path, compiled: str) -> None:
-    command = [sys.executable, "-m", "launch.serve", *ARGUMENTS, "--mesh=tensor=2", compiled]
+    command = [sys.executable, "-m", "launch.serve", *ARGUMENTS, "--mesh=tensor=2", "--grace=120", compiled]
     with HostProcesses([command] * 2, tmp_path) as processes:
         url = address(lambda: processes.text("err")[0])
         time.sleep(1.0)  # idle hosts exchange several empty turns
@@ -205,7 +205,7 @@ def test_a_signal_to_one_host_drains_all(tmp_path: Path, compiled: str) -> None:
         wait_for(lambda: any(texts))
         processes.send(1, signal.SIGTERM)
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.join(2 * PATIENCE)
         assert processes.wait(60) == [0, 0], processes.text("err")
     assert all(text.rstrip().endswith("data: [DONE]") for text in texts)
 

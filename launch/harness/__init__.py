@@ -1,0 +1,1 @@
+"""A diffumesh model with the interface of lm-evaluation-harness."""

@@ -1,0 +1,149 @@
+"""A checkpoint on a mesh as a model of lm-evaluation-harness.
+
+Likelihoods are exact for autoregressive models. For diffusion models they are the Monte Carlo estimate of Dream's
+authors, which does not report whether greedy decoding yields the text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.model import LM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from checkpoints import DEMO
+from runtime import CompletionBuilder, DiffusionConfig, Engine, InputError, RowRequest, SamplingConfig, row_seed
+
+# Parameter names of the harness, and ours.
+_SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+_DEFAULT_NEW_TOKENS = 256
+
+
+class HarnessModel(LM):
+    """A checkpoint on a mesh with the interface of the harness."""
+
+    def __init__(
+        self,
+        checkpoint: str = str(DEMO),
+        mesh: str | None = None,
+        dtype: str | None = None,
+        quantize: str = "none",
+        kv_cache: str = "model",
+        slots: int | None = None,
+        seed: int = 0,
+        mc_samples: int = 128,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+        device: Any = None,
+        **decoding: Any,
+    ) -> None:
+        """Load the model. The harness's ``batch_size`` and ``device`` are ignored: use ``slots`` and ``mesh``.
+
+        Raises:
+          InputError: a parameter is invalid or does not apply to this model.
+        """
+        super().__init__()
+        spec = mesh.replace(";", ",") if mesh else None
+        self.engine = Engine.load(checkpoint, spec, dtype, quantize=quantize, kv_cache=kv_cache, max_batch=slots)
+        self._name, self._slots, self._seed, self._samples = Path(checkpoint).name, slots, seed, mc_samples
+        self._decoding = decoding
+        self._config(self._decoding)
+
+    def _config(self, fields: dict[str, Any]) -> DiffusionConfig | SamplingConfig:
+        fields = {"max_new_tokens": _DEFAULT_NEW_TOKENS, "temperature": 0.0} | fields
+        try:
+            return self.engine.with_end_tokens(self.engine.published(**fields))
+        except TypeError as error:
+            raise InputError(f"model_args: {error}") from error
+
+    # ---- likelihoods ------------------------------------------------------------------------------------------
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokens of a context and its continuation. Spaces at the end of the context belong to the continuation."""
+        end = self.engine.end_token_ids[0]
+        bare = context.rstrip()
+        whole, before = (self.engine.tokenizer.encode(text) for text in (context + continuation, bare))
+        new = whole[len(before) :]
+        if self.engine.config.objective == "masked_diffusion":
+            new = [*new, end]
+        room = self.engine.config.max_positions - len(new)
+        return (before or [end])[-max(1, room) :], new
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Log-likelihood of each (context, continuation), and whether greedy decoding yields the continuation."""
+        pairs = [self._pair(*request.args) for request in requests]
+        if self.engine.config.objective == "autoregressive":
+            return self.engine.log_likelihoods(pairs)
+        found = self.engine.estimate_log_likelihoods(pairs, samples=self._samples, seed=self._seed)
+        return [(value, False) for value in found]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Log-likelihood of whole texts, window by window.
+
+        Raises:
+          InputError: the model is a diffusion model, for which rolling likelihoods are not defined.
+        """
+        if self.engine.config.objective == "masked_diffusion":
+            raise InputError("rolling log-likelihoods (perplexity) require an autoregressive model")
+        found = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                token_list=self.engine.tokenizer.encode(request.args[0]),
+                prefix_token=self.engine.end_token_ids[0],
+                max_seq_len=self.engine.config.max_positions - 1,
+                context_len=1,
+            )
+            pairs = [make_disjoint_window(window) for window in windows]
+            found.append(sum(value for value, _ in self.engine.log_likelihoods(pairs)))
+        return found
+
+    # ---- generation -------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Generate for each (context, parameters), and cut the text at the first stop string."""
+        seen: Counter[str] = Counter()
+        rows, stops = [], []
+        for context, asked in (request.args for request in requests):
+            config = self._config(self._asked(asked) | self._decoding)
+            # The same context again is another sample.
+            seed = row_seed(self._seed, context, seen[context])
+            seen[context] += 1
+            room = self.engine.config.max_positions - config.max_new_tokens
+            tokens = self.engine.tokenizer.encode(context) or [self.engine.end_token_ids[0]]
+            rows.append(RowRequest(tokens[-max(1, room) :], config, seed))
+            until = asked.get("until") or []
+            stops.append([until] if isinstance(until, str) else list(until))
+        texts = [""] * len(rows)
+        builder = CompletionBuilder(self.engine.tokenizer, self.engine.config.mask_token_id, self.engine.end_token_ids)
+        for results in self.engine.scheduler(rows, self._slots, self.engine.stop_tests(stops)).run():
+            for result in results:
+                number = result.number
+                texts[number] = builder.build(result.sequence, rows[number].tokens, stop=stops[number]).text
+        return texts
+
+    @staticmethod
+    def _asked(parameters: dict[str, Any]) -> dict[str, Any]:
+        """A task's parameters by our names; sampling parameters apply only if the task samples."""
+        names = {"max_gen_toks": "max_new_tokens"} | (_SAMPLING if parameters.get("do_sample") else {})
+        fields = {own: parameters[name] for name, own in names.items() if parameters.get(name) is not None}
+        if "max_new_tokens" in fields:
+            fields["max_new_tokens"] = int(fields["max_new_tokens"])
+        return fields
+
+    # ---- chat -------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The checkpoint's name, for the harness's caches."""
+        return self._name.replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The checkpoint's chat template, for the harness's records."""
+        return self.engine.tokenizer.chat_template if chat_template else ""
+
+    def apply_chat_template(self, chat_history: Iterable[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Render a conversation to text."""
+        return self.engine.tokenizer.render_messages(list(chat_history), add_generation_prompt)
