@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from runtime.execution.buckets import MAX_PROGRAMS, Bucket, Grid
     from runtime.execution.executor import Executor, Programs
     from runtime.execution.fair_queue import FairQueue
-    from runtime.execution.left_padding import read_rows
+    from runtime.execution.left_padding import read_rows, row_starts
     from runtime.execution.offline import OfflineScheduler
     from runtime.execution.pool import PoolShape, step_limit
     from runtime.execution.pool_state import PoolLimits
@@ -165,6 +165,7 @@ __all__ = [
     "replace_file",
     "row_seed",
     "row_seeds",
+    "row_starts",
     "step_limit",
     "stop_tests",
     "with_model_blocks",
@@ -253,6 +254,7 @@ _HOMES = {
     "read_rows": "runtime.execution.left_padding",
     "row_seed": "runtime.execution.rows",
     "row_seeds": "runtime.execution.rows",
+    "row_starts": "runtime.execution.left_padding",
     "step_limit": "runtime.execution.pool",
     "stop_tests": "runtime.text.completions",
     "JsonObjectError": "checkpoints.local_files",

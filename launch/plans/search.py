@@ -22,16 +22,29 @@ from runtime.planner import (
 
 
 def plan_topology(
-    workload: Workload, topology: Topology, values: flags.FlagValues, compile_best: int, everything: bool
+    workload: Workload,
+    topology: Topology,
+    spec: MeshSpec | None,
+    values: flags.FlagValues,
+    compile_best: int,
+    everything: bool,
 ) -> TopologyPlan:
     """Rank the meshes of one machine and compile the best of them.
 
+    Args:
+      workload: the workload.
+      topology: the machine.
+      spec: the only mesh to plan; None for all meshes.
+      values: flags.
+      compile_best: number of meshes to compile.
+      everything: several machines are planned, so that an impossible mesh on one of them is a note.
+
     Raises:
-      MeshError: the mesh of ``--mesh`` is impossible, or the compiler refuses it.
+      MeshError: the only mesh is impossible, or the compiler refuses it.
     """
-    if values.mesh is not None:
+    if spec is not None:
         try:
-            found = estimate_workload(workload, topology, MeshSpec.parse(values.mesh))
+            found = estimate_workload(workload, topology, spec)
         except MeshError as error:
             if not everything:
                 raise
@@ -47,7 +60,7 @@ def plan_topology(
         plan.notes.append(f"analytical only: compiling for {topology} needs {install}")
         say(plan.notes[-1])
     elif compile_best and plan.fitting:
-        compile_plan(workload, plan, values, compile_best, only=values.mesh is not None and not everything)
+        compile_plan(workload, plan, values, compile_best, only=spec is not None and not everything)
     return plan
 
 
