@@ -163,7 +163,7 @@ def open_arrays(folder: CheckpointFolder, keys: Mapping[str, str]) -> StoredTens
     arrays = folder.arrays
     database = arrays.read("manifest.ocdbt") is not None
     if not database and arrays.read("_METADATA") is None:
-        raise IncompleteCheckpointError(f"{arrays.place}: not a whole Orbax checkpoint")
+        raise IncompleteCheckpointError(f"{arrays.place}: incomplete or damaged Orbax checkpoint")
     found: dict[str, list[StoredTensor]] = {}
     count = BytesRead()
     opening = {name: _open_array(arrays, key, database) for name, key in keys.items()}

@@ -109,7 +109,7 @@ class _Conversion:
         if stored != "none" and (self.dtype is not None or quantize not in ("none", stored)):
             raise CheckpointError(f"{self.source.place}: stored as {stored}, so it can only be copied")
         if self.dtype is not None and quantize != "none":
-            raise CheckpointError(f"dtype {self.dtype} and quantization {quantize} exclude one another; choose one")
+            raise CheckpointError(f"dtype {self.dtype} and quantization {quantize} cannot be combined; choose one")
         if not self.processes.is_first:
             return ""
         mark = secrets.token_hex(16)

@@ -39,7 +39,7 @@ def folder_fingerprint(folder: CheckpointFolder) -> str:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Compute such a digest of one file of weights, from its size and samples.
+    """Compute the fingerprint of one weight file, from its size and samples.
 
     Raises:
       CheckpointError: the file cannot be read.

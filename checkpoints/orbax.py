@@ -164,9 +164,13 @@ def stored_keys(folder: CheckpointFolder, tensor_name: Callable[[str], str | Non
         place = arrays if v1.is_orbax_checkpoint(arrays) else arrays.rpartition("/")[0]
         leaves, _ = jax.tree_util.tree_flatten_with_path(v1.metadata(place).metadata)
     except Exception as error:  # the library raises many kinds
-        raise IncompleteCheckpointError(f"{arrays}: not a whole Orbax checkpoint ({first_line(error)})") from error
+        raise IncompleteCheckpointError(
+            f"{arrays}: incomplete or damaged Orbax checkpoint ({first_line(error)})"
+        ) from error
     if not leaves:
-        raise IncompleteCheckpointError(f"{arrays}: not a whole Orbax checkpoint: Orbax cannot describe its arrays")
+        raise IncompleteCheckpointError(
+            f"{arrays}: incomplete or damaged Orbax checkpoint: Orbax cannot describe its arrays"
+        )
     keys = [_key(path) for path, _ in leaves]
     return {name: key for key in keys if (name := tensor_name(key)) is not None}
 

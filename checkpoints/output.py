@@ -75,7 +75,7 @@ class FolderOutput:
             to, or another conversion to it is running.
         """
         if self.path.name in ("", ".."):
-            raise CheckpointError(f"{self.path}: not the name of a folder that can be written; give it one of its own")
+            raise CheckpointError(f"{self.path}: not a valid output folder; name a folder of its own")
         with self._writing():
             if not self.path.parent.is_dir():
                 raise CheckpointError(f"{self.path}: there is no folder {self.path.parent} to write into")
@@ -83,7 +83,7 @@ class FolderOutput:
                 raise CheckpointError(f"{self.path} is a file or a link, which is not replaced; name another output")
             said = self.clean_up()
             if self.path.exists() and not overwrite:
-                raise CheckpointError(f"{self.path} exists; name another output, or say --overwrite to replace it")
+                raise CheckpointError(f"{self.path} exists; name another output, or pass --overwrite to replace it")
         return said
 
     def clean_up(self) -> list[str]:
@@ -217,7 +217,7 @@ class ObjectOutput:
             self._delete(names)
             return [f"an earlier conversion was interrupted: removed what it left in {self.place}"]
         if not overwrite:
-            raise CheckpointError(f"{self.place} exists; name another output, or say --overwrite to replace it")
+            raise CheckpointError(f"{self.place} exists; name another output, or pass --overwrite to replace it")
         return [
             f"{self.place} is replaced: nothing can be renamed there, so its manifest is removed first, and until the "
             "new one is written there is no checkpoint"

@@ -29,7 +29,7 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that does the work of which there is only one part."""
+        """Whether this is process 0, which does the work that must be done only once."""
         return self.index == 0
 
     def agree(self, stage: Callable[[], str]) -> list[str]:

@@ -158,4 +158,4 @@ class Storage:
             for pending in [store.write(name, None) for name in names]:
                 pending.result()
         except Exception as error:  # the library raises many kinds
-            raise CheckpointError(f"{self.place}: cannot be cleared ({first_line(error)})") from error
+            raise CheckpointError(f"{self.place}: its files cannot be deleted ({first_line(error)})") from error

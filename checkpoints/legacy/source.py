@@ -18,7 +18,7 @@ ENDINGS = (".pkl", ".pickle")
 
 
 def legacy_path(name: str | None) -> Path | None:
-    """Find the legacy pickle of a name; None if the name is not one of a pickle.
+    """Return the path of a legacy pickle; None if ``name`` does not end like one.
 
     Raises:
       CheckpointError: there is no such file.
@@ -71,7 +71,7 @@ class LegacySource:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Digests by which hosts can tell whether they have the same files, by what they are."""
+        """Digests of the input files by kind, with which hosts check that they have the same files."""
         found = {"config": folder_fingerprint(self.folder), "source": file_fingerprint(self.path)}
         if self.biases_from is not None:
             found["biases"] = folder_fingerprint(self.biases_from)
@@ -98,7 +98,7 @@ def find_legacy(
       zero_biases: whether biases are zeros instead.
 
     Raises:
-      CheckpointError: there is no such file or folder, or the flags exclude one another.
+      CheckpointError: there is no such file or folder, or the flags cannot be combined.
     """
     path = legacy_path(name)
     if path is None:
@@ -106,5 +106,5 @@ def find_legacy(
             raise CheckpointError("--config, --biases_from and --zero_biases require a params.pkl as --source")
         return None
     if biases_from and zero_biases:
-        raise CheckpointError("--biases_from and --zero_biases exclude one another")
+        raise CheckpointError("--biases_from and --zero_biases cannot be combined")
     return LegacySource(path, config_folder(config), open_folder(biases_from) if biases_from else None, zero_biases)

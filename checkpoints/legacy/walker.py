@@ -206,7 +206,7 @@ class _Walker:
     def set_items(self, values: list[object]) -> None:
         target = self.top()
         if not isinstance(target, Dict) or target.is_used:
-            self.fail("items are set on what is not a new dict")
+            self.fail("SETITEMS on something other than a new dict")
         if len(values) % 2:
             self.fail("a key without a value", "the file is damaged")
         for key, value in zip(values[::2], values[1::2], strict=True):
@@ -243,7 +243,7 @@ class _Walker:
 
     def reduce(self, function: object, arguments: object) -> None:
         if not isinstance(function, Global) or not isinstance(arguments, Tuple):
-            self.fail("REDUCE of what is not a known function with a tuple of arguments")
+            self.fail("REDUCE of something other than a known function with a tuple of arguments")
         values = arguments.values
         match function.meaning, *values:
             # (align, copy) is (False, True); older numpy writes (0, 1).
@@ -278,7 +278,7 @@ class _Walker:
             case Array(tensor=None), Tuple():
                 target.tensor = self.tensor_of_state(state)
             case _:
-                self.fail("BUILD of what is not a new dtype or array with the state that numpy writes")
+                self.fail("BUILD of something other than a new dtype or array with the state that numpy writes")
 
     # Arrays
 

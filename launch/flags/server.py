@@ -60,7 +60,7 @@ def define_server_flags(values: flags.FlagValues) -> None:
         "canvas",
         [],
         f"Largest number of positions, prompt and new tokens together; repeat it to list the widths to compile. "
-        f"Default: {_DEFAULT_CANVAS}, and a ladder of widths up to it.",
+        f"Default: {_DEFAULT_CANVAS}, and several smaller widths.",
         2,
         1 << 20,
         flag_values=values,
@@ -76,7 +76,7 @@ def define_server_flags(values: flags.FlagValues) -> None:
     integer(
         "max_steps",
         None,
-        "Largest number of denoise steps per block. Default: the canvas, or --steps.",
+        "Largest number of denoise steps per block. Default: the larger of --canvas and --steps.",
         1,
         MAX_STEPS,
     )
@@ -99,7 +99,7 @@ def read_limits(values: flags.FlagValues) -> Limits:
       InputError: a request could never be queued.
     """
     if values.max_rows > values.max_queue:
-        raise InputError(f"--max_rows={values.max_rows} of a request do not fit into --max_queue={values.max_queue}")
+        raise InputError(f"--max_rows={values.max_rows} must not exceed --max_queue={values.max_queue}")
     return Limits(
         body=values.max_body_bytes,
         headers=values.max_header_bytes,

@@ -70,7 +70,7 @@ def draw_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pri
     usable = [bar.usable / 1e9 for bar in bars]
     phases = sorted({bar.found.main_phase.phase.name for bar in bars})
     times = [1e3 * bar.found.main_phase.seconds for bar in bars]
-    _draw_panel(panels[0], f"ms a pass ({', '.join(phases)})", bars, times, [_short(one) for one in times])
+    _draw_panel(panels[0], f"ms per pass ({', '.join(phases)})", bars, times, [_short(one) for one in times])
     # The memory of a chip is drawn behind the memory that the mesh needs.
     panels[1].barh(range(len(bars)), usable, color="none", edgecolor="#404040", linewidth=0.8)
     labels = [f"{one:.1f} of {limit:.1f}" for one, limit in zip(memory, usable, strict=True)]

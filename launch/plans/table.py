@@ -132,8 +132,9 @@ def _compiled_in_words(found: Estimate, one: dict[str, Any]) -> str:
     widths = one["window_widths_in_the_program"]
     return (
         f"{found.spec}, {one['pass']}, {one['attention']} attention, "
-        f"{one['memory_bytes_per_device'] / 1e9:.3f} GB a device (estimate {one['estimate_over_compiler']:.3f} times), "
+        f"{one['memory_bytes_per_device'] / 1e9:.3f} GB per device (estimate "
+        f"{one['estimate_over_compiler']:.3f} times), "
         + (f"{counts} of {moved / 1e6:.3f} MB" if counts else "no collectives")
-        + (f" in the windows of {widths} widths together" if widths > 1 else " a pass")
+        + (f" in the windows of {widths} widths together" if widths > 1 else " per pass")
         + f", {one['compile_seconds']:.1f} s to compile"
     )

@@ -80,7 +80,7 @@ class Backend:
             readers.close()
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether requests can be expected to be read and answered, and the body of ``/health``."""
+        """Return whether the server can answer requests, and the body of ``/health``."""
         state: str = self.serving.state
         busy = max(readers.busy_seconds() for readers in (self._readers, self._chat_readers))
         healthy = self.serving.healthy(self._limits.stall_seconds) and busy < self._limits.stall_seconds

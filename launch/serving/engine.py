@@ -174,7 +174,7 @@ class ServingEngine:
         self._compiled = 0  # programs in the last report of this host
         self._end_by: float | None = None
         metrics.watch("num_requests_running", "Rows in slots.", lambda: self.scheduler.running if self.scheduler else 0)
-        metrics.watch("num_requests_waiting", "Rows and scoring passes that wait.", lambda: self._waiting)
+        metrics.watch("num_requests_waiting", "Rows and scoring passes that are waiting.", lambda: self._waiting)
         metrics.watch(
             "kv_cache_usage_perc",
             "Fraction of the slots in use, from 0 to 1.",

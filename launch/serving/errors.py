@@ -13,7 +13,7 @@ from runtime import EXPOSED_PARAMETERS, InputError, ParameterError
 
 # Characters of a client's field name that an error repeats.
 _SHOWN = 100
-# Forms of one field of which an error says what is wrong.
+# Maximum number of a field's alternatives that an error message describes.
 _MOST_FORMS = 3
 
 

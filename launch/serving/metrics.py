@@ -26,8 +26,8 @@ class Metrics:
             made = Histogram(f"diffumesh:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
             return made.labels(**self._labels)
 
-        self._requests = counter("request_success", "Completions that were finished.", "finished_reason")
-        self._refused = counter("request_refused", "Requests that were refused.", "reason")
+        self._requests = counter("request_success", "Finished completions.", "finished_reason")
+        self._refused = counter("request_refused", "Refused requests.", "reason")
         self._aborted = counter(
             "request_given_up", "Requests that were accepted and aborted before they were finished.", "reason"
         )
@@ -63,7 +63,7 @@ class Metrics:
         )
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Add a gauge whose value is read when ``/metrics`` is."""
+        """Add a gauge whose value is computed when ``/metrics`` is requested."""
         gauge = Gauge(f"diffumesh:{name}", text, ["model_name"], registry=self.registry)
         gauge.labels(**self._labels).set_function(value)
 

@@ -118,8 +118,8 @@ def make_grid(
       widths: the widths to use, including the canvas; None generates them with :func:`ladder`.
       limit: maximum number of buckets.
       grows: see :class:`Grid`.
-      saturation: factor of the number of positions from which more rows make a pass hardly more efficient. It is above
-        1 if there are always enough rows to fill large buckets.
+      saturation: number of positions per pass beyond which more rows gain little, as a multiple of the cost
+        model's own. It is above 1 if there are always enough rows to fill large buckets.
     """
     saturated = saturation * max(_SATURATED_FLOORS * cost.floor, _SATURATED_OVERHEADS * cost.overhead)
     doubling = [data << power for power in range((slots // data).bit_length())]

@@ -94,7 +94,7 @@ class WatchedBatch:
         count = len(rows.requests)
         size = runner.batch_size(count, width, uses_cache(config))
         if count > size:
-            raise InputError(f"{count} rows at a time; memory allows {size} on this mesh. Pass fewer rows")
+            raise InputError(f"{count} rows do not fit into memory on this mesh (at most {size}). Pass fewer rows")
         self.rows, self.steps = rows, most_steps(runner, rows, config, width)
         self.slots = open_slots_for(runner, rows.requests, width, size)
         self.slots.insert(dict(enumerate(rows.requests)))

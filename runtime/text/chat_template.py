@@ -68,7 +68,7 @@ class TemplateRenderer:
           answer: append the beginning of the assistant's answer.
 
         Raises:
-          TemplateTimeoutError: the template does not finish in time.
+          TemplateTimeoutError: rendering timed out.
           InputError: the template is invalid, fails, or rejects the messages of a conversation.
         """
         request = {

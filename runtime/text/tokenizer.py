@@ -124,7 +124,7 @@ class TextTokenizer:
 
         Raises:
           CheckpointError: the checkpoint has no chat template.
-          InputError: the template rejects these messages, fails, or does not finish in time.
+          InputError: the template rejects these messages, fails, or takes too long.
         """
         return self._render([messages], answer)[0]
 
@@ -141,7 +141,7 @@ class TextTokenizer:
 
         def one(messages: Sequence[Mapping[str, str]]) -> str:
             if self._timeouts > _MAX_TIMEOUTS:
-                raise TemplateTimeoutError("messages: the chat template does not finish", field="messages")
+                raise TemplateTimeoutError("messages: rendering the chat template timed out", field="messages")
             try:
                 return self.render_messages(messages)
             except TemplateTimeoutError:

@@ -93,7 +93,7 @@ def test_a_plot_names_every_mesh_of_a_machine(
     assert len(names(figure)) == len(set(names(figure))) == 14
     assert {"tensor=16", "data=8,tensor=2", "data=2,sequence=2,tensor=4"} <= set(names(figure))
     time, memory, rate = figure.axes
-    assert time.get_title(loc="left") == "ms a pass (denoise step)"
+    assert time.get_title(loc="left") == "ms per pass (denoise step)"
     assert all(number.endswith(" of 16.9") for number in numbers(memory))
     assert rate.get_title(loc="left") == "tokens/s a chip"
     rates = [float(number) for number in numbers(rate)]
@@ -401,4 +401,4 @@ def test_all_machines_show_what_the_compiler_says(
     out = run(capsys, "--topology=all", "--batch=16", "--compile=2")
     lines = [line for line in out.splitlines() if line.startswith("compiled: ")]
     assert [line.split(",")[0] for line in lines] == ["compiled: v4:2x2x1"] * 2 + ["compiled: v5e:2x4"] * 2
-    assert all("no collectives a pass, 1.0 s to compile" in line for line in lines)
+    assert all("no collectives per pass, 1.0 s to compile" in line for line in lines)

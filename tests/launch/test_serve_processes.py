@@ -247,7 +247,7 @@ def test_a_signal_while_it_is_compiling(tmp_path: Path) -> None:
         (["--canvas=4096"], "the model allows 2048"),
         (["--mode=cache"], "expected name=value"),
         (["--mode=cache=dual,refresh_interval=0"], "--mode=cache=dual,refresh_interval=0: refresh_interval is 0"),
-        (["--max_rows=100"], "do not fit into --max_queue=64"),
+        (["--max_rows=100"], "must not exceed --max_queue=64"),
         (["--temperature=-1"], "temperature is -1"),
         (["--seed=7"], "--seed: requests set their own"),
         (["--log_probabilities"], "--log_probabilities: requests set their own"),
