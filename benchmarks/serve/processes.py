@@ -133,7 +133,7 @@ class Server:
             time.sleep(0.05)
 
     def end(self) -> None:
-        """End it."""
+        """Stop the process."""
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(60)
@@ -198,7 +198,7 @@ class GenerateLoop:
         return float(self._call(rows=rows, canvas=canvas)["positions_per_second"])
 
     def end(self) -> None:
-        """End it."""
+        """Stop the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
