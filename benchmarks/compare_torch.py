@@ -30,8 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from benchmarks.ceilings import fits_or_none
-from benchmarks.models import checkpoint_config, define_model_flags, forward_flops, model_sizes
+from benchmarks.models import CAUSAL, DIFFUSION, checkpoint_config, define_model_flags, forward_flops, model_sizes
 from benchmarks.records import (
     Timing,
     build_record,
@@ -44,6 +43,7 @@ from benchmarks.records import (
     use_cores,
     write_record,
 )
+from benchmarks.roofline import fits_or_none
 from benchmarks.torch_models import (
     diffusion_generate,
     gpt2_model,
@@ -60,10 +60,8 @@ from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
 from runtime.execution.programs import ProgramCache, lower_hidden, put, widens_weights
 from runtime.models.attention import choose_attention
-from runtime.models.dream import DREAM
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
-from runtime.models.qwen2 import QWEN2
 from runtime.models.transformer import hidden_states, project_logits
 from sharding.errors import InputError
 
@@ -221,7 +219,8 @@ def both_sides(part: str, torch: Any, device: str, values: flags.FlagValues) -> 
             model = gpt2_model(dtype, device)
             model.save_pretrained(folder)
         else:
-            config = checkpoint_config(model_sizes(values), dtype, QWEN2 if part == "autoregressive" else DREAM)
+            family = CAUSAL if part == "autoregressive" else DIFFUSION
+            config = checkpoint_config(model_sizes(values), dtype, family)
             model = torch_model(config, dtype, device)
             save_torch_model(model, config, Path(folder))
         engine = Engine.load(folder, mesh="data=1", dtype=dtype, devices=jax.devices()[:1])

@@ -46,7 +46,7 @@ def compile_phases(folder: Path, target: dict[str, Any]) -> None:
     compiled = compile_workload(workload, spec, devices_of(topology))
     for one in compiled:
         (folder / f"{one.name.replace(' ', '_')}.hlo").write_text(one.text, encoding="utf-8")
-    described = {
+    phases = {
         "programs": [
             {"name": one.name, "attention": one.attention, "seconds": round(one.seconds, 1)} for one in compiled
         ],
@@ -55,7 +55,7 @@ def compile_phases(folder: Path, target: dict[str, Any]) -> None:
             for one in found.phases
         },
     }
-    (folder / "phases.json").write_text(json.dumps(described), encoding="utf-8")
+    (folder / "phases.json").write_text(json.dumps(phases), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ class FastDLLMBaseline:
 
     def _generate(self, weights: Any, canvas: jax.Array, length: jax.Array, cache: Any) -> tuple[Any, ...]:
         forward, mask = self._engine.runner.forward(canvas.shape[1]), self._engine.config.mask_token_id
-        lengths, places = length[None], jnp.arange(self._block + 1)
+        # The outputs from ``offset`` positions before a block predict its tokens.
+        offset = self._engine.config.family.prediction_offset
+        lengths, places = length[None], jnp.arange(self._block + offset)
 
         def choose(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
             probabilities = jax.nn.softmax(project_logits(forward, weights, hidden), axis=-1)
@@ -48,7 +50,7 @@ class FastDLLMBaseline:
             number, canvas, cache, forwards = carry
             start = length - self._new + number * self._block
             hidden, cache = fill_rows(forward, weights, cache, canvas, lengths, jnp.zeros((1,), jnp.int32))
-            first, _ = choose(jax.lax.dynamic_slice_in_dim(hidden, start - 1, 1, axis=1))
+            first, _ = choose(jax.lax.dynamic_slice_in_dim(hidden, start - offset, 1, axis=1))
             canvas = canvas.at[0, start].set(first[0])
 
             def masked(canvas: jax.Array) -> jax.Array:
@@ -56,8 +58,8 @@ class FastDLLMBaseline:
 
             def window(carry: Any) -> Any:
                 canvas, cache, forwards = carry
-                tokens = jnp.take(canvas, start - 1 + places, axis=1)
-                hidden, cache = run_window(forward, weights, cache, tokens, (start - 1)[None], lengths)
+                tokens = jnp.take(canvas, start - offset + places, axis=1)
+                hidden, cache = run_window(forward, weights, cache, tokens, (start - offset)[None], lengths)
                 chosen, certainty = choose(hidden[:, : self._block])
                 certainty = jnp.where(masked(canvas), certainty, -1.0)
                 kept = (certainty > self._threshold) | (jnp.arange(self._block) == certainty.argmax())
@@ -101,4 +103,8 @@ class FastDLLMBaseline:
         canvas_out, counts, _ = program(*arguments)
         full, windows = np.asarray(counts).tolist()
         new = np.asarray(canvas_out)[0, ids.shape[1] : length]
-        return new, full + windows, full * length + windows * (self._block + 1)
+        return (
+            new,
+            full + windows,
+            full * length + windows * (self._block + self._engine.config.family.prediction_offset),
+        )

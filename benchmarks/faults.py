@@ -1,4 +1,4 @@
-"""Measure how hosts react to a fault on one of them, with real processes on this machine that use gloo.
+"""Fault injection: measure how hosts react to a fault on one of them, with real processes here that use gloo.
 
   python -m benchmarks.faults              the whole table: each fault on the first rank and on another
   python -m benchmarks.faults --only=kill,stuck
@@ -78,15 +78,15 @@ class HostProcesses:
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes] | None] = []
         port, secret = free_port(), new_secret()
-        for number, command in enumerate(commands):
+        for process_index, command in enumerate(commands):
             if command is None:
                 self._processes.append(None)
                 continue
-            with self._path(number, "out").open("wb") as out, self._path(number, "err").open("wb") as err:
+            with self._path(process_index, "out").open("wb") as out, self._path(process_index, "err").open("wb") as err:
                 self._processes.append(
                     subprocess.Popen(
                         command,
-                        env=environment(number, len(commands), port, devices, secret),
+                        env=environment(process_index, len(commands), port, devices, secret),
                         stdin=subprocess.DEVNULL,
                         stdout=out,
                         stderr=err,
@@ -104,8 +104,8 @@ class HostProcesses:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def _path(self, number: int, kind: str) -> Path:
-        return self._folder / f"{number}.{kind}"
+    def _path(self, process_index: int, kind: str) -> Path:
+        return self._folder / f"{process_index}.{kind}"
 
     @property
     def groups(self) -> list[int]:
@@ -140,15 +140,15 @@ class HostProcesses:
         codes = [None if process is None else process.returncode for process in self._processes]
         return [128 - code if code is not None and code < 0 else code for code in codes]
 
-    def send(self, number: int, which: int) -> None:
+    def send(self, process_index: int, which: int) -> None:
         """Send a signal to one host's supervisor."""
-        process = self._processes[number]
+        process = self._processes[process_index]
         assert process is not None
         process.send_signal(which)
 
     def text(self, kind: str) -> list[str]:
         """Return each host's standard output (``out``) or standard error (``err``)."""
-        paths = [self._path(number, kind) for number in range(len(self._processes))]
+        paths = [self._path(process_index, kind) for process_index in range(len(self._processes))]
         return [path.read_text(errors="replace") if path.exists() else "" for path in paths]
 
 
@@ -165,18 +165,20 @@ def commands_of(case: str, host: int, hosts: int, folder: Path) -> list[list[str
     shared += [f"--initialization_timeout={INITIALIZATION}"] if case == "missing" else []
     if case not in ("flag", "checkpoint", "missing"):
         shared += [f"--fault={case}", f"--fault_host={host}"]
-    commands: list[list[str] | None] = [generate_command(*shared, module="benchmarks.faulty") for _ in range(hosts)]
+    commands: list[list[str] | None] = [
+        generate_command(*shared, module="benchmarks.fault_injection") for _ in range(hosts)
+    ]
     if case == "missing":
         commands[host] = None
     elif case == "flag":
-        commands[host] = generate_command(*shared, "--steps=32", module="benchmarks.faulty")
+        commands[host] = generate_command(*shared, "--steps=32", module="benchmarks.fault_injection")
     elif case == "checkpoint":
         other = folder / "other"
         shutil.copytree(DEMO, other, ignore=shutil.ignore_patterns("*.py", "*.jsonl", "__pycache__"))
         weights = bytearray((other / "model.safetensors").read_bytes())
         weights[-1] ^= 1
         (other / "model.safetensors").write_bytes(weights)
-        commands[host] = generate_command(*shared, f"--checkpoint={other}", module="benchmarks.faulty")
+        commands[host] = generate_command(*shared, f"--checkpoint={other}", module="benchmarks.fault_injection")
     return commands
 
 
@@ -206,12 +208,8 @@ def run_case(case: str, host: int, hosts: int = 3) -> Outcome:
 
 def names_host(log: str, host: int) -> bool:
     """Return whether a host's log names ``host`` as the cause."""
-    found = re.search(r"^host \d+ \(.*?\) stops with exit code \d+[^:]*: (.*)$", log, re.MULTILINE)
-    reason = found[1] if found else ""
-    if "do not agree" in reason:
-        differ = re.search(r"do not agree:\n((?:  .*\n)+)", log)
-        return differ is not None and re.search(rf" on host {host} \(.*?\), and ", differ[1]) is not None
-    return re.match(rf"host {host}\b", reason) is not None
+    found = re.search(r"^FAULT_HOSTS ([\d,]+)$", log, re.MULTILINE)
+    return found is not None and str(host) in found[1].split(",")
 
 
 def define_flags(values: flags.FlagValues) -> None:

@@ -29,12 +29,12 @@ import numpy as np
 from absl import flags
 from safetensors.numpy import save_file
 
+from benchmarks.models import SIZES, checkpoint_config
 from benchmarks.records import build_record, define_record_flags, write_record
 from checkpoints.export import write_index
 from checkpoints.manifest import digest
 from launch.process.profiling import check_profiling, define_profiling_flags, given_profiling, profile_again
 from launch.process.startup import run_launcher
-from runtime.models.dream import DREAM
 from runtime.models.families import model_layout, parse_config
 from sharding.errors import InputError
 
@@ -43,22 +43,7 @@ FILES = 4
 
 def config_of(layers: int, vocab: int) -> dict[str, Any]:
     """Return DiffuCoder-7B's config.json, optionally with fewer layers or a smaller vocabulary."""
-    return {
-        "architectures": ["DreamModel"],
-        "model_type": DREAM.model_type,
-        "vocab_size": vocab,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "mask_token_id": vocab - 1,
-        "pad_token_id": 0,
-        "torch_dtype": "bfloat16",
-    }
+    return checkpoint_config(SIZES["diffucoder-7b"] | {"layers": layers, "vocab_size": vocab}, "bfloat16")
 
 
 def define_flags(values: flags.FlagValues) -> None:

@@ -6,6 +6,7 @@ Dimension letters: B batch, S canvas.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from absl import flags
@@ -15,8 +16,10 @@ from runtime.models.dream import DREAM
 from runtime.models.families import model_layout, parse_config
 from runtime.models.qwen2 import QWEN2
 
-# Families with such sizes, and the names of their model classes in transformers.
-_ARCHITECTURES = {DREAM: "DreamModel", QWEN2: "Qwen2ForCausalLM"}
+# The families that benchmarks run: layers of the same sizes, once for masked diffusion and once autoregressive.
+DIFFUSION, CAUSAL = DREAM, QWEN2
+# The names of their model classes in transformers. Their layers are those of Qwen2 there.
+TRANSFORMERS_CLASSES = {DIFFUSION: "DreamModel", CAUSAL: "Qwen2ForCausalLM"}
 
 SIZES = {
     # Qwen2.5-0.5B's shapes with fewer layers and a smaller vocabulary, lm_head untied: 118 million parameters.
@@ -58,10 +61,10 @@ def model_sizes(values: flags.FlagValues) -> dict[str, int]:
     return {name: size if values[name].value is None else values[name].value for name, size in sizes.items()}
 
 
-def checkpoint_config(sizes: dict[str, int], dtype: str, family: Family = DREAM) -> dict[str, Any]:
+def checkpoint_config(sizes: dict[str, int], dtype: str, family: Family = DIFFUSION) -> dict[str, Any]:
     """Return a checkpoint's ``config.json``. The last two tokens are mask and padding."""
     return {
-        "architectures": [_ARCHITECTURES[family]],
+        "architectures": [TRANSFORMERS_CLASSES[family]],
         "model_type": family.model_type,
         "hidden_size": sizes["hidden_size"],
         "intermediate_size": sizes["intermediate_size"],
@@ -81,13 +84,18 @@ def checkpoint_config(sizes: dict[str, int], dtype: str, family: Family = DREAM)
     }
 
 
-def model_config(sizes: dict[str, int], dtype: str, family: Family = DREAM) -> ModelConfig:
+def model_config(sizes: dict[str, int], dtype: str, family: Family = DIFFUSION) -> ModelConfig:
     """Return the runtime's configuration of the model.
 
     Raises:
       ConfigError: the sizes are inconsistent.
     """
     return parse_config(checkpoint_config(sizes, dtype, family))
+
+
+def causal_twin(config: ModelConfig) -> ModelConfig:
+    """Return the configuration of the autoregressive model that runs with the weights of a diffusion model."""
+    return replace(config, family=CAUSAL, mask_token_id=-1)
 
 
 def layer_config(config: ModelConfig) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from benchmarks.models import SIZES, define_model_flags, model_config, model_sizes
+from benchmarks.models import CAUSAL, DIFFUSION, SIZES, define_model_flags, model_config, model_sizes
 from benchmarks.records import (
     Kind,
     NotRunError,
@@ -40,9 +40,7 @@ from launch.process.profiling import check_profiling, define_profiling_flags, pr
 from launch.process.startup import define_device_flags, run_launcher, start_devices
 from runtime.engine import Engine
 from runtime.models.config import STORED_DTYPES
-from runtime.models.dream import DREAM
 from runtime.models.families import model_layout
-from runtime.models.qwen2 import QWEN2
 from runtime.models.random_weights import random_weights
 from runtime.planner.compiled import CompiledPhase, compile_workload
 from runtime.planner.estimate import Estimate, PhaseEstimate, rank
@@ -191,7 +189,7 @@ def measure(
 def workload_of(values: flags.FlagValues, what: str, batch: int, canvas: int) -> Workload:
     """Return the generation in which a pass is timed: ``batch`` rows of ``canvas`` positions."""
     diffusion = what in ("denoise step", "block step")
-    config = model_config(model_sizes(values), dtype_of(values), DREAM if diffusion else QWEN2)
+    config = model_config(model_sizes(values), dtype_of(values), DIFFUSION if diffusion else CAUSAL)
     new = 1 if what == "prefill" else canvas // 2
     workload = Workload(config, dtype_of(values), batch, canvas - new, new, values.steps)
     if what != "block step":
@@ -260,7 +258,7 @@ def estimate_points(values: flags.FlagValues, counts: list[int]) -> None:
 
 
 def estimated_workload(what: str, dtype: str, rows: int) -> Workload:
-    """Return the generation for the estimate of a pass of the 7.6B model. Of a prefill, one position is new."""
+    """Return the workload with which the planner estimates one pass of the 7.6B model; a prefill has one new token."""
     name = "diffucoder-7b" if what in ("denoise step", "block step") else "qwen2.5-7b"
     new = 1 if what == "prefill" else ESTIMATED_CANVAS // 2
     cache = "dual" if what == "block step" else "none"

@@ -153,7 +153,7 @@ def measure(target: Target, folder: Path) -> dict[str, Any]:
       target: the target.
       folder: the folder with the output of :func:`compile_target`.
     """
-    described = json.loads((folder / "phases.json").read_text(encoding="utf-8"))
+    compiled = json.loads((folder / "phases.json").read_text(encoding="utf-8"))
     program = "blocks" if target.phase in ("block step", "refresh") else target.phase
     module = read_module((folder / f"{program.replace(' ', '_')}.hlo").read_text(encoding="utf-8"))
     topology, layout = parse_topology(target.topology), target.estimate.layout
@@ -164,11 +164,11 @@ def measure(target: Target, folder: Path) -> dict[str, Any]:
         device = tpu_device(topology.chip, kernels, module, links, missing)
     else:
         device = gpu_device(links)
-    spent = pass_times(module, target.phase, device, target.chunks(described["passes"][target.phase]["chunk"]))
-    return _summary(spent, described, target, missing)
+    spent = pass_times(module, target.phase, device, target.chunks(compiled["passes"][target.phase]["chunk"]))
+    return _summary(spent, compiled, target, missing)
 
 
-def _summary(spent: Sequence[Spent], described: Mapping[str, Any], target: Target, missing: set[str]) -> dict[str, Any]:
+def _summary(spent: Sequence[Spent], compiled: Mapping[str, Any], target: Target, missing: set[str]) -> dict[str, Any]:
     """Return one result: the time, its parts, and the slowest instructions."""
     parts: dict[str, float] = defaultdict(float)
     for one in spent:
@@ -176,7 +176,7 @@ def _summary(spent: Sequence[Spent], described: Mapping[str, Any], target: Targe
     largest = sorted(spent, key=lambda one: -one.seconds)[:_LARGEST]
     return {
         "ms": round(sum(parts.values()), 3),
-        "planned_ms": described["passes"][target.phase]["planned_ms"],
+        "planned_ms": compiled["passes"][target.phase]["planned_ms"],
         "parts": {name: round(value, 3) for name, value in sorted(parts.items(), key=lambda part: -part[1])},
         "largest": [
             {
@@ -190,7 +190,7 @@ def _summary(spent: Sequence[Spent], described: Mapping[str, Any], target: Targe
         ],
         "kernels": round(sum(one.runs for one in spent if one.kind == "kernel")),
         "without_bundles": sorted(missing),
-        "programs": described["programs"],
+        "programs": compiled["programs"],
     }
 
 

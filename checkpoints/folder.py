@@ -198,6 +198,11 @@ class CheckpointFolder:
         return config
 
     @property
+    def model_names(self) -> str:
+        """The folder's name and the model's name in ``config.json``, which tell the kind of checkpoint."""
+        return f"{self.name} {self.config.get('_name_or_path', '')}"
+
+    @property
     def quantization(self) -> str:
         """Quantization of the stored weights: :data:`QUANTIZATION_KEY` of the configuration, or ``none``.
 

@@ -30,7 +30,7 @@ from launch.batches.records import Key, error_record, evalplus_records, keys
 from launch.batches.rows import LineRows
 from launch.flags.batch import check_paths, define_batch_flags, read_input
 from launch.flags.decoding import define_decoding_flags, describe
-from launch.flags.model import define_model_flags, load_engine, open_checkpoint
+from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_mesh
 from launch.hosts.faults import EXIT_RESTART
 from launch.openai.bodies import Defaults
 from launch.process.profiling import check_profiling, define_profiling_flags, traced, write_programs
@@ -59,6 +59,7 @@ def main(values: flags.FlagValues) -> None:
     """Run ``diffumesh batch``: complete the lines of the input that have no result yet."""
     check_paths(values)
     check_profiling(values)
+    mesh = read_mesh(values)
     folder, model = open_checkpoint(values)
     batch, defaults = read_input(values, folder, model)
     if batch.ignored:
@@ -83,7 +84,7 @@ def main(values: flags.FlagValues) -> None:
         # The dtype of the weights is known, and is another fact, only when they are loaded.
         engine = None
         if len(done) < len(order):
-            engine = load_engine(values, folder, len(order), values.slots)
+            engine = load_engine(values, folder, mesh, len(order), values.slots)
             facts |= {"weights": str(engine.dtype)}
             if output is not None:
                 output.check(facts)

@@ -21,7 +21,7 @@ import jax
 from absl import flags
 
 from checkpoints import DEMO, CheckpointFolder, folder_fingerprint, open_folder, read_manifest, verify
-from launch.flags.model import check_named
+from launch.flags.model import check_named, read_mesh
 from launch.hosts.preflight import version_facts
 from launch.process.collectives import collective_lines, probe_mesh
 from launch.process.startup import (
@@ -80,9 +80,9 @@ def device_lines(devices: Sequence[Any]) -> Iterator[str]:
         yield f"{len(slices)} slices"
     memory = device_memory(jax.local_devices()[0])
     yield f"memory of a device: {'unknown' if memory is None else f'{memory / 1e9:.1f} GB'}"
-    for number in range(host.count):
-        own = [str(device.id) for device in devices if device.process_index == number]
-        yield f"host {number}: devices {', '.join(own)}"
+    for process_index in range(host.count):
+        own = [str(device.id) for device in devices if device.process_index == process_index]
+        yield f"host {process_index}: devices {', '.join(own)}"
 
 
 def mesh_lines(config: ModelConfig, devices: Sequence[Any], dtype: str) -> Iterator[str]:
@@ -136,8 +136,7 @@ def section(title: str, lines: Iterator[str]) -> None:
 
 def main(values: flags.FlagValues) -> None:
     """Run ``diffumesh doctor``: print the report, section by section."""
-    if values.mesh is not None:
-        MeshSpec.parse(values.mesh)
+    spec = read_mesh(values)
     check_named(values)
     folder = open_folder(values.checkpoint)
     config = parse_config(folder.config)
@@ -146,7 +145,7 @@ def main(values: flags.FlagValues) -> None:
     devices = jax.devices()
     section("devices", device_lines(devices))
     section("meshes for this checkpoint", mesh_lines(config, devices, config.dtype))
-    mesh = probe_mesh(values.mesh, devices)
+    mesh = probe_mesh(spec, devices)
     section("collectives", collective_lines(mesh, values.megabytes))
     section("checkpoint", checkpoint_lines(folder))
     section("compile cache", cache_lines(values.compile_cache))

@@ -24,7 +24,7 @@ from launch.display.canvas_view import CanvasView, row_titles, watched, write_hi
 from launch.display.completions import summary, write_completions
 from launch.display.explain import explain
 from launch.flags.decoding import decoding_config, define_decoding_flags, describe
-from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_tokenizer
+from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_mesh, read_tokenizer
 from launch.flags.prompts import read_prompts
 from launch.hosts.preflight import digest
 from launch.process.interruption import Interruption
@@ -84,10 +84,11 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> None:
     """Run ``diffumesh generate``: complete the prompts, and print the completions."""
+    mesh = read_mesh(values)
     folder, model = open_checkpoint(values)
     check_profiling(values)
     if values.explain:
-        explain(values, folder, model)
+        explain(values, folder, model, mesh)
         return
     tokenizer = read_tokenizer(folder)
     config = decoding_config(values, folder, model)
@@ -103,7 +104,7 @@ def main(values: flags.FlagValues) -> None:
 
     start_devices(values, {"checkpoint": folder_fingerprint(folder), "prompts": digest("\0".join(prompts))})
     samples = values.num_return_sequences
-    engine = load_engine(values, folder, len(prompts) * samples, values.max_batch)
+    engine = load_engine(values, folder, mesh, len(prompts) * samples, values.max_batch)
     if values.verbose:
         say(describe(config))
     view, titles = CanvasView(engine, ids, mask, samples), row_titles(prompts, samples)

@@ -5,8 +5,8 @@
 
 Everything after the module's name is the harness's own command line. Of --model_args, ``checkpoint``, ``mesh`` (axes
 separated by semicolons), ``dtype``, ``quantize``, ``kv_cache``, ``slots``, ``seed`` and ``mc_samples`` are read here;
-the others are decoding parameters, which override those of a task. The adapter runs in one process on the
-devices of one machine. Exit code 2 means an invalid parameter.
+the others are decoding parameters, which override those of a task. The adapter runs in one process on the devices of
+one machine. Exit code 2 means an invalid parameter.
 """
 
 from __future__ import annotations

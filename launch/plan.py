@@ -18,12 +18,13 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from launch.flags.model import read_mesh
 from launch.plans.plot import check_plot, plot_plans
 from launch.plans.search import plan_topology
 from launch.plans.table import describe_plans, print_plans
 from launch.process.profiling import check_folder
 from launch.process.startup import compile_only, run_launcher
-from runtime import CACHES, QUANTIZATIONS, STORED_DTYPES, InputError, MeshError, MeshSpec, parse_config
+from runtime import CACHES, QUANTIZATIONS, STORED_DTYPES, InputError, MeshError, parse_config
 from runtime.planner import (
     PRESETS,
     Workload,
@@ -125,8 +126,7 @@ def main(values: flags.FlagValues) -> None:
     name, workload = read_workload(values)
     if values.topology is None:
         raise InputError("give --topology=v5e:2x4 or another machine, or --topology=all")
-    if values.mesh is not None:
-        MeshSpec.parse(values.mesh)
+    spec = read_mesh(values)
     everything = values.topology == "all"
     count = values.compile if values.compile is not None else 0 if everything else 1
     if values.dump_hlo is not None and count == 0:
@@ -136,7 +136,7 @@ def main(values: flags.FlagValues) -> None:
     if values.plot is not None:
         check_plot(values.plot)
     topologies = [parse_topology(text) for text in (MACHINES if everything else [values.topology])]
-    plans = [plan_topology(workload, topology, values, count, everything) for topology in topologies]
+    plans = [plan_topology(workload, topology, spec, values, count, everything) for topology in topologies]
     if not any(plan.fitting for plan in plans):
         raise MeshError("; ".join(plan.verdict for plan in plans))
     if everything:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from launch.flags.decoding import define_decoding_flags, describe
-from launch.flags.model import define_model_flags, load_engine, open_checkpoint
+from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_mesh
 from launch.flags.server import (
     allowed_hosts,
     define_server_flags,
@@ -75,6 +75,7 @@ def main(values: flags.FlagValues) -> None:
         raise InputError(f"the server needs {_MISSING}: pip install 'diffumesh[serve]'")
     check_profiling(values)
     limits, keys = read_limits(values), read_keys(values)
+    mesh = read_mesh(values)
     folder, model = open_checkpoint(values)
     defaults = read_defaults(values, folder, model)
     configs = read_modes(values.mode, defaults)
@@ -92,7 +93,7 @@ def main(values: flags.FlagValues) -> None:
         server = Server(own, defaults, modes, limits, keys, allowed_hosts(values), this_host(), version())
         server.serving.say = say
 
-    engine = load_engine(values, folder, values.slots)
+    engine = load_engine(values, folder, mesh, values.slots)
     say(describe(defaults.config))
     executor = Executor(engine.runner, shapes)
     this_host().end_within(limits.grace_period + _ENDING_SECONDS)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from runtime.execution.buckets import MAX_PROGRAMS, Bucket, Grid
     from runtime.execution.executor import Executor, Programs
     from runtime.execution.fair_queue import FairQueue
-    from runtime.execution.left_padding import read_rows
+    from runtime.execution.left_padding import read_rows, row_starts
     from runtime.execution.offline import OfflineScheduler
     from runtime.execution.pool import PoolShape, step_limit
     from runtime.execution.pool_state import PoolLimits
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from runtime.models.quantization import QUANTIZATIONS
     from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
     from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
-    from sharding.errors import InputError, MeshError
+    from sharding.errors import InputError, MeshError, OutOfMemoryError
     from sharding.mesh import MeshSpec
 
 __all__ = [
@@ -119,6 +119,7 @@ __all__ = [
     "ModelConfig",
     "ModelLayout",
     "OfflineScheduler",
+    "OutOfMemoryError",
     "Parameter",
     "ParameterError",
     "PoolLimits",
@@ -164,6 +165,7 @@ __all__ = [
     "replace_file",
     "row_seed",
     "row_seeds",
+    "row_starts",
     "step_limit",
     "stop_tests",
     "with_model_blocks",
@@ -208,6 +210,7 @@ _HOMES = {
     "ModelConfig": "runtime.models.config",
     "ModelLayout": "runtime.models.declarations",
     "OfflineScheduler": "runtime.execution.offline",
+    "OutOfMemoryError": "sharding.errors",
     "Parameter": "runtime.decoding.schema",
     "ParameterError": "runtime.decoding.schema",
     "PoolLimits": "runtime.execution.pool_state",
@@ -251,6 +254,7 @@ _HOMES = {
     "read_rows": "runtime.execution.left_padding",
     "row_seed": "runtime.execution.rows",
     "row_seeds": "runtime.execution.rows",
+    "row_starts": "runtime.execution.left_padding",
     "step_limit": "runtime.execution.pool",
     "stop_tests": "runtime.text.completions",
     "JsonObjectError": "checkpoints.local_files",

@@ -1,6 +1,6 @@
 """The engine: a model on a mesh, with calls to generate, stream and score text.
 
-Dimension letters: B batch, S the caller's width, N new tokens, V vocab.
+Dimension letters: B batch, S width of the caller's arrays, N new tokens, V vocab.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 
 from checkpoints import CheckpointError, CheckpointFolder, load_weights, open_folder
 from checkpoints.loading import LoadedBytes, Progress, check_weights
-from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import DiffusionConfig
 from runtime.execution.options import check_options
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
-from runtime.execution.rows import default_config
+from runtime.execution.rows import config_kind
 from runtime.execution.runner import Runner, check_attention
 from runtime.execution.token_engine import GenerationConfig, TokenEngine
 from runtime.models.config import ModelConfig
@@ -55,7 +55,8 @@ class Engine(TokenEngine):
     ) -> None:
         """Create an engine from weights that are already on a mesh; see :meth:`ModelLayout.abstract_weights`.
 
-        ``folder`` provides the tokenizer; without it, only token-level calls work. For the others, see :meth:`load`.
+        ``folder`` provides the tokenizer; without it, only token-level calls work. The other arguments are those of
+        :meth:`load`.
         """
         super().__init__(Runner(layout, weights, attention, max_batch, kv_cache))
         self.notes: list[str] = []
@@ -203,10 +204,8 @@ class Engine(TokenEngine):
 
     def published(self, **overrides: Any) -> GenerationConfig:
         """Return the decoding settings that the model's authors publish for this checkpoint, with these changes."""
-        name = "" if self._folder is None else f"{self._folder.name} {self._folder.config.get('_name_or_path', '')}"
-        settings = self.config.family.published_settings(name) | overrides
-        diffusion = isinstance(default_config(self.config), DiffusionConfig)
-        return self._resolved(DiffusionConfig.published(**settings) if diffusion else SamplingConfig(**settings))
+        names = "" if self._folder is None else self._folder.model_names
+        return self._resolved(config_kind(self.config).published_for(self.config.family, names, **overrides))
 
     # ---- generation -------------------------------------------------------------------------------------------
 
@@ -263,7 +262,7 @@ class Engine(TokenEngine):
     def score(self, input_ids: Any, targets: Any = None, attention_mask: Any = None, **options: Any) -> Any:
         """Compute log-probabilities of tokens: float32 ``[B, S]`` for token ids, ``[S]`` for a text, a list for texts.
 
-        For a text, its own tokens are scored. For the arguments, see :func:`runtime.execution.scoring.score_batch`.
+        A text is scored against its own tokens. For the arguments, see :func:`runtime.execution.scoring.score_batch`.
         """
         texts = [input_ids] if isinstance(input_ids, str) else input_ids
         if targets is not None or not (isinstance(texts, Sequence) and texts and isinstance(texts[0], str)):
@@ -294,7 +293,7 @@ class Engine(TokenEngine):
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
     ) -> list[Completion]:
-        """Convert the result for rows from :meth:`encode` to completions, all of the first prompt first, and so on."""
+        """Convert a result of :meth:`generate_tokens` for rows of :meth:`encode` to texts, in order of the prompts."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, (*self.end_token_ids, *stop_token_ids))
         return builder.build_batch(prompts, ids, mask, result, stop)

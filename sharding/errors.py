@@ -22,3 +22,7 @@ class InputError(ValueError):
 
 class MeshError(InputError):
     """A mesh or topology that cannot be parsed, does not match the devices, or cannot hold the model."""
+
+
+class OutOfMemoryError(MeshError):
+    """A mesh whose devices have too little memory for a compiled program."""

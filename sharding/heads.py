@@ -39,7 +39,7 @@ class HeadLayout:
 
     @property
     def shards_group(self) -> bool:
-        """Whether query heads are sharded over ``group``; otherwise they are replicated over it.
+        """Whether query heads are sharded over the mesh axis ``group``; otherwise they are replicated over it.
 
         Even with padding, sharding needs no more work or memory per device than replication. With a single query head
         per KV head, there is nothing to shard.

@@ -55,7 +55,7 @@ class PartitionRules:
 
     @classmethod
     def for_heads(cls, heads: HeadLayout) -> PartitionRules:
-        """Return the rules for a head layout. With one query head per KV head, ``group`` replicates the query heads."""
+        """Return the rules for a head layout. Query heads that cannot be divided are replicated over ``group``."""
         return cls() if heads.shards_group else cls(queries_per_kv=())
 
     def mesh_axes(self, dimension: Dimension) -> MeshAxes:

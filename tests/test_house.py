@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,3 +122,13 @@ def test_private_names_are_found() -> None:
 
 def parsed(text: str) -> tuple[str, ast.Module]:
     return text, ast.parse(text)
+
+
+def test_every_package_has_an_exhaustive_layers_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    exhaustive = {name for one in contracts if one.get("exhaustive") for name in one["containers"]}
+    folders = [path.parent for path in map(Path, modules()) if path.name == "__init__.py" and path.parts[0] != "tests"]
+    packages = {".".join(folder.parts) for folder in folders if len(list((ROOT / folder).glob("*.py"))) > 1}
+    assert packages == exhaustive

@@ -45,7 +45,7 @@ from benchmarks.records import (
 )
 from benchmarks.serve.acceptance import acceptance
 from benchmarks.serve.plots import draw
-from benchmarks.serve.processes import PATIENCE, Checkout, GenerateLoop, Server, generate_loop, server
+from benchmarks.serve.processes import TIMEOUT, Checkout, GenerateLoop, Server, generate_loop, server
 from benchmarks.serve.sections import (
     COMPARED_SHARE,
     LONGEST_IDLE,
@@ -257,7 +257,7 @@ def profile(subject: Subject) -> None:
         return
 
     async def ask(address: str) -> None:
-        async with Client(address, None, PATIENCE) as client:
+        async with Client(address, None, TIMEOUT) as client:
             await closed_loop(client, subject.asks[: subject.sizes.users], subject.sizes.users)
 
     new = subject.checkouts[-1]

@@ -22,7 +22,7 @@ from launch.hosts.local_processes import free_port
 from launch.process.startup import this_host
 from sharding.errors import InputError
 
-PATIENCE = 900.0
+TIMEOUT = 900.0
 _ROOT = Path(__file__).parents[2]
 _LOOP = Path(__file__).with_name("generate_loop.py")
 # The user's cache folder would make a cold start warm.
@@ -101,7 +101,7 @@ class Server:
         """Wait until a condition is true. Return the seconds since the start of the process."""
         while not reached():
             this_host().mark()
-            if self._process.poll() is not None or time.perf_counter() - self._start > PATIENCE:
+            if self._process.poll() is not None or time.perf_counter() - self._start > TIMEOUT:
                 self._log.seek(0)
                 said = self._log.read().decode(errors="replace")
                 raise InputError(f"the {self.checkout.name} server did not start:\n{said[-2000:]}")
@@ -110,13 +110,13 @@ class Server:
 
     def _status(self) -> int:
         try:
-            return httpx.get(f"{self.address}/health", timeout=PATIENCE).status_code
+            return httpx.get(f"{self.address}/health", timeout=TIMEOUT).status_code
         except httpx.TransportError:
             return 0
 
     def remaining(self) -> int:
         """Return the number of programs that are not compiled yet; 0 for a server that reports no such number."""
-        answer = httpx.get(f"{self.address}/health", timeout=PATIENCE).raise_for_status()
+        answer = httpx.get(f"{self.address}/health", timeout=TIMEOUT).raise_for_status()
         return int(answer.json().get("programs_remaining", 0))
 
     def wait_for_programs(self) -> float:
@@ -133,7 +133,7 @@ class Server:
             time.sleep(0.05)
 
     def end(self) -> None:
-        """Stop the process."""
+        """End the process and wait for it."""
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(60)
@@ -155,7 +155,7 @@ def server(checkout: Checkout, arguments: Sequence[str]) -> Iterator[Server]:
 
 def metric(address: str, name: str) -> float:
     """Return a metric of a server, summed over its labels; 0 if the server does not have it."""
-    text = httpx.get(f"{address}/metrics", timeout=PATIENCE).text
+    text = httpx.get(f"{address}/metrics", timeout=TIMEOUT).text
     lines = [line for line in text.splitlines() if line.startswith((f"diffumesh:{name}{{", f"diffumesh:{name} "))]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
@@ -198,7 +198,7 @@ class GenerateLoop:
         return float(self._call(rows=rows, canvas=canvas)["positions_per_second"])
 
     def end(self) -> None:
-        """Stop the process."""
+        """End the process and wait for it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from benchmarks.load import Answer, Ask, Client, Saturated, open_loop, percentiles, saturate, summary
 from benchmarks.records import Timing
-from benchmarks.serve.processes import PATIENCE, Checkout, GenerateLoop, Server, metric, run_batch, server
+from benchmarks.serve.processes import TIMEOUT, Checkout, GenerateLoop, Server, metric, run_batch, server
 from benchmarks.serve.workload import Sizes
 from launch.process.startup import this_host
 from sharding.errors import InputError
@@ -39,7 +39,7 @@ def run(address: str, key: str | None, call: Callable[[Client], Coroutine[Any, A
     """Run ``call`` with a client of a server."""
 
     async def connected() -> Result:
-        async with Client(address, key, PATIENCE) as client:
+        async with Client(address, key, TIMEOUT) as client:
             return await call(client)
 
     async def with_marks() -> Result:

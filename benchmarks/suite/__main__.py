@@ -4,7 +4,7 @@
   python -m benchmarks.suite --checkpoint=apple/DiffuCoder-7B-cpGRPO  on the GPUs or TPUs that are attached
   python -m benchmarks.suite --random=diffucoder-7b                   the 7.6B shape without its weights
 
-Every row has a value or the reason why it was not run: it would take too long by the measured ceilings, does not fit,
+Every row has a value or the reason why it was not run: it would take too long by the measured roofline, does not fit,
 or does not apply. Calls are warmed up with the shapes that are timed. Compile time is measured separately, in child
 processes, with a cold and with a warm persistent cache. MFU is relative to a square matrix product, MBU to a copy, both
 measured in the same run. The record is benchmarks/results/suite_<device>.json, or suite_<device>_cut_short.json if the
@@ -20,7 +20,6 @@ from typing import Any
 
 from absl import flags
 
-from benchmarks.ceilings import COPY_BYTES, MATMUL_SIZE, Ceilings, fits_or_none, measure_ceilings
 from benchmarks.records import (
     build_record,
     check_one_host,
@@ -30,6 +29,7 @@ from benchmarks.records import (
     load_notes,
     write_record,
 )
+from benchmarks.roofline import COPY_BYTES, MATMUL_SIZE, Roofline, fits_or_none, measure_roofline
 from benchmarks.suite.acceptance import acceptance, not_loaded
 from benchmarks.suite.generation import measure_autoregressive, measure_batches, measure_cpu, measure_generations
 from benchmarks.suite.passes import (
@@ -98,7 +98,7 @@ def main(values: flags.FlagValues) -> None:
     try:
         engine = load(sheet, values, devices)
         notes += engine.notes
-        subject = Subject(values, sheet, engine, ceilings_of(sheet, values, devices[0], str(engine.dtype)))
+        subject = Subject(values, sheet, engine, roofline_of(sheet, values, devices[0], str(engine.dtype)))
         devices = subject.devices
         measure(subject, lengths, batches, shapes)
         accepted = acceptance(subject)
@@ -126,7 +126,7 @@ def main(values: flags.FlagValues) -> None:
         )
 
 
-def ceilings_of(sheet: Sheet, values: flags.FlagValues, device: Any, dtype: str) -> Ceilings:
+def roofline_of(sheet: Sheet, values: flags.FlagValues, device: Any, dtype: str) -> Roofline:
     """Measure the peak rates of a device, and add them to the sheet.
 
     Raises:
@@ -134,7 +134,7 @@ def ceilings_of(sheet: Sheet, values: flags.FlagValues, device: Any, dtype: str)
     """
     matmul_size = values.matmul_size or MATMUL_SIZE[device.platform]
     copied = values.copy_bytes or COPY_BYTES[device.platform]
-    found = fits_or_none(lambda: measure_ceilings(device, dtype, values.trials, matmul_size, copied))
+    found = fits_or_none(lambda: measure_roofline(device, dtype, values.trials, matmul_size, copied))
     if isinstance(found, str):
         raise InputError(
             f"no memory beside the weights for --matmul_size={matmul_size} and --copy_bytes={copied}; give smaller "

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
-from benchmarks.ceilings import COPY_BYTES, MATMUL_SIZE, measure_ceilings
+from benchmarks.models import causal_twin
 from benchmarks.records import NotRunError, Timing, time_alternating
+from benchmarks.roofline import COPY_BYTES, MATMUL_SIZE, measure_roofline
 from benchmarks.suite.subject import Subject, open_engine, rates, request_of
 from benchmarks.timed_passes import Request, TimedPass
 from launch.process.profiling import given_profiling, profile_again
@@ -22,7 +23,6 @@ from runtime.engine import Engine
 from runtime.models.families import model_layout
 from runtime.models.kv_cache import cache_bytes_per_device
 from runtime.models.placement import place_weights
-from runtime.models.qwen2 import QWEN2
 from runtime.planner.workload import Workload
 
 GENERATION, BATCHES, AUTOREGRESSIVE, CPU = "generation", "batches", "autoregressive", "CPU"
@@ -98,7 +98,7 @@ def causal_engine(engine: Engine) -> Engine:
     """Return the engine, or for a diffusion model, an autoregressive engine with its weights."""
     if engine.config.objective == "autoregressive":
         return engine
-    config = replace(engine.config, family=QWEN2, mask_token_id=-1)
+    config = causal_twin(engine.config)
     mesh = engine.layout.mesh
     assert mesh is not None, "an engine has a mesh"
     layout = model_layout(config, engine.layout.spec, list(mesh.devices.flat))
@@ -166,8 +166,8 @@ def measure_cpu(subject: Subject) -> None:
         passes = 2
         short = request_of(config, passes if config.objective == "autoregressive" else new, passes)
         engine = open_engine(values, [device], "data=1")
-        ceilings = measure_ceilings(device, str(engine.dtype), 3, MATMUL_SIZE["cpu"], COPY_BYTES["cpu"])
-        other = replace(subject, engine=engine, ceilings=ceilings)
+        roofline = measure_roofline(device, str(engine.dtype), 3, MATMUL_SIZE["cpu"], COPY_BYTES["cpu"])
+        other = replace(subject, engine=engine, roofline=roofline)
         found: dict[str, Any] = {}
         call = other.generation(engine, batch, PROMPT, short, found)()
         timing = time_alternating({title: call}, 2, 1)[title]
@@ -178,7 +178,7 @@ def measure_cpu(subject: Subject) -> None:
             "accelerator_ms": round(each, 3),
             "times_as_fast": round(here / each, 2),
             "dtype": str(engine.dtype),
-            "tflops_per_second_of_the_cpu": round(ceilings.flops / 1e12, 3),
+            "tflops_per_second_of_the_cpu": round(roofline.flops / 1e12, 3),
         }
         sheet.value(CPU, title, here, "ms", facts)
 

@@ -12,16 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.models import layer_config
+from benchmarks.models import TRANSFORMERS_CLASSES, layer_config
 from benchmarks.records import NotRunError
 from benchmarks.suite.subject import Subject, prompt_ids
 from benchmarks.torch_models import import_torch, torch_model
 from runtime.execution.programs import fetch, put
 from runtime.models.attention import choose_attention
 from runtime.models.declarations import WeightLeaf
-from runtime.models.dream import DREAM
 from runtime.models.forward import Forward
-from runtime.models.qwen2 import QWEN2
 from runtime.models.transformer import run_layer
 
 _POSITIONS = 64
@@ -46,8 +44,9 @@ def layer_parity(subject: Subject) -> dict[str, Any]:
       NotRunError: PyTorch is not installed, or has no such model.
     """
     engine, layout, config = subject.engine, subject.engine.layout, subject.engine.config
-    if config.family not in (DREAM, QWEN2):
-        raise NotRunError("only Qwen2, Dream and DiffuCoder have a layer to compare with")
+    if config.family not in TRANSFORMERS_CLASSES:
+        names = " and ".join(family.model_type for family in TRANSFORMERS_CLASSES)
+        raise NotRunError(f"only models of the types {names} have a layer to compare with")
     if importlib.util.find_spec("torch") is None:
         raise NotRunError("PyTorch is not installed")
     torch = import_torch()

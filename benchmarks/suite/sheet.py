@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from benchmarks.ceilings import fits_or_none
 from benchmarks.records import NotRunError, Timing, time_alternating
+from benchmarks.roofline import fits_or_none
 from launch.process.startup import this_host
 from sharding.errors import InputError
 

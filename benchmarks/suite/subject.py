@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from benchmarks.ceilings import Ceilings
 from benchmarks.models import define_model_flags, forward_flops, model_config, model_sizes
 from benchmarks.records import NotRunError
+from benchmarks.roofline import Roofline
 from benchmarks.suite.sheet import Sheet
 from benchmarks.timed_passes import Request, TimedPass, time_pass
 from checkpoints import DEMO
@@ -27,7 +27,7 @@ from runtime.planner.workload import Workload
 from sharding.errors import InputError
 
 DEVICES = {"auto": None, "cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
-# Share of the measured ceilings that calls are expected to reach, for estimates of their time.
+# Share of the measured roofline that calls are expected to reach, for estimates of their time.
 _EXPECTED = 0.3
 
 
@@ -130,13 +130,13 @@ class Subject:
       values: the flags.
       sheet: the sheet for its rows.
       engine: the model.
-      ceilings: measured peak rates of one device.
+      roofline: measured peak rates of one device.
     """
 
     values: flags.FlagValues
     sheet: Sheet
     engine: Engine
-    ceilings: Ceilings
+    roofline: Roofline
 
     @property
     def devices(self) -> list[Any]:
@@ -151,18 +151,18 @@ class Subject:
         return self.engine.layout.bytes_read_per_pass(self.engine.dtype)
 
     def expected_seconds(self, batch: int, canvas: int, forwards: int = 1) -> float:
-        """Expected seconds of forward passes, from the ceilings."""
+        """Expected seconds of forward passes, from the roofline."""
         flops = forward_flops(self.engine.config, batch, canvas, 0) / len(self.devices)
-        reading = self.weight_bytes / self.ceilings.bandwidth
-        return forwards * max(flops / self.ceilings.flops, reading) / _EXPECTED
+        reading = self.weight_bytes / self.roofline.bandwidth
+        return forwards * max(flops / self.roofline.flops, reading) / _EXPECTED
 
     def mfu(self, flops: float, milliseconds: float) -> float:
         """Model FLOPs utilisation, relative to the measured matrix product."""
-        return round(flops / (milliseconds / 1e3) / (self.ceilings.flops * len(self.devices)), 4)
+        return round(flops / (milliseconds / 1e3) / (self.roofline.flops * len(self.devices)), 4)
 
     def mbu(self, bytes_read: float, milliseconds: float) -> float:
         """Memory bandwidth utilisation of one device, relative to the measured copy."""
-        return round(bytes_read / (milliseconds / 1e3) / self.ceilings.bandwidth, 4)
+        return round(bytes_read / (milliseconds / 1e3) / self.roofline.bandwidth, 4)
 
     def check_shape(self, batch: int, canvas: int, cached: bool = False) -> None:
         """Check that the rows fit into one batch.

@@ -23,14 +23,12 @@ import numpy as np
 from absl import flags
 from safetensors.numpy import save_file
 
-from benchmarks.models import checkpoint_config, define_model_flags, model_sizes
+from benchmarks.models import CAUSAL, DIFFUSION, checkpoint_config, define_model_flags, model_sizes
 from benchmarks.records import Timing, build_record, define_record_flags, load_notes, write_record
 from checkpoints import DEMO
 from launch.process.startup import run_launcher
 from runtime import InputError
-from runtime.models.dream import DREAM
 from runtime.models.families import model_layout, parse_config
-from runtime.models.qwen2 import QWEN2
 
 _ROOT = Path(__file__).parents[2]
 _CHILD = Path(__file__).with_name("timed_generations.py")
@@ -143,8 +141,8 @@ def main(values: flags.FlagValues) -> None:
     notes, sizes = load_notes(), model_sizes(values)
     with tempfile.TemporaryDirectory() as temporary:
         folders = {name: Path(temporary) / name for name in ("diffusion", "autoregressive")}
-        write_random_checkpoint(folders["diffusion"], checkpoint_config(sizes, "float32", DREAM))
-        write_random_checkpoint(folders["autoregressive"], checkpoint_config(sizes, "float32", QWEN2))
+        write_random_checkpoint(folders["diffusion"], checkpoint_config(sizes, "float32", DIFFUSION))
+        write_random_checkpoint(folders["autoregressive"], checkpoint_config(sizes, "float32", CAUSAL))
         with checkouts(old, [str(DEMO), *map(str, folders.values())]) as both:
             rows = measure(both, values.warmup, values.rounds)
     for row in rows:

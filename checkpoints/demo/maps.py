@@ -1,4 +1,4 @@
-"""Maps of numbers, words and characters; `checkpoints.demo.parts` explains their fields."""
+"""Operations that generated functions apply to each number, word or character; see :mod:`checkpoints.demo.parts`."""
 
 from checkpoints.demo.parts import Map
 

@@ -16,7 +16,7 @@ import numpy as np
 from launch.display.history_html import HistoryRow, HistoryToken, write_history_html
 from launch.display.watch import CanvasWatcher, TokenKind
 from launch.process.startup import Report, is_main_process
-from runtime import Completion, DiffusionConfig, Engine, GenerationResult
+from runtime import Completion, DiffusionConfig, Engine, GenerationResult, row_starts
 
 
 class CanvasView:
@@ -26,7 +26,7 @@ class CanvasView:
         """Take the prompts ``ids`` and ``mask`` ``[B, S]``, each of which has ``samples`` rows in every canvas."""
         self._mask_id = engine.config.mask_token_id
         self._ends = frozenset(engine.end_token_ids)
-        self._real = np.repeat(mask.astype(bool), samples, axis=0)
+        self._width, self._starts = ids.shape[1], np.repeat(row_starts(mask), samples).tolist()
         self._given = np.repeat(ids != self._mask_id, samples, axis=0)
         tokenizer = engine.tokenizer
         self._text = functools.cache(lambda token: tokenizer.decode([token], skip_special_tokens=False))
@@ -45,26 +45,25 @@ class CanvasView:
 
         A row that ended early has only the steps that it ran and the positions that it reached.
         """
-        rows, width = [], self._real.shape[1]
+        rows, width = [], self._width
         for number, (sequence, title, completion) in enumerate(zip(result.sequences, titles, completions, strict=True)):
             tokens, kinds = self._row(number, sequence)
-            start = len(sequence) - len(tokens)
-            set_at = result.commit_steps[number][start:].tolist()
+            start = self._starts[number]
+            commit_steps = result.commit_steps[number][start:].tolist()
             # The text may end at a stop string in the middle of the tokens.
             cut = width + len(completion.tokens) - start if completion.finish_reason == "stop" else len(tokens)
             pieces, ended_early = [], False
-            for place, (token, kind, step) in enumerate(zip(tokens.tolist(), kinds, set_at, strict=True)):
+            for place, (token, kind, step) in enumerate(zip(tokens.tolist(), kinds, commit_steps, strict=True)):
                 if place + start >= width and kind != "mask" and step < 0:
                     ended_early = True
                     continue
                 end = kind == "end" or place >= cut
                 pieces.append(HistoryToken(self._text(token), None if kind == "mask" else step, end=end))
-            rows.append(HistoryRow(title, pieces, max(set_at) + 1 if ended_early else result.stats.steps))
+            rows.append(HistoryRow(title, pieces, max(commit_steps) + 1 if ended_early else result.stats.steps))
         return rows
 
     def _row(self, number: int, row: np.ndarray) -> tuple[np.ndarray, list[TokenKind]]:
-        width = self._real.shape[1]
-        start = width - int(self._real[number].sum())
+        width, start = self._width, self._starts[number]
         kinds: list[TokenKind] = []
         ended = False
         for position in range(start, len(row)):

@@ -18,9 +18,8 @@ from runtime import MeshSpec, ModelConfig, ModelLayout, model_layout
 from runtime.planner import default_mesh, partition_spec, shard_shape
 
 
-def explain(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> None:
-    """Print the layout for the mesh of ``--mesh``, or for the default mesh. A complete mesh needs no devices."""
-    spec = MeshSpec.parse(values.mesh) if values.mesh is not None else None
+def explain(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig, spec: MeshSpec | None) -> None:
+    """Print the layout for a mesh, or for the default mesh if ``spec`` is None. A complete mesh needs no devices."""
     dtype = values.dtype or model.dtype
     quantization = values.quantize if folder.quantization == "none" else folder.quantization
     if spec is None or -1 in dataclasses.astuple(spec):

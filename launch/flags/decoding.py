@@ -126,8 +126,7 @@ def _diffusion_config(
     defaults = DiffusionConfig()
     if values.preset == "published":
         said = _generation_config(folder, DiffusionConfig)
-        kind = f"{folder.name} {folder.config.get('_name_or_path', '')}"
-        defaults = DiffusionConfig.published(_NEW_TOKENS, **model.family.published_settings(kind))
+        defaults = DiffusionConfig.published_for(model.family, folder.model_names, max_new_tokens=_NEW_TOKENS)
     fields = said | given
     if steps_follow_tokens(values, folder):
         fields["steps"] = min(MAX_STEPS, max(1, fields.get("max_new_tokens", defaults.max_new_tokens)))

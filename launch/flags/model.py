@@ -66,18 +66,24 @@ def check_named(values: flags.FlagValues) -> None:
         )
 
 
+def read_mesh(values: flags.FlagValues) -> MeshSpec | None:
+    """Parse ``--mesh``. One axis may be -1. None if the flag is not given.
+
+    Raises:
+      MeshError: the mesh cannot be parsed.
+    """
+    return None if values.mesh is None else MeshSpec.parse(values.mesh)
+
+
 def open_checkpoint(values: flags.FlagValues) -> tuple[CheckpointFolder, ModelConfig]:
     """Open the checkpoint folder and parse its model. No weights are loaded, and no device is used.
 
     Raises:
-      InputError: the folder does not exist or is not a model's, or ``--mesh`` is invalid.
+      InputError: the folder does not exist or is not a model's.
     """
     check_named(values)
     folder = open_folder(values.checkpoint, revision=values.revision, offline=values.offline)
-    model = parse_config(folder.config)
-    if values.mesh is not None:
-        MeshSpec.parse(values.mesh)
-    return folder, model
+    return folder, parse_config(folder.config)
 
 
 def read_tokenizer(folder: CheckpointFolder) -> TextTokenizer:
@@ -92,19 +98,22 @@ def read_tokenizer(folder: CheckpointFolder) -> TextTokenizer:
     return tokenizer
 
 
-def load_engine(values: flags.FlagValues, folder: CheckpointFolder, rows: int, max_batch: int | None = None) -> Engine:
+def load_engine(
+    values: flags.FlagValues, folder: CheckpointFolder, mesh: MeshSpec | None, rows: int, max_batch: int | None = None
+) -> Engine:
     """Load the model onto its mesh, after :func:`launch.process.startup.start_devices`. Every host calls this.
 
     Args:
       values: parsed :func:`define_model_flags`.
       folder: the checkpoint.
+      mesh: the mesh of :func:`read_mesh`; None chooses one.
       rows: number of rows, for the choice of the default mesh.
       max_batch: rows on the devices at a time; None for as many as memory allows.
     """
     with progress_bar("loading weights", of_bytes=True) as progress:
         engine = Engine.load(
             folder,
-            values.mesh,
+            mesh,
             values.dtype,
             attention=values.attention,
             max_batch=max_batch,

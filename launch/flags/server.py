@@ -21,6 +21,7 @@ from runtime import (
     DiffusionConfig,
     InputError,
     ModelConfig,
+    ParameterError,
     PoolShape,
     SamplingConfig,
     step_limit,
@@ -191,8 +192,8 @@ def read_pool_shapes(
     try:
         for config in configs:
             step_limit(config, widths[-1], values.max_steps)
-    except InputError as error:
-        raise InputError(f"--{error}") from error
+    except ParameterError as error:
+        raise InputError(error.spelled(lambda name: f"--{name}"), field=error.field) from error
     own = tuple(widths) if len(widths) > 1 else None
     return [
         PoolShape(config, widths[-1], values.slots, values.max_steps, own, values.max_programs) for config in configs

@@ -70,12 +70,14 @@ class Exchanges:
             return None
         # In a tie, the group of host 0 counts as right.
         common = max(here, key=lambda name: (len(here[name]), 0 in here[name]))
-        others = [f"{self._names(hosts)} came to {name!r}" for name, hosts in here.items() if name != common]
+        differing = {name: hosts for name, hosts in here.items() if name != common}
+        others = [f"{self._names(hosts)} came to {name!r}" for name, hosts in differing.items()]
         text = (
             f"the hosts do not run the same: {'; '.join(others)}, the others to {common!r}; start all with the same "
             "command, flags and prompts included"
         )
-        return Fault("differ", text, EXIT_USER_ERROR, here[common][0])
+        named = tuple(sorted(host for hosts in differing.values() for host in hosts))
+        return Fault("differ", text, EXIT_USER_ERROR, here[common][0], differing=named)
 
     def late(self, now: float, interval: float) -> Iterator[str]:
         """Messages about exchanges before the run that take long, each again after ``interval`` seconds."""

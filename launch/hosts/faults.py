@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +36,15 @@ CONSEQUENCES = ("followed", "device", "aborted")
 
 
 class HostsDifferError(InputError):
-    """Hosts have different flags, inputs, code or programs; the message names them."""
+    """Hosts have different flags, inputs, code or programs; the message names them.
+
+    Attributes:
+      hosts: process indices of the hosts that differ from most.
+    """
+
+    def __init__(self, message: str, hosts: Iterable[int]) -> None:
+        super().__init__(message)
+        self.hosts = sorted(set(hosts))
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ class Fault:
       code: exit code of all hosts.
       host: process index of the host at fault; None if no single host is.
       who: index and name of the host or hosts.
+      differing: process indices of the hosts that differ from most, if ``kind`` is ``differ``.
     """
 
     kind: FaultKind
@@ -65,6 +75,14 @@ class Fault:
     code: int = EXIT_RESTART
     host: int | None = None
     who: str = ""
+    differing: tuple[int, ...] = ()
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """Process indices of the hosts at fault."""
+        if self.kind == "differ":
+            return self.differing
+        return () if self.host is None else (self.host,)
 
     @property
     def is_consequence(self) -> bool:
@@ -73,18 +91,26 @@ class Fault:
 
     def fields(self) -> Message:
         """The fields of the message that reports this fault."""
-        return {"fault": self.kind, "text": self.text, "code": self.code, "host": self.host, "who": self.who}
+        return {
+            "fault": self.kind,
+            "text": self.text,
+            "code": self.code,
+            "host": self.host,
+            "who": self.who,
+            "differing": list(self.differing),
+        }
 
     @classmethod
     def parse(cls, message: Message) -> Fault:
         """Read a fault from a message. Invalid fields become those of an exception without text."""
-        code, host = message.get("code"), message.get("host")
+        code, host, differing = message.get("code"), message.get("host"), message.get("differing")
         return cls(
             kind=message.get("fault", "exception"),
             text=str(message.get("text", "")),
             code=code if isinstance(code, int) and 0 < code < 256 else EXIT_RESTART,
             host=host if isinstance(host, int) else None,
             who=str(message.get("who", "")),
+            differing=tuple(one for one in differing if isinstance(one, int)) if isinstance(differing, list) else (),
         )
 
     def describe(self) -> str:

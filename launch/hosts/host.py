@@ -200,17 +200,18 @@ class Member(Host):
 
     def fail(self, error: BaseException) -> NoReturn:
         """Report the error to the supervisor, and wait until it ends this process."""
+        differing: list[int] = []
         if isinstance(error, InputError):
             fault, text, code = "input", f"error: {error}", EXIT_USER_ERROR
             if isinstance(error, HostsDifferError):
-                fault = "differ"
+                fault, differing = "differ", error.hosts
             elif isinstance(error, OtherProcessError):
                 fault = "followed"
         else:
             text, code = "".join(traceback.format_exception(error)), EXIT_RESTART
             fault = "device" if _is_of_devices(error) else "exception"
         sys.stdout.flush()
-        self._send(encode("fault", fault=fault, text=shorten(text), code=code))
+        self._send(encode("fault", fault=fault, text=shorten(text), code=code, differing=differing))
         time.sleep(_KILLED_WITHIN)
         os._exit(code)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.hosts.exchanges import Exchanges
@@ -209,7 +209,7 @@ class Hub:
 
     def _report(self, fault: Fault, host: int) -> None:
         who = "all hosts" if fault.kind == "differ" else self._name(host)
-        named = Fault(fault.kind, shorten(fault.text), fault.code, host, who)
+        named = replace(fault, text=shorten(fault.text), host=host, who=who)
         self._faults.append((time.monotonic(), named))
 
     def _look_around(self, now: float) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import flags
@@ -91,8 +91,20 @@ def digest(text: str | bytes) -> str:
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:16]
 
 
-def differences(facts: Sequence[Facts], names: Sequence[str]) -> list[str]:
-    """Sentences that name the hosts which differ from the majority (without a majority, from host 0).
+class Difference(NamedTuple):
+    """A fact in which hosts differ from the majority (without a majority, from host 0).
+
+    Attributes:
+      text: a sentence that names the hosts, the fact and its values.
+      hosts: process indices of the hosts.
+    """
+
+    text: str
+    hosts: list[int]
+
+
+def differences(facts: Sequence[Facts], names: Sequence[str]) -> list[Difference]:
+    """Find the facts in which hosts differ.
 
     Args:
       facts: the facts of each host, by process index.
@@ -106,8 +118,9 @@ def differences(facts: Sequence[Facts], names: Sequence[str]) -> list[str]:
             continue
         common = counts[0][0] if counts[0][1] > counts[1][1] else said[0]
         for value in dict.fromkeys(value for value in said if value != common):
-            who = ", ".join(name for name, own in zip(names, said, strict=True) if own == value)
-            found.append(f"{key} is {value} on {who}, and {common} on the others")
+            hosts = [process_index for process_index, own in enumerate(said) if own == value]
+            who = ", ".join(names[process_index] for process_index in hosts)
+            found.append(Difference(f"{key} is {value} on {who}, and {common} on the others", hosts))
     return found
 
 
@@ -162,17 +175,22 @@ def check(host: Host, values: flags.FlagValues, inputs: Mapping[str, str], show:
         return
     same = version_facts() | flag_facts(values) | dict(inputs)
     said = host.gather("preflight", [platform.node(), same, memory_facts()])
-    names = [host_name(number, name) for number, (name, _, _) in enumerate(said)]
+    names = [host_name(process_index, name) for process_index, (name, _, _) in enumerate(said)]
     facts = [same for _, same, _ in said]
     free = [free for _, _, free in said]
     if problems := differences(facts, names):
         show(table(facts, free, names))
-        raise HostsDifferError("the hosts do not agree:\n  " + "\n  ".join(problems))
+        raise _differ("the hosts do not agree:\n  ", "\n  ", problems)
     found = host.gather(BEGUN, device_facts())
     facts = [before | after for before, (after, _) in zip(facts, found, strict=True)]
     show(table(facts, [before | after for before, (_, after) in zip(free, found, strict=True)], names))
     if problems := differences(facts, names):
-        raise HostsDifferError("the hosts do not agree:\n  " + "\n  ".join(problems))
+        raise _differ("the hosts do not agree:\n  ", "\n  ", problems)
+
+
+def _differ(beginning: str, separator: str, problems: Sequence[Difference]) -> HostsDifferError:
+    hosts = (process_index for problem in problems for process_index in problem.hosts)
+    return HostsDifferError(beginning + separator.join(problem.text for problem in problems), hosts)
 
 
 def agree_on_programs(host: Host) -> Callable[[Any], None]:
@@ -188,7 +206,7 @@ def agree_on_programs(host: Host) -> Callable[[Any], None]:
             return
         prints = host.gather("program", digest(lowered.as_text()))
         if problems := differences([{"the program": one} for one in prints], [f"host {n}" for n in range(host.count)]):
-            raise HostsDifferError(f"the hosts are about to run different programs: {'; '.join(problems)}")
+            raise _differ("the hosts are about to run different programs: ", "; ", problems)
 
     return before_run
 

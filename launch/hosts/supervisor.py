@@ -234,6 +234,9 @@ class Supervisor:
         if self._place.host == 0 and fault.host != 0 and not shown and "\n" in fault.text.strip():
             self._say(f"{fault.who}:\n{fault.text.rstrip()}")
         advice = "; a restart may help" if fault.code == EXIT_RESTART else ""
+        if fault.hosts:
+            # For programs that read the log; the sentence below is for people.
+            self._say(f"FAULT_HOSTS {','.join(map(str, fault.hosts))}")
         self._say(f"{self._name} stops with exit code {fault.code}{advice}: {fault.describe()}")
         return fault.code
 
@@ -322,7 +325,7 @@ class Supervisor:
             prefix = "" if fault.code == EXIT_USER_ERROR else f"{self._name}: "
             self._say(prefix + fault.text.rstrip())
         self._send("fault", **fault.fields())
-        own = Fault(fault.kind, fault.text, fault.code, self._place.host, self._name)
+        own = replace(fault, host=self._place.host, who=self._name)
         asyncio.get_running_loop().call_later(_VERDICT_WAIT if self._hub else 0.5, self._finish, own)
 
     # ---- the hub ----------------------------------------------------------------------------------------------

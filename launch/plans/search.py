@@ -7,7 +7,7 @@ from absl import flags
 from launch.plans.topology_plan import TopologyPlan
 from launch.process.profiling import write_programs
 from launch.process.startup import say
-from runtime import MeshError, MeshSpec
+from runtime import MeshError, MeshSpec, OutOfMemoryError
 from runtime.planner import (
     Topology,
     Workload,
@@ -22,16 +22,29 @@ from runtime.planner import (
 
 
 def plan_topology(
-    workload: Workload, topology: Topology, values: flags.FlagValues, compile_best: int, everything: bool
+    workload: Workload,
+    topology: Topology,
+    spec: MeshSpec | None,
+    values: flags.FlagValues,
+    compile_best: int,
+    everything: bool,
 ) -> TopologyPlan:
     """Rank the meshes of one machine and compile the best of them.
 
+    Args:
+      workload: the workload.
+      topology: the machine.
+      spec: the only mesh to plan; None for all meshes.
+      values: flags.
+      compile_best: number of meshes to compile.
+      everything: several machines are planned, so that an impossible mesh on one of them is a note.
+
     Raises:
-      MeshError: the mesh of ``--mesh`` is impossible, or the compiler refuses it.
+      MeshError: the only mesh is impossible, or the compiler refuses it.
     """
-    if values.mesh is not None:
+    if spec is not None:
         try:
-            found = estimate_workload(workload, topology, MeshSpec.parse(values.mesh))
+            found = estimate_workload(workload, topology, spec)
         except MeshError as error:
             if not everything:
                 raise
@@ -47,7 +60,7 @@ def plan_topology(
         plan.notes.append(f"analytical only: compiling for {topology} needs {install}")
         say(plan.notes[-1])
     elif compile_best and plan.fitting:
-        compile_plan(workload, plan, values, compile_best, only=values.mesh is not None and not everything)
+        compile_plan(workload, plan, values, compile_best, only=spec is not None and not everything)
     return plan
 
 
@@ -74,10 +87,12 @@ def compile_plan(workload: Workload, plan: TopologyPlan, values: flags.FlagValue
             programs = compile_workload(workload, found.spec, devices)
             most, usable = max(one.memory_bytes for one in programs), topology.chip.usable_bytes
             if most > usable:
-                raise MeshError(f"needs {most / 1e9:.2f} GB of memory on each device of {usable / 1e9:.2f} usable")
+                raise OutOfMemoryError(
+                    f"needs {most / 1e9:.2f} GB of memory on each device of {usable / 1e9:.2f} usable"
+                )
         except MeshError as error:
             reason = str(error).splitlines()[0]
-            if "memory" in reason:
+            if isinstance(error, OutOfMemoryError):
                 reason += f"; {what_would_help(found)}"
             if only:
                 raise MeshError(f"{found.spec} on {topology}, by the compiler: {reason}") from error

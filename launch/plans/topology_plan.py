@@ -12,7 +12,7 @@ class TopologyPlan:
     def __init__(
         self, topology: Topology, fitting: list[Estimate], others: list[Estimate], why_none: str | None = None
     ) -> None:
-        """Take a ranking, and the reason if the named mesh is impossible."""
+        """Create the plan from ranked meshes, and why the mesh that was asked for is impossible, if so."""
         self.topology, self.fitting, self.others = topology, fitting, others
         self.why_none = why_none
         self.compiled: dict[int, list[CompiledPhase]] = {}

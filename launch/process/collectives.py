@@ -19,14 +19,14 @@ from runtime.planner import HeadLayout, build_mesh
 _REPEATS = 5
 
 
-def probe_mesh(text: str | None, devices: Sequence[Any]) -> Mesh:
-    """The mesh to test: as given, or ``data`` over hosts and ``tensor`` over the devices of each host.
+def probe_mesh(given: MeshSpec | None, devices: Sequence[Any]) -> Mesh:
+    """The mesh to test: the given one, or ``data`` over hosts and ``tensor`` over the devices of each host.
 
     Raises:
       MeshError: the mesh does not fit the devices.
     """
-    if text is not None:
-        spec = MeshSpec.parse(text).resolve(len(devices))
+    if given is not None:
+        spec = given.resolve(len(devices))
     else:
         hosts = len({device.process_index for device in devices})
         spec = MeshSpec(data=hosts, tensor=len(devices) // hosts)

@@ -253,7 +253,7 @@ def start_devices(values: flags.FlagValues, inputs: Mapping[str, str] | None = N
 
     from launch.hosts import preflight
 
-    if jax.config.jax_disable_jit:
+    if jax.config.values["jax_disable_jit"]:
         raise InputError("JAX_DISABLE_JIT is set, but programs are compiled ahead of time: unset it")
 
     if values.devices is not None:

@@ -109,6 +109,6 @@ class Compilation:
         for pool, buckets in self._usable.items():
             scheduler.restrict(pool, buckets)
 
-    def stop(self, patience: float) -> None:
-        """Start no further compilation, and wait up to ``patience`` seconds for the current one."""
-        self._compiler.stop(patience)
+    def stop(self, timeout: float) -> None:
+        """Start no further compilation, and wait up to ``timeout`` seconds for the current one."""
+        self._compiler.stop(timeout)

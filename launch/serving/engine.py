@@ -246,9 +246,9 @@ class ServingEngine:
                 del self._streams[handle]
             self._lock.notify()
 
-    def healthy(self, patience: float) -> bool:
-        """Whether the engine's thread lives and has not been busy with one step for more than ``patience`` seconds."""
-        return self.state in ("ready", "draining") and time.monotonic() - self._heartbeat < patience
+    def healthy(self, timeout: float) -> bool:
+        """Whether the engine's thread lives and has not been busy with one step for more than ``timeout`` seconds."""
+        return self.state in ("ready", "draining") and time.monotonic() - self._heartbeat < timeout
 
     def fail(self, error: ApiError) -> None:
         """Answer every request that is not finished with an error."""

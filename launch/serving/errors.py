@@ -117,7 +117,7 @@ def from_validation_error(error: ValidationError) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The error that a client receives for an exception of a route. The exception of a bug goes to the log only."""
+    """The error that a client receives for an exception of a route. An unexpected exception is only logged."""
     match error:
         case ApiError():
             return error

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from runtime.decoding.loop_parameters import compiled_settings, row_arrays
+from runtime.decoding.parameters import SamplingConfig
 from runtime.decoding.sampling import TOKEN_STREAM, SamplingRule, choose_tokens, log_probabilities, position_keys
 from runtime.models.arrays import Leaf, array
 from runtime.models.cached import fill_rows, run_window
@@ -20,11 +23,15 @@ from runtime.models.forward import Forward
 from runtime.models.transformer import hidden_states, pick_positions, project_logits
 
 Array = jax.Array
+_Rows: Any = row_arrays(SamplingConfig)
+_Settings: Any = compiled_settings(SamplingConfig)
 
 
-@dataclass(frozen=True)
-class DecodeProgram:
+@dataclass(frozen=True, kw_only=True)
+class DecodeProgram(_Settings):
     """Settings of a generation that are compiled into the program.
+
+    The compiled parameters of :class:`SamplingConfig` that the loop reads are fields too; so far there are none.
 
     Attributes:
       sampling: how tokens are chosen.
@@ -38,16 +45,17 @@ class DecodeProgram:
 
 
 @flax.struct.dataclass
-class DecodeRequest:
+class DecodeRequest(_Rows):
     """Run-time arguments of a generation.
+
+    The run-time parameters of :class:`SamplingConfig` that the loop reads are fields too, as arrays ``[B]``:
+    ``temperature``, ``top_p`` and ``top_k``.
 
     Attributes:
       seeds: uint32 ``[B, 2]``, each row's PRNG key data.
       prompts: int32 ``[B]``, length of each prompt.
       ends: int32 ``[B]``, length (prompt included) at which each row ends.
       stop_tokens: int32 ``[B, E]``, tokens that end a row, padded with -1.
-      temperature, top_p: float32 ``[B]``, ignored by programs that do not sample or filter.
-      top_k: int32 ``[B]``, likewise.
       max_iterations: int32, the loop ends after this many iterations.
     """
 
@@ -55,9 +63,6 @@ class DecodeRequest:
     prompts: Leaf = array("batch", dtype=jnp.int32)
     ends: Leaf = array("batch", dtype=jnp.int32)
     stop_tokens: Leaf = array("batch", "stop_tokens", dtype=jnp.int32)
-    temperature: Leaf = array("batch", dtype=jnp.float32)
-    top_p: Leaf = array("batch", dtype=jnp.float32)
-    top_k: Leaf = array("batch", dtype=jnp.int32)
     max_iterations: Leaf = array(dtype=jnp.int32)
 
 
@@ -127,7 +132,8 @@ def prefill(
     tokens, lengths = forward.on_rows(lambda tokens: tokens[:, :width], state.tokens), state.lengths
     tokens, lengths = tokens[::samples], lengths[::samples]
     hidden, cache = fill_rows(forward, weights, state.cache, tokens, lengths, first, samples)
-    last = pick_positions(forward, hidden, lengths[:, None] - 1, whole=True)
+    last_token = lengths[:, None] - 1
+    last = pick_positions(forward, hidden, last_token, whole=True)
     last = jnp.repeat(last, samples, axis=0) if samples > 1 else last
     return _append(forward, program, weights, request, replace(state, cache=cache, read=request.prompts), last)
 
@@ -221,13 +227,15 @@ def decode(
 
     def step(state: DecodeState) -> DecodeState:
         with jax.named_scope("decode_step"):
-            place = state.lengths[:, None] - 1
+            last_token = state.lengths[:, None] - 1
             if state.cache is None:
                 hidden = hidden_states(forward, weights, state.tokens, state.lengths)
-                last = pick_positions(forward, hidden, place, whole=True)
+                last = pick_positions(forward, hidden, last_token, whole=True)
             else:
-                newest = forward.on_rows(lambda tokens, at: jnp.take_along_axis(tokens, at, 1), state.tokens, place)
-                last, cache = run_window(forward, weights, state.cache, newest, place[:, 0], state.lengths)
+                newest = forward.on_rows(
+                    lambda tokens, at: jnp.take_along_axis(tokens, at, 1), state.tokens, last_token
+                )
+                last, cache = run_window(forward, weights, state.cache, newest, last_token[:, 0], state.lengths)
                 state = replace(state, cache=cache)
             return _append(forward, program, weights, request, state, last)
 

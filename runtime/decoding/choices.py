@@ -3,8 +3,8 @@
 The rows of a ``data`` shard share their chunks, so a row with few masks does not compute as many positions as the row
 with the most.
 
-Dimension letters: B batch, S canvas, R rows of a ``data`` shard, P positions of one head chunk divided by the rows, D
-embed, V vocab. Arrays of a chunk are ``[B, P]``, and their positions belong to any rows of the same shard.
+Dimension letters: B batch, S canvas, R rows of a ``data`` shard, P positions of one chunk of the output head divided by
+the rows, D embed, V vocab. Arrays of a chunk are ``[B, P]``, and their positions belong to any rows of the same shard.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The decoding parameters, each declared once and checked before anything is compiled.
 
-To add a parameter, add a field here and use it in the decoding loop; see :mod:`runtime.decoding.schema`.
+To add a parameter, add a field here and use it in the decoding loop; see :mod:`runtime.decoding.schema`. A field with
+``in_loop`` reaches the loop without further code.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from runtime.decoding.schema import (
     same_as,
     validate,
 )
-from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES
+from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES, Family
+from runtime.models.dream import DREAM
 from runtime.models.masks import MAX_BLOCK_LENGTH
 
 MAX_STEPS = 1 << 16
@@ -33,6 +35,10 @@ MIN_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 1e4
 MAX_SEED = (1 << 63) - 1
 MAX_STOP_TOKENS = 64
+# No vocabulary has as many tokens, so this value keeps all of them.
+MAX_TOP_K = 1 << 30
+# The refresh interval of rows that refresh only on entering a block. No row has as many steps.
+NEVER = 1 << 30
 CACHES = ("none", "prefix", "dual", "exact")
 PARALLEL_RULES = tuple(dict.fromkeys((*BIDIRECTIONAL_RULES, *BLOCK_CAUSAL_RULES)))
 DEFAULT_BLOCK_LENGTH = 32
@@ -69,7 +75,11 @@ class SamplingConfig:
         http="max_tokens",
     )
     temperature: float = parameter(
-        0.0, _TEMPERATURE, "Sampling temperature; 0 takes the most probable token.", in_checkpoint="temperature"
+        0.0,
+        _TEMPERATURE,
+        "Sampling temperature; 0 takes the most probable token.",
+        in_checkpoint="temperature",
+        in_loop=True,
     )
     top_p: float | None = parameter(
         None,
@@ -78,14 +88,18 @@ class SamplingConfig:
         "crosses this value; 1 keeps all.",
         optional=True,
         in_checkpoint="top_p",
+        in_loop=True,
+        off=1.0,
     )
     top_k: int | None = parameter(
         None,
-        Integer(1, 1 << 30),
+        Integer(1, MAX_TOP_K),
         "Keep this many of the most probable tokens, and tokens tied with the last of them; 0 keeps all.",
         optional=True,
         in_checkpoint="top_k",
         zero_is_none=True,
+        in_loop=True,
+        off=MAX_TOP_K,
     )
     seed: int | Sequence[int] = parameter(
         0,
@@ -129,12 +143,17 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         validate(self)
 
+    @classmethod
+    def published_for(cls, family: Family, checkpoint_name: str, **overrides: Any) -> SamplingConfig:
+        """Return the settings that a family's authors publish for a checkpoint of this name, with these changes."""
+        return cls(**(family.published_settings(checkpoint_name) | overrides))
+
     def replace(self, **changes: Any) -> SamplingConfig:
         """Return a copy with these fields changed, after validating it."""
         return replace(self, **changes)
 
     def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> SamplingConfig:
-        """Return a copy in which ``early_stop`` is decided; see :func:`decide_early_stop`."""
+        """Return a copy with ``early_stop`` and stop tokens decided; see :func:`decide_early_stop`."""
         return replace(self, **decide_early_stop(self, end_token_ids, default))
 
 
@@ -167,6 +186,7 @@ class DiffusionConfig:
         aliases=("alg",),
         in_checkpoint="alg",
         compiled=True,
+        in_loop=True,
         mode=True,
     )
     temperature: float = same_as(SamplingConfig, "temperature")
@@ -178,6 +198,8 @@ class DiffusionConfig:
         "Temperature for sampling the positions to fill by confidence; 0 takes the most confident ones.",
         optional=True,
         idle=(0.0,),
+        in_loop=True,
+        off=0.0,
         in_checkpoint="alg_temp",
         requires=(_SCHEDULED, Requirement("algorithm", CONFIDENCE_ALGORITHMS, when_given=True)),
     )
@@ -235,6 +257,7 @@ class DiffusionConfig:
         Integer(0, MAX_BLOCK_LENGTH),
         "Block length of block-causal attention, set from block_length and the model; 0 for other models.",
         compiled=True,
+        in_loop=True,
         exposed=False,
     )
     cache: str = parameter(
@@ -253,6 +276,8 @@ class DiffusionConfig:
         "Refresh the cache at least every n-th forward pass; 1 refreshes in every step, which is exact. Default: "
         "refresh only on entering a block.",
         optional=True,
+        in_loop=True,
+        off=NEVER,
         requires=(_WITH_CACHE,),
         mode=True,
     )
@@ -276,12 +301,14 @@ class DiffusionConfig:
         "commits at least as many tokens as the schedule gives; sequential commits that number of tokens from left to "
         "right; entropy_sum commits the most certain tokens while their entropies sum to less than entropy_limit.",
         compiled=True,
+        in_loop=True,
         mode=True,
     )
     threshold: float = parameter(
         0.9,
         Real(0.0, 1.0),
         "Commit every token whose certainty is above this value.",
+        in_loop=True,
         requires=(Requirement("parallel", ("threshold",)),),
         mode=True,
     )
@@ -290,6 +317,7 @@ class DiffusionConfig:
         Real(0.0, 1e6),
         "Commit the n most certain tokens, for the largest n at which the n-th has a certainty of at least "
         "1 - factor / (n + 1).",
+        in_loop=True,
         requires=(Requirement("parallel", ("factor",)),),
         mode=True,
     )
@@ -297,6 +325,7 @@ class DiffusionConfig:
         0.35,
         Real(0.0, 1e6),
         "With parallel=entropy_sum, the sum of entropies in nats that the tokens committed in a step stay below.",
+        in_loop=True,
         requires=(Requirement("parallel", ("entropy_sum",)),),
         mode=True,
     )
@@ -313,6 +342,7 @@ class DiffusionConfig:
         Real(0.0, 100.0),
         "Scale of classifier-free guidance: how far logits are moved away from the logits without the prompt. Any "
         "value above 0 costs a second forward pass per step; 0 turns guidance off.",
+        in_loop=True,
         requires=(Requirement("cache", ("none",)),),
         mode=True,
     )
@@ -328,28 +358,35 @@ class DiffusionConfig:
         return self.block_length is not None or self.cache != "none" or self.parallel != "none"
 
     @classmethod
-    def published(cls, max_new_tokens: int = 256, temperature: float = 0.2, **overrides: Any) -> DiffusionConfig:
-        """Return the settings of DiffuCoder's published runs: entropy, top_p 0.95, top_k 50, one step per token.
+    def published(
+        cls, max_new_tokens: int = 256, temperature: float | None = None, **overrides: Any
+    ) -> DiffusionConfig:
+        """Return the settings that the authors of Dream and DiffuCoder publish, with one step per token.
 
-        The published temperatures are 0.2 for base models, 0.3 for Instruct, and 0.4 for cpGRPO.
+        Without a temperature, it is the one of base models; Instruct and cpGRPO checkpoints have others. For a loaded
+        model of any family, see :meth:`runtime.Engine.published`.
         """
-        settings: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "steps": max(max_new_tokens, 1),
-            "algorithm": "entropy",
-            "temperature": temperature,
-            "top_p": 0.95,
-            "top_k": 50,
-            "alg_temp": 0.0,
-        }
-        return cls(**(settings | overrides))
+        given: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
+        return cls.published_for(DREAM, "", max_new_tokens=max_new_tokens, **given, **overrides)
+
+    @classmethod
+    def published_for(
+        cls, family: Family, checkpoint_name: str, *, max_new_tokens: int = 256, **overrides: Any
+    ) -> DiffusionConfig:
+        """Return the settings that a family's authors publish for a checkpoint of this name, with these changes.
+
+        All families publish one step per token. Parameters that the family's record does not set have the defaults of
+        this class. An empty name stands for base models.
+        """
+        lengths = {"max_new_tokens": max_new_tokens, "steps": max(max_new_tokens, 1)}
+        return cls(**(family.published_settings(checkpoint_name) | lengths | overrides))
 
     def replace(self, **changes: Any) -> DiffusionConfig:
         """Return a copy with these fields changed, after validating it."""
         return replace(self, **changes)
 
     def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> DiffusionConfig:
-        """Return a copy in which ``early_stop`` is decided; see :func:`decide_early_stop`."""
+        """Return a copy with ``early_stop`` and stop tokens decided; see :func:`decide_early_stop`."""
         return replace(self, **decide_early_stop(self, end_token_ids, default))
 
 

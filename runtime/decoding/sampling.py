@@ -4,7 +4,8 @@ Nothing here gathers or sorts the vocabulary: every quantity is a reduction over
 result does not depend on the order of addition, so confidences are bit-identical on any number of chips. The filters
 (top-k, top-p) do not sort either: they search for a threshold, a few bits per pass over the vocabulary.
 
-Dimension letters: B batch, P positions of one head chunk (sharded like the canvas), V vocab, ``...`` leading axes.
+Dimension letters: B batch, P positions of one chunk of the output head (sharded like the canvas), V vocab, ``...``
+leading axes.
 """
 
 from __future__ import annotations

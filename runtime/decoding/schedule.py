@@ -1,10 +1,15 @@
-"""The denoising schedule, bit-identical to the one that PyTorch computes on CPU."""
+"""The unmasking schedules on the host: the ratios of linear time, and the masks that each step commits.
+
+The ratios are bit-identical to those that PyTorch computes on CPU.
+"""
 
 from __future__ import annotations
 
 import functools
 
 import numpy as np
+
+from runtime.models.config import UnmaskingSchedule
 
 
 @functools.lru_cache(maxsize=256)
@@ -42,10 +47,43 @@ def padded_steps(steps: int, width: int) -> int:
     return max(width, 1 << (steps - 1).bit_length())
 
 
-def transfer_table(schedule: str, steps: int, eps: float) -> np.ndarray:
+def transfer_table(schedule: UnmaskingSchedule, steps: int, eps: float) -> np.ndarray:
     """Return the ratio table of a family's schedule: float32 ``[steps]``.
 
-    Entry i is the fraction of a block's remaining masks that step i commits. The ``even`` schedule does not use the
-    table, see :mod:`runtime.decoding.progress`; its entries are 0.
+    Entry i is the fraction of a block's remaining masks that step i commits. The even schedules do not use the table,
+    see :mod:`runtime.decoding.progress`; their entries are 0.
     """
     return transfer_ratios(steps, eps) if schedule == "linear_time" else np.zeros(steps, np.float32)
+
+
+def masks_per_step(
+    schedule: UnmaskingSchedule, masks: int, steps: int, *, eps: float, block_length: int
+) -> tuple[int, ...]:
+    """Return how many masks of a block each of its steps commits, as the denoise loop does.
+
+    It commits the numbers of the schedule alone if no parallel rule applies, the model predicts no mask token, and
+    neither sub-blocks nor a block's first position (``prediction_offset``) restrict what a step commits. The
+    algorithm ``origin`` draws its numbers at random.
+
+    Args:
+      schedule: the schedule of the model's family.
+      masks: masks of the block when its first step starts.
+      steps: steps of the block.
+      eps: time at which ``linear_time`` ends.
+      block_length: positions of the block, masked or not; only ``even_block`` uses it.
+
+    Returns:
+      One number per step. Steps with 0 run no forward pass.
+    """
+    counts, left = [], masks
+    for step, ratio in enumerate(transfer_table(schedule, steps, eps)):
+        match schedule:
+            case "linear_time":
+                count = int(left * ratio)
+            case "even":
+                count = masks // steps + (step < masks % steps)
+            case "even_block":
+                count = min(left, max(1, block_length // steps + (step < block_length % steps)))
+        counts.append(count)
+        left -= count
+    return tuple(counts)

@@ -297,6 +297,9 @@ class Parameter:
       idle: values that have no effect, besides the default. Requirements are not checked for them.
       compiled: whether the value is part of the compiled program. A :class:`Requirement` here means "only with that
         setting of another parameter". Otherwise the value is a run-time argument of each row.
+      in_loop: the decoding loops read the value under the parameter's name: in the compiled settings if ``compiled`` is
+        True, otherwise as an array with one value per row; see :mod:`runtime.decoding.loop_parameters`.
+      off: value that stands for None in that array.
       requires: settings of other parameters without which this one has no effect.
       mode: a server's ``--mode`` can set it.
       exposed: flags and requests can set it. Otherwise only Python code can.
@@ -315,6 +318,8 @@ class Parameter:
     zero_is_none: bool = False
     idle: tuple[Any, ...] = ()
     compiled: bool | Requirement = False
+    in_loop: bool = False
+    off: Any = None
     requires: tuple[Requirement, ...] = ()
     mode: bool = False
     exposed: bool = True

@@ -5,22 +5,30 @@ Dimension letters: B batch, S canvas, R padded steps of a block, E stop tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
 
+from runtime.decoding.loop_parameters import compiled_settings, row_arrays
+from runtime.decoding.parameters import DiffusionConfig
 from runtime.decoding.sampling import SamplingRule
 from runtime.models.arrays import Leaf, array
+from runtime.models.config import UnmaskingSchedule
 
 _INTEGER, _REAL = jnp.int32, jnp.float32
+_Rows: Any = row_arrays(DiffusionConfig)
+_Settings: Any = compiled_settings(DiffusionConfig)
 
 
-@dataclass(frozen=True)
-class DenoiseProgram:
+@dataclass(frozen=True, kw_only=True)
+class DenoiseProgram(_Settings):
     """Settings of a generation that are compiled into the program.
 
+    The compiled parameters of :class:`DiffusionConfig` that the loop reads are fields too: ``algorithm``, ``parallel``
+    and ``attention_block_length`` (0 if attention is not block-causal).
+
     Attributes:
-      algorithm: one of :data:`runtime.decoding.sampling.ALGORITHMS`.
       sampling: how tokens are chosen.
       sample_positions: sample the positions to commit by confidence where ``alg_temp`` is above 0; otherwise take the
         most confident ones.
@@ -28,33 +36,31 @@ class DenoiseProgram:
       schedule: how many masks a step fills, see :data:`runtime.models.config.UnmaskingSchedule`.
       guided: run a second forward pass without the prompt, for classifier-free guidance of rows that ask for it.
       log_probabilities: record the log-probability of every committed token.
-      parallel: ``none`` (the schedule says how many tokens a step commits), ``threshold`` or ``factor``.
       windows: window widths of cached steps, in descending order; empty without a cache.
       within_block: a window ends at the end of the row's block (dual cache); otherwise at the end of the row (prefix
         cache).
-      attention_block_length: block length of block-causal attention; 0 for other attention.
       first_alone: the previous block predicts the first position of a block, which is therefore committed alone.
       sub_block_window: compute only the current sub-block once its first position is committed.
     """
 
-    algorithm: str
     sampling: SamplingRule
     sample_positions: bool
     chunk: int
-    schedule: str = "linear_time"
+    schedule: UnmaskingSchedule
     guided: bool = False
     log_probabilities: bool = False
-    parallel: str = "none"
     windows: tuple[int, ...] = ()
     within_block: bool = False
-    attention_block_length: int = 0
     first_alone: bool = False
     sub_block_window: bool = False
 
 
 @flax.struct.dataclass
-class DenoiseRequest:
+class DenoiseRequest(_Rows):
     """Run-time arguments of a generation.
+
+    The run-time parameters of :class:`DiffusionConfig` that the loop reads are fields too, as arrays ``[B]``: for
+    example ``temperature`` and ``threshold``. Programs that do not use a parameter ignore its array.
 
     Attributes:
       lengths: int32 ``[B]``, length of each row's canvas: prompt plus new tokens, rounded up to whole blocks if
@@ -68,16 +74,9 @@ class DenoiseRequest:
       sub_block_length: int32 ``[B]``, positions per sub-block of block-causal attention.
       steps_per_block: int32 ``[B]``, maximum number of steps per block.
       block_steps: int32 ``[B]``, number of steps that the ``even_block`` schedule divides a block into.
-      refresh_interval: int32 ``[B]``, maximum number of forward passes from one refresh to the next, counting the
-        first of the two.
       refresh_blocks: int32 ``[B]``, refresh on entering every n-th block; 0 refreshes only for the first block.
       stop_tokens: int32 ``[B, E]``, padded with -1. A row is done when one of these is among its new tokens and no mask
         is left before it.
-      threshold, factor, entropy_limit: float32 ``[B]``, parameters of the parallel rules.
-      cfg_scale: float32 ``[B]``, scale of classifier-free guidance; 0 for none.
-      temperature, top_p, alg_temp: float32 ``[B]``, ignored by programs that do not use them. ``alg_temp`` 0 takes the
-        most confident positions.
-      top_k: int32 ``[B]``, likewise.
       max_iterations: int32, the loop ends after this many iterations.
       step_limit: int32, no row starts a step with this number or a later one. Steps count from 0 in each row.
     """
@@ -92,17 +91,8 @@ class DenoiseRequest:
     sub_block_length: Leaf = array("batch", dtype=_INTEGER)
     steps_per_block: Leaf = array("batch", dtype=_INTEGER)
     block_steps: Leaf = array("batch", dtype=_INTEGER)
-    refresh_interval: Leaf = array("batch", dtype=_INTEGER)
     refresh_blocks: Leaf = array("batch", dtype=_INTEGER)
     stop_tokens: Leaf = array("batch", "stop_tokens", dtype=_INTEGER)
-    threshold: Leaf = array("batch", dtype=_REAL)
-    factor: Leaf = array("batch", dtype=_REAL)
-    entropy_limit: Leaf = array("batch", dtype=_REAL)
-    cfg_scale: Leaf = array("batch", dtype=_REAL)
-    temperature: Leaf = array("batch", dtype=_REAL)
-    top_p: Leaf = array("batch", dtype=_REAL)
-    top_k: Leaf = array("batch", dtype=_INTEGER)
-    alg_temp: Leaf = array("batch", dtype=_REAL)
     max_iterations: Leaf = array(dtype=_INTEGER)
     step_limit: Leaf = array(dtype=_INTEGER)
 

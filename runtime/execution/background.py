@@ -55,11 +55,11 @@ class BackgroundCompiler:
         self._tasks.put((name, task, finished))
         return finished
 
-    def stop(self, patience: float) -> None:
-        """Start no more tasks, and wait up to ``patience`` seconds for the current one."""
+    def stop(self, timeout: float) -> None:
+        """Start no more tasks, and wait up to ``timeout`` seconds for the current one."""
         self._stopped.set()
         self._tasks.put(None)
-        self._thread.join(patience)
+        self._thread.join(timeout)
 
     def _work(self) -> None:
         # Tracing holds Python's global lock. A shorter switch interval lets the thread that runs rows continue sooner.

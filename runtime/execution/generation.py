@@ -184,7 +184,7 @@ def generate_rows(
     if observers.history and history is None:
         history = own.history(results, stats.steps)
     sequences, commit_steps = own.sequences(results), own.commit_steps(results)
-    real = np.pad(rows.real, ((0, 0), (0, config.max_new_tokens)), constant_values=True)
+    real = rows.real_canvas(config.max_new_tokens)
     stats.positions = sum(one.positions for one in results)
     stats.tokens = _counted(sequences, commit_steps, rows.original.shape[1], config, observers.stop_tests)
     stats.masks_left = int(masks_left(sequences, real, runner.layout.config.mask_token_id).sum())

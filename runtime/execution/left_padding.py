@@ -7,6 +7,7 @@ Dimension letters: B batch, S the caller's width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,26 @@ import numpy as np
 
 from runtime.models.config import ModelConfig
 from sharding.errors import InputError
+
+
+def row_starts(mask: np.ndarray) -> np.ndarray:
+    """Return where the rows of a left-padded batch begin, int64 ``[B]``, from its attention mask ``[B, S]``."""
+    return _starts(mask.astype(bool).sum(axis=1), mask.shape[1])
+
+
+def _starts(lengths: np.ndarray, width: int) -> np.ndarray:
+    """Return where rows of these lengths ``[B]`` begin if they are left-padded to a width."""
+    return width - lengths
+
+
+def left_padded(rows: Sequence[Sequence[int]], filler: int) -> tuple[np.ndarray, np.ndarray]:
+    """Left-pad rows of tokens with ``filler``: int32 ``[B, S]`` and an attention mask ``[B, S]``."""
+    width = max(map(len, rows))
+    ids = np.full((len(rows), width), filler, np.int32)
+    mask = np.zeros_like(ids)
+    for row, start in enumerate(_starts(np.array([len(tokens) for tokens in rows]), width)):
+        ids[row, start:], mask[row, start:] = rows[row], 1
+    return ids, mask
 
 
 @dataclass(frozen=True)
@@ -38,7 +59,11 @@ class Rows:
     def real(self) -> np.ndarray:
         """Mask of the caller's positions that are tokens rather than padding: bool ``[B, S]``."""
         width = self.original.shape[1]
-        return np.arange(width) >= width - self.lengths[:, None]
+        return np.arange(width) >= _starts(self.lengths, width)[:, None]
+
+    def real_canvas(self, new: int) -> np.ndarray:
+        """:attr:`real` for rows that are followed by ``new`` new tokens: bool ``[B, S + new]``."""
+        return np.pad(self.real, ((0, 0), (0, new)), constant_values=True)
 
 
 def read_rows(input_ids: Any, attention_mask: Any, config: ModelConfig) -> Rows:
@@ -71,20 +96,19 @@ def read_rows(input_ids: Any, attention_mask: Any, config: ModelConfig) -> Rows:
         raise InputError("attention_mask: expected 1 for real tokens and 0 for padding")
     mask = mask.astype(bool)
     lengths = mask.sum(axis=1)
-    width = ids.shape[1]
-    for row in range(len(ids)):
+    for row, start in enumerate(row_starts(mask)):
         if lengths[row] == 0:
             raise InputError(f"row {row}: the attention_mask has no 1; expected at least one token")
-        if not mask[row, width - lengths[row] :].all():
+        if not mask[row, start:].all():
             where = "after its tokens (right padding)" if not mask[row, -1] else "between its tokens"
             raise InputError(f"row {row}: padding {where}; rows must be padded on the left")
-        real = ids[row, width - lengths[row] :]
+        real = ids[row, start:]
         outside = real[(real < 0) | (real >= config.vocab_size)]
         if outside.size:
             raise InputError(f"row {row}: token id {outside[0]} is outside the vocabulary of {config.vocab_size}")
     tokens = np.zeros((len(ids), lengths.max()), np.int32)
-    for row, length in enumerate(lengths):
-        tokens[row, :length] = ids[row, width - length :]
+    for row, start in enumerate(row_starts(mask)):
+        tokens[row, : lengths[row]] = ids[row, start:]
     return Rows(tokens, lengths.astype(np.int32), ids.astype(np.int32))
 
 
@@ -100,14 +124,14 @@ def end_align(values: np.ndarray, lengths: np.ndarray, onto: np.ndarray) -> np.n
       ``[B, W, ...]``.
     """
     out = onto.copy()
-    for row, length in enumerate(lengths):
-        out[row, onto.shape[1] - length :] = values[row, :length]
+    for row, start in enumerate(_starts(lengths, onto.shape[1])):
+        out[row, start:] = values[row, : lengths[row]]
     return out
 
 
 def start_align(values: np.ndarray, lengths: np.ndarray, onto: np.ndarray) -> np.ndarray:
     """Invert :func:`end_align`: write end-aligned values ``[B, W, ...]`` to the start of ``onto`` ``[B, S, ...]``."""
     out = onto.copy()
-    for row, length in enumerate(lengths):
-        out[row, :length] = values[row, values.shape[1] - length :]
+    for row, start in enumerate(_starts(lengths, values.shape[1])):
+        out[row, : lengths[row]] = values[row, start:]
     return out

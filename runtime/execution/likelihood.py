@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from runtime.decoding.parameters import SamplingConfig
-from runtime.execution.left_padding import read_rows
+from runtime.execution.left_padding import left_padded, read_rows
 from runtime.execution.offline import OfflineScheduler
 from runtime.execution.row_request import RowRequest
 from runtime.execution.runner import Runner
@@ -33,16 +33,6 @@ def _check(pairs: Sequence[Pair], limit: int) -> None:
                 f"pair {number}: {len(context)} context tokens and {len(continuation)} continuation tokens; the model "
                 f"allows {limit} in total"
             )
-
-
-def _padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Left-pad rows to int32 ``[R, S]``, and return them with their attention mask."""
-    width = max(map(len, rows))
-    ids, mask = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.int32)
-    for row, tokens in enumerate(rows):
-        ids[row, width - len(tokens) :] = tokens
-        mask[row, width - len(tokens) :] = 1
-    return ids, mask
 
 
 def log_likelihoods(runner: Runner, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
@@ -68,7 +58,7 @@ def log_likelihoods(runner: Runner, pairs: Sequence[Pair]) -> list[tuple[float, 
     order = sorted(range(len(pairs)), key=lambda number: len(pairs[number][0]) + len(pairs[number][1]))
     for start in range(0, len(order), _ROWS):
         part = order[start : start + _ROWS]
-        ids, mask = _padded([[*pairs[number][0], *pairs[number][1]] for number in part])
+        ids, mask = left_padded([[*pairs[number][0], *pairs[number][1]] for number in part], 0)
         scored = read_rows(ids, mask, runner.layout.config)
         found = score_rows(runner, scored, scored, 1.0)
         for row, number in enumerate(part):

@@ -15,6 +15,7 @@ import numpy as np
 
 from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig, SamplingConfig
+from runtime.decoding.schema import ParameterError
 from runtime.execution.buckets import MAX_PROGRAMS, MOVE_ROOM, Bucket, Grid, PassCost, make_grid
 from runtime.execution.pool_state import PoolLimits
 from runtime.execution.row_request import RowRequest, RowResult
@@ -67,7 +68,7 @@ def step_limit(config: GenerationConfig, width: int, wanted: int | None) -> int:
     """Return the number of denoise steps per block that slots of this width support; see :attr:`PoolShape.max_steps`.
 
     Raises:
-      InputError: ``wanted`` is less than what ``config`` itself needs.
+      ParameterError: ``wanted`` is less than what ``config`` itself needs.
     """
     if isinstance(config, SamplingConfig):
         return 1
@@ -75,9 +76,10 @@ def step_limit(config: GenerationConfig, width: int, wanted: int | None) -> int:
     if wanted is None:
         return max(width, own)
     if wanted < own:
-        raise InputError(
-            f"max_steps={wanted}: by default a block of {length} positions has {own} steps (parallel="
-            f"{config.parallel}); raise max_steps, or lower steps or block_length"
+        raise ParameterError(
+            "max_steps",
+            f"is {wanted}; by default a block of {length} positions has {own} steps (parallel={config.parallel}): "
+            "raise it, or lower steps or block_length",
         )
     return wanted
 
@@ -227,7 +229,7 @@ class Pool:
         """Create a pool for rows that are not known yet.
 
         Raises:
-          InputError: ``shape.max_steps`` is less than what its configuration needs.
+          ParameterError: ``shape.max_steps`` is less than what its configuration needs.
         """
         config = generalized(with_model_blocks(shape.config, runner.layout.config))
         canvas = runner.bucket(shape.canvas)

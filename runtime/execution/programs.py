@@ -3,8 +3,8 @@
 Every program is lowered from a layout and shapes only, without data. So the same program that generates can also be
 compiled ahead of time for a machine that is not attached.
 
-Dimension letters: B batch, S canvas, T cache length, P positions of one head chunk, D embed, V vocab, R padded steps of
-a block.
+Dimension letters: B batch, S canvas, T cache length, P positions of one chunk of the output head, D embed, V vocab, R
+padded steps of a block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ from runtime.models.kv_cache import Cache, abstract_cache, put_row, row_spec, ta
 from runtime.models.transformer import hidden_states, project_logits
 
 Array = jax.Array
+Request = TypeVar("Request", DenoiseRequest, DecodeRequest)
+State = TypeVar("State", DenoiseState, DecodeState)
 
 _SEED_WORDS = 2
 # What JAX says when it has found a program in its persistent cache.
@@ -128,8 +130,22 @@ def request_sizes(batch: int, positions: int, steps: int = 1) -> dict[str, int]:
     }
 
 
+def _abstract_loop(
+    layout: ModelLayout, kinds: tuple[type[Request], type[State]], sizes: dict[str, int], cache_dtype: Any, kept: bool
+) -> tuple[Request, State]:
+    request, state = kinds
+    cache = None if cache_dtype is None else abstract_cache(layout, sizes["batch"], sizes["positions"], cache_dtype)
+    return abstract(layout, request, sizes), replace(abstract(layout, state, sizes, optional=kept), cache=cache)
+
+
 def abstract_denoise(
-    layout: ModelLayout, batch: int, canvas: int, steps: int, cache_dtype: Any = None
+    layout: ModelLayout,
+    batch: int,
+    canvas: int,
+    steps: int,
+    cache_dtype: Any = None,
+    *,
+    log_probabilities: bool = False,
 ) -> tuple[DenoiseRequest, DenoiseState]:
     """Return the arguments of the denoise loop as ``ShapeDtypeStruct``, for compiling without data.
 
@@ -139,15 +155,14 @@ def abstract_denoise(
       canvas: S, a multiple of the sequence axis.
       steps: R.
       cache_dtype: dtype of the cache, see :func:`runtime.models.kv_cache.abstract_cache`; None for no cache.
+      log_probabilities: the state records log-probabilities.
     """
     sizes = request_sizes(batch, canvas, steps)
-    state = abstract(layout, DenoiseState, sizes, omit=("log_probabilities",))
-    cache = None if cache_dtype is None else abstract_cache(layout, batch, canvas, cache_dtype)
-    return abstract(layout, DenoiseRequest, sizes), replace(state, cache=cache)
+    return _abstract_loop(layout, (DenoiseRequest, DenoiseState), sizes, cache_dtype, log_probabilities)
 
 
 def abstract_decode(
-    layout: ModelLayout, batch: int, length: int, cache_dtype: Any
+    layout: ModelLayout, batch: int, length: int, cache_dtype: Any, *, log_probabilities: bool = False
 ) -> tuple[DecodeRequest, DecodeState]:
     """Return the arguments of autoregressive decoding as ``ShapeDtypeStruct``, for compiling without data.
 
@@ -155,12 +170,11 @@ def abstract_decode(
       layout: the model's layout on a mesh.
       batch: B, a multiple of the data axis.
       length: T, a multiple of the sequence axis.
-      cache_dtype: see :func:`runtime.models.kv_cache.abstract_cache`.
+      cache_dtype: see :func:`abstract_denoise`.
+      log_probabilities: the state records log-probabilities.
     """
     sizes = request_sizes(batch, length)
-    state = abstract(layout, DecodeState, sizes, omit=("log_probabilities",))
-    cache = abstract_cache(layout, batch, length, cache_dtype)
-    return abstract(layout, DecodeRequest, sizes), replace(state, cache=cache)
+    return _abstract_loop(layout, (DecodeRequest, DecodeState), sizes, cache_dtype, log_probabilities)
 
 
 def _lower_step(function: Callable[..., Any], forward: Forward, *arguments: Any) -> jax.stages.Lowered:

@@ -5,25 +5,21 @@ Dimension letters: S canvas, R padded steps of a block, T cache length.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import numpy as np
 
 from runtime.decoding.autoregressive import DecodeRequest, DecodeState
 from runtime.decoding.block_schedule import block_schedule, steps_of_a_block
+from runtime.decoding.loop_parameters import row_values
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.decoding.schedule import padded_steps, transfer_table
+from runtime.decoding.schedule import transfer_table
 from runtime.decoding.state import DenoiseRequest, DenoiseState
 from runtime.execution.row_request import RowRequest, first_position
-from runtime.execution.rows import make_canvas, sampling_rows, seed_words, stop_rows
+from runtime.execution.rows import make_canvas, seed_words, stop_rows
+from runtime.models.arrays import one_row
 from runtime.models.config import ModelConfig
 
-Tree = TypeVar("Tree")
-
-# The refresh interval of rows that refresh only on entering a block, and the value for "no limit" on iterations or
-# steps.
-NEVER = 1 << 30
-UNLIMITED = np.int32(np.iinfo(np.int32).max)
+# The value for "no limit" on iterations or steps.
+UNLIMITED = int(np.iinfo(np.int32).max)
 
 
 def filler_token(model: ModelConfig) -> int:
@@ -39,7 +35,7 @@ def empty_row(model: ModelConfig, config: DiffusionConfig | SamplingConfig) -> R
 def diffusion_row(
     request: RowRequest | None, default: DiffusionConfig, model: ModelConfig, width: int, steps: int
 ) -> tuple[DenoiseRequest, DenoiseState]:
-    """Return the run-time arguments and the initial state of one diffusion row, every array ``[1, ...]``.
+    """Return the run-time arguments and the initial state of one diffusion row; see :func:`one_row`.
 
     The state has no cache.
 
@@ -48,60 +44,55 @@ def diffusion_row(
       default: the configuration of an empty slot.
       model: the model's configuration.
       width: S.
-      steps: minimum number of steps per block that the ratio table must have room for.
+      steps: R.
     """
     row = request or empty_row(model, default)
     config = row.config
     assert isinstance(config, DiffusionConfig)
     new = row.canvas_length - len(row.tokens) if request else 0
-    canvas, lengths = make_canvas(row.rows, model, new, width)
-    first = lengths if request is None else np.array([first_position(request, model)], np.int32)
-    length, steps_per_block = block_schedule(config, width)
-    ratios = np.zeros((1, padded_steps(max(steps_per_block, steps), width)), np.float32)
+    (canvas,), (length,) = make_canvas(row.rows, model, new, width)
+    first = length if request is None else first_position(request, model)
+    block_length, steps_per_block = block_schedule(config, width)
+    ratios = np.zeros(steps, np.float32)
     assert model.family.schedule is not None, "a family that denoises has a schedule"
-    ratios[:, :steps_per_block] = transfer_table(model.family.schedule, steps_per_block, float(config.eps))
-    zero = np.zeros(1, np.int32)
-    return DenoiseRequest(
-        lengths=lengths,
-        ends=lengths if request is None else np.array([row.length], np.int32),
-        prompts=row.rows.lengths,
+    ratios[:steps_per_block] = transfer_table(model.family.schedule, steps_per_block, float(config.eps))
+    return one_row(
+        DenoiseRequest,
+        lengths=length,
+        ends=length if request is None else row.length,
+        prompts=len(row.tokens),
         first=first,
-        seeds=seed_words([row.seed]),
+        seeds=seed_words([row.seed])[0],
         ratios=ratios,
-        block_length=np.array([length], np.int32),
-        sub_block_length=np.array([min(config.sub_block_length or length, length)], np.int32),
-        steps_per_block=np.array([steps_per_block], np.int32),
-        block_steps=np.array([steps_of_a_block(config, length)], np.int32),
-        refresh_interval=np.array([config.refresh_interval or NEVER], np.int32),
-        refresh_blocks=np.array([0 if config.cache == "exact" else config.refresh_blocks], np.int32),
-        stop_tokens=stop_rows(config.stop_token_ids, 1),
-        threshold=np.array([config.threshold], np.float32),
-        factor=np.array([config.factor], np.float32),
-        entropy_limit=np.array([config.entropy_limit], np.float32),
-        cfg_scale=np.array([config.cfg_scale], np.float32),
-        alg_temp=np.array([config.alg_temp or 0.0], np.float32),
-        **sampling_rows(config, model.vocab_size, 1),
+        block_length=block_length,
+        sub_block_length=min(config.sub_block_length or block_length, block_length),
+        steps_per_block=steps_per_block,
+        block_steps=steps_of_a_block(config, block_length),
+        refresh_blocks=0 if config.cache == "exact" else config.refresh_blocks,
+        stop_tokens=stop_rows(config.stop_token_ids, 1)[0],
+        **row_values(config),
         max_iterations=UNLIMITED,
         step_limit=UNLIMITED,
-    ), DenoiseState(
+    ), one_row(
+        DenoiseState,
         canvas=canvas,
-        commit_steps=np.full_like(canvas, -1),
-        block=zero,
-        step_in_block=zero,
-        steps_until_refresh=zero,
-        previous_block_stale=zero,
-        refreshes=zero,
-        window_positions=zero,
-        done=first >= lengths,
-        iteration=np.int32(0),
-        log_probabilities=np.zeros(canvas.shape, np.float32) if default.log_probabilities else None,
+        commit_steps=np.full(width, -1),
+        block=0,
+        step_in_block=0,
+        steps_until_refresh=0,
+        previous_block_stale=0,
+        refreshes=0,
+        window_positions=0,
+        done=first >= length,
+        iteration=0,
+        log_probabilities=np.zeros(width) if default.log_probabilities else None,
     )
 
 
 def autoregressive_row(
     request: RowRequest | None, default: SamplingConfig, model: ModelConfig, width: int
 ) -> tuple[DecodeRequest, DecodeState]:
-    """Return the run-time arguments and the initial state of one autoregressive row, every array ``[1, ...]``.
+    """Return the run-time arguments and the initial state of one autoregressive row; see :func:`one_row`.
 
     The state has no cache.
 
@@ -114,21 +105,24 @@ def autoregressive_row(
     row = request or empty_row(model, default)
     config = row.config
     assert isinstance(config, SamplingConfig)
-    tokens, ends = make_canvas(row.rows, model, config.max_new_tokens if request else 0, width)
-    prompts = row.rows.lengths
-    return DecodeRequest(
-        seeds=seed_words([row.seed]),
-        prompts=prompts,
-        ends=ends,
-        stop_tokens=stop_rows(config.stop_token_ids, 1),
+    new = config.max_new_tokens if request else 0
+    (tokens,), (end,) = make_canvas(row.rows, model, new, width)
+    prompt = len(row.tokens)
+    return one_row(
+        DecodeRequest,
+        seeds=seed_words([row.seed])[0],
+        prompts=prompt,
+        ends=end,
+        stop_tokens=stop_rows(config.stop_token_ids, 1)[0],
         # At temperature 0 filters have no effect, because the most probable token passes all of them.
-        **sampling_rows(config if config.temperature > 0 else SamplingConfig(), model.vocab_size, 1),
+        **row_values(config if config.temperature > 0 else config.replace(top_p=None, top_k=None)),
         max_iterations=UNLIMITED,
-    ), DecodeState(
+    ), one_row(
+        DecodeState,
         tokens=tokens,
-        lengths=prompts,
-        read=np.zeros_like(prompts) if request is not None and default.use_cache else prompts,
-        done=np.array([request is None]),
-        iteration=np.int32(0),
-        log_probabilities=np.zeros(tokens.shape, np.float32) if default.log_probabilities else None,
+        lengths=prompt,
+        read=0 if request is not None and default.use_cache else prompt,
+        done=request is None,
+        iteration=0,
+        log_probabilities=np.zeros(width) if default.log_probabilities else None,
     )

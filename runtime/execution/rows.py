@@ -62,20 +62,6 @@ def stop_rows(tokens: Sequence[int], batch: int) -> np.ndarray:
     return np.tile(np.array([*tokens, *[-1] * (MAX_STOP_TOKENS - len(tokens))], np.int32), (batch, 1))
 
 
-def sampling_scalars(config: DiffusionConfig | SamplingConfig, vocab_size: int) -> dict[str, np.generic]:
-    """Return a request's temperature, top_p and top_k, with values that turn a filter off in place of None."""
-    return {
-        "temperature": np.float32(config.temperature),
-        "top_p": np.float32(1.0 if config.top_p is None else config.top_p),
-        "top_k": np.int32(vocab_size if config.top_k is None else config.top_k),
-    }
-
-
-def sampling_rows(config: DiffusionConfig | SamplingConfig, vocab_size: int, batch: int) -> dict[str, np.ndarray]:
-    """Return the values of :func:`sampling_scalars` as arrays ``[batch]``, with the same value for each row."""
-    return {name: np.full(batch, value) for name, value in sampling_scalars(config, vocab_size).items()}
-
-
 def bucket_length(length: int, multiple: int = 1) -> int:
     """Round a length up to a bucket, which is a multiple of ``multiple``."""
     step = max(MIN_BUCKET, 1 << max(length.bit_length() - 3, 0))

@@ -1,6 +1,6 @@
 """The runner: weights on a mesh, their compiled programs, and the sizes of batches, canvases and head chunks.
 
-Dimension letters: B batch, S canvas, P positions of one head chunk.
+Dimension letters: B batch, S canvas, P positions of one chunk of the output head.
 """
 
 from __future__ import annotations

@@ -17,8 +17,11 @@ import numpy as np
 
 from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
+from runtime.decoding.schedule import padded_steps
 from runtime.execution.canvas import pad_after_end
 from runtime.execution.programs import (
+    abstract_decode,
+    abstract_denoise,
     fetch,
     lower_decode,
     lower_denoise,
@@ -57,7 +60,7 @@ class DiffusionSlots(Slots):
           span: the largest distance in any row from its first mask to its end, in positions; None for ``width``.
         """
         # The ratio table must have the same size for all rows, including empty slots, which have this configuration.
-        self._config, self._steps = config, max(steps, block_schedule(config, width)[1])
+        self._config, self._steps = config, padded_steps(max(steps, block_schedule(config, width)[1]), width)
         self.forward = runner.forward(width, config.attention_block_length)
         model, chunk = runner.layout.config, runner.chunk(count, width)
         self.program = denoise_program(
@@ -67,6 +70,16 @@ class DiffusionSlots(Slots):
 
     def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
         return diffusion_row(request, self._config, self._runner.layout.config, self.width, self._steps)
+
+    def _abstract(self) -> tuple[Any, Any]:
+        return abstract_denoise(
+            self._runner.layout,
+            self.count,
+            self.width,
+            self._steps,
+            self._own_cache_dtype,
+            log_probabilities=self._config.log_probabilities,
+        )
 
     def run(
         self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
@@ -172,6 +185,15 @@ class AutoregressiveSlots(Slots):
 
     def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
         return autoregressive_row(request, self._config, self._runner.layout.config, self.width)
+
+    def _abstract(self) -> tuple[Any, Any]:
+        return abstract_decode(
+            self._runner.layout,
+            self.count,
+            self.width,
+            self._own_cache_dtype,
+            log_probabilities=self._config.log_probabilities,
+        )
 
     @property
     def unread(self) -> list[int]:
@@ -304,7 +326,7 @@ class AutoregressiveSlots(Slots):
 def _prompt_and_read(row: Row) -> tuple[int, int]:
     """Return the number of tokens of a row's prompt, and how many are in the cache. An empty slot has none to read."""
     if isinstance(row, MovingRow):
-        return int(row.request["prompts"][0]), int(row.state["read"][0])
+        return int(row.request.prompts[0]), int(row.state.read[0])
     return (1, 1) if row is None else (len(row.tokens), 0)
 
 

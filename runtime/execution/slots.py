@@ -31,8 +31,7 @@ from runtime.execution.programs import (
 from runtime.execution.row_arrays import UNLIMITED
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import Runner
-from runtime.models.arrays import resized_row, row_fields, shardings
-from runtime.models.kv_cache import abstract_cache
+from runtime.models.arrays import only_row_fields, resized_row, row_fields
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,13 @@ class MovingRow:
     """A row on its way to other slots: all of its arrays ``[1, ...]`` on the host, except for its cache.
 
     Attributes:
-      request, state: the row's arrays, by field name.
+      request, state: the row's run-time arguments and loop state; fields that are not arrays of rows are None.
       reads_prompt: whether the row's own prefill is counted in its computed positions (autoregressive). It is False for
         a row that shared the prefill of another row with the same prompt.
     """
 
-    request: Mapping[str, np.ndarray]
-    state: Mapping[str, np.ndarray]
+    request: Any
+    state: Any
     reads_prompt: bool = True
 
 
@@ -80,6 +79,10 @@ class Slots(abc.ABC):
     @abc.abstractmethod
     def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
         """Return request and state of one row on the host, every array ``[1, ...]``; None stands for an empty slot."""
+
+    @abc.abstractmethod
+    def _abstract(self) -> tuple[Any, Any]:
+        """Return request and state of all slots as ``ShapeDtypeStruct``."""
 
     @abc.abstractmethod
     def run(
@@ -127,43 +130,42 @@ class Slots(abc.ABC):
         """
         free = self._row(None)
         if self.request is None:
-            parts = [_repeated(row_fields(tree), self.count) for tree in free]
+            parts = jax.tree.map(lambda values: np.repeat(values, self.count, axis=0), _only_rows(free))
             cache = self._empty_cache() if self._cached else None
         else:
             parts = self._fetch_rows()
             free, cache = (self.request, self.state), self.state.cache
         for slot, row in rows.items():
-            for part, own in zip(parts, self._fields(row), strict=True):
-                for name, values in own.items():
-                    part[name][slot] = values[0]
-        request, state = (replace(tree, **part) for tree, part in zip(free, parts, strict=True))
+            for values, own in zip(jax.tree.leaves(parts), jax.tree.leaves(self._row_arrays(row)), strict=True):
+                values[slot] = own[0]
+        request, state = (replace(tree, **row_fields(part)) for tree, part in zip(free, parts, strict=True))
         self.request = put_tree(self._runner.layout, request)
         self.state = replace(put_tree(self._runner.layout, replace(state, cache=None)), cache=cache)
 
-    def _fields(self, row: Row) -> tuple[Mapping[str, np.ndarray], ...]:
-        """Return request and state of a row, resized to these slots."""
-        if not isinstance(row, MovingRow):
-            return tuple(row_fields(tree) for tree in self._row(row))
-        like = (row_fields(tree) for tree in self._row(None))
-        return tuple(resized_row(own, there) for own, there in zip((row.request, row.state), like, strict=True))
+    def _row_arrays(self, row: Row) -> tuple[Any, Any]:
+        """Return request and state of a row, resized to these slots; see :class:`MovingRow`."""
+        if isinstance(row, MovingRow):
+            return resized_row((row.request, row.state), _only_rows(self._row(None)))
+        return _only_rows(self._row(row))
 
-    def _fetch_rows(self) -> list[dict[str, np.ndarray]]:
-        """Copy request and state of all slots to the host as writable arrays ``[B, ...]``, by field name."""
-        trees = [row_fields(self.request), row_fields(self.state)]
+    def _fetch_rows(self) -> tuple[Any, Any]:
+        """Copy request and state of all slots to the host as writable arrays ``[B, ...]``."""
+        trees = _only_rows((self.request, self.state))
         if jax.process_count() > 1:
             key, arguments = ("whole", type(self)), (trees,)
             trees = self._compiled(key, arguments, lambda: lower_replicate(self._runner.layout, trees))(trees)
-        found: list[dict[str, np.ndarray]] = jax.tree.map(np.array, jax.device_get(trees))
+        found: tuple[Any, Any] = jax.tree.map(np.array, jax.device_get(trees))
         return found
 
     def take(self, slots: Sequence[int]) -> dict[int, MovingRow]:
         """Copy rows, without their caches, to move them to other slots. The rows stay here until they are evicted."""
-        request, state = self._fetch_rows()
+        trees = self._fetch_rows()
 
-        def row(part: Mapping[str, np.ndarray], slot: int) -> dict[str, np.ndarray]:
-            return {name: values[slot : slot + 1] for name, values in part.items()}
+        def row(slot: int) -> tuple[Any, Any]:
+            found: tuple[Any, Any] = jax.tree.map(lambda values: values[slot : slot + 1], trees)
+            return found
 
-        return {slot: MovingRow(row(request, slot), row(state, slot)) for slot in slots}
+        return {slot: MovingRow(*row(slot)) for slot in slots}
 
     def take_cache(self, slot: int, length: int) -> jax.Array | None:
         """Copy a row's cache, padded to ``length`` positions; None if rows have no cache."""
@@ -184,7 +186,10 @@ class Slots(abc.ABC):
     def _compiled(
         self, key: Hashable, arguments: tuple[Any, ...], lower: Callable[[], jax.stages.Lowered]
     ) -> jax.stages.Compiled:
-        """Return a program. If the arguments are not real arrays, it is only prepared, not about to run."""
+        """Return the compiled program for these arguments.
+
+        Abstract arguments mean that it is compiled in advance, so ``before_run`` of the programs is not called.
+        """
         programs, key = self._runner.programs, (key, shapes_of(arguments))
         there = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arguments))
         return programs.get(key, lower) if there else programs.prepare(key, lower)
@@ -210,7 +215,7 @@ class Slots(abc.ABC):
         """Compile the programs that move rows to and from slots of up to ``length`` positions, from any thread."""
         request, state = self._abstract()
         if jax.process_count() > 1:
-            trees = [row_fields(request), row_fields(state)]
+            trees = _only_rows((request, state))
             self._compiled(("whole", type(self)), (trees,), lambda: lower_replicate(self._runner.layout, trees))
         if self._cached:
             layout, number = self._runner.layout, jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
@@ -219,21 +224,10 @@ class Slots(abc.ABC):
             self._take_program(length, (state.cache, number))
             self._put_program((state.cache, number, taken))
 
-    def _abstract(self) -> tuple[Any, Any]:
-        """Return request and state of all slots as ``ShapeDtypeStruct``."""
-        layout, found = self._runner.layout, []
-        for tree in self._row(None):
-            fields = {
-                name: np.broadcast_to(values, (self.count, *values.shape[1:]))
-                for name, values in row_fields(tree).items()
-            }
-            whole = replace(tree, **fields)
-            describe = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)  # noqa: E731
-            found.append(jax.tree.map(describe, whole, shardings(layout, whole)))
-        request, state = found
-        if self._cached:
-            state = replace(state, cache=abstract_cache(layout, self.count, self.width, self._runner.cache_dtype))
-        return request, state
+    @property
+    def _own_cache_dtype(self) -> Any:
+        """Dtype of the slots' cache; None without a cache."""
+        return self._runner.cache_dtype if self._cached else None
 
     @property
     def _replicated(self) -> jax.sharding.NamedSharding:
@@ -245,7 +239,7 @@ class Slots(abc.ABC):
     def _limit(self, value: int | None) -> jax.Array:
         """Return a limit as an array on the devices. It is reused between runs, because requests are not donated."""
         if value not in self._limits:
-            self._limits[value] = self._device_scalar(int(UNLIMITED) if value is None else value)
+            self._limits[value] = self._device_scalar(UNLIMITED if value is None else value)
         return self._limits[value]
 
     def _log_probabilities(self) -> np.ndarray | None:
@@ -253,5 +247,7 @@ class Slots(abc.ABC):
         return None if kept is None else fetch(kept)
 
 
-def _repeated(fields: Mapping[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
-    return {name: np.repeat(values, count, axis=0) for name, values in fields.items()}
+def _only_rows(trees: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return a request and a state that keep only the arrays with one entry per row."""
+    request, state = trees
+    return only_row_fields(request), only_row_fields(state)

@@ -7,6 +7,7 @@ from typing import Any
 
 from runtime.decoding.autoregressive import DecodeProgram
 from runtime.decoding.block_schedule import block_schedule, window_widths
+from runtime.decoding.loop_parameters import setting_values
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.decoding.sampling import CONFIDENCE_ALGORITHMS, SamplingRule
 from runtime.decoding.state import DenoiseProgram
@@ -53,20 +54,19 @@ def denoise_program(
     length, _ = block_schedule(config, width)
     offset, block = model.family.prediction_offset, config.attention_block_length
     assert (model.family.attention == "block_causal") == bool(block), "block-causal attention has blocks"
+    assert model.family.schedule is not None, "a family that denoises has a schedule"
     sub_block = config.sub_block_length if config.sub_block_cache else None
     widths = window_widths(config.cache, length, span, config.refresh_blocks, offset=offset, sub_block=sub_block)
     return DenoiseProgram(
-        algorithm=config.algorithm,
+        **setting_values(config),
         sampling=sampling_rule(config, model.vocab_size, model_dtype),
         sample_positions=bool(config.alg_temp) and config.algorithm in CONFIDENCE_ALGORITHMS,
         chunk=chunk,
-        schedule=model.family.schedule or "linear_time",
+        schedule=model.family.schedule,
         guided=config.cfg_scale > 0,
         log_probabilities=config.log_probabilities,
-        parallel=config.parallel,
         windows=widths,
         within_block=config.cache in ("dual", "exact"),
-        attention_block_length=block,
         first_alone=bool(block and offset),
         sub_block_window=sub_block is not None,
     )
@@ -81,6 +81,7 @@ def decode_program(config: SamplingConfig, vocab_size: int, samples: int = 1) ->
       samples: number of adjacent rows that share a prompt, which is prefilled once for all of them.
     """
     return DecodeProgram(
+        **setting_values(config),
         sampling=SamplingRule(
             confidence="maskgit_plus",
             sampled=config.temperature > 0,

@@ -1,13 +1,13 @@
 """Declared arrays: each field of a struct states its logical axes and dtype once.
 
 The KV cache, the requests and the loop states are ``flax.struct`` dataclasses of such fields. Their shardings, their
-abstract trees and their per-row slices are derived from the declarations.
+abstract trees, the arrays of a single row and their per-row slices are derived from the declarations.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,10 +29,12 @@ class ArrayDeclaration:
     Attributes:
       axes: logical axes, see :class:`sharding.rules.PartitionRules`. The first is ``batch`` if each row has an entry.
       dtype: dtype of the array; None if it is chosen when the array is created.
+      optional: whether the array is None in programs that do not need it.
     """
 
     axes: tuple[str, ...]
     dtype: Any = None
+    optional: bool = False
 
     @property
     def is_row(self) -> bool:
@@ -42,7 +44,7 @@ class ArrayDeclaration:
 
 def array(*axes: str, dtype: Any = None, optional: bool = False) -> Any:
     """Declare an array as a dataclass field. An ``optional`` array is None in programs that do not need it."""
-    metadata = {"array": ArrayDeclaration(axes, dtype)}
+    metadata = {"array": ArrayDeclaration(axes, dtype, optional)}
     return flax.struct.field(metadata=metadata, default=None) if optional else flax.struct.field(metadata=metadata)
 
 
@@ -53,7 +55,7 @@ def declarations(struct: type) -> dict[str, ArrayDeclaration]:
 
 
 def abstract(
-    layout: ModelLayout, struct: type[Struct], sizes: Mapping[str, int], omit: Collection[str] = (), dtype: Any = None
+    layout: ModelLayout, struct: type[Struct], sizes: Mapping[str, int], optional: bool = False, dtype: Any = None
 ) -> Struct:
     """Return a struct of ``ShapeDtypeStruct``, with shardings if the layout has a mesh.
 
@@ -61,7 +63,7 @@ def abstract(
       layout: the model on its mesh.
       struct: the dataclass to describe.
       sizes: size of every logical axis that the dataclass uses.
-      omit: fields to set to None.
+      optional: describe the optional arrays too; otherwise they are None.
       dtype: dtype of arrays whose declaration has none.
     """
 
@@ -71,7 +73,25 @@ def abstract(
         return jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in one.axes), chosen, sharding=place)
 
     declared = declarations(struct)
-    return struct(**{name: None if name in omit else describe(one) for name, one in declared.items()})
+    return struct(**{name: describe(one) for name, one in declared.items() if optional or not one.optional})
+
+
+def one_row(struct: type[Struct], **values: Any) -> Struct:
+    """Return a struct of host arrays for one row: each value in its declared dtype, with the row's axis in front.
+
+    Args:
+      struct: the dataclass.
+      values: by field name, a number or an array without the row's axis. Optional fields may be left out or None.
+
+    Raises:
+      TypeError: a value is of another kind than its declaration, such as a fraction for an integer array.
+    """
+    found: dict[str, Any] = {}
+    for name, declared in declarations(struct).items():
+        if values.get(name) is not None:
+            value = np.asarray(values.pop(name)).astype(declared.dtype, casting="same_kind", copy=False)
+            found[name] = value[None] if declared.is_row else value
+    return struct(**values, **found)
 
 
 def shardings(layout: ModelLayout, tree: Struct) -> Struct:
@@ -104,18 +124,21 @@ def only_row_fields(tree: Struct) -> Struct:
     return type(tree)(**{field.name: rows.get(field.name) for field in dataclasses.fields(tree)})  # type: ignore[arg-type]
 
 
-def resized_row(values: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def resized_row(row: Struct, like: Struct) -> Struct:
     """Resize the arrays ``[1, ...]`` of one row, to move it to slots of another shape.
 
     Each axis is truncated, or extended with the values of an empty row.
 
     Args:
-      values: arrays of the row, by field name, see :func:`row_fields`.
-      like: arrays of an empty row in the new slots, by the same field names.
+      row: the row's arrays, see :func:`only_row_fields`.
+      like: the same arrays of an empty row in the new slots.
     """
-    found = {}
-    for name, own in like.items():
-        inside = tuple(slice(0, min(sizes)) for sizes in zip(own.shape, values[name].shape, strict=True))
-        found[name] = own.copy()
-        found[name][inside] = values[name][inside]
-    return found
+
+    def resize(values: np.ndarray, empty: np.ndarray) -> np.ndarray:
+        inside = tuple(slice(0, min(sizes)) for sizes in zip(empty.shape, values.shape, strict=True))
+        found = empty.copy()
+        found[inside] = values[inside]
+        return found
+
+    resized: Struct = jax.tree.map(resize, row, like)
+    return resized

@@ -1,7 +1,7 @@
 """The cost of one layer of a model, as its family states it. The planner and the memory estimate read it.
 
-All counts are for one device of a mesh, padding included. Sizes are counts of numbers; the reader multiplies them by
-the bytes of the dtype in use.
+All counts are for one device of a mesh, padding included. Sizes are numbers of array elements, which
+the planner and the memory estimate multiply by the bytes of the dtype in use.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -76,8 +76,7 @@ def layers_of(layer_class: type) -> Any:
 def scans_layers(platform: str) -> bool:
     """Return whether programs for this platform scan over stacked layers.
 
-    TPU programs do, because the TPU compiler reads a layer directly from the stack. The compilers for GPU and CPU would
-    copy each layer out of the stack first, so on these platforms each layer has its own arrays.
+    The TPU compiler reads a layer directly from the stack. The compilers for GPU and CPU would copy it out first.
     """
     return platform == "tpu"
 
@@ -94,10 +93,8 @@ class WeightLeaf:
       shape: unpadded shape.
       padded_shape: shape on the devices.
       sources: names of the source tensors: one per layer if the leaf is stacked, otherwise one.
-      source_axes: see :class:`WeightDeclaration`.
       source_shape: shape of each source tensor.
-      initializer: see :class:`WeightDeclaration`.
-      contracted: see :class:`WeightDeclaration`.
+      source_axes, initializer, contracted: see :class:`WeightDeclaration`.
       quantized: whether the devices hold the leaf as int8 values and scales.
     """
 
@@ -172,8 +169,7 @@ class ModelLayout:
       rules: maps logical axes to mesh axes.
       mesh: the mesh; None for a layout that is used only for counts and tables, and never compiled.
       quantization: ``none`` or ``int8``.
-      scan_layers: whether weights are stacked over a leading ``layers`` axis and scanned. If False, the layers are a
-        tuple, and programs loop over it in Python.
+      scan_layers: whether layers are stacked on a leading axis and scanned, instead of a tuple that programs loop over.
     """
 
     config: ModelConfig
@@ -200,12 +196,10 @@ class ModelLayout:
         Args:
           config: the model's configuration.
           weights_class: the dataclass that declares its weights.
-          spec: sizes of the mesh axes, without -1; a single device by default.
-          devices: devices to build the mesh from, real ones or those of an AOT topology. None creates a layout without
-            a mesh, for counts and tables.
+          spec: sizes of the mesh axes; a single device by default. ``data`` or ``sequence`` may be -1 until :meth:`on`.
+          devices: devices of the mesh, attached or of an AOT topology; None for a layout of counts and tables only.
           quantization: ``none``, or ``int8`` to keep matrices as :class:`runtime.models.quantization.Quantized`.
-          scan_layers: whether to stack and scan layers. By default, :func:`scans_layers` decides by the devices'
-            platform; without devices, layers are stacked.
+          scan_layers: whether to stack and scan layers; by default, :func:`scans_layers` decides if there are devices.
 
         Raises:
           InputError: the quantization is unknown.
@@ -216,11 +210,16 @@ class ModelLayout:
         resolved = spec or MeshSpec()
         check_mesh(named_shapes(config, weights_class), resolved, config.num_heads, config.num_kv_heads)
         heads = HeadLayout.for_tensor(config.num_heads, config.num_kv_heads, resolved.tensor)
-        mesh = None if devices is None else build_mesh(resolved, heads, devices)
-        if scan_layers is None:
-            scan_layers = mesh is None or scans_layers(mesh.devices.flat[0].platform)
         rules = PartitionRules.for_heads(heads)
-        return cls(config, weights_class, resolved, heads, rules, mesh, quantization, scan_layers)
+        layout = cls(config, weights_class, resolved, heads, rules, None, quantization, scan_layers is not False)
+        return layout if devices is None else layout.on(devices, scan_layers)
+
+    def on(self, devices: Any, scan_layers: bool | None = None) -> ModelLayout:
+        """Return this layout on a mesh of devices, with an axis of size -1 resolved; see :meth:`create` for errors."""
+        spec = self.spec.resolve(len(devices))
+        mesh = build_mesh(spec, self.heads, devices)
+        scan_layers = scans_layers(mesh.devices.flat[0].platform) if scan_layers is None else scan_layers
+        return replace(self, spec=spec, mesh=mesh, scan_layers=scan_layers)
 
     @property
     def padded_vocab(self) -> int:

@@ -42,8 +42,6 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
 _PUBLISHED: dict[str, Any] = {
     "algorithm": "maskgit_plus",
     "temperature": 0.0,
-    "top_p": None,
-    "top_k": None,
     "cache": "exact",
     "parallel": "threshold",
     "threshold": 0.9,

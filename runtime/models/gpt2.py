@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorm, a fused projection to queries, keys and values, tied embeddings.
 
-Dimension letters: B batch, S sequence (positions that are computed), P positions of one head chunk, D embed, K heads
-(each its own KV head), H head dim, F mlp, V vocab.
+Dimension letters: B batch, S sequence (positions that are computed), P positions of one chunk of the output head, D
+embed, K heads (each its own KV head), H head dim, F mlp, V vocab.
 
 Numerics follow the Hugging Face implementation (parity in ``tests/runtime/decoding/test_autoregressive.py``).
 """

@@ -49,8 +49,6 @@ class KVCache:
 # The cache of a model: one KVCache for all layers if the layers are scanned, otherwise a tuple with one per layer.
 Cache = KVCache | tuple[KVCache, ...]
 
-_SCALES = ("key_scales", "value_scales")
-
 
 def cache_dtype(name: str, model_dtype: Any) -> Any:
     """Return the dtype for a name in :data:`CACHE_DTYPES`; ``model`` stands for ``model_dtype``, the weights' dtype.
@@ -74,7 +72,7 @@ def abstract_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> 
     """
     layers = layout.config.num_layers
     sizes = layout.config.dimensions | {"batch": batch, "length": length, "layers": layers if layout.scan_layers else 1}
-    part = abstract(layout, KVCache, sizes, () if jnp.dtype(dtype) == jnp.int8 else _SCALES, dtype)
+    part = abstract(layout, KVCache, sizes, optional=jnp.dtype(dtype) == jnp.int8, dtype=dtype)
     return part if layout.scan_layers else (part,) * layers
 
 

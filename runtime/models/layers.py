@@ -2,8 +2,8 @@
 
 A family declares its weights with the first functions here, and passes them to the others in its forward pass.
 
-Dimension letters: B batch, S sequence (positions that are computed), P positions of one head chunk, D embed, K kv
-heads, G query heads per KV head, H head dim, F mlp, V vocab.
+Dimension letters: B batch, S sequence (positions that are computed), P positions of one chunk of the output head, D
+embed, K kv heads, G query heads per KV head, H head dim, F mlp, V vocab.
 
 Numerics follow the Hugging Face implementations (parity in ``tests/runtime/models``): norms and softmax in float32,
 RoPE angles in float32, the rest in the weights' dtype.

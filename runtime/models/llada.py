@@ -141,8 +141,6 @@ def _check_vocabulary(raw: Mapping[str, Any]) -> None:
 _PUBLISHED: dict[str, Any] = {
     "algorithm": "low_confidence",
     "temperature": 0.0,
-    "top_p": None,
-    "top_k": None,
     "block_length": 32,
 }
 _EIGHT_BILLION: dict[str, Any] = {

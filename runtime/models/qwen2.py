@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: causal attention with biases on queries, keys and values; the head is tied or untied.
 
-Dimension letters: B batch, S sequence (positions that are computed), P positions of one head chunk, D embed, K kv
-heads, G query heads per KV head, H head dim, V vocab.
+Dimension letters: B batch, S sequence (positions that are computed), P positions of one chunk of the output head, D
+embed, K kv heads, G query heads per KV head, H head dim, V vocab.
 """
 
 from __future__ import annotations

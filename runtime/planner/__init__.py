@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from runtime.execution.runner import device_memory, weight_bytes
     from runtime.models.declarations import partition_spec, shard_shape, tensor_sizes
     from runtime.models.families import weights_class
-    from runtime.planner.compiled import CompiledPhase, compile_workload
+    from runtime.planner.compiled import CompiledPhase, compile_workload, is_out_of_memory
     from runtime.planner.default import default_mesh
     from runtime.planner.describe import describe_compiled, describe_estimate, describe_topology
     from runtime.planner.estimate import Estimate, estimate_workload, out_of_memory, rank, shortage, what_would_help
@@ -41,6 +41,7 @@ __all__ = [
     "describe_topology",
     "device_memory",
     "estimate_workload",
+    "is_out_of_memory",
     "missing_compiler",
     "out_of_memory",
     "parse_topology",
@@ -73,6 +74,7 @@ _HOMES = {
     "describe_topology": "runtime.planner.describe",
     "device_memory": "runtime.execution.runner",
     "estimate_workload": "runtime.planner.estimate",
+    "is_out_of_memory": "runtime.planner.compiled",
     "missing_compiler": "sharding.aot",
     "out_of_memory": "runtime.planner.estimate",
     "parse_topology": "sharding.topology",

@@ -31,7 +31,7 @@ from runtime.models.forward import Forward
 from runtime.planner.estimate import PhaseEstimate
 from runtime.planner.hlo import HloCollective, bytes_by_axis, count_by_kind, read_collectives
 from runtime.planner.workload import Phase, Workload
-from sharding.errors import MeshError
+from sharding.errors import MeshError, OutOfMemoryError
 from sharding.mesh import MeshSpec
 
 # A cuDNN version that has attention; it matches the target that GPU programs are compiled for.
@@ -148,13 +148,24 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
     return [_compile(name, attention, options, lower) for name, lower in lowerings.items()]
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether a compiler or a device raised an error because memory is too small.
+
+    JAX's exceptions carry no status code. The status is the beginning of XLA's message, and some compilers write the
+    cause in words alone, so this function reads the text.
+    """
+    text = str(error)
+    return "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
+
+
 def _compile(name: str, attention: str, options: Any, lower: Any) -> CompiledPhase:
     start = time.perf_counter()
     try:
         with _assumed_cudnn() if attention == "cudnn" else contextlib.nullcontext():
             compiled: jax.stages.Compiled = lower().compile(compiler_options=options)
     except Exception as error:  # each compiler raises its own exception types
-        raise MeshError(f"compiling the {name} program failed: {str(error)[:2000]}") from error
+        kind = OutOfMemoryError if is_out_of_memory(error) else MeshError
+        raise kind(f"compiling the {name} program failed: {str(error)[:2000]}") from error
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     assert memory is not None
     return CompiledPhase(

@@ -10,13 +10,12 @@ import jax
 
 from runtime.execution.runner import check_memory, device_memory
 from runtime.models.config import ModelConfig
-from runtime.models.declarations import ModelLayout, named_shapes
-from runtime.models.families import model_layout, weights_class
+from runtime.models.declarations import ModelLayout
+from runtime.models.families import model_layout
 from runtime.planner.estimate import rank
 from runtime.planner.workload import Workload
 from sharding.mesh import MeshSpec
 from sharding.topology import CHIPS, Chip, Topology
-from sharding.validate import check_mesh
 
 # Prompt tokens and new tokens per row that a default mesh is chosen for, because the prompts are not known yet.
 _PROMPT, _NEW_TOKENS = 256, 256
@@ -96,9 +95,8 @@ def choose_layout(
     Raises:
       MeshError: the model cannot be divided over the mesh, or its weights do not fit.
     """
-    # Check the mesh first, so that a mesh that cannot work is rejected before a device is touched.
-    if spec is not None and spec.tensor != -1:
-        check_mesh(named_shapes(config, weights_class(config)), spec, config.num_heads, config.num_kv_heads)
+    # This checks the mesh, so that one that cannot work is rejected before a device is touched.
+    known = None if spec is None or spec.tensor == -1 else model_layout(config, spec, quantization=quantize)
     found = list(jax.devices() if devices is None else devices)
     platform, notes = found[0].platform, []
     if dtype is None:
@@ -108,6 +106,6 @@ def choose_layout(
     if spec is None:
         spec = default_mesh(config, found, dtype, rows, quantize)
         notes.append(f"mesh {spec}, chosen for {len(found)} {platform} device(s); --mesh overrides it")
-    layout = model_layout(config, spec.resolve(len(found)), found, quantize)
+    layout = model_layout(config, spec.resolve(len(found)), found, quantize) if known is None else known.on(found)
     check_memory(layout, dtype, found[0])
     return layout, dtype, notes

@@ -154,12 +154,17 @@ def read_collectives(text: str) -> list[HloCollective]:
             found.append(windowed)
         seen.add(gathered)
 
+    def ends_loop(name: str, permute: Instruction) -> bool:
+        # The last turn may stand after the loop, without the metadata of the others.
+        source = _source(permute, {one.name: one for one in module.computations[name]})
+        return source is not None and source.operation == "while" and bool(read_windowed_product(module, source))
+
     def walk(name: str, repeats: int, within: tuple[str, ...], fused: bool = False) -> None:
         for unrolled in read_unrolled_products(module, name, repeats, within):
             add_windowed(unrolled)
         for instruction in module.computations.get(name, ()):
             kind = instruction.operation.removesuffix("-start")
-            if _passes_a_piece(instruction):
+            if _passes_a_piece(instruction) or (kind == "collective-permute" and ends_loop(name, instruction)):
                 continue  # part of a windowed product, which is counted as a whole
             if kind in KINDS or (kind == "send" and _BETWEEN_SLICES in instruction.rest):
                 channel = re.search(r"channel_id=(\d+)", instruction.rest)
@@ -229,21 +234,23 @@ def read_unrolled_products(
         elif one.operation == "while" and (windowed := read_windowed_product(module, one)):
             looped.add(windowed.scope)
 
-    def computed_by(permute: Instruction) -> str:
-        """The scope of the instruction that computes what is permuted."""
-        at = permute
-        while at is permute or at.operation.startswith(_PASSED_ON):
-            if not at.operands or at.operands[0] not in named:
-                return ""
-            at = named[at.operands[0]]
-        return _scope(at)
+    def computes_pieces(scope: str, permutes: Sequence[Instruction]) -> bool:
+        return any((source := _source(one, named)) is not None and _scope(source) == scope for one in permutes)
 
     found = []
     for scope, permutes in products.items():
         if scope not in looped:  # otherwise they are the first and the last turn of a loop
-            kind = "reduce-scatter" if any(computed_by(one) == scope for one in permutes) else "all-gather"
+            kind = "reduce-scatter" if computes_pieces(scope, permutes) else "all-gather"
             found.append(_of_pieces(kind, permutes[0], repeats, within))
     return found
+
+
+def _source(permute: Instruction, named: Mapping[str, Instruction]) -> Instruction | None:
+    """Return the instruction that computes what is permuted, if it is in the same computation."""
+    at: Instruction | None = permute
+    while at is not None and (at is permute or at.operation.startswith(_PASSED_ON)):
+        at = named.get(at.operands[0]) if at.operands else None
+    return at
 
 
 def _passes_a_piece(instruction: Instruction) -> bool:
@@ -272,7 +279,8 @@ def bytes_by_axis(
     Args:
       collectives: the collectives of a program.
       sizes: sizes of the mesh axes.
-      open_lengths: how many times a collective inside 0, 1, 2, ... open loops runs; 0 leaves it out.
+      open_lengths: how many times a collective runs that is inside 0, 1, 2, ... nested loops whose trip count the
+        compiler does not state; 0 leaves it out.
     """
     total: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     for one, times in _run(collectives, open_lengths):

@@ -110,9 +110,9 @@ def phase_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, p
 
 
 def _tensor_collectives(workload: Workload, layout: ModelLayout, positions: int, divided: bool) -> list[Collective]:
-    """Return the collectives of the transformer over the tensor axis: those that the layers state, and the embedding's.
+    """Return the collectives of the transformer over the tensor axis: of its layers and of the embedding lookup.
 
-    Rows of an int8 embedding are reduced as int8 values with one scale each.
+    The layers declare theirs. Vectors of an int8 embedding are summed as int8 values with one scale per vector.
 
     Args:
       workload: the workload.

@@ -17,11 +17,11 @@ from runtime.decoding.block_schedule import block_schedule, steps_of_a_block, wi
 from runtime.decoding.cached_steps import refresh_chunk
 from runtime.decoding.parameters import CACHES, DiffusionConfig, SamplingConfig
 from runtime.decoding.sampling import SamplingRule
-from runtime.decoding.schedule import transfer_ratios
-from runtime.execution.rows import bucket_length, check_blocks, with_model_blocks
+from runtime.decoding.schedule import masks_per_step
+from runtime.execution.rows import bucket_length, check_kind, with_model_blocks
 from runtime.execution.runner import canvas_bucket, head_chunk
 from runtime.execution.specialization import decode_program, sampling_rule
-from runtime.models.config import STORED_DTYPES, ModelConfig
+from runtime.models.config import STORED_DTYPES, ModelConfig, UnmaskingSchedule
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import model_layout
 from runtime.models.quantization import QUANTIZATIONS
@@ -74,10 +74,10 @@ class Workload:
       batch: B, rows that are generated together.
       prompt: tokens per prompt.
       new_tokens: tokens to generate per row.
-      steps: denoise steps of masked diffusion; with a cache, they are divided among the blocks.
+      steps: denoise steps of masked diffusion, divided among the blocks.
       cache: ``none``, ``prefix`` or ``dual`` for masked diffusion, ``none`` or ``exact`` with block-causal attention;
         autoregressive models always use a cache.
-      block_length: positions per block, used with a cache.
+      block_length: positions per block, used with a cache; without one, blocks are those of the published settings.
       quantization: quantization of the weights, ``none`` or ``int8``.
     """
 
@@ -100,8 +100,7 @@ class Workload:
             raise InputError(f"block_length is {self.block_length}; expected 1 to new_tokens ({self.new_tokens})")
         if self.cache not in CACHES:
             raise InputError(f'cache "{self.cache}" is not one of {", ".join(CACHES)}')
-        if self.config.objective == "masked_diffusion":
-            check_blocks(self.config, self.decoding())
+        check_kind(self.config, self.sampling() if self.config.objective == "autoregressive" else self.decoding())
         if self.quantization not in QUANTIZATIONS:
             raise InputError(f'quantization "{self.quantization}" is not one of {", ".join(QUANTIZATIONS)}')
         if self.dtype not in STORED_DTYPES:
@@ -143,16 +142,31 @@ class Workload:
         return head_chunk(self.rows(layout.spec.data), self.canvas(layout, platform), layout, platform)
 
     def decoding(self) -> DiffusionConfig:
-        """Return the decoding settings for masked diffusion: the published ones."""
-        blocks: dict[str, Any] = (
-            {} if self.cache == "none" else {"cache": self.cache, "block_length": self.block_length}
+        """Return the decoding settings for masked diffusion: the published ones, with the workload's steps and cache.
+
+        The plan assumes the schedule instead of a published parallel rule, because the steps that a rule saves depend
+        on the text.
+        """
+        changes: dict[str, Any] = {"cache": self.cache, "parallel": "none", "threshold": DiffusionConfig.threshold}
+        if self.cache != "none":
+            changes["block_length"] = self.block_length
+        made = DiffusionConfig.published_for(
+            self.config.family, "", max_new_tokens=self.new_tokens, steps=self.steps, **changes
         )
-        in_blocks = self.config.family.attention == "block_causal"
-        settings = self.config.family.published_settings("") if in_blocks else {}
-        # The plan assumes the schedule, because the steps that a parallel rule saves depend on the text.
-        own = {name: value for name, value in settings.items() if name not in ("cache", "parallel", "threshold")}
-        made = DiffusionConfig.published(self.new_tokens, **own | blocks, steps=self.steps)
         return with_model_blocks(made, self.config)
+
+    def masks_of_blocks(self, canvas: int) -> list[tuple[int, ...]]:
+        """Return, for each block of new tokens, the number of masks in the block before each of its forward passes.
+
+        Args:
+          canvas: S, positions of the canvas.
+        """
+        decoding, schedule = self.decoding(), self.config.family.schedule
+        assert schedule is not None, "a family that denoises has a schedule"
+        length, _ = block_schedule(decoding, canvas)
+        steps = steps_of_a_block(decoding, length)
+        masks = [min(length, self.new_tokens - start) for start in range(0, self.new_tokens, length)]
+        return [_masks_of_passes(schedule, count, steps, decoding.eps, length) for count in masks]
 
     def sampling(self) -> SamplingConfig:
         """Return the decoding settings for autoregressive models: typical nucleus sampling."""
@@ -195,15 +209,15 @@ class Workload:
             return sum(math.ceil(count / chunk) for count in masks) / max(1, len(masks))
 
         if self.cache == "none":
-            masked = _masks_of_passes(self.new_tokens, self.steps)
+            masked = [count for block in self.masks_of_blocks(canvas) for count in block]
             return [Phase("denoise step", rows, canvas, canvas, True, chunk, chunks(masked, chunk), len(masked))]
         if self.cache == "exact":
             return self._exact_phases(layout, platform, widest)
-        length, block_steps = block_schedule(self.decoding(), canvas)
+        length, _ = block_schedule(self.decoding(), canvas)
         starts = range(0, self.new_tokens, length)
         # The first pass of each block is a refresh, which computes the whole canvas of one row at a time. The other
         # passes compute a window of every row: the block (dual), or the block and everything after it (prefix).
-        passes = [_masks_of_passes(min(length, self.new_tokens - start), block_steps) for start in starts]
+        passes = self.masks_of_blocks(canvas)
         widths = self.windows(layout, platform)
         offset = self.config.family.prediction_offset
         needed = [offset + (length if self.cache == "dual" else self.new_tokens - start) for start in starts]
@@ -239,12 +253,13 @@ class Workload:
 
 
 @functools.lru_cache(maxsize=256)
-def _masks_of_passes(masked: int, steps: int) -> tuple[int, ...]:
-    """Return the number of masks before each forward pass. Steps that commit nothing have none, and are left out."""
+def _masks_of_passes(
+    schedule: UnmaskingSchedule, masked: int, steps: int, eps: float, block_length: int
+) -> tuple[int, ...]:
+    """Return the number of masks before each forward pass of a block. A step that commits nothing runs no pass."""
     left = masked
     found: list[int] = []
-    for ratio in transfer_ratios(steps, 1e-3):
-        count = int(left * ratio)
+    for count in masks_per_step(schedule, masked, steps, eps=eps, block_length=block_length):
         if count:
             found.append(left)
             left -= count

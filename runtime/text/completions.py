@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runtime.execution.left_padding import row_starts
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
 from runtime.text.tokenizer import TextTokenizer
@@ -149,11 +150,11 @@ class CompletionBuilder:
           stop: strings that end a completion.
         """
         samples, kept = len(result.sequences) // len(prompts), result.log_probabilities
-        lengths = mask.astype(bool).sum(axis=1)
+        starts = row_starts(mask)
         found = []
         for row, sequence in enumerate(result.sequences):
             source = row // samples
-            start = ids.shape[1] - int(lengths[source])
+            start = int(starts[source])
             found.append(
                 self.build(
                     sequence[start:],

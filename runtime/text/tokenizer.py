@@ -9,6 +9,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.folder import CheckpointFolder
+from runtime.execution.left_padding import left_padded
 from runtime.models.config import ModelConfig, token_ids
 from runtime.text.chat_template import TemplateRenderer, TemplateTimeoutError
 from sharding.errors import InputError
@@ -234,13 +235,7 @@ def encode_prompts(
     empty = [number for number, tokens in enumerate(encoded) if not tokens]
     if empty:
         raise InputError(f"prompt {empty[0]} is empty; expected at least one token")
-    width = max(map(len, encoded))
-    ids = np.full((len(encoded), width), pad_token_id, np.int32)
-    mask = np.zeros_like(ids)
-    for row, tokens in enumerate(encoded):
-        ids[row, width - len(tokens) :] = tokens
-        mask[row, width - len(tokens) :] = 1
-    return ids, mask
+    return left_padded(encoded, pad_token_id)
 
 
 def end_tokens(config: ModelConfig, folder: CheckpointFolder, tokenizer: TextTokenizer | None) -> tuple[int, ...]:

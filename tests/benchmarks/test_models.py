@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.models import forward_flops
+from benchmarks.models import CAUSAL, SIZES, causal_twin, forward_flops, model_config
+from runtime.models.families import model_layout
 from runtime.planner.presets import preset
 
 
@@ -22,3 +23,12 @@ def test_operations_of_a_forward_pass(model: str, matrices: int) -> None:
     assert forward_flops(config, 2, 64, 10) == 2 * (2 * 64 * (matrices + 64 * pair) + head)
     # A window attends to all cached positions.
     assert forward_flops(config, 2, 1, 10, keys=512) == 2 * (2 * (matrices + 512 * pair) + head)
+
+
+def test_the_causal_twin_has_the_tensors_of_the_diffusion_model() -> None:
+    sizes = SIZES["mid-size"]
+    config, twin = model_config(sizes, "float32"), causal_twin(model_config(sizes, "float32"))
+    assert (config.objective, twin.objective) == ("masked_diffusion", "autoregressive")
+    named = [{leaf.name: leaf.shape for leaf in model_layout(one).leaves} for one in (config, twin)]
+    assert named[0] == named[1]
+    assert twin.mask_token_id == model_config(sizes, "float32", CAUSAL).mask_token_id == -1

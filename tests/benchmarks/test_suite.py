@@ -244,13 +244,13 @@ def test_a_run_that_is_cut_short_leaves_its_record(tmp_path: Path, monkeypatch: 
     layout = SimpleNamespace(parameter_count=1, spec="data=1", mesh=mesh)
     engine = SimpleNamespace(layout=layout, dtype="float32", notes=[])
 
-    def ceilings_of(sheet: Sheet, *rest: Any) -> None:
+    def roofline_of(sheet: Sheet, *rest: Any) -> None:
         sheet.value("forward", "measured until then", 1.0, "ms")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(suite, "measure_compilation", lambda sheet, values: None)
     monkeypatch.setattr(suite, "load", lambda sheet, values, devices: engine)
-    monkeypatch.setattr(suite, "ceilings_of", ceilings_of)
+    monkeypatch.setattr(suite, "roofline_of", roofline_of)
     with pytest.raises(SystemExit):
         run(*TINY, f"--output_dir={tmp_path}")
     (path,) = tmp_path.glob("suite_*_cut_short.json")

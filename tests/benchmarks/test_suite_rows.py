@@ -13,8 +13,8 @@ import pytest
 from absl import flags
 
 from benchmarks import timed_passes
-from benchmarks.ceilings import Ceilings
 from benchmarks.records import NotRunError, Timing
+from benchmarks.roofline import Roofline
 from benchmarks.suite import acceptance, generation, passes, start
 from benchmarks.suite.sheet import Sheet
 from benchmarks.suite.subject import Subject, define_subject_flags, open_engine
@@ -40,7 +40,7 @@ def values_of(*arguments: str) -> flags.FlagValues:
 
 def subject_of(sheet: Sheet) -> Subject:
     values = values_of(*TINY)
-    return Subject(values, sheet, open_engine(values, jax.devices("cpu")[:1], "data=1"), Ceilings(1e12, 1e11))
+    return Subject(values, sheet, open_engine(values, jax.devices("cpu")[:1], "data=1"), Roofline(1e12, 1e11))
 
 
 def sheet_of() -> Sheet:

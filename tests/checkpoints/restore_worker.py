@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from launch.flags.model import define_model_flags, describe_loaded, load_engine, open_checkpoint
+from launch.flags.model import define_model_flags, describe_loaded, load_engine, open_checkpoint, read_mesh
 from launch.process.startup import define_device_flags, run_launcher, start_devices
 
 
@@ -39,7 +39,7 @@ def define_flags(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     folder, _ = open_checkpoint(values)
     start_devices(values)
-    engine = load_engine(values, folder, rows=1)
+    engine = load_engine(values, folder, read_mesh(values), rows=1)
     assert engine.loaded is not None
     found = {
         "read": engine.loaded.bytes_read,

@@ -1,6 +1,7 @@
-"""A script that declares one more field of the diffusion configuration before it imports anything else.
+"""A script that declares two more fields of the diffusion configuration before it imports anything else.
 
-It prints a JSON object with the result of each way to set the parameter.
+One is compiled, the other one is a run-time argument. The script prints a JSON object with the result of each way to
+set the compiled one, and with the values that the denoise loop reads.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import flags
 from pydantic import ValidationError
 
 from runtime.decoding import parameters
-from runtime.decoding.schema import Integer, Requirement, exposed_parameters, parameter
+from runtime.decoding.schema import Integer, Real, Requirement, exposed_parameters, parameter
 
 
 @dataclass(frozen=True)
 class Patient(parameters.DiffusionConfig):
-    """A configuration with one more parameter."""
+    """A configuration with two more parameters."""
 
     patience: int = parameter(
         3,
@@ -29,12 +31,38 @@ class Patient(parameters.DiffusionConfig):
         aliases=("pat",),
         compiled=True,
         mode=True,
+        in_loop=True,
         requires=(Requirement("parallel", ("threshold",)),),
     )
+    pace: float | None = parameter(None, Real(0.0, 1.0), "Share of a step.", optional=True, in_loop=True, off=0.25)
 
 
 parameters.DiffusionConfig = Patient  # type: ignore[misc]
 parameters.EXPOSED_PARAMETERS = exposed_parameters(Patient, parameters.SamplingConfig)
+
+
+def read_in_the_loop(patience: int, paces: list[float | None]) -> list[list[float]]:
+    """The compiled value and the value of each row, as the denoise loop reads them in its first two steps."""
+    from runtime.decoding import diffusion
+    from runtime.execution.row_request import RowRequest
+    from runtime.execution.slot_kinds import DiffusionSlots
+    from tests import golden_cases
+
+    found: list[list[float]] = []
+    commit = diffusion.commit
+
+    def reading(forward: Any, program: Any, request: Any, *others: Any) -> Any:
+        jax.debug.callback(lambda pace: found.append([program.patience, *pace.tolist()]), request.pace)
+        return commit(forward, program, request, *others)
+
+    diffusion.commit = reading
+    config = Patient(max_new_tokens=4, parallel="threshold", patience=patience)
+    rows = [RowRequest([1, 2, 3], config.replace(pace=pace), seed=0) for pace in paces]
+    slots = DiffusionSlots(golden_cases.engine().runner, config, 64, len(rows))
+    slots.insert(dict(enumerate(rows)))
+    slots.run(2)
+    jax.effects_barrier()
+    return found
 
 
 def main(folder: Path) -> dict[str, Any]:
@@ -82,6 +110,7 @@ def main(folder: Path) -> dict[str, Any]:
             for kind in ("CompletionBody", "ChatBody")
         ],
         "table": [line for line in table().splitlines() if "`patience`" in line],
+        "loop": read_in_the_loop(7, [0.75, None]),
         "mode": describe(read_modes(["patience=7,parallel=threshold"], defaults)[1]),
     }
     try:

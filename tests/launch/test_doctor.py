@@ -10,6 +10,7 @@ import pytest
 from checkpoints import DEMO
 from launch import doctor, verify
 from launch.process import collectives
+from runtime import MeshSpec
 
 
 def page(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -60,6 +61,6 @@ def test_a_wrong_sum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import jax
 
     monkeypatch.setattr(jax.lax, "psum", lambda own, axis: 2 * own)
-    mesh = collectives.probe_mesh("tensor=4", jax.devices())
+    mesh = collectives.probe_mesh(MeshSpec(tensor=4), jax.devices())
     with pytest.raises(RuntimeError, match="tensor=4 gave a wrong sum"):
         list(collectives.collective_lines(mesh, 0.01))

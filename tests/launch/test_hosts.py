@@ -121,7 +121,7 @@ def check_fault(case: str, host: int) -> None:
         assert "RuntimeError: the disk is on fire" in outcome.logs[0]
     if case == "stuck":
         assert outcome.logs[0].count("marks of progress, stacks:") == 3
-        assert "faulty.py" in outcome.logs[0]
+        assert "fault_injection.py" in outcome.logs[0]
         assert "_sleep" in outcome.logs[0]
 
 
@@ -150,9 +150,13 @@ def test_sigterm_while_waiting_for_others_ends_at_once(tmp_path: Path) -> None:
         assert "SIGTERM before anything was in flight" in processes.text("err")[0]
 
 
-def run_faulty(folder: Path, fault: str, hosts: int, *more: str) -> tuple[list[int | None], list[str], list[str]]:
+def run_with_fault(folder: Path, fault: str, hosts: int, *more: str) -> tuple[list[int | None], list[str], list[str]]:
     command = generate_command(
-        f"--fault={fault}", "--fault_host=1", f"--heartbeat_timeout={HEARTBEAT}", *more, module="benchmarks.faulty"
+        f"--fault={fault}",
+        "--fault_host=1",
+        f"--heartbeat_timeout={HEARTBEAT}",
+        *more,
+        module="benchmarks.fault_injection",
     )
     with HostProcesses([command] * hosts, folder) as processes:
         return processes.wait(), processes.text("out"), processes.text("err")
@@ -160,7 +164,7 @@ def run_faulty(folder: Path, fault: str, hosts: int, *more: str) -> tuple[list[i
 
 @pytest.mark.slow
 def test_sigterm_on_one_host_drains_all(tmp_path: Path) -> None:
-    codes, out, err = run_faulty(tmp_path, "drain", 2)
+    codes, out, err = run_with_fault(tmp_path, "drain", 2)
     assert codes == [0, 0], err
     assert out[0].startswith("def add")
     assert out[1] == ""
@@ -170,7 +174,7 @@ def test_sigterm_on_one_host_drains_all(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_second_sigterm_ends_all_at_once(tmp_path: Path) -> None:
-    codes, out, err = run_faulty(tmp_path, "end", 2)
+    codes, out, err = run_with_fault(tmp_path, "end", 2)
     assert codes == [42, 42], err
     assert out == ["", ""]
     assert all(names_host(log, 1) for log in err)
@@ -186,7 +190,7 @@ def test_a_second_sigterm_ends_all_at_once(tmp_path: Path) -> None:
 )
 def test_a_host_alone(tmp_path: Path, fault: str, code: int) -> None:
     """A single host has the same exit codes and messages."""
-    command = generate_command(f"--fault={fault}", module="benchmarks.faulty")
+    command = generate_command(f"--fault={fault}", module="benchmarks.fault_injection")
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stderr
     assert done.stdout.startswith("def add") == (code == 0)
@@ -197,7 +201,7 @@ def test_a_host_alone(tmp_path: Path, fault: str, code: int) -> None:
 
 @pytest.mark.slow
 def test_a_host_alone_that_stands_still_shows_its_stacks() -> None:
-    command = generate_command("--fault=stuck", f"--stall_timeout={STALL}", module="benchmarks.faulty")
+    command = generate_command("--fault=stuck", f"--stall_timeout={STALL}", module="benchmarks.fault_injection")
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 42
     assert "_sleep" in done.stderr

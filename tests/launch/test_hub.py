@@ -291,13 +291,15 @@ def test_exit_codes_of_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("asked", "named", "host"),
     [
-        (["preflight", "standard input"], "host 1 (worker-1) came to 'standard input', the others to 'preflight'"),
-        (["standard input", "preflight", "preflight"], "host 0 (worker-0) came to 'standard input'"),
+        (["preflight", "standard input"], "host 1 (worker-1) came to 'standard input', the others to 'preflight'", 1),
+        (["standard input", "preflight", "preflight"], "host 0 (worker-0) came to 'standard input'", 0),
     ],
 )
-def test_hosts_that_ask_different_questions_do_not_wait_for_one_another(asked: list[str], named: str) -> None:
+def test_hosts_that_ask_different_questions_do_not_wait_for_one_another(
+    asked: list[str], named: str, host: int
+) -> None:
     async def scene(peers: list[Peer]) -> None:
         for peer, name in zip(peers, asked, strict=True):
             peer.send("gather", topic=f"{name} 2", value=None)
@@ -306,3 +308,4 @@ def test_hosts_that_ask_different_questions_do_not_wait_for_one_another(asked: l
     assert fault is not None
     assert (fault.kind, fault.code) == ("differ", EXIT_USER_ERROR)
     assert named in fault.describe()
+    assert fault.hosts == (host,)

@@ -223,6 +223,8 @@ def test_a_new_parameter_is_one_field(tmp_path: Path) -> None:
     assert len(found["table"]) == 1
     assert "| yes | `parallel=threshold` | Steps to wait. |" in found["table"][0]
     assert "patience=7" in found["mode"]
+    # The rows' own values, of which the second stands for None.
+    assert found["loop"] == [[7, 0.75, 0.25]] * 2
     assert found["flag error"] == ["--patience requires --parallel=threshold", "patience"]
     assert found["http error"]["param"] == found["body error"]["param"] == "patience"
     assert found["body error"]["message"] == "patience: Input should be less than or equal to 9"

@@ -17,7 +17,7 @@ from launch import plan
 from launch.plans import search
 from runtime.planner.compiled import CompiledPhase
 from runtime.planner.workload import Workload
-from sharding.errors import MeshError
+from sharding.errors import OutOfMemoryError
 from sharding.mesh import MeshSpec
 
 README = Path(__file__).parents[2] / "README.md"
@@ -297,7 +297,7 @@ def test_what_the_compiler_finds_too_large_makes_room_for_the_next(
     def compile_(workload: Workload, spec: MeshSpec, devices: object) -> list[CompiledPhase]:
         tried.append(spec)
         if len(tried) == 1 and refused:
-            raise MeshError("the compiler refuses: Ran out of memory in memory space hbm.\nmuch more")
+            raise OutOfMemoryError("the compiler refuses: Ran out of memory in memory space hbm.\nmuch more")
         return [compiled_with(1 << 40 if len(tried) == 1 else 1 << 30)]
 
     monkeypatch.setattr(search, "compile_workload", compile_)

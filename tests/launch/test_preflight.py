@@ -34,12 +34,13 @@ NAMES = [f"host {number}" for number in range(4)]
 )
 def test_differences(said: list[str], named: list[str]) -> None:
     found = differences([{"jax": one, "same": "x"} for one in said], NAMES)
-    assert [sentence.split(" on ")[1].removesuffix(", and a") for sentence in found] == named
+    assert [one.text.split(" on ")[1].removesuffix(", and a") for one in found] == named
+    assert [", ".join(NAMES[process_index] for process_index in one.hosts) for one in found] == named
 
 
 def test_what_one_host_was_not_given() -> None:
     assert differences([{"--steps": "8"}, {}, {}, {}], NAMES) == [
-        "--steps is 8 on host 0, and (not given) on the others"
+        ("--steps is 8 on host 0, and (not given) on the others", [0])
     ]
 
 
@@ -100,8 +101,9 @@ def test_hosts_agree_on_a_program_before_it_is_compiled() -> None:
 
 
 def test_a_different_program_never_runs() -> None:
-    with pytest.raises(HostsDifferError, match="host 1"):
+    with pytest.raises(HostsDifferError, match="host 1") as found:
         run_program(Pair("another"))
+    assert found.value.hosts == [1]
 
 
 def test_a_host_alone_agrees_with_itself() -> None:

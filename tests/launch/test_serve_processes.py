@@ -197,7 +197,7 @@ def test_two_hosts_and_the_death_of_one(tmp_path: Path, compiled: str) -> None:
 
 @pytest.mark.slow
 def test_a_signal_to_one_host_drains_all(tmp_path: Path, compiled: str) -> None:
-    command = [sys.executable, "-m", "launch.serve", *ARGUMENTS, "--mesh=tensor=2", compiled]
+    command = [sys.executable, "-m", "launch.serve", *ARGUMENTS, "--mesh=tensor=2", "--grace=120", compiled]
     with HostProcesses([command] * 2, tmp_path) as processes:
         url = address(lambda: processes.text("err")[0])
         time.sleep(1.0)  # idle hosts exchange several empty turns
@@ -205,7 +205,7 @@ def test_a_signal_to_one_host_drains_all(tmp_path: Path, compiled: str) -> None:
         wait_for(lambda: any(texts))
         processes.send(1, signal.SIGTERM)
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.join(2 * PATIENCE)
         assert processes.wait(60) == [0, 0], processes.text("err")
     assert all(text.rstrip().endswith("data: [DONE]") for text in texts)
 
@@ -251,9 +251,12 @@ def test_a_signal_while_it_is_compiling(tmp_path: Path) -> None:
         (["--temperature=-1"], "temperature is -1"),
         (["--seed=7"], "--seed: requests set their own"),
         (["--log_probabilities"], "--log_probabilities: requests set their own"),
-        (["--max_steps=32"], "--max_steps=32: by default a block of 512 positions has 64 steps"),
-        (["--parallel=threshold", "--max_steps=64"], "--max_steps=64: by default a block of 512 positions has 512"),
-        (["--mode=parallel=factor", "--max_steps=64"], "--max_steps=64: by default a block of 512 positions has 512"),
+        (["--max_steps=32"], "--max_steps is 32; by default a block of 512 positions has 64 steps"),
+        (["--parallel=threshold", "--max_steps=64"], "--max_steps is 64; by default a block of 512 positions has 512"),
+        (
+            ["--mode=parallel=factor", "--max_steps=64"],
+            "--max_steps is 64; by default a block of 512 positions has 512",
+        ),
         (["--canvas=64"], "--canvas=64 has no room for a prompt beside 64 new tokens"),
         (["--preset=class", "--canvas=256"], "--canvas=256 has no room for a prompt beside 256 new tokens"),
     ],

@@ -71,7 +71,9 @@ def commit_once(
 ) -> np.ndarray:
     """The positions that ``rows`` rows with equal confidences commit: bool ``[rows, S]``."""
     width = len(confidences)
-    program = DenoiseProgram("entropy", rule("entropy"), sample_positions=True, chunk=width)
+    program = DenoiseProgram(
+        algorithm="entropy", sampling=rule("entropy"), sample_positions=True, chunk=width, schedule="linear_time"
+    )
     canvas = np.full((rows, width), MASK, np.int32)
     own = row_seeds(17, rows) if seeds is None else seeds
     request, state = one_block(canvas, own, np.zeros(16, np.float32), 16, step, width, alg_temp)
@@ -126,7 +128,9 @@ def test_positions_are_drawn_anew_in_every_step() -> None:
 def test_origin_commits_each_position_with_the_stated_probability(ratio: float) -> None:
     """Positions are drawn independently: their number per row is binomial, and each is equally likely."""
     rows, width = 20_000, 6
-    program = DenoiseProgram("origin", rule("origin"), sample_positions=False, chunk=width)
+    program = DenoiseProgram(
+        algorithm="origin", sampling=rule("origin"), sample_positions=False, chunk=width, schedule="linear_time"
+    )
     canvas = np.full((rows, width + 2), MASK, np.int32)
     canvas[:, 1] = 3  # not masked
     ratios = np.zeros(16, np.float32)

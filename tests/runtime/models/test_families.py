@@ -45,6 +45,20 @@ def test_published_settings_follow_the_kind_of_checkpoint(name: str, temperature
     assert QWEN2.published_settings(name) == {}
 
 
+def test_published_settings_are_those_of_the_record_alone() -> None:
+    assert DiffusionConfig.published(64) == DiffusionConfig(
+        64, steps=64, algorithm="entropy", temperature=0.2, top_p=0.95, top_k=50, alg_temp=0.0
+    )
+    for family in FAMILIES:
+        if family.objective == "masked_diffusion":
+            found = DiffusionConfig.published_for(family, "", max_new_tokens=64)
+            assert found == DiffusionConfig(64, steps=64, **family.published_settings(""))
+            assert found.algorithm in family.algorithms
+            assert DiffusionConfig.published_for(family, "", steps=3, top_p=0.5).replace(
+                steps=256, top_p=found.top_p
+            ) == (found.replace(max_new_tokens=256, steps=256))
+
+
 def test_a_mask_token_is_the_configurations_or_the_familys() -> None:
     raw = {key: value for key, value in PRESETS["diffucoder-7b"].items() if key != "mask_token_id"}
     with pytest.raises(ConfigError, match='"mask_token_id" is missing'):

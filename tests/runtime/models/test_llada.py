@@ -172,5 +172,5 @@ def test_requests_of_another_family_are_refused() -> None:
         dream.generate_tokens(ids, mask, PLAIN.replace(algorithm="random"))
     with pytest.raises(InputError, match="cfg_scale is not available for dream models"):
         dream.generate_tokens(ids, mask, DiffusionConfig(8, cfg_scale=1.0))
-    published = DiffusionConfig(8, steps=8, algorithm="low_confidence", block_length=32, alg_temp=0.0)
+    published = DiffusionConfig(8, steps=8, algorithm="low_confidence", block_length=32)
     assert engine().published(max_new_tokens=8) == published

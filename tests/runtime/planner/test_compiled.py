@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.planner.compiled import collectives_agree, compile_workload
+from runtime.planner.compiled import collectives_agree, compile_workload, is_out_of_memory
 from runtime.planner.estimate import estimate_workload
 from runtime.planner.presets import preset
 from runtime.planner.workload import Workload
@@ -13,6 +13,19 @@ from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
 
 needs_cuda = pytest.mark.skipif(missing_compiler("gpu") is not None, reason="JAX's CUDA plugin is not installed")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm", True),
+        ("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: out of memory", True),
+        ("UNIMPLEMENTED: this layout in device memory", False),
+    ],
+)
+def test_errors_of_memory(text: str, expected: bool) -> None:
+    assert is_out_of_memory(RuntimeError(text)) == expected
+
 
 # topology, mesh, rows, canvas
 TPU = [

@@ -121,3 +121,21 @@ def test_an_unrolled_windowed_product_is_one_collective(kind: str) -> None:
     # A permutation that belongs to no product stays one.
     permuted = read_collectives(unrolled(kind).replace("dot_general", "roll"))
     assert [one.kind for one in permuted] == ["collective-permute"] * 3
+
+
+def test_the_last_turn_after_a_windowed_loop_is_part_of_it() -> None:
+    piece, pairs = "bf16[4,8]{1,0}", "source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}"
+    text = (
+        f"%windowed_dot_general_body_rs (p: ({piece})) -> ({piece}) {{\n"
+        f"  %p = ({piece}) parameter(0)\n  %s = {piece} get-tuple-element(%p), index=0\n"
+        f"  ROOT %q = {piece} collective-permute(%s), {pairs}\n}}\n"
+        f"%cond (c: ({piece})) -> pred[] {{\n  %c = ({piece}) parameter(0)\n}}\n"
+        f"ENTRY %main (x: {piece}) -> {piece} {{\n"
+        f"  %x = {piece} parameter(0)\n  %t = ({piece}) tuple(%x)\n"
+        f"  %w = ({piece}) while(%t), condition=%cond, body=%windowed_dot_general_body_rs\n"
+        f"  %g = {piece} get-tuple-element(%w), index=0\n"
+        f"  ROOT %last = {piece} collective-permute(%g), {pairs}\n}}\n"
+    )
+    assert [(one.kind, one.payload) for one in read_collectives(text)] == [("reduce-scatter", 4 * 64)]
+    apart = read_collectives(text.replace("collective-permute(%g)", "collective-permute(%x)"))
+    assert [one.kind for one in apart] == ["reduce-scatter", "collective-permute"]

@@ -1,4 +1,4 @@
-"""Measured peak rates of a device, which are the denominators of MFU and MBU."""
+"""The measured roofline of a device: its peak rates, which are the denominators of MFU and MBU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.records import time_alternating
+from runtime.planner import is_out_of_memory
 
 # Calls queued before waiting, so that the host's overhead per call vanishes.
 _QUEUED = 10
@@ -21,8 +22,8 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Ceilings:
-    """Measured rates of one device.
+class Roofline:
+    """The roofline of one device: the peak rates of arithmetic and of memory.
 
     Attributes:
       flops: floating-point operations per second of a large square matrix product.
@@ -33,7 +34,7 @@ class Ceilings:
     bandwidth: float
 
 
-def measure_ceilings(device: Any, dtype: str, repeats: int, matmul_size: int, copy_bytes: int) -> Ceilings:
+def measure_roofline(device: Any, dtype: str, repeats: int, matmul_size: int, copy_bytes: int) -> Roofline:
     """Measure the peak rates of one device.
 
     Args:
@@ -65,9 +66,9 @@ def measure_ceilings(device: Any, dtype: str, repeats: int, matmul_size: int, co
             return run
 
         calls = {"product": queued(lambda: multiply(left, right)), "copy": queued(copy)}
-        # Use the fastest call, because a ceiling is an upper bound.
+        # Use the fastest call, because a roofline is an upper bound.
         best = {name: timing.minimum / 1e3 / _QUEUED for name, timing in time_alternating(calls, repeats).items()}
-    return Ceilings(2.0 * matmul_size**3 / best["product"], 2.0 * copy_bytes / best["copy"])
+    return Roofline(2.0 * matmul_size**3 / best["product"], 2.0 * copy_bytes / best["copy"])
 
 
 def fits_or_none(measure: Callable[[], Result]) -> Result | str:
@@ -75,7 +76,6 @@ def fits_or_none(measure: Callable[[], Result]) -> Result | str:
     try:
         return measure()
     except Exception as error:
-        text = str(error)
-        if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
+        if not is_out_of_memory(error):
             raise
-        return text.split("\n")[0][:200]
+        return str(error).split("\n")[0][:200]

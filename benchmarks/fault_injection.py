@@ -1,6 +1,6 @@
-"""Run ``launch.generate`` with a fault on one host, for :mod:`benchmarks.faults` and tests.
+"""Fault injection: run ``launch.generate`` with a fault on one host, for :mod:`benchmarks.faults` and tests.
 
-python -m benchmarks.faulty --fault=kill --fault_host=1 ...the flags of launch.generate
+python -m benchmarks.fault_injection --fault=kill --fault_host=1 ...the flags of launch.generate
 
 The fault happens between two reports of progress. Immediately before it, the process prints ``FAULT <seconds since
 1970>`` to standard error.

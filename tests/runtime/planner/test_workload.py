@@ -1,0 +1,62 @@
+"""A planned generation is the one that the engine runs: published settings that the model accepts, and their passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from runtime import DiffusionConfig
+from runtime.execution.rows import check_kind
+from runtime.models.config import PublishedSettings
+from runtime.planner.presets import PRESETS, preset
+from runtime.planner.workload import Workload
+from sharding.errors import InputError
+from tests import golden_cases
+
+CACHES = {"bidirectional": ("none", "dual", "prefix"), "block_causal": ("none", "exact"), "causal": ("none",)}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_model_accepts_the_planned_decoding(name: str) -> None:
+    config = preset(name)
+    for cache in CACHES[config.family.attention]:
+        workload = Workload(config, cache=cache)
+        if config.objective == "autoregressive":
+            check_kind(config, workload.sampling())
+            continue
+        planned = workload.decoding()
+        check_kind(config, planned)
+        # Only parallel rules are left out, because what they save depends on the text.
+        changed = {"cache": cache, "parallel": "none", "threshold": 0.9}
+        if cache != "none" or config.family.attention == "block_causal":
+            changed["block_length"] = planned.block_length
+        for parameter, value in (config.family.published_settings("") | changed).items():
+            assert getattr(planned, parameter) == value, parameter
+
+
+def test_the_plan_of_llada_is_its_own_decoding() -> None:
+    workload = Workload(preset("llada-8b"), new_tokens=64, steps=32)
+    assert workload.decoding() == DiffusionConfig(64, steps=32, algorithm="low_confidence", block_length=32)
+    assert workload.masks_of_blocks(512) == [tuple(range(32, 0, -2))] * 2
+
+
+def test_decoding_that_the_model_refuses_cannot_be_planned() -> None:
+    config = preset("llada-8b")
+    wrong = replace(config.family, published=(PublishedSettings("", {"algorithm": "entropy"}),))
+    with pytest.raises(InputError, match="algorithm=entropy is not available for llada models"):
+        Workload(replace(config, family=wrong))
+
+
+@pytest.mark.parametrize("name", ["dream_tiny", "llada_tiny", "sdar_tiny"])
+def test_the_engine_runs_the_planned_passes(name: str) -> None:
+    engine = golden_cases.engine("data=1", golden_cases.FOLDER.parent / name)
+    for new, steps in ((48, 48), (44, 20), (24, 60)):
+        workload = Workload(engine.config, "float32", 1, 8, new, steps)
+        (phase,) = workload.phases(engine.layout, engine.platform)
+        result = engine.generate_tokens(
+            np.full((1, 8), 5, np.int32), config=workload.decoding().replace(suppress_mask=True)
+        )
+        assert result.stats.masks_left == 0
+        assert phase.forwards == result.stats.forwards
