@@ -252,7 +252,7 @@ def attack_server(clients: int, requests: int) -> dict[str, Any]:
         def attack(number: int) -> None:
             while not over.is_set():
                 if _post((host, port), f"127.0.0.{2 + number}", flood) not in (400, 429):
-                    raise RuntimeError("a list of mistakes was taken for a request")
+                    raise RuntimeError("the server accepted an invalid request")
                 sent[number] += 1
 
         threads = [threading.Thread(target=attack, args=(number,), daemon=True) for number in range(clients)]
@@ -290,7 +290,7 @@ def attack_batch(lines: int) -> dict[str, Any]:
             results = output / "results.jsonl"
             while not (results.exists() and results.stat().st_size):
                 if process.poll() is not None:
-                    raise RuntimeError(f"the batch has ended with {process.returncode}")
+                    raise RuntimeError(f"diffumesh batch ended with exit code {process.returncode}")
                 time.sleep(0.05)
             return {"lines": lines, "first_result_seconds": round(time.monotonic() - start, 2)}
         finally:

@@ -80,13 +80,15 @@ def define_flags(values: flags.FlagValues) -> None:
     def integer(name: str, default: int | None, text: str) -> None:
         flags.DEFINE_integer(name, default, text, 1, flag_values=values)
 
-    flags.DEFINE_list("parts", list(PARTS), f"Of {', '.join(PARTS)}.", flag_values=values)
+    flags.DEFINE_list("parts", list(PARTS), f"Which of {', '.join(PARTS)} to run.", flag_values=values)
     flags.DEFINE_enum("dtype", "float32", tuple(TOLERANCE), "Dtype of weights and activations.", flag_values=values)
-    flags.DEFINE_list("batch", ["1", "4"], "Rows.", flag_values=values)
+    flags.DEFINE_list("batch", ["1", "4"], "Numbers of rows.", flag_values=values)
     flags.DEFINE_list("canvas", ["128", "512"], "Positions per row of a diffusion model.", flag_values=values)
     integer("steps", 8, "Denoise steps.")
-    flags.DEFINE_float("top_p", None, "top_p of the confidences; none by default.", 0.0, 1.0, flag_values=values)
-    integer("top_k", None, "top_k of the confidences; all tokens by default.")
+    flags.DEFINE_float(
+        "top_p", None, "Top-p filter before confidences are computed. Default: none.", 0.0, 1.0, flag_values=values
+    )
+    integer("top_k", None, "Top-k filter before confidences are computed. Default: none.")
     flags.DEFINE_list("new_tokens", ["15", "128"], "New tokens of autoregressive generations.", flag_values=values)
     integer("prompt", 16, "Prompt tokens of autoregressive generations.")
     integer("repeats", 5, "Timed calls per comparison.")

@@ -84,7 +84,7 @@ def parses(text: str) -> bool:
 
 
 def statement_lines(body: str) -> int:
-    """Return the lines that are not blank."""
+    """Return the number of lines that are not blank."""
     return sum(bool(line.strip()) for line in body.splitlines())
 
 
@@ -161,7 +161,7 @@ def read_held_out(folder: Path, name: str = SETS["library"]) -> list[dict[str, A
     """
     path = folder / name
     if not path.is_file():
-        raise InputError(f"--checkpoint={folder}: there is no {name} in it, with a prompt and completion a line")
+        raise InputError(f"--checkpoint={folder}: contains no {name} (JSON lines, each with a prompt and a completion)")
     return read_json_lines(path)
 
 

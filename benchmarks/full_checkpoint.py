@@ -214,7 +214,7 @@ def print_phases(results: dict[str, Any], size: int) -> None:
     beyond = restored["load_peak_resident_bytes"] - restored["weight_bytes"]
     print(f"restoring took {beyond / 2**30:.2f} GiB beyond the weights on the devices")
     ratio = results["convert"]["seconds"] / results["copy"]["seconds"]
-    print(f"conversion took {ratio:.2f} times the copy of {size / 1e9:.1f} GB")
+    print(f"conversion took {ratio:.2f} times as long as a copy of {size / 1e9:.1f} GB")
 
 
 def main(values: flags.FlagValues) -> None:

@@ -42,7 +42,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "prompts", str(DEMO / "held_out.jsonl"), "JSONL file with a prompt per line.", flag_values=values
     )
     flags.DEFINE_string("mesh", None, "Mesh, as for diffumesh generate.", flag_values=values)
-    flags.DEFINE_integer("rows", 32, "Prompts.", 1, flag_values=values)
+    flags.DEFINE_integer("rows", 32, "Number of prompts.", 1, flag_values=values)
     flags.DEFINE_integer("slots", 8, "Number of rows on the devices at a time.", 1, flag_values=values)
     flags.DEFINE_integer("max_new_tokens", 64, "Maximum number of new tokens per row.", 1, flag_values=values)
     flags.DEFINE_integer("repeats", 2, "Timed runs per side.", 1, flag_values=values)
@@ -57,7 +57,7 @@ def read_prompts(path: str, count: int) -> list[str]:
     """
     lines = read_json_lines(Path(path))[:count]
     if len(lines) < count:
-        raise InputError(f"--prompts={path}: {len(lines)} lines; --rows={count} wants more")
+        raise InputError(f"--prompts={path}: {len(lines)} lines; --rows={count} needs more")
     return [line["prompt"] for line in lines]
 
 

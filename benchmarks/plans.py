@@ -41,7 +41,7 @@ def define_flags(values: flags.FlagValues) -> None:
     """Define this benchmark's flags."""
     define_record_flags(values)
     values["output_dir"].value = "benchmarks/results/plans"
-    flags.DEFINE_list("only", [], f"Of {', '.join(MACHINES)}. Default: all.", flag_values=values)
+    flags.DEFINE_list("only", [], f"Which of {', '.join(MACHINES)} to plan. Default: all.", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
@@ -67,7 +67,7 @@ def main(values: flags.FlagValues) -> None:
             for one in compiled or ():
                 print(
                     f"{text} {found.spec}: {one.memory_bytes / 1e9:.3f} GB by the compiler, "
-                    f"{found.memory.total / 1e9:.3f} estimated; {1e3 * found.main_phase.seconds:.2f} ms a step",
+                    f"{found.memory.total / 1e9:.3f} estimated; {1e3 * found.main_phase.seconds:.2f} ms per step",
                     flush=True,
                 )
         record = build_record(

@@ -275,8 +275,8 @@ def check_one_host() -> None:
     """
     if (count := this_host().count) > 1:
         raise InputError(
-            f"{count} hosts were started together; this measures one (--num_processes=1), because each would decide by "
-            "its own clock how often a program runs that all must run together"
+            f"{count} hosts were started together; this measures one (--num_processes=1), because hosts would run "
+            "different numbers of timed calls"
         )
 
 

@@ -94,7 +94,7 @@ def fill_tables(text: str, folder: Path) -> str:
             record = read_record(path)
             made = _TABLES[record["benchmark"]](record)
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path}: no record that makes a table ({error!r})") from error
+            raise InputError(f"{path}: not a record that can be shown as a table ({error!r})") from error
         return f"{found[1]}{made}\n{found[3]}"
 
     def summarize(found: re.Match[str]) -> str:

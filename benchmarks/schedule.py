@@ -122,7 +122,7 @@ TARGETS = {
 def define_flags(values: flags.FlagValues) -> None:
     """Define this benchmark's flags."""
     define_record_flags(values)
-    flags.DEFINE_list("only", [], f"Of {', '.join(TARGETS)}. Default: all.", flag_values=values)
+    flags.DEFINE_list("only", [], f"Which of {', '.join(TARGETS)} to compile. Default: all.", flag_values=values)
     flags.DEFINE_string("before", None, "Root of another checkout to compare with.", flag_values=values)
 
 
@@ -228,11 +228,11 @@ def schedule_table(record: Mapping[str, Any]) -> str:
     settings = record["settings"]
     lines += [
         "",
-        f"By the compilers' schedules, milliseconds a pass; nothing ran. TPU: bundles, bytes at "
+        f"By the compilers' schedules, milliseconds per pass; nothing ran. TPU: bundles, bytes at "
         f"{settings['tpu_bandwidth_share']:.0%} of the published bandwidth, collectives that nothing hides. GPU, "
         f"modelled: operations at 790 TF/s or bytes at 4.3 TB/s, "
-        f"and {settings['gpu_launch_microseconds']:g} µs a kernel. "
-        f"{settings['masked_positions']} masked positions a row, published sampling.",
+        f"and {settings['gpu_launch_microseconds']:g} µs per kernel. "
+        f"{settings['masked_positions']} masked positions per row, published sampling.",
     ]
     return "\n".join([*lines, *note_lines(record)])
 

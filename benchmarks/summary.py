@@ -76,7 +76,7 @@ def _measured(read: Read) -> Iterator[tuple[str, str, str]]:
     if (server := read("serve")) is not None and (lone := server["results"].get("lone")):
         each = [row["times_generate"] for row in lone]
         result = f"{min(each):.2f}x to {max(each):.2f}x the time of `engine.generate`"
-        yield "a lone request to the server", result, "`python -m benchmarks.serve --old=DIR`"
+        yield "a single request to the server", result, "`python -m benchmarks.serve --old=DIR`"
 
 
 def _command(record: Record) -> str:

@@ -78,5 +78,5 @@ def time_pass(
         less, passes = list(timings["others"].each), passes - found["others"].stats.forwards
     each = [(one - other) / passes for one, other in zip(whole.each, less, strict=True)]
     if min(each) <= 0:
-        raise NotRunError(f"the machine is too busy to time it: {list(whole.each)} ms in all, {less} ms without it")
+        raise NotRunError(f"the machine is too busy to time it: {list(whole.each)} ms in total, {less} ms without it")
     return TimedPass(Timing.of([one / 1e3 for one in each], [0.0]), passes, found["whole"])

@@ -46,7 +46,7 @@ def torch_device(torch: Any, platform: str) -> str:
     if platform == "gpu" and torch.cuda.is_available():
         return "cuda"
     raise InputError(
-        f"JAX runs on {platform} and PyTorch {torch.__version__} cannot; JAX_PLATFORMS=cpu compares both on the CPU"
+        f"JAX runs on {platform}, and PyTorch {torch.__version__} does not; JAX_PLATFORMS=cpu compares both on the CPU"
     )
 
 
@@ -100,7 +100,7 @@ def _attend_both_ways(torch: Any, model: Any) -> None:
         probe = torch.arange(8, device=model.device)[None]
         changed = torch.where(probe == 7, 9, probe)
         if torch.equal(model(probe).logits[:, 0], model(changed).logits[:, 0]):
-            raise InputError("this version of transformers keeps its causal mask; 5.0 or newer can do without")
+            raise InputError("this version of transformers keeps its causal mask; 5.0 or newer can switch it off")
 
 
 def save_torch_model(model: Any, config: dict[str, Any], folder: Path) -> None:

@@ -27,7 +27,7 @@ from checkpoints.processes import Processes
 from checkpoints.quantized import quantized_tensors
 from checkpoints.source import DTYPES, StoredTensors
 from checkpoints.storage import Storage
-from checkpoints.writing import Cut, Sources, orbax_cuts, write_blocks, write_groups
+from checkpoints.writing import Cut, Sources, orbax_cuts, write_groups, write_parts
 from runtime.models.declarations import ModelLayout
 
 
@@ -161,7 +161,7 @@ class _Conversion:
         if cuts is None:
             arrays = self._weights.child(orbax.TREE)
             return self.processes.agree(
-                lambda: json.dumps(write_blocks(self._sources, arrays, self.processes, progress))
+                lambda: json.dumps(write_parts(self._sources, arrays, self.processes, progress))
             )
         digests = write_groups(self._sources, cuts, self._orbax_path, self.processes, progress)
         return self.processes.agree(lambda: json.dumps(digests))

@@ -31,7 +31,7 @@ QUANTIZATION_KEY = "diffumesh_quantization"
 MAX_SIDE_FILE_BYTES = 64 << 20
 
 # Read from a remote file at a time.
-_FETCHED_BLOCK_BYTES = 16 << 20
+_FETCHED_BYTES = 16 << 20
 # The folder that a conversion gives to Orbax.
 WEIGHTS_FOLDER = "weights"
 # Where Orbax's arrays may be within a folder: as a conversion saves them, or as somebody saved them with Orbax. Orbax
@@ -327,7 +327,7 @@ def _fetch_url(url: str, patterns: Sequence[str]) -> Path:
                 if is_side_file(name) and (size := system.size(remote) or 0) > MAX_SIDE_FILE_BYTES:
                     raise CheckpointError(f"{remote}: {size} bytes are too many for a {name}")
                 with system.open(remote, "rb") as file:
-                    replace_file(target, iter(partial(file.read, _FETCHED_BLOCK_BYTES), b""))
+                    replace_file(target, iter(partial(file.read, _FETCHED_BYTES), b""))
         return cache
     except (OSError, ImportError, ValueError) as error:
         if isinstance(error, CheckpointError):

@@ -23,10 +23,10 @@ class _Quantized:
     def scales(self) -> np.ndarray:
         kept = tuple(place for place in range(len(self.tensor.shape)) if place not in self.contracted)
         largest = np.zeros([self.tensor.shape[place] for place in kept], np.float32)
-        for block in self.tensor.blocks():
-            part = np.abs(self.tensor.read(block).astype(np.float32)).max(axis=self.contracted)
-            where = tuple(block[place] for place in kept)
-            largest[where] = np.maximum(largest[where], part)
+        for part in self.tensor.parts():
+            found = np.abs(self.tensor.read(part).astype(np.float32)).max(axis=self.contracted)
+            where = tuple(part[place] for place in kept)
+            largest[where] = np.maximum(largest[where], found)
         return np.asarray(int8_scales(largest))
 
     def read_scales(self, index: Index) -> np.ndarray:

@@ -16,8 +16,8 @@ import numpy as np
 Index = tuple[slice, ...]
 T = TypeVar("T")
 
-# Small enough that the allocator reuses the memory of one block for the next.
-BLOCK_BYTES = 32 << 20
+# Small enough that the allocator reuses the memory of one part for the next.
+PART_BYTES = 32 << 20
 
 # Dtypes of weights, and of weights and quantized weights.
 DTYPES = ("bfloat16", "float32", "float16")
@@ -48,21 +48,21 @@ class StoredTensor:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def whole(self) -> np.ndarray:
-        """Read all of it in blocks, so that little memory is needed besides the result."""
+        """Read all of it in parts, so that little memory is needed besides the result."""
         out = np.empty(self.shape, self.dtype)
-        for block in self.blocks():
-            out[block] = self.read(block)
+        for part in self.parts():
+            out[part] = self.read(part)
         return out
 
-    def blocks(self, rows: int = 1) -> list[Index]:
+    def parts(self, rows: int = 1) -> list[Index]:
         """Split the tensor into consecutive parts of whole rows.
 
-        Each has about :data:`BLOCK_BYTES`, or more if more rows belong together: the number of rows is a multiple of
+        Each has about :data:`PART_BYTES`, or more if more rows belong together: the number of rows is a multiple of
         ``rows`` and of the tensor's own ``rows``, except in the last part.
         """
         unit = math.lcm(rows, self.rows)
         row_bytes = max(1, self.bytes // self.shape[0])
-        step = max(1, BLOCK_BYTES // (unit * row_bytes)) * unit
+        step = max(1, PART_BYTES // (unit * row_bytes)) * unit
         rest = tuple(slice(0, size) for size in self.shape[1:])
         return [(slice(first, min(first + step, self.shape[0])), *rest) for first in range(0, self.shape[0], step)]
 

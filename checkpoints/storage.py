@@ -23,7 +23,7 @@ from checkpoints.errors import CheckpointError
 # Schemes of URLs that TensorStore reads and writes.
 STORAGE_SCHEMES = ("gs", "s3", "file")
 
-_BLOCK_BYTES = 4 << 20
+_BUFFER_BYTES = 4 << 20
 
 # Requests to a server that does not answer fail after about half a minute.
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
@@ -107,14 +107,14 @@ class Storage:
         """
         state, size = xxhash.xxh3_128(), 0
         try:
-            for block in self._blocks(name):
-                state.update(block)
-                size += len(block)
+            for buffer in self._buffers(name):
+                state.update(buffer)
+                size += len(buffer)
         except OSError as error:
             raise CheckpointError(f"{self.place}/{name}: cannot be read ({error.strerror or error})") from error
         return size, state.hexdigest()
 
-    def _blocks(self, name: str) -> Iterator[bytes]:
+    def _buffers(self, name: str) -> Iterator[bytes]:
         if self.spec["driver"] != "file":
             data = self.read(name)
             if data is None:
@@ -122,8 +122,8 @@ class Storage:
             yield data
             return
         with open(f"{self.spec['path']}{name}", "rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                yield block
+            while buffer := file.read(_BUFFER_BYTES):
+                yield buffer
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file. It is complete and durable when this returns.

@@ -51,12 +51,12 @@ def write_manifest(folder: CheckpointFolder, layout: ModelLayout, *, progress: P
 def _digest_tensors(
     found: StoredTensors, cuts: dict[str, tuple[int, ...]], progress: Progress | None
 ) -> dict[str, TensorEntry]:
-    blocks = [(name, block) for name in found.by_name for block in found[name].blocks()]
+    parts = [(name, part) for name in found.by_name for part in found[name].parts()]
     entries: dict[str, TensorEntry] = {}
     done = 0
-    reads = (partial(found[name].read, block) for name, block in blocks)
-    for (name, block), data in zip(blocks, read_ahead(reads), strict=True):
-        shape, row = found[name].shape, block[0]
+    reads = (partial(found[name].read, part) for name, part in parts)
+    for (name, part), data in zip(parts, read_ahead(reads), strict=True):
+        shape, row = found[name].shape, part[0]
         if row.start == 0:
             digester = Digester(shape, str(data.dtype), cuts[name])
         digester.update(data)
@@ -85,10 +85,10 @@ def verify(folder: CheckpointFolder, *, progress: Progress | None = None) -> int
             f"{folder.place}: there is no manifest to verify against; --write_manifest writes it"
         )
     found = open_tensors(folder)
-    blocks = [(name, block) for name in found.by_name for block in found[name].blocks()]
+    parts = [(name, part) for name in found.by_name for part in found[name].parts()]
     wrong = NonFinite()
     done = 0
-    for data in read_ahead((partial(_read, found, name, block, wrong) for name, block in blocks), _READERS):
+    for data in read_ahead((partial(_read, found, name, part, wrong) for name, part in parts), _READERS):
         done += data.nbytes
         if progress is not None:
             progress(done, found.bytes)
@@ -98,8 +98,8 @@ def verify(folder: CheckpointFolder, *, progress: Progress | None = None) -> int
     return done
 
 
-def _read(found: StoredTensors, name: str, block: Index, wrong: NonFinite) -> np.ndarray:
-    data = found[name].read(block)
+def _read(found: StoredTensors, name: str, part: Index, wrong: NonFinite) -> np.ndarray:
+    data = found[name].read(part)
     wrong.count(name, data)
     return data
 

@@ -1,4 +1,4 @@
-"""Writes and digests the tensors of a conversion, with Orbax in groups or with TensorStore in blocks.
+"""Writes and digests the tensors of a conversion, with Orbax in groups or with TensorStore in parts.
 
 Both store the tensors by name in an Orbax checkpoint, in chunks that make up the chunks of the digests, and return
 the digests of the chunks that this process read. :func:`orbax_cuts` tells whether Orbax can.
@@ -213,8 +213,8 @@ def _read_part(sources: Sources, name: str, cut: Cut, owner: int, wrong: NonFini
     low, high = min(start for start, _, _ in ranges), max(stop for _, stop, _ in ranges)
     index = tuple(slice(low, high) if axis == cut.axis else slice(0, size) for axis, size in enumerate(shape))
     data = np.empty([part.stop - part.start for part in index], sources.entries[name].dtype)
-    for block in sources.found[name].blocks():
-        rows = slice(max(block[0].start, index[0].start), min(block[0].stop, index[0].stop))
+    for part in sources.found[name].parts():
+        rows = slice(max(part[0].start, index[0].start), min(part[0].stop, index[0].stop))
         if rows.start < rows.stop:
             data[rows.start - index[0].start : rows.stop - index[0].start] = sources.read(
                 name, (rows, *index[1:]), wrong
@@ -222,8 +222,8 @@ def _read_part(sources: Sources, name: str, cut: Cut, owner: int, wrong: NonFini
     return _Part(shape, sharding, tuple(part.start for part in index), data)
 
 
-def write_blocks(sources: Sources, arrays: Storage, processes: Processes, progress: Progress | None) -> Digests:
-    """Write this process's share of the tensors with TensorStore, a block at a time.
+def write_parts(sources: Sources, arrays: Storage, processes: Processes, progress: Progress | None) -> Digests:
+    """Write this process's share of the tensors with TensorStore, a part at a time.
 
     Reading, digesting and writing overlap.
 
@@ -239,21 +239,21 @@ def write_blocks(sources: Sources, arrays: Storage, processes: Processes, progre
     wrong, digests = NonFinite(), Digests()
     sizes = sources.sizes()
     names = processes.share(sizes)
-    described, blocks = {}, []
+    described, parts = {}, []
     for name in names:
         entry = sources.entries[name]
         chunk = storage_chunk(entry.chunk_shape, np.dtype(entry.dtype).itemsize)
         described[name] = (entry.shape, entry.dtype, chunk)
-        blocks += [(name, block) for block in sources.found[name].blocks(chunk[0])]
+        parts += [(name, part) for part in sources.found[name].parts(chunk[0])]
     done, total = 0, sum(sizes[name] for name in names)
     with ArrayWriter(arrays, processes.index) as writer:
         targets = writer.create(described)
-        reads = (partial(sources.read, name, block, wrong) for name, block in blocks)
-        for (name, block), data in zip(blocks, read_ahead(reads), strict=True):
-            entry, row = sources.entries[name], block[0]
+        reads = (partial(sources.read, name, part, wrong) for name, part in parts)
+        for (name, part), data in zip(parts, read_ahead(reads), strict=True):
+            entry, row = sources.entries[name], part[0]
             if row.start == 0:
                 digester = Digester(entry.shape, entry.dtype, entry.grid)
-            writer.write(targets[name], block, data)
+            writer.write(targets[name], part, data)
             digester.update(data)
             if row.stop == entry.shape[0]:
                 digests[name] = dict(enumerate(digester.entry.digests))

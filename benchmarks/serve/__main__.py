@@ -9,13 +9,14 @@ Both servers run the same checkpoint (by default the demo) with default flags an
 its own compile cache. The lengths of prompts (20 to 200 tokens) and answers (8 to 256) are log-normal, and all fit the
 default canvas. Requests turn early stop off, so every answer has the requested length on both sides.
 
-Sections: ``starts`` (programs and seconds to ready, with a cold and a warm cache, and lone requests right after ready),
-``lone`` (time to the last token beside ``engine.generate``, taking turns), ``first_text``, ``capacity`` (requests a
-second while more wait than there are slots), ``same_arrivals`` (Poisson arrivals at 30 % of the old capacity, for both
-servers in turns), ``one_at_a_time`` (the requests of the loads through ``engine.generate``), ``loads`` (Poisson
-arrivals at 30, 60 and 90 % of this server's capacity), ``batch`` (``diffumesh batch`` against its useful work at the
-best measured rate). :mod:`benchmarks.serve.sections` defines them exactly. The older server takes up to a
-minute for a request, so it gets fewer of them: two lone ones, 60 Poisson arrivals, and those for its capacity.
+Sections: ``starts`` (programs and seconds to ready, with a cold and a warm cache, and single requests right after
+ready), ``lone`` (time to the last token beside ``engine.generate``, taking turns), ``first_text``, ``capacity``
+(requests per second while more wait than there are slots), ``same_arrivals`` (Poisson arrivals at 30 % of the old
+capacity, for both servers in turns), ``one_at_a_time`` (the requests of the loads through ``engine.generate``),
+``loads`` (Poisson arrivals at 30, 60 and 90 % of this server's capacity), ``batch`` (``diffumesh batch`` against its
+useful work at the best measured rate). :mod:`benchmarks.serve.sections` defines them exactly. The older server takes up
+to a minute for a request, so it gets fewer of them: two single requests, 60 Poisson arrivals, and those for its
+capacity.
 
 The record benchmarks/results/serve.json is written after each section, and plots are drawn at the end. Its
 ``acceptance`` has a row for each expectation, with the measured value, the goal, and whether it is met.
@@ -101,7 +102,7 @@ class Subject:
       values: the flags.
       sizes: numbers of requests and their lengths.
       asks: the requests of the loads.
-      lone: lone requests, of different lengths.
+      lone: single requests, of different lengths.
       batch: the requests of the batch.
       tokenizer: the checkpoint's tokenizer.
       checkouts: the older checkout, if there is one, and this one.
@@ -275,7 +276,7 @@ def read_key(path: str | None) -> str | None:
     try:
         return Path(path).read_text(encoding="ascii").split()[0]
     except (OSError, ValueError, IndexError) as error:
-        raise InputError(f"--api_key_file={path}: no key in it ({error})") from error
+        raise InputError(f"--api_key_file={path}: contains no key ({error})") from error
 
 
 def ratios(results: dict[str, Any]) -> dict[str, Any]:

@@ -54,11 +54,11 @@ def acceptance(results: dict[str, Any], ratios: dict[str, Any]) -> list[dict[str
 
 def _rows(results: dict[str, Any], ratios: dict[str, Any]) -> Iterator[Row]:
     if "lone" in results:
-        what = "slowest lone request after all programs are compiled: time to the last token / engine.generate"
+        what = "slowest single request after all programs are compiled: time to the last token / engine.generate"
         yield Row.at_most(what, ratios["slowest_lone_times_generate"], _TIMES_GENERATE)
         yield Row("the same for a streamed request", max(row["streamed_times_generate"] for row in results["lone"]))
     if "lone_from_ready_times_generate" in ratios:
-        what = "slowest lone request right after ready, with a warm cache: time to the last token / engine.generate"
+        what = "slowest single request right after ready, with a warm cache: time to the last token / engine.generate"
         yield Row.at_most(what, max(map(max, ratios["lone_from_ready_times_generate"].values())), _TIMES_GENERATE)
     for row in results.get("first_text", ()):
         if row["server"] == "new" and row["block_length"] == 1:

@@ -33,7 +33,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def draw_lone(results: dict[str, Any], axes: Any) -> None:
-    """Draw the time to the last token of a lone request over its number of new tokens."""
+    """Draw the time to the last token of a single request over its number of new tokens."""
     names = {"generate": "engine.generate", "new": "server", "streamed": "server, streamed", "old": "older server"}
     for name, label in names.items():
         rows = [row for row in results["lone"] if f"{name}_ms" in row]

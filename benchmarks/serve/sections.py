@@ -93,7 +93,7 @@ def measure_starts(
 ) -> dict[str, Any]:
     """Measure starts of each server: one with an empty compile cache, then with the cache that it filled.
 
-    This checkout's server is started ``starts`` times with the warm cache. It gets lone requests once it is ready,
+    This checkout's server is started ``starts`` times with the warm cache. It gets single requests once it is ready,
     while it still reads other programs from the cache.
     """
     found: dict[str, Any] = {one.name: {"cold": None, "warm": []} for one in checkouts}
@@ -119,7 +119,7 @@ def measure_starts(
 def measure_lone(
     servers: Mapping[str, Server], loop: GenerateLoop, asks: Sequence[Ask], sizes: Sizes
 ) -> list[dict[str, Any]]:
-    """Measure the time to the last token of lone requests, alternating with ``engine.generate`` for the same row.
+    """Measure the time to the last token of single requests, alternating with ``engine.generate`` for the same row.
 
     This checkout's server answers each request without streaming, which is compared, and with it. The older server
     gets only the requests of ``sizes.old_lone``, once each, because each takes up to a minute.
@@ -165,7 +165,7 @@ def measure_lone(
 
 
 def measure_first_text(servers: Mapping[str, Server], ask: Ask) -> list[dict[str, Any]]:
-    """Measure when the first text of a lone stream arrives.
+    """Measure when the first text of a single stream arrives.
 
     With blocks of one position, each forward pass commits the next position. The number of tokens on the first streamed
     canvas is then the number of iterations until the first text. With longer blocks, the model chooses the order.

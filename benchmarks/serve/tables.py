@@ -48,7 +48,7 @@ def acceptance_table(results: dict[str, Any]) -> str:
 
 
 def lone_table(results: dict[str, Any]) -> str:
-    """Return the table of lone requests: the server compared with ``engine.generate``."""
+    """Return the table of single requests: the server compared with ``engine.generate``."""
     from_ready = results.get("ratios", {}).get("lone_from_ready_times_generate", {})
     rows = []
     for row in results["lone"]:

@@ -51,9 +51,9 @@ class Sizes:
       users: number of open requests that saturate a server; more than it has slots.
       saturated, old_saturated: number of answers that count for the capacity, after the first ``users`` answers.
       shares: loads of this server, as shares of its capacity.
-      lone: numbers of new tokens of lone requests.
+      lone: numbers of new tokens of single requests.
       old_lone: those of them that the older server gets too, once each.
-      repeats: number of times that each lone request is sent.
+      repeats: number of times that each single request is sent.
       starts: number of starts with a warm cache.
       batch: number of prompts in the batch.
       rate_rows, rate_canvases: shapes whose rates are measured.

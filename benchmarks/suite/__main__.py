@@ -55,22 +55,31 @@ def define_flags(values: flags.FlagValues) -> None:
     define_record_flags(values)
     define_profiling_flags(values)
     define_subject_flags(values)
-    flags.DEFINE_list("lengths", ["128", "256", "512", "1024", "2048"], "Of forward passes.", flag_values=values)
-    flags.DEFINE_list("batches", ["1", "2", "4", "8", "16", "32"], "Rows.", flag_values=values)
+    flags.DEFINE_list(
+        "lengths", ["128", "256", "512", "1024", "2048"], "Numbers of positions of forward passes.", flag_values=values
+    )
+    flags.DEFINE_list("batches", ["1", "2", "4", "8", "16", "32"], "Numbers of rows.", flag_values=values)
     shapes = ["1x128", "1x512", "1x1024", "4x512", "8x512", "8x1024"]
     flags.DEFINE_list("steps", shapes, "Rows and canvas of denoise steps.", flag_values=values)
-    flags.DEFINE_integer("trials", 5, "Timed calls per row.", 2, 1000, flag_values=values)
-    flags.DEFINE_float("row_seconds", 60.0, "Maximum expected time per row.", 0.1, flag_values=values)
+    flags.DEFINE_integer("trials", 5, "Timed calls per measurement.", 2, 1000, flag_values=values)
     flags.DEFINE_float(
-        "budget", None, "Seconds after which no row is started. Default: no limit.", 1.0, flag_values=values
+        "row_seconds",
+        60.0,
+        "Skip measurements that are expected to take longer than this many seconds.",
+        0.1,
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "budget", None, "Seconds after which no measurement is started. Default: no limit.", 1.0, flag_values=values
     )
     for name, sizes in (("matmul_size", MATMUL_SIZE), ("copy_bytes", COPY_BYTES)):
-        text = f"Of the roofline. Default: {', '.join(f'{size} on {platform}' for platform, size in sizes.items())}."
+        default = ", ".join(f"{size} on {platform}" for platform, size in sizes.items())
+        text = f"Size with which peak rates are measured. Default: {default}."
         flags.DEFINE_integer(name, None, text, 64, flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
-    """Measure, print a line per row, and write the record."""
+    """Print a line per measurement, and write the record."""
     lengths, batches = integers("lengths", values.lengths), integers("batches", values.batches)
     shapes = read_shapes(values.steps)
     check_one_host()
@@ -98,7 +107,7 @@ def main(values: flags.FlagValues) -> None:
         if engine is None and isinstance(error, Exception):
             accepted = not_loaded(error)
         notes.append(f"cut short by {type(error).__name__}: {str(error)[:200]}")
-        print(f"cut short; {name}.json, where there is one, stays as it is")
+        print(f"cut short; {name}.json is not replaced")
         name += "_cut_short"
         raise
     finally:
@@ -112,11 +121,13 @@ def main(values: flags.FlagValues) -> None:
         )
         print(f"written: {write_record(record, values.output_dir, name)}")
     if sheet.failures:
-        raise RuntimeError(f"{sheet.failures} rows or items failed; see the record, and the errors above")
+        raise RuntimeError(
+            f"{sheet.failures} measurements or acceptance items failed; see the record and the errors above"
+        )
 
 
 def roofline_of(sheet: Sheet, values: flags.FlagValues, device: Any, dtype: str) -> Roofline:
-    """Measure the peak rates of a device, with a row for each.
+    """Measure the peak rates of a device, and add them to the sheet.
 
     Raises:
       InputError: its memory is too small beside the weights.
@@ -127,7 +138,7 @@ def roofline_of(sheet: Sheet, values: flags.FlagValues, device: Any, dtype: str)
     if isinstance(found, str):
         raise InputError(
             f"no memory beside the weights for --matmul_size={matmul_size} and --copy_bytes={copied}; give smaller "
-            f"ones: every other row is foreseen and judged by these rates ({found})"
+            f"ones: all other measurements are planned with these rates ({found})"
         )
     sheet.value("ceilings", "matrix product, one device", found.flops / 1e12, "TFLOP/s")
     sheet.value("ceilings", "copy, one device", found.bandwidth / 1e9, "GB/s")

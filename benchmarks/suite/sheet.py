@@ -25,7 +25,7 @@ class Row:
       section: section of the table.
       name: the measurement.
       unit: unit of the four numbers.
-      mean, deviation, minimum, maximum: over the trials; None if the row was not run.
+      mean, deviation, minimum, maximum: over the trials; None if it was not run.
       trials: number of trials.
       facts: other facts, such as rates, counts and shapes.
       not_run: why it was not.
@@ -55,9 +55,9 @@ class Sheet:
         """Create an empty sheet.
 
         Args:
-          trials: timed calls per row, if there is time for them.
-          row_seconds: largest time of a row; a row is not run if two calls would take longer.
-          budget: seconds for all rows together; None for no limit.
+          trials: timed calls per measurement, if there is time for them.
+          row_seconds: largest time of a measurement; it is not run if two calls would take longer.
+          budget: seconds for all measurements together; None for no limit.
         """
         self.rows: list[Row] = []
         self.failures = 0
@@ -65,17 +65,17 @@ class Sheet:
         self._start = time.perf_counter()
 
     def find(self, name: str) -> Row | None:
-        """Return the row of this name, if it was measured."""
+        """Return the measurement of this name, if it was run."""
         return next((row for row in self.rows if row.name == name and row.not_run is None), None)
 
     def value(self, section: str, name: str, number: float, unit: str, facts: Mapping[str, Any] | None = None) -> None:
-        """Add a row with one number."""
+        """Add a measurement with one number."""
         self.values(section, name, [number], unit, facts)
 
     def values(
         self, section: str, name: str, numbers: Sequence[float], unit: str, facts: Mapping[str, Any] | None = None
     ) -> None:
-        """Add a line to the table: mean, deviation and bounds of ``numbers``, which has one number per trial."""
+        """Add a measurement: mean, deviation and bounds of ``numbers``, which has one number per trial."""
         deviation = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
         mean, deviation, low, high = (
             round(one, 4) for one in (statistics.mean(numbers), deviation, min(numbers), max(numbers))
@@ -83,7 +83,7 @@ class Sheet:
         self.add(Row(section, name, unit, mean, deviation, low, high, len(numbers), dict(facts or {})))
 
     def timing(self, section: str, name: str, timing: Timing, facts: Mapping[str, Any]) -> None:
-        """Add a row of timed calls or passes."""
+        """Add a measurement of timed calls or passes."""
         self.add(
             Row(
                 section, name, "ms", timing.mean, timing.deviation, timing.minimum, timing.maximum, timing.repeats,
@@ -92,7 +92,7 @@ class Sheet:
         )  # fmt: skip
 
     def leave_out(self, section: str, name: str, why: str) -> None:
-        """Add a row that is not run."""
+        """Add a measurement that is not run."""
         self.add(Row(section, name, not_run=why))
 
     def measure(
@@ -105,7 +105,7 @@ class Sheet:
         seconds: float = 0.0,
         warmup: int = 1,
     ) -> None:
-        """Time calls and add a row.
+        """Time calls and add a measurement.
 
         Args:
           section: see :class:`Row`.
@@ -133,11 +133,13 @@ class Sheet:
         if seconds > 0:
             trials = min(trials, int(self._row_seconds / seconds) - warmup)
         if trials < 2:
-            raise NotRunError(f"some {seconds:.0f} s a call here, by the measured roofline; --row_seconds allows more")
+            raise NotRunError(
+                f"estimated at {seconds:.0f} s per call from the measured peak rates; --row_seconds allows more"
+            )
         return trials
 
     def attempt(self, section: str, name: str, work: Callable[[], None]) -> None:
-        """Call ``work``, which adds a row. If time or :meth:`tried` prevent it, add a row with the reason."""
+        """Call ``work``, which adds a measurement. If time or :meth:`tried` prevent it, add the reason."""
         spent = time.perf_counter() - self._start
         if self._budget is not None and spent > self._budget:
             self.leave_out(section, name, f"the budget of {self._budget:.0f} s was used up")
@@ -164,7 +166,7 @@ class Sheet:
         return [asdict(row) for row in self.rows]
 
     def add(self, row: Row) -> None:
-        """Add a row and print it."""
+        """Add a measurement and print it."""
         self.rows.append(row)
         if row.not_run is not None:
             print(f"{row.section}: {row.name}: not run, {row.not_run}", flush=True)

@@ -100,7 +100,7 @@ def measure_files(sheet: Sheet, values: flags.FlagValues) -> None:
     def work() -> None:
         folder = open_folder(values.checkpoint)
         if folder.is_orbax:
-            raise NotRunError("it is canonical")
+            raise NotRunError("the checkpoint is canonical already")
         layout = model_layout(parse_config(folder.config))
         size = open_tensors(folder).bytes
         seconds: list[float] = []
@@ -108,7 +108,7 @@ def measure_files(sheet: Sheet, values: flags.FlagValues) -> None:
             with tempfile.TemporaryDirectory() as place:
                 free = shutil.disk_usage(place).free
                 if free < 1.2 * size:
-                    raise NotRunError(f"{place} has {free / 1e9:.1f} GB for {size / 1e9:.1f}")
+                    raise NotRunError(f"{place} has {free / 1e9:.1f} GB free; {1.2 * size / 1e9:.1f} GB are needed")
                 output = FolderOutput(Path(place) / "converted")
                 output.prepare(overwrite=False)
                 start = time.perf_counter()

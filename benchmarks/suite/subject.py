@@ -50,13 +50,13 @@ def check_subject(values: flags.FlagValues) -> None:
       InputError: the flags name two models.
     """
     if values.random is not None and values.checkpoint is not None:
-        raise InputError("--checkpoint and --random exclude one another")
+        raise InputError("--checkpoint and --random cannot be combined")
     if values.random is None and values.checkpoint is None:
         values.checkpoint = str(DEMO)
     if values.random is None:
         sizes = [name for name in model_size_flags() if values[name].value is not None]
         if sizes:
-            raise InputError(f"--{sizes[0]} goes with --random; a checkpoint has its sizes")
+            raise InputError(f"--{sizes[0]} requires --random; a checkpoint has its own sizes")
     import jax
 
     if DEVICES[values.device] is not None and values.devices is None:
@@ -213,7 +213,7 @@ class Subject:
           section: see :class:`Row`.
           name: see :class:`Row`.
           engine: the engine that generates.
-          prepare: makes the workload and the requests that :func:`benchmarks.timed_passes.time_pass` wants. It may
+          prepare: makes the workload and the requests that :func:`benchmarks.timed_passes.time_pass` takes. It may
             raise :class:`InputError`.
           facts: further facts of the row.
           seconds: expected seconds of one turn of the requests.

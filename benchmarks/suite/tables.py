@@ -14,7 +14,7 @@ _FACTS = {
     "tokens_per_second": "{} tokens/s",
     "canvas_tokens_per_second": "{} canvas tokens/s",
     "forwards": "{} forwards",
-    "tokens_per_forward": "{} tokens a forward",
+    "tokens_per_forward": "{} tokens per forward",
     "mfu": "MFU {:.1%}",
     "mbu": "MBU {:.1%}",
     "window": "a window of {}",
@@ -27,7 +27,7 @@ _FACTS = {
     "parameters": "{:,} parameters",
     "first": "the first {} s",
     "one_trial": "one trial: {}",
-    "gigabytes_per_device": "{} GB a device",
+    "gigabytes_per_device": "{} GB per device",
     "peak": "peak {} GB",
 }
 

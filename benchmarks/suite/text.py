@@ -62,7 +62,7 @@ def coherence(subject: Subject) -> dict[str, Any]:
       NotRunError: the weights are random, or there is no tokenizer.
     """
     if subject.values.random is not None:
-        raise NotRunError("random weights write nothing coherent")
+        raise NotRunError("random weights produce no coherent text")
     engine = subject.engine
     request = request_of(engine.config, _NEW_TOKENS, _NEW_TOKENS)
     completions = engine.generate(PROMPTS, request)

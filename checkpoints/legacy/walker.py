@@ -206,7 +206,7 @@ class _Walker:
     def set_items(self, values: list[object]) -> None:
         target = self.top()
         if not isinstance(target, Dict) or target.is_used:
-            self.fail("SETITEMS on something other than a new dict")
+            self.fail("SETITEMS on a value that is not a new dict")
         if len(values) % 2:
             self.fail("a key without a value", "the file is damaged")
         for key, value in zip(values[::2], values[1::2], strict=True):

@@ -139,7 +139,7 @@ class RowView:
         if first_new is not None:
             top = min(max(top, first_new - inner + 1), first_new)
         self.top = top
-        top, bottom = window(len(every), height, top)
+        top, bottom = visible_lines(len(every), height, top)
         lines = [as_text(line) for line in every[top:bottom]]
         if height >= 3 and top:
             lines.insert(0, cut_mark(top, "above"))
@@ -148,7 +148,7 @@ class RowView:
         return lines
 
 
-def window(total: int, height: int, top: int) -> tuple[int, int]:
+def visible_lines(total: int, height: int, top: int) -> tuple[int, int]:
     """The range of ``total`` lines to show in ``height``, starting at ``top``: the first, and one after the last.
 
     With a height of 3 or more, one line is left free on each side on which lines are cut.

@@ -247,11 +247,14 @@ def start_devices(values: flags.FlagValues, inputs: Mapping[str, str] | None = N
       inputs: digests of the inputs by name; they must be the same on all hosts.
 
     Raises:
-      InputError: hosts differ.
+      InputError: hosts differ, or jit is disabled.
     """
     import jax
 
     from launch.hosts import preflight
+
+    if jax.config.values["jax_disable_jit"]:
+        raise InputError("JAX_DISABLE_JIT is set, but programs are compiled ahead of time: unset it")
 
     if values.devices is not None:
         jax.config.update("jax_platforms", "cpu")

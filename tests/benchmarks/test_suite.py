@@ -283,7 +283,7 @@ def test_a_model_that_does_not_load_is_said_in_the_list(
     assert str(error) in items[0]["why"]
     assert "not loaded" in suite_tables(found)
     assert "- [ ] loads without error: " in suite_tables(found)
-    assert "suite_cpu.json, where there is one, stays as it is" in capsys.readouterr().out
+    assert "suite_cpu.json is not replaced" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("module", [suite, scaling])
@@ -324,8 +324,8 @@ def test_what_could_not_be_written_is_said_before_the_work(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--random=mid-size", "--checkpoint=x"], "exclude one another"),
-        (["--layers=2"], "--layers goes with --random"),
+        (["--random=mid-size", "--checkpoint=x"], "cannot be combined"),
+        (["--layers=2"], "--layers requires --random"),
         (["--lengths=a"], "expected positive integers"),
         (["--steps=8"], "such as 8x1024"),
         (["--random=none"], "--random"),

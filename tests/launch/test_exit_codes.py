@@ -50,6 +50,14 @@ def test_messages_show_no_control_characters(capsys: pytest.CaptureFixture[str])
     assert ends(InputError("a\x1b[2Jb"), capsys) == (2, "error: a\\x1b[2Jb\n")
 
 
+def test_jit_that_is_disabled() -> None:
+    command = [sys.executable, "-m", "launch.main", "generate", "--prompt=x", "--max_new_tokens=4"]
+    env = os.environ | {"JAX_DISABLE_JIT": "1", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: JAX_DISABLE_JIT is set")
+
+
 PRINTS = """
 from launch.process.startup import run_launcher
 run_launcher(lambda values: print("result" * {count}), lambda values: None, "help", {arguments})

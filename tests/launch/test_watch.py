@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from launch.display.watch import COMPILING, MASK, NEW_STYLE, CanvasWatcher, RowView, WatchToken, fold, printable, window
+from launch.display.watch import (
+    COMPILING,
+    MASK,
+    NEW_STYLE,
+    CanvasWatcher,
+    RowView,
+    WatchToken,
+    fold,
+    printable,
+    visible_lines,
+)
 
 SHOW_CURSOR = "\x1b[?25h"
 HIDE_CURSOR = "\x1b[?25l"
@@ -207,7 +217,7 @@ def test_the_window_stays_where_it_is_when_nothing_asks_it_to_move():
     lines = view.lines([("l\n", "generated")] * 20 + masks(1) + [("\nl", "prompt")] * 19, 20, 10, False)
     assert view.top == 17
     assert [lines[0].plain, lines[-1].plain] == ["  17 more lines above", "  15 more lines below"]
-    assert window(40, 10, 17) == (17, 25)
+    assert visible_lines(40, 10, 17) == (17, 25)
 
 
 @pytest.mark.parametrize("height", range(4, 30))
