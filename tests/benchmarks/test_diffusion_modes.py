@@ -153,7 +153,7 @@ def test_cells_of_the_table() -> None:
     [
         ("--checkpoint=/nowhere", "held_out.jsonl"),
         ("--modes=exact,warp", "warp"),
-        ("--new_tokens=40", "multiple of 32"),
+        ("--new_tokens=40", "a multiple of its blocks of 32"),
         ("--plot=/dev/null/speed.png", "not a folder"),
     ],
 )

@@ -237,7 +237,7 @@ def flags_of(*arguments: str) -> flags.FlagValues:
         ("--sections=lone,speed", "--sections=speed: expected some of starts, lone"),
         ("--old=/nowhere", "--old=/nowhere: not the root of a checkout"),
         ("--prompts=/nowhere", "--prompts=/nowhere: cannot be read"),
-        ("--api_key_file=/nowhere", "--api_key_file=/nowhere: no key"),
+        ("--api_key_file=/nowhere", "--api_key_file=/nowhere: contains no key"),
     ],
 )
 def test_wrong_flags(tmp_path: Path, argument: str, said: str) -> None:
