@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from runtime.models.costs import LiveArrays
 from runtime.models.declarations import ModelLayout
 from runtime.models.kv_cache import cache_bytes_per_device
+from runtime.models.splash_blocks import splash_running_sums
 from runtime.models.xla_attention import query_block
 
 _FLOAT = 4
@@ -179,7 +180,7 @@ def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> 
             # of the MLP that do not fit on the chip.
             arrays = [residuals(3), *(one for one in mlp if one[2] > device.fast_memory_bytes)]
             if not device.fast_memory_bytes:
-                arrays += _live(cost.live_in_attention, positions, item, _FEWER_POSITIONS)
+                arrays += _attention_operands(layout, item, shape)
         elif _bytes(mlp) >= residual:
             # The peak is in the MLP, with its operands, or after it, with residuals only.
             arrays = [residuals(2), *mlp]
@@ -192,6 +193,16 @@ def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> 
         if _bytes(attention[1:]) > _bytes(arrays):
             arrays = attention
     return _outside_fast_memory(arrays, device)
+
+
+def _attention_operands(layout: ModelLayout, item: int, shape: PassShape) -> list[_Arrays]:
+    """Return the arrays that attention reads and, for splash attention, its running sums."""
+    arrays = _live(layout.layer_cost.live_in_attention, shape.rows * shape.positions, item, _FEWER_POSITIONS)
+    if shape.attention == "splash":
+        heads, head_dim = layout.size_per_device("kv_heads"), layout.config.head_dim
+        size = splash_running_sums(shape.rows, heads, shape.positions, head_dim)
+        arrays.append(("running sums of attention", 1, size, "fewer rows, a larger data axis"))
+    return arrays
 
 
 def _scores(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> list[_Arrays]:

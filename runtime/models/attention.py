@@ -14,20 +14,13 @@ from jax.sharding import PartitionSpec
 
 from runtime.models.declarations import ModelLayout
 from runtime.models.masks import AttentionMask
+from runtime.models.splash_blocks import LANES, splash_fits
 from runtime.models.xla_attention import xla_attention
 from sharding.errors import InputError
 
 Array = jax.Array
 Implementation = Literal["auto", "xla", "cudnn", "splash"]
 ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
-
-# Splash attention processes blocks of this many positions, which is also the width of a TPU's vector lanes.
-SPLASH_BLOCK = 128
-
-
-def splash_fits(head_dim: int, positions: int, sequence: int) -> bool:
-    """Return whether the splash kernel's blocks divide every canvas shard and the head dimension."""
-    return head_dim % SPLASH_BLOCK == 0 and positions % (SPLASH_BLOCK * sequence) == 0
 
 
 def choose_attention(requested: str, platform: str, layout: ModelLayout, positions: int, dtype: Any) -> str:
@@ -55,7 +48,7 @@ def choose_attention(requested: str, platform: str, layout: ModelLayout, positio
     if not fits[requested]:
         needs = {
             "cudnn": "a GPU and a 16-bit dtype",
-            "splash": f"a TPU, and a head dimension and canvas shards that are multiples of {SPLASH_BLOCK}",
+            "splash": f"a TPU, and a head dimension and canvas shards that are multiples of {LANES}",
         }
         raise InputError(
             f'attention "{requested}" requires {needs[requested]}; causal and block-causal models also require '

@@ -16,14 +16,9 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 from runtime.models.masks import AttentionMask
+from runtime.models.splash_blocks import splash_blocks
 
 Array = jax.Array
-
-
-# Sizes of a matrix product in positions: the unit of a block, the size that is fastest, and the largest size allowed.
-_LANES, _PRODUCT, _LARGEST_PRODUCT = 128, 512, 1024
-# Bytes of keys that are loaded into vector memory at a time: 2048 keys of 128 bfloat16 numbers.
-_KEY_BLOCK_BYTES = 2048 * 128 * 2
 
 
 class PositionMask(splash_attention_mask.Mask):
@@ -56,33 +51,6 @@ def _kernel_mask(mask: AttentionMask, shape: tuple[int, int]) -> Any:
     if mask.kind == "causal":
         return splash_attention_mask.CausalMask(shape)
     return PositionMask(mask, shape)
-
-
-def splash_blocks(mask: AttentionMask, queries: int, keys: int, key_bytes: int) -> tuple[int, int, int]:
-    """Choose the kernel's block sizes: queries, keys loaded at a time, and keys per matrix product.
-
-    Products of about 512 by 512 keep the matrix units busy; with the kernel's default of 128, overhead between products
-    dominates. The number of keys loaded at a time is limited by vector memory. It is smaller for masks that hide keys,
-    because the kernel skips blocks that are entirely hidden.
-
-    Args:
-      mask: the attention mask of the model.
-      queries: S, a multiple of 128.
-      keys: T, a multiple of 128.
-      key_bytes: bytes of one key.
-    """
-    compute = _near_product(keys)
-    at_a_time = compute
-    if not mask.depends_on_position:
-        most = max(compute, min(keys, _KEY_BLOCK_BYTES // key_bytes))
-        at_a_time = max(size for size in range(compute, most + 1, compute) if keys % size == 0)
-    return _near_product(queries), at_a_time, compute
-
-
-def _near_product(positions: int) -> int:
-    """Return the divisor of ``positions`` closest in ratio to 512, among the multiples of 128 up to 1024."""
-    sizes = [size for size in range(_LANES, _LARGEST_PRODUCT + 1, _LANES) if positions % size == 0]
-    return min(sizes, key=lambda size: max(size / _PRODUCT, _PRODUCT / size))
 
 
 def splash_attention(

@@ -112,14 +112,15 @@ def phase_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, p
 def _tensor_collectives(workload: Workload, layout: ModelLayout, positions: int, divided: bool) -> list[Collective]:
     """Return the collectives of the transformer over the tensor axis: of its layers and of the embedding lookup.
 
-    The layers declare theirs. Vectors of an int8 embedding are summed as int8 values with one scale per vector.
+    The layers declare theirs. Vectors of an int8 embedding are summed as int8 values with one scale per vector, before
+    they are converted and sharded like the residual.
 
     Args:
       workload: the workload.
       layout: the model's layout on the mesh.
       positions: number of positions that the device computes, over all its rows.
-      divided: whether the residual is sharded over tensor. If so, each sum is a reduce-scatter, and the next matrix
-        product starts with an all-gather.
+      divided: whether the residual is sharded over tensor. If so, each sum of the residual's dtype is a
+        reduce-scatter, and the next matrix product starts with an all-gather.
     """
     if layout.spec.tensor == 1:
         return []
@@ -135,14 +136,16 @@ def _tensor_collectives(workload: Workload, layout: ModelLayout, positions: int,
         )
         for one in layout.layer_cost.tensor_collectives
     ]
-    found.append(Collective("all-reduce", ("kv", "group"), embedded, 1, "embedding"))
+    lookup = Collective("all-reduce", ("kv", "group"), embedded, 1, "embedding")
     if not divided:
-        return found
+        return [*found, lookup]
+    times = 1 + sum(one.times for one in found)
+    sums = [one for one in found if one.kind == "all-reduce"]
+    others = [one for one in found if one.kind != "all-reduce"]
+    (others if layout.embedding.quantized else sums).append(lookup)
     hidden = _HIDDEN_GATHER if layout.spec.tensor >= _LONG_AXIS else 0.0
-    times = sum(one.times for one in found)
     gather = Collective("all-gather", ("kv", "group"), numbers * workload.item, times, "residual", hidden=hidden)
-    sums = [replace(one, kind="reduce-scatter", hidden=_HIDDEN_SCATTER) for one in found if one.kind == "all-reduce"]
-    return [*sums, *(one for one in found if one.kind != "all-reduce"), gather]
+    return [*(replace(one, kind="reduce-scatter", hidden=_HIDDEN_SCATTER) for one in sums), *others, gather]
 
 
 def _whole_row_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, phase: Phase) -> list[Collective]:

@@ -19,7 +19,8 @@ from runtime.models.attention import dot_product_attention
 from runtime.models.dream import DREAM
 from runtime.models.families import model_layout, parse_config
 from runtime.models.masks import AttentionMask
-from runtime.models.splash import splash_attention, splash_blocks
+from runtime.models.splash import splash_attention
+from runtime.models.splash_blocks import splash_blocks
 from sharding.aot import aot_devices
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
