@@ -95,10 +95,11 @@ class CompiledPhase:
         lengths = [1.0] if phase.name == "prefill" else [0.0, 1.0, phase.chunks]
         if self.name != "blocks":
             return list(self.collectives), lengths
-        # Inside the loop over steps, refreshes run in a loop over rows, and windows run in a branch.
+        # Inside the loop over steps, windows run in a branch, and refreshes in a loop. In that loop, another one runs
+        # the head for each row that shares the refresh, which is one row unless prompts are equal.
         refresh = phase.name == "refresh"
         found = [one for one in self.collectives if (one.within[:2] == ("loop", "loop")) == refresh]
-        return found, [0.0, 0.0, 1.0, phase.chunks] if refresh else lengths
+        return found, [0.0, 0.0, 1.0, 1.0, phase.chunks] if refresh else lengths
 
 
 def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any]) -> list[CompiledPhase]:
