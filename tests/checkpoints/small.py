@@ -41,11 +41,11 @@ def layout_of(path: Path | str) -> ModelLayout:
     return model_layout(parse_config(open_folder(path).config))
 
 
-def write_source(folder: Path, config: dict[str, Any]) -> Path:
+def write_source(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
     """Write a Hugging Face folder of random bfloat16 weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     tensors = {
         source: generator.normal(size=leaf.source_shape).astype(ml_dtypes.bfloat16)
         for leaf in layout_of(folder).leaves

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -225,45 +226,83 @@ print("done", flush=True)
 """
 
 
+def start_converter(source: Path, output: Path) -> subprocess.Popen[str]:
+    """Start a process that converts over ``output``, and wait until it has imported what it needs."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CONVERTER, str(source), str(output)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_at_any_point(kills: int, micro: Path, tmp_path: Path) -> None:
-    """After a conversion is killed at any moment, the folder has the old checkpoint, the complete new one, or none."""
+def test_killed_at_any_point(kills: int, micro: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A conversion over another checkpoint, killed at any moment, leaves the whole old one or the whole new one."""
+    sources = [micro, write_source(tmp_path_factory.mktemp("other"), MICRO, seed=1)]
+    canonical = [contents(to_canonical(one, tmp_path_factory.mktemp("canonical") / "one")) for one in sources]
+    assert canonical[0] != canonical[1]
     output = to_canonical(micro, tmp_path / "checkpoint")
-    expected = contents(output)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    here = 0
     generator = random.Random(11)
 
-    def start() -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", CONVERTER, str(micro), str(output)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=Path(__file__).parents[2],
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        return process
-
-    process = start()
+    process = start_converter(micro, output)
     began = time.monotonic()
-    process.wait()
+    process.communicate()
     duration = time.monotonic() - began
     for _ in range(kills):
-        process = start()
+        process = start_converter(sources[1 - here], output)
         time.sleep(generator.uniform(0, duration))
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.communicate()
         if not output.exists():  # killed between the two renames: the old one is set aside, whole
             FolderOutput(output).clean_up()
-        assert contents(output) == expected
+        found = contents(output)
+        assert found in canonical
+        here = canonical.index(found)
         if FolderOutput(output).staging.exists():
             with pytest.raises(CheckpointError):
                 Engine.load(FolderOutput(output).staging)
-    process = start()
-    assert process.wait() == 0
-    assert contents(output) == expected
+    process = start_converter(sources[1 - here], output)
+    process.communicate()
+    assert process.returncode == 0
+    assert contents(output) == canonical[1 - here]
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for about one and a half canonical checkpoints of ``micro``."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    try:
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=240k", "tmpfs", str(folder)], check=True, capture_output=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_file_system_without_room(micro: Path, small_disk: Path) -> None:
+    """Where a second checkpoint does not fit (ENOSPC), the old one stays, and the next run cleans up."""
+    output = to_canonical(micro, small_disk / "checkpoint")
+    expected = contents(output)
+    process = start_converter(micro, output)
+    last = process.communicate()[1].strip().splitlines()[-1]
+    assert process.returncode != 0
+    assert last.startswith("checkpoints.errors.CheckpointError: ")
+    assert str(output) in last
+    assert "No space left on device" in last
+    assert contents(output) == expected
+    FolderOutput(output).prepare(overwrite=True)
+    assert [path.name for path in small_disk.iterdir()] == ["checkpoint"]
 
 
 def test_a_full_disk(micro: Path, tmp_path: Path) -> None:
