@@ -99,6 +99,8 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
     else:
         from checkpoints import open_folder
 
+        if not values.checkpoint:
+            raise InputError("--checkpoint is empty: name a folder, a URL or a Hub name")
         folder = open_folder(values.checkpoint, weights=False)
         name, config, stored = folder.name, parse_config(folder.config), folder.quantization
     given = [f"--{flag}" for flag in ("steps", "cache", "block_length") if values[flag].present]

@@ -180,7 +180,9 @@ class Place:
 
 
 def parse_topology(text: str) -> Topology:
-    """Parse a topology such as ``v5e:2x4``, ``v5e-8``, ``2xv5e:16x16``, ``8xH100`` or ``2x8xh200``; case is ignored.
+    """Parse a topology such as ``v5e:2x4``, ``v5e-8``, ``2xv5e:16x16``, ``8xH100`` or ``2x8xh200``.
+
+    Case is ignored, and so are spaces and the maker's name.
 
     Raises:
       MeshError: the notation is wrong, the chip is unknown, or the slice does not exist.
@@ -189,7 +191,7 @@ def parse_topology(text: str) -> Topology:
     found = re.fullmatch(
         r"(?:(?P<count>\d{1,4})x)?(?:(?P<chips>\d{1,4})x)?"
         r"(?P<name>[a-z][a-z\d]*(?:-\d+gb|-4090)?|4090)(?::(?P<shape>\d{1,3}(?:x\d{1,3})*)|-(?P<size>\d{1,5}))?",
-        text.strip().lower(),
+        _plain_name(text),
     )
     if found is None:
         raise MeshError(f'topology "{text}" cannot be read; {spellings}')
@@ -219,6 +221,16 @@ def parse_topology(text: str) -> Topology:
     if not 1 <= count <= MAX_HOSTS:
         raise MeshError(f'topology "{text}": expected 1 to {MAX_HOSTS} slices or hosts')
     return Topology(chip, shape, count)
+
+
+def _plain_name(text: str) -> str:
+    """Return the notation for a name with a maker, spaces or a count at its end, such as ``NVIDIA A100 80GB x8``."""
+    name = re.sub(r"^(nvidia|tpu|geforce)[ -]+", "", text.strip().lower())
+    name = re.sub(r"[ -]+", "-", re.sub(r"(?<=\d) *x *(?=[a-z\d])", "x", name))
+    counted = re.fullmatch(r"(?P<chip>.+?)-?x(?P<chips>\d{1,4})", name)
+    if counted is not None and _ALIASES.get(counted["chip"], counted["chip"]) in CHIPS:
+        return f"{counted['chips']}x{counted['chip']}"
+    return name
 
 
 def _shape_of_size(text: str, chip: Chip, size: int) -> tuple[int, ...]:

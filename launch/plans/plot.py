@@ -144,7 +144,7 @@ def _draw_panel(
     for row, (end, label) in enumerate(zip(ends or lengths, labels, strict=True)):
         axes.text(end + 0.015 * longest, row, label, fontsize=8, verticalalignment="center")
     axes.set_xlim(0, 1.28 * longest)
-    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_title(title, parse_math=False, fontsize=9, loc="left")
     axes.tick_params(axis="y", length=0, labelsize=8)
     axes.tick_params(axis="x", labelsize=7)
     axes.spines[["top", "right", "left"]].set_visible(False)

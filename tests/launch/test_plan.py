@@ -108,7 +108,9 @@ def test_a_plot_of_all_machines_names_the_best_mesh_of_each(
     assert machines.keys() == set(plan.MACHINES)
     assert machines["1xh200"] == "data=1"
     assert machines["v5e:2x4"] == "data=4,sequence=2"
-    assert figure.axes[2].get_title(loc="left") == "$ a million tokens, at $2 a chip-hour"
+    title = "$ a million tokens, at $2 a chip-hour"
+    (shown,) = (one for one in figure.axes[2].findobj(lambda one: getattr(one, "get_text", str)() == title))
+    assert not shown.get_parse_math(), "what is between two dollar signs would be a formula"
     assert numbers(figure.axes[1])[names(figure).index("1xh200  data=1")].endswith(" of 113.5")
 
 
@@ -193,6 +195,16 @@ def test_what_is_wrong_is_said_with_exit_code_2(
     captured = capsys.readouterr()
     assert says in captured.err
     assert captured.out == ""
+
+
+def test_an_empty_checkpoint_is_not_this_folder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(DEMO)
+    with pytest.raises(SystemExit) as caught:
+        plan.run(["plan", "--topology=v5e-8", "--checkpoint="])
+    assert caught.value.code == 2
+    assert "--checkpoint is empty" in capsys.readouterr().err
 
 
 def test_a_model_is_named_one_way(capsys: pytest.CaptureFixture[str]) -> None:

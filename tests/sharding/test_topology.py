@@ -50,6 +50,14 @@ def test_topologies_are_read(text: str, devices: int, slices: int) -> None:
         ("a100-80gb", "1xa100"),
         ("RTX-4090", "1xrtx4090"),
         ("a100-40GB", "1xa100-40gb"),
+        ("NVIDIA A100 80GB", "1xa100"),
+        ("RTX 4090", "1xrtx4090"),
+        ("8 x H100", "8xh100"),
+        ("H200x8", "8xh200"),
+        ("2 x 8 x H100", "2x8xh100"),
+        ("nvidia-l4 x2", "2xl4"),
+        ("tpu-v5e-8", "v5e:2x4"),
+        ("TPU v4-32", "v4:2x2x4"),
     ],
 )
 def test_names_as_people_write_them(text: str, same: str) -> None:
