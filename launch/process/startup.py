@@ -391,6 +391,8 @@ class _Lines:
 
     def _line(self, seconds: float) -> str:
         done, total = self.done, self.total
+        if not total:  # nothing is reported yet
+            return f"{self._title}: {timedelta(seconds=round(seconds))}"
         left = f", about {timedelta(seconds=round((total - done) * seconds / done))} left" if done else ""
         if self._of_bytes:
             rate = f"{done / seconds / 1e6:.0f} MB/s"

@@ -57,7 +57,9 @@ def refused(run: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
 def test_the_demo_is_verified_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     """If this fails, renew the demo's manifest: ``diffumesh verify --write_manifest``."""
     verify.run(["verify"])
-    assert "bytes of weights intact" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "bytes of weights intact" in said.out
+    assert "older version" not in said.err
 
 
 def test_there_and_back(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -293,8 +293,9 @@ def test_a_pipe_hears_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setattr(startup, "SECONDS_BETWEEN_LINES", 0.02)
     found = ""
     with startup.progress_bar("steps") as report:
-        for done, line in ((0, "steps: 0 of 9, "), (3, "steps: 3 of 9, ")):
-            report(done, 9)
+        for done, line in ((None, "steps: 0:00:0"), (0, "steps: 0 of 9, "), (3, "steps: 3 of 9, ")):
+            if done is not None:
+                report(done, 9)
             end = time.monotonic() + 30
             while line not in found and time.monotonic() < end:
                 found += capsys.readouterr().err
