@@ -35,6 +35,10 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def _freeze() -> None:
+    os.kill(os.getppid(), signal.SIGSTOP)  # the supervisor, which then reports nothing
+
+
 def _raise() -> None:
     raise RuntimeError("the disk is on fire")
 
@@ -58,6 +62,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "kill": _kill,
     "lose": _lose,
     "stop": _stop,
+    "freeze": _freeze,
     "abort": os.abort,
     "exception": _raise,
     "stuck": _sleep,

@@ -6,7 +6,8 @@
 
 For each case it measures the seconds from the fault until all processes of all hosts have ended, the exit codes, and
 whether host 0 (or the survivors, if host 0 failed) named the host at fault. For a missing host, the time starts at the
-end of the initialisation timeout. For a stuck host, it includes the stall timeout.
+end of the initialisation timeout. For a stuck host, it includes the stall timeout. A frozen supervisor (``freeze``) can
+end nothing on its own host: there the time is that of all other hosts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from launch.hosts.secret import new_secret
 from launch.process.startup import run_launcher
 from sharding.errors import InputError
 
-CASES = ("kill", "lose", "abort", "stop", "exception", "stuck", "flag", "checkpoint", "missing")
+CASES = ("kill", "lose", "abort", "stop", "freeze", "exception", "stuck", "flag", "checkpoint", "missing")
 HEARTBEAT, STALL, INITIALIZATION = 5, 10, 8
 _LIMIT = 180.0
 
@@ -50,7 +51,7 @@ class Outcome:
       hosts: number of hosts.
       seconds: seconds from the fault until all processes had ended.
       from_start: seconds from the start of the processes until all had ended.
-      codes: exit code of each host as a shell reports it; None for a host that was not started.
+      codes: exit code of each host as a shell reports it; None for a host that was not started or is frozen.
       named: whether host 0, or the survivors if host 0 failed, named the host at fault.
       logs: standard error of each host.
     """
@@ -112,10 +113,10 @@ class HostProcesses:
         """Process groups of the started hosts, each with a supervisor and its children."""
         return [process.pid for process in self._processes if process is not None]
 
-    def running(self) -> bool:
-        """Whether any process of any host is still running, workers included."""
-        for process in self._processes:
-            if process is None:
+    def running(self, frozen: int | None = None) -> bool:
+        """Whether any process of any host but ``frozen`` is still running, workers included."""
+        for number, process in enumerate(self._processes):
+            if process is None or number == frozen:
                 continue
             if process.poll() is None:
                 return True
@@ -126,14 +127,14 @@ class HostProcesses:
                 pass
         return False
 
-    def wait(self, limit: float = _LIMIT) -> list[int | None]:
-        """Wait until all processes have ended. Return exit codes as a shell reports them.
+    def wait(self, limit: float = _LIMIT, frozen: int | None = None) -> list[int | None]:
+        """Wait until all processes of all hosts but ``frozen`` have ended. Return exit codes as a shell reports them.
 
         Raises:
           TimeoutError: a process still runs after ``limit`` seconds.
         """
         deadline = time.monotonic() + limit
-        while self.running():
+        while self.running(frozen):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not down after {limit:.0f} s:\n" + "\n".join(self.text("err")))
             time.sleep(0.05)
@@ -193,7 +194,7 @@ def run_case(case: str, host: int, hosts: int = 3) -> Outcome:
         commands = commands_of(case, host, hosts, folder)
         start = time.time()
         with HostProcesses(commands, folder) as processes:
-            codes = processes.wait()
+            codes = processes.wait(frozen=host if case == "freeze" else None)
             end = time.time()
             logs = processes.text("err")
     at = next((float(found[1]) for log in logs if (found := re.search(r"^FAULT ([\d.]+)$", log, re.MULTILINE))), None)
@@ -201,7 +202,7 @@ def run_case(case: str, host: int, hosts: int = 3) -> Outcome:
         at = start + INITIALIZATION
     elif at is None and case not in ("flag", "checkpoint"):
         raise RuntimeError(f"{case} on host {host}: the hosts failed before it:\n" + "\n".join(logs))
-    witnesses = [logs[0]] if host != 0 or case not in ("lose", "missing") else logs[1:]
+    witnesses = [logs[0]] if host != 0 or case not in ("lose", "missing", "freeze") else logs[1:]
     named = all(names_host(log, host) for log in witnesses)
     return Outcome(case, host, hosts, round(end - (at or start), 2), round(end - start, 2), codes, named, logs)
 
