@@ -195,7 +195,7 @@ def run_phases(values: flags.FlagValues, folder: Path) -> tuple[dict[str, Any], 
     forget(checkpoint)
     results["verify"] = run_phase("verify", ["-m", "launch.verify", f"--checkpoint={checkpoint}"])
     forget(checkpoint)
-    results["restore"] = run_phase("restore", [*again, "--phase=restore"])
+    results["restore"] = {"kind": "simulated devices"} | run_phase("restore", [*again, "--phase=restore"])
     if more := given_profiling(values):
         # Trace a second run, so that the timed one is not slowed down. If it fails, the record is still written.
         with contextlib.suppress(InputError):
