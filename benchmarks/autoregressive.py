@@ -146,8 +146,8 @@ def autoregressive_table(record: dict[str, Any]) -> str:
     """Convert a record to a Markdown table with a row per variant and length."""
     settings, machine = record["settings"], record["machine"]
     lines = [
-        "| weights | new tokens | cached, tokens/s | uncached, tokens/s | weights MB | cache MB |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| weights | new tokens | cached, tokens/s | uncached, tokens/s | cached / uncached | weights MB | cache MB |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     rows: dict[tuple[str, int], dict[bool, dict[str, Any]]] = {}
     for row in record["results"]:
@@ -158,9 +158,10 @@ def autoregressive_table(record: dict[str, Any]) -> str:
 
     for (variant, new), pair in rows.items():
         memory = [f"{pair[True][name] / 1e6:.1f}" for name in ("weight_bytes", "cache_bytes")]
-        lines.append(
-            f"| {variant} | {new} | {rate(pair[True])} | {rate(pair.get(False))} | " + " | ".join(memory) + " |"
-        )
+        means = [pair[cached]["tokens_per_second"]["mean"] for cached in (True, False) if cached in pair]
+        ratio = f"{means[0] / means[1]:.1f}x" if len(means) == 2 else ""
+        cells = (variant, new, rate(pair[True]), rate(pair.get(False)), ratio, *memory)
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     where = f"prompt of {settings['prompt']}, batch {settings['batch']}, {settings['trials']} trials"
     made = f"{record['kind'].capitalize()}: {where}, {settings['cores']} CPU cores, {machine['processor']}."
     return "\n".join([*lines, "", made, *note_lines(record)])

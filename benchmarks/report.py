@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +35,53 @@ from sharding.errors import InputError
 
 _MAX_RECORD_BYTES = 16 << 20
 
-# Benchmarks whose records can be shown as tables in documents.
-_TABLES = {
-    "autoregressive": autoregressive_table,
-    "compare_torch": comparison_table,
-    "diffusion_modes": modes_table,
-    "schedule": schedule_table,
-    "serve": serve_tables,
-    "suite": suite_tables,
+# Benchmarks whose records can be shown as tables in documents, and what such a table does not show
+_TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
+    "autoregressive": (
+        autoregressive_table,
+        "quality, because the weights are random; a GPU or TPU; batches; prompts of other lengths.",
+    ),
+    "compare_torch": (
+        comparison_table,
+        "a GPU or TPU; models of billions of parameters; PyTorch with torch.compile or with an inference server.",
+    ),
+    "diffusion_modes": (
+        modes_table,
+        "which functions work (`benchmarks.demo_quality`); batches; a model of billions of parameters, in which a "
+        "threshold may commit more tokens per step.",
+    ),
+    "schedule": (schedule_table, "measured times: they are the compilers' own schedules."),
+    "serve": (
+        serve_tables,
+        "a GPU or TPU, a larger model, several hosts, or a load generator on another machine.",
+    ),
+    "suite": (
+        suite_tables,
+        "any other machine or model. MFU and MBU are relative to the rates measured here, not to a data sheet.",
+    ),
 }
-# Notes below the tables of scaling.
+# What tables of scaling do not show, and notes below them
+_SCALING_MISSING = {
+    "measured": "other machines, models and shapes.",
+    "simulated devices": "times on real devices, which have networks and memories of their own.",
+    "estimated": "a measurement: times are a roofline model's, and memory is not the compiler's.",
+}
 _SIMULATED = (
     "Simulated devices share the cores of one host, so their times say nothing about speed. "
     "The measured quantities are bytes moved, memory and tokens."
 )
 _ABOVE_IDEAL = "Efficiency is above 1 where weights are sharded: each device reads only its shard of them for all rows."
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-_SUMMARIES = {"measured": measured_table, "estimated": estimated_table}
+_SUMMARIES: dict[str, tuple[Callable[[Callable[[str], dict[str, Any] | None]], str], str]] = {
+    "measured": (
+        measured_table,
+        "an accelerator, a 7B model, or how times of different records compare: their commits and loads differ.",
+    ),
+    "estimated": (
+        estimated_table,
+        "a measurement; the time of a step is a roofline model's, and networks between hosts are assumptions.",
+    ),
+}
 _SUMMARY = re.compile(r"(<!-- summary: (\w+) (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -92,19 +123,25 @@ def fill_tables(text: str, folder: Path) -> str:
             return f"{found[1]}(no record yet)\n{found[3]}"
         try:
             record = read_record(path)
-            made = _TABLES[record["benchmark"]](record)
+            make, missing = _TABLES[record["benchmark"]]
+            made = make(record)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}: not a record that can be shown as a table ({error!r})") from error
-        return f"{found[1]}{made}\n{found[3]}"
+        return f"{found[1]}{made}\n\nRecord of commit `{record['commit'][:7]}`. {_not_shown(missing)}\n{found[3]}"
 
     def summarize(found: re.Match[str]) -> str:
         def read(name: str) -> dict[str, Any] | None:
             path = folder / found[3] / f"{name}.json"
             return read_record(path) if path.is_file() else None
 
-        return f"{found[1]}{_SUMMARIES[found[2]](read)}\n{found[4]}"
+        make, missing = _SUMMARIES[found[2]]
+        return f"{found[1]}{make(read)}\n\n{_not_shown(missing)}\n{found[4]}"
 
     return _SUMMARY.sub(summarize, _TABLE.sub(fill, text))
+
+
+def _not_shown(what: str) -> str:
+    return f"Not shown: {what}"
 
 
 def read_groups(folder: Path) -> dict[Group, list[dict[str, Any]]]:
@@ -167,7 +204,7 @@ def table(group: Group, points: list[dict[str, Any]]) -> str:
     elif any(point["efficiency"] > 1.005 and not point["mesh"].endswith("tensor=1") for point in points):
         remarks.append(_ABOVE_IDEAL)
     below = ["", " ".join(one[:1].upper() + one[1:] for one in remarks)] if remarks else []
-    return "\n".join([*lines, "", f"`{points[-1]['command']}`", *below, ""])
+    return "\n".join([*lines, "", f"`{points[-1]['command']}`", *below, "", _not_shown(_SCALING_MISSING[kind]), ""])
 
 
 def main(values: flags.FlagValues) -> None:

@@ -3,13 +3,14 @@
   python -m benchmarks.suite --budget=480                             the demo checkpoint, about 10 minutes on 2 cores
   python -m benchmarks.suite --checkpoint=apple/DiffuCoder-7B-cpGRPO  on the GPUs or TPUs that are attached
   python -m benchmarks.suite --random=diffucoder-7b                   the 7.6B shape without its weights
+  python -m benchmarks.suite --parity=DIR --tolerance=1e-4            only compare the layers of a folder with PyTorch's
 
 Every row has a value or the reason why it was not run: it would take too long by the measured roofline, does not fit,
 or does not apply. Calls are warmed up with the shapes that are timed. Compile time is measured separately, in child
 processes, with a cold and with a warm persistent cache. MFU is relative to a square matrix product, MBU to a copy, both
 measured in the same run. The record is benchmarks/results/suite_<device>.json, or suite_<device>_cut_short.json if the
-model does not load or the run is interrupted. ``python -m benchmarks.report --readme=benchmarks/README.md`` makes its
-tables.
+model does not load or the run is interrupted; a plot of throughput over the batch is beside it. ``python -m
+benchmarks.report --readme=benchmarks/README.md`` makes its tables.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.records import (
     write_record,
 )
 from benchmarks.roofline import COPY_BYTES, MATMUL_SIZE, Roofline, fits_or_none, measure_roofline
-from benchmarks.suite.acceptance import acceptance, not_loaded
+from benchmarks.suite.acceptance import acceptance, check_parity, not_loaded
 from benchmarks.suite.generation import measure_autoregressive, measure_batches, measure_cpu, measure_generations
 from benchmarks.suite.passes import (
     measure_block_steps,
@@ -40,8 +41,9 @@ from benchmarks.suite.passes import (
     measure_ten_tokens,
     read_shapes,
 )
+from benchmarks.suite.plots import plot_batches
 from benchmarks.suite.sheet import Sheet
-from benchmarks.suite.start import load, measure_compilation, measure_files, note_memory
+from benchmarks.suite.start import load, measure_compilation, measure_files, measure_transfers, note_memory
 from benchmarks.suite.subject import Subject, attached_devices, check_subject, define_subject_flags, model_name
 from benchmarks.suite.text import measure_tokenizer
 from launch.process.profiling import check_profiling, define_profiling_flags
@@ -72,6 +74,16 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_float(
         "budget", None, "Seconds after which no measurement is started. Default: no limit.", 1.0, flag_values=values
     )
+    flags.DEFINE_string(
+        "parity", None, "Only compare each layer of this Hugging Face folder with PyTorch's.", flag_values=values
+    )
+    flags.DEFINE_float(
+        "tolerance",
+        None,
+        "Largest difference from PyTorch, relative to an element's size plus the root mean square. Default: by dtype.",
+        0.0,
+        flag_values=values,
+    )
     for name, sizes in (("matmul_size", MATMUL_SIZE), ("copy_bytes", COPY_BYTES)):
         default = ", ".join(f"{size} on {platform}" for platform, size in sizes.items())
         text = f"Size with which peak rates are measured. Default: {default}."
@@ -84,7 +96,15 @@ def main(values: flags.FlagValues) -> None:
     shapes = read_shapes(values.steps)
     check_one_host()
     check_profiling(values)
+    if values.parity is not None:
+        if values.checkpoint is not None or values.random is not None:
+            raise InputError("--parity names the model: leave out --checkpoint and --random")
+        values.checkpoint = values.parity
     check_subject(values)
+    if values.parity is not None:
+        start_devices(values)
+        check_parity(values, attached_devices(values))
+        return
     notes = load_notes()
     sheet = Sheet(values.trials, values.row_seconds, values.budget)
     # Only one process may use the devices, so child processes run before this one uses them.
@@ -101,7 +121,7 @@ def main(values: flags.FlagValues) -> None:
         subject = Subject(values, sheet, engine, roofline_of(sheet, values, devices[0], str(engine.dtype)))
         devices = subject.devices
         measure(subject, lengths, batches, shapes)
-        accepted = acceptance(subject)
+        accepted = acceptance(subject, values.tolerance)
     except BaseException as error:
         # Keep the measurements so far, but do not replace a complete record.
         if engine is None and isinstance(error, Exception):
@@ -119,7 +139,9 @@ def main(values: flags.FlagValues) -> None:
             devices=devices,
             notes=notes,
         )
-        print(f"written: {write_record(record, values.output_dir, name)}")
+        path = write_record(record, values.output_dir, name)
+        print(f"written: {path}")
+        plot_batches(record, path.with_suffix(".png"))
     if sheet.failures:
         raise RuntimeError(
             f"{sheet.failures} measurements or acceptance items failed; see the record and the errors above"
@@ -142,6 +164,7 @@ def roofline_of(sheet: Sheet, values: flags.FlagValues, device: Any, dtype: str)
         )
     sheet.value("ceilings", "matrix product, one device", found.flops / 1e12, "TFLOP/s")
     sheet.value("ceilings", "copy, one device", found.bandwidth / 1e9, "GB/s")
+    measure_transfers(sheet, device, device.platform)
     return found
 
 
@@ -149,7 +172,7 @@ def measure(subject: Subject, lengths: list[int], batches: list[int], shapes: Se
     """Measure the rows that need the model, the most important first, within the time budget."""
     measure_ten_tokens(subject)
     measure_generations(subject)
-    measure_lengths(subject)
+    measure_lengths(subject, lengths)
     measure_tokenizer(subject)
     measure_batches(subject, batches)
     measure_steps(subject, shapes)

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.records import NotRunError
-from benchmarks.suite.generation import BATCHES, CPU, GENERATIONS
-from benchmarks.suite.parity import layer_parity
-from benchmarks.suite.subject import Subject
-from benchmarks.suite.text import coherence
+from absl import flags
 
-_SECONDS, _SPEED_UP, _SHARE = 10.0, 10.0, 0.95
+from benchmarks.records import NotRunError, build_record, kind_of_devices, write_record
+from benchmarks.suite.generation import CPU, GENERATIONS
+from benchmarks.suite.parity import layer_parity
+from benchmarks.suite.passes import GRID, best_of_grid
+from benchmarks.suite.subject import Subject, model_name, open_engine
+from benchmarks.suite.text import coherence
+from sharding.errors import InputError
+
+_SECONDS, _SPEED_UP, _SHARE, _PASSED = 10.0, 10.0, 0.95, 0.5
 ITEMS = (
     "loads without error",
     f"one generation under {_SECONDS:.0f} s once compiled",
-    "batching speeds up",
+    "batching speeds up forward passes of the shortest length",
     f"at least {_SPEED_UP:.0f} times the CPU",
     f"layer parity with PyTorch: more than {_SHARE:.0%} within tolerance",
-    "text is coherent",
+    f"text is coherent: at least {_PASSED:.0%} of plain functions pass their tests",
 )
 
 
-def acceptance(subject: Subject) -> list[dict[str, Any]]:
-    """Return every item with ``ticked`` (True, False, or None if it was not run) and ``why``."""
+def acceptance(subject: Subject, tolerance: float | None = None) -> list[dict[str, Any]]:
+    """Return every item with ``ticked`` (True, False, or None if it was not run) and ``why``.
+
+    Args:
+      subject: the model, with the rows that were measured.
+      tolerance: see :func:`layer_parity`.
+    """
     sheet = subject.sheet
 
     def missing(section: str, name: str) -> NotRunError:
@@ -41,11 +51,11 @@ def acceptance(subject: Subject) -> list[dict[str, Any]]:
         return row.maximum < 1e3 * _SECONDS, f"{name}: at most {row.maximum / 1e3:.2f} s", {}
 
     def batching() -> tuple[bool, str, dict[str, Any]]:
-        row = sheet.find("best batch")
-        if row is None or "times_batch_1" not in row.facts:
-            raise missing(BATCHES, "best batch")
-        times = row.facts["times_batch_1"]
-        return times > 1.0, f"batch {row.facts['batch']}: {times:.2f} times the tokens per second of batch 1", {}
+        best = best_of_grid(sheet.rows)
+        if not best:
+            raise NotRunError(f"{GRID}: no length was run with a batch of 1 and a larger one")
+        text = "; ".join(f"{length} tokens: {times:.2f} at batch {batch}" for length, (times, batch) in best.items())
+        return best[min(best)][0] > 1.0, f"tokens per second relative to batch 1: {text}", {}
 
     def beats_the_cpu() -> tuple[bool, str, dict[str, Any]]:
         name = f"a pass of {GENERATIONS[0][0]}"
@@ -56,14 +66,14 @@ def acceptance(subject: Subject) -> list[dict[str, Any]]:
         return times >= _SPEED_UP, f"{times:.1f} times as fast", {}
 
     def parity() -> tuple[bool, str, dict[str, Any]]:
-        found = layer_parity(subject)
+        found = layer_parity(subject.engine, subject.values.attention, tolerance)
         text = f"at least {found['smallest_share']:.2%} of a layer's outputs within {found['tolerance']:g}"
         return found["smallest_share"] > _SHARE, f"{text}, {found['layers']} layers", found
 
     def coherent() -> tuple[bool, str, dict[str, Any]]:
         found = coherence(subject)
-        text = f"{found['parsed']} of {found['prompts']} completions are valid Python"
-        return 2 * found["parsed"] >= found["prompts"], text, found
+        text = f"{found['passed']} of {found['tasks']} pass"
+        return found["passed"] >= _PASSED * found["tasks"], text, found
 
     checks = (loads, fast, batching, beats_the_cpu, parity, coherent)
     found = []
@@ -71,6 +81,32 @@ def acceptance(subject: Subject) -> list[dict[str, Any]]:
         answer = sheet.tried(check)
         found.append(_item(what, *((None, f"not run: {answer}") if isinstance(answer, str) else answer)))
     return found
+
+
+def check_parity(values: flags.FlagValues, devices: Sequence[Any]) -> None:
+    """Compare each layer of the folder ``--parity`` with PyTorch's, write a record, and exit with 1 if one differs.
+
+    Raises:
+      InputError: the model cannot be compared.
+    """
+    engine = open_engine(values, devices)
+    try:
+        found = layer_parity(engine, values.attention, values.tolerance)
+    except NotRunError as error:
+        raise InputError(f"--parity={values.parity}: {error}") from error
+    for number, share in enumerate(found["shares"]):
+        said = "" if share > _SHARE else f"; more than {_SHARE:.0%} are expected"
+        print(f"layer {number}: {share:.4%} of the outputs within {found['tolerance']:g} of PyTorch's{said}")
+    record = build_record(
+        "suite",
+        kind=kind_of_devices(devices),
+        settings={"model": model_name(values), "dtype": str(engine.dtype), "mesh": str(engine.layout.spec)},
+        results={"parity": found},
+        devices=devices,
+    )
+    print(f"written: {write_record(record, values.output_dir, values.record or f'parity_{model_name(values)}')}")
+    if found["smallest_share"] <= _SHARE:
+        sys.exit(1)
 
 
 def not_loaded(error: Exception) -> list[dict[str, Any]]:

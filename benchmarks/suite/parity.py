@@ -14,8 +14,9 @@ import numpy as np
 
 from benchmarks.models import TRANSFORMERS_CLASSES, layer_config
 from benchmarks.records import NotRunError
-from benchmarks.suite.subject import Subject, prompt_ids
+from benchmarks.suite.subject import prompt_ids
 from benchmarks.torch_models import import_torch, torch_model
+from runtime.engine import Engine
 from runtime.execution.programs import fetch, put
 from runtime.models.attention import choose_attention
 from runtime.models.declarations import WeightLeaf
@@ -37,13 +38,18 @@ def source_tensor(leaf: WeightLeaf, number: int, array: np.ndarray) -> np.ndarra
     return np.ascontiguousarray(cut.transpose(order)).reshape(leaf.source_shape)
 
 
-def layer_parity(subject: Subject) -> dict[str, Any]:
+def layer_parity(engine: Engine, attention: str = "auto", tolerance: float | None = None) -> dict[str, Any]:
     """Return the share of each layer's outputs that are within tolerance of PyTorch's, for the same input.
+
+    Args:
+      engine: the model.
+      attention: an attention implementation, or ``auto``.
+      tolerance: largest difference, relative to an element's size plus the root mean square. Default: by the dtype.
 
     Raises:
       NotRunError: PyTorch is not installed, or has no such model.
     """
-    engine, layout, config = subject.engine, subject.engine.layout, subject.engine.config
+    layout, config = engine.layout, engine.config
     if config.family not in TRANSFORMERS_CLASSES:
         names = " and ".join(family.model_type for family in TRANSFORMERS_CLASSES)
         raise NotRunError(f"only models of the types {names} have a layer to compare with")
@@ -52,10 +58,9 @@ def layer_parity(subject: Subject) -> dict[str, Any]:
     torch = import_torch()
     reference = torch_model(layer_config(config), "float32")
     reference.model.norm = torch.nn.Identity()
-    dtype = jnp.dtype(engine.dtype).name
+    tolerance = tolerance or TOLERANCE[jnp.dtype(engine.dtype).name]
     canvas = min(_POSITIONS * layout.spec.sequence, config.max_positions)
-    attention = choose_attention(subject.values.attention, engine.platform, layout, canvas, engine.dtype)
-    forward = Forward(layout, attention)
+    forward = Forward(layout, choose_attention(attention, engine.platform, layout, canvas, engine.dtype))
     rows = layout.sharding("batch", None)
     batch = layout.spec.data
     tokens = put(np.repeat(prompt_ids(config, 1, canvas), batch, axis=0), rows)
@@ -84,10 +89,10 @@ def layer_parity(subject: Subject) -> dict[str, Any]:
         with torch.inference_mode():
             there = reference.model(inputs_embeds=torch.from_numpy(before)).last_hidden_state.numpy()
         size = np.abs(there) + np.sqrt(np.mean(there**2))
-        shares.append(float(np.mean(np.abs(here - there) <= TOLERANCE[dtype] * size)))
+        shares.append(float(np.mean(np.abs(here - there) <= tolerance * size)))
     return {
         "layers": len(shares),
-        "tolerance": TOLERANCE[dtype],
+        "tolerance": tolerance,
         "smallest_share": round(min(shares), 6),
         "shares": [round(share, 6) for share in shares],
     }

@@ -14,6 +14,7 @@ import numpy as np
 
 from benchmarks.models import forward_flops
 from benchmarks.records import NotRunError, Timing
+from benchmarks.suite.sheet import Row
 from benchmarks.suite.subject import Subject, prompt_ids, request_of
 from benchmarks.timed_passes import Request, TimedPass, timed_requests
 from runtime import Engine
@@ -113,6 +114,18 @@ def measure_grid(subject: Subject, lengths: list[int], batches: list[int]) -> No
 
             seconds = subject.expected_seconds(batch, canvas)
             subject.sheet.measure(GRID, grid_name(canvas, batch), prepare, facts, seconds=seconds)
+
+
+def best_of_grid(rows: Sequence[Row]) -> dict[int, tuple[float, int]]:
+    """Return for each length of the grid the highest tokens per second relative to batch 1, and its batch (above 1)."""
+    best: dict[int, tuple[float, int]] = {}
+    for row in rows:
+        if row.section != GRID or row.not_run is not None or "efficiency" not in row.facts:
+            continue
+        canvas, batch = (int(one) for one in re.findall(r"\d+", row.name))
+        if batch > 1:
+            best[canvas] = max(best.get(canvas, (0.0, 0)), (row.facts["efficiency"], batch))
+    return dict(sorted(best.items()))
 
 
 def read_shapes(texts: Sequence[str]) -> list[tuple[int, int]]:
@@ -216,10 +229,14 @@ def _predicted(subject: Subject, batch: int, canvas: int) -> dict[str, float]:
     return {"predicted_ms": round(1e3 * phase.seconds, 3)}
 
 
-def measure_lengths(subject: Subject, new_tokens: int = 16, steps: int = 4) -> None:
-    """Measure a first call with a length of a compiled bucket, and with a length of a new bucket."""
+def measure_lengths(subject: Subject, lengths: list[int], new_tokens: int = 16, steps: int = 4) -> None:
+    """Measure first calls: a length of a compiled bucket, a length of a new bucket, and each of ``lengths``.
+
+    The calls for ``lengths`` return log-probabilities, which no other row does, so that their programs are new.
+    """
     engine, sheet = subject.engine, subject.sheet
     request = request_of(engine.config, new_tokens, steps)
+    own = request.replace(log_probabilities=True)
 
     def bucket(length: int) -> int:
         return canvas_bucket(length, engine.layout, engine.platform)
@@ -227,16 +244,22 @@ def measure_lengths(subject: Subject, new_tokens: int = 16, steps: int = 4) -> N
     known = bucket(150)
     new = bucket(known + 1)
 
-    def call(canvas: int) -> GenerationStats:
+    def call(canvas: int, config: Request) -> GenerationStats:
         subject.check_shape(1, canvas)
-        return engine.generate_tokens(prompt_ids(engine.config, 1, canvas - new_tokens), config=request).stats
+        if canvas <= new_tokens:
+            raise NotRunError(f"there is no prompt beside {new_tokens} new tokens")
+        return engine.generate_tokens(prompt_ids(engine.config, 1, canvas - new_tokens), config=config).stats
 
-    for name, canvas in (("another length of a known bucket", known), ("a length of a new bucket", new)):
+    for name, canvas, config in (
+        ("another length of a known bucket", known, request),
+        ("a length of a new bucket", new, request),
+        *((f"first run, {length} tokens", length, own) for length in lengths),
+    ):
 
-        def work(name: str = name, canvas: int = canvas) -> None:
-            if canvas == known:
-                call(known - 3)
-            stats = call(canvas)
+        def work(name: str = name, canvas: int = canvas, config: Request = config) -> None:
+            if canvas == known and config is request:
+                call(known - 3, config)
+            stats = call(canvas, config)
             facts = {
                 "positions": canvas,
                 "programs_compiled": stats.compiled_programs,

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from absl import flags
 
-from benchmarks.records import NotRunError
+from benchmarks.records import NotRunError, Timing
 from benchmarks.suite.cold_start import NEW_TOKENS, STEPS
 from benchmarks.suite.sheet import Sheet
 from benchmarks.suite.subject import command, open_engine
@@ -27,7 +29,8 @@ from checkpoints.output import FolderOutput
 from runtime.engine import Engine
 from runtime.models.families import model_layout, parse_config
 
-SECTION, MEMORY = "start", "memory"
+SECTION, MEMORY, TRANSFER = "start", "memory", "transfer"
+_TRANSFERRED = 1 << 26  # bytes
 # Less than the 1800 s after which a run without progress is ended.
 _CHILD_SECONDS = 1500
 # With weights up to this size, a start is cheap, and is repeated several times.
@@ -162,3 +165,27 @@ def note_memory(sheet: Sheet, when: str, devices: list[Any]) -> None:
         return
     peak = {"peak": round(stats["peak_bytes_in_use"] / 1e9, 3)} if "peak_bytes_in_use" in stats else {}
     sheet.value(MEMORY, f"device, {when}", stats["bytes_in_use"] / 1e9, "GB", peak)
+
+
+def measure_transfers(sheet: Sheet, device: Any, platform: str) -> None:
+    """Measure copies between the host's pageable memory and a device, in both directions."""
+    names = ("host to device", "device to host")
+    if platform == "cpu":
+        for name in names:
+            sheet.leave_out(TRANSFER, name, "CPU devices use the host's memory")
+        return
+    array = np.ones(_TRANSFERRED // 4, np.float32)
+
+    def facts(timing: Timing) -> dict[str, Any]:
+        return {"megabytes": _TRANSFERRED >> 20, "gigabytes_per_second": round(_TRANSFERRED / timing.mean / 1e6, 2)}
+
+    def there() -> Callable[[], Any]:
+        return lambda: jax.device_put(array, device)
+
+    def back() -> Callable[[], Any]:
+        # An array keeps its copy on the host, so each call takes a new one.
+        arrays = [jax.block_until_ready(jax.device_put(array, device)) for _ in range(sheet.trials(0.0) + 1)]
+        return lambda: np.asarray(arrays.pop())
+
+    for name, prepare in zip(names, (there, back), strict=True):
+        sheet.measure(TRANSFER, name, prepare, facts)

@@ -29,6 +29,8 @@ _FACTS = {
     "one_trial": "one trial: {}",
     "gigabytes_per_device": "{} GB per device",
     "peak": "peak {} GB",
+    "megabytes": "{} MB",
+    "gigabytes_per_second": "{} GB/s",
 }
 
 
@@ -39,6 +41,8 @@ def suite_tables(record: Mapping[str, Any]) -> str:
     place = f"{machine['device_count']} x {machine['device_kind']}"
     if machine["platform"] == "cpu":
         place = f"{machine['processor']}, {machine['cores']} cores"
+    if machine.get("driver"):
+        place += f", driver {machine['driver']}"
     model = "not loaded"
     if settings["parameters"] is not None:
         model = f"{settings['parameters']:,} parameters, {settings['dtype']}, mesh {settings['mesh']}"

@@ -1,25 +1,23 @@
-"""Text: speed of the tokenizer, and coherence of completions."""
+"""Text: speed of the tokenizer, and functions that pass their tests."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from benchmarks.demo_quality import parses
+from benchmarks.demo_quality import SETS, read_held_out
 from benchmarks.records import NotRunError
 from benchmarks.suite.subject import Subject, request_of
-from checkpoints import open_folder
+from checkpoints import DEMO, open_folder
+from checkpoints.demo.sandbox import run_tests
 from runtime.text.tokenizer import TextTokenizer
 
 SECTION = "tokenizer"
 NAMES = ("first call", "encoding a prompt", "decoding 1 token", "decoding 100 tokens")
-PROMPTS = (
-    "def is_even(number):\n",
-    "def add(first, second):\n",
-    "def read_lines(path):\n",
-    "def largest(values):\n",
-)
+PROMPT = "def is_even(number):\n"
 _NEW_TOKENS = 64
+# Lines that begin like this come after the function.
+_NEXT_LINES = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\nassert ", "\n#", "\n@", "\n```")
 
 
 def measure_tokenizer(subject: Subject) -> None:
@@ -36,7 +34,7 @@ def measure_tokenizer(subject: Subject) -> None:
         tokenizer = TextTokenizer.from_folder(folder)
         if tokenizer is None:
             raise NotRunError("the checkpoint has no tokenizer")
-        return tokenizer, tokenizer.encode(PROMPTS[0]), 1e3 * (time.perf_counter() - start)
+        return tokenizer, tokenizer.encode(PROMPT), 1e3 * (time.perf_counter() - start)
 
     found = sheet.tried(first_call)
     if isinstance(found, str):
@@ -47,7 +45,7 @@ def measure_tokenizer(subject: Subject) -> None:
     sheet.value(SECTION, NAMES[0], milliseconds, "ms", {"tokens": len(tokens)})
     hundred = (tokens * 100)[:100]
     calls: dict[str, Any] = {
-        NAMES[1]: lambda: tokenizer.encode(PROMPTS[0]),
+        NAMES[1]: lambda: tokenizer.encode(PROMPT),
         NAMES[2]: lambda: tokenizer.decode(hundred[:1]),
         NAMES[3]: lambda: tokenizer.decode(hundred),
     }
@@ -56,15 +54,20 @@ def measure_tokenizer(subject: Subject) -> None:
 
 
 def coherence(subject: Subject) -> dict[str, Any]:
-    """Complete a few prompts and count the valid Python programs.
+    """Complete the demo's plain functions, and count those that pass their tests in a restricted child process.
 
     Raises:
-      NotRunError: the weights are random, or there is no tokenizer.
+      NotRunError: the weights are random, there is no tokenizer, or the completions would take too long.
     """
     if subject.values.random is not None:
         raise NotRunError("random weights produce no coherent text")
-    engine = subject.engine
+    engine, tasks = subject.engine, read_held_out(DEMO, SETS["plain_tasks"])
+    subject.sheet.trials(subject.expected_seconds(len(tasks), 2 * _NEW_TOKENS, _NEW_TOKENS), warmup=0)
     request = request_of(engine.config, _NEW_TOKENS, _NEW_TOKENS)
-    completions = engine.generate(PROMPTS, request)
-    texts = [prompt + completion.text for prompt, completion in zip(PROMPTS, completions, strict=True)]
-    return {"prompts": len(PROMPTS), "parsed": sum(map(parses, texts)), "texts": texts}
+    completions = engine.generate([task["prompt"] for task in tasks], request, stop=_NEXT_LINES)
+    outcomes = {
+        task["name"]: run_tests(task["prompt"] + completion.text, task["tests"])
+        for task, completion in zip(tasks, completions, strict=True)
+    }
+    passed = sum(outcome == "passed" for outcome in outcomes.values())
+    return {"tasks": len(tasks), "passed": passed, "outcomes": outcomes}

@@ -52,9 +52,18 @@ def test_a_record_names_the_compilers_that_are_there(monkeypatch: pytest.MonkeyP
     assert versions == there
 
 
-# Records measured on branches that were squashed: their commits no longer exist. They are renewed with the next
-# measurement.
-WITHOUT_COMMIT = {"faults.json", "full_checkpoint.json", "offline_scheduler.json"}
+def test_a_record_names_the_driver_and_the_runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    version = tmp_path / "version"
+    monkeypatch.setattr(records, "NVIDIA_DRIVER", version)
+    device = SimpleNamespace(platform="gpu", device_kind="H200", client=SimpleNamespace(platform_version="cuda 13000"))
+    made = build_record("a", kind="measured", settings={}, results={}, devices=[device])["machine"]
+    assert (made["driver"], made["runtime"]) == (None, "cuda 13000")
+    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC 13.2\n")
+    assert build_record("a", kind="measured", settings={}, results={})["machine"]["driver"] == "580.65.06"
+
+
+# A record measured on a branch that was squashed: its commit no longer exists. It is renewed with the next measurement.
+WITHOUT_COMMIT = {"faults.json"}
 
 
 def test_every_record_names_a_commit_of_this_repository() -> None:
@@ -69,4 +78,18 @@ def test_every_record_names_a_commit_of_this_repository() -> None:
         for commit in {record["commit"] for record in made.values()}
     }
     lost = {path.name for path, record in made.items() if not known[record["commit"]]}
-    assert lost <= WITHOUT_COMMIT
+    assert lost == WITHOUT_COMMIT, "remove the names of renewed records from WITHOUT_COMMIT"
+
+
+def test_what_ran_on_simulated_devices_is_not_called_measured() -> None:
+    kinds = {"cpu", "gpu", "tpu", None}
+    for path in sorted(RESULTS.rglob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        machine = record["machine"]
+        assert machine["platform"] in kinds, path
+        assert record["kind"] in ("measured", "simulated devices", "estimated"), path
+        simulated = machine["platform"] == "cpu" and machine["device_count"] > 1
+        if simulated or path.parent.name == "simulated":
+            assert record["kind"] == "simulated devices", path
+        if path.parent.name in ("estimated", "plans"):
+            assert record["kind"] == "estimated", path

@@ -109,7 +109,10 @@ def test_a_table_says_what_its_numbers_are_relative_to() -> None:
     text = report.table(estimated, [point_of(notes=["b does not fit"]), point_of(notes=["b does not fit", "c too"])])
     assert "\nB does not fit. C too. Speed-up and efficiency are relative to 4 devices, the first row.\n" in text
     assert "weights together" not in text
-    assert report.table(estimated, [point_of(devices=1)]).endswith("`python -m a`\n")
+    alone = report.table(estimated, [point_of(devices=1)])
+    assert alone.endswith(
+        "`python -m a`\n\nNot shown: a measurement: times are a roofline model's, and memory is not the compiler's.\n"
+    )
     above = [point_of(devices=1), point_of(efficiency=1.3)]
     assert "above 1 where weights are sharded" in report.table(estimated, above)
     rows = [point_of(devices=1), point_of(efficiency=1.3, mesh="data=4,sequence=1,tensor=1")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             *TINY, *SMALL, f"--output_dir={folder}", f"--dump_hlo={folder / 'hlo'}", f"--profile_dir={folder / 'trace'}"
         )
     (path,) = folder.glob("suite_*.json")
+    assert path.with_suffix(".png").stat().st_size > 10_000
     assert list((folder / "hlo").rglob("*.hlo.txt"))
     assert list((folder / "trace").rglob("*.xplane.pb"))
     found: dict[str, Any] = json.loads(path.read_text())
@@ -78,7 +80,7 @@ def test_every_row_is_filled_or_says_why_not(record: dict[str, Any]) -> None:
     sections = {row["section"] for row in record["results"]["rows"]}
     assert sections == {
         "start", "memory", "ceilings", "forward", "forward over lengths and batches", "sequence lengths",
-        "denoise step", "block step", "generation", "batches", "autoregressive", "CPU", "tokenizer",
+        "denoise step", "block step", "generation", "batches", "autoregressive", "CPU", "tokenizer", "transfer",
     }  # fmt: skip
     for row in record["results"]["rows"]:
         if row["not_run"] is None:
@@ -89,6 +91,7 @@ def test_every_row_is_filled_or_says_why_not(record: dict[str, Any]) -> None:
             assert row["mean"] is None
     assert "no tokenizer" in rows(record, "tokenizer")["first call"]["not_run"]
     assert "CPU itself" in next(iter(rows(record, "CPU").values()))["not_run"]
+    assert "host's memory" in rows(record, "transfer")["host to device"]["not_run"]
 
 
 def test_nothing_is_compiled_while_it_is_timed(record: dict[str, Any]) -> None:
@@ -98,6 +101,9 @@ def test_nothing_is_compiled_while_it_is_timed(record: dict[str, Any]) -> None:
     lengths = rows(record, "sequence lengths")
     assert lengths["another length of a known bucket"]["facts"]["programs_compiled"] == 0
     assert lengths["a length of a new bucket"]["facts"]["programs_compiled"] == 1
+    first = lengths["first run, 128 tokens"]
+    assert first["facts"]["programs_compiled"] == 1
+    assert first["mean"] > 1e3 * first["facts"]["compile_seconds"] > 0
 
 
 def test_a_row_of_a_step_is_of_one_step(record: dict[str, Any]) -> None:
@@ -141,7 +147,11 @@ def test_the_acceptance_list(record: dict[str, Any]) -> None:
     assert len(ticked) == 6
     assert ticked["loads without error"]
     assert ticked["at least 10 times the CPU"] is None
-    assert ticked["text is coherent"] is None
+    assert ticked["text is coherent: at least 50% of plain functions pass their tests"] is None
+    efficiency = rows(record, "forward over lengths and batches")["128 tokens, batch 2"]["facts"]["efficiency"]
+    batching = record["results"]["acceptance"][2]
+    assert batching["ticked"] == (efficiency > 1)
+    assert f"128 tokens: {efficiency:.2f} at batch 2" in batching["why"]
     parity = record["results"]["acceptance"][4]
     assert parity["ticked"], parity
     assert len(parity["details"]["shares"]) == 2
@@ -162,10 +172,23 @@ def test_parity_notices_a_wrong_layer(monkeypatch: pytest.MonkeyPatch, tmp_path:
         return found * 1.01 if leaf.name.endswith("o_proj") else found
 
     engine = Engine.load(DEMO, mesh="data=1")
-    found = type("Subject", (), {"engine": engine, "values": type("Values", (), {"attention": "auto"})})
-    assert parity.layer_parity(found)["smallest_share"] > 0.999  # type: ignore[arg-type]
+    assert parity.layer_parity(engine)["smallest_share"] > 0.999
     monkeypatch.setattr(parity, "source_tensor", wrong)
-    assert parity.layer_parity(found)["smallest_share"] < 0.9  # type: ignore[arg-type]
+    assert parity.layer_parity(engine)["smallest_share"] < 0.9
+
+
+def test_layers_of_a_given_folder_and_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"--parity={DEMO}", "--device=cpu", "--mesh=data=1", f"--output_dir={tmp_path}"]
+    run(*arguments, "--tolerance=1e-3")
+    said = capsys.readouterr().out
+    found = json.loads((tmp_path / "parity_demo.json").read_text())["results"]["parity"]
+    assert found["tolerance"] == 1e-3
+    assert found["smallest_share"] == 1.0
+    assert said.count("100.0000% of the outputs within 0.001 of PyTorch's\n") == found["layers"] > 1
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments, "--tolerance=1e-9")
+    assert caught.value.code == 1
+    assert "more than 95% are expected" in capsys.readouterr().out
 
 
 def test_weights_go_back_to_what_the_checkpoint_has() -> None:
@@ -217,14 +240,14 @@ def test_an_item_that_cannot_be_checked_ends_no_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def raising(error: Exception) -> Any:
-        def check(subject: Any) -> Any:
+        def check(*arguments: Any) -> Any:
             raise error
 
         return check
 
     sheet = Sheet(trials=2, row_seconds=1.0, budget=None)
     engine = SimpleNamespace(layout=SimpleNamespace(parameter_count=1))
-    found = SimpleNamespace(sheet=sheet, engine=engine, devices=[None])
+    found = SimpleNamespace(sheet=sheet, engine=engine, devices=[None], values=SimpleNamespace(attention="auto"))
     errors: tuple[tuple[Exception, str, int], ...] = (
         (InputError("pip install transformers"), "not run: pip install transformers", 0),
         (RuntimeError("RESOURCE_EXHAUSTED: 5 GB"), "not run: out of memory: RESOURCE_EXHAUSTED: 5 GB", 0),
@@ -233,7 +256,7 @@ def test_an_item_that_cannot_be_checked_ends_no_run(
     for error, why, failures in errors:
         sheet.failures = 0
         monkeypatch.setattr(acceptance, "layer_parity", raising(error))
-        monkeypatch.setattr(acceptance, "coherence", lambda subject: {"parsed": 4, "prompts": 4})
+        monkeypatch.setattr(acceptance, "coherence", lambda subject: {"passed": 2, "tasks": 4})
         items = acceptance.acceptance(found)  # type: ignore[arg-type]
         assert (items[4]["ticked"], items[4]["why"], sheet.failures) == (None, why, failures)
         assert items[5]["ticked"]
@@ -325,6 +348,8 @@ def test_what_could_not_be_written_is_said_before_the_work(
     ("arguments", "says"),
     [
         (["--random=mid-size", "--checkpoint=x"], "cannot be combined"),
+        (["--random=mid-size", "--parity=x"], "--parity names the model"),
+        (["--parity=/nowhere/at/all", "--device=cpu"], "/nowhere/at/all"),
         (["--layers=2"], "--layers requires --random"),
         (["--lengths=a"], "expected positive integers"),
         (["--steps=8"], "such as 8x1024"),
@@ -359,12 +384,18 @@ def test_the_tables_of_documents_are_those_of_their_records(document: str, table
     text = path.read_text(encoding="utf-8")
     assert text.count("<!-- end of table -->") == tables
     assert report.fill_tables(text, path.parent) == text, f"python -m benchmarks.report --readme={document}"
+    for table in re.findall(r"<!-- (?:table|summary): .*?<!-- end of table -->", text, re.DOTALL):
+        last = table.splitlines()[-2]
+        assert re.match(r"(Record of commit `[0-9a-f]{7}`. )?Not shown: \w", last), (
+            "below each table: what it does not show"
+        )
 
 
 def test_the_scaling_tables_are_those_of_their_records() -> None:
     folder = ROOT / "benchmarks" / "results" / "scaling"
     made = "\n".join(report.table(*one) for one in report.read_groups(folder).items())
     assert (folder / "tables.md").read_text(encoding="utf-8") == made + "\n"
+    assert made.count("\nNot shown: ") == made.count("### ")
 
 
 def test_a_table_is_replaced_and_the_rest_stays(tmp_path: Path, record: dict[str, Any]) -> None:

@@ -15,11 +15,12 @@ from absl import flags
 from benchmarks import timed_passes
 from benchmarks.records import NotRunError, Timing
 from benchmarks.roofline import Roofline
-from benchmarks.suite import acceptance, generation, passes, start
-from benchmarks.suite.sheet import Sheet
+from benchmarks.suite import acceptance, generation, passes, plots, start, text
+from benchmarks.suite.sheet import Row, Sheet
 from benchmarks.suite.subject import Subject, define_subject_flags, open_engine
 from benchmarks.timed_passes import time_pass
 from checkpoints import DEMO
+from runtime import Engine
 from runtime.planner.estimate import estimate_workload
 from runtime.planner.workload import Workload
 from sharding.mesh import MeshSpec
@@ -106,8 +107,8 @@ def test_an_accelerator_is_compared_with_the_cpu(
     assert row.mean == 1e3 * seconds / 2  # of two passes
     assert row.facts["accelerator_ms"] == 10.0
     assert row.facts["times_as_fast"] == times
-    for what in ("layer_parity", "coherence"):
-        monkeypatch.setattr(acceptance, what, lambda subject: {"smallest_share": 1, "tolerance": 0, "layers": 1})
+    monkeypatch.setattr(acceptance, "layer_parity", lambda *_: {"smallest_share": 1, "tolerance": 0, "layers": 1})
+    monkeypatch.setattr(acceptance, "coherence", lambda subject: {"passed": 1, "tasks": 1})
     item = acceptance.acceptance(cpu)[3]
     assert (item["ticked"], item["why"]) == (ticked, f"{times} times as fast")
 
@@ -175,3 +176,65 @@ def test_a_small_checkpoint_is_converted_several_times() -> None:
     assert row is not None, sheet.rows
     assert row.trials == 3
     assert "one_trial" not in row.facts
+
+
+def grid_row(canvas: int, batch: int, efficiency: float) -> Row:
+    facts = {"efficiency": efficiency, "tokens_per_second": 100.0 * efficiency}
+    return Row(passes.GRID, passes.grid_name(canvas, batch), mean=1.0, trials=2, facts=facts)
+
+
+@pytest.mark.parametrize(("times", "ticked"), [(1.3, True), (0.9, False)])
+def test_batching_is_judged_by_the_grid(times: float, ticked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sheet = sheet_of()
+    sheet.value(generation.BATCHES, "best batch", 9e9, "tokens/s", {"batch": 8, "times_batch_1": 8.0})
+    sheet.rows += [grid_row(*one) for one in ((512, 1, 1.0), (512, 2, 3.0), (128, 1, 1.0), (128, 2, 0.8))]
+    sheet.rows.append(grid_row(128, 4, times))
+    sheet.leave_out(passes.GRID, passes.grid_name(128, 8), "no memory")
+    assert passes.best_of_grid(sheet.rows) == {128: (times, 4), 512: (3.0, 2)}
+    monkeypatch.setattr(acceptance, "layer_parity", lambda *_: {"smallest_share": 1, "tolerance": 0, "layers": 1})
+    item = acceptance.acceptance(replace(subject_of(sheet)))[2]
+    assert item["ticked"] is ticked
+    assert item["why"].endswith(f"128 tokens: {times:.2f} at batch 4; 512 tokens: 3.00 at batch 2")
+
+
+@pytest.mark.parametrize(("body", "passed"), [("\n    return number % 2 == 0\n", 1), ("\n    return True\n", 0)])
+def test_coherent_text_is_functions_that_pass(body: str, passed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (task,) = (one for one in text.read_held_out(DEMO, "plain_tasks.jsonl") if one["name"] == "is_even")
+    monkeypatch.setattr(text, "read_held_out", lambda folder, name: [task])
+    given: list[Any] = []
+
+    def generate(prompts: list[str], config: Any, stop: Any) -> list[Any]:
+        given.append((prompts, stop))
+        return [SimpleNamespace(text=body)]
+
+    engine: Any = SimpleNamespace(config=Engine.load(DEMO, mesh="data=1").config, generate=generate)
+    subject: Any = SimpleNamespace(
+        values=SimpleNamespace(random=None), engine=engine, sheet=sheet_of(), expected_seconds=lambda *_: 1.0
+    )
+    found = text.coherence(subject)
+    assert (found["tasks"], found["passed"]) == (1, passed)
+    assert found["outcomes"] == {"is_even": "passed" if passed else "wrong"}
+    assert given[0][0] == ["def is_even(number):"]
+    subject.expected_seconds = lambda *_: 100.0
+    with pytest.raises(NotRunError, match="row_seconds"):
+        text.coherence(subject)
+
+
+def test_copies_between_host_and_device() -> None:
+    sheet = sheet_of()
+    start.measure_transfers(sheet, jax.devices("cpu")[0], "gpu")
+    for name in ("host to device", "device to host"):
+        row = sheet.find(name)
+        assert row is not None, sheet.rows
+        assert row.trials == 2
+        assert row.mean
+        assert row.facts["gigabytes_per_second"] == round((1 << 26) / row.mean / 1e6, 2)
+
+
+def test_nothing_is_drawn_of_a_record_without_batches(tmp_path: Path) -> None:
+    record = {"kind": "measured", "settings": {"model": "a"}, "results": {"rows": []}}
+    assert not plots.plot_batches(record, tmp_path / "a.png")
+    rows = [{"section": row.section, "name": row.name, "facts": row.facts, "not_run": row.not_run} for row in
+            (grid_row(128, 1, 1.0), grid_row(128, 2, 1.5))]  # fmt: skip
+    assert plots.plot_batches(record | {"results": {"rows": rows}}, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000

@@ -29,7 +29,7 @@ def test_rows_of_the_autoregressive_table(uncached: bool) -> None:
         "results": [row(True, 30.04), *[row(False, 12.0)][: int(uncached)]],
     }
     lines = autoregressive_table(record).splitlines()
-    assert lines[2] == f"| int8 | 15 | 30.0 ± 0.2 | {'12.0 ± 0.2' if uncached else ''} | 124.4 | 4.7 |"
+    assert lines[2] == f"| int8 | 15 | 30.0 ± 0.2 | {'12.0 ± 0.2 | 2.5x' if uncached else ' | '} | 124.4 | 4.7 |"
     assert lines[-1] == "Measured: prompt of 16, batch 1, 5 trials, 2 CPU cores, Some CPU."
 
 

@@ -1,0 +1,80 @@
+"""Plot of a suite's record: throughput over the batch."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.suite.generation import BATCHES
+from benchmarks.suite.passes import GRID
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Batches, with the tokens per second of each
+_Line = dict[int, float]
+
+
+def plot_batches(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw tokens per second over the batch: generations, and forward passes of each length.
+
+    Returns:
+      Whether there is something to draw, and matplotlib is installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure
+
+    generations: _Line = {}
+    lengths: dict[int, _Line] = {}
+    for row in record["results"]["rows"]:
+        speed = row["facts"].get("tokens_per_second")
+        if speed is None or row["not_run"] is not None:
+            continue
+        if row["section"] == BATCHES and (found := re.match(r"batch (\d+),", row["name"])):
+            generations[int(found[1])] = speed
+        elif row["section"] == GRID:
+            canvas, batch = (int(one) for one in re.findall(r"\d+", row["name"]))
+            lengths.setdefault(canvas, {})[batch] = speed
+    panels = [
+        (title, lines)
+        for title, lines in (
+            ("generation", {"": generations}),
+            ("forward pass without head", {f"{canvas} positions": line for canvas, line in sorted(lengths.items())}),
+        )
+        if any(lines.values())
+    ]
+    if not panels:
+        return False
+    figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
+    for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _draw(axes, title, lines)
+    figure.suptitle(f"{record['settings']['model']}: tokens per second over the batch ({record['kind']})", fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    return True
+
+
+def _draw(axes: Axes, title: str, lines: Mapping[str, _Line]) -> None:
+    batches = sorted({batch for line in lines.values() for batch in line})
+    for number, (name, line) in enumerate(lines.items()):
+        at = sorted(line)
+        axes.plot(at, [line[batch] for batch in at], "o-", color=f"C{number}", markersize=4)
+        axes.annotate(
+            name, (at[-1], line[at[-1]]), (5, 0), textcoords="offset points", fontsize=8, color=f"C{number}",
+            verticalalignment="center",
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.minorticks_off()
+    if len(lines) > 1:  # room for the labels
+        axes.set_xlim(batches[0] / 1.2, batches[-1] * (batches[-1] / batches[0]) ** 0.35 * 1.1)
+    axes.set_ylim(0, None)
+    axes.set_xlabel("batch")
+    axes.set_ylabel("tokens per second")
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
