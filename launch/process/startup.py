@@ -42,7 +42,7 @@ SECONDS_BETWEEN_LINES = 10.0
 _FIRST_FLAGS = (
     "prompt", "prompt_file", "input", "output_dir", "format", "source", "output", "chat", "checkpoint", "mesh",
     "devices", "host", "port", "canvas", "slots", "max_new_tokens", "temperature", "seed", "cache", "parallel",
-    "suffix", "early_stop", "quantize", "watch", "verbose", "json",
+    "early_stop", "quantize", "watch", "verbose", "json",
 )  # fmt: skip
 # A command with at most this many flags shows all of them.
 _MANY_FLAGS = 24
