@@ -10,6 +10,7 @@ diffumesh plan takes as --model. The last column says which code the tests compa
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ def print_table(families: Iterable[Family]) -> None:
         presets = [f"{name} ({preset(name).num_layers} layers)" for name in family.presets]
         decoding = "\n".join(lines) or "token by token, with a KV cache"
         table.add_row(family.model_type, family.attention, "\n".join(presets), decoding, family.verified)
-    Console(width=140).print(table)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def main(values: flags.FlagValues) -> None:
