@@ -85,6 +85,11 @@ def _unique(pairs: list[tuple[str, Any]], most: int | None) -> dict[str, Any]:
     return found
 
 
+@functools.cache  # a file may have millions of lines
+def _decoder(most_names: int | None) -> json.JSONDecoder:
+    return json.JSONDecoder(object_pairs_hook=functools.partial(_unique, most=most_names))
+
+
 def parse_json_object(data: bytes, most_names: int | None = None) -> dict[str, Any]:
     """Parse a JSON object.
 
@@ -98,7 +103,7 @@ def parse_json_object(data: bytes, most_names: int | None = None) -> dict[str, A
       ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=functools.partial(_unique, most=most_names))
+        value = _decoder(most_names).decode(data.decode("utf-8"))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(value, dict):

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from absl import flags
 
+from launch.batches.collector import paused_collector
 from launch.batches.facts import run_facts
 from launch.batches.folder import RESULTS, SAMPLES, SORTED, BatchFolder
 from launch.batches.lines import Batch, Line
@@ -132,9 +133,10 @@ def complete(
     Returns:
       The number of results written: all that were missing, unless the run was told to stop.
     """
-    rows = LineRows(lines, defaults)
-    skip = rows.of_records(done)
-    scheduler = engine.scheduler(rows.requests, slots, engine.stop_tests(rows.stops))
+    with paused_collector():
+        rows = LineRows(lines, defaults)
+        skip = rows.of_records(done)
+        scheduler = engine.scheduler(rows.requests, slots, engine.stop_tests(rows.stops))
     total, count = len(rows.requests) - len(skip), 0
     report = ProgressReport(scheduler.stats, total)
     with progress_bar("rows") as progress:

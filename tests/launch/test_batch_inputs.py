@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from checkpoints import DEMO, CheckpointError, open_folder
 from launch.batches import lines as batch_lines
+from launch.batches.collector import paused_collector
 from launch.batches.folder import LOCK, RESULTS, BatchFolder
 from launch.batches.lines import MAX_LINE_BYTES, Batch, read_batch
 from launch.openai.bodies import Defaults
@@ -186,3 +189,26 @@ def test_removing_the_lock_file_does_not_let_two_runs_write(tmp_path: Path) -> N
         BatchFolder(tmp_path / "out")
     held.close()
     BatchFolder(tmp_path / "out").close()
+
+
+def test_lines_are_exempt_from_later_collections(tmp_path: Path, defaults: Defaults) -> None:
+    """Millions of lines live until the end: visiting them again and again would take longer than reading them."""
+    before = gc.get_freeze_count()
+    found = read(tmp_path, b"\n".join(line(f"{number}") for number in range(2000)), defaults)
+    assert len(found.lines) == 2000
+    assert gc.get_freeze_count() - before >= 2000
+    assert gc.isenabled()
+
+
+def test_cycles_made_while_the_collector_is_paused_are_freed() -> None:
+    class Item:
+        own: Any = None
+
+    with paused_collector() as set_aside:
+        item = Item()
+        item.own = item
+        cycle = weakref.ref(item)
+        del item
+        assert cycle() is not None
+        set_aside()
+        assert cycle() is None
