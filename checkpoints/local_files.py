@@ -24,7 +24,7 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
       parts: its bytes, in order.
 
     Raises:
-      OSError: it cannot be written; the old file is as it was.
+      OSError: it cannot be written; the old file is as it was. The error names ``path``.
     """
     # In the same folder, because a file is renamed in one step only within a file system; opened as new, so that two
     # writers cannot share it.
@@ -35,6 +35,10 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+    except OSError as error:
+        if error.filename == str(partial):
+            error.filename = str(path)  # the name that the user knows
+        raise
     finally:
         partial.unlink(missing_ok=True)
     sync(path.parent)
