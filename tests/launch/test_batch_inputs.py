@@ -18,6 +18,7 @@ from launch.batches import lines as batch_lines
 from launch.batches.collector import paused_collector
 from launch.batches.folder import LOCK, RESULTS, BatchFolder
 from launch.batches.lines import MAX_LINE_BYTES, Batch, read_batch
+from launch.batches.records import Key, as_bits, of_bits
 from launch.openai.bodies import Defaults
 from runtime import DiffusionConfig, parse_config
 from runtime.text.chat_template import TemplateRenderer
@@ -176,6 +177,16 @@ def test_results_have_digests_that_the_next_run_checks(tmp_path: Path) -> None:
                 held.done(known)
         finally:
             held.close()
+
+
+def test_hosts_share_what_is_done_in_a_short_message() -> None:
+    """With ids of 512 characters, the keys of 130,000 results were longer than any message between hosts."""
+    order: list[Key] = [(f"{number:0512}", number % 2 or None) for number in range(1001)]
+    for done in (set(), set(order), {order[0], order[8], order[1000]}):
+        bits = as_bits(done, order)
+        assert len(bits) == 2 * 126
+        assert of_bits(bits, order) == done
+    assert of_bits(as_bits(set(), []), []) == set()
 
 
 def test_removing_the_lock_file_does_not_let_two_runs_write(tmp_path: Path) -> None:
