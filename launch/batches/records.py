@@ -42,12 +42,12 @@ def as_bits(done: Collection[Key], order: Sequence[Key]) -> str:
 
     The keys of millions of results would be too long for a message between hosts.
     """
-    return np.packbits([key in done for key in order]).tobytes().hex() if order else ""
+    return np.packbits([key in done for key in order]).tobytes().hex() if done else ""
 
 
 def of_bits(bits: str, order: Sequence[Key]) -> set[Key]:
     """Decode the text of :func:`as_bits` for the same ``order``."""
-    found = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8), count=len(order))
+    found = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))
     return {order[index] for index in np.flatnonzero(found).tolist()}
 
 
