@@ -50,9 +50,7 @@ class Line(Asked):
 
     def requests(self) -> list[RowRequest]:
         """A row for each sample. Its seed is a hash of seed, id and sample, independent of the order of lines."""
-        return [
-            RowRequest(self.tokens, self.config, row_seed(self.seed, self.id, sample)) for sample in range(self.samples)
-        ]
+        return [self.request(row_seed(self.seed, self.id, sample)) for sample in range(self.samples)]
 
 
 @dataclass(frozen=True, slots=True)

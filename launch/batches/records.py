@@ -109,7 +109,9 @@ def openai_record(
         choices.append(choice(sample["index"], sample["text"], sample["finish_reason"], own, chat))
         made += len(sample["tokens"])
     # The creation time is 0, because a time would make two runs differ.
-    body = answer(f"cmpl-{line.id}", 0, model_name, choices, chat) | {"usage": usage(len(line.tokens), made)}
+    body = answer(f"cmpl-{line.id}", 0, model_name, choices, chat) | {
+        "usage": usage(line.request(line.seed).given, made)
+    }
     response = {"status_code": 200, "request_id": f"req-{line.id}", "body": body}
     return {"id": f"batch_req-{line.id}", "custom_id": line.id, "response": response, "error": None}
 

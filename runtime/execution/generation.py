@@ -168,7 +168,7 @@ def generate_rows(
     """
     start, programs = time.perf_counter(), runner.programs
     compiled, compile_seconds = programs.compiled, programs.seconds
-    width = runner.bucket(canvas_length(int(rows.lengths.max()), config))
+    width = runner.bucket(canvas_length(int(rows.given.max()), config))
     own = CallerRows(rows, config, seeds, runner.layout.config, width)
     stats = GenerationStats(steps=most_steps(runner, own, config, width))
     history: np.ndarray | None = None

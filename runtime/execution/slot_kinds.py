@@ -147,7 +147,7 @@ class DiffusionSlots(Slots):
                 canvas[slot, : request.length].copy(),
                 commit_steps[slot, : request.length].copy(),
                 None if log_probabilities is None else log_probabilities[slot, : request.length].copy(),
-                int(refreshes[slot]) * request.length + int(windows[slot]),
+                int(refreshes[slot]) * request.length_with_suffix + int(windows[slot]),
             )
             for slot, (number, request) in taken.items()
         ]
@@ -352,10 +352,10 @@ def open_slots(
 
 
 def longest_span(runner: Runner, requests: Sequence[RowRequest]) -> int:
-    """Return the length of the longest prompt (autoregressive) or of the longest span of masks, rounded to a bucket."""
+    """Return the longest prompt (autoregressive) or distance from a first block to a row's end, rounded to a bucket."""
     if isinstance(requests[0].config, SamplingConfig):
         return runner.bucket(max(len(request.tokens) for request in requests))
-    return runner.bucket(max(block_span(request, runner.layout.config) for request in requests))
+    return runner.bucket(max(block_span(row, runner.layout.config) + len(row.suffix) for row in requests))
 
 
 def open_slots_for(

@@ -152,6 +152,34 @@ def test_lines_are_tokenized_together_as_alone(
     assert read(tmp_path, raw, defaults) == together
 
 
+def test_suffixes_of_lines(tmp_path: Path, defaults: Defaults) -> None:
+    body = {"prompt": "def f(x):\n", "suffix": "    return y\n"}
+    lines = [
+        line("plain", suffix=body["suffix"]),
+        json.dumps({"custom_id": "openai", "body": body}).encode(),
+        line("none", suffix=""),
+        line("number", suffix=3),
+        line("mask", suffix="<|mask|>"),
+        json.dumps(
+            {"custom_id": "chat", "body": {"messages": [{"role": "user", "content": "x"}], "suffix": "y"}}
+        ).encode(),
+    ]
+    raw = b"\n".join(lines)
+    defaults.tokenizer.chat_template = "{{ messages[0].content }}"
+    found = read(tmp_path, raw, defaults)
+    suffix = defaults.tokenizer.encode(body["suffix"])
+    assert [one.suffix for one in found.lines] == [suffix, suffix, []]
+    assert [one.requests()[0].suffix for one in found.lines] == [suffix, suffix, []]
+    assert [(one.id, one.message.split(":")[0]) for one in found.bad] == [
+        ("number", "suffix"),
+        ("mask", "the suffix contains the mask token; only a prompt may contain masks"),
+        ("chat", "suffix is not available for a chat, which has nothing after the answer"),
+    ]
+    # With --chat, a plain prompt is a message too.
+    chats = read(tmp_path, lines[0], dataclasses.replace(defaults, chat=True))
+    assert ["for a chat" in one.message for one in chats.bad] == [True]
+
+
 def test_results_have_digests_that_the_next_run_checks(tmp_path: Path) -> None:
     output = BatchFolder(tmp_path)
     records = [{"id": "a", "index": 0, "text": "é", "log_probabilities": [-0.1, -1e-05]}, {"id": "b", "index": 0}]
