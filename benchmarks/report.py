@@ -24,6 +24,7 @@ from absl import flags
 from benchmarks.autoregressive import autoregressive_table
 from benchmarks.compare_torch import comparison_table
 from benchmarks.diffusion_modes import modes_table
+from benchmarks.fault_tables import fault_table
 from benchmarks.records import check_output
 from benchmarks.scaling_plots import Group, plot_scaling
 from benchmarks.schedule import schedule_table
@@ -49,6 +50,10 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
         modes_table,
         "which functions work (`benchmarks.demo_quality`); batches; a model of billions of parameters, in which a "
         "threshold may commit more tokens per step.",
+    ),
+    "faults": (
+        fault_table,
+        "hosts on machines and networks of their own: these are processes on one machine; nor GPUs and TPUs.",
     ),
     "schedule": (schedule_table, "measured times: they are the compilers' own schedules."),
     "serve": (
