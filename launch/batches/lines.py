@@ -15,6 +15,7 @@ from launch.openai.bodies import (
     Asked,
     Defaults,
     Draft,
+    Encoded,
     by_our_names,
     encode_drafts,
     finish,
@@ -141,7 +142,7 @@ class _Reader:
         self._seen: dict[str, int] = {}
         self._drafts: list[_Drafted] = []
         self._bytes = 0
-        self._tokenizing: tuple[list[_Drafted], Future[list[list[int] | InputError]]] | None = None
+        self._tokenizing: tuple[list[_Drafted], Future[list[Encoded | InputError]]] | None = None
         self.lines: list[Line] = []
         self.bad: list[BadLine] = []
         self.ignored: dict[str, None] = {}
@@ -192,6 +193,7 @@ class _Reader:
                     Line(
                         asked.prompt,
                         asked.tokens,
+                        asked.suffix,
                         asked.config,
                         asked.seed,
                         asked.samples,

@@ -49,7 +49,6 @@ from runtime.execution.step_plan import BucketPlan, Insertion, PoolOutcome, Pool
 
 # When a growing row moves, its new bucket has room for this many more positions than it needs next.
 _ROOM_TO_GROW = 64
-
 # Number of first iterations of a row after each of which its canvas is fetched, until a token has been seen.
 _FIRST_FETCHES = 2
 
