@@ -194,8 +194,8 @@ class Engine(TokenEngine):
 
     def known_end_tokens(self) -> tuple[int, ...]:
         """Return the end tokens. Without a tokenizer, unlike :attr:`end_token_ids`, only those of the configs."""
-        folder = self._folder
-        return super().known_end_tokens() if folder is None else end_tokens(self.config, folder, self._own_tokenizer)
+        known = super().known_end_tokens
+        return known() if self._folder is None else end_tokens(self.config, self._folder, self._own_tokenizer)
 
     def published(self, **overrides: Any) -> GenerationConfig:
         """Return the decoding settings that the model's authors publish for this checkpoint, with these changes."""
