@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -32,6 +33,7 @@ LINES_TOGETHER = 1024
 _BYTES_TOGETHER = 32 << 20
 MAX_ID = 512
 Form = Literal["plain", "completion", "chat"]
+_ASKED = tuple(field.name for field in dataclasses.fields(Asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ class _Reader:
         self._seen: dict[str, int] = {}
         self._drafts: list[_Drafted] = []
         self._bytes = 0
-        self._tokenizing: tuple[list[_Drafted], Future[list[list[int] | InputError]]] | None = None
+        self._tokenizing: tuple[list[_Drafted], Future[list[tuple[list[int], list[int]] | InputError]]] | None = None
         self.lines: list[Line] = []
         self.bad: list[BadLine] = []
         self.ignored: dict[str, None] = {}
@@ -188,19 +190,8 @@ class _Reader:
         for one, tokens in zip(drafts, encoded.result(), strict=True):
             try:
                 asked = finish(one.draft, tokens, self._defaults)
-                self.lines.append(
-                    Line(
-                        asked.prompt,
-                        asked.tokens,
-                        asked.config,
-                        asked.seed,
-                        asked.samples,
-                        asked.stop,
-                        number=one.number,
-                        id=one.identity,
-                        form=one.form,
-                    )
-                )
+                fields = {name: getattr(asked, name) for name in _ASKED}
+                self.lines.append(Line(**fields, number=one.number, id=one.identity, form=one.form))
             except InputError as error:
                 self.bad.append(BadLine(one.number, one.identity, str(error)))
 
