@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -33,6 +34,7 @@ LINES_TOGETHER = 1024
 _BYTES_TOGETHER = 32 << 20
 MAX_ID = 512
 Form = Literal["plain", "completion", "chat"]
+_ASKED = tuple(field.name for field in dataclasses.fields(Asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,20 +191,8 @@ class _Reader:
         for one, tokens in zip(drafts, encoded.result(), strict=True):
             try:
                 asked = finish(one.draft, tokens, self._defaults)
-                self.lines.append(
-                    Line(
-                        asked.prompt,
-                        asked.tokens,
-                        asked.suffix,
-                        asked.config,
-                        asked.seed,
-                        asked.samples,
-                        asked.stop,
-                        number=one.number,
-                        id=one.identity,
-                        form=one.form,
-                    )
-                )
+                fields = {name: getattr(asked, name) for name in _ASKED}
+                self.lines.append(Line(**fields, number=one.number, id=one.identity, form=one.form))
             except InputError as error:
                 self.bad.append(BadLine(one.number, one.identity, str(error)))
 

@@ -72,6 +72,10 @@ class PoolState:
         """Estimate the seconds of an iteration; 0 if nothing has been measured."""
         return self.seconds.get(bucket) or self.rate * self.limits.grid.cost(bucket)
 
+    def estimate_alone(self, length: int) -> float:
+        """Estimate the seconds of an iteration of the smallest bucket that holds a row of this length."""
+        return self.estimate(Bucket(self.limits.data, self.limits.grid.width_for(length)))
+
     def measured(self, bucket: Bucket, seconds: float) -> None:
         """Record the measured time of an iteration."""
         old = self.seconds.get(bucket)

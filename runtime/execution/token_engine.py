@@ -6,7 +6,6 @@ Dimension letters: B batch, S the caller's width, N new tokens, V vocab.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -183,7 +182,7 @@ class TokenEngine:
                 raise InputError(f"request {number}: {error}") from error
             if is_new:
                 configs[id(request.config)] = self._with_early_stop(request.config)
-            decided.append(replace(request, config=configs[id(request.config)]))
+            decided.append(RowRequest(request.tokens, configs[id(request.config)], request.seed, request.suffix))
         return OfflineScheduler(self.runner, decided, slots, stop_tests=stop_tests)
 
     # ---- scoring ----------------------------------------------------------------------------------------------
