@@ -76,6 +76,7 @@ class Engine(TokenEngine):
         quantize: str = "none",
         kv_cache: str = "model",
         rows: int = 1,
+        lora: str | Path | CheckpointFolder | None = None,
         revision: str | None = None,
         token: str | None = None,
         offline: bool = False,
@@ -94,9 +95,9 @@ class Engine(TokenEngine):
           quantize: ``int8`` keeps matrices as int8 with a scale per output channel. An int8 checkpoint stays int8.
           kv_cache: dtype of cached keys and values: ``model``, ``bfloat16``, ``float32`` or ``int8``.
           rows: expected number of rows per batch, a hint for the default mesh.
+          lora: folder, URL or Hub name of a LoRA adapter in PEFT's layout, merged while the weights are read.
           revision, token, offline: Hub revision and access token; ``offline`` forbids network access.
-          verify: ``full`` checks the digest of all data that is read, ``sizes`` checks shapes and dtypes, ``none``
-            checks nothing. A Hugging Face folder without a manifest has no digests.
+          verify: ``full`` checks digests, if there are any, ``sizes`` checks shapes and dtypes, ``none`` nothing.
           progress: called with the number of bytes read and the number of bytes to read.
 
         Raises:
@@ -104,7 +105,7 @@ class Engine(TokenEngine):
         """
         check_options(dtype=dtype, attention=attention, kv_cache=kv_cache, quantize=quantize, verify=verify)
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
-        folder = open_folder(path, revision=revision, token=token, offline=offline)
+        folder = open_folder(path, revision=revision, token=token, offline=offline, lora=lora)
         config = parse_config(folder.config)
         # Check files and divisibility first, so that an error is raised before JAX initialises its devices.
         stored = check_weights(folder, model_layout(config)) or config.dtype

@@ -85,7 +85,8 @@ class Defaults:
         Raises:
           InputError: a parameter is invalid, or this model's decoder does not have it.
         """
-        said = json.dumps({name: fields[name] for name in fields if name in EXPOSED_PARAMETERS and name != "seed"})
+        given = {name: fields[name] for name in fields if name in EXPOSED_PARAMETERS and name != "seed"}
+        said = json.dumps(given) if given else ""
         if said not in self._configs:
             if len(self._configs) >= _MAX_CONFIGS:
                 self._configs.clear()
@@ -98,7 +99,7 @@ class Defaults:
         return CompletionBuilder(self.tokenizer, self.model.mask_token_id, self.end_token_ids)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Asked:
     """A validated and tokenized request.
 
@@ -190,7 +191,7 @@ def read_asked(fields: Mapping[str, Any], defaults: Defaults) -> Asked:
     return finish(draft, encoded, defaults)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Draft:
     """A request that was validated but not tokenized yet.
 

@@ -53,7 +53,7 @@ class RequestHandle:
         self.remaining = len(self.rows) + len(self.score_passes)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class ScheduledRow:
     """One row of a request, or one of its score passes.
 

@@ -16,7 +16,7 @@ from runtime.execution.left_padding import Rows
 from runtime.models.config import ModelConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RowRequest:
     """A row to generate.
 

@@ -157,13 +157,10 @@ def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
     Raises:
       InputError: it does not.
     """
-    in_blocks, name = config.family.attention == "block_causal", config.family.name
-    if in_blocks and request.cache not in ("none", "exact"):
-        raise InputError(f"cache={request.cache} is not available for {name} models; use none or exact", field="cache")
-    if not in_blocks and request.cache == "exact":
-        raise InputError(
-            f"cache=exact is not available for {name} models: it is for block-causal attention", field="cache"
-        )
+    in_blocks, name, caches = config.family.attention == "block_causal", config.family.name, config.family.caches
+    if request.cache not in caches:
+        why = f"; use {' or '.join(caches)}" if in_blocks else ": it is for block-causal attention"
+        raise InputError(f"cache={request.cache} is not available for {name} models{why}", field="cache")
     if not in_blocks and request.sub_block_length is not None:
         raise InputError(f"sub_block_length is not available for {name} models", field="sub_block_length")
     if request.sub_block_cache and request.sub_block_length is None:

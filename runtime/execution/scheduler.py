@@ -181,9 +181,11 @@ class Scheduler:
         """Queue the rows and score passes of a request."""
         pool = self._pools[handle.pool]
         for index, request in enumerate(handle.rows):
-            alone = Bucket(pool.limits.data, pool.limits.grid.width_for(request.canvas_length))
-            # The rank is the time at which the row would end, so a shorter row that arrives later may overtake it.
-            seconds = pool.estimate(alone) * iterations_of(request) if self.policy.step_seconds else 0.0
+            seconds = 0.0
+            if self.policy.step_seconds:
+                # The rank is the time at which the row would end, so a shorter row that arrives later may overtake it.
+                alone = Bucket(pool.limits.data, pool.limits.grid.width_for(request.canvas_length))
+                seconds = pool.estimate(alone) * iterations_of(request)
             pool.queue.push(handle.owner, ScheduledRow(handle, index), handle.arrived + seconds)
         for index in range(len(handle.score_passes)):
             self._score_queue.push(handle.owner, ScheduledRow(handle, index))

@@ -359,20 +359,18 @@ def longest_span(runner: Runner, requests: Sequence[RowRequest]) -> int:
 
 
 def open_slots_for(
-    runner: Runner, requests: Sequence[RowRequest], width: int, count: int, steps: int | None = None
+    runner: Runner, config: DiffusionConfig | SamplingConfig, width: int, count: int, steps: int, span: int
 ) -> Slots:
     """Create free slots for rows that are all known and have the same compiled settings.
 
     Args:
       runner: the model on its mesh.
-      requests: the rows, at least one.
+      config: decoding parameters of any of the rows.
       width: bucket of the canvases.
       count: B, a multiple of the data axis.
-      steps: maximum number of steps per block of any row; None determines it from the requests.
+      steps: maximum number of steps per block of any row; not used if autoregressive.
+      span: :func:`longest_span` of the rows.
     """
-    config, span = requests[0].config, longest_span(runner, requests)
     if isinstance(config, SamplingConfig):
         return AutoregressiveSlots(runner, config, width, count, span)
-    if steps is None:
-        steps = max(block_schedule(request.config, width)[1] for request in requests)  # type: ignore[arg-type]
     return DiffusionSlots(runner, config, width, count, steps, min(width, span))
