@@ -15,6 +15,7 @@ from launch.openai.bodies import (
     Asked,
     Defaults,
     Draft,
+    Encoded,
     by_our_names,
     encode_drafts,
     finish,
@@ -141,7 +142,7 @@ class _Reader:
         self._seen: dict[str, int] = {}
         self._drafts: list[_Drafted] = []
         self._bytes = 0
-        self._tokenizing: tuple[list[_Drafted], Future[list[list[int] | InputError]]] | None = None
+        self._tokenizing: tuple[list[_Drafted], Future[list[Encoded | InputError]]] | None = None
         self.lines: list[Line] = []
         self.bad: list[BadLine] = []
         self.ignored: dict[str, None] = {}
@@ -185,13 +186,14 @@ class _Reader:
         if self._tokenizing is None:
             return
         (drafts, encoded), self._tokenizing = self._tokenizing, None
-        for one, tokens in zip(drafts, encoded.result(), strict=True):
+        for one, found in zip(drafts, encoded.result(), strict=True):
             try:
-                asked = finish(one.draft, tokens, self._defaults)
+                asked = finish(one.draft, found, self._defaults)
                 self.lines.append(
                     Line(
                         asked.prompt,
                         asked.tokens,
+                        asked.suffix,
                         asked.config,
                         asked.seed,
                         asked.samples,
