@@ -202,8 +202,6 @@ class Engine(TokenEngine):
         names = "" if self._folder is None else self._folder.model_names
         return self._resolved(config_kind(self.config).published_for(self.config.family, names, **overrides))
 
-    # ---- generation -------------------------------------------------------------------------------------------
-
     def generate(
         self,
         prompts: str | Sequence[str],

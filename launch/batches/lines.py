@@ -188,9 +188,9 @@ class _Reader:
         if self._tokenizing is None:
             return
         (drafts, encoded), self._tokenizing = self._tokenizing, None
-        for one, tokens in zip(drafts, encoded.result(), strict=True):
+        for one, found in zip(drafts, encoded.result(), strict=True):
             try:
-                asked = finish(one.draft, tokens, self._defaults)
+                asked = finish(one.draft, found, self._defaults)
                 fields = {name: getattr(asked, name) for name in _ASKED}
                 self.lines.append(Line(**fields, number=one.number, id=one.identity, form=one.form))
             except InputError as error:

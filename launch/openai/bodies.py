@@ -236,6 +236,7 @@ def read_draft(fields: Mapping[str, Any], defaults: Defaults) -> Draft:
     )
 
 
+# Token ids of a prompt, and of its suffix.
 Encoded = tuple[list[int], list[int]]
 
 

@@ -6,7 +6,7 @@ Dimension letters: S length of the row's canvas, prompt and new tokens together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class RowRequest:
     tokens: Sequence[int]
     config: DiffusionConfig | SamplingConfig
     seed: int
-    suffix: Sequence[int] = ()
+    suffix: Sequence[int] = field(default_factory=list)
 
     @property
     def given(self) -> int:

@@ -365,10 +365,9 @@ class Scheduler:
         """
         for pool in outcome.pools:
             self._update_pool(pool, now)
-        self.stats.in_flight_iterations = sum(row.iterations for row in self._rows.values())
-        self.stats.in_flight_positions = sum(
-            row.iterations * row.request.length_with_suffix for row in self._rows.values()
-        )
+        rows = self._rows.values()
+        self.stats.in_flight_iterations = sum(row.iterations for row in rows)
+        self.stats.in_flight_positions = sum(row.iterations * row.request.length_with_suffix for row in rows)
         if outcome.scores is not None and self._scoring is not None:
             handle, index = self._scoring.handle, self._scoring.index
             self.stats.forwards += 1
