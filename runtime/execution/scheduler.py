@@ -409,7 +409,8 @@ class Scheduler:
         row = self._rows.pop(result.number)
         pool.buckets = [one.without({result.number}) for one in pool.buckets]
         config, prompt = row.request.config, len(row.request.tokens)
-        row.run_stop_test(result.sequence[prompt:], whole=True)
+        if not result.non_finite:
+            row.run_stop_test(result.sequence[prompt:], whole=True)
         steps = len(np.unique(result.commit_steps[result.commit_steps >= 0]))
         tokens = committed_tokens(result.sequence, result.commit_steps, prompt, config.stop_token_ids, row.counted)
         self.stats.rows += 1
