@@ -372,7 +372,9 @@ def choose_tokens(
                 confidence = _softmax(pick(logits, tokens)[..., None], sums, dtype)[..., 0]
         if rule.confidence == "low_confidence" and (rule.sampled or rule.filtered):
             confidence = _softmax(pick(plain, tokens)[..., None], _softmax_sums(plain), dtype)[..., 0]
-        return jnp.where(jnp.isfinite(sums[0][..., 0]), tokens, -1), confidence
+        # Without this constraint, the compiler gathers the comparison's result too.
+        tokens = forward.constrain(jnp.where(jnp.isfinite(sums[0][..., 0]), tokens, -1), "batch", "canvas")
+        return tokens, confidence
 
 
 def log_probabilities(logits: Array, targets: Array) -> Array:
