@@ -145,6 +145,10 @@ def _place(targets: Array, *values: Array) -> tuple[Array, ...]:
     )
 
 
+def _project(forward: Forward, weights: Weights, picked: Array) -> Array:
+    return mark_non_finite(project_logits(forward, weights, picked), forward.config.vocab_size)
+
+
 def choose_on_canvas(
     forward: Forward,
     program: DenoiseProgram,
@@ -176,15 +180,12 @@ def choose_on_canvas(
     """
     width, offset = wanted.shape[1], jnp.zeros(len(wanted), jnp.int32) if offset is None else offset
 
-    def project(picked: Array) -> Array:
-        return mark_non_finite(project_logits(forward, weights, picked), forward.config.vocab_size)
-
     def choose_at(positions: Array, rows: Array | None, step: Array, offset: Array, **values: Array) -> Choices:
         # No output precedes a row's first position, so that position reads its own output.
         outputs, own = jnp.maximum(positions - forward.config.family.prediction_offset, 0), replace(request, **values)
-        logits = project(pick_positions(forward, hidden, outputs, rows))
+        logits = _project(forward, weights, pick_positions(forward, hidden, outputs, rows))
         if unconditional is not None:
-            without = project(pick_positions(forward, unconditional, outputs, rows))
+            without = _project(forward, weights, pick_positions(forward, unconditional, outputs, rows))
             logits = guide(logits, without, own.cfg_scale)
         return choose(forward, program, own, step, logits, positions + offset)
 

@@ -332,16 +332,14 @@ def choose_tokens(
     Args:
       forward: the model, for its mask token and for the sharding of positions.
       rule: settings that are compiled in.
-      logits: float32 ``[B, P, V]``; padding of the vocabulary is -inf, and logits that are not finite are +inf, see
-        :func:`mark_non_finite`.
+      logits: float32 ``[B, P, V]``, marked by :func:`mark_non_finite`; padding of the vocabulary is -inf.
       keys: typed PRNG keys ``[B, P]``, one per position.
       temperature: float32 scalar, ``[B]`` or ``[B, P]``, used if ``rule.sampled``; 0 takes the most probable token.
       top_p: float32 scalar, ``[B]`` or ``[B, P]``, used if ``rule.filtered``; 1 turns it off.
       top_k: int32 scalar, ``[B]`` or ``[B, P]``, used if ``rule.filtered``; the vocabulary size or more turns it off.
 
     Returns:
-      Tokens int32 ``[B, P]`` and confidences float32 ``[B, P]``. The token is -1, and the confidence meaningless, where
-      a logit is not finite, or overflows when it is divided by the temperature.
+      Tokens int32 ``[B, P]``, -1 where a logit is not finite, and confidences float32 ``[B, P]``.
     """
     dtype = jnp.dtype(rule.confidence_dtype)
     with jax.named_scope("choose_tokens"):
@@ -373,8 +371,7 @@ def choose_tokens(
         if rule.confidence == "low_confidence" and (rule.sampled or rule.filtered):
             confidence = _softmax(pick(plain, tokens)[..., None], _softmax_sums(plain), dtype)[..., 0]
         # Without this constraint, the compiler gathers the comparison's result too.
-        tokens = forward.constrain(jnp.where(jnp.isfinite(sums[0][..., 0]), tokens, -1), "batch", "canvas")
-        return tokens, confidence
+        return forward.constrain(jnp.where(jnp.isfinite(sums[0][..., 0]), tokens, -1), "batch", "canvas"), confidence
 
 
 def log_probabilities(logits: Array, targets: Array) -> Array:

@@ -100,7 +100,7 @@ def gather(own: Engine, asked: Sequence[RowRequest], slots: int) -> dict[int, Ro
 
 
 GRID = [
-    *((kind, "data=1") for kind in ("sampled", "origin", "guided", "block", "uncached")),
+    *((kind, "data=1") for kind in ("sampled", "guided", "block", "uncached")),
     *((kind, "data=2,tensor=2") for kind in ("dual", "decode")),
     *(pytest.param(kind, "sequence=2,tensor=2", marks=pytest.mark.slow) for kind in KINDS if kind != "block"),
 ]
