@@ -1,6 +1,7 @@
 """Attacks on checkpoints, the server, several hosts and batches: the number of attempts and their effects.
 
-``python -m benchmarks.faults --attacks`` runs them all in their long forms; tests run the short ones.
+``python -m benchmarks.faults --attacks`` runs them all in their long forms, with those of
+:mod:`benchmarks.command_attacks`; tests run the short ones.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import random
 import re
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints import DEMO, CheckpointError, FolderOutput, convert, open_folder, verify, write_manifest
+from benchmarks.command_attacks import attack_outputs, attack_replacement, attack_side_files, copy_demo
+from checkpoints import CheckpointError, FolderOutput, convert, open_folder, verify, write_manifest
 from launch.hosts.faults import Timeouts
 from launch.hosts.hub import Hub
 from launch.hosts.local_processes import free_port
@@ -51,6 +52,14 @@ TEMPLATES = (
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{{ 1 / 0 }}",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+)
+_BODIES = (
+    {"prompt": "def f(x):\n", "max_tokens": 2, "seed": 1, "n": 2, "stop": ["x"]},
+    {"messages": [{"role": "user", "content": "é"}], "max_tokens": 2, "temperature": 0.5},
+)
+_PIECES = (
+    *(b"", b'"', b"}", b"null", b"true", b"NaN", b"1e999", b"-0", b"9" * 5000, b"[" * 2000, b'{"a":' * 2000),
+    *(b"\0", b"\xff", b"\xed\xa0\x80", b"\\ud800", b"\xef\xbb\xbf", b'"seed":1,', b"\x1b[2J", b"-1", b"0x10"),
 )
 _MIB = 1 << 20
 _ADDRESS = re.compile(r"serving \S+ on http://([\d.]+):(\d+)")
@@ -147,8 +156,7 @@ def try_changes(folder: Path, count: int, seed: int = 0) -> dict[str, int]:
 def attack_checkpoints(count: int) -> dict[str, Any]:
     """Make random changes to a Hugging Face folder and to a canonical checkpoint with the demo's weights."""
     with tempfile.TemporaryDirectory() as name:
-        plain, canonical = Path(name, "huggingface"), Path(name, "orbax")
-        shutil.copytree(DEMO, plain, ignore=shutil.ignore_patterns("*.py", "*.jsonl", "__pycache__"))
+        plain, canonical = copy_demo(Path(name, "huggingface")), Path(name, "orbax")
         layout = model_layout(parse_config(open_folder(plain).config))
         write_manifest(open_folder(plain), layout)
         output = FolderOutput(canonical)
@@ -226,8 +234,28 @@ def _post(address: tuple[str, int], source: str, body: bytes) -> int:
         return answer.status
 
 
-def attack_server(clients: int, requests: int) -> dict[str, Any]:
-    """Send valid requests while clients send bodies with 100,000 errors; measure latencies in seconds and memory."""
+def hostile_body(generator: random.Random) -> bytes:
+    """Make a request's body with up to three random changes."""
+    body = json.dumps(generator.choice(_BODIES)).encode()
+    for _ in range(generator.randint(1, 3)):
+        at = generator.randrange(len(body) + 1)
+        body = body[:at] + generator.choice(_PIECES) + body[at + generator.randrange(8) :]
+    return body
+
+
+def send_hostile_bodies(address: tuple[str, int], count: int) -> dict[str, int]:
+    """Send random bodies; count those that are refused as the client's error, and the server's errors."""
+    generator = random.Random(0)
+    statuses = [_post(address, "127.0.0.1", hostile_body(generator)) for _ in range(count)]
+    refused = sum(400 <= status < 500 for status in statuses)
+    return {"tried": count, "refused": refused, "server_errors": sum(status >= 500 for status in statuses)}
+
+
+def attack_server(clients: int, requests: int, bodies: int) -> dict[str, Any]:
+    """Attack a server with random bodies, and with clients that send bodies of 100,000 errors.
+
+    Valid requests beside these clients measure latencies in seconds, and the server's memory is measured.
+    """
     flood = json.dumps({"prompt": [-1] * 100_000}).encode()
     valid = json.dumps({"prompt": "def f(x):\n", "max_tokens": 8, "seed": 1}).encode()
     with tempfile.TemporaryDirectory() as name, serving(Path(name)) as (host, port, process):
@@ -246,6 +274,7 @@ def attack_server(clients: int, requests: int) -> dict[str, Any]:
             status = Path(f"/proc/{process.pid}/statm").read_text()
             return int(status.split()[1]) * resource.getpagesize()
 
+        hostile = send_hostile_bodies((host, port), bodies)
         latencies()
         alone, before, over, sent = latencies(), memory(), threading.Event(), [0] * clients
 
@@ -269,6 +298,7 @@ def attack_server(clients: int, requests: int) -> dict[str, Any]:
             "under_attack": _quantiles(under),
             "p99_ratio": round(float(np.quantile(under, 0.99) / np.quantile(alone, 0.99)), 2),
             "bytes_grown": max(0, memory() - before),
+            "hostile_bodies": hostile,
         }
 
 
@@ -302,6 +332,9 @@ LONG: dict[str, Callable[[], dict[str, Any]]] = {
     "checkpoints": lambda: attack_checkpoints(10_000),
     "templates": attack_templates,
     "hub": lambda: attack_hub(200),
-    "server": lambda: attack_server(8, 200),
+    "server": lambda: attack_server(8, 200, 2000),
     "batch": lambda: attack_batch(1_000_000),
+    "side_files": attack_side_files,
+    "replacement": lambda: attack_replacement(100),
+    "outputs": attack_outputs,
 }

@@ -23,6 +23,7 @@ from absl import flags
 from benchmarks.autoregressive import autoregressive_table
 from benchmarks.compare_torch import comparison_table
 from benchmarks.diffusion_modes import modes_table
+from benchmarks.fault_tables import fault_table
 from benchmarks.records import check_output
 from benchmarks.scaling_plots import Group, plot_scaling
 from benchmarks.schedule import schedule_table
@@ -39,6 +40,7 @@ _TABLES = {
     "autoregressive": autoregressive_table,
     "compare_torch": comparison_table,
     "diffusion_modes": modes_table,
+    "faults": fault_table,
     "schedule": schedule_table,
     "serve": serve_tables,
     "suite": suite_tables,

@@ -20,6 +20,7 @@ from checkpoints.file_list import FILES_FILE, StoredFile, dump_files, list_files
 from checkpoints.folder import QUANTIZATION_KEY, WEIGHTS_FOLDER, CheckpointFolder
 from checkpoints.huggingface import INDEX_FILE
 from checkpoints.loading import Progress, check_tensors, stored_leaves
+from checkpoints.lora import merged_tensors, open_adapter
 from checkpoints.manifest import MANIFEST_FILE, Manifest, TensorEntry, chunk_grid, digest
 from checkpoints.opening import open_tensors
 from checkpoints.output import MARK_FILE, FolderOutput, Output
@@ -50,7 +51,8 @@ def convert(
     checkpoint.
 
     Args:
-      source: a folder of any format, with configuration, tokenizer and, by default, the tensors.
+      source: a folder of any format, with configuration, tokenizer and, by default, the tensors. Its LoRA adapter, if
+        it has one, is merged in float32, and the result has ``dtype``.
       layout: the layout of its model; it needs no mesh.
       output: where to write; all processes must see it.
       tensors: the tensors, if they are not the folder's.
@@ -72,6 +74,7 @@ def convert(
 
     def begin() -> str:
         check_tensors(source, stored_leaves(source, layout), found)
+        open_adapter(source, layout)
         return conversion.begin(quantize)
 
     with closing(output):
@@ -127,8 +130,8 @@ class _Conversion:
 
     @functools.cached_property
     def _sources(self) -> Sources:
-        """The tensors to write, quantized if requested."""
-        found = self.tensors
+        """The tensors to write: merged with the source's adapter, then quantized if requested."""
+        found = merged_tensors(self.source, self.target, self.tensors, self.dtype)
         if self.target.quantization != self.source.quantization:
             found = quantized_tensors(found, self.target)
         entries = {}

@@ -16,9 +16,11 @@ from checkpoints.errors import CheckpointError
 from checkpoints.folder import CheckpointFolder
 from checkpoints.huggingface import INDEX_FILE, SINGLE_FILE
 from checkpoints.loading import Progress
+from checkpoints.lora import merged_tensors
 from checkpoints.opening import open_tensors
 from checkpoints.output import FolderOutput
 from checkpoints.source import StoredTensors
+from runtime.models.families import model_layout, parse_config
 
 _SHARD_BYTES = 1 << 30
 
@@ -27,7 +29,7 @@ def export_checkpoint(source: CheckpointFolder, output: FolderOutput, *, progres
     """Write a checkpoint as a Hugging Face folder. Call ``output.prepare`` first.
 
     Args:
-      source: a checkpoint of any format.
+      source: a checkpoint of any format. Its LoRA adapter, if it has one, is merged, in the stored dtype.
       output: the folder to write.
       progress: called with (bytes read, bytes to read).
 
@@ -38,7 +40,7 @@ def export_checkpoint(source: CheckpointFolder, output: FolderOutput, *, progres
         raise CheckpointError(
             f"{source.place}: stored as {source.quantization}; the original weights cannot be recovered from it"
         )
-    found = open_tensors(source)
+    found = merged_tensors(source, model_layout(parse_config(source.config)), open_tensors(source))
     shards = _plan_shards(found)
     done, claims = 0, {}
     try:

@@ -17,12 +17,14 @@ def folder_fingerprint(folder: CheckpointFolder) -> str:
     """Compute a digest by which hosts can tell whether they have the same checkpoint.
 
     With a manifest the digest covers every byte, if the checkpoint is intact. Without one it covers the small files,
-    and the sizes and samples of the files of weights.
+    and the sizes and samples of the files of weights. The digest of a folder with a LoRA adapter covers both folders.
 
     Raises:
       CheckpointError: a file cannot be read.
     """
     state = hashlib.sha256()
+    if folder.lora is not None:
+        state.update(folder_fingerprint(folder.lora).encode())
     has_manifest = (folder.path / MANIFEST_FILE).is_file()
     try:
         for name in folder.side_files():

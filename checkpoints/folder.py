@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,12 +67,15 @@ class CheckpointFolder:
       name: the name that the user gave, for messages.
       remote: the location of an Orbax checkpoint that is not on this machine; ``path`` then has its small files.
       remote_arrays: the folder of Orbax's arrays within ``remote``.
+      lora: the folder of a LoRA adapter that is merged into the weights while they are read; see
+        :mod:`checkpoints.lora`.
     """
 
     path: Path
     name: str
     remote: Storage | None = None
     remote_arrays: str = ARRAY_FOLDERS[0]
+    lora: CheckpointFolder | None = None
 
     @property
     def is_orbax(self) -> bool:
@@ -236,6 +239,7 @@ def open_folder(
     token: str | None = None,
     offline: bool = False,
     weights: bool = True,
+    lora: str | Path | CheckpointFolder | None = None,
 ) -> CheckpointFolder:
     """Open a model folder, and download it if it is not on this machine.
 
@@ -248,13 +252,25 @@ def open_folder(
       token: Hub token; default is the one that huggingface_hub finds.
       offline: use only the Hub's local cache.
       weights: whether to download the weights; otherwise only configuration, tokenizer and licence are guaranteed.
+      lora: the folder, URL or Hub name of a LoRA adapter to merge into the weights; None for none, or for that of a
+        folder that is already open. It is always the Hub's newest revision.
 
     Raises:
       CheckpointError: there is no such folder, or it cannot be downloaded.
     """
     if isinstance(path, CheckpointFolder):
-        return path
-    text, wanted = str(path), _FETCHED if weights else SIDE_FILES
+        folder = path
+    else:
+        folder = _open(path, _FETCHED if weights else SIDE_FILES, revision, token, offline)
+    if lora is None:
+        return folder
+    return replace(folder, lora=open_folder(lora, token=token, offline=offline, weights=weights))
+
+
+def _open(
+    path: str | Path, wanted: Sequence[str], revision: str | None, token: str | None, offline: bool
+) -> CheckpointFolder:
+    text = str(path)
     if "://" in text:
         return _open_remote_orbax(text) or CheckpointFolder(_fetch_url(text, wanted), text)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -54,21 +55,33 @@ def open_safetensors(folder: CheckpointFolder) -> StoredTensors:
     found: dict[str, list[StoredTensor]] = {}
     count = BytesRead()
     for name in names:
-        path = folder.path / name
-        try:
-            with safe_open(path, "numpy") as file:
-                for tensor in file.keys():  # noqa: SIM118  (not a mapping: it cannot be iterated)
-                    called = family.tensor_name(tensor)
-                    if called is None:
-                        continue
-                    view = file.get_slice(tensor)
-                    dtype = _DTYPES.get(view.get_dtype(), view.get_dtype())
-                    reader = partial(_read, path, tensor, count)
-                    shape = tuple(view.get_shape())
-                    found.setdefault(called, []).append(StoredTensor(called, shape, dtype, reader))
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CorruptCheckpointError(f"{path}: not a whole safetensors file ({first_line(error)})") from error
+        for tensor in open_file(folder.path / name, count):
+            called = family.tensor_name(tensor.name)
+            if called is not None:
+                found.setdefault(called, []).append(replace(tensor, name=called))
     return StoredTensors(found, claims, count)
+
+
+def open_file(path: Path, count: BytesRead) -> list[StoredTensor]:
+    """Open the tensors of one safetensors file, under the names that they have in it. Only the header is read.
+
+    Args:
+      path: the file.
+      count: counts the bytes that are read from the tensors.
+
+    Raises:
+      CorruptCheckpointError: the file is damaged.
+    """
+    found = []
+    try:
+        with safe_open(path, "numpy") as file:
+            for name in file.keys():  # noqa: SIM118  (not a mapping: it cannot be iterated)
+                view = file.get_slice(name)
+                dtype = _DTYPES.get(view.get_dtype(), view.get_dtype())
+                found.append(StoredTensor(name, tuple(view.get_shape()), dtype, partial(_read, path, name, count)))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CorruptCheckpointError(f"{path}: not a whole safetensors file ({first_line(error)})") from error
+    return found
 
 
 def _read(path: Path, name: str, count: BytesRead, index: Index) -> np.ndarray:

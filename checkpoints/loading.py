@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 
 from checkpoints.errors import MismatchedCheckpointError
 from checkpoints.folder import CheckpointFolder
+from checkpoints.lora import merged_tensors, open_adapter
 from checkpoints.opening import open_tensors
 from checkpoints.source import DTYPES, Index, StoredTensor, StoredTensors, read_ahead
 from runtime.models.declarations import ModelLayout, WeightLeaf
@@ -70,7 +71,7 @@ def stored_leaves(folder: CheckpointFolder, layout: ModelLayout) -> list[WeightL
 
 
 def check_weights(folder: CheckpointFolder, layout: ModelLayout) -> str | None:
-    """Check, without reading data, that a checkpoint has exactly the declared weights.
+    """Check, without reading data, that a checkpoint has exactly the declared weights, and that its adapter fits them.
 
     Returns:
       The dtype in which they are stored; None if there are several.
@@ -81,6 +82,7 @@ def check_weights(folder: CheckpointFolder, layout: ModelLayout) -> str | None:
     found = open_tensors(folder, verify="sizes")
     leaves = stored_leaves(folder, layout)
     check_tensors(folder, leaves, found)
+    open_adapter(folder, layout)
     # The dtype of a quantized checkpoint is that of the tensors that are not quantized.
     plain = {leaf.sources[0] for leaf in layout.leaves if not leaf.contracted or folder.quantization == "none"}
     dtypes = {found[source].dtype for leaf in leaves for source in leaf.sources if leaf.sources[0] in plain}
@@ -249,7 +251,7 @@ def load_weights(
     """Load a checkpoint's weights onto a mesh.
 
     Args:
-      folder: the checkpoint, of any format.
+      folder: the checkpoint, of any format. Its LoRA adapter, if it has one, is merged before weights are quantized.
       layout: the model on its mesh.
       dtype: dtype on the devices.
       progress: called after every tensor.
@@ -268,13 +270,13 @@ def load_weights(
         raise MismatchedCheckpointError(
             f"{folder.place}: stored as {stored}, so it cannot be loaded with another quantization"
         )
-    kept = jnp.dtype(dtype)
+    kept, tensors = jnp.dtype(dtype), merged_tensors(folder, layout, found, jnp.dtype(dtype).name)
     # Large tensors first, because they need temporary memory on the devices, which are still empty then.
     leaves = sorted(layout.leaves, key=lambda leaf: -math.prod(leaf.source_shape))
     parts = {leaf.name: _parts(leaf, stored, kept) for leaf in leaves}
     # The next tensor is read while one is transferred to the devices.
     reading = read_ahead(
-        partial(_read_parts, layout, part, found[part.sources[number]], own)
+        partial(_read_parts, layout, part, tensors[part.sources[number]], own)
         for leaf in leaves
         for number in range(len(leaf.sources))
         for part, own in parts[leaf.name]

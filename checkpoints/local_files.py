@@ -24,7 +24,7 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
       parts: its bytes, in order.
 
     Raises:
-      OSError: it cannot be written; the old file is as it was.
+      OSError: it cannot be written; the old file is as it was. The error names ``path``.
     """
     # In the same folder, because a file is renamed in one step only within a file system; opened as new, so that two
     # writers cannot share it.
@@ -35,6 +35,10 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+    except OSError as error:
+        if error.filename == str(partial):
+            error.filename = str(path)  # the name that the user knows
+        raise
     finally:
         partial.unlink(missing_ok=True)
     sync(path.parent)
@@ -85,6 +89,11 @@ def _unique(pairs: list[tuple[str, Any]], most: int | None) -> dict[str, Any]:
     return found
 
 
+@functools.cache  # a file may have millions of lines
+def _decoder(most_names: int | None) -> json.JSONDecoder:
+    return json.JSONDecoder(object_pairs_hook=functools.partial(_unique, most=most_names))
+
+
 def parse_json_object(data: bytes, most_names: int | None = None) -> dict[str, Any]:
     """Parse a JSON object.
 
@@ -98,7 +107,7 @@ def parse_json_object(data: bytes, most_names: int | None = None) -> dict[str, A
       ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=functools.partial(_unique, most=most_names))
+        value = _decoder(most_names).decode(data.decode("utf-8"))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(value, dict):

@@ -106,9 +106,10 @@ class FolderOutput:
                 said.append(
                     f"an earlier conversion was interrupted while it replaced {self.path}: the old checkpoint is back"
                 )
-            for path in (self.staging, self._set_aside, self._removing):
+            for path in (self.staging, self._removing, self._set_aside):
                 if path.exists():
-                    shutil.rmtree(path)
+                    # Renamed first, so that a partly deleted checkpoint is never restored.
+                    shutil.rmtree(path.rename(self._removing) if path == self._set_aside else path)
                     said.append(f"an earlier conversion was interrupted: removed {path}")
         return said
 

@@ -22,11 +22,12 @@ from pathlib import Path
 
 from absl import flags
 
+from launch.batches.collector import paused_collector
 from launch.batches.facts import run_facts
 from launch.batches.folder import ERRORS, RESULTS, SAMPLES, SORTED, BatchFolder
 from launch.batches.lines import Batch, Line
 from launch.batches.progress import ProgressReport
-from launch.batches.records import Key, error_record, evalplus_records, keys
+from launch.batches.records import Key, as_bits, error_record, evalplus_records, keys, of_bits
 from launch.batches.rows import LineRows
 from launch.flags.batch import check_paths, define_batch_flags, read_input
 from launch.flags.decoding import define_decoding_flags, describe
@@ -77,7 +78,7 @@ def main(values: flags.FlagValues) -> None:
                 say(sentence)
             done = output.done(set(order))
         start_devices(values, {"checkpoint": checkpoint, "input": batch.digest})
-        done = {(key[0], key[1]) for key in this_host().gather("done", sorted(done, key=str))[0]}
+        done = of_bits(this_host().gather("done", as_bits(done, order))[0], order)
         if done:
             say(f"{len(done)} of {len(order)} results exist already")
 
@@ -137,9 +138,10 @@ def complete(
       The number of results written, and the keys of those that cannot be computed, because the model's logits are not
       finite. Together they are all that were missing, unless the run was told to stop.
     """
-    rows = LineRows(lines, defaults)
-    skip = rows.of_records(done)
-    scheduler = engine.scheduler(rows.requests, slots, engine.stop_tests(rows.stops))
+    with paused_collector():
+        rows = LineRows(lines, defaults)
+        skip = rows.of_records(done)
+        scheduler = engine.scheduler(rows.requests, slots, engine.stop_tests(rows.stops))
     total, count = len(rows.requests) - len(skip), 0
     report = ProgressReport(scheduler.stats, total)
     with progress_bar("rows") as progress:

@@ -3,6 +3,7 @@
   diffumesh convert --source=FOLDER --output=DIR                 as stored
   diffumesh convert --source=FOLDER --output=DIR --dtype=bfloat16
   diffumesh convert --source=FOLDER --output=DIR --quantize=int8
+  diffumesh convert --source=FOLDER --output=DIR --lora=ADAPTER       with a LoRA adapter merged, before quantization
   diffumesh convert --source=params.pkl --config=FOLDER/config.json --output=DIR --biases_from=FOLDER
 
 Orbax writes the tensors in groups, so peak host memory is about 1 GB, or twice the largest tensor if that is larger.
@@ -24,8 +25,8 @@ from contextlib import ExitStack, suppress
 
 from absl import flags
 
-from checkpoints import convert, find_legacy, folder_fingerprint
-from launch.folders.models import layout_of, open_model, print_licence
+from checkpoints import convert, find_legacy, folder_fingerprint, open_folder
+from launch.folders.models import define_lora_flag, layout_of, open_model, print_licence, read_lora
 from launch.folders.outputs import all_hosts, define_output_flags, prepare_output
 from launch.folders.pickles import define_pickle_flags
 from launch.process.startup import define_device_flags, progress_bar, run_launcher, say, start_devices
@@ -38,6 +39,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "source", None, "Hugging Face folder, URL or Hub name; or a legacy params.pkl.", flag_values=values
     )
     define_pickle_flags(values)
+    define_lora_flag(values)
     define_output_flags(values)
     flags.DEFINE_enum("dtype", None, STORED_DTYPES, "Change the dtype; default keeps it.", flag_values=values)
     flags.DEFINE_enum(
@@ -71,11 +73,17 @@ def main(values: flags.FlagValues) -> None:
     legacy = find_legacy(
         values.source, config=values.config, biases_from=values.biases_from, zero_biases=values.zero_biases
     )
+    lora = read_lora(values)
     if legacy is None:
-        source, layout = open_model(values.source, "source", revision=values.revision, offline=values.offline)
+        source, layout = open_model(
+            values.source, "source", revision=values.revision, offline=values.offline, lora=lora
+        )
         inputs = {"source": folder_fingerprint(source)}
     else:
-        source, layout, inputs = legacy.folder, layout_of(legacy.folder), legacy.fingerprints
+        source = open_folder(legacy.folder, offline=values.offline, lora=lora)
+        layout, inputs = layout_of(source), legacy.fingerprints
+        if source.lora is not None:
+            inputs = inputs | {"lora": folder_fingerprint(source.lora)}
     use_cpu_devices(values)
     start_devices(values, inputs)
     everyone = all_hosts()

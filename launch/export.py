@@ -1,6 +1,7 @@
 """Export a checkpoint as a Hugging Face folder of safetensors, bit for bit.
 
   diffumesh export --checkpoint=DIR --output=FOLDER
+  diffumesh export --checkpoint=DIR --output=FOLDER --lora=ADAPTER        with a LoRA adapter merged
 
 transformers loads the folder (for Dream, with the original code). Tensors are checked against their digests and written
 a gigabyte at a time. On several hosts, the first one does the work.
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from checkpoints import FolderOutput, Processes, export_checkpoint
-from launch.folders.models import open_model, print_licence
+from launch.folders.models import define_lora_flag, open_model, print_licence, read_lora
 from launch.folders.outputs import define_output_flags, prepare_output
 from launch.hosts.place import define_place_flags
 from launch.process.startup import progress_bar, run_launcher, say
@@ -26,13 +27,14 @@ from runtime import InputError
 def define_flags(values: flags.FlagValues) -> None:
     """Define this command's flags."""
     flags.DEFINE_string("checkpoint", None, "Checkpoint to export.", flag_values=values)
+    define_lora_flag(values)
     define_output_flags(values)
     define_place_flags(values)
 
 
 def main(values: flags.FlagValues) -> None:
     """Run ``diffumesh export``: write a checkpoint's tensors into a Hugging Face folder."""
-    source, _ = open_model(values.checkpoint, "checkpoint")
+    source, _ = open_model(values.checkpoint, "checkpoint", lora=read_lora(values))
     if "://" in (values.output or ""):
         raise InputError(f"--output={values.output}: a Hugging Face folder can only be written to a disk")
     output = prepare_output(values, Processes())

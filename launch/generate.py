@@ -64,6 +64,9 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_multi_string(
         "prompt_file", [], "File whose contents are a prompt; repeat for a batch.", flag_values=values
     )
+    flags.DEFINE_multi_string(
+        "suffix", [], "Infilling: text after the completion; repeat, one for each prompt.", flag_values=values
+    )
     switch("chat", "Put each prompt into the checkpoint's chat template as a user's message.")
     flags.DEFINE_integer(
         "max_batch", None, "Rows on the devices at a time. Default: as memory allows.", 1, flag_values=values
@@ -96,18 +99,20 @@ def main(values: flags.FlagValues) -> None:
     if values.history_html is not None and isinstance(config, SamplingConfig):
         raise InputError(f"--history_html requires a diffusion model; {folder.name} is autoregressive")
     prompts = read_prompts(values)
-    ids, mask = encode_prompts(tokenizer, prompts, model.pad_token_id, chat=values.chat)
-    check_request(read_rows(ids, mask, model), model, config)
+    ids, mask, suffixes = encode_prompts(tokenizer, prompts, model, suffixes=values.suffix, chat=values.chat)
+    check_request(read_rows(ids, mask, model, suffixes), model, config)
     row_seeds(config.seed, len(prompts), values.num_return_sequences)
     if values.history_html is not None:
         check_writable("history_html", values.history_html)
 
-    start_devices(values, {"checkpoint": folder_fingerprint(folder), "prompts": digest("\0".join(prompts))})
+    start_devices(
+        values, {"checkpoint": folder_fingerprint(folder), "prompts": digest("\0".join([*prompts, *values.suffix]))}
+    )
     samples = values.num_return_sequences
     engine = load_engine(values, folder, mesh, len(prompts) * samples, values.max_batch)
     if values.verbose:
         say(describe(config))
-    view, titles = CanvasView(engine, ids, mask, samples), row_titles(prompts, samples)
+    view, titles = CanvasView(engine, ids, mask, samples, suffixes), row_titles(prompts, samples)
 
     def show(rows: Sequence[Sequence[int]]) -> None:
         for title, tokens in zip(titles, rows, strict=True):
@@ -126,10 +131,13 @@ def main(values: flags.FlagValues) -> None:
                 watch=watch,
                 progress=interruption.report(progress),
                 stop_tests=tests,
+                suffixes=suffixes,
             )
     if values.dump_hlo is not None:
         write_programs(values, engine.program_texts())
-    completions = engine.completions(prompts, ids, mask, result, stop=values.stop, stop_token_ids=config.stop_token_ids)
+    completions = engine.completions(
+        prompts, ids, mask, result, stop=values.stop, stop_token_ids=config.stop_token_ids, suffixes=values.suffix
+    )
     if is_main_process():
         write_completions(completions, titles, result, values)
         if values.history_html is not None and isinstance(config, DiffusionConfig):

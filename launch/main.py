@@ -18,6 +18,7 @@ LAUNCHERS = {
     "inspect": "list what is in a checkpoint and which meshes fit",
     "local": "run a command as several processes on this machine",
     "doctor": "check a machine: versions, devices, collectives, checkpoint",
+    "models": "list model families, their presets and ways of decoding, and how each is verified",
     "plan": "estimate which meshes fit a machine, how fast and at what cost",
 }
 

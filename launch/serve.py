@@ -55,8 +55,9 @@ try:
 except ModuleNotFoundError as error:
     _MISSING = error.name
 
-# Time after the grace period to flush answers and write a trace.
+# Seconds after the grace period to flush answers, and to write a trace or programs if they are requested.
 _ENDING_SECONDS = 15.0
+_PROFILE_SECONDS = 120.0
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -96,7 +97,8 @@ def main(values: flags.FlagValues) -> None:
     engine = load_engine(values, folder, mesh, values.slots)
     say(describe(defaults.config))
     executor = Executor(engine.runner, shapes)
-    this_host().end_within(limits.grace_period + _ENDING_SECONDS)
+    profiling = values.profile_dir is not None or values.dump_hlo is not None
+    this_host().end_within(limits.grace_period + _ENDING_SECONDS + profiling * _PROFILE_SECONDS)
     if server is None or own is None:
         with traced(values):
             follow(executor, this_host())

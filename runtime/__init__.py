@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from runtime.models.kv_cache import CACHE_DTYPES
     from runtime.models.quantization import QUANTIZATIONS
     from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
-    from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
+    from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens, place_suffix
     from sharding.errors import NON_FINITE, InputError, MeshError, NonFiniteError, OutOfMemoryError
     from sharding.mesh import MeshSpec
 
@@ -162,6 +162,7 @@ __all__ = [
     "model_layout",
     "parse_config",
     "parse_json_object",
+    "place_suffix",
     "plain_number",
     "read_rows",
     "replace_file",
@@ -250,6 +251,7 @@ _HOMES = {
     "declared_parameters": "runtime.decoding.schema",
     "dependents": "runtime.decoding.schema",
     "encode_prompts": "runtime.text.tokenizer",
+    "place_suffix": "runtime.text.tokenizer",
     "end_tokens": "runtime.text.tokenizer",
     "folder_fingerprint": "checkpoints.fingerprint",
     "model_layout": "runtime.models.families",

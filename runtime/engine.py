@@ -5,6 +5,7 @@ Dimension letters: B batch, S width of the caller's arrays, N new tokens, V voca
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,16 +54,11 @@ class Engine(TokenEngine):
         max_batch: int | None = None,
         kv_cache: str = "model",
     ) -> None:
-        """Create an engine from weights that are already on a mesh; see :meth:`ModelLayout.abstract_weights`.
-
-        ``folder`` provides the tokenizer; without it, only token-level calls work. The other arguments are those of
-        :meth:`load`.
-        """
+        """Create an engine from weights on a mesh (:meth:`ModelLayout.abstract_weights`); arguments as :meth:`load`."""
         super().__init__(Runner(layout, weights, attention, max_batch, kv_cache))
         self.notes: list[str] = []
         self.loaded: LoadedBytes | None = None
         self._folder = folder
-        self._tokenizer: TextTokenizer | None = None
 
     @classmethod
     def load(
@@ -77,6 +73,7 @@ class Engine(TokenEngine):
         quantize: str = "none",
         kv_cache: str = "model",
         rows: int = 1,
+        lora: str | Path | CheckpointFolder | None = None,
         revision: str | None = None,
         token: str | None = None,
         offline: bool = False,
@@ -95,9 +92,9 @@ class Engine(TokenEngine):
           quantize: ``int8`` keeps matrices as int8 with a scale per output channel. An int8 checkpoint stays int8.
           kv_cache: dtype of cached keys and values: ``model``, ``bfloat16``, ``float32`` or ``int8``.
           rows: expected number of rows per batch, a hint for the default mesh.
+          lora: folder, URL or Hub name of a LoRA adapter in PEFT's layout, merged while the weights are read.
           revision, token, offline: Hub revision and access token; ``offline`` forbids network access.
-          verify: ``full`` checks the digest of all data that is read, ``sizes`` checks shapes and dtypes, ``none``
-            checks nothing. A Hugging Face folder without a manifest has no digests.
+          verify: ``full`` checks digests, if there are any, ``sizes`` checks shapes and dtypes, ``none`` nothing.
           progress: called with the number of bytes read and the number of bytes to read.
 
         Raises:
@@ -105,7 +102,7 @@ class Engine(TokenEngine):
         """
         check_options(dtype=dtype, attention=attention, kv_cache=kv_cache, quantize=quantize, verify=verify)
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
-        folder = open_folder(path, revision=revision, token=token, offline=offline)
+        folder = open_folder(path, revision=revision, token=token, offline=offline, lora=lora)
         config = parse_config(folder.config)
         # Check files and divisibility first, so that an error is raised before JAX initialises its devices.
         stored = check_weights(folder, model_layout(config)) or config.dtype
@@ -139,8 +136,6 @@ class Engine(TokenEngine):
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         layout, _, _ = choose_layout(config, spec, devices, dtype, quantize=quantize)
         return cls(layout, random_weights(layout, seed, dtype), **options)
-
-    # ---- weights, tokenizer and settings ----------------------------------------------------------------------
 
     @property
     def weights(self) -> Weights:
@@ -177,18 +172,16 @@ class Engine(TokenEngine):
         Raises:
           CheckpointError: the checkpoint has none.
         """
-        found = self._read_tokenizer()
-        if found is None:
+        if (found := self._own_tokenizer) is None:
             raise CheckpointError(
                 "this checkpoint has no tokenizer (tokenizer.json, or vocab.json and merges.txt); "
                 "only token-level calls are available"
             )
         return found
 
-    def _read_tokenizer(self) -> TextTokenizer | None:
-        if self._tokenizer is None and self._folder is not None:
-            self._tokenizer = TextTokenizer.from_folder(self._folder)
-        return self._tokenizer
+    @functools.cached_property
+    def _own_tokenizer(self) -> TextTokenizer | None:
+        return None if self._folder is None else TextTokenizer.from_folder(self._folder)
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -200,7 +193,7 @@ class Engine(TokenEngine):
         """Return the end tokens. Without a tokenizer, unlike :attr:`end_token_ids`, only those of the configs."""
         if self._folder is None:
             return super().known_end_tokens()
-        return end_tokens(self.config, self._folder, self._read_tokenizer())
+        return end_tokens(self.config, self._folder, self._own_tokenizer)
 
     def published(self, **overrides: Any) -> GenerationConfig:
         """Return the decoding settings that the model's authors publish for this checkpoint, with these changes."""
@@ -217,6 +210,7 @@ class Engine(TokenEngine):
         chat: bool = False,
         num_return_sequences: int = 1,
         stop: Sequence[str] = (),
+        suffixes: str | Sequence[str] = (),
     ) -> list[Completion]:
         """Complete texts. The list has all completions of the first prompt, then those of the second, and so on.
 
@@ -226,16 +220,19 @@ class Engine(TokenEngine):
           chat: treat each prompt as a user's message, and apply the checkpoint's chat template.
           num_return_sequences: number of completions per prompt.
           stop: strings that end a completion.
+          suffixes: for infilling, the text after each prompt's completion, empty for none. The model sees it.
 
         Raises:
           InputError: a prompt is empty, or :meth:`generate_tokens` rejects the prompts or the configuration.
           CheckpointError: the checkpoint has no tokenizer, or no chat template.
         """
-        ids, mask = self.encode(prompts, chat=chat)
-        config = self.with_end_tokens(config)
-        tests = self.stop_tests([stop] * (len(ids) * num_return_sequences), config.stop_token_ids)
-        result = self.generate_tokens(ids, mask, config, num_return_sequences=num_return_sequences, stop_tests=tests)
-        return self.completions(prompts, ids, mask, result, stop=stop, stop_token_ids=config.stop_token_ids)
+        ids, mask, after = encode_prompts(self.tokenizer, prompts, self.config, suffixes=suffixes, chat=chat)
+        config, samples = self.with_end_tokens(config), num_return_sequences
+        tests = self.stop_tests([stop] * (len(ids) * samples), config.stop_token_ids)
+        options: dict[str, Any] = {"num_return_sequences": samples, "stop_tests": tests, "suffixes": after}
+        result = self.generate_tokens(ids, mask, config, **options)
+        ends: dict[str, Any] = {"stop": stop, "stop_token_ids": config.stop_token_ids}
+        return self.completions(prompts, ids, mask, result, suffixes=suffixes, **ends)
 
     def stream(
         self,
@@ -245,15 +242,16 @@ class Engine(TokenEngine):
         chat: bool = False,
         stop: Sequence[str] = (),
         every: int = 1,
+        suffixes: str | Sequence[str] = (),
     ) -> Iterator[Any]:
         """Complete a text and yield its pieces as they become final; for several texts, yield tuples of pieces.
 
         See :meth:`generate` for the arguments. A diffusion model yields the text before its first mask, so text arrives
         more evenly in blocks (``block_length``). ``every`` is the number of steps or tokens between two updates.
         """
-        ids, mask = self.encode(prompts, chat=chat)
+        ids, mask, after = encode_prompts(self.tokenizer, prompts, self.config, suffixes=suffixes, chat=chat)
         config = self.with_end_tokens(config)
-        canvases = self.stream_tokens(ids, mask, config, every=every)
+        canvases = self.stream_tokens(ids, mask, config, every=every, suffixes=after)
         masked = self.config.mask_token_id if isinstance(config, DiffusionConfig) else None
         prefixes = final_prefixes(canvases, ids.shape[1], masked)
         pieces = stream_texts(self.tokenizer, prefixes, (*self.end_token_ids, *config.stop_token_ids), stop)
@@ -281,7 +279,7 @@ class Engine(TokenEngine):
 
     def encode(self, prompts: str | Sequence[str], *, chat: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize prompts into left-padded rows: int32 ``[B, S]`` and their attention mask ``[B, S]``."""
-        return encode_prompts(self.tokenizer, prompts, self.config.pad_token_id, chat=chat)
+        return encode_prompts(self.tokenizer, prompts, self.config, chat=chat)[:2]
 
     def completions(
         self,
@@ -292,8 +290,9 @@ class Engine(TokenEngine):
         *,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
+        suffixes: str | Sequence[str] = (),
     ) -> list[Completion]:
         """Convert a result of :meth:`generate_tokens` for rows of :meth:`encode` to texts, in order of the prompts."""
-        prompts = [prompts] if isinstance(prompts, str) else prompts
+        texts, after = ([text] if isinstance(text, str) else text for text in (prompts, suffixes))
         builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, (*self.end_token_ids, *stop_token_ids))
-        return builder.build_batch(prompts, ids, mask, result, stop)
+        return builder.build_batch(texts, ids, mask, result, stop, after)

@@ -136,7 +136,7 @@ class Server:
         """End the process and wait for it."""
         self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(60)
+            self._process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import codecs
 import hashlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from launch.batches.collector import paused_collector
 from launch.openai.bodies import (
     Asked,
     Defaults,
@@ -32,7 +34,7 @@ MAX_ID = 512
 Form = Literal["plain", "completion", "chat"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Line(Asked):
     """A valid line.
 
@@ -48,12 +50,10 @@ class Line(Asked):
 
     def requests(self) -> list[RowRequest]:
         """A row for each sample. Its seed is a hash of seed, id and sample, independent of the order of lines."""
-        return [
-            RowRequest(self.tokens, self.config, row_seed(self.seed, self.id, sample)) for sample in range(self.samples)
-        ]
+        return [self.request(row_seed(self.seed, self.id, sample)) for sample in range(self.samples)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BadLine:
     """An invalid line; ``id`` is None if it has no id of its own."""
 
@@ -87,9 +87,14 @@ def read_batch(path: Path, defaults: Defaults) -> Batch:
     """
     reader = _Reader(defaults)
     try:
-        with path.open("rb") as file:
+        # One thread tokenizes a group of prompts while this one checks the lines of the next group.
+        with path.open("rb") as file, ThreadPoolExecutor(1) as thread, paused_collector() as set_aside:
             for number, raw in enumerate(_raw_lines(file, reader.digest), 1):
                 reader.add(number, raw)
+                if reader.is_full:
+                    reader.tokenize(thread)
+                    set_aside()
+            reader.tokenize(thread)
             reader.finish()
     except OSError as error:
         raise InputError(f"--input={path}: cannot be read ({error.strerror or error})") from error
@@ -115,7 +120,7 @@ def _raw_lines(file: IO[bytes], digest: hashlib._Hash) -> Iterator[bytes | None]
         first = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Drafted:
     number: int
     identity: str
@@ -135,7 +140,8 @@ class _Reader:
         self._defaults = defaults
         self._seen: dict[str, int] = {}
         self._drafts: list[_Drafted] = []
-        self._characters = 0
+        self._bytes = 0
+        self._tokenizing: tuple[list[_Drafted], Future[list[tuple[list[int], list[int]] | InputError]]] | None = None
         self.lines: list[Line] = []
         self.bad: list[BadLine] = []
         self.ignored: dict[str, None] = {}
@@ -160,18 +166,42 @@ class _Reader:
         except InputError as error:
             self.bad.append(BadLine(number, identity, str(error)))
             return
-        self._characters += len(raw)
-        if len(self._drafts) >= LINES_TOGETHER or self._characters > _BYTES_TOGETHER:
-            self.finish()
+        self._bytes += len(raw)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether enough prompts wait for :meth:`tokenize`."""
+        return len(self._drafts) >= LINES_TOGETHER or self._bytes > _BYTES_TOGETHER
+
+    def tokenize(self, thread: Executor) -> None:
+        """Start to tokenize the prompts of the lines checked since the last call, and finish those before them."""
+        drafts, self._drafts, self._bytes = self._drafts, [], 0
+        encoded = thread.submit(encode_drafts, [one.draft for one in drafts], self._defaults)
+        self.finish()
+        self._tokenizing = drafts, encoded
 
     def finish(self) -> None:
-        """Tokenize the prompts of the lines checked since the last call."""
-        drafts, self._drafts, self._characters = self._drafts, [], 0
-        encoded = encode_drafts([one.draft for one in drafts], self._defaults)
-        for one, tokens in zip(drafts, encoded, strict=True):
+        """Wait for the prompts that are being tokenized, and add their lines."""
+        if self._tokenizing is None:
+            return
+        (drafts, encoded), self._tokenizing = self._tokenizing, None
+        for one, tokens in zip(drafts, encoded.result(), strict=True):
             try:
                 asked = finish(one.draft, tokens, self._defaults)
-                self.lines.append(Line(**vars(asked), number=one.number, id=one.identity, form=one.form))
+                self.lines.append(
+                    Line(
+                        asked.prompt,
+                        asked.tokens,
+                        asked.suffix,
+                        asked.config,
+                        asked.seed,
+                        asked.samples,
+                        asked.stop,
+                        number=one.number,
+                        id=one.identity,
+                        form=one.form,
+                    )
+                )
             except InputError as error:
                 self.bad.append(BadLine(one.number, one.identity, str(error)))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from launch.batches.lines import BadLine, Line
 from launch.openai.answers import DECIMALS, answer, choice, logprobs, usage
@@ -33,6 +35,20 @@ def key_of(record: Any) -> Key | None:
     if not isinstance(identity, str) or not isinstance(index, (int, type(None))):
         return None
     return identity, None if "custom_id" in record else index
+
+
+def as_bits(done: Collection[Key], order: Sequence[Key]) -> str:
+    """Encode which results exist as one bit per result of ``order``, in hexadecimal.
+
+    The keys of millions of results would be too long for a message between hosts.
+    """
+    return np.packbits([key in done for key in order]).tobytes().hex() if done else ""
+
+
+def of_bits(bits: str, order: Sequence[Key]) -> set[Key]:
+    """Decode the text of :func:`as_bits` for the same ``order``."""
+    found = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))
+    return {order[index] for index in np.flatnonzero(found).tolist()}
 
 
 def as_line(record: Mapping[str, Any]) -> bytes:
@@ -93,7 +109,9 @@ def openai_record(
         choices.append(choice(sample["index"], sample["text"], sample["finish_reason"], own, chat))
         made += len(sample["tokens"])
     # The creation time is 0, because a time would make two runs differ.
-    body = answer(f"cmpl-{line.id}", 0, model_name, choices, chat) | {"usage": usage(len(line.tokens), made)}
+    body = answer(f"cmpl-{line.id}", 0, model_name, choices, chat) | {
+        "usage": usage(line.request(line.seed).given, made)
+    }
     response = {"status_code": 200, "request_id": f"req-{line.id}", "body": body}
     return {"id": f"batch_req-{line.id}", "custom_id": line.id, "response": response, "error": None}
 

@@ -31,6 +31,8 @@ class LineRows:
 
     def of_records(self, records: Collection[Key]) -> set[int]:
         """Indices of the rows that belong to these records."""
+        if not records:
+            return set()
         return {
             index
             for index, (line, sample) in enumerate(self._owners)

@@ -22,21 +22,34 @@ from runtime import Completion, DiffusionConfig, Engine, GenerationResult, row_s
 class CanvasView:
     """Converts the canvases of one batch to text, position by position."""
 
-    def __init__(self, engine: Engine, ids: np.ndarray, mask: np.ndarray, samples: int) -> None:
-        """Take the prompts ``ids`` and ``mask`` ``[B, S]``, each of which has ``samples`` rows in every canvas."""
+    def __init__(
+        self,
+        engine: Engine,
+        ids: np.ndarray,
+        mask: np.ndarray,
+        samples: int,
+        suffixes: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Take the prompts ``ids`` and ``mask`` ``[B, S]``, each of which has ``samples`` rows in every canvas.
+
+        ``suffixes`` are the tokens that follow the new tokens of each prompt, which canvases do not contain.
+        """
         self._mask_id = engine.config.mask_token_id
         self._ends = frozenset(engine.end_token_ids)
         self._width, self._starts = ids.shape[1], np.repeat(row_starts(mask), samples).tolist()
         self._given = np.repeat(ids != self._mask_id, samples, axis=0)
         tokenizer = engine.tokenizer
         self._text = functools.cache(lambda token: tokenizer.decode([token], skip_special_tokens=False))
+        after = [[self._text(token) for token in suffix] for suffix in suffixes or [()] * len(ids)]
+        self._after = [suffix for suffix in after for _ in range(samples)]
 
     def rows(self, canvas: np.ndarray) -> list[list[tuple[str, TokenKind]]]:
-        """(text, kind) of every position except padding; canvas int32 ``[B, S + N]``."""
-        return [
-            [(self._text(int(token)), kind) for token, kind in zip(tokens, kinds, strict=True)]
-            for tokens, kinds in (self._row(number, row) for number, row in enumerate(canvas))
-        ]
+        """(text, kind) of every position except padding, suffixes included; canvas int32 ``[B, S + N]``."""
+        found: list[list[tuple[str, TokenKind]]] = []
+        for number, row in enumerate(canvas):
+            found.append([(self._text(int(token)), kind) for token, kind in zip(*self._row(number, row), strict=True)])
+            found[-1] += [(text, "prompt") for text in self._after[number]]
+        return found
 
     def history_rows(
         self, result: GenerationResult, titles: Sequence[str], completions: Sequence[Completion]
@@ -59,6 +72,7 @@ class CanvasView:
                     continue
                 end = kind == "end" or place >= cut
                 pieces.append(HistoryToken(self._text(token), None if kind == "mask" else step, end=end))
+            pieces += [HistoryToken(text, -1) for text in self._after[number]]
             rows.append(HistoryRow(title, pieces, max(commit_steps) + 1 if ended_early else result.stats.steps))
         return rows
 

@@ -38,5 +38,5 @@ def write_completions(
             continue
         if len(completions) > 1:
             print(f"=== {title} ===")
-        print(("" if values.chat else completion.filled_prompt or completion.prompt) + completion.text)
+        print(completion.text if values.chat else completion.whole_text)
     sys.stdout.flush()

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 from checkpoints import DEMO
 from launch.display.canvas_view import CanvasView
 from launch.display.history_html import HistoryRow, HistoryToken
-from runtime import Engine, encode_prompts
+from runtime import Engine
 
 PROMPT = "def count_vowels(text):\n"
 NEW_TOKENS = 40
@@ -28,7 +28,7 @@ def run_demo() -> HistoryRow:
     config = engine.with_end_tokens(
         engine.published(max_new_tokens=NEW_TOKENS, steps=NEW_TOKENS, algorithm="origin", seed=0)
     )
-    ids, mask = encode_prompts(engine.tokenizer, [PROMPT], engine.config.pad_token_id)
+    ids, mask = engine.encode(PROMPT)
     result = engine.generate_tokens(ids, mask, config.replace(early_stop=True))
     completions = engine.completions([PROMPT], ids, mask, result)
     return CanvasView(engine, ids, mask, 1).history_rows(result, [PROMPT], completions)[0]

@@ -9,24 +9,21 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from checkpoints import FORMATS
-from runtime.planner import PRESETS, HeadLayout, preset
+from runtime.planner import FAMILIES, PRESETS, HeadLayout, preset
 
 _ROOT = Path(__file__).parents[2]
 _TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
 
 
 def families() -> str:
-    """A Markdown table with a row per model family, from the ``Family`` records of all presets."""
-    presets: dict[object, list[str]] = {}
-    for name in PRESETS:
-        presets.setdefault(preset(name).family, []).append(name)
+    """A Markdown table with a row per model family, from the ``Family`` records."""
     lines = []
-    for names in presets.values():
-        family = preset(names[0]).family
+    for family in FAMILIES:
         cells = (f"`{family.model_type}`", family.objective, family.attention, str(family.prediction_offset))
         algorithms = _codes(family.algorithms)
-        lines.append((*cells, algorithms, _codes(family.parallel_rules) if algorithms else "", _codes(names)))
-    head = ("`model_type`", "objective", "attention", "offset", "`algorithm`", "`parallel`", "presets")
+        rules = _codes(family.parallel_rules) if algorithms else ""
+        lines.append((*cells, algorithms, rules, _codes(family.presets), family.verified))
+    head = ("`model_type`", "objective", "attention", "offset", "`algorithm`", "`parallel`", "presets", "compared with")
     return _markdown(head, lines)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from absl import flags
 
 from checkpoints import DEMO, VERIFY, CheckpointFolder, LoadedBytes, open_folder
+from launch.folders.models import define_lora_flag, read_lora
 from launch.hosts.preflight import agree_on_programs
 from launch.process.startup import progress_bar, say, this_host
 from runtime import (
@@ -42,6 +43,7 @@ def define_model_flags(values: flags.FlagValues) -> None:
     string("checkpoint", str(DEMO), "Model folder, URL (gs://...) or Hub name. Default: the demo in the package.")
     string("revision", None, "Branch, tag or commit on the Hub. A token is read from HF_TOKEN or the Hub's login.")
     flags.DEFINE_bool("offline", False, "Use only what the Hub's local cache holds.", flag_values=values)
+    define_lora_flag(values)
     choice("verify", "full", VERIFY, "How much of the checkpoint's digests to check.")
     string(
         "mesh",
@@ -76,13 +78,13 @@ def read_mesh(values: flags.FlagValues) -> MeshSpec | None:
 
 
 def open_checkpoint(values: flags.FlagValues) -> tuple[CheckpointFolder, ModelConfig]:
-    """Open the checkpoint folder and parse its model. No weights are loaded, and no device is used.
+    """Open the checkpoint folder, with its adapter, and parse its model. No weights are loaded, no device is used.
 
     Raises:
-      InputError: the folder does not exist or is not a model's.
+      InputError: a folder does not exist, or the checkpoint is not a model's.
     """
     check_named(values)
-    folder = open_folder(values.checkpoint, revision=values.revision, offline=values.offline)
+    folder = open_folder(values.checkpoint, revision=values.revision, offline=values.offline, lora=read_lora(values))
     return folder, parse_config(folder.config)
 
 
@@ -125,6 +127,8 @@ def load_engine(
         )
     engine.runner.programs.before_run = agree_on_programs(this_host())
     lines = [*engine.notes, *([] if engine.loaded is None else [describe_loaded(engine, engine.loaded)])]
+    if folder.lora is not None:
+        lines.append(f"Merged the LoRA adapter {folder.lora.name}")
     # Commands with --verbose print these lines only with that flag.
     for line in lines if "verbose" not in values or values.verbose else ():
         say(line)

@@ -1,10 +1,31 @@
-"""The model folder that a flag names."""
+"""The model folder that a flag names, and the adapter that is merged into it."""
 
 from __future__ import annotations
+
+from absl import flags
 
 from checkpoints import CheckpointFolder, open_folder
 from launch.process.startup import say
 from runtime import InputError, ModelLayout, model_layout, parse_config
+
+
+def define_lora_flag(values: flags.FlagValues) -> None:
+    """Define the flag of commands that can merge an adapter into the weights of a model."""
+    flags.DEFINE_string(
+        "lora", None, "LoRA adapter in PEFT's layout to merge: folder, URL or Hub name.", flag_values=values
+    )
+
+
+def read_lora(values: flags.FlagValues) -> str | None:
+    """Return the value of ``--lora``, an option of :func:`checkpoints.open_folder`; None without an adapter.
+
+    Raises:
+      InputError: it is empty, for example because a shell variable is not set.
+    """
+    if values.lora is not None and not values.lora:
+        raise InputError("--lora is empty: name the folder of an adapter, or leave the flag out")
+    lora: str | None = values.lora
+    return lora
 
 
 def open_model(path: str | None, flag: str, **options: object) -> tuple[CheckpointFolder, ModelLayout]:

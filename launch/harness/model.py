@@ -32,6 +32,7 @@ class HarnessModel(LM):
         dtype: str | None = None,
         quantize: str = "none",
         kv_cache: str = "model",
+        lora: str | None = None,
         slots: int | None = None,
         seed: int = 0,
         mc_samples: int = 128,
@@ -47,7 +48,9 @@ class HarnessModel(LM):
         """
         super().__init__()
         spec = mesh.replace(";", ",") if mesh else None
-        self.engine = Engine.load(checkpoint, spec, dtype, quantize=quantize, kv_cache=kv_cache, max_batch=slots)
+        self.engine = Engine.load(
+            checkpoint, spec, dtype, quantize=quantize, kv_cache=kv_cache, max_batch=slots, lora=lora
+        )
         self._name, self._slots, self._seed, self._samples = Path(checkpoint).name, slots, seed, mc_samples
         self._decoding = decoding
         self._config(self._decoding)

@@ -27,6 +27,7 @@ from runtime import (
     check_request,
     dependents,
     parse_json_object,
+    place_suffix,
     with_model_blocks,
 )
 
@@ -38,7 +39,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # Fields of a request beside the decoding parameters.
 _SAMPLES, _SAMPLES_NAME = Integer(1, MAX_SAMPLES), "num_return_sequences"
-_READ = {"prompt", "messages", "stop", _SAMPLES_NAME, *EXPOSED_PARAMETERS}
+_READ = {"prompt", "messages", "suffix", "stop", _SAMPLES_NAME, *EXPOSED_PARAMETERS}
 _OWN_NAMES = {"n": _SAMPLES_NAME} | {alias: one.name for one in EXPOSED_PARAMETERS.values() for alias in one.aliases}
 # A request has one seed, which is not part of its configuration.
 _SEED = Integer(0, MAX_SEED)
@@ -84,7 +85,8 @@ class Defaults:
         Raises:
           InputError: a parameter is invalid, or this model's decoder does not have it.
         """
-        said = json.dumps({name: fields[name] for name in fields if name in EXPOSED_PARAMETERS and name != "seed"})
+        given = {name: fields[name] for name in fields if name in EXPOSED_PARAMETERS and name != "seed"}
+        said = json.dumps(given) if given else ""
         if said not in self._configs:
             if len(self._configs) >= _MAX_CONFIGS:
                 self._configs.clear()
@@ -97,13 +99,14 @@ class Defaults:
         return CompletionBuilder(self.tokenizer, self.model.mask_token_id, self.end_token_ids)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Asked:
     """A validated and tokenized request.
 
     Attributes:
       prompt: the text of the prompt, empty for a chat.
-      tokens: the token ids of the prompt.
+      tokens: the token ids before the new tokens.
+      suffix: the token ids after the new tokens, see :func:`runtime.text.tokenizer.place_suffix`.
       config: the decoding parameters.
       seed: the seed of the request, or the default.
       samples: the number of completions.
@@ -112,10 +115,15 @@ class Asked:
 
     prompt: str
     tokens: list[int]
+    suffix: list[int]
     config: DiffusionConfig | SamplingConfig
     seed: int
     samples: int
     stop: tuple[str, ...]
+
+    def request(self, seed: int) -> RowRequest:
+        """The row of one sample, with its own seed."""
+        return RowRequest(self.tokens, self.config, seed, self.suffix)
 
 
 def parse_object(raw: bytes, names: int | None = None) -> dict[str, Any]:
@@ -179,20 +187,22 @@ def read_asked(fields: Mapping[str, Any], defaults: Defaults) -> Asked:
       InputError: a field is invalid, or the model cannot run the request.
     """
     draft = read_draft(fields, defaults)
-    (tokens,) = encode_drafts([draft], defaults)
-    return finish(draft, tokens, defaults)
+    (encoded,) = encode_drafts([draft], defaults)
+    return finish(draft, encoded, defaults)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Draft:
     """A request that was validated but not tokenized yet.
 
     Attributes:
       prompt: a text, token ids, or the messages of a chat.
+      suffix: the text that follows the completion, empty for none.
       config, seed, samples, stop: as in :class:`Asked`.
     """
 
     prompt: str | list[int] | list[dict[str, str]]
+    suffix: str
     config: DiffusionConfig | SamplingConfig
     seed: int
     samples: int
@@ -222,11 +232,15 @@ def read_draft(fields: Mapping[str, Any], defaults: Defaults) -> Draft:
         seed=_SEED.read("seed", fields.get("seed", defaults.seed)),
         stop=_stops(fields, defaults),
         prompt=_prompt(fields, defaults),
+        suffix=_suffix(fields, defaults),
     )
 
 
-def encode_drafts(drafts: Sequence[Draft], defaults: Defaults) -> list[list[int] | InputError]:
-    """Tokenize the prompts of several requests. A prompt that is too long gives an error in place of its token ids.
+Encoded = tuple[list[int], list[int]]
+
+
+def encode_drafts(drafts: Sequence[Draft], defaults: Defaults) -> list[Encoded | InputError]:
+    """Tokenize prompt and suffix of several requests. A text that is too long gives an error in place of the token ids.
 
     Raises:
       CheckpointError: the checkpoint has no chat template, or rendering it takes too long.
@@ -245,25 +259,36 @@ def encode_drafts(drafts: Sequence[Draft], defaults: Defaults) -> list[list[int]
             except InputError as error:
                 found[number] = error
     found |= zip(texts, tokenizer.encode_batch(list(texts.values())), strict=True)
-    return list(found.values())
+    after = {number: draft.suffix for number, draft in enumerate(drafts) if draft.suffix}
+    suffixes = dict(zip(after, tokenizer.encode_batch(list(after.values())), strict=True))
+
+    def pair(number: int) -> Encoded | InputError:
+        tokens, suffix = found[number], suffixes.get(number, [])
+        if isinstance(tokens, InputError):
+            return tokens
+        return suffix if isinstance(suffix, InputError) else (tokens, suffix)
+
+    return [pair(number) for number in found]
 
 
-def finish(draft: Draft, tokens: list[int] | InputError, defaults: Defaults) -> Asked:
+def finish(draft: Draft, encoded: Encoded | InputError, defaults: Defaults) -> Asked:
     """The request of a draft, given the result of :func:`encode_drafts` for it.
 
     Raises:
       InputError: the prompt is empty or too long, or the model cannot run the request.
     """
-    if isinstance(tokens, InputError):
-        raise tokens
+    if isinstance(encoded, InputError):
+        raise encoded
+    given, chat = _not_empty(encoded[0]), draft.messages(defaults.chat) is not None
+    tokens, suffix = place_suffix(defaults.tokenizer, defaults.model, given, encoded[1], chat=chat)
     # A cheap check for almost all requests: a batch may have millions of lines.
-    room = defaults.model.max_positions - len(_not_empty(tokens))
-    if not 0 < draft.config.max_new_tokens <= room:
-        check_request(RowRequest(tokens, draft.config, 0).rows, defaults.model, draft.config)
+    room = defaults.model.max_positions - len(tokens)
+    if suffix or not 0 < draft.config.max_new_tokens <= room:
+        check_request(RowRequest(tokens, draft.config, 0, suffix).rows, defaults.model, draft.config)
     prompt = draft.prompt if isinstance(draft.prompt, str) else ""
     if draft.has_tokens:
-        prompt = defaults.tokenizer.decode(tokens, skip_special_tokens=False)
-    return Asked(prompt, list(tokens), draft.config, draft.seed, draft.samples, draft.stop)
+        prompt = defaults.tokenizer.decode(given, skip_special_tokens=False)
+    return Asked(prompt, tokens, suffix, draft.config, draft.seed, draft.samples, draft.stop)
 
 
 def nothing_else(fields: Mapping[str, Any], silent: str = " ".join(_SILENT)) -> None:
@@ -335,19 +360,21 @@ def exceeds(prompt: str | Sequence[int], positions: int) -> bool:
 
 
 def check_prompt_size(prompt: str | Sequence[int], positions: int, field: str = "prompt") -> None:
-    """Refuse a prompt, a text or token ids, that is too long. This avoids tokenizing a very long text.
+    """Refuse a prompt or suffix, a text or token ids, that is too long. This avoids tokenizing a very long text.
 
     Args:
       prompt: the text or the token ids.
       positions: the number of positions that the prompt must fit into.
-      field: the field of the request that contains the prompt.
+      field: the field of the request that contains the text.
 
     Raises:
       InputError: the prompt certainly has more tokens than ``positions``.
     """
     if exceeds(prompt, positions):
         raise InputError(
-            f"the prompt is too long; prompt and new tokens must fit into {positions} positions", field=field
+            f"the {'suffix' if field == 'suffix' else 'prompt'} is too long; prompt and new tokens must fit into "
+            f"{positions} positions",
+            field=field,
         )
 
 
@@ -369,6 +396,15 @@ def _prompt(changes: Mapping[str, Any], defaults: Defaults) -> Any:
                     field="prompt",
                 )
     return prompt
+
+
+def _suffix(changes: Mapping[str, Any], defaults: Defaults) -> str:
+    """The text that follows the completion, checked as far as possible before tokenizing."""
+    suffix = changes.get("suffix", "")
+    if not isinstance(suffix, str):
+        raise InputError("suffix: expected a string", field="suffix")
+    check_prompt_size(suffix, defaults.model.max_positions, "suffix")
+    return suffix
 
 
 def _not_empty(prompt: Any) -> Any:

@@ -139,7 +139,7 @@ class Answering:
         return answer(self._identity, self._created, self._defaults.model_name, choices, self._chat)
 
     def _usage(self) -> dict[str, int]:
-        return usage(sum(len(one.tokens) for one in self._reading.asked), self._made)
+        return usage(sum(one.request(one.seed).given for one in self._reading.asked), self._made)
 
     def _completion(self, row: int, result: RowResult) -> Completion:
         asked, request = self._reading.of(row), self._reading.rows[row]

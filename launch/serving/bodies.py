@@ -137,13 +137,17 @@ class Generate(Decoding):
 
 
 class CompletionBody(Generate):
-    """``POST /v1/completions``: one or more prompts, given as text or token ids."""
+    """``POST /v1/completions``: one or more prompts, given as text or token ids.
+
+    Attributes:
+      suffix: the text that follows the completion, after every prompt. The completion is what is between.
+    """
 
     prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     echo: Literal[False] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    suffix: Annotated[str, Field(max_length=0)] | None = None
+    suffix: Text | None = None
 
     @model_validator(mode="after")
     def _no_best(self) -> CompletionBody:

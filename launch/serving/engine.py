@@ -395,7 +395,7 @@ class ServingEngine:
         """Update the metrics for an event."""
         match event:
             case RowInserted():
-                self.metrics.inserted(len(event.handle.rows[event.index].tokens), event.seconds)
+                self.metrics.inserted(event.handle.rows[event.index].given, event.seconds)
             case FirstToken():
                 self.metrics.first.observe(event.seconds)
             case PrefixGrown():

@@ -126,7 +126,7 @@ class Reader:
         # All rows of a request use the same pool, so that they wait in the same queue.
         pool = max(pools)
         rows = [
-            RowRequest(one.tokens, one.config, seeds[number * samples + sample])
+            one.request(seeds[number * samples + sample])
             for number, one in enumerate(asked)
             for sample in range(samples)
         ]
@@ -189,8 +189,9 @@ class Reader:
         """Refuse text that is too long for the widest slot, before it is tokenized.
 
         Raises:
-          InputError: the prompt, or all messages together, are too long.
+          InputError: the prompt, the suffix, or all messages together, are too long.
         """
+        check_prompt_size(changes.get("suffix", ""), self.widest, "suffix")
         texts = [changes["prompt"]] if "prompt" in changes else []
         for message in changes.get("messages", []):
             content = message["content"]
@@ -207,7 +208,7 @@ class Reader:
           ApiError: no pool can.
         """
         assert self._executor is not None
-        length = RowRequest(asked.tokens, asked.config, 0).canvas_length
+        length = asked.request(0).canvas_length
         if length > self.widest:
             raise invalid(
                 f"max_tokens: The prompt and new tokens need {length} positions; this server has room for "

@@ -32,10 +32,10 @@ def steps_of_a_block(config: DiffusionConfig, length: int) -> int:
     return max(1, math.ceil(config.steps / max(1, math.ceil(config.max_new_tokens / length))))
 
 
-def canvas_length(prompt: int, config: DiffusionConfig | SamplingConfig) -> int:
-    """Return the canvas length of a prompt and its new tokens: whole blocks if attention is block-causal."""
+def canvas_length(given: int, config: DiffusionConfig | SamplingConfig) -> int:
+    """Return the canvas length of given tokens and new tokens: whole blocks if attention is block-causal."""
     block = config.attention_block_length if isinstance(config, DiffusionConfig) else 0
-    return math.ceil((prompt + config.max_new_tokens) / max(block, 1)) * max(block, 1)
+    return math.ceil((given + config.max_new_tokens) / max(block, 1)) * max(block, 1)
 
 
 def window_widths(

@@ -172,10 +172,9 @@ class CachedStep:
         if self.program.attention_block_length:
             return window_bounds(self.program, request, state, wanted)
         start = jnp.maximum(block_start(request, state.block - state.previous_block_stale) - offset, 0)
-        stop = request.lengths
         if self.program.within_block:
-            stop = jnp.minimum(stop, block_start(request, state.block + 1))
-        return start, stop
+            return start, jnp.minimum(request.ends, block_start(request, state.block + 1))
+        return start, request.lengths
 
     def _window(self, width: int, start: Array, stop: Array, wanted: Array) -> Callable[[DenoiseState], DenoiseState]:
         """Return a function that runs windows of one width, over ``[start, stop)`` of each row, and commits tokens."""

@@ -79,13 +79,13 @@ def _whole_step(
 
 
 def _without_prompt(forward: Forward, request: DenoiseRequest, state: DenoiseState) -> Array:
-    """Return canvases ``[B, S]`` in which the mask token replaces every prompt token.
+    """Return canvases ``[B, S]`` in which the mask token replaces every token of the prompt and of the suffix.
 
     Tokens that filled masks inside a prompt are kept.
     """
     places = jnp.arange(state.canvas.shape[1])
-    prompt = (places < request.first[:, None]) & (state.commit_steps < 0)
-    return jnp.where(prompt, forward.config.mask_token_id, state.canvas)
+    given = (places < request.prompts[:, None]) | (places >= request.ends[:, None])
+    return jnp.where(given & (state.commit_steps < 0), forward.config.mask_token_id, state.canvas)
 
 
 def denoise_with_logits(

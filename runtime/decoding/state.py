@@ -63,7 +63,7 @@ class DenoiseRequest(_Rows):
     example ``temperature`` and ``threshold``. Programs that do not use a parameter ignore its array.
 
     Attributes:
-      lengths: int32 ``[B]``, length of each row's canvas: prompt plus new tokens, rounded up to whole blocks if
+      lengths: int32 ``[B]``, length of each row's canvas: prompt, new tokens and suffix, rounded up to whole blocks if
         attention is block-causal.
       ends: int32 ``[B]``, prompt plus new tokens. A row is done when no mask is left before this position.
       prompts: int32 ``[B]``, length of each prompt, masks inside it included.

@@ -21,6 +21,8 @@ from runtime.models.config import ModelConfig
 class CallerRows:
     """The row requests for a caller's batch, and the conversion of their results to the caller's layout.
 
+    The caller's layout has no suffixes.
+
     Attributes:
       requests: one request per row.
       padding: int32 ``[B, S + N]``, the values of padding positions in the caller's layout.
@@ -42,12 +44,15 @@ class CallerRows:
           config: decoding parameters of all rows.
           seeds: one seed per row.
           model: the model's configuration, for its mask and padding tokens.
-          width: C, the bucket of the canvases; at least the longest prompt with its new tokens.
+          width: C, the bucket of the canvases; at least the longest prompt with its new tokens and suffix.
         """
         self._config, self._model = config, model
         self._start, self.lengths = make_canvas(rows, model, config.max_new_tokens, width)
         prompts = [rows.tokens[row, :length].tolist() for row, length in enumerate(rows.lengths)]
-        self.requests = [RowRequest(prompt, config, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        self.requests = [
+            RowRequest(prompt, config, seed, rows.suffix(row))
+            for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        ]
         fill = 0 if isinstance(config, DiffusionConfig) else model.pad_token_id
         self.padding = np.pad(rows.original, ((0, 0), (0, config.max_new_tokens)), constant_values=fill)
 

@@ -19,12 +19,12 @@ from runtime.execution.caller_rows import CallerRows
 from runtime.execution.hooks import HookedSteps, LogitsHook, TokensHook
 from runtime.execution.left_padding import Rows
 from runtime.execution.offline import OfflineScheduler
-from runtime.execution.pool import uses_cache
+from runtime.execution.pool import steps_per_block, uses_cache
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, masks_left
 from runtime.execution.row_request import RowResult, block_span, final_tokens
 from runtime.execution.runner import Runner
-from runtime.execution.slot_kinds import DiffusionSlots, open_slots_for
+from runtime.execution.slot_kinds import DiffusionSlots, longest_span, open_slots_for
 from sharding.errors import InputError, NonFiniteError
 
 # Approximate number of progress reports per generation, and the maximum number of steps between two reports.
@@ -96,7 +96,8 @@ class WatchedBatch:
         if count > size:
             raise InputError(f"{count} rows do not fit into memory on this mesh (at most {size}). Pass fewer rows")
         self.rows, self.steps = rows, most_steps(runner, rows, config, width)
-        self.slots = open_slots_for(runner, rows.requests, width, size)
+        steps, span = steps_per_block(config, width), longest_span(runner, rows.requests)
+        self.slots = open_slots_for(runner, config, width, size, steps, span)
         self.slots.insert(dict(enumerate(rows.requests)))
         # In exact decoding, a step is the same denoise step of every row. Otherwise it is an iteration of the loop, in
         # which each row runs a step of its own.
@@ -156,9 +157,9 @@ def most_steps(runner: Runner, rows: CallerRows, config: DiffusionConfig | Sampl
         return config.max_new_tokens
     if not config.in_blocks:
         return config.steps
-    length, steps_per_block = block_schedule(config, width)
+    length, steps = block_schedule(config, width)
     span = max(block_span(request, runner.layout.config) for request in rows.requests)
-    return max(1, math.ceil(span / length) * steps_per_block)
+    return max(1, math.ceil(span / length) * steps)
 
 
 def generate_rows(
@@ -182,7 +183,7 @@ def generate_rows(
     """
     start, programs = time.perf_counter(), runner.programs
     compiled, compile_seconds = programs.compiled, programs.seconds
-    width = runner.bucket(canvas_length(int(rows.lengths.max()), config))
+    width = runner.bucket(canvas_length(int(rows.given.max()), config))
     own = CallerRows(rows, config, seeds, runner.layout.config, width)
     stats = GenerationStats(steps=most_steps(runner, own, config, width))
     history: np.ndarray | None = None

@@ -45,15 +45,28 @@ class Rows:
       tokens: int32 ``[B, longest]``, the tokens of each row, followed by filler.
       lengths: int32 ``[B]``, number of tokens of each row, at least 1.
       original: int32 ``[B, S]``, the left-padded rows as the caller gave them.
+      suffixes: for each row, the tokens that follow its new tokens; empty if no row has any.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     original: np.ndarray
+    suffixes: Sequence[Sequence[int]] = ()
 
     def take(self, rows: slice | list[int]) -> Rows:
         """Select some of the rows."""
-        return Rows(self.tokens[rows], self.lengths[rows], self.original[rows])
+        chosen = range(len(self.lengths))[rows] if isinstance(rows, slice) else rows
+        suffixes = [self.suffixes[row] for row in chosen] if self.suffixes else ()
+        return Rows(self.tokens[rows], self.lengths[rows], self.original[rows], suffixes)
+
+    def suffix(self, row: int) -> Sequence[int]:
+        """Return the tokens that follow the new tokens of a row."""
+        return self.suffixes[row] if self.suffixes else ()
+
+    @property
+    def given(self) -> np.ndarray:
+        """The number of tokens that are given for each row, prompt and suffix together: int64 ``[B]``."""
+        return self.lengths + np.array([len(self.suffix(row)) for row in range(len(self.lengths))])
 
     @property
     def real(self) -> np.ndarray:
@@ -66,17 +79,18 @@ class Rows:
         return np.pad(self.real, ((0, 0), (0, new)), constant_values=True)
 
 
-def read_rows(input_ids: Any, attention_mask: Any, config: ModelConfig) -> Rows:
+def read_rows(input_ids: Any, attention_mask: Any, config: ModelConfig, suffixes: Sequence[Sequence[int]] = ()) -> Rows:
     """Check a batch and start-align its rows.
 
     Args:
       input_ids: integers ``[B, S]``.
       attention_mask: ``[B, S]``, 0 for padding on the left and 1 for tokens; None if there is no padding.
       config: the model's configuration, for the range of token ids.
+      suffixes: for each row, the tokens that follow its new tokens; empty if no row has any.
 
     Raises:
-      InputError: the shape or dtype is wrong, an id is outside the vocabulary, padding is not on the left, or a row has
-        no tokens.
+      InputError: the shape or dtype is wrong, an id is outside the vocabulary, padding is not on the left, a row has
+        no tokens, or the number of suffixes is not that of the rows.
     """
     try:
         ids = np.asarray(input_ids)
@@ -102,14 +116,21 @@ def read_rows(input_ids: Any, attention_mask: Any, config: ModelConfig) -> Rows:
         if not mask[row, start:].all():
             where = "after its tokens (right padding)" if not mask[row, -1] else "between its tokens"
             raise InputError(f"row {row}: padding {where}; rows must be padded on the left")
-        real = ids[row, start:]
-        outside = real[(real < 0) | (real >= config.vocab_size)]
-        if outside.size:
-            raise InputError(f"row {row}: token id {outside[0]} is outside the vocabulary of {config.vocab_size}")
+        _check_ids(row, ids[row, start:], config)
+    if suffixes and len(suffixes) != len(ids):
+        raise InputError(f"{len(suffixes)} suffixes for {len(ids)} rows; give one for each row", field="suffix")
+    for row, suffix in enumerate(suffixes):
+        _check_ids(row, np.array(suffix, np.int64), config)
     tokens = np.zeros((len(ids), lengths.max()), np.int32)
     for row, start in enumerate(row_starts(mask)):
         tokens[row, : lengths[row]] = ids[row, start:]
-    return Rows(tokens, lengths.astype(np.int32), ids.astype(np.int32))
+    return Rows(tokens, lengths.astype(np.int32), ids.astype(np.int32), suffixes if any(map(len, suffixes)) else ())
+
+
+def _check_ids(row: int, ids: np.ndarray, config: ModelConfig) -> None:
+    outside = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if outside.size:
+        raise InputError(f"row {row}: token id {outside[0]} is outside the vocabulary of {config.vocab_size}")
 
 
 def end_align(values: np.ndarray, lengths: np.ndarray, onto: np.ndarray) -> np.ndarray:

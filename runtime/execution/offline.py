@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.assignment import MOVE_GAIN
 from runtime.execution.buckets import Bucket, Grid
 from runtime.execution.pool import Pool, pool_grid, slot_count, steps_per_block, uses_cache
@@ -47,11 +48,15 @@ class _Group:
       grid: the buckets that the rows may be in.
       numbers: numbers of the requests, in the order in which they are inserted.
       known: buckets whose programs have been compiled.
+      steps: maximum number of denoise steps per block of any row.
+      span: see :func:`runtime.execution.slot_kinds.longest_span`.
     """
 
     grid: Grid
     numbers: list[int]
     known: set[Bucket]
+    steps: int
+    span: int
 
 
 class OfflineScheduler:
@@ -84,9 +89,11 @@ class OfflineScheduler:
         self._stop_tests = stop_tests or [None] * len(requests)
         self.stats = SchedulerStats()
         widest = width or runner.bucket(max((request.canvas_length for request in requests), default=1))
+        # There may be millions of requests, but they share few configurations.
+        keys = {id(config): program_key(runner, config, widest) for config in _configs(requests)}
         groups: dict[Hashable, list[int]] = {}
         for number, request in enumerate(requests):
-            groups.setdefault(program_key(runner, request.config, widest), []).append(number)
+            groups.setdefault(keys[id(request.config)], []).append(number)
         found = [self._group(numbers, slots, width) for numbers in groups.values()]
         # Wide canvases first, so that a lack of memory shows at once.
         self._groups = sorted(found, key=lambda group: -group.grid.canvas)
@@ -94,17 +101,20 @@ class OfflineScheduler:
     def _group(self, numbers: list[int], slots: int | None, width: int | None) -> _Group:
         requests, runner = [self._requests[number] for number in numbers], self._runner
         config, data = requests[0].config, runner.layout.spec.data
-        canvas = width or runner.bucket(max(request.canvas_length for request in requests))
+        work = [Work(request.canvas_length, iterations_of(request)) for request in requests]
+        canvas = width or runner.bucket(max(one.length for one in work))
         most = min(math.ceil(len(numbers) / data) * data, DEFAULT_SLOTS * data if slots is None else slots)
         # If all rows have the same length and a slot each, one bucket is enough.
-        several = len({request.canvas_length for request in requests}) > 1 or len(numbers) > most
+        several = len({one.length for one in work}) > 1 or len(numbers) > most
         count = slot_count(runner, config, canvas, most, moves=several)
-        work = [Work(self._requests[number].canvas_length, iterations_of(self._requests[number])) for number in numbers]
         # Rows of similar length run together, so that they fit their buckets. The rows that run last are short.
         order = sorted(range(len(numbers)), key=lambda index: (-work[index].length, -work[index].iterations, index))
         grid = pool_grid(runner, config, canvas, count, limit=_CANDIDATES, saturation=_SATURATION)
         top = Bucket(count, canvas)
-        known = runner.buckets.setdefault(self._programs(requests, canvas), set())
+        # Groups with these values in common have programs that differ only in the bucket's shape.
+        steps = max(steps_per_block(own, canvas) for own in _configs(requests))
+        span = longest_span(runner, requests)
+        known = runner.buckets.setdefault((program_key(runner, config, canvas), steps, span), set())
 
         def compiling(bucket: Bucket) -> float:
             return 0.0 if bucket in known else runner.compile_positions()
@@ -112,23 +122,17 @@ class OfflineScheduler:
         rows = [work[index] for index in order]
         chosen = select(rows, count, top, grid.buckets, grid.cost, compiling) if several else [top]
         chosen += [bucket for bucket in grid.buckets if bucket in known and bucket not in chosen]
-        return _Group(replace(grid, buckets=tuple(chosen), grows=False), [numbers[index] for index in order], known)
-
-    def _programs(self, requests: Sequence[RowRequest], canvas: int) -> Hashable:
-        """Return a key that is equal for groups of requests whose programs differ only in the bucket's shape."""
-        runner, config = self._runner, requests[0].config
-        steps = max(steps_per_block(request.config, canvas) for request in requests)
-        return program_key(runner, config, canvas), steps, longest_span(runner, requests)
+        grid = replace(grid, buckets=tuple(chosen), grows=False)
+        return _Group(grid, [numbers[index] for index in order], known, steps, span)
 
     def _open(self, group: _Group) -> Pool:
-        requests = [self._requests[number] for number in group.numbers]
-        steps = max(steps_per_block(request.config, group.grid.canvas) for request in requests)
+        config = self._requests[group.numbers[0]].config
 
         def make(bucket: Bucket) -> Slots:
             group.known.add(bucket)
-            return open_slots_for(self._runner, requests, bucket.width, bucket.rows, steps)
+            return open_slots_for(self._runner, config, bucket.width, bucket.rows, group.steps, group.span)
 
-        return Pool(requests[0].config, group.grid, steps, make, self._runner.layout.spec.data)
+        return Pool(config, group.grid, group.steps, make, self._runner.layout.spec.data)
 
     @property
     def fits_one_bucket(self) -> bool:
@@ -166,7 +170,8 @@ class OfflineScheduler:
                 iterations or share, step_seconds=None, first_tokens=False, chunks=None, move_gain=gain
             )
             scheduler = Scheduler([pool.limits], policy, self.stats)
-            rows, tests = zip(*((self._requests[number], self._stop_tests[number]) for number in numbers), strict=True)
+            rows = [self._requests[number] for number in numbers]
+            tests = [self._stop_tests[number] for number in numbers]
             scheduler.add(RequestHandle(rows=rows, stop_tests=tests))
             while scheduler.waiting or scheduler.running:
                 admit = admit and more()
@@ -179,3 +184,8 @@ class OfflineScheduler:
                     for event in events
                     if isinstance(event, RowFinished)
                 ]
+
+
+def _configs(requests: Sequence[RowRequest]) -> list[DiffusionConfig | SamplingConfig]:
+    """Return the configuration objects of the requests, each once, in order of their first use."""
+    return list({id(request.config): request.config for request in requests}.values())

@@ -53,7 +53,7 @@ class RequestHandle:
         self.remaining = len(self.rows) + len(self.score_passes)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class ScheduledRow:
     """One row of a request, or one of its score passes.
 
@@ -105,7 +105,7 @@ def iterations_of(request: RowRequest) -> int:
     config = request.config
     if not isinstance(config, DiffusionConfig) or config.parallel != "none" or config.attention_block_length:
         # The last block may be filled from its end.
-        return max(1, request.canvas_length - len(request.tokens))
+        return max(1, request.canvas_length - request.given)
     return max(1, min(config.steps, config.max_new_tokens or config.steps))
 
 

@@ -49,7 +49,7 @@ def diffusion_row(
     row = request or empty_row(model, default)
     config = row.config
     assert isinstance(config, DiffusionConfig)
-    new = row.canvas_length - len(row.tokens) if request else 0
+    new = row.canvas_length - row.given if request else 0
     (canvas,), (length,) = make_canvas(row.rows, model, new, width)
     first = length if request is None else first_position(request, model)
     block_length, steps_per_block = block_schedule(config, width)
@@ -58,7 +58,7 @@ def diffusion_row(
     ratios[:steps_per_block] = transfer_table(model.family.schedule, steps_per_block, float(config.eps))
     return one_row(
         DenoiseRequest,
-        lengths=length,
+        lengths=length + len(row.suffix),
         ends=length if request is None else row.length,
         prompts=len(row.tokens),
         first=first,

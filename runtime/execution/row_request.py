@@ -17,7 +17,7 @@ from runtime.models.config import ModelConfig
 from sharding.errors import NonFiniteError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RowRequest:
     """A row to generate.
 
@@ -25,11 +25,19 @@ class RowRequest:
       tokens: tokens of the prompt. A diffusion model also fills mask tokens in it.
       config: decoding parameters, of which ``seed`` is ignored.
       seed: the row's seed.
+      suffix: tokens after the new tokens, which a diffusion model with bidirectional attention sees too. They are on
+        the row's canvas, but not in its result.
     """
 
     tokens: Sequence[int]
     config: DiffusionConfig | SamplingConfig
     seed: int
+    suffix: Sequence[int] = ()
+
+    @property
+    def given(self) -> int:
+        """The number of tokens that are given, prompt and suffix together."""
+        return len(self.tokens) + len(self.suffix)
 
     @property
     def length(self) -> int:
@@ -37,15 +45,20 @@ class RowRequest:
         return len(self.tokens) + self.config.max_new_tokens
 
     @property
+    def length_with_suffix(self) -> int:
+        """The length of prompt, new tokens and suffix together."""
+        return self.given + self.config.max_new_tokens
+
+    @property
     def canvas_length(self) -> int:
-        """The length of its canvas: S, rounded up to whole blocks if attention is block-causal."""
-        return canvas_length(len(self.tokens), self.config)
+        """The length of its canvas: that with the suffix, rounded up to whole blocks if attention is block-causal."""
+        return canvas_length(self.given, self.config)
 
     @property
     def rows(self) -> Rows:
         """The prompt as a batch of one row."""
         tokens = np.array([self.tokens], np.int32)
-        return Rows(tokens, np.array([len(self.tokens)], np.int32), tokens)
+        return Rows(tokens, np.array([len(self.tokens)], np.int32), tokens, [self.suffix] if self.suffix else ())
 
 
 def first_position(request: RowRequest, model: ModelConfig) -> int:
@@ -65,8 +78,11 @@ def first_position(request: RowRequest, model: ModelConfig) -> int:
 
 
 def block_span(request: RowRequest, model: ModelConfig) -> int:
-    """Return the number of positions from the first block of a request to its end; 0 if there is nothing to fill."""
-    return request.canvas_length - first_position(request, model)
+    """Return the number of positions from the first to the last block of a request; 0 if there is nothing to fill.
+
+    Blocks end before the suffix.
+    """
+    return request.canvas_length - len(request.suffix) - first_position(request, model)
 
 
 def final_tokens(canvas: np.ndarray, prompt: int) -> np.ndarray:

@@ -93,6 +93,7 @@ def prepare_rows(
     config: DiffusionConfig | SamplingConfig,
     samples: int,
     model: ModelConfig,
+    suffixes: Sequence[Sequence[int]] = (),
 ) -> tuple[Rows, list[int]]:
     """Check a caller's batch and its configuration, and repeat each row for its samples.
 
@@ -102,6 +103,7 @@ def prepare_rows(
       config: decoding parameters.
       samples: number of samples per row.
       model: the model's configuration.
+      suffixes: for each row, the tokens that follow its new tokens; empty if no row has any.
 
     Returns:
       ``B * samples`` rows, with the samples of a row adjacent, and their seeds.
@@ -111,7 +113,7 @@ def prepare_rows(
     """
     if isinstance(samples, bool) or not isinstance(samples, int) or not 1 <= samples <= MAX_SAMPLES:
         raise InputError(f"num_return_sequences is {samples!r}; expected an integer from 1 to {MAX_SAMPLES}")
-    rows = read_rows(input_ids, attention_mask, model)
+    rows = read_rows(input_ids, attention_mask, model, suffixes)
     check_request(rows, model, config)
     seeds = row_seeds(config.seed, len(rows.lengths), samples)
     return rows.take([row for row in range(len(rows.lengths)) for _ in range(samples)]), seeds
@@ -155,13 +157,10 @@ def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
     Raises:
       InputError: it does not.
     """
-    in_blocks, name = config.family.attention == "block_causal", config.family.name
-    if in_blocks and request.cache not in ("none", "exact"):
-        raise InputError(f"cache={request.cache} is not available for {name} models; use none or exact", field="cache")
-    if not in_blocks and request.cache == "exact":
-        raise InputError(
-            f"cache=exact is not available for {name} models: it is for block-causal attention", field="cache"
-        )
+    in_blocks, name, caches = config.family.attention == "block_causal", config.family.name, config.family.caches
+    if request.cache not in caches:
+        why = f"; use {' or '.join(caches)}" if in_blocks else ": it is for block-causal attention"
+        raise InputError(f"cache={request.cache} is not available for {name} models{why}", field="cache")
     if not in_blocks and request.sub_block_length is not None:
         raise InputError(f"sub_block_length is not available for {name} models", field="sub_block_length")
     if request.sub_block_cache and request.sub_block_length is None:
@@ -172,17 +171,20 @@ def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig | Sa
     """Check that the rows fit the model and have something to generate.
 
     Raises:
-      InputError: the parameters do not match the model, a row is longer than the model allows, or there are neither new
-        tokens nor masks in a prompt.
+      InputError: the parameters do not match the model, a row is longer than the model allows, the model cannot see a
+        suffix, or there are neither new tokens nor masks in a prompt.
     """
     check_kind(config, request)
-    longest = int(rows.lengths.max()) + request.max_new_tokens
+    check_suffixes(rows.suffixes, config)
+    row = int(rows.given.argmax())
+    longest = int(rows.given[row]) + request.max_new_tokens
     if longest > config.max_positions:
-        row = int(rows.lengths.argmax())
         where = f"row {row}: " if len(rows.lengths) > 1 else ""
+        suffix = len(rows.suffix(row))
+        parts = f"{rows.lengths[row]} prompt tokens" + (f", {suffix} suffix tokens" if suffix else "")
         raise InputError(
-            f"{where}{rows.lengths[row]} prompt tokens and {request.max_new_tokens} new tokens are {longest} positions;"
-            f" the model allows {config.max_positions}"
+            f"{where}{parts} and {request.max_new_tokens} new tokens are {longest} positions; the model allows "
+            f"{config.max_positions}"
         )
     inside = np.arange(rows.tokens.shape[1]) < rows.lengths[:, None]
     if request.max_new_tokens == 0 and not ((rows.tokens == config.mask_token_id) & inside).any():
@@ -192,8 +194,25 @@ def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig | Sa
         )
 
 
+def check_suffixes(suffixes: Sequence[Sequence[int]], config: ModelConfig) -> None:
+    """Check that new tokens see the tokens after them, and that no mask is among these.
+
+    Raises:
+      InputError: attention is causal or block-causal, or a suffix has a mask token.
+    """
+    if suffixes and config.family.attention != "bidirectional":
+        attention = config.family.attention.replace("_", "-")
+        raise InputError(
+            f"suffix is not available for {config.family.name} models: their attention is {attention}, so new tokens "
+            "do not see what follows them",
+            field="suffix",
+        )
+    if any(config.mask_token_id in suffix for suffix in suffixes):
+        raise InputError("the suffix contains the mask token; only a prompt may contain masks", field="suffix")
+
+
 def make_canvas(rows: Rows, config: ModelConfig, new_tokens: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Create the canvases of start-aligned rows: the prompt, masks for a diffusion model's new tokens, then filler.
+    """Create canvases of start-aligned rows: prompt, masks for a diffusion model's new tokens, suffix, then filler.
 
     Returns:
       Canvases int32 ``[B, width]``, and lengths int32 ``[B]`` of prompt and new tokens together.
@@ -203,4 +222,6 @@ def make_canvas(rows: Rows, config: ModelConfig, new_tokens: int, width: int) ->
         canvas[row, :length] = rows.tokens[row, :length]
         if config.objective == "masked_diffusion":
             canvas[row, length : length + new_tokens] = config.mask_token_id
+        suffix = rows.suffix(row)
+        canvas[row, length + new_tokens : length + new_tokens + len(suffix)] = suffix
     return canvas, rows.lengths + np.int32(new_tokens)

@@ -181,9 +181,11 @@ class Scheduler:
         """Queue the rows and score passes of a request."""
         pool = self._pools[handle.pool]
         for index, request in enumerate(handle.rows):
-            alone = Bucket(pool.limits.data, pool.limits.grid.width_for(request.canvas_length))
-            # The rank is the time at which the row would end, so a shorter row that arrives later may overtake it.
-            seconds = pool.estimate(alone) * iterations_of(request) if self.policy.step_seconds else 0.0
+            seconds = 0.0
+            if self.policy.step_seconds:
+                # The rank is the time at which the row would end, so a shorter row that arrives later may overtake it.
+                alone = Bucket(pool.limits.data, pool.limits.grid.width_for(request.canvas_length))
+                seconds = pool.estimate(alone) * iterations_of(request)
             pool.queue.push(handle.owner, ScheduledRow(handle, index), handle.arrived + seconds)
         for index in range(len(handle.score_passes)):
             self._score_queue.push(handle.owner, ScheduledRow(handle, index))
@@ -365,8 +367,9 @@ class Scheduler:
         """
         for pool in outcome.pools:
             self._update_pool(pool, now)
-        self.stats.in_flight_iterations = sum(row.iterations for row in self._rows.values())
-        self.stats.in_flight_positions = sum(row.iterations * row.request.length for row in self._rows.values())
+        rows = self._rows.values()
+        self.stats.in_flight_iterations = sum(row.iterations for row in rows)
+        self.stats.in_flight_positions = sum(row.iterations * row.request.length_with_suffix for row in rows)
         if outcome.scores is not None and self._scoring is not None:
             handle, index = self._scoring.handle, self._scoring.index
             self.stats.forwards += 1
@@ -409,14 +412,13 @@ class Scheduler:
         row = self._rows.pop(result.number)
         pool.buckets = [one.without({result.number}) for one in pool.buckets]
         config, prompt = row.request.config, len(row.request.tokens)
-        if not result.non_finite:
-            row.run_stop_test(result.sequence[prompt:], whole=True)
+        row.run_stop_test(result.sequence[prompt:], whole=True)
         steps = len(np.unique(result.commit_steps[result.commit_steps >= 0]))
         tokens = committed_tokens(result.sequence, result.commit_steps, prompt, config.stop_token_ids, row.counted)
         self.stats.rows += 1
         self.stats.tokens += tokens
         self.stats.busy_iterations += steps
-        self.stats.busy_positions += steps * row.request.length
+        self.stats.busy_positions += steps * row.request.length_with_suffix
         self._note_prefix(row, max(1, config.max_new_tokens), now)
         per_token = None
         if row.first_token is not None and tokens > 1:

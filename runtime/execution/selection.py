@@ -46,8 +46,12 @@ def select(
       The chosen buckets, ``top`` first.
     """
 
+    # There may be millions of rows, so they are summed once, and not for every set of buckets.
+    intervals = _full_intervals(rows, slots)
+    last = sorted(rows[max(0, len(rows) - slots) :], key=lambda row: -row.iterations)
+
     def total(buckets: Sequence[Bucket]) -> float:
-        return _total(rows, slots, buckets, price, compiling)
+        return _total(intervals, last, slots, buckets, price, compiling)
 
     together, others = total([top]), [bucket for bucket in candidates if bucket != top]
     if not others or together <= min(map(compiling, others)):
@@ -65,14 +69,35 @@ def select(
     return chosen if cheapest < (1 - _GAIN) * together else [top]
 
 
+def _full_intervals(rows: Sequence[Work], slots: int) -> list[tuple[list[int], int]]:
+    """Divide the rows up to the last ``slots``, during which all slots are occupied, into intervals.
+
+    Returns:
+      For each interval, the lengths of the rows in the slots at its start, and the iterations of its rows together.
+    """
+    first = max(0, len(rows) - slots)
+    size = max(1, -(-first // _PIECES))
+    return [
+        (
+            [row.length for row in rows[start : start + slots]],
+            sum(row.iterations for row in rows[start : min(first, start + size)]),
+        )
+        for start in range(0, first, size)
+    ]
+
+
 def _total(
-    rows: Sequence[Work],
+    intervals: Sequence[tuple[Sequence[int], int]],
+    last: Sequence[Work],
     slots: int,
     buckets: Sequence[Bucket],
     price: Callable[[Bucket], float],
     compiling: Callable[[Bucket], float],
 ) -> float:
-    """Estimate the cost of all rows with these buckets: while all slots are occupied, and while the last rows end."""
+    """Estimate the cost of all rows with these buckets: while all slots are occupied, and while the last rows end.
+
+    ``intervals`` are those of :func:`_full_intervals`; ``last`` are the other rows, those of most iterations first.
+    """
     used: set[Bucket] = set()
 
     def passes(lengths: Sequence[int]) -> float:
@@ -80,14 +105,8 @@ def _total(
         used.update(found)
         return sum(map(price, found))
 
-    total, first = 0.0, max(0, len(rows) - slots)
-    if first:
-        # While all slots are occupied, rows that follow one another share them.
-        size = -(-first // _PIECES)
-        for start in range(0, first, size):
-            cost = passes([row.length for row in rows[start : start + slots]]) / slots
-            total += cost * sum(row.iterations for row in rows[start : min(first, start + size)])
-    last = sorted(rows[first:], key=lambda row: -row.iterations)
+    # While all slots are occupied, rows that follow one another share them.
+    total = sum(passes(lengths) / slots * iterations for lengths, iterations in intervals)
     made, size = 0, -(-len(last) // _PIECES)
     for start in range((len(last) - 1) // size * size, -1, -size):
         longest = last[start].iterations

@@ -147,7 +147,7 @@ class DiffusionSlots(Slots):
                 canvas[slot, : request.length].copy(),
                 commit_steps[slot, : request.length].copy(),
                 None if log_probabilities is None else log_probabilities[slot, : request.length].copy(),
-                int(refreshes[slot]) * request.length + int(windows[slot]),
+                int(refreshes[slot]) * request.length_with_suffix + int(windows[slot]),
                 bool(non_finite[slot]),
             )
             for slot, (number, request) in taken.items()
@@ -354,27 +354,25 @@ def open_slots(
 
 
 def longest_span(runner: Runner, requests: Sequence[RowRequest]) -> int:
-    """Return the length of the longest prompt (autoregressive) or of the longest span of masks, rounded to a bucket."""
+    """Return the longest prompt (autoregressive) or distance from a first block to a row's end, rounded to a bucket."""
     if isinstance(requests[0].config, SamplingConfig):
         return runner.bucket(max(len(request.tokens) for request in requests))
-    return runner.bucket(max(block_span(request, runner.layout.config) for request in requests))
+    return runner.bucket(max(block_span(row, runner.layout.config) + len(row.suffix) for row in requests))
 
 
 def open_slots_for(
-    runner: Runner, requests: Sequence[RowRequest], width: int, count: int, steps: int | None = None
+    runner: Runner, config: DiffusionConfig | SamplingConfig, width: int, count: int, steps: int, span: int
 ) -> Slots:
     """Create free slots for rows that are all known and have the same compiled settings.
 
     Args:
       runner: the model on its mesh.
-      requests: the rows, at least one.
+      config: decoding parameters of any of the rows.
       width: bucket of the canvases.
       count: B, a multiple of the data axis.
-      steps: maximum number of steps per block of any row; None determines it from the requests.
+      steps: maximum number of steps per block of any row; not used if autoregressive.
+      span: :func:`longest_span` of the rows.
     """
-    config, span = requests[0].config, longest_span(runner, requests)
     if isinstance(config, SamplingConfig):
         return AutoregressiveSlots(runner, config, width, count, span)
-    if steps is None:
-        steps = max(block_schedule(request.config, width)[1] for request in requests)  # type: ignore[arg-type]
     return DiffusionSlots(runner, config, width, count, steps, min(width, span))

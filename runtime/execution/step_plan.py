@@ -130,7 +130,7 @@ class StepPlan:
 def _insertion(said: Mapping[str, Any]) -> Insertion:
     request = said["request"]
     config = _CONFIGS[request["kind"]](**request["config"])
-    return Insertion(said["row"], RowRequest(request["tokens"], config, request["seed"]))
+    return Insertion(said["row"], RowRequest(request["tokens"], config, request["seed"], request["suffix"]))
 
 
 @dataclass(frozen=True)

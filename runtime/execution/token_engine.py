@@ -6,6 +6,7 @@ Dimension letters: B batch, S the caller's width, N new tokens, V vocab.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,7 @@ class TokenEngine:
         watch: Callable[[int, np.ndarray], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
         stop_tests: Sequence[StopTest | None] = (),
+        suffixes: Sequence[Sequence[int]] = (),
     ) -> GenerationResult:
         """Generate tokens for a batch of prompts, by masked diffusion or autoregressively, depending on the model.
 
@@ -107,6 +109,8 @@ class TokenEngine:
           progress: called during the run with the number of steps done and the maximum number of steps.
           stop_tests: for each sequence of the result, a test that may stop its row, or None. A row stops a few steps
             after its test has fired. See :data:`runtime.execution.requests.StopTest`.
+          suffixes: for each prompt, the tokens that follow its new tokens; empty for none. The model sees them, and the
+            result does not contain them (diffusion with bidirectional attention).
 
         Returns:
           Sequences ``[B * num_return_sequences, S + N]`` and statistics.
@@ -118,11 +122,17 @@ class TokenEngine:
         config = self._with_early_stop(config)
         observers = Observers(history, tokens_hook, logits_hook, watch, progress, stop_tests)
         observers.check(config)
-        rows, seeds = prepare_rows(input_ids, attention_mask, config, num_return_sequences, self.config)
+        rows, seeds = prepare_rows(input_ids, attention_mask, config, num_return_sequences, self.config, suffixes)
         return generate_rows(self.runner, rows, config, seeds, observers)
 
     def stream_tokens(
-        self, input_ids: Any, attention_mask: Any = None, config: GenerationConfig | None = None, *, every: int = 1
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        config: GenerationConfig | None = None,
+        *,
+        every: int = 1,
+        suffixes: Sequence[Sequence[int]] = (),
     ) -> Iterator[tuple[int, np.ndarray]]:
         """Generate like :meth:`generate_tokens`, and yield the canvas during the run.
 
@@ -136,8 +146,8 @@ class TokenEngine:
         config = self._with_early_stop(config)
         if every < 1:
             raise InputError(f"every is {every}; expected at least 1")
-        rows, seeds = prepare_rows(input_ids, attention_mask, config, 1, self.config)
-        width = self.runner.bucket(canvas_length(int(rows.lengths.max()), config))
+        rows, seeds = prepare_rows(input_ids, attention_mask, config, 1, self.config, suffixes)
+        width = self.runner.bucket(canvas_length(int(rows.given.max()), config))
         batch = WatchedBatch(self.runner, CallerRows(rows, config, seeds, self.config, width), config, width)
         yield 0, batch.canvas()
         for done in batch.advance_by(every):
@@ -167,13 +177,14 @@ class TokenEngine:
         for number, request in enumerate(requests):
             is_new = id(request.config) not in configs
             try:
-                if is_new or not 0 < request.config.max_new_tokens <= self.config.max_positions - len(request.tokens):
+                room = self.config.max_positions - request.given
+                if is_new or request.suffix or not 0 < request.config.max_new_tokens <= room:
                     check_request(request.rows, self.config, request.config)
             except InputError as error:
                 raise InputError(f"request {number}: {error}") from error
             if is_new:
                 configs[id(request.config)] = self._with_early_stop(request.config)
-            decided.append(RowRequest(request.tokens, configs[id(request.config)], request.seed))
+            decided.append(replace(request, config=configs[id(request.config)]))
         return OfflineScheduler(self.runner, decided, slots, stop_tests=stop_tests)
 
     # ---- scoring ----------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from sharding.errors import InputError
 STORED_DTYPES = ("bfloat16", "float32", "float16")
 
 Objective = Literal["masked_diffusion", "autoregressive"]
+# The code whose tokens and logits tests compare a family with.
+Reference = Literal["original code", "transformers"]
 # How many masks each denoise step fills. ``linear_time``: time t falls linearly from 1 to eps, and a step fills the
 # fraction 1 - t[i+1] / t[i] of the remaining masks. ``even``: each step of a block fills an equal number of masks, and
 # the first steps take the remainder. ``even_block``: the same, for a whole block even if part of it is already filled.
@@ -77,6 +79,9 @@ class Family:
         returns None for a tensor that is not a weight.
       published: published decoding settings. The first entry that matches a checkpoint's name is used.
       presets: ``config.json`` of published checkpoints by name, for planning without a download.
+      reference: the code whose logits and tokens tests compare the family with, on small random weights.
+      golden_cases: number of the reference's generations that are recorded in ``tests/golden``, and that tests compare
+        token by token on several meshes. Without any, tests run the reference.
     """
 
     name: str
@@ -96,6 +101,22 @@ class Family:
     tensor_name: Callable[[str], str | None] = str
     published: tuple[PublishedSettings, ...] = ()
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    reference: Reference = "original code"
+    golden_cases: int = 0
+
+    @property
+    def caches(self) -> tuple[str, ...]:
+        """The values of :attr:`runtime.decoding.parameters.DiffusionConfig.cache` that its attention supports."""
+        if self.objective == "autoregressive":
+            return ()
+        return ("none", "exact") if self.attention == "block_causal" else ("none", "prefix", "dual")
+
+    @property
+    def verified(self) -> str:
+        """How tests verify the family, for people."""
+        if self.golden_cases:
+            return f"logits and {self.golden_cases} recorded generations: {self.reference}"
+        return f"logits and greedy tokens: {self.reference}"
 
     def __repr__(self) -> str:
         return f"Family({self.name!r})"

@@ -35,4 +35,5 @@ DREAM = Family(
         PublishedSettings("", _PUBLISHED | {"temperature": 0.2}),
     ),
     presets={"diffucoder-7b": _SEVEN_BILLION, "dream-7b": _SEVEN_BILLION},
+    golden_cases=13,
 )

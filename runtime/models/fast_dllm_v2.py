@@ -67,4 +67,5 @@ FAST_DLLM_V2 = Family(
         "fast_dllm_v2-7b": qwen2.SEVEN_BILLION
         | {"model_type": "Fast_dLLM_Qwen", "bd_size": _BLOCK_LENGTH, "eos_token_id": 151645, "mask_token_id": 151665}
     },
+    golden_cases=22,
 )

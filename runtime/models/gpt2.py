@@ -196,4 +196,5 @@ GPT2 = Family(
             "torch_dtype": "float32",
         }
     },
+    reference="transformers",
 )

@@ -183,4 +183,5 @@ LLADA = Family(
     # From the README of ML-GSAI/LLaDA: one step per token, blocks of 32.
     published=(PublishedSettings("", _PUBLISHED),),
     presets={"llada-8b": _EIGHT_BILLION},
+    golden_cases=14,
 )

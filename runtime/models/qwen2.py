@@ -159,4 +159,5 @@ QWEN2 = Family(
     objective="autoregressive",
     prediction_offset=1,
     presets={"qwen2.5-7b": SEVEN_BILLION | {"model_type": "qwen2"}},
+    reference="transformers",
 )

@@ -146,4 +146,6 @@ QWEN3 = Family(
             "tie_word_embeddings": False,
         },
     },
+    reference="transformers",
+    golden_cases=18,
 )

@@ -65,4 +65,5 @@ SDAR = Family(
         "sdar-8b": dict(qwen3.QWEN3.presets["qwen3-8b"])
         | {"model_type": "sdar", "block_size": _BLOCK_LENGTH, "mask_token_id": 151669, "eos_token_id": 151643}
     },
+    golden_cases=22,
 )

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime.execution.runner import device_memory, weight_bytes
+    from runtime.models.config import Family
     from runtime.models.declarations import partition_spec, shard_shape, tensor_sizes
-    from runtime.models.families import weights_class
+    from runtime.models.families import FAMILIES, weights_class
     from runtime.planner.compiled import CompiledPhase, compile_workload, is_out_of_memory
     from runtime.planner.default import default_mesh
     from runtime.planner.describe import describe_compiled, describe_estimate, describe_topology
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AOT_ENVIRONMENT",
+    "FAMILIES",
     "PRESETS",
     "WEIGHT_MEMORY_SHARE",
     "CompiledPhase",
     "Estimate",
+    "Family",
     "HeadLayout",
     "Topology",
     "Workload",
@@ -60,6 +63,8 @@ _HOMES = {
     "AOT_ENVIRONMENT": "sharding.aot",
     "CompiledPhase": "runtime.planner.compiled",
     "Estimate": "runtime.planner.estimate",
+    "FAMILIES": "runtime.models.families",
+    "Family": "runtime.models.config",
     "HeadLayout": "sharding.heads",
     "PRESETS": "runtime.planner.presets",
     "Topology": "sharding.topology",

@@ -30,6 +30,7 @@ class Completion:
       masks_left: number of masks left on the whole canvas.
       seed: the seed that reproduces the completion.
       filled_prompt: the prompt with its masks filled; None if it had no masks.
+      suffix: the text that follows the completion, as given; empty if there is none.
       log_probabilities: log-probabilities of ``tokens``; None if they were not requested.
     """
 
@@ -42,6 +43,12 @@ class Completion:
     seed: int
     filled_prompt: str | None = None
     log_probabilities: list[float] | None = None
+    suffix: str = ""
+
+    @property
+    def whole_text(self) -> str:
+        """The prompt with its masks filled, the completion and the suffix."""
+        return (self.filled_prompt or self.prompt) + self.text + self.suffix
 
 
 def cut_completion(
@@ -100,6 +107,7 @@ class CompletionBuilder:
         prompt_tokens: Sequence[int],
         *,
         prompt: str = "",
+        suffix: str = "",
         index: int = 0,
         seed: int = 0,
         stop: Sequence[str] = (),
@@ -109,8 +117,9 @@ class CompletionBuilder:
 
         Args:
           sequence: int32 ``[S]``, prompt and new tokens without padding.
-          prompt_tokens: tokens of the prompt as given.
+          prompt_tokens: tokens before the new tokens as given.
           prompt: text of the prompt.
+          suffix: text that follows the completion.
           index: index of the completion among those of the prompt.
           seed: the row's seed.
           stop: strings that end a completion.
@@ -130,6 +139,7 @@ class CompletionBuilder:
             seed=seed,
             filled_prompt=self.tokenizer.decode(sequence[:width].tolist()) if infilled else None,
             log_probabilities=None if kept is None else [float(value) for value in kept],
+            suffix=suffix,
         )
 
     def build_batch(
@@ -139,15 +149,17 @@ class CompletionBuilder:
         mask: np.ndarray,
         result: GenerationResult,
         stop: Sequence[str] = (),
+        suffixes: Sequence[str] = (),
     ) -> list[Completion]:
         """Build all completions of a result, ordered by prompt: all completions of the first prompt come first.
 
         Args:
           prompts: texts of the prompts.
-          ids: int32 ``[B, S]``, left-padded tokens of the prompts.
+          ids: int32 ``[B, S]``, left-padded tokens before the new tokens.
           mask: ``[B, S]``, attention mask of the prompts.
           result: the generated rows, with the same number of rows for each prompt.
           stop: strings that end a completion.
+          suffixes: for each prompt, the text that follows its completions; empty for none.
         """
         samples, kept = len(result.sequences) // len(prompts), result.log_probabilities
         starts = row_starts(mask)
@@ -160,6 +172,7 @@ class CompletionBuilder:
                     sequence[start:],
                     ids[source, start:].tolist(),
                     prompt=prompts[source],
+                    suffix=suffixes[source] if suffixes else "",
                     index=row % samples,
                     seed=result.seeds[row],
                     stop=stop,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,11 @@ Result = TypeVar("Result")
 # These tokens end a completion, if the checkpoint's vocabulary has them.
 END_TOKENS = ("<|im_end|>", "<|dlm_pad|>", "<|endoftext|>")
 
+# The tokens of Qwen2.5-Coder (Hui et al., 2024) before a prompt, before its suffix, and before the text between them.
+FIM_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+
+# In Qwen2.5-Coder's example, these tokens end the text between prompt and suffix too.
+FIM_END_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 
 # If more conversations than this time out, the chat template itself is considered broken.
 _MAX_TIMEOUTS = 3
@@ -189,8 +194,31 @@ class TextTokenizer:
     @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Ids of those tokens in :data:`END_TOKENS` that the vocabulary has."""
+        return self._known(END_TOKENS)
+
+    @property
+    def fim_end_token_ids(self) -> tuple[int, ...]:
+        """Ids of those tokens in :data:`FIM_END_TOKENS` that the vocabulary has."""
+        return self._known(FIM_END_TOKENS)
+
+    @property
+    def fim_token_ids(self) -> tuple[int, ...]:
+        """Ids of :data:`FIM_TOKENS`.
+
+        Raises:
+          InputError: the vocabulary lacks one of them.
+        """
         vocabulary = self._tokenizer.get_vocab()
-        return tuple(vocabulary[token] for token in END_TOKENS if token in vocabulary)
+        missing = [token for token in FIM_TOKENS if token not in vocabulary]
+        if missing:
+            raise InputError(
+                f"suffix is not available for {self._name}: its tokenizer has no {', '.join(missing)}", field="suffix"
+            )
+        return self._known(FIM_TOKENS)
+
+    def _known(self, tokens: Sequence[str]) -> tuple[int, ...]:
+        vocabulary = self._tokenizer.get_vocab()
+        return tuple(vocabulary[token] for token in tokens if token in vocabulary)
 
 
 def _is_library_error(error: BaseException) -> bool:
@@ -219,13 +247,40 @@ def _each(
     return found
 
 
+class EncodedPrompts(NamedTuple):
+    """Tokenized prompts.
+
+    Attributes:
+      ids: int32 ``[B, S]``, left-padded rows: the tokens before the new tokens.
+      mask: int32 ``[B, S]``, their attention mask.
+      suffixes: for each row, the tokens after the new tokens, on the canvas of a diffusion model.
+    """
+
+    ids: np.ndarray
+    mask: np.ndarray
+    suffixes: Sequence[Sequence[int]]
+
+
 def encode_prompts(
-    tokenizer: TextTokenizer, prompts: str | Sequence[str], pad_token_id: int, *, chat: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenize one or more prompts into left-padded rows: int32 ``[B, S]`` and an attention mask ``[B, S]``.
+    tokenizer: TextTokenizer,
+    prompts: str | Sequence[str],
+    model: ModelConfig,
+    *,
+    suffixes: str | Sequence[str] = (),
+    chat: bool = False,
+) -> EncodedPrompts:
+    """Tokenize one or more prompts, and the texts that follow their new tokens.
+
+    Args:
+      tokenizer: the checkpoint's tokenizer.
+      prompts: one text or several.
+      model: the model's configuration.
+      suffixes: for each prompt, the text that follows its new tokens, empty for none; see :func:`place_suffix`.
+      chat: apply the chat template to each prompt.
 
     Raises:
-      InputError: there are no prompts, one is not a string, or one has no tokens.
+      InputError: there are no prompts, one is not a string, one has no tokens, there is not one suffix for each prompt,
+        ``chat`` is set with a suffix, or the model has no way to see a suffix.
       CheckpointError: ``chat`` is set, but the checkpoint has no chat template.
     """
     prompts = [prompts] if isinstance(prompts, str) else prompts
@@ -235,7 +290,35 @@ def encode_prompts(
     empty = [number for number, tokens in enumerate(encoded) if not tokens]
     if empty:
         raise InputError(f"prompt {empty[0]} is empty; expected at least one token")
-    return left_padded(encoded, pad_token_id)
+    suffixes = [suffixes] if isinstance(suffixes, str) else suffixes or [""] * len(prompts)
+    if len(suffixes) != len(prompts) or not all(isinstance(text, str) for text in suffixes):
+        raise InputError(f"suffixes: expected a string for each of the {len(prompts)} prompts", field="suffix")
+    texts = zip(encoded, map(tokenizer.encode, suffixes), strict=True)
+    placed = [place_suffix(tokenizer, model, prompt, suffix, chat=chat) for prompt, suffix in texts]
+    return EncodedPrompts(*left_padded([row for row, _ in placed], model.pad_token_id), [row for _, row in placed])
+
+
+def place_suffix(
+    tokenizer: TextTokenizer, model: ModelConfig, prompt: Sequence[int], suffix: Sequence[int], *, chat: bool
+) -> tuple[list[int], list[int]]:
+    """Place the tokens of a suffix where the model sees them while it generates the tokens before it.
+
+    For a diffusion model, they are on the canvas after the new tokens. An autoregressive model reads them in its
+    prompt, between the tokens of fill-in-the-middle training (Bavarian et al., 2022). No suffix changes nothing.
+
+    Returns:
+      The tokens before and after the new tokens.
+
+    Raises:
+      InputError: the prompt is a chat, or the model is autoregressive and the tokenizer lacks one of
+        :data:`FIM_TOKENS`.
+    """
+    if suffix and chat:
+        raise InputError("suffix is not available for a chat, which has nothing after the answer", field="suffix")
+    if not suffix or model.objective != "autoregressive":
+        return list(prompt), list(suffix)
+    before, between, after = tokenizer.fim_token_ids
+    return [before, *prompt, between, *suffix, after], []
 
 
 def end_tokens(config: ModelConfig, folder: CheckpointFolder, tokenizer: TextTokenizer | None) -> tuple[int, ...]:
@@ -245,4 +328,8 @@ def end_tokens(config: ModelConfig, folder: CheckpointFolder, tokenizer: TextTok
       ConfigError: the generation config names an id that is not in the vocabulary.
     """
     ids = [*config.end_token_ids, *token_ids(folder.generation_config, "eos_token_id", config.vocab_size - 1)]
-    return tuple(dict.fromkeys([*ids, *(() if tokenizer is None else tokenizer.end_token_ids)]))
+    if tokenizer is not None:
+        ids += tokenizer.end_token_ids
+        # The tokens between which an autoregressive model reads a suffix are never part of a completion.
+        ids += tokenizer.fim_end_token_ids if config.objective == "autoregressive" else ()
+    return tuple(dict.fromkeys(ids))

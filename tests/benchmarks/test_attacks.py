@@ -2,38 +2,101 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from benchmarks.attacks import LONG, attack_batch, attack_checkpoints, attack_hub, attack_server, attack_templates
+from benchmarks.command_attacks import attack_outputs, attack_replacement, attack_side_files
+from benchmarks.fault_tables import fault_table
+from benchmarks.report import read_record
+from tests.benchmarks.test_records import RESULTS
+
+
+def table(**results: Any) -> list[str]:
+    """Rows of the table of a record with these results, as the benchmark writes them."""
+    record = {
+        "kind": "measured",
+        "command": "x",
+        "settings": {"attacks": list(results)},
+        "machine": {"cores": 2, "processor": "Some CPU"},
+        "results": json.loads(json.dumps(results)),
+        "notes": [],
+    }
+    lines = fault_table(record).splitlines()
+    assert lines[-1] == "Measured: `x`, 2 cores, Some CPU."
+    return lines[2:-2]
 
 
 def test_checkpoints() -> None:
-    for found in attack_checkpoints(28).values():
+    results = attack_checkpoints(28)
+    for found in results.values():
         assert found == {"tried": 14, "found": 14}
+    assert table(checkpoints=results) == [
+        f"| random changes of a checkpoint ({name}) | 14 | 14 found, 100.00% |" for name in ("huggingface", "orbax")
+    ]
 
 
 def test_templates() -> None:
     found = attack_templates(0.5)
     assert found["refused"] == found["tried"]
+    assert len(table(templates=found)) == 1
 
 
 def test_hub() -> None:
     found = attack_hub(4)
     assert found["cut_off"] == 4
     assert found["bytes_grown"] < 100 << 20
+    assert len(table(hub=found)) == 1
 
 
-@pytest.mark.slow
 def test_server() -> None:
-    found = attack_server(8, 20)
+    found = attack_server(2, 3, 40)
     assert found["lists_sent"] > 0
     assert found["bytes_grown"] < 512 << 20
+    assert found["hostile_bodies"]["tried"] == 40
+    assert found["hostile_bodies"]["refused"] > 20
+    assert not found["hostile_bodies"]["server_errors"]
+    assert len(table(server=found)) == 2
 
 
-@pytest.mark.slow
 def test_batch() -> None:
-    assert attack_batch(2000)["first_result_seconds"] > 0
+    found = attack_batch(300)
+    assert found["first_result_seconds"] > 0
+    assert len(table(batch=found)) == 1
+
+
+def test_side_files() -> None:
+    found = attack_side_files()
+    assert found == {"tried": 8, "refused": 8}
+    assert len(table(side_files=found)) == 1
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(6, marks=pytest.mark.slow)])
+def test_replacement(kills: int) -> None:
+    found = attack_replacement(kills)
+    assert found["whole"] == found["tried"] == kills
+    assert found["missing"] == 0
+    assert len(table(replacement=found)) == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "count"), [({"output", "tokenizer"}, 2), pytest.param(None, 7, marks=pytest.mark.slow)]
+)
+def test_outputs(names: set[str] | None, count: int) -> None:
+    found = attack_outputs(lambda name: names is None or name in names)
+    assert found == {"tried": count, "one_message": count, "others": []}
+    assert len(table(outputs=found)) == 1
 
 
 def test_the_long_forms_are_of_all() -> None:
-    assert set(LONG) == {"checkpoints", "templates", "hub", "server", "batch"}
+    names = {"checkpoints", "templates", "hub", "server", "batch", "side_files", "replacement", "outputs"}
+    assert set(LONG) == names
+
+
+def test_the_table_of_faults() -> None:
+    record = read_record(RESULTS / "faults.json")
+    lines = fault_table(record).splitlines()
+    assert len(lines) >= 2 + len(record["results"])
+    assert "| kill | 0 |" in lines[2]

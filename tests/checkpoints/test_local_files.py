@@ -27,6 +27,13 @@ def test_a_file_is_replaced_or_stays_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_the_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "no_folder" / "file"
+    with pytest.raises(FileNotFoundError) as found:
+        replace_file(path, [b""])
+    assert found.value.filename == str(path)
+
+
 def test_a_new_file_has_the_usual_permissions(tmp_path: Path) -> None:
     replace_file(tmp_path / "replaced", [b""])
     (tmp_path / "written").write_bytes(b"")

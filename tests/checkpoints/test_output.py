@@ -164,6 +164,27 @@ def test_what_is_removed_in_part_is_never_brought_back(
     assert [path.name for path in tmp_path.iterdir()] == ["moved"]
 
 
+def test_what_a_clean_up_removes_in_part_is_never_brought_back(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversion is killed after it replaced a checkpoint, and the next one while it deletes the old one."""
+    output = FolderOutput(to_canonical(micro, tmp_path / "checkpoint"))
+    shutil.copytree(output.path, tmp_path / "checkpoint.replaced")
+
+    def killed(path: Path) -> None:
+        (path / "config.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            output.prepare(overwrite=True)
+    output.path.rename(tmp_path / "moved")
+    (said,) = FolderOutput(output.path).prepare(overwrite=False)
+    assert "removed" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+
+
 def test_a_whole_one_that_was_set_aside_is_brought_back(
     micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

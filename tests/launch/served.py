@@ -123,8 +123,8 @@ def served(
 def offline(found: Served, prompts: list[str], **changes: Any) -> list[Any]:
     """Return the completions of ``engine.generate`` with the same parameters."""
     own = dict(changes)
-    samples, stop = own.pop("n", 1), own.pop("stop", ())
+    samples, stop, suffixes = own.pop("n", 1), own.pop("stop", ()), own.pop("suffixes", ())
     if "max_new_tokens" in own:
         own.setdefault("steps", own["max_new_tokens"])
     config = found.defaults.config.replace(**own)
-    return found.engine.generate(prompts, config, num_return_sequences=samples, stop=stop)
+    return found.engine.generate(prompts, config, num_return_sequences=samples, stop=stop, suffixes=suffixes)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from checkpoints import DEMO, CheckpointError, open_folder
 from launch.batches import lines as batch_lines
+from launch.batches.collector import paused_collector
 from launch.batches.folder import LOCK, RESULTS, BatchFolder
 from launch.batches.lines import MAX_LINE_BYTES, Batch, read_batch
+from launch.batches.records import Key, as_bits, of_bits
 from launch.openai.bodies import Defaults
 from runtime import DiffusionConfig, parse_config
 from runtime.text.chat_template import TemplateRenderer
@@ -148,6 +152,34 @@ def test_lines_are_tokenized_together_as_alone(
     assert read(tmp_path, raw, defaults) == together
 
 
+def test_suffixes_of_lines(tmp_path: Path, defaults: Defaults) -> None:
+    body = {"prompt": "def f(x):\n", "suffix": "    return y\n"}
+    lines = [
+        line("plain", suffix=body["suffix"]),
+        json.dumps({"custom_id": "openai", "body": body}).encode(),
+        line("none", suffix=""),
+        line("number", suffix=3),
+        line("mask", suffix="<|mask|>"),
+        json.dumps(
+            {"custom_id": "chat", "body": {"messages": [{"role": "user", "content": "x"}], "suffix": "y"}}
+        ).encode(),
+    ]
+    raw = b"\n".join(lines)
+    defaults.tokenizer.chat_template = "{{ messages[0].content }}"
+    found = read(tmp_path, raw, defaults)
+    suffix = defaults.tokenizer.encode(body["suffix"])
+    assert [one.suffix for one in found.lines] == [suffix, suffix, []]
+    assert [one.requests()[0].suffix for one in found.lines] == [suffix, suffix, []]
+    assert [(one.id, one.message.split(":")[0]) for one in found.bad] == [
+        ("number", "suffix"),
+        ("mask", "the suffix contains the mask token; only a prompt may contain masks"),
+        ("chat", "suffix is not available for a chat, which has nothing after the answer"),
+    ]
+    # With --chat, a plain prompt is a message too.
+    chats = read(tmp_path, lines[0], dataclasses.replace(defaults, chat=True))
+    assert ["for a chat" in one.message for one in chats.bad] == [True]
+
+
 def test_results_have_digests_that_the_next_run_checks(tmp_path: Path) -> None:
     output = BatchFolder(tmp_path)
     records = [{"id": "a", "index": 0, "text": "é", "log_probabilities": [-0.1, -1e-05]}, {"id": "b", "index": 0}]
@@ -175,6 +207,16 @@ def test_results_have_digests_that_the_next_run_checks(tmp_path: Path) -> None:
             held.close()
 
 
+def test_hosts_share_what_is_done_in_a_short_message() -> None:
+    """With ids of 512 characters, the keys of 130,000 results were longer than any message between hosts."""
+    order: list[Key] = [(f"{number:0512}", number % 2 or None) for number in range(1001)]
+    for done in (set(), set(order), {order[0], order[8], order[1000]}):
+        bits = as_bits(done, order)
+        assert len(bits) == (2 * 126 if done else 0)
+        assert of_bits(bits, order) == done
+    assert of_bits(as_bits(set(), []), []) == set()
+
+
 def test_removing_the_lock_file_does_not_let_two_runs_write(tmp_path: Path) -> None:
     held = BatchFolder(tmp_path / "out")
     (tmp_path / "out" / LOCK).unlink()
@@ -186,3 +228,26 @@ def test_removing_the_lock_file_does_not_let_two_runs_write(tmp_path: Path) -> N
         BatchFolder(tmp_path / "out")
     held.close()
     BatchFolder(tmp_path / "out").close()
+
+
+def test_lines_are_exempt_from_later_collections(tmp_path: Path, defaults: Defaults) -> None:
+    """Millions of lines live until the end: visiting them again and again would take longer than reading them."""
+    before = gc.get_freeze_count()
+    found = read(tmp_path, b"\n".join(line(f"{number}") for number in range(2000)), defaults)
+    assert len(found.lines) == 2000
+    assert gc.get_freeze_count() - before >= 2000
+    assert gc.isenabled()
+
+
+def test_cycles_made_while_the_collector_is_paused_are_freed() -> None:
+    class Item:
+        own: Any = None
+
+    with paused_collector() as set_aside:
+        item = Item()
+        item.own = item
+        cycle = weakref.ref(item)
+        del item
+        assert cycle() is not None
+        set_aside()
+        assert cycle() is None

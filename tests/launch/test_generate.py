@@ -98,6 +98,20 @@ def test_masks_in_a_prompt_are_filled(capsys: pytest.CaptureFixture[str]) -> Non
     assert "<|mask|>" not in line["filled_prompt"]
 
 
+def test_the_text_before_a_suffix_is_filled(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "history.html"
+    prompts = ["--prompt=def f(x):\n", f"--prompt={PROMPT}", "--suffix=    return y\n", "--suffix="]
+    launch(*prompts, "--seed=3", "--json", "--num_return_sequences=2")
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["suffix"] for line in lines] == ["    return y\n"] * 2 + [""] * 2
+    launch(*prompts, "--seed=3", "--num_return_sequences=2", f"--history_html={page}")
+    text = capsys.readouterr().out
+    for line in lines[:2]:
+        assert f"def f(x):\n{line['text']}    return y\n" in text
+    assert page.read_text(encoding="utf-8").count('"return",-1') == 2
+    assert "suffixes: expected a string for each of the 2 prompts" in fails(capsys, *prompts[:-1])
+
+
 def test_stop_strings_cut_text_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     launch("--json", f"--prompt={PROMPT}", "--temperature=0")
     whole = json.loads(capsys.readouterr().out)
@@ -173,6 +187,8 @@ def test_explain_needs_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
         (["--history_html=/nowhere/page.html"], "no such folder"),
         (["--prompt_file=/nowhere/prompt"], "cannot be read"),
         (["--prompt="], "empty"),
+        (["--suffix=a<|mask|>"], "the suffix contains the mask token"),
+        (["--suffix=" + "a b " * 4000], "suffix tokens and 8 new tokens are"),
         (["--unknown=1"], "unknown"),
         (["stray"], '"stray" is not a flag'),
         (["--num_return_sequences=0"], "num_return_sequences"),

@@ -181,6 +181,29 @@ def test_infilling(there: Served) -> None:
     assert choice["filled_prompt"] == expected.filled_prompt
 
 
+def test_a_suffix(there: Served) -> None:
+    """The answer is the text between prompt and suffix, whole or as a stream."""
+    prompt, suffix = "def f(x):\n", "    return y\n"
+    body: dict[str, Any] = {"prompt": prompt, "suffix": suffix, "max_tokens": 8, "seed": 4, "early_stop": False}
+    found = there.post("/v1/completions", body | {"n": 2}).json()
+    expected = offline(there, [prompt], suffixes=[suffix], n=2, seed=4, max_new_tokens=8, early_stop=False)
+    assert [choice["text"] for choice in found["choices"]] == [one.text for one in expected]
+    without = offline(there, [prompt], n=2, seed=4, max_new_tokens=8, early_stop=False)
+    assert [one.text for one in without] != [one.text for one in expected]
+    tokenizer = there.engine.tokenizer
+    assert found["usage"]["prompt_tokens"] == len(tokenizer.encode(prompt)) + len(tokenizer.encode(suffix))
+    own = {"canvas": True, "early_stop": False}
+    stream = there.client().completions.create(
+        model="demo", prompt=prompt, suffix=suffix, max_tokens=8, seed=4, stream=True, extra_body=own
+    )
+    chunks = [chunk.choices[0].model_dump() for chunk in stream]
+    assert "".join(chunk["text"] for chunk in chunks) == expected[0].text
+    assert {len(chunk["canvas"]) for chunk in chunks if "canvas" in chunk} == {8}
+    # An empty suffix is none.
+    empty = there.post("/v1/completions", body | {"suffix": ""}).json()["choices"][0]["text"]
+    assert empty == without[0].text
+
+
 def test_scores_are_those_of_the_engine(there: Served) -> None:
     tokenizer, masked = there.engine.tokenizer, there.engine.config.mask_token_id
     rows = [tokenizer.encode(PROMPT), tokenizer.encode("import os\n"), [5, 6, 7, 8]]
@@ -206,7 +229,11 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": [[]]}, 400, "prompt"),
     ("/v1/completions", {"prompt": [9**9]}, 400, "is not a token id"),
     ("/v1/completions", {"prompt": "x", "wait": 1}, 400, "wait: Extra inputs are not permitted"),
-    ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
+    ("/v1/completions", {"prompt": "x", "suffix": 3}, 400, "suffix"),
+    ("/v1/completions", {"prompt": "x", "suffix": "<|mask|>"}, 400, "the suffix contains the mask token"),
+    ("/v1/completions", {"prompt": "x", "suffix": "word " * 20000}, 400, "the suffix is too long"),
+    ("/v1/completions", {"prompt": "x", "suffix": "word " * 200}, 400, "has room for 128"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "suffix": "y"}, 400, "suffix"),
     ("/v1/completions", {"prompt": "x", "echo": True}, 400, "echo"),
     ("/v1/completions", {"prompt": "x", "logprobs": 3}, 400, "logprobs"),
     ("/v1/completions", {"prompt": "x", "presence_penalty": 0.1}, 400, "presence_penalty"),

@@ -155,6 +155,17 @@ def test_the_canvas_unmasks_and_is_the_answer(page: Any, there: Served, monkeypa
     assert there.defaults.model_name in page.inner_text("header")
 
 
+def test_a_suffix_stands_after_the_completion(page: Any, there: Served) -> None:
+    page.fill("#prompt", "def f(x):\n")
+    page.fill("#suffix", "    return y\n")
+    fill(page, max_tokens="8", steps="4", temperature="0.6", seed="3")
+    generate(page)
+    config = CONFIG.replace(max_new_tokens=8, steps=4, temperature=0.6, seed=3)
+    [expected] = there.engine.generate(["def f(x):\n"], config, suffixes=["    return y\n"])
+    assert tokens(page) == visible(there, expected)
+    assert page.locator("#rows pre > .token").last.text_content() == "    return y\n"
+
+
 def test_an_example_until_the_first_answer(page: Any) -> None:
     assert page.inner_text("#rows h2") == "example: the demo model's completion of this prompt"
     assert page.locator("#rows .masked").count() == 0

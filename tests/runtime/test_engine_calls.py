@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
 from checkpoints import DEMO
-from runtime import DiffusionConfig, Engine
+from runtime import DiffusionConfig, Engine, parse_config, place_suffix
+from runtime.planner.presets import PRESETS
 from sharding.errors import InputError
 from tests import golden_cases
 from tests.divergence import ROUNDING
@@ -300,6 +302,29 @@ def test_a_text_is_a_list_of_one(demo: Engine) -> None:
     for wrong in ([], [7], ""):
         with pytest.raises(InputError):
             demo.generate(wrong, config)
+
+
+def test_texts_between_a_prompt_and_a_suffix(demo: Engine) -> None:
+    config = DiffusionConfig.published(max_new_tokens=8, block_length=4, seed=[1, 2])
+    texts, suffixes = ["def f(x):\n", "x = [1, 2"], ["    return y\n", ""]
+    found = demo.generate(texts, config, suffixes=suffixes)
+    pieces = list(demo.stream(texts, config, suffixes=suffixes))
+    assert ["".join(row) for row in zip(*pieces, strict=True)] == [one.text for one in found]
+    assert [one.whole_text for one in found] == [
+        f"def f(x):\n{found[0].text}    return y\n",
+        "x = [1, 2" + found[1].text,
+    ]
+    [alone] = demo.generate(texts[0], config.replace(seed=[1]), suffixes=suffixes[0])
+    assert alone == found[0]
+    assert found[1] == demo.generate(texts, config)[1]
+    tokens = demo.tokenizer.encode(suffixes[0])
+    with pytest.raises(
+        InputError, match=re.escape("its tokenizer has no <|fim_prefix|>, <|fim_suffix|>, <|fim_middle|>")
+    ):
+        place_suffix(demo.tokenizer, parse_config(PRESETS["qwen3-8b"]), [1], tokens, chat=False)
+    for wrong in (["x"], "x", [1, 2]):
+        with pytest.raises(InputError, match="expected a string for each of the 2 prompts"):
+            demo.generate(texts, config, suffixes=wrong)  # type: ignore[arg-type]
 
 
 def test_scores_of_texts_are_those_of_their_tokens(demo: Engine) -> None:

@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from runtime import DiffusionConfig, Engine, InputError, OfflineScheduler, RowRequest, RowResult, SamplingConfig
+from runtime.execution import offline
 from tests import golden_cases
 from tests.runtime.decoding.test_autoregressive import torch_model
 
@@ -142,3 +143,24 @@ def test_a_request_that_cannot_be_generated_is_named() -> None:
     asked = [RowRequest([1], BASE, 0), RowRequest([1] * engine.config.max_positions, BASE, 0)]
     with pytest.raises(InputError, match=r"request 1: .* the\s+model allows"):
         engine.scheduler(asked)
+
+
+def test_what_rows_have_in_common_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch may have millions of rows."""
+    calls = dict.fromkeys(("program_key", "longest_span"), 0)
+
+    def counted(name: str) -> Any:
+        original = getattr(offline, name)
+
+        def call(*arguments: Any) -> Any:
+            calls[name] += 1
+            return original(*arguments)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(offline, name, counted(name))
+    engine = golden_cases.engine("tensor=1")
+    scheduler = engine.scheduler([RowRequest([5] * (1 + number % 9), BASE, number) for number in range(200)], 3)
+    assert next(scheduler.run()) == []
+    assert calls == {"program_key": 2, "longest_span": 1}

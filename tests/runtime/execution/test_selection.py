@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from runtime.execution.buckets import Bucket, PassCost, make_grid
@@ -35,3 +37,18 @@ def test_a_long_end_is_worth_a_small_bucket() -> None:
     rows = [Work(500, 500), *[Work(60, 10)] * 7]
     found = chosen(rows, 8, 1e5)
     assert any(bucket.rows == 1 for bucket in found)
+
+
+def test_rows_are_visited_once_and_not_for_every_set_of_buckets() -> None:
+    class Visited(list[Work]):
+        count = 0
+
+        def __getitem__(self, key: Any) -> Any:
+            found = super().__getitem__(key)
+            self.count += len(found) if isinstance(key, slice) else 1
+            return found
+
+    random = np.random.default_rng(0)
+    rows = Visited(Work(int(length), 100) for length in random.integers(30, 512, 2000))
+    assert len(select(rows, 32, Bucket(32, 512), GRID.buckets, COST, lambda bucket: 4e4)) > 1
+    assert rows.count <= len(rows) + 10 * 32

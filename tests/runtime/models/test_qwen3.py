@@ -20,6 +20,7 @@ from runtime.models.families import parse_config
 from runtime.planner.estimate import estimate_workload
 from runtime.planner.presets import PRESETS, preset
 from runtime.planner.workload import Workload
+from runtime.text.tokenizer import FIM_END_TOKENS, FIM_TOKENS
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
 from tests.launch.served import served
@@ -172,13 +173,28 @@ def test_end_tokens_are_the_familys_where_the_configuration_names_none() -> None
 
 
 def test_served(tmp_path: Path) -> None:
+    """The server returns the engine's text, and with a suffix that of a fill-in-the-middle prompt."""
     vocab = json.loads((DEMO / "config.json").read_text())["vocab_size"]
-    write_random_model(tmp_path, tied=True, vocab_size=vocab)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, tmp_path)
+    special = dict.fromkeys((*FIM_TOKENS, *FIM_END_TOKENS))
+    write_random_model(tmp_path, tied=True, vocab_size=vocab + len(special))
+    shutil.copy(DEMO / "tokenizer_config.json", tmp_path)
+    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
+    kind = tokenizer["added_tokens"][0]
+    tokenizer["added_tokens"] += [kind | {"id": vocab + place, "content": name} for place, name in enumerate(special)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     own = Engine.load(tmp_path, "tensor=1", dtype="float32")
+    assert {vocab + place for place, name in enumerate(special) if name in FIM_END_TOKENS} <= {*own.end_token_ids}
     config = SamplingConfig(NEW, temperature=0.0)
     expected = own.generate(["def f("], config=config)[0].text
+    joined = "<|fim_prefix|>def f(<|fim_suffix|>return y<|fim_middle|>"
+    [filled, plain] = own.generate(["def f("] * 2, config=config, suffixes=["return y", ""])
+    assert filled.text == own.generate(joined, config=config)[0].text != expected == plain.text
+    assert filled.whole_text == f"def f({filled.text}return y"
     with served(own, config, name="qwen3") as there:
-        answer = there.client().completions.create(model="qwen3", prompt="def f(", max_tokens=NEW, temperature=0.0)
+        body: dict[str, Any] = {"model": "qwen3", "prompt": "def f(", "max_tokens": NEW, "temperature": 0.0}
+        answer = there.client().completions.create(**body)
+        infilled = there.client().completions.create(**body, suffix="return y")
     assert answer.choices[0].text == expected
+    assert infilled.choices[0].text == filled.text
+    assert infilled.usage is not None
+    assert infilled.usage.prompt_tokens == len(own.tokenizer.encode(joined))

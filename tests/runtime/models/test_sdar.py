@@ -258,4 +258,7 @@ def test_served(tmp_path: Path) -> None:
     expected = own.generate(["def f("], config=config)[0].text
     with served(own, config, name="sdar") as there:
         answer = there.client().completions.create(model="sdar", prompt="def f(", max_tokens=11, temperature=0.0)
+        refused = there.post("/v1/completions", {"prompt": "def f(", "suffix": "x"})
     assert answer.choices[0].text == expected
+    assert refused.status_code == 400
+    assert "suffix is not available for sdar models" in refused.json()["error"]["message"]

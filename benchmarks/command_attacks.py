@@ -1,0 +1,144 @@
+"""Attacks on commands: kills, links and large files in a checkpoint's folder, outputs that cannot be written."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from checkpoints import DEMO, CheckpointError, open_folder, verify
+from launch.hosts.faults import EXIT_USER_ERROR
+from runtime.text.tokenizer import TextTokenizer
+
+# Files that some command copies or reads beside the weights.
+SIDE_FILES = ("LICENSE", "added_tokens.json", "additional_chat_templates/x.jinja", "tokenizer_config.json")
+_SPARSE_BYTES = 6 << 30
+_LIMIT = 300.0
+_BROKEN_TEMPLATE = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
+def copy_demo(folder: Path) -> Path:
+    """Copy the demo checkpoint without its programs and data."""
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "*.jsonl", "__pycache__"))
+    return folder
+
+
+def attack_side_files() -> dict[str, int]:
+    """Put links to a file elsewhere and sparse files of 6 GB into a folder; count those that a reader refuses."""
+    tried = refused = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = copy_demo(Path(name, "model"))
+        secret = Path(name, "secret")
+        secret.write_text("{}")
+        for side_file in SIDE_FILES:
+            path = folder / side_file
+            before = path.read_bytes() if path.exists() else None
+            for is_link in (True, False):
+                path.parent.mkdir(exist_ok=True)
+                path.unlink(missing_ok=True)
+                if is_link:
+                    path.symlink_to(secret)
+                else:
+                    with path.open("wb") as file:
+                        file.truncate(_SPARSE_BYTES)
+                tried += 1
+                try:
+                    TextTokenizer.from_folder(open_folder(folder))
+                except CheckpointError:
+                    refused += 1
+            path.unlink()
+            if before is not None:
+                path.write_bytes(before)
+    return {"tried": tried, "refused": refused}
+
+
+def attack_replacement(kills: int, seed: int = 0) -> dict[str, int]:
+    """Kill ``diffumesh convert --overwrite`` at random moments; count how often a reader found a whole checkpoint."""
+    generator = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        output = Path(name, "checkpoint")
+        command = [sys.executable, "-m", "launch.convert", f"--source={DEMO}", f"--output={output}", "--overwrite"]
+        start = time.monotonic()
+        subprocess.run(command, check=True, capture_output=True, timeout=_LIMIT)
+        seconds = time.monotonic() - start
+        survived = missing = interrupted = 0
+        for _ in range(kills):
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            end = time.monotonic() + generator.uniform(0.2, 1.0) * seconds
+            while process.poll() is None and time.monotonic() < end:
+                missing += not (output / "config.json").exists()
+                time.sleep(0.001)
+            process.kill()
+            interrupted += process.wait() != 0
+            try:
+                verify(open_folder(output))
+                survived += 1
+            except CheckpointError:
+                pass
+        return {"tried": kills, "interrupted": interrupted, "whole": survived, "missing": missing}
+
+
+# A word of the message of each of the commands that fail.
+_SAYS = {
+    "history": "/proc/page.html",
+    "programs": "/proc/programs",
+    "full disk": "standard output",
+    "template": "template",
+    "tokenizer": "tokenizer",
+    "port": "--port",
+    "output": "/proc",
+}
+
+
+def failing_commands(folder: Path, taken: int) -> dict[str, list[str]]:
+    """Return commands that fail for a reason that the user can fix, by the names of :data:`_SAYS`.
+
+    Args:
+      folder: a folder to write into.
+      taken: a port that is in use.
+    """
+    endless, torn = copy_demo(folder / "endless"), copy_demo(folder / "torn")
+    (endless / "chat_template.jinja").write_text(_BROKEN_TEMPLATE)
+    (torn / "tokenizer.json").write_text('{"version": "1.0"')
+    generate = ["launch.generate", "--prompt=def f(x):", "--max_new_tokens=4", "--mesh=tensor=1"]
+    return {
+        "history": [*generate, "--history_html=/proc/page.html"],
+        "programs": [*generate, "--dump_hlo=/proc/programs"],
+        "full disk": [*generate, ">/dev/full"],
+        "template": [*generate, "--chat", f"--checkpoint={endless}"],
+        "tokenizer": [*generate, f"--checkpoint={torn}"],
+        "port": ["launch.serve", "--mesh=tensor=1", f"--port={taken}"],
+        "output": ["launch.convert", f"--source={DEMO}", "--output=/proc/checkpoint"],
+    }
+
+
+def ends_with_one_error(arguments: Sequence[str], says: str) -> bool:
+    """Return whether a command ends with exit code 2 and one message, which has the text ``says``.
+
+    ``>/dev/full`` redirects its output.
+    """
+    full = ">/dev/full" in arguments
+    command = [sys.executable, "-m", *(one for one in arguments if one != ">/dev/full")]
+    with open("/dev/full" if full else os.devnull, "w", encoding="utf-8") as output:
+        done = subprocess.run(
+            command, stdout=output, stderr=subprocess.PIPE, text=True, errors="replace", timeout=_LIMIT, check=False
+        )
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    one_message = len(errors) == 1 and says in errors[0] and "Traceback" not in done.stderr
+    return done.returncode == EXIT_USER_ERROR and one_message
+
+
+def attack_outputs(only: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+    """Run commands whose files, ports, templates or tokenizers fail; list those that do not end with one message."""
+    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as taken:
+        commands = failing_commands(Path(name), taken.getsockname()[1])
+        found = {one: ends_with_one_error(command, _SAYS[one]) for one, command in commands.items() if only(one)}
+    return {"tried": len(found), "one_message": sum(found.values()), "others": [one for one in found if not found[one]]}

@@ -1,0 +1,105 @@
+"""Tables of the records of :mod:`benchmarks.faults`: faults of hosts, and attacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks.records import note_lines
+
+
+def fault_table(record: Mapping[str, Any]) -> str:
+    """Markdown of a record: one row per attack, or one per fault."""
+    made = _attacks(record["results"]) if "attacks" in record["settings"] else _faults(record["results"])
+    machine = record["machine"]
+    where = f"{record['kind'].capitalize()}: `{record['command']}`, {machine['cores']} cores, {machine['processor']}."
+    return "\n".join([*made, "", where, *note_lines(record)])
+
+
+def _faults(results: list[dict[str, Any]]) -> list[str]:
+    lines = ["| fault | host | seconds until all hosts have ended | exit codes | named |", "|---|---:|---:|---|---|"]
+    for one in results:
+        codes = ", ".join("not started" if code is None else str(code) for code in one["codes"])
+        named = "yes" if one["named"] else "NO"
+        lines.append(f"| {one['case']} | {one['host']} | {one['seconds']:.2f} | {codes} | {named} |")
+    return lines
+
+
+def _attacks(results: Mapping[str, Any]) -> list[str]:
+    lines = ["| attack | tried | held |", "|---|---|---|"]
+    for name, found in results.items():
+        lines += [f"| {' | '.join(cells)} |" for cells in _ROWS[name](found)]
+    return lines
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:,.0f} MB"
+
+
+def _checkpoints(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"random changes of a checkpoint ({layout})",
+            f"{one['tried']:,}",
+            f"{one['found']:,} found, {100 * one['found'] / one['tried']:.2f}%",
+        )
+        for layout, one in found.items()
+    ]
+
+
+def _server(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    bodies, alone, under = found["hostile_bodies"], found["alone"], found["under_attack"]
+    return [
+        (
+            f"lists of 100,000 errors, from {found['clients']} clients",
+            f"{found['lists_sent']:,}",
+            f"p99 of valid requests {under['p99']:.3f} s, alone {alone['p99']:.3f} s: {found['p99_ratio']:.2f}x; "
+            f"{_mb(found['bytes_grown'])} more memory",
+        ),
+        (
+            "random request bodies",
+            f"{bodies['tried']:,}",
+            f"{bodies['refused']:,} refused, {bodies['server_errors']} server errors",
+        ),
+    ]
+
+
+_ROWS: dict[str, Callable[[Mapping[str, Any]], list[tuple[str, ...]]]] = {
+    "checkpoints": _checkpoints,
+    "templates": lambda found: [
+        (
+            "chat templates that do not end, fill the memory or fail",
+            f"{found['tried']}",
+            f"{found['refused']} refused, the longest after {found['longest_seconds']:.2f} s "
+            f"(limit {found['deadline']:g} s)",
+        )
+    ],
+    "hub": lambda found: [
+        (
+            "connections of strangers with endless lines, to host 0",
+            f"{found['connections']:,}",
+            f"{found['cut_off']:,} closed after {_mb(found['bytes_sent'])}; {_mb(found['bytes_grown'])} more memory",
+        )
+    ],
+    "server": _server,
+    "batch": lambda found: [
+        ("a batch of many lines", f"{found['lines']:,}", f"first result after {found['first_result_seconds']:.1f} s")
+    ],
+    "side_files": lambda found: [
+        ("links out of the folder, and files of 6 GB", f"{found['tried']}", f"{found['refused']} refused")
+    ],
+    "replacement": lambda found: [
+        (
+            "conversions killed while they replace a checkpoint",
+            f"{found['tried']} ({found['interrupted']} before their end)",
+            f"{found['whole']} whole afterwards, missing to a reader {found['missing']} times",
+        )
+    ],
+    "outputs": lambda found: [
+        (
+            "full disks, places that cannot be written, broken templates and tokenizers, ports in use",
+            f"{found['tried']}",
+            f"{found['one_message']} end with code 2 and one message",
+        )
+    ],
+}

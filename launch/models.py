@@ -1,0 +1,86 @@
+"""List the model families: presets, ways of decoding, and how each family is verified. Needs no devices.
+
+  diffumesh models             a table
+  diffumesh models --json      one JSON object
+
+A folder belongs to the family that its config.json names as model_type. Presets are published configurations, which
+diffumesh plan takes as --model. The last column says which code the tests compare tokens and logits with.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from absl import flags
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from launch.process.startup import run_launcher
+from runtime.planner import FAMILIES, Family, preset
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Define this command's flags."""
+    flags.DEFINE_bool("json", False, "One JSON object instead of a table.", flag_values=values)
+
+
+def describe_family(family: Family) -> dict[str, Any]:
+    """A family's record as JSON values: what it is, how it decodes, and how it is verified."""
+    diffusion = family.objective == "masked_diffusion"
+    return {
+        "name": family.name,
+        "model_type": family.model_type,
+        "objective": family.objective,
+        "attention": family.attention,
+        "prediction_offset": family.prediction_offset,
+        "presets": list(family.presets),
+        "decoding": {
+            "schedule": family.schedule,
+            "algorithm": list(family.algorithms),
+            "parallel": list(family.parallel_rules) if diffusion else [],
+            "cache": list(family.caches),
+            "guidance": family.guidance,
+        },
+        "verification": {
+            "reference": family.reference,
+            "golden_cases": family.golden_cases,
+            "summary": family.verified,
+        },
+    }
+
+
+def print_table(families: Iterable[Family]) -> None:
+    """Print a row per family."""
+    table = Table(box=box.SIMPLE_HEAD, show_lines=True)
+    for column in ("model_type", "attention", "presets", "decoding", "compared by tests with"):
+        table.add_column(column, overflow="fold")
+    for family in families:
+        said = describe_family(family)
+        ways = said["decoding"]
+        lines = [f"{name}: {', '.join(ways[name])}" for name in ("algorithm", "parallel", "cache") if ways[name]]
+        lines += ["cfg_scale"] if family.guidance else []
+        presets = [f"{name} ({preset(name).num_layers} layers)" for name in family.presets]
+        decoding = "\n".join(lines) or "token by token, with a KV cache"
+        table.add_row(family.model_type, family.attention, "\n".join(presets), decoding, family.verified)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def main(values: flags.FlagValues) -> None:
+    """Run ``diffumesh models``: print the families, as a table or as JSON."""
+    if values.json:
+        print(json.dumps({"families": [describe_family(family) for family in FAMILIES]}, indent=2))
+    else:
+        print_table(FAMILIES)
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+    """Run ``diffumesh models`` from the command line."""
+    run_launcher(main, define_flags, __doc__ or "", argv)
+
+
+if __name__ == "__main__":
+    run()

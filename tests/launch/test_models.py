@@ -1,0 +1,78 @@
+"""``diffumesh models`` says what the records of the families say, and the records what the tests compare."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from launch import models
+from launch.main import LAUNCHERS
+from runtime.models.families import FAMILIES
+from tests import golden_cases
+from tests.runtime.decoding import test_autoregressive
+
+
+def listed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    models.run(["models", "--json"])
+    found: list[dict[str, object]] = json.loads(capsys.readouterr().out)["families"]
+    return found
+
+
+def test_the_records_say_how_many_golden_cases_there_are() -> None:
+    counted: Counter[str] = Counter()
+    for golden in golden_cases.golden_folders({}):
+        counted[golden.family] += len(golden.cases)
+    assert {family.model_type: family.golden_cases for family in FAMILIES} == {
+        family.model_type: counted[family.model_type] for family in FAMILIES
+    }
+    assert counted.keys() <= {family.model_type for family in FAMILIES}
+
+
+def test_the_records_name_the_code_that_made_the_golden_cases() -> None:
+    """``made_with`` of a golden folder names transformers if the reference is transformers, as the code does."""
+    by_type = {family.model_type: family for family in FAMILIES}
+    seen = 0
+    for golden in golden_cases.golden_folders({}):
+        stored = json.loads((golden.folder / "cases.json").read_text())
+        if isinstance(stored, dict):
+            reference = "transformers" if "transformers" in stored["about"]["made_with"] else "original code"
+            assert by_type[golden.family].reference == reference
+            seen += 1
+    assert seen >= 5
+    # A family without golden cases is compared with transformers, by a test that runs it.
+    for family in FAMILIES:
+        if not family.golden_cases:
+            assert family.reference == "transformers"
+            assert any(name.startswith(family.model_type) for name in test_autoregressive.MODELS)
+
+
+def test_json_has_every_family_preset_and_way_of_decoding(capsys: pytest.CaptureFixture[str]) -> None:
+    found = listed(capsys)
+    assert [one["model_type"] for one in found] == [family.model_type for family in FAMILIES]
+    for one, family in zip(found, FAMILIES, strict=True):
+        assert one["presets"] == list(family.presets)
+        assert one["verification"] == {
+            "reference": family.reference,
+            "golden_cases": family.golden_cases,
+            "summary": family.verified,
+        }
+        diffusion = family.objective == "masked_diffusion"
+        assert one["decoding"] == {
+            "schedule": family.schedule,
+            "algorithm": list(family.algorithms),
+            "parallel": list(family.parallel_rules) if diffusion else [],
+            "cache": list(family.caches),
+            "guidance": family.guidance,
+        }
+
+
+def test_the_table_has_every_family(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "models" in LAUNCHERS
+    models.run(["models"])
+    text = " ".join(capsys.readouterr().out.split())
+    for family in FAMILIES:
+        assert family.model_type in text
+        for name in (*family.presets, *family.algorithms):
+            assert name in text
