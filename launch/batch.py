@@ -24,7 +24,7 @@ from absl import flags
 
 from launch.batches.collector import paused_collector
 from launch.batches.facts import run_facts
-from launch.batches.folder import RESULTS, SAMPLES, SORTED, BatchFolder
+from launch.batches.folder import ERRORS, RESULTS, SAMPLES, SORTED, BatchFolder
 from launch.batches.lines import Batch, Line
 from launch.batches.progress import ProgressReport
 from launch.batches.records import Key, as_bits, error_record, evalplus_records, keys, of_bits
@@ -32,7 +32,7 @@ from launch.batches.rows import LineRows
 from launch.flags.batch import check_paths, define_batch_flags, read_input
 from launch.flags.decoding import define_decoding_flags, describe
 from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_mesh
-from launch.hosts.faults import EXIT_RESTART
+from launch.hosts.faults import EXIT_RESTART, EXIT_USER_ERROR
 from launch.openai.bodies import Defaults
 from launch.process.profiling import check_profiling, define_profiling_flags, traced, write_programs
 from launch.process.startup import (
@@ -44,7 +44,7 @@ from launch.process.startup import (
     start_devices,
     this_host,
 )
-from runtime import Engine, folder_fingerprint
+from runtime import NON_FINITE, Engine, folder_fingerprint
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -83,7 +83,7 @@ def main(values: flags.FlagValues) -> None:
             say(f"{len(done)} of {len(order)} results exist already")
 
         # The dtype of the weights is known, and is another fact, only when they are loaded.
-        engine = None
+        engine, failed = None, set[Key]()
         if len(done) < len(order):
             engine = load_engine(values, folder, mesh, len(order), values.slots)
             facts |= {"weights": str(engine.dtype)}
@@ -96,15 +96,19 @@ def main(values: flags.FlagValues) -> None:
 
         if engine is not None:
             with traced(values):
-                made = complete(engine, batch.lines, done, defaults, output, values.slots)
+                made, failed = complete(engine, batch.lines, done, defaults, output, values.slots)
             if values.dump_hlo is not None:
                 write_programs(values, engine.program_texts())
-            if missing := len(order) - len(done) - made:
+            if missing := len(order) - len(done) - made - len(failed):
                 say(f"{missing} of {len(order)} results are missing; run the same command again to continue")
                 this_host().finish()
                 sys.exit(EXIT_RESTART)
         if output is not None:
-            publish(output, order, batch, values)
+            publish(output, [key for key in order if key not in failed], batch, values)
+        if failed:
+            say(f"error: {len(failed)} of {len(order)} results do not exist: {NON_FINITE}; see {ERRORS}")
+            this_host().finish()
+            sys.exit(EXIT_USER_ERROR)
 
 
 def _output_folder(values: flags.FlagValues) -> AbstractContextManager[BatchFolder | None]:
@@ -119,7 +123,7 @@ def complete(
     defaults: Defaults,
     output: BatchFolder | None,
     slots: int | None,
-) -> int:
+) -> tuple[int, set[Key]]:
     """Generate the missing results, and write each when it is ready.
 
     Args:
@@ -131,7 +135,8 @@ def complete(
       slots: see :meth:`Engine.scheduler`.
 
     Returns:
-      The number of results written: all that were missing, unless the run was told to stop.
+      The number of results written, and the keys of those that cannot be computed, because the model's logits are not
+      finite. Together they are all that were missing, unless the run was told to stop.
     """
     with paused_collector():
         rows = LineRows(lines, defaults)
@@ -141,7 +146,11 @@ def complete(
     report = ProgressReport(scheduler.stats, total)
     with progress_bar("rows") as progress:
         for results in scheduler.run(skip, more=lambda: not this_host().draining()):
-            records = [record for result in results if (record := rows.record(result)) is not None]
+            good, wrong = ([one for one in results if one.non_finite is failed] for failed in (False, True))
+            errors = [record for result in wrong if (record := rows.failure(result)) is not None]
+            records = [record for result in good if (record := rows.record(result)) is not None]
+            if output is not None and errors:
+                output.add_errors(errors)
             if output is not None and records:
                 output.append(records)
             count += len(records)
@@ -153,7 +162,7 @@ def complete(
         f"{stats.forwards} forward passes, {stats.computed_positions} positions computed, "
         f"{100 * stats.useful_share:.1f}% of them useful, {engine.compiled_programs} programs compiled"
     )
-    return count
+    return count, rows.failed
 
 
 def publish(output: BatchFolder, order: Sequence[Key], batch: Batch, values: flags.FlagValues) -> None:

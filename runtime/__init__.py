@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from runtime.models.quantization import QUANTIZATIONS
     from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
     from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens, place_suffix
-    from sharding.errors import InputError, MeshError, OutOfMemoryError
+    from sharding.errors import NON_FINITE, InputError, MeshError, NonFiniteError, OutOfMemoryError
     from sharding.mesh import MeshSpec
 
 __all__ = [
@@ -90,6 +90,7 @@ __all__ = [
     "MAX_STEPS",
     "MAX_TEMPERATURE",
     "MIN_TEMPERATURE",
+    "NON_FINITE",
     "QUANTIZATIONS",
     "STORED_DTYPES",
     "BackgroundCompiler",
@@ -118,6 +119,7 @@ __all__ = [
     "MeshSpec",
     "ModelConfig",
     "ModelLayout",
+    "NonFiniteError",
     "OfflineScheduler",
     "OutOfMemoryError",
     "Parameter",
@@ -207,6 +209,8 @@ _HOMES = {
     "MAX_TEMPERATURE": "runtime.decoding.parameters",
     "MIN_TEMPERATURE": "runtime.decoding.parameters",
     "MeshError": "sharding.errors",
+    "NON_FINITE": "sharding.errors",
+    "NonFiniteError": "sharding.errors",
     "MeshSpec": "sharding.mesh",
     "ModelConfig": "runtime.models.config",
     "ModelLayout": "runtime.models.declarations",

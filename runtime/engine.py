@@ -54,10 +54,7 @@ class Engine(TokenEngine):
         max_batch: int | None = None,
         kv_cache: str = "model",
     ) -> None:
-        """Create an engine from weights that are already on a mesh; see :meth:`ModelLayout.abstract_weights`.
-
-        Texts need the tokenizer of ``folder``. The other arguments are those of :meth:`load`.
-        """
+        """Create an engine from weights on a mesh (:meth:`ModelLayout.abstract_weights`); arguments as :meth:`load`."""
         super().__init__(Runner(layout, weights, attention, max_batch, kv_cache))
         self.notes: list[str] = []
         self.loaded: LoadedBytes | None = None

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+# What is wrong with a row, for messages.
+NON_FINITE = "the model computed logits that are NaN or infinite"
+_SHOWN = 20
+
 
 class InputError(ValueError):
     """Invalid input. The message says what is wrong, where, and what would be right.
@@ -22,6 +28,22 @@ class InputError(ValueError):
 
 class MeshError(InputError):
     """A mesh or topology that cannot be parsed, does not match the devices, or cannot hold the model."""
+
+
+class NonFiniteError(InputError):
+    """The model's logits are NaN or infinite, so there is no result.
+
+    Attributes:
+      rows: indices of the rows that it happened in.
+    """
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows = list(rows)
+        shown = ", ".join(map(str, self.rows[:_SHOWN])) + (", ..." if len(self.rows) > _SHOWN else "")
+        super().__init__(
+            f"{NON_FINITE} (row {shown}). `diffumesh verify` names weights with such values; if there are none, "
+            "numbers overflow in the dtype: use float32, without quantization"
+        )
 
 
 class OutOfMemoryError(MeshError):

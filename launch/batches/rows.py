@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from launch.batches.lines import Line
-from launch.batches.records import Key, openai_record, sample_record
+from launch.batches.records import Key, failure_record, openai_record, sample_record
 from launch.openai.bodies import Defaults
 from runtime import RowRequest, RowResult
 
@@ -17,6 +17,7 @@ class LineRows:
     Attributes:
       requests: the rows to generate.
       stops: the stop strings of each row.
+      failed: keys of the records that cannot be computed so far.
     """
 
     def __init__(self, lines: Sequence[Line], defaults: Defaults) -> None:
@@ -25,6 +26,7 @@ class LineRows:
         self.requests: list[RowRequest] = [request for line in lines for request in line.requests()]
         self.stops = [line.stop for line in lines for _ in range(line.samples)]
         self._owners = [(line, sample) for line in lines for sample in range(line.samples)]
+        self.failed: set[Key] = set()
         self._samples: dict[str, dict[int, dict[str, Any]]] = {}  # samples of incomplete OpenAI lines, by line id
 
     def of_records(self, records: Collection[Key]) -> set[int]:
@@ -36,6 +38,15 @@ class LineRows:
             for index, (line, sample) in enumerate(self._owners)
             if (line.id, sample if line.form == "plain" else None) in records
         }
+
+    def failure(self, result: RowResult) -> dict[str, Any] | None:
+        """The record of the error of a row without a result; None if the record it belongs to has failed already."""
+        line, sample = self._owners[result.number]
+        key = (line.id, sample if line.form == "plain" else None)
+        if key in self.failed:
+            return None
+        self.failed.add(key)
+        return failure_record(line, key)
 
     def record(self, result: RowResult) -> dict[str, Any] | None:
         """The record that a finished row completes; None if other samples of its OpenAI line are still missing."""

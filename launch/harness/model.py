@@ -123,6 +123,7 @@ class HarnessModel(LM):
         builder = CompletionBuilder(self.engine.tokenizer, self.engine.config.mask_token_id, self.engine.end_token_ids)
         for results in self.engine.scheduler(rows, self._slots, self.engine.stop_tests(stops)).run():
             for result in results:
+                result.check()
                 number = result.number
                 texts[number] = builder.build(result.sequence, rows[number].tokens, stop=stops[number]).text
         return texts

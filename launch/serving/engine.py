@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from launch.serving.compilation import Compilation, Report
-from launch.serving.errors import ENGINE_FAILED, ApiError, busy, too_late, unavailable
+from launch.serving.errors import ENGINE_FAILED, NON_FINITE_LOGITS, ApiError, busy, too_late, unavailable
 from launch.serving.metrics import Metrics
 from launch.serving.response_stream import ResponseStream
 from launch.serving.turns import Hosts, Turns
@@ -74,6 +74,16 @@ class HostStep:
         """The step that :meth:`to_json` wrote."""
         compiled = None if step["compile"] is None else Programs.from_json(step["compile"])
         return cls(StepPlan.from_json(step["plan"]), compiled, step["report"], step["last"])
+
+
+def _is_non_finite(event: Event) -> bool:
+    """Whether an event is the end of a row or of a score pass in which the model's logits were not finite."""
+    match event:
+        case RowFinished():
+            return event.result.non_finite
+        case RowsScored():
+            return not all(np.isfinite(scores).all() for scores in event.scores)
+    return False
 
 
 def take_turn(turns: Turns, hosts: Hosts, step: HostStep | None) -> HostStep:
@@ -259,7 +269,8 @@ class ServingEngine:
     def _refuse(self, handle: RequestHandle, error: ApiError) -> None:
         assert self.scheduler is not None
         self.scheduler.abort(handle)
-        self._streams.pop(handle).put(error=error)
+        if (stream := self._streams.pop(handle, None)) is not None:
+            stream.put(error=error)
 
     def _retry_after(self) -> int:
         """Estimate the seconds until half the queue is served, from the rate at which recent rows finished."""
@@ -357,6 +368,11 @@ class ServingEngine:
         updates: defaultdict[RequestHandle, _Update] = defaultdict(_Update)
         finished = []
         for event in events:
+            if _is_non_finite(event):
+                if event.handle in self._streams:
+                    self.metrics.aborted("non-finite logits")
+                self._refuse(event.handle, NON_FINITE_LOGITS)
+                continue
             self._count(event)
             match event:
                 case CanvasChanged():
@@ -373,7 +389,7 @@ class ServingEngine:
             if (stream := self._streams.get(handle)) is not None:  # None if the request was aborted
                 stream.put(update.canvases, update.results, update.scores)
         for handle in finished:
-            del self._streams[handle]
+            self._streams.pop(handle, None)
 
     def _count(self, event: Event) -> None:
         """Update the metrics for an event."""

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from runtime import EXPOSED_PARAMETERS, InputError, ParameterError
+from runtime import EXPOSED_PARAMETERS, NON_FINITE, InputError, ParameterError
 
 # Characters of a client's field name that an error repeats.
 _SHOWN = 100
@@ -81,6 +81,7 @@ _DESCRIPTIONS: dict[int | str, str] = {
     415: "The body is not JSON.",
     429: "Too many requests are waiting.",
     431: "The request's head is too large.",
+    500: "The server has a fault, or the model's logits are not finite (`non_finite_logits`).",
     503: "The server is warming up, shutting down, stalled or has failed.",
     "default": "Any other error.",
 }
@@ -163,4 +164,11 @@ def too_late(seconds: float) -> ApiError:
     )
 
 
+# A fault of the checkpoint or its dtype. OpenAI's client would try again, with the same result.
+NON_FINITE_LOGITS = ApiError(
+    500,
+    f"There is no result: {NON_FINITE}.",
+    "non_finite_logits",
+    headers={"X-Should-Retry": "false"},
+)
 ENGINE_FAILED = ApiError(503, "The engine has failed and the server is shutting down.", "engine_failed")

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 
 from runtime.decoding.loop_parameters import compiled_settings, row_arrays
 from runtime.decoding.parameters import SamplingConfig
-from runtime.decoding.sampling import TOKEN_STREAM, SamplingRule, choose_tokens, log_probabilities, position_keys
+from runtime.decoding.sampling import (
+    TOKEN_STREAM,
+    SamplingRule,
+    choose_tokens,
+    log_probabilities,
+    mark_non_finite,
+    position_keys,
+)
 from runtime.models.arrays import Leaf, array
 from runtime.models.cached import fill_rows, run_window
 from runtime.models.families import Weights
@@ -76,6 +83,7 @@ class DecodeState:
       read: int32 ``[B]``, number of prompt tokens of each row whose keys and values are in the cache. A row gets new
         tokens only after its whole prompt has been read. Without a cache, this is the length of the prompt.
       done: bool ``[B]``, rows that have ended.
+      non_finite: bool ``[B]``, rows that have ended because the model's logits were NaN or infinite.
       iteration: int32, iterations so far. Each iteration adds one token to every row that is not done.
       log_probabilities: float32 ``[B, T]``, or None.
       cache: the KV cache, see :data:`runtime.models.kv_cache.Cache`; None runs without one.
@@ -85,6 +93,7 @@ class DecodeState:
     lengths: Leaf = array("batch", dtype=jnp.int32)
     read: Leaf = array("batch", dtype=jnp.int32)
     done: Leaf = array("batch", dtype=jnp.bool_)
+    non_finite: Leaf = array("batch", dtype=jnp.bool_)
     iteration: Leaf = array(dtype=jnp.int32)
     log_probabilities: Leaf = array("batch", "positions", dtype=jnp.float32, optional=True)
     cache: Leaf = None
@@ -93,8 +102,11 @@ class DecodeState:
 def _append(
     forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState, last: Array
 ) -> DecodeState:
-    """Append one token to each row, chosen from the activations ``[B, 1, D]`` of the row's last position."""
-    logits = project_logits(forward.window, weights, last)
+    """Append one token to each row, chosen from the activations ``[B, 1, D]`` of the row's last position.
+
+    A row whose logits are not finite ends without a token.
+    """
+    logits = mark_non_finite(project_logits(forward.window, weights, last), forward.config.vocab_size)
     keys = position_keys(
         request.seeds, state.lengths - request.prompts, TOKEN_STREAM, state.lengths[:, None].astype(jnp.int32)
     )
@@ -102,19 +114,28 @@ def _append(
         forward.window, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
     )
 
+    non_finite = ~state.done & (chosen[:, 0] < 0)
+    ended = state.done | non_finite
+
     def write(values: Array, new: Array, lengths: Array, done: Array) -> Array:
         places = jnp.where(done, values.shape[1], lengths)
         return values.at[jnp.arange(len(values)), places].set(new[:, 0], mode="drop")
 
-    tokens = forward.on_rows(write, state.tokens, chosen, state.lengths, state.done)
+    tokens = forward.on_rows(write, state.tokens, chosen, state.lengths, ended)
     kept = None
     if program.log_probabilities:
         new = log_probabilities(logits, chosen)
-        kept = forward.on_rows(write, state.log_probabilities, new, state.lengths, state.done)
-    lengths = jnp.where(state.done, state.lengths, state.lengths + 1)
-    done = state.done | (chosen == request.stop_tokens).any(axis=1) | (lengths >= request.ends)
+        kept = forward.on_rows(write, state.log_probabilities, new, state.lengths, ended)
+    lengths = jnp.where(ended, state.lengths, state.lengths + 1)
+    done = ended | (chosen == request.stop_tokens).any(axis=1) | (lengths >= request.ends)
     return replace(
-        state, tokens=tokens, lengths=lengths, done=done, iteration=state.iteration + 1, log_probabilities=kept
+        state,
+        tokens=tokens,
+        lengths=lengths,
+        done=done,
+        non_finite=state.non_finite | non_finite,
+        iteration=state.iteration + 1,
+        log_probabilities=kept,
     )
 
 

@@ -17,7 +17,14 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from runtime.decoding.sampling import TOKEN_STREAM, TRANSFER_STREAM, choose_tokens, log_probabilities, position_keys
+from runtime.decoding.sampling import (
+    TOKEN_STREAM,
+    TRANSFER_STREAM,
+    choose_tokens,
+    log_probabilities,
+    mark_non_finite,
+    position_keys,
+)
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
@@ -34,7 +41,7 @@ class Choices:
     """Tokens chosen for canvas positions: arrays ``[B, S]``, or ``[B, P]`` for one head chunk.
 
     Attributes:
-      tokens: int32.
+      tokens: int32, -1 at positions whose logits are not finite.
       confidences: float32, -inf at positions that needed no token.
       log_probabilities: float32, log-probabilities of the tokens under the model, without temperature and filters, or
         None.
@@ -55,7 +62,7 @@ def choose(
       program: settings that are compiled in.
       request: seeds, temperature, top_p and top_k, each with one value per row or per position.
       step: int32 ``[B]`` or ``[B, P]``, each row's own step number, from which its random bits derive.
-      logits: float32 ``[B, P, V]``.
+      logits: float32 ``[B, P, V]``, marked by :func:`runtime.decoding.sampling.mark_non_finite`.
       positions: int32 ``[B, P]``.
     """
     keys = position_keys(request.seeds, step, TOKEN_STREAM, positions)
@@ -78,12 +85,14 @@ def guide(logits: Array, unconditional: Array, scale: Array) -> Array:
     """Apply classifier-free guidance (Ho & Salimans, 2022) to logits ``[B, P, V]``.
 
     Logits move away from ``unconditional``, the logits without the prompt. Rows or positions whose ``scale``, float32
-    ``[B]`` or ``[B, P]``, is 0 keep their logits.
+    ``[B]`` or ``[B, P]``, is 0 keep their logits. Both arrays, and the result, are marked by
+    :func:`runtime.decoding.sampling.mark_non_finite`.
     """
     weight = scale.reshape(*scale.shape, *(1,) * (logits.ndim - scale.ndim))
-    # Padding of the vocabulary is -inf in both arrays, and the difference would be NaN.
-    guided = jnp.where(jnp.isfinite(unconditional), unconditional + (weight + 1) * (logits - unconditional), -jnp.inf)
-    return jnp.where(weight > 0, guided, logits)
+    guided = unconditional + (weight + 1) * (logits - unconditional)
+    # Padding of the vocabulary is -inf in both arrays, so its difference is NaN, like that of two marked logits.
+    otherwise = jnp.where(unconditional == -jnp.inf, -jnp.inf, jnp.inf)
+    return jnp.where(weight > 0, jnp.where(jnp.isfinite(guided), guided, otherwise), logits)
 
 
 @flax.struct.dataclass
@@ -136,6 +145,10 @@ def _place(targets: Array, *values: Array) -> tuple[Array, ...]:
     )
 
 
+def _project(forward: Forward, weights: Weights, picked: Array) -> Array:
+    return mark_non_finite(project_logits(forward, weights, picked), forward.config.vocab_size)
+
+
 def choose_on_canvas(
     forward: Forward,
     program: DenoiseProgram,
@@ -170,9 +183,9 @@ def choose_on_canvas(
     def choose_at(positions: Array, rows: Array | None, step: Array, offset: Array, **values: Array) -> Choices:
         # No output precedes a row's first position, so that position reads its own output.
         outputs, own = jnp.maximum(positions - forward.config.family.prediction_offset, 0), replace(request, **values)
-        logits = project_logits(forward, weights, pick_positions(forward, hidden, outputs, rows))
+        logits = _project(forward, weights, pick_positions(forward, hidden, outputs, rows))
         if unconditional is not None:
-            without = project_logits(forward, weights, pick_positions(forward, unconditional, outputs, rows))
+            without = _project(forward, weights, pick_positions(forward, unconditional, outputs, rows))
             logits = guide(logits, without, own.cfg_scale)
         return choose(forward, program, own, step, logits, positions + offset)
 

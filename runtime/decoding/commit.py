@@ -35,7 +35,8 @@ def commit(
 ) -> DenoiseState:
     """Commit the chosen tokens that the schedule or the parallel rule selects, and advance the rows by one step.
 
-    A position whose chosen token is the mask token stays masked, and counts as a mask in the next step.
+    A position whose chosen token is the mask token stays masked, and counts as a mask in the next step. A row ends
+    without a commit if the logits of a wanted position are not finite.
 
     Args:
       forward: the model.
@@ -47,7 +48,9 @@ def commit(
       counts: int32 ``[B]``, number of positions that the schedule commits in each row.
     """
 
-    def select(request: DenoiseRequest, state: DenoiseState, choices: Choices, wanted: Array, counts: Array) -> Array:
+    def select(
+        request: DenoiseRequest, state: DenoiseState, choices: Choices, wanted: Array, counts: Array
+    ) -> tuple[Array, Array]:
         confidences = jnp.where(wanted, choices.confidences, -jnp.inf)
         if program.parallel == "none":
             chosen = _by_schedule(program, request, state, confidences, wanted, counts)
@@ -55,9 +58,10 @@ def commit(
             chosen = is_certain_enough(program, request, confidences, wanted, counts)
         else:
             chosen = _by_certainty(program, request, state, confidences, wanted)
-        return chosen & (choices.tokens != forward.config.mask_token_id)
+        non_finite = (wanted & (choices.tokens < 0)).any(axis=1)
+        return chosen & (choices.tokens != forward.config.mask_token_id) & ~non_finite[:, None], non_finite
 
-    chosen = forward.on_rows(select, request, only_row_fields(state), choices, wanted, counts)
+    chosen, non_finite = forward.on_rows(select, request, only_row_fields(state), choices, wanted, counts)
     kept = state.log_probabilities
     if kept is not None and choices.log_probabilities is not None:
         kept = jnp.where(chosen, choices.log_probabilities, kept)
@@ -66,6 +70,8 @@ def commit(
         canvas=jnp.where(chosen, choices.tokens, state.canvas),
         commit_steps=jnp.where(chosen, row_steps(request, state)[:, None], state.commit_steps),
         step_in_block=state.step_in_block + wanted.any(axis=1),
+        done=state.done | non_finite,
+        non_finite=state.non_finite | non_finite,
         log_probabilities=kept,
     )
 

@@ -98,10 +98,12 @@ def denoise_with_logits(
       program: settings that are compiled in; without a cache and without a parallel rule.
       request: run-time arguments.
       state: the state before the step.
-      logits: float32 ``[B, S, V]``, shifted so that the logits at a position predict that position.
+      logits: float32 ``[B, S, V]``, shifted so that the logits at a position predict that position. A hook may set
+        some of them to -inf, but NaN and +inf end the row.
     """
     state, wanted, counts = next_step(forward, program, request, state)
     positions = jnp.broadcast_to(jnp.arange(state.canvas.shape[1], dtype=jnp.int32), state.canvas.shape)
+    logits = jnp.where(jnp.isnan(logits), jnp.inf, logits)
     choices = choose(forward, program, request, row_steps(request, state), logits, positions)
     active = wanted.any(axis=1)
     state = replace(state, refreshes=state.refreshes + active, iteration=state.iteration + active.any())

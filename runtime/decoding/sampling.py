@@ -300,6 +300,19 @@ def _confidence(rule: SamplingRule, probabilities: Array, largest: Array, best: 
     return largest
 
 
+def mark_non_finite(logits: Array, vocab_size: int) -> Array:
+    """Replace NaN and infinities by +inf: ``[..., V]``. Padding of the vocabulary (``vocab_size`` and up) is unchanged.
+
+    A maximum over the vocabulary is then +inf if and only if a logit is not finite. The maximum that a choice of tokens
+    computes anyway therefore finds them, without another pass or collective. NaN itself would not do: libraries for
+    collectives differ in whether a maximum keeps it.
+    """
+    wrong = ~jnp.isfinite(logits)
+    if logits.shape[-1] > vocab_size:
+        wrong &= jnp.arange(logits.shape[-1]) < vocab_size
+    return jnp.where(wrong, jnp.inf, logits)
+
+
 def choose_tokens(
     forward: Forward,
     rule: SamplingRule,
@@ -319,21 +332,21 @@ def choose_tokens(
     Args:
       forward: the model, for its mask token and for the sharding of positions.
       rule: settings that are compiled in.
-      logits: float32 ``[B, P, V]``; padding of the vocabulary is -inf.
+      logits: float32 ``[B, P, V]``, marked by :func:`mark_non_finite`; padding of the vocabulary is -inf.
       keys: typed PRNG keys ``[B, P]``, one per position.
       temperature: float32 scalar, ``[B]`` or ``[B, P]``, used if ``rule.sampled``; 0 takes the most probable token.
       top_p: float32 scalar, ``[B]`` or ``[B, P]``, used if ``rule.filtered``; 1 turns it off.
       top_k: int32 scalar, ``[B]`` or ``[B, P]``, used if ``rule.filtered``; the vocabulary size or more turns it off.
 
     Returns:
-      Tokens int32 ``[B, P]`` and confidences float32 ``[B, P]``.
+      Tokens int32 ``[B, P]``, -1 where a logit is not finite, and confidences float32 ``[B, P]``.
     """
     dtype = jnp.dtype(rule.confidence_dtype)
     with jax.named_scope("choose_tokens"):
         logits = _round(logits, dtype)
         if rule.suppress_mask:
             ids = jnp.arange(logits.shape[-1])
-            logits = jnp.where(ids == forward.config.mask_token_id, -jnp.inf, logits)
+            logits = jnp.where((ids == forward.config.mask_token_id) & (logits < jnp.inf), -jnp.inf, logits)
         plain = logits
         temperature = _per_row(temperature, logits.ndim)
         warm = temperature > 0
@@ -357,11 +370,15 @@ def choose_tokens(
                 confidence = _softmax(pick(logits, tokens)[..., None], sums, dtype)[..., 0]
         if rule.confidence == "low_confidence" and (rule.sampled or rule.filtered):
             confidence = _softmax(pick(plain, tokens)[..., None], _softmax_sums(plain), dtype)[..., 0]
-        return tokens, confidence
+        # Without this constraint, the compiler gathers the comparison's result too.
+        return forward.constrain(jnp.where(jnp.isfinite(sums[0][..., 0]), tokens, -1), "batch", "canvas"), confidence
 
 
 def log_probabilities(logits: Array, targets: Array) -> Array:
-    """Compute log-probabilities of tokens: logits float32 ``[B, P, V]``, targets ``[B, P]`` -> float32 ``[B, P]``."""
+    """Compute log-probabilities of tokens: logits float32 ``[B, P, V]``, targets ``[B, P]`` -> float32 ``[B, P]``.
+
+    The result is not finite where a logit is +inf, see :func:`mark_non_finite`.
+    """
     with jax.named_scope("log_probabilities"):
         top = logits.max(axis=-1)
         total = vocab_sum(jnp.exp(logits - top[..., None]))

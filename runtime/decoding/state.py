@@ -112,6 +112,7 @@ class DenoiseState:
       refreshes: int32 ``[B]``, forward passes over the whole canvas so far.
       window_positions: int32 ``[B]``, positions computed in windows so far.
       done: bool ``[B]``, rows that have ended.
+      non_finite: bool ``[B]``, rows that have ended because the model's logits were NaN or infinite.
       iteration: int32, iterations so far.
       log_probabilities: float32 ``[B, S]``, log-probabilities of committed tokens, or None.
       cache: the KV cache, see :data:`runtime.models.kv_cache.Cache`, or None.
@@ -126,6 +127,7 @@ class DenoiseState:
     refreshes: Leaf = array("batch", dtype=_INTEGER)
     window_positions: Leaf = array("batch", dtype=_INTEGER)
     done: Leaf = array("batch", dtype=jnp.bool_)
+    non_finite: Leaf = array("batch", dtype=jnp.bool_)
     iteration: Leaf = array(dtype=_INTEGER)
     log_probabilities: Leaf = array("batch", "positions", dtype=_REAL, optional=True)
     cache: Leaf = None

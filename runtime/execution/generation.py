@@ -25,7 +25,7 @@ from runtime.execution.result import GenerationResult, GenerationStats, committe
 from runtime.execution.row_request import RowResult, block_span, final_tokens
 from runtime.execution.runner import Runner
 from runtime.execution.slot_kinds import DiffusionSlots, longest_span, open_slots_for
-from sharding.errors import InputError
+from sharding.errors import InputError, NonFiniteError
 
 # Approximate number of progress reports per generation, and the maximum number of steps between two reports.
 _PROGRESS_REPORTS = 64
@@ -106,7 +106,11 @@ class WatchedBatch:
         self._may_end = bool(config.stop_token_ids)
 
     def advance_by(self, steps: int) -> Iterator[int]:
-        """Run to the end, ``steps`` steps at a time, and yield the number of steps done after each."""
+        """Run to the end, ``steps`` steps at a time, and yield the number of steps done after each.
+
+        Raises:
+          NonFiniteError: the model's logits are not finite.
+        """
         made = 0
         while made < self.steps:
             limit = min(made + steps, self.steps)
@@ -114,6 +118,7 @@ class WatchedBatch:
                 done = self.slots.run(step_limit=limit).all() and self._may_end
             else:
                 done = self.slots.run(max_iterations=limit - made).all()
+            self._check()
             made = self.steps if done else limit
             yield made
 
@@ -133,8 +138,17 @@ class WatchedBatch:
         return stopped
 
     def results(self, stopped: bool = False) -> list[RowResult]:
-        """Return the result of each row; with ``stopped``, rows that are not complete are ended as they are."""
+        """Return the result of each row; with ``stopped``, rows that are not complete are ended as they are.
+
+        Raises:
+          NonFiniteError: the model's logits are not finite.
+        """
+        self._check()
         return self.slots.collect(dict(enumerate(enumerate(self.rows.requests))), ended_early=stopped)
+
+    def _check(self) -> None:
+        if (wrong := np.flatnonzero(self.slots.non_finite())).size:
+            raise NonFiniteError(wrong.tolist())
 
 
 def most_steps(runner: Runner, rows: CallerRows, config: DiffusionConfig | SamplingConfig, width: int) -> int:
@@ -165,6 +179,7 @@ def generate_rows(
 
     Raises:
       InputError: with ``watch`` or hooks, there are more rows than fit into memory.
+      NonFiniteError: the model's logits are not finite.
     """
     start, programs = time.perf_counter(), runner.programs
     compiled, compile_seconds = programs.compiled, programs.seconds
@@ -250,6 +265,8 @@ def _schedule(
         progress(0, total)
     found: dict[int, Any] = {}
     for results in scheduler.run(iterations=iterations):
+        if wrong := [one.number for one in results if one.non_finite]:
+            raise NonFiniteError(sorted(wrong))
         found |= {one.number: one for one in results}
         if progress is not None:
             done = len(found) == count

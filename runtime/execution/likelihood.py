@@ -14,7 +14,7 @@ from runtime.execution.left_padding import left_padded, read_rows
 from runtime.execution.offline import OfflineScheduler
 from runtime.execution.row_request import RowRequest
 from runtime.execution.runner import Runner
-from runtime.execution.scoring import score_rows
+from runtime.execution.scoring import check_scores, score_rows
 from sharding.errors import InputError
 
 # Minimum fraction of a continuation that is masked, as in the evaluation code of Dream's authors.
@@ -48,6 +48,7 @@ def log_likelihoods(runner: Runner, pairs: Sequence[Pair]) -> list[tuple[float, 
 
     Raises:
       InputError: a context or continuation is empty or too long, or the model is a diffusion model.
+      NonFiniteError: the model's logits are not finite.
     """
     if runner.layout.config.objective == "masked_diffusion":
         raise InputError(
@@ -61,12 +62,14 @@ def log_likelihoods(runner: Runner, pairs: Sequence[Pair]) -> list[tuple[float, 
         ids, mask = left_padded([[*pairs[number][0], *pairs[number][1]] for number in part], 0)
         scored = read_rows(ids, mask, runner.layout.config)
         found = score_rows(runner, scored, scored, 1.0)
+        check_scores(found)
         for row, number in enumerate(part):
             sums[number] = float(found[row, -len(pairs[number][1]) :].astype(np.float64).sum())
     requests = [RowRequest(list(context), SamplingConfig(max_new_tokens=len(new)), 0) for context, new in pairs]
     greedy = [False] * len(pairs)
     for results in OfflineScheduler(runner, requests).run():
         for result in results:
+            result.check()
             context, new = pairs[result.number]
             greedy[result.number] = result.sequence[len(context) :].tolist() == list(new)
     return list(zip(sums, greedy, strict=True))
@@ -90,6 +93,7 @@ def estimate_log_likelihoods(
 
     Raises:
       InputError: a context or continuation is empty or too long, or the model is autoregressive or block-causal.
+      NonFiniteError: the model's logits are not finite.
     """
     if runner.layout.config.objective == "autoregressive":
         raise InputError(
@@ -113,5 +117,6 @@ def estimate_log_likelihoods(
             read_rows(ids, None, runner.layout.config) for ids in (rows, np.broadcast_to(whole, rows.shape))
         )
         scores = score_rows(runner, noised, targets, 1.0).astype(np.float64)
+        check_scores(scores)
         found.append(float((np.where(masked, scores, 0.0) / share).sum() / samples))
     return found

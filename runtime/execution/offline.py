@@ -154,7 +154,8 @@ class OfflineScheduler:
           iterations: maximum number of iterations per step. The default is a fraction of the iterations of a row.
 
         Yields:
-          After each step, the rows that are done, which may be none. Their numbers are those of the requests.
+          After each step, the rows that are done, which may be none. Their numbers are those of the requests. A row
+          with ``non_finite`` has no result; :meth:`RowResult.check` makes this an error.
         """
         admit = True
         for group in self._groups:

@@ -26,7 +26,7 @@ import numpy as np
 from runtime.decoding.autoregressive import DecodeProgram, DecodeRequest, DecodeState, decode, prefill, prefill_chunks
 from runtime.decoding.diffusion import denoise, denoise_with_logits
 from runtime.decoding.parameters import MAX_STOP_TOKENS
-from runtime.decoding.sampling import log_probabilities
+from runtime.decoding.sampling import log_probabilities, mark_non_finite
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState
 from runtime.models.arrays import abstract, shardings
 from runtime.models.declarations import ModelLayout
@@ -281,7 +281,7 @@ def lower_score(forward: Forward, chunk: int, weights: Weights, *arguments: Arra
     """Lower scoring: tokens ``[B, S]``, targets ``[B, S]``, lengths ``[B]`` -> log-probabilities float32 ``[B, S]``.
 
     The head runs on ``chunk`` positions of each row at a time. A target is scored with the output that predicts its
-    position.
+    position. The result is not finite where the logits are not.
     """
 
     def score(weights: Weights, tokens: Array, targets: Array, lengths: Array, temperature: Array) -> Array:
@@ -292,6 +292,7 @@ def lower_score(forward: Forward, chunk: int, weights: Weights, *arguments: Arra
             positions = start + jnp.arange(chunk)
             outputs = jnp.maximum(positions - forward.config.family.prediction_offset, 0)
             logits = project_logits(forward, weights, hidden[:, outputs])
+            logits = mark_non_finite(logits, forward.config.vocab_size)
             wanted = jax.lax.dynamic_slice_in_dim(targets, start, chunk, axis=1)
             return log_probabilities(logits / temperature, wanted)
 

@@ -84,6 +84,7 @@ def diffusion_row(
         refreshes=0,
         window_positions=0,
         done=first >= length,
+        non_finite=False,
         iteration=0,
         log_probabilities=np.zeros(width) if default.log_probabilities else None,
     )
@@ -123,6 +124,7 @@ def autoregressive_row(
         lengths=prompt,
         read=0 if request is not None and default.use_cache else prompt,
         done=request is None,
+        non_finite=False,
         iteration=0,
         log_probabilities=np.zeros(width) if default.log_probabilities else None,
     )

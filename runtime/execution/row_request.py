@@ -14,6 +14,7 @@ from runtime.decoding.block_schedule import canvas_length
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.left_padding import Rows
 from runtime.models.config import ModelConfig
+from sharding.errors import NonFiniteError
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class RowResult:
       commit_steps: int32 ``[S]``, the row's step that committed each position; -1 if none has.
       log_probabilities: float32 ``[S]``, or None if they were not requested.
       positions: number of positions that forward passes computed for the row, prompt included.
+      non_finite: whether the row ended without a result, because the model's logits were NaN or infinite.
     """
 
     number: int
@@ -112,3 +114,13 @@ class RowResult:
     commit_steps: np.ndarray
     log_probabilities: np.ndarray | None
     positions: int = 0
+    non_finite: bool = False
+
+    def check(self) -> None:
+        """Check that the row has a result.
+
+        Raises:
+          NonFiniteError: it has none.
+        """
+        if self.non_finite:
+            raise NonFiniteError([self.number])

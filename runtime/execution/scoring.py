@@ -18,7 +18,7 @@ from runtime.execution.programs import fetch, lower_hidden, lower_logits, lower_
 from runtime.execution.runner import Runner
 from runtime.models.forward import Forward
 from runtime.models.masks import MAX_BLOCK_LENGTH
-from sharding.errors import InputError
+from sharding.errors import InputError, NonFiniteError
 
 
 def pad_rows(rows: Rows, batch: int, bucket: int) -> tuple[np.ndarray, np.ndarray]:
@@ -107,6 +107,8 @@ def score_rows(
 ) -> np.ndarray:
     """Compute log-probabilities float32 ``[B, S]`` of ``targets`` under the shifted predictions, zero at padding.
 
+    They are not finite where the model's logits are not; :func:`check_scores` makes this an error.
+
     Args:
       runner: the model on its mesh.
       rows: the tokens that the model reads.
@@ -146,6 +148,17 @@ def score_rows(
         )
         out[part] = end_align(fetch(compiled(*arguments)), own.lengths, out[part])
     return out
+
+
+def check_scores(scores: np.ndarray) -> None:
+    """Check log-probabilities ``[B, S]`` from :func:`score_rows`.
+
+    Raises:
+      NonFiniteError: the model's logits are not finite; the error names the rows.
+    """
+    wrong = ~np.isfinite(scores).all(axis=1)
+    if wrong.any():
+        raise NonFiniteError(np.flatnonzero(wrong).tolist())
 
 
 def _scoring(runner: Runner, rows: int, width: int) -> tuple[Forward, int]:
@@ -195,6 +208,7 @@ def score_batch(
 
     Raises:
       InputError: a shape, dtype, token id or the temperature is invalid.
+      NonFiniteError: the model's logits are not finite.
     """
     rows = read_rows(input_ids, attention_mask, runner.layout.config)
     wanted = read_rows(targets, attention_mask, runner.layout.config)
@@ -206,4 +220,6 @@ def score_batch(
         raise InputError(
             f"temperature is {temperature}; expected a number from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
         )
-    return score_rows(runner, rows, wanted, temperature, width, batch)
+    scores = score_rows(runner, rows, wanted, temperature, width, batch)
+    check_scores(scores)
+    return scores

@@ -140,7 +140,7 @@ class DiffusionSlots(Slots):
             model = self._runner.layout.config
             canvas = np.where(canvas == model.mask_token_id, model.pad_token_id, canvas)
         log_probabilities, refreshes = self._log_probabilities(), fetch(self.state.refreshes)
-        windows = fetch(self.state.window_positions)
+        windows, non_finite = fetch(self.state.window_positions), self.non_finite()
         return [
             RowResult(
                 number,
@@ -148,6 +148,7 @@ class DiffusionSlots(Slots):
                 commit_steps[slot, : request.length].copy(),
                 None if log_probabilities is None else log_probabilities[slot, : request.length].copy(),
                 int(refreshes[slot]) * request.length_with_suffix + int(windows[slot]),
+                bool(non_finite[slot]),
             )
             for slot, (number, request) in taken.items()
         ]
@@ -303,7 +304,7 @@ class AutoregressiveSlots(Slots):
         """Return the results of rows; see :meth:`Slots.collect`. Commit steps are indices of the new tokens."""
         del ended_early  # positions that are not generated hold padding anyway
         tokens, lengths = fetch(self.state.tokens), fetch(self.state.lengths)
-        log_probabilities = self._log_probabilities()
+        log_probabilities, non_finite = self._log_probabilities(), self.non_finite()
         found = []
         for slot, (number, request) in taken.items():
             prompt, length = len(request.tokens), int(lengths[slot])
@@ -313,7 +314,8 @@ class AutoregressiveSlots(Slots):
             # A growing row may be in slots that are narrower than its full length.
             sequence = _at_length(tokens[slot], request.length, self._runner.layout.config.pad_token_id)
             positions = self._positions(slot, prompt, length - prompt)
-            found.append(RowResult(number, sequence, np.maximum(steps, -1), own, positions))
+            steps = np.maximum(steps, -1)
+            found.append(RowResult(number, sequence, steps, own, positions, bool(non_finite[slot])))
         return found
 
     def _positions(self, slot: int, prompt: int, new: int) -> int:

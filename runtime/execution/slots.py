@@ -104,6 +104,10 @@ class Slots(abc.ABC):
         """Slots whose prompts are not completely read. Their rows have no new tokens yet."""
         return []
 
+    def non_finite(self) -> np.ndarray:
+        """Return the slots whose rows have ended because the model's logits were not finite: bool ``[B]``."""
+        return fetch(self.state.non_finite)
+
     @abc.abstractmethod
     def canvas(self) -> np.ndarray:
         """Return the current tokens of the slots, int32 ``[B, S]``, with -1 at positions that have no token yet."""
@@ -135,12 +139,20 @@ class Slots(abc.ABC):
         else:
             parts = self._fetch_rows()
             free, cache = (self.request, self.state), self.state.cache
+        # Masked positions have weight 0 in attention, but 0 times NaN is NaN: the next row would meet old values.
+        to_clear = [slot for slot in rows if self._cached and parts[1].non_finite[slot]]
         for slot, row in rows.items():
             for values, own in zip(jax.tree.leaves(parts), jax.tree.leaves(self._row_arrays(row)), strict=True):
                 values[slot] = own[0]
         request, state = (replace(tree, **row_fields(part)) for tree, part in zip(free, parts, strict=True))
         self.request = put_tree(self._runner.layout, request)
         self.state = replace(put_tree(self._runner.layout, replace(state, cache=None)), cache=cache)
+        for slot in to_clear:
+            self._clear_cache(slot)
+
+    def _clear_cache(self, slot: int) -> None:
+        zeros = abstract_taken_row(self._runner.layout, self.width, self._runner.cache_dtype)
+        self.put_cache(slot, put(np.zeros(zeros.shape, zeros.dtype), zeros.sharding))
 
     def _row_arrays(self, row: Row) -> tuple[Any, Any]:
         """Return request and state of a row, resized to these slots; see :class:`MovingRow`."""

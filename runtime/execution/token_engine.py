@@ -116,6 +116,7 @@ class TokenEngine:
 
         Raises:
           InputError: the rows or the configuration are invalid for this model.
+          NonFiniteError: the model's logits are not finite.
         """
         config = self._with_early_stop(config)
         observers = Observers(history, tokens_hook, logits_hook, watch, progress, stop_tests)

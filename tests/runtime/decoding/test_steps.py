@@ -61,6 +61,7 @@ def one_block(
         step_in_block=each(step),
         **dict.fromkeys(counters, each(0)),
         done=np.zeros(rows, bool),
+        non_finite=np.zeros(rows, bool),
         iteration=np.int32(0),
     )
     return request, state

@@ -1,0 +1,102 @@
+"""Logits that are NaN: exit code 2, an error record in a batch, HTTP 500 with a code. Other rows get their results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from launch import generate
+from runtime import DiffusionConfig, Engine, NonFiniteError
+from tests.launch.mistakes import refusal
+from tests.launch.served import served
+from tests.launch.small_batches import launch, results, write
+from tests.launch.tiny import write_tiny_checkpoint
+
+# Prompts with this token have NaN logits.
+TOKEN = 17
+GOOD, BAD = [5, 6, 7], [5, TOKEN, 7]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in which the embedding of one token is NaN."""
+    path = write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    tensors = {name: data.copy() for name, data in load_file(path / "model.safetensors").items()}
+    tensors["model.embed_tokens.weight"][TOKEN] = np.nan
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return Engine.load(folder, "data=1")
+
+
+def test_generate_exits_with_2(
+    folder: Path, engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = engine.tokenizer.decode(BAD)
+    assert TOKEN in engine.tokenizer.encode(prompt)
+    arguments = ["--mesh=data=1", "--max_new_tokens=4", "--compile_cache=", f"--checkpoint={folder}"]
+    for more in ([], ["--json"]):
+        said = refusal(
+            capsys,
+            lambda more=more: generate.run(["generate", *arguments, f"--prompt={prompt}", *more]),  # type: ignore[misc]
+        )
+        assert "NaN or infinite (row 0)" in said
+        assert "diffumesh verify" in said
+    with pytest.raises(NonFiniteError):
+        engine.generate(prompt, DiffusionConfig(4, steps=4))
+
+
+def test_a_batch_has_an_error_record(
+    folder: Path, tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[dict[str, Any] | str] = [
+        {"id": "good", "prompt": GOOD, "n": 2},
+        {"id": "bad", "prompt": BAD, "n": 2},
+        {"custom_id": "body", "url": "/v1/completions", "body": {"prompt": BAD, "n": 2}},
+        {"id": "last", "prompt": GOOD},
+    ]
+    source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out"
+    expected = [
+        {"id": "bad", "line": 2, "index": 0},
+        {"id": "bad", "line": 2, "index": 1},
+        {"id": "body", "line": 3},
+    ]
+    for _ in range(2):  # the second run finds the results, and meets the same errors again
+        said = refusal(capsys, lambda: launch(source, output, compiled, "--mesh=data=1", f"--checkpoint={folder}"))
+        assert "3 of 6 results do not exist" in said
+        errors = [json.loads(line) for line in (output / "errors.jsonl").read_text().splitlines()]
+        assert {one["error"].pop("code") for one in errors} == {"non_finite_logits"}
+        assert all("NaN or infinite" in one.pop("error")["message"] for one in errors)
+        assert sorted(errors, key=str) == sorted(expected, key=str)
+        assert sorted((one["id"], one["index"]) for one in results(output)) == [("good", 0), ("good", 1), ("last", 0)]
+        ordered = [json.loads(line)["id"] for line in (output / "sorted.jsonl").read_text().splitlines()]
+        assert ordered == ["good", "good", "last"]
+
+
+def test_the_server_answers_500(engine: Engine) -> None:
+    config = DiffusionConfig(4, steps=4, temperature=0.5)
+    with served(engine, config, slots=4) as there:
+        common = {"model": "demo", "max_tokens": 4, "seed": 1}
+        good = there.post("/v1/completions", {"prompt": GOOD} | common).json()["choices"]
+        for _ in range(2):
+            for prompt in (BAD, [GOOD, BAD]):
+                answer = there.post("/v1/completions", {"prompt": prompt} | common)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (500, "non_finite_logits")
+                assert answer.headers["x-should-retry"] == "false"
+            streamed = there.post("/v1/completions", {"prompt": BAD, "stream": True} | common)
+            last = streamed.text.strip().split("\n\n")[-1]
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "non_finite_logits"
+            answer = there.post("/v1/score", {"input": [GOOD, BAD]})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "non_finite_logits")
+            assert there.post("/v1/score", {"input": [GOOD]}).status_code == 200
+            assert there.post("/v1/completions", {"prompt": GOOD} | common).json()["choices"] == good
+        assert there.get("/health").status_code == 200
+        assert there.metric("request_given_up_total") == 8
