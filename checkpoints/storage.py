@@ -27,11 +27,17 @@ _BUFFER_BYTES = 4 << 20
 
 # Requests to a server that does not answer fail after about half a minute.
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
+# Characters of each end of a long error message that are kept.
+_LINE_END = 200
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a library's error message: the lines after it show source code."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+    """Return the first line of a library's error message: the lines after it show source code.
+
+    A long line loses its middle, because paths are at its beginning and causes at its end.
+    """
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= 2 * _LINE_END else f"{line[:_LINE_END]} ... {line[-_LINE_END:]}"
 
 
 @functools.cache

@@ -277,8 +277,8 @@ def test_killed_at_any_point(kills: int, micro: Path, tmp_path: Path, tmp_path_f
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for about one and a half canonical checkpoints of ``micro``."""
-    folder = tmp_path / "disk"
+    """A file system with room for about one and a half canonical checkpoints of ``micro``, below a long path."""
+    folder = tmp_path / ("disk" * 50)
     folder.mkdir()
     try:
         subprocess.run(
