@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 
 from checkpoints import open_folder
-from checkpoints.errors import CheckpointError
+from checkpoints.errors import CheckpointError, CorruptCheckpointError
 from checkpoints.huggingface import INDEX_FILE
 from checkpoints.loading import check_tensors
-from checkpoints.manifest import MANIFEST_FILE, seal
+from checkpoints.manifest import MANIFEST_FILE, seal, unseal
 from checkpoints.opening import open_tensors
 from checkpoints.source import StoredTensors
 from checkpoints.verification import write_manifest
@@ -251,6 +251,17 @@ def test_mutated(kind: str, count: int, tmp_path: Path) -> None:
     assert counts["refused"] > count // 3, "mutations do harm"
     assert counts["opened"] > count // 100, "and some do none"
     assert sum(counts.values()) == count
+
+
+@pytest.mark.parametrize("nested", ["[", '{"a":'])
+def test_a_manifest_nested_to_any_depth_is_damaged(nested: str) -> None:
+    """Python reads deeper JSON than it writes: at no depth does the difference reach the user."""
+    closing = {"[": "]", '{"a":': "}"}[nested]
+    limit = sys.getrecursionlimit()  # of which the frames of this test take some
+    for depth in range(limit - 400, limit + 10):
+        text = '{"body": {"a": ' + nested * depth + "1" + closing * depth + '}, "self": ""}\n'
+        with pytest.raises(CorruptCheckpointError, match="its own digest is wrong"):
+            unseal(text, "manifest.json")
 
 
 if __name__ == "__main__":
