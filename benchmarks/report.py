@@ -112,7 +112,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def fill_tables(text: str, folder: Path) -> str:
-    """Renew every table of a text from its record. A table whose record does not exist is left empty.
+    """Regenerate every table and summary in a Markdown text. A table without a record becomes ``(no record yet)``.
 
     Args:
       text: contents of a Markdown file.

@@ -29,7 +29,9 @@ def import_torch() -> Any:
         import torch
         import transformers
     except ImportError as error:
-        raise InputError(f"this compares with PyTorch: pip install torch transformers ({error})") from error
+        raise InputError(
+            f"the comparison requires PyTorch and transformers: pip install torch transformers ({error})"
+        ) from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return torch

@@ -32,7 +32,7 @@ from checkpoints.storage import Storage, first_line, storage_context
 
 # Chunks of digests are stored in smaller chunks of whole rows: larger ones are slower to read.
 _STORAGE_CHUNK_BYTES = 8 << 20
-# Limit of the bytes that wait to be written, besides the current part.
+# Limit on the bytes that wait to be written, besides the current part.
 _BYTES_IN_FLIGHT = 256 << 20
 # OCDBT configured as by Orbax: metadata of arrays inline, a single manifest, one writer.
 _DATABASE = {

@@ -16,7 +16,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class MismatchedCheckpointError(CheckpointError):
-    """A checkpoint has another model, shape, dtype or format than expected; the message has both."""
+    """A checkpoint has another model, shape, dtype or format than expected; the message names both."""
 
 
 class OtherProcessError(CheckpointError):

@@ -101,7 +101,7 @@ class CheckpointFolder:
 
     @property
     def arrays(self) -> Storage:
-        """The folder of an Orbax checkpoint's arrays as storage."""
+        """The folder with an Orbax checkpoint's arrays, as a :class:`Storage`."""
         return self.storage.child(self.arrays_folder)
 
     def is_weight_file(self, name: str) -> bool:
@@ -359,7 +359,7 @@ def _cache_folder(identity: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if os.access(folder, os.W_OK | os.X_OK):
             return folder
-        why: object = "it may not be written"
+        why: object = "this user may not write there"
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
         why = error
     logger.warning("no cache folder (%s): files of the checkpoint are downloaded again in every run", why)

@@ -90,7 +90,7 @@ def check_weights(folder: CheckpointFolder, layout: ModelLayout) -> str | None:
 
 
 def _runs(leaf: WeightLeaf, sizes: dict[str, int], kept: Mapping[str, tuple[int, int]]) -> list[list[slice]]:
-    """Return, for every dimension of a source tensor, the ranges that contain exactly the kept parts of its axes."""
+    """Return, for each dimension of a source tensor, the slices that select the ranges ``kept`` of its logical axes."""
     found = []
     for merge in leaf.source_axes:
         # Axes after the last one that is cut are complete, so they are contiguous with the range of that axis.

@@ -54,9 +54,9 @@ _READ_KEYS = {
 _INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 # Keys of patterns are regular expressions in PEFT. These have no repetition, so that matching takes little time.
 _PLAIN_PATTERN = re.compile(r"\^?(\w|\.|\\\.|\\d)+")
-# A part is merged in tiles of this many rows and columns of W, which begin at multiples of it. Whole tiles are
-# computed, so that a number is the same bits in every part: a BLAS may sum in another order for another shape. Its
-# threads wait for each other in every product, so products must not be small.
+# A part is merged in tiles of this many rows and columns of W, which begin at multiples of this number. Whole tiles
+# are computed, so that an element has the same bits whichever part is read: a BLAS may change the order of a sum with
+# the shape of a product. The threads of a BLAS wait for each other in every product, so products must not be small.
 TILE = 1024
 
 
@@ -242,8 +242,8 @@ def open_adapter(folder: CheckpointFolder, layout: ModelLayout, count: BytesRead
         return {}
     if folder.quantization != "none":
         raise MismatchedCheckpointError(
-            f"{folder.place}: stored as {folder.quantization}; a LoRA adapter is merged into the original weights, and "
-            "the result is quantized"
+            f"{folder.place}: stored as {folder.quantization}; a LoRA adapter is merged into the original weights, "
+            "which are quantized afterwards, so give a checkpoint that is not quantized"
         )
     config = _read_config(folder.lora)
     tensors = _open_weights(folder.lora, count or BytesRead())

@@ -145,7 +145,7 @@ def _save_names(place: Path, names: list[str]) -> None:
 
 
 def stored_keys(folder: CheckpointFolder, tensor_name: Callable[[str], str | None]) -> dict[str, str]:
-    """Return the keys of a checkpoint's arrays, by the model's names, from Orbax's description.
+    """Return the Orbax key of each weight, by the model's name for it, as Orbax's description lists them.
 
     Args:
       folder: the checkpoint.

@@ -81,7 +81,7 @@ class Storage:
         except ValueError as error:
             raise CheckpointError(f"{place}: not a URL of a folder ({first_line(error)})") from error
         if spec.get("path", "/") == "/":
-            raise CheckpointError(f"{place}: names no folder")
+            raise CheckpointError(f"{place}: the URL has no folder; expected for example gs://bucket/folder")
         return cls(place.rstrip("/"), spec)
 
     def child(self, name: str) -> Storage:

@@ -10,7 +10,7 @@ from launch.process.startup import version
 
 LAUNCHERS = {
     "generate": "complete prompts with a diffusion language model on any mesh",
-    "batch": "complete a file of prompts, each exactly once, through any restart",
+    "batch": "complete a file of prompts, each exactly once, even across restarts",
     "serve": "serve a model over HTTP to the clients of OpenAI's API",
     "convert": "turn a Hugging Face folder into a canonical checkpoint with digests",
     "export": "turn a checkpoint back into a Hugging Face folder",

@@ -74,7 +74,7 @@ class MeshSpec:
         """Replace an axis size of -1 with the number that uses all devices, and check that there are enough devices.
 
         Raises:
-          MeshError: the number of devices is not a multiple of the fixed sizes, or the mesh needs more devices.
+          MeshError: the number of devices is not a multiple of the product of the other sizes, or is too small.
         """
         unknown = [field.name for field in fields(self) if getattr(self, field.name) == -1]
         if unknown:
@@ -101,9 +101,10 @@ def build_mesh(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -> Mes
 def has_reduce_scatter(devices: np.ndarray) -> bool:
     """Return whether the TPU compiler has a reduce-scatter over the tensor axis of a mesh.
 
-    Where it has none, it runs an all-reduce, of which every device keeps a part. It has one if the slice has several
-    tensor groups. Over all chips of a slice, it has one only in two dimensions: up to 2x2 chips, or more chips along y
-    than along x, such as 2x4. This was found by compiling for v4, v5e, v5p and v6e; a test asks the compiler again.
+    Without one, the compiler runs an all-reduce, and every device keeps a part of the result. There is a reduce-scatter
+    if the slice has several tensor groups. If a single group spans all chips of the slice, there is one only on a
+    two-dimensional slice of up to 2x2 chips, or with more chips along y than along x, such as 2x4. This was found by
+    compiling for v4, v5e, v5p and v6e; a test compares it with the compiler.
 
     Args:
       devices: ``[data, sequence, kv, group]``, as :func:`arrange_devices` returns them.

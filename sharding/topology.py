@@ -224,7 +224,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def _plain_name(text: str) -> str:
-    """Return the notation for a name with a maker, spaces or a count at its end, such as ``NVIDIA A100 80GB x8``."""
+    """Rewrite a name such as ``NVIDIA A100 80GB x8`` as the notation ``8xa100-80gb`` that the parser reads."""
     name = re.sub(r"^(nvidia|tpu|geforce)[ -]+", "", text.strip().lower())
     name = re.sub(r"[ -]+", "-", re.sub(r"(?<=\d) *x *(?=[a-z\d])", "x", name))
     counted = re.fullmatch(r"(?P<chip>.+?)-?x(?P<chips>\d{1,4})", name)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from importlib.metadata import version
 
 # XLA's defaults of the options that QUICK_FLAGS changes. Tests that are about the generated code compile with these.
-AS_RELEASED: dict[str, str | bool | int] = {"xla_backend_optimization_level": 3}
+AS_RELEASED: dict[str, str | bool | int] = {
+    "xla_backend_optimization_level": 3,
+    "xla_cpu_parallel_codegen_split_count": 32,
+}
 # A small program is compiled for seconds and runs for milliseconds. The passes over HLO, which decide on sharding,
-# collectives and most of the fusions, stay; LLVM optimizes nothing, and fusions are emitted by XLA's older emitters.
-_QUICK: dict[str, str | bool | int] = {"xla_backend_optimization_level": 0}
+# collectives and most of the fusions, stay; LLVM optimizes nothing, on one thread, and fusions are emitted by the older
+# emitters.
+_QUICK: dict[str, str | bool | int] = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 
 # XLA of JAX 0.11 has no other emitters.
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):

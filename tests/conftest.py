@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 import time
 import zlib
 from collections import defaultdict
@@ -22,6 +23,10 @@ os.environ.update(
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     HF_HUB_OFFLINE="1",
 )
+# Commands keep compiled programs in one folder, which all tests of a run share, and their child processes.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _caches = tempfile.TemporaryDirectory(prefix="diffumesh_tests_")
+    os.environ["XDG_CACHE_HOME"] = _caches.name
 # Child processes use it too. `XLA_FLAGS= pytest` compiles everything with XLA's defaults.
 os.environ.setdefault("XLA_FLAGS", QUICK_FLAGS)
 

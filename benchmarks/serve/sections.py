@@ -59,7 +59,7 @@ def checked(answers: Sequence[Answer]) -> Sequence[Answer]:
       InputError: one of them is an error.
     """
     if wrong := [answer.status for answer in answers if answer.status != 200]:
-        raise InputError(f"{len(wrong)} of {len(answers)} requests were not answered (HTTP {wrong[0]})")
+        raise InputError(f"{len(wrong)} of {len(answers)} requests failed (HTTP {wrong[0]}; 0 if the connection broke)")
     return answers
 
 

@@ -9,7 +9,7 @@ Every row has a value or the reason why it was not run: it would take too long b
 or does not apply. Calls are warmed up with the shapes that are timed. Compile time is measured separately, in child
 processes, with a cold and with a warm persistent cache. MFU is relative to a square matrix product, MBU to a copy, both
 measured in the same run. The record is benchmarks/results/suite_<device>.json, or suite_<device>_cut_short.json if the
-model does not load or the run is interrupted; a plot of throughput over the batch is beside it. ``python -m
+model does not load or the run is interrupted; a plot of throughput against batch size is beside it. ``python -m
 benchmarks.report --readme=benchmarks/README.md`` makes its tables.
 """
 
@@ -159,8 +159,8 @@ def roofline_of(sheet: Sheet, values: flags.FlagValues, device: Any, dtype: str)
     found = fits_or_none(lambda: measure_roofline(device, dtype, values.trials, matmul_size, copied))
     if isinstance(found, str):
         raise InputError(
-            f"no memory beside the weights for --matmul_size={matmul_size} and --copy_bytes={copied}; give smaller "
-            f"ones: all other measurements are planned with these rates ({found})"
+            f"not enough memory beside the weights for --matmul_size={matmul_size} and --copy_bytes={copied}; give "
+            f"smaller ones: the peak rates measured with them are needed to plan all other measurements ({found})"
         )
     sheet.value("ceilings", "matrix product, one device", found.flops / 1e12, "TFLOP/s")
     sheet.value("ceilings", "copy, one device", found.bandwidth / 1e9, "GB/s")

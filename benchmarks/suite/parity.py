@@ -52,7 +52,7 @@ def layer_parity(engine: Engine, attention: str = "auto", tolerance: float | Non
     layout, config = engine.layout, engine.config
     if config.family not in TRANSFORMERS_CLASSES:
         names = " and ".join(family.model_type for family in TRANSFORMERS_CLASSES)
-        raise NotRunError(f"only models of the types {names} have a layer to compare with")
+        raise NotRunError(f"layers can be compared with PyTorch only for models of the types {names}")
     if importlib.util.find_spec("torch") is None:
         raise NotRunError("PyTorch is not installed")
     torch = import_torch()

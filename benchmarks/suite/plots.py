@@ -1,4 +1,4 @@
-"""Plot of a suite's record: throughput over the batch."""
+"""Plot of a suite's record: throughput against batch size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Line = dict[int, float]
 
 
 def plot_batches(record: Mapping[str, Any], path: Path) -> bool:
-    """Draw tokens per second over the batch: generations, and forward passes of each length.
+    """Draw tokens per second against batch size: generations, and forward passes of each length.
 
     Returns:
       Whether there is something to draw, and matplotlib is installed.
@@ -52,7 +52,7 @@ def plot_batches(record: Mapping[str, Any], path: Path) -> bool:
     figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
     for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw(axes, title, lines)
-    figure.suptitle(f"{record['settings']['model']}: tokens per second over the batch ({record['kind']})", fontsize=11)
+    figure.suptitle(f"{record['settings']['model']}: tokens per second by batch size ({record['kind']})", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     return True

@@ -1,4 +1,4 @@
-"""Single tasks on digits, ranges, units and truth values, in the format of `checkpoints.demo.singles`."""
+"""Common functions on digits, ranges, units and truth values, in the format of `checkpoints.demo.singles`."""
 
 BLOCKS = """
 sum_to sum_up_to sum_of_first_n sum_first sum_to_number sum_1_to_n|count:n,number,limit,k

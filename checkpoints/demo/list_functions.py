@@ -1,4 +1,4 @@
-"""Single tasks on one list, in the format of `checkpoints.demo.singles`."""
+"""Common functions on one list, in the format of `checkpoints.demo.singles`."""
 
 BLOCKS = """
 sum_list total sum_numbers sum_of_list list_sum sum_all add_all sum_of_numbers|numbers

@@ -1,4 +1,4 @@
-"""Single tasks on dicts, lists of lists and lists of words, in the format of `checkpoints.demo.singles`."""
+"""Common functions on dicts, lists of lists and lists of words, in the format of `checkpoints.demo.singles`."""
 
 BLOCKS = """
 sort_by_length sort_words_by_length order_by_length|words

@@ -1,4 +1,4 @@
-"""Single tasks on one to three numbers, in the format of `checkpoints.demo.singles`."""
+"""Common functions on one to three numbers, in the format of `checkpoints.demo.singles`."""
 
 BLOCKS = """
 add sum_of_two add_numbers plus add_two_numbers|number number

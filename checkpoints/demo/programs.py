@@ -55,7 +55,7 @@ class Program:
 
 
 class NoTestsError(ValueError):
-    """Too few of the drawn arguments have a result, because the drawn constants do not suit the task."""
+    """A program has too few tests: with its random constants, it returns a result for too few random arguments."""
 
 
 class _Renaming(ast.NodeTransformer):

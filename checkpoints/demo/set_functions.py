@@ -1,4 +1,4 @@
-"""Single tasks on the elements of one or two lists, in the format of `checkpoints.demo.singles`."""
+"""Common functions on the elements of one or two lists, in the format of `checkpoints.demo.singles`."""
 
 BLOCKS = """
 frequencies count_each count_items frequency counter tally count_frequencies count_elements_of|items

@@ -1,4 +1,4 @@
-"""Single tasks on strings, in the format of `checkpoints.demo.singles`."""
+"""Common functions on strings, in the format of `checkpoints.demo.singles`."""
 
 BLOCKS = """
 reverse_string reverse reversed_text reverse_text string_reverse backwards|text

@@ -22,7 +22,9 @@ from checkpoints.legacy.walker import walk
 
 
 class LegacyPickle:
-    """An indexed legacy file, whose arrays can be read one by one: ``with LegacyPickle(path) as weights:``.
+    """A pickled weight file whose arrays can be read one by one: ``with LegacyPickle(path) as weights:``.
+
+    The file is indexed without being unpickled.
 
     The file must not be shortened while it is open: reading a memory map past the end of its file kills the process.
 

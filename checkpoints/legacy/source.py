@@ -50,7 +50,7 @@ def config_folder(path: str | None) -> CheckpointFolder:
             return open_folder(found.parent)
     except (OSError, RuntimeError) as error:  # a name that no file can have, or an unknown user
         raise CheckpointError(f"--config={path}: {error}") from error
-    raise CheckpointError(f"--config={path}: no such folder or config.json; the file must have that name")
+    raise CheckpointError(f"--config={path}: expected an existing folder, or a file with the name config.json")
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import codecs
-import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 from launch.batches.collector import paused_collector
 from launch.openai.bodies import (
@@ -34,7 +33,6 @@ LINES_TOGETHER = 1024
 _BYTES_TOGETHER = 32 << 20
 MAX_ID = 512
 Form = Literal["plain", "completion", "chat"]
-_ASKED = tuple(field.name for field in dataclasses.fields(Asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ def read_batch(path: Path, defaults: Defaults) -> Batch:
 
 
 def _raw_lines(file: IO[bytes], digest: hashlib._Hash) -> Iterator[bytes | None]:
-    """Yield the lines of a file; None for a line that is too long, which is not kept in memory."""
+    """Yield the lines of a file, and add all bytes to ``digest``. None replaces a line that is too long to keep."""
     first = True
     while raw := file.readline(MAX_LINE_BYTES + 1):
         digest.update(raw)
@@ -123,8 +121,7 @@ def _raw_lines(file: IO[bytes], digest: hashlib._Hash) -> Iterator[bytes | None]
         first = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Drafted:
+class _Drafted(NamedTuple):
     number: int
     identity: str
     form: Form
@@ -191,8 +188,8 @@ class _Reader:
         for one, found in zip(drafts, encoded.result(), strict=True):
             try:
                 asked = finish(one.draft, found, self._defaults)
-                fields = {name: getattr(asked, name) for name in _ASKED}
-                self.lines.append(Line(**fields, number=one.number, id=one.identity, form=one.form))
+                fields = asked.prompt, asked.tokens, asked.suffix, asked.config, asked.seed, asked.samples, asked.stop
+                self.lines.append(Line(*fields, one.number, one.identity, one.form))
             except InputError as error:
                 self.bad.append(BadLine(one.number, one.identity, str(error)))
 
@@ -224,6 +221,8 @@ def _fields(record: dict[str, Any], ignored: dict[str, None]) -> tuple[Form, dic
         body = {name: value for name, value in record.items() if name not in ("id", "task_id")}
     changes = by_our_names(body)
     fields = known(changes)
+    if len(fields) == len(changes):
+        return form, fields
     rest = {name: value for name, value in changes.items() if name not in fields}
     if form == "plain":
         # Datasets have further fields, which are ignored.

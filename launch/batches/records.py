@@ -46,7 +46,7 @@ def as_bits(done: Collection[Key], order: Sequence[Key]) -> str:
 
 
 def of_bits(bits: str, order: Sequence[Key]) -> set[Key]:
-    """Decode the text of :func:`as_bits` for the same ``order``."""
+    """Return the keys whose results exist, from a text that :func:`as_bits` made with the same ``order``."""
     found = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))
     return {order[index] for index in np.flatnonzero(found).tolist()}
 

@@ -102,7 +102,7 @@ class Fault:
 
     @classmethod
     def parse(cls, message: Message) -> Fault:
-        """Read a fault from a message. Invalid fields become those of an exception without text."""
+        """Read a fault from a message. A missing kind becomes ``exception``; other invalid fields get defaults."""
         code, host, differing = message.get("code"), message.get("host"), message.get("differing")
         return cls(
             kind=message.get("fault", "exception"),

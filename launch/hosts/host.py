@@ -30,7 +30,8 @@ _TICK = 0.25
 _PR_SET_PDEATHSIG = 1
 _KILLED_WITHIN = 30.0  # seconds in which the supervisor kills the worker after a fault
 
-# JAX's own heartbeat is the fallback for failed supervisors: it must never expire before they act.
+# Lower bound, in seconds, of JAX's heartbeat timeout. JAX's heartbeat is the fallback if supervisors fail, so it must
+# not expire before working supervisors act.
 _LEAST_JAX_HEARTBEAT = 100
 
 
@@ -129,7 +130,7 @@ class Member(Host):
     """One of several hosts, in its worker process."""
 
     def __init__(self, place: Place, timeouts: Timeouts, link: socket.socket, shared: Shared) -> None:
-        """Connect to the supervisor and start the thread that shows it that this process is running."""
+        """Connect to the supervisor, and start the thread that regularly reports that this process is running."""
         super().__init__()
         self.process_index, self.count = place.host, place.hosts
         self._place = place

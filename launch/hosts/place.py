@@ -114,7 +114,7 @@ def find_place(values: flags.FlagValues, environment: Mapping[str, str] | None =
     if not absent:
         found = given["process_id"], given["num_processes"], given["coordinator_address"], "flags"
     elif len(absent) < len(given):
-        raise InputError(f"--{', --'.join(absent)} missing: several hosts need all of --{', --'.join(given)}, or none")
+        raise InputError(f"--{', --'.join(absent)} missing: give all of --{', --'.join(given)}, or none of them")
     else:
         detected = _from_variables(around) or _from_jax(values)
         if detected is None:
@@ -201,7 +201,7 @@ def _split_address(address: str, port: int | None, where: str) -> tuple[str, int
         name, text = address, ""
     if port is None and text and not (re.fullmatch(r"\d{1,5}", text) and 1 <= int(text) <= 65535):
         raise InputError(
-            f"{where}: coordinator {address!r} has no such port; expected for example 10.0.0.1:{DEFAULT_PORT}"
+            f"{where}: coordinator {address!r}: the port must be 1 to 65535, as in 10.0.0.1:{DEFAULT_PORT}"
         )
     if not re.fullmatch(r"[\w.-]{1,253}|\[[0-9a-fA-F:.%\w]{2,60}\]", name):
         raise InputError(

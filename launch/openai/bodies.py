@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from runtime import (
     AUTOREGRESSIVE_PARAMETERS,
@@ -39,11 +40,14 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # Fields of a request beside the decoding parameters.
 _SAMPLES, _SAMPLES_NAME = Integer(1, MAX_SAMPLES), "num_return_sequences"
-_READ = {"prompt", "messages", "suffix", "stop", _SAMPLES_NAME, *EXPOSED_PARAMETERS}
+_TEXTS = {"prompt", "messages", "suffix"}
+_READ = {*_TEXTS, "stop", _SAMPLES_NAME, *EXPOSED_PARAMETERS}
 _OWN_NAMES = {"n": _SAMPLES_NAME} | {alias: one.name for one in EXPOSED_PARAMETERS.values() for alias in one.aliases}
 # A request has one seed, which is not part of its configuration.
 _SEED = Integer(0, MAX_SEED)
 _MAX_CONFIGS = 1024
+# The configuration of a request, its seed, its number of samples and its stop strings.
+Settings = tuple[DiffusionConfig | SamplingConfig, int, int, tuple[str, ...]]
 # Fields of a body that change no token.
 _SILENT = ("model", "user", "metadata", "store", "service_tier")
 
@@ -92,6 +96,11 @@ class Defaults:
                 self._configs.clear()
             self._configs[said] = read_config(fields, self).with_end_tokens(self.end_token_ids, default=True)
         return self._configs[said]
+
+    @cached_property
+    def settings(self) -> Settings:
+        """What :func:`read_draft` reads from a body with texts only, as most lines of a batch are."""
+        return _settings({}, self)
 
     @property
     def completions(self) -> CompletionBuilder:
@@ -191,8 +200,7 @@ def read_asked(fields: Mapping[str, Any], defaults: Defaults) -> Asked:
     return finish(draft, encoded, defaults)
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """A request that was validated but not tokenized yet.
 
     Attributes:
@@ -226,13 +234,16 @@ def read_draft(fields: Mapping[str, Any], defaults: Defaults) -> Draft:
     Raises:
       InputError: a field is invalid.
     """
-    return Draft(
-        config=defaults.decoding(fields),
-        samples=_SAMPLES.read("n", fields.get(_SAMPLES_NAME, defaults.samples)),
-        seed=_SEED.read("seed", fields.get("seed", defaults.seed)),
-        stop=_stops(fields, defaults),
-        prompt=_prompt(fields, defaults),
-        suffix=_suffix(fields, defaults),
+    settings = defaults.settings if fields.keys() <= _TEXTS else _settings(fields, defaults)
+    return Draft(_prompt(fields, defaults), _suffix(fields, defaults), *settings)
+
+
+def _settings(fields: Mapping[str, Any], defaults: Defaults) -> Settings:
+    return (
+        defaults.decoding(fields),
+        _SEED.read("seed", fields.get("seed", defaults.seed)),
+        _SAMPLES.read("n", fields.get(_SAMPLES_NAME, defaults.samples)),
+        _stops(fields, defaults),
     )
 
 

@@ -46,7 +46,9 @@ def collective_lines(mesh: Mesh, megabytes: float) -> Iterator[str]:
         seconds, right = _all_reduce(mesh, axis, count)
         this_host().mark()
         if not right:
-            raise RuntimeError(f"an all-reduce over {user_axis}={size} gave a wrong sum: these links cannot be trusted")
+            raise RuntimeError(
+                f"an all-reduce over {user_axis}={size} gave a wrong sum: the links along this axis cannot be trusted"
+            )
         moved = 4 * count * 2 * (size - 1) / size
         yield (
             f"{f'{user_axis}={size}':<12} all-reduce of {4 * count / 1e6:g} MB: {1e3 * seconds:.2f} ms, "

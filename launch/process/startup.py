@@ -300,7 +300,7 @@ def _private_folder(path: str) -> Path | None:
         if stat.S_IMODE(state.st_mode) & 0o077:
             folder.chmod(0o700)
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "it may not be written")
+            raise PermissionError(errno.EACCES, "this user may not write there")
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         say(f"warning: --compile_cache={path}: {why}; programs will be compiled again in every run")

@@ -112,7 +112,10 @@ class Answering:
         return [*pieces, self._piece(row, self._said("", empty=True)) | more]
 
     def _end(self, row: int, completion: Completion, tokens: list[int]) -> int:
-        """Number of new tokens up to the end of a row, end token included; all with ``early_stop: false``."""
+        """Number of new tokens up to the end of a row, which is before a stop string or after an end token.
+
+        If the row has neither, or an end token and ``early_stop: false``, all new tokens count.
+        """
         kept = len(completion.tokens)
         if completion.finish_reason != "stop":
             return len(tokens)

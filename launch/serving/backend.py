@@ -37,7 +37,7 @@ class ReadRequest(Generic[Kind, Read]):
       arrived: when its head arrived, on the monotonic clock.
       deadline: when it must be finished, on the same clock.
       body: its validated body.
-      reading: what the body asks the engine to do.
+      reading: the rows to generate, or the passes to score, that the engine runs for the body.
     """
 
     arrived: float

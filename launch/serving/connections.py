@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Close the connection if there are too many; otherwise expect a head."""
+        """Close the connection if there are too many; otherwise start the timer for the head of its first request."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._client = transport.get_extra_info("peername")[:2]

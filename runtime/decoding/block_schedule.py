@@ -8,13 +8,13 @@ from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig, S
 
 
 def block_schedule(config: DiffusionConfig, width: int) -> tuple[int, int]:
-    """Return the positions per block, and the maximum number of steps per block.
+    """Return the number of positions per block, and the maximum number of steps per block.
 
     A parallel rule commits at least one token per step, so a block has at most as many steps as positions. Otherwise
-    the steps of the request are divided among the blocks of its new tokens.
+    ``config.steps`` is divided among the blocks of new tokens.
 
     Args:
-      config: the request.
+      config: decoding parameters of the rows.
       width: positions of the canvas.
     """
     if config.attention_block_length:
@@ -34,8 +34,9 @@ def steps_of_a_block(config: DiffusionConfig, length: int) -> int:
 
 def canvas_length(given: int, config: DiffusionConfig | SamplingConfig) -> int:
     """Return the canvas length of given tokens and new tokens: whole blocks if attention is block-causal."""
+    length = given + config.max_new_tokens
     block = config.attention_block_length if isinstance(config, DiffusionConfig) else 0
-    return math.ceil((given + config.max_new_tokens) / max(block, 1)) * max(block, 1)
+    return math.ceil(length / block) * block if block else length
 
 
 def window_widths(

@@ -103,7 +103,7 @@ class _Chunk:
       rows: int32 ``[B, P]``, index of each position's row within its shard.
       positions: int32 ``[B, P]``, canvas positions.
       targets: int32 ``[B, P]``, indices into the shard's R * S positions; R * S where the chunk has no position.
-      values: values of each position's row, ``[B, P, ...]`` each.
+      values: arrays ``[B, P, ...]`` with the step, the offset and the fields ``_PER_ROW`` of each position's row.
     """
 
     rows: Array

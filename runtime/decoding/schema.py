@@ -349,7 +349,7 @@ class Parameter:
 
 
 def parameter(default: Any, kind: Kind, help: str, **more: Any) -> Any:
-    """Declare a field of a configuration. ``more`` are further attributes of :class:`Parameter`."""
+    """Declare a field of a configuration. ``more`` sets further attributes of :class:`Parameter`."""
     return dataclasses.field(default=default, metadata={_KEY: Parameter(kind, help, **more)})
 
 
@@ -396,7 +396,7 @@ def validate(config: Any) -> None:
 
 
 def check_given(config: Any, names: Iterable[str]) -> None:
-    """Check that the parameters a caller gave explicitly have an effect, even those given their default value.
+    """Check that every parameter that a caller set explicitly has an effect, even if it was set to its default.
 
     Raises:
       ParameterError: a given parameter has no effect in this configuration.

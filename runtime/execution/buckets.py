@@ -147,7 +147,7 @@ def make_grid(
 
 
 def _coarser(canvas: int, rows: int, step: int) -> list[tuple[float, int, int]]:
-    """Return coarser and coarser settings (growth, most rows, step) for grids with very few buckets."""
+    """Return settings ``(growth, most_rows, step)`` for very small limits on buckets; the step doubles each time."""
     return [(_GROWTH[-1], rows, step << power) for power in range(1, canvas.bit_length())]
 
 

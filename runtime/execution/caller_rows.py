@@ -19,13 +19,13 @@ from runtime.models.config import ModelConfig
 
 
 class CallerRows:
-    """The row requests for a caller's batch, and the conversion of their results to the caller's layout.
+    """The row requests for a caller's left-padded batch, and the conversion of their results to left-padded arrays.
 
-    The caller's layout has no suffixes.
+    The left-padded arrays do not include suffixes.
 
     Attributes:
       requests: one request per row.
-      padding: int32 ``[B, S + N]``, the values of padding positions in the caller's layout.
+      padding: int32 ``[B, S + N]``, the values of padding positions in the left-padded arrays.
       lengths: int32 ``[B]``, length of each row, prompt and new tokens together.
     """
 
@@ -57,11 +57,11 @@ class CallerRows:
         self.padding = np.pad(rows.original, ((0, 0), (0, config.max_new_tokens)), constant_values=fill)
 
     def align(self, values: np.ndarray, onto: np.ndarray | None = None) -> np.ndarray:
-        """Move start-aligned values ``[B or more, C, ...]`` to the caller's layout ``[B, S + N, ...]``."""
+        """Convert start-aligned values ``[B or more, C, ...]`` to left-padded ones ``[B, S + N, ...]``."""
         return end_align(values[: len(self.lengths)], self.lengths, self.padding if onto is None else onto)
 
     def canvas(self, tokens: np.ndarray) -> np.ndarray:
-        """Convert canvases ``[B or more, C]``, -1 at open positions, to the caller's layout int32 ``[B, S + N]``."""
+        """Convert canvases ``[B or more, C]``, -1 at open positions, to left-padded int32 ``[B, S + N]``."""
         # Open positions are masks, or positions that an autoregressive model has not generated yet.
         is_diffusion = isinstance(self._config, DiffusionConfig)
         fill = self._model.mask_token_id if is_diffusion else self._model.pad_token_id

@@ -19,7 +19,7 @@ _NEWEST = 0.3
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """A scheduler's view of one pool.
+    """The properties of a pool that the scheduler needs and that do not change: its buckets and limits.
 
     Attributes:
       grid: the buckets of the pool.

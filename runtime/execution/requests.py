@@ -66,7 +66,7 @@ class ScheduledRow:
       first_token: time at which the first token was seen; None before that.
       last_growth: time at which ``prefix`` last grew.
       unread: whether part of its prompt is not in the cache yet. Such a row takes no part in iterations.
-      counted: number of new tokens that count, once the row's stop test has ended it; None before that.
+      counted: number of new tokens to keep, once the row's stop test has ended the row; None before that.
     """
 
     handle: RequestHandle

@@ -1,4 +1,4 @@
-"""Plans of the work that the devices do in one step, and outcomes of steps. Plans are sent between hosts as JSON.
+"""Plans of the work that the devices do in one scheduler step, and the outcomes. Plans are sent between hosts as JSON.
 
 Dimension letters: S positions of a slot.
 """
@@ -58,7 +58,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """The plan of one step for one pool.
+    """The work of one pool in one scheduler step.
 
     Attributes:
       pool: index of the pool.
@@ -184,10 +184,10 @@ class PoolOutcome:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The outcome of one step.
+    """The results of a :class:`StepPlan` on this host.
 
     Attributes:
-      pools: outcomes of the planned pools.
+      pools: one outcome for each pool of the plan, in the same order.
       scores: float32 scores of each scored row, of the row's length; None if nothing was scored.
     """
 

@@ -44,7 +44,12 @@ Matrix = Array | Quantized
 
 
 def quantize(matrix: Array, contracted: tuple[int, ...]) -> Quantized:
-    """Quantize a matrix; ``contracted`` are the dimensions that a matrix product with it sums over."""
+    """Quantize a matrix to int8 with one scale per output channel.
+
+    Args:
+      matrix: the weights.
+      contracted: the dimensions that a matrix product sums over; all other dimensions are output channels.
+    """
     wide = matrix.astype(jnp.float32)
     scales = int8_scales(jnp.max(jnp.abs(wide), axis=contracted, keepdims=True))
     return Quantized(int8_values(wide, scales), jnp.squeeze(scales, contracted))

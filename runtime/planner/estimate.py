@@ -309,7 +309,7 @@ def estimate_workload(workload: Workload, topology: Topology, spec: MeshSpec) ->
 
 
 def candidate_meshes(workload: Workload, topology: Topology) -> list[MeshSpec]:
-    """Return the meshes of all devices over which the model can be divided and no device computes only padding."""
+    """Return the meshes that use all devices, divide the model, and leave no device with only padding to compute."""
     devices, slices = topology.num_devices, topology.num_slices
     platform, found = topology.chip.platform, []
     sizes = tensor_sizes(workload.config, weights_class(workload.config), devices // slices)

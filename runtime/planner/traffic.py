@@ -20,9 +20,9 @@ from sharding.links import Wiring
 _INTEGER = _FLOAT = 4
 # Number of reductions over the vocabulary that run in sequence, besides those of the threshold search.
 _SERIAL_SUMS = 9
-# If the residual is sharded over tensor: the fraction of reduce-scatter time that overlaps with the matrix product
-# before it (after the MLP), and the fraction of all-gather time that overlaps (before the MLP) if the axis has at least
-# _LONG_AXIS devices.
+# Fractions of the time of collectives that overlap with matrix products, if the residual is sharded over tensor: of
+# reduce-scatters (the one after the MLP overlaps with the product before that reduce-scatter), and of all-gathers (the
+# one before the MLP overlaps if the axis has at least _LONG_AXIS devices).
 _HIDDEN_SCATTER, _HIDDEN_GATHER, _LONG_AXIS = 0.4, 0.5, 8
 # Transfers between slices are padded to this many bytes.
 _SLICE_BYTES = 512

@@ -1,4 +1,4 @@
-"""The legacy pickle: real files come back bit for bit, hostile and damaged ones are refused and nothing runs."""
+"""Legacy pickles: real files are read bit for bit; hostile and damaged ones are refused, and no code in them runs."""
 
 from __future__ import annotations
 

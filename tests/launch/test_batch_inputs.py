@@ -8,6 +8,7 @@ import gc
 import json
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,8 +107,14 @@ def test_what_the_tokenizer_cannot_take_is_a_bad_line(tmp_path: Path, defaults: 
     class Panics:
         """A tokenizer that raises transformers' Rust panic for some texts."""
 
-        def __call__(self, texts: list[str], **more: Any) -> dict[str, Any]:
-            return {"input_ids": [self.encode(text) for text in texts]}
+        truncation = padding = None
+
+        @property
+        def backend_tokenizer(self) -> Panics:
+            return self
+
+        def encode_batch_fast(self, texts: list[str], **more: Any) -> list[Any]:
+            return [SimpleNamespace(ids=self.encode(text)) for text in texts]
 
         def encode(self, text: str, **more: Any) -> list[int]:
             if "boom" in text:

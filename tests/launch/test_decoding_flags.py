@@ -16,7 +16,7 @@ from tests.launch.mistakes import refusal
 from tests.launch.test_history_html import embedded
 
 PROMPT = "def add(a, b):\n"
-QUICK = ["--mesh=data=1", "--max_new_tokens=12", "--compile_cache="]
+QUICK = ["--mesh=data=1", "--max_new_tokens=12"]
 
 
 def launch(*arguments: str) -> None:

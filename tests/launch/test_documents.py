@@ -140,7 +140,7 @@ def test_the_example_of_evalplus(tmp_path: Path) -> None:
     script = ROOT / "launch" / "docs" / "examples" / "evalplus.sh"
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run(
-        ["bash", str(script), str(tmp_path), "--devices=1", "--steps=8", "--compile_cache="],
+        ["bash", str(script), str(tmp_path), "--devices=1", "--steps=8"],
         cwd=ROOT, env=environment, check=True, capture_output=True, timeout=240,
     )  # fmt: skip
     samples = [json.loads(line) for line in (tmp_path / "results" / "samples.jsonl").read_text().splitlines()]

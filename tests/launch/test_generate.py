@@ -25,7 +25,7 @@ from tests import golden_cases
 from tests.launch.mistakes import refusal
 
 PROMPT = "def add(a, b):\n"
-QUICK = ["--mesh=data=1", "--max_new_tokens=8", "--compile_cache="]
+QUICK = ["--mesh=data=1", "--max_new_tokens=8"]
 
 
 def launch(*arguments: str) -> None:
@@ -51,7 +51,7 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     prompts = [f"--prompt={PROMPT}", "--prompt=def f(x):\n", "--num_return_sequences=2"]
-    generate.run(["generate", "--max_new_tokens=8", "--compile_cache=", "--json", "--verbose", "--seed=3", *prompts])
+    generate.run(["generate", "--max_new_tokens=8", "--json", "--verbose", "--seed=3", *prompts])
     captured = capsys.readouterr()
     lines = [json.loads(line) for line in captured.out.splitlines()]
     assert [(line["prompt"], line["index"]) for line in lines] == [

@@ -127,7 +127,7 @@ def test_a_tpu_slice_as_jax_detects_it(monkeypatch: pytest.MonkeyPatch, slices: 
     [
         ({}, ["--num_processes=4"], "--coordinator_address, --process_id missing"),
         ({}, ["--coordinator_address=a:1", "--num_processes=2", "--process_id=2"], "host 2 of 2"),
-        ({}, ["--coordinator_address=a:99999", "--num_processes=2", "--process_id=0"], "no such port"),
+        ({}, ["--coordinator_address=a:99999", "--num_processes=2", "--process_id=0"], "the port must be 1 to 65535"),
         ({}, ["--coordinator_address=a b:1", "--num_processes=2", "--process_id=0"], "expected a name"),
         ({}, ["--coordinator_address=$(id):1", "--num_processes=2", "--process_id=0"], "expected a name"),
         (TORCHRUN | {"RANK": "first"}, [], "RANK='first'"),

@@ -1,6 +1,6 @@
 """Programs read each layer's weights in place: neither the optimized HLO nor the memory has a copy of a layer.
 
-For GPU where JAX's CUDA plugin is installed (``pip install 'diffumesh[cuda]'``), without a GPU:
+The tests of GPU programs are slow, and need JAX's CUDA plugin (``pip install 'diffumesh[cuda]'``) but no GPU:
 ``pytest tests/runtime/test_layer_copies.py -m 'slow or not slow'``.
 """
 

@@ -54,7 +54,7 @@ def test_chunks_divide_by_a_sequence_axis_that_is_no_power_of_two() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_head_follows_the_masks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step runs as many chunks as the masks of all rows need, and a row's tokens are those it has alone."""
+    """Each step runs only as many chunks as the rows' masks need; rows get the same tokens as in a batch of one."""
     ran = []
 
     def counted(*arguments: Any) -> jax.Array:

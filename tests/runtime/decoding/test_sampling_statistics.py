@@ -54,7 +54,7 @@ DRAWS = {
 
 
 def draw_tokens(mesh: str, over: str, temperature: float, top_p: float, top_k: int, count: int) -> np.ndarray:
-    """``count`` draws from one distribution whose keys differ only in position, only in step, or only in seed."""
+    """Draw ``count`` tokens from one distribution. The keys differ only in position, step or seed, as ``over`` says."""
     if over == "positions":
         words = key_data(seed_words([5]), 3, np.arange(count)[None])
     elif over == "steps":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from checkpoints import DEMO, open_folder
 from runtime.text.chat_template import TemplateRenderer
@@ -26,8 +27,6 @@ def tokenizer() -> TextTokenizer:
 
 
 def test_what_transformers_renders(tokenizer: TextTokenizer, tmp_path: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
-
     original = PreTrainedTokenizerFast.from_pretrained(str(DEMO))
     for template in (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ add_generation_prompt }}",
@@ -94,3 +93,13 @@ def test_a_folder_of_several_templates(tokenizer: TextTokenizer) -> None:
     tokenizer.chat_template = {"tool_use": "tools", "default": "{{ messages[0].role }}"}  # type: ignore[assignment]
     assert tokenizer.render_messages(MESSAGES) == "user"
     tokenizer.chat_template = None
+
+
+def test_a_batch_is_encoded_as_its_texts(tokenizer: TextTokenizer) -> None:
+    """Also where ``tokenizer.json`` asks for texts to be truncated or padded."""
+    texts = ["def f(x):\n", "<|endoftext|>é 你", "    return x\n" * 9, ""]
+    expected = [tokenizer.encode(text) for text in texts]
+    library = PreTrainedTokenizerFast.from_pretrained(str(DEMO))
+    library.backend_tokenizer.enable_truncation(2)
+    library.backend_tokenizer.enable_padding(length=64)
+    assert TextTokenizer(library, "padded").encode_batch(texts) == expected
