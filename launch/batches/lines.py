@@ -187,8 +187,7 @@ class _Reader:
         (drafts, encoded), self._tokenizing = self._tokenizing, None
         for one, found in zip(drafts, encoded.result(), strict=True):
             try:
-                asked = finish(one.draft, found, self._defaults)
-                fields = asked.prompt, asked.tokens, asked.suffix, asked.config, asked.seed, asked.samples, asked.stop
+                fields = finish(one.draft, found, self._defaults)
                 self.lines.append(Line(*fields, one.number, one.identity, one.form))
             except InputError as error:
                 self.bad.append(BadLine(one.number, one.identity, str(error)))

@@ -197,7 +197,7 @@ def read_asked(fields: Mapping[str, Any], defaults: Defaults) -> Asked:
     """
     draft = read_draft(fields, defaults)
     (encoded,) = encode_drafts([draft], defaults)
-    return finish(draft, encoded, defaults)
+    return Asked(*finish(draft, encoded, defaults))
 
 
 class Draft(NamedTuple):
@@ -283,8 +283,10 @@ def encode_drafts(drafts: Sequence[Draft], defaults: Defaults) -> list[Encoded |
     return [pair(number) for number in found]
 
 
-def finish(draft: Draft, encoded: Encoded | InputError, defaults: Defaults) -> Asked:
-    """The request of a draft, given the result of :func:`encode_drafts` for it.
+def finish(
+    draft: Draft, encoded: Encoded | InputError, defaults: Defaults
+) -> tuple[str, list[int], list[int], DiffusionConfig | SamplingConfig, int, int, tuple[str, ...]]:
+    """Return the fields of :class:`Asked` for a draft, given the result of :func:`encode_drafts` for it.
 
     Raises:
       InputError: the prompt is empty or too long, or the model cannot run the request.
@@ -300,7 +302,7 @@ def finish(draft: Draft, encoded: Encoded | InputError, defaults: Defaults) -> A
     prompt = draft.prompt if isinstance(draft.prompt, str) else ""
     if draft.has_tokens:
         prompt = defaults.tokenizer.decode(given, skip_special_tokens=False)
-    return Asked(prompt, tokens, suffix, draft.config, draft.seed, draft.samples, draft.stop)
+    return prompt, tokens, suffix, draft.config, draft.seed, draft.samples, draft.stop
 
 
 def nothing_else(fields: Mapping[str, Any], silent: str = " ".join(_SILENT)) -> None:

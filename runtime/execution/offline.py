@@ -35,6 +35,9 @@ _SATURATION = 4
 _STEPS_PER_ROW = 16
 _MAX_ITERATIONS = 16
 
+# Number of rows that are queued together. There may be millions of rows, and queueing all of them takes seconds.
+_QUEUED = 4096
+
 # Rows without a cache move if a pass becomes cheaper by this fraction. All rows get as much time, so moving a few small
 # arrays pays for itself within a step.
 _MOVE_GAIN = 0.03
@@ -108,7 +111,8 @@ class OfflineScheduler:
         several = len({one.length for one in work}) > 1 or len(numbers) > most
         count = slot_count(runner, config, canvas, most, moves=several)
         # Rows of similar length run together, so that they fit their buckets. The rows that run last are short.
-        order = sorted(range(len(numbers)), key=lambda index: (-work[index].length, -work[index].iterations, index))
+        keys = [(-one.length, -one.iterations) for one in work]
+        order = sorted(range(len(numbers)), key=keys.__getitem__)
         grid = pool_grid(runner, config, canvas, count, limit=_CANDIDATES, saturation=_SATURATION)
         top = Bucket(count, canvas)
         # Groups with these values in common have programs that differ only in the bucket's shape.
@@ -170,20 +174,29 @@ class OfflineScheduler:
                 iterations or share, step_seconds=None, first_tokens=False, chunks=None, move_gain=gain
             )
             scheduler = Scheduler([pool.limits], policy, self.stats)
-            rows = [self._requests[number] for number in numbers]
-            tests = [self._stop_tests[number] for number in numbers]
-            scheduler.add(RequestHandle(rows=rows, stop_tests=tests))
-            while scheduler.waiting or scheduler.running:
+            queued: dict[RequestHandle, list[int]] = {}
+            starts = iter(range(0, len(numbers), _QUEUED))
+            while True:
+                while scheduler.waiting < group.grid.slots and (start := next(starts, None)) is not None:
+                    handle = self._handle(own := numbers[start : start + _QUEUED])
+                    queued[handle] = own
+                    scheduler.add(handle)
+                if not scheduler.waiting and not scheduler.running:
+                    break
                 admit = admit and more()
                 plan = scheduler.schedule(0.0, admit)
                 if not plan.pools:
                     break
                 events = scheduler.update(StepOutcome([pool.execute(one) for one in plan.pools]), 0.0)
                 yield [
-                    replace(event.result, number=numbers[event.index])
+                    replace(event.result, number=queued[event.handle][event.index])
                     for event in events
                     if isinstance(event, RowFinished)
                 ]
+
+    def _handle(self, numbers: Sequence[int]) -> RequestHandle:
+        tests = [self._stop_tests[number] for number in numbers]
+        return RequestHandle(rows=[self._requests[number] for number in numbers], stop_tests=tests)
 
 
 def _configs(requests: Sequence[RowRequest]) -> list[DiffusionConfig | SamplingConfig]:

@@ -6,7 +6,7 @@ The choice depends only on the rows and on the programs that are already compile
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from runtime.execution.buckets import Bucket, pack
 
@@ -16,8 +16,7 @@ _PIECES = 8
 _GAIN = 0.01
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """The work of a row: its length in positions, and its number of iterations."""
 
     length: int

@@ -182,8 +182,11 @@ class TokenEngine:
             except InputError as error:
                 raise InputError(f"request {number}: {error}") from error
             if is_new:
-                configs[id(request.config)] = self._with_early_stop(request.config)
-            decided.append(RowRequest(request.tokens, configs[id(request.config)], request.seed, request.suffix))
+                own = self._with_early_stop(request.config)
+                configs[id(request.config)] = request.config if own == request.config else own
+            own = configs[id(request.config)]
+            is_decided = own is request.config
+            decided.append(request if is_decided else RowRequest(request.tokens, own, request.seed, request.suffix))
         return OfflineScheduler(self.runner, decided, slots, stop_tests=stop_tests)
 
     # ---- scoring ----------------------------------------------------------------------------------------------
