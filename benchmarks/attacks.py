@@ -1,18 +1,19 @@
-"""Attacks on checkpoints, the server, several hosts and batches: the number of attempts and their effects.
+"""Attacks on checkpoints, chat templates and the server: the number of attempts and their effects.
 
 ``python -m benchmarks.faults --attacks`` runs them all in their long forms, with those of
-:mod:`benchmarks.command_attacks`; tests run the short ones.
+:mod:`benchmarks.attack_hosts`, :mod:`benchmarks.attack_inputs` and :mod:`benchmarks.command_attacks`; tests run the
+short ones.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.client
 import json
 import random
 import re
-import resource
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,13 +26,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.command_attacks import attack_outputs, attack_replacement, attack_side_files, copy_demo
-from checkpoints import CheckpointError, FolderOutput, convert, open_folder, verify, write_manifest
-from launch.hosts.faults import Timeouts
-from launch.hosts.hub import Hub
-from launch.hosts.local_processes import free_port
-from launch.hosts.secret import new_secret
-from runtime import InputError, model_layout, parse_config
+from benchmarks.attack_hosts import attack_hosts, attack_local, resident
+from benchmarks.attack_inputs import attack_batch, attack_numbers
+from benchmarks.command_attacks import (
+    ENDLESS_TEMPLATE,
+    attack_outputs,
+    attack_replacement,
+    attack_side_files,
+    copy_demo,
+    cover,
+)
+from checkpoints import CheckpointError, FolderOutput, convert, open_folder, verify
+from runtime import InputError
 from runtime.text.chat_template import TemplateRenderer
 
 CHANGES = ("flip", "truncate", "zero", "append", "delete", "swap", "add")
@@ -42,9 +48,8 @@ ADDED = (
     *("vocab.json", "modeling_dream.py", "tokenizer.model", "LICENSE.txt"),
     *("weights/state/d/0", "weights/_METADATA", "weights/.hidden"),
 )
-_LOOP = "{% for a in range(99999) %}"
 TEMPLATES = (
-    _LOOP * 3 + "{% endfor %}" * 3,
+    ENDLESS_TEMPLATE,
     "{{ 10**9999999999 }}",
     "{{ 'x' * 10**11 }}",
     "{{ 'x'|center(10**12) }}",
@@ -61,9 +66,12 @@ _PIECES = (
     *(b"", b'"', b"}", b"null", b"true", b"NaN", b"1e999", b"-0", b"9" * 5000, b"[" * 2000, b'{"a":' * 2000),
     *(b"\0", b"\xff", b"\xed\xa0\x80", b"\\ud800", b"\xef\xbb\xbf", b'"seed":1,', b"\x1b[2J", b"-1", b"0x10"),
 )
-_MIB = 1 << 20
 _ADDRESS = re.compile(r"serving \S+ on http://([\d.]+):(\d+)")
 _START_SECONDS = 300.0
+_GRACE_SECONDS = 1
+_HEALTH_REQUESTS = 20
+_HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+_SMUGGLED = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def change(folder: Path, kind: str, generator: random.Random) -> dict[Path, bytes | None] | None:
@@ -157,8 +165,7 @@ def attack_checkpoints(count: int) -> dict[str, Any]:
     """Make random changes to a Hugging Face folder and to a canonical checkpoint with the demo's weights."""
     with tempfile.TemporaryDirectory() as name:
         plain, canonical = copy_demo(Path(name, "huggingface")), Path(name, "orbax")
-        layout = model_layout(parse_config(open_folder(plain).config))
-        write_manifest(open_folder(plain), layout)
+        layout = cover(plain)
         output = FolderOutput(canonical)
         output.prepare(overwrite=False)
         convert(open_folder(plain), layout, output)
@@ -178,41 +185,16 @@ def attack_templates(seconds: float = 1.0) -> dict[str, Any]:
     return {"tried": len(TEMPLATES), "refused": refused, "deadline": seconds, "longest_seconds": round(longest, 2)}
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def attack_hub(connections: int) -> dict[str, Any]:
-    """Send host 0 endless lines without authentication; count closed connections and measure memory."""
-
-    async def attack() -> tuple[int, int]:
-        port, sent, cut = free_port(), 0, 0
-        hub = Hub(2, Timeouts(600, 600, 600, 600), lambda text: None, new_secret().encode())
-        await hub.listen("127.0.0.1", port)
-        for _ in range(connections):
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            try:
-                for _ in range(64):
-                    writer.write(b"x" * _MIB)
-                    await writer.drain()
-                    sent += _MIB
-            except OSError:
-                cut += 1
-            writer.close()
-        return sent, cut
-
-    before = _resident()
-    sent, cut = asyncio.run(attack())
-    return {"connections": connections, "cut_off": cut, "bytes_sent": sent, "bytes_grown": max(0, _resident() - before)}
-
-
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, int, subprocess.Popen[bytes]]]:
-    """Serve the demo in a child process. Yields its address, port and process."""
-    log = folder / "server.log"
+    """Serve the demo, with a chat template that does not end, in a child process: its address, port and process."""
+    log, model = folder / "server.log", copy_demo(folder / "model")
+    (model / "chat_template.jinja").write_text(ENDLESS_TEMPLATE)
+    cover(model)
     command = [sys.executable, "-m", "launch.serve", "--port=0", "--mesh=tensor=1", "--canvas=128"]
+    command += ["--max_new_tokens=8", f"--grace={_GRACE_SECONDS}", f"--checkpoint={model}"]
     with log.open("wb") as file:
-        process = subprocess.Popen([*command, "--max_new_tokens=8"], stderr=file)
+        process = subprocess.Popen(command, stderr=file)
     try:
         end = time.monotonic() + _START_SECONDS
         while (found := _ADDRESS.search(log.read_text(errors="replace"))) is None:
@@ -225,13 +207,85 @@ def serving(folder: Path) -> Iterator[tuple[str, int, subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def _post(address: tuple[str, int], source: str, body: bytes) -> int:
+def _ask(address: tuple[str, int], source: str, method: str, path: str, body: bytes = b"") -> int:
+    """Status of the answer to a request from a local address; 0 if there is none."""
     connection = http.client.HTTPConnection(*address, timeout=120, source_address=(source, 0))
     with contextlib.closing(connection):
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        answer.read()
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            answer.read()
+        except (OSError, http.client.HTTPException):
+            return 0
         return answer.status
+
+
+def _post(address: tuple[str, int], source: str, body: bytes) -> int:
+    return _ask(address, source, "POST", "/v1/completions", body)
+
+
+def send_two_lengths(address: tuple[str, int], count: int) -> dict[str, int]:
+    """Send bodies with two lengths, in which a proxy may see another request; count those that are refused."""
+    generator, refused = random.Random(0), 0
+    for _ in range(count):
+        chunked = generator.choice(["chunked", "CHUNKED", "gzip, chunked", " chunked "])
+        lines = [
+            f"Content-Length: {generator.choice([0, 5, 5 + len(_SMUGGLED)])}\r\n",
+            f"Transfer-Encoding: {chunked}\r\n",
+        ]
+        generator.shuffle(lines)
+        with socket.create_connection(address, timeout=120) as connection:
+            connection.sendall(f"{_HEAD}{''.join(lines)}\r\n".encode() + b"0\r\n\r\n" + _SMUGGLED)
+            received = b""
+            with contextlib.suppress(ConnectionError):
+                while part := connection.recv(1 << 16):
+                    received += part
+        # One answer, and the connection is closed.
+        refused += received.startswith(b"HTTP/1.1 4") and received.count(b"HTTP/1.1 ") == 1
+    return {"tried": count, "refused": refused}
+
+
+class EndlessChats:
+    """Chats in the background, whose template does not end."""
+
+    def __init__(self, address: tuple[str, int], count: int) -> None:
+        """Send the chats, each from an address of its own."""
+        self._statuses: list[int] = []
+        self._threads = [
+            threading.Thread(target=self._chat, args=(address, f"127.0.1.{1 + number}"), daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _chat(self, address: tuple[str, int], source: str) -> None:
+        body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+        self._statuses.append(_ask(address, source, "POST", "/v1/chat/completions", body))
+
+    def statuses(self) -> list[int]:
+        """Wait for all answers; 0 stands for none."""
+        for thread in self._threads:
+            thread.join()
+        return self._statuses
+
+
+def end_with_chats(address: tuple[str, int], process: subprocess.Popen[bytes], count: int) -> dict[str, Any]:
+    """Ask for the health of a server that renders endless templates, then send it SIGTERM and wait for its end."""
+    chats = EndlessChats(address, count)
+    time.sleep(0.5)
+    healthy = sum(_ask(address, "127.0.0.1", "GET", "/health") == 200 for _ in range(_HEALTH_REQUESTS))
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    code = process.wait(_START_SECONDS)
+    seconds = round(time.monotonic() - start, 2)
+    chats.statuses()
+    return {
+        "chats": count,
+        "health": {"tried": _HEALTH_REQUESTS, "ready": healthy},
+        "grace": _GRACE_SECONDS,
+        "code": code,
+        "seconds": seconds,
+    }
 
 
 def hostile_body(generator: random.Random) -> bytes:
@@ -251,10 +305,21 @@ def send_hostile_bodies(address: tuple[str, int], count: int) -> dict[str, int]:
     return {"tried": count, "refused": refused, "server_errors": sum(status >= 500 for status in statuses)}
 
 
-def attack_server(clients: int, requests: int, bodies: int) -> dict[str, Any]:
-    """Attack a server with random bodies, and with clients that send bodies of 100,000 errors.
+def attack_readers(address: tuple[str, int], chats: int, bodies: int) -> dict[str, Any]:
+    """Send hostile bodies while chats hang, and wait until these are answered."""
+    endless = EndlessChats(address, chats)
+    return {
+        "hostile_bodies": send_hostile_bodies(address, bodies),
+        "two_lengths": send_two_lengths(address, bodies),
+        "chats": {"tried": chats, "refused": endless.statuses().count(400)},
+    }
 
-    Valid requests beside these clients measure latencies in seconds, and the server's memory is measured.
+
+def attack_server(clients: int, requests: int, bodies: int, chats: int) -> dict[str, Any]:
+    """Attack a server with random bodies, endless chats, and clients that send bodies of 100,000 errors.
+
+    Valid requests beside these clients measure latencies in seconds, and the server's memory is measured. In the end
+    the server receives SIGTERM.
     """
     flood = json.dumps({"prompt": [-1] * 100_000}).encode()
     valid = json.dumps({"prompt": "def f(x):\n", "max_tokens": 8, "seed": 1}).encode()
@@ -270,13 +335,9 @@ def attack_server(clients: int, requests: int, bodies: int) -> dict[str, Any]:
                 taken.append(time.perf_counter() - start)
             return taken
 
-        def memory() -> int:
-            status = Path(f"/proc/{process.pid}/statm").read_text()
-            return int(status.split()[1]) * resource.getpagesize()
-
-        hostile = send_hostile_bodies((host, port), bodies)
+        hostile = attack_readers((host, port), chats, bodies)
         latencies()
-        alone, before, over, sent = latencies(), memory(), threading.Event(), [0] * clients
+        alone, before, over, sent = latencies(), resident(process.pid), threading.Event(), [0] * clients
 
         def attack(number: int) -> None:
             while not over.is_set():
@@ -297,8 +358,9 @@ def attack_server(clients: int, requests: int, bodies: int) -> dict[str, Any]:
             "alone": _quantiles(alone),
             "under_attack": _quantiles(under),
             "p99_ratio": round(float(np.quantile(under, 0.99) / np.quantile(alone, 0.99)), 2),
-            "bytes_grown": max(0, memory() - before),
-            "hostile_bodies": hostile,
+            "bytes_grown": max(0, resident(process.pid) - before),
+            **hostile,
+            "end": end_with_chats((host, port), process, clients),
         }
 
 
@@ -306,36 +368,16 @@ def _quantiles(seconds: list[float]) -> dict[str, float]:
     return {name: round(float(np.quantile(seconds, at)), 4) for name, at in (("p50", 0.5), ("p99", 0.99))}
 
 
-def attack_batch(lines: int) -> dict[str, Any]:
-    """Run a batch of many lines; measure the seconds until the first result is on disk."""
-    with tempfile.TemporaryDirectory() as name:
-        source, output = Path(name, "in.jsonl"), Path(name, "out")
-        with source.open("w") as file:
-            for number in range(lines):
-                file.write(json.dumps({"id": f"{number}", "prompt": f"def add_{number}(a, b):\n"}) + "\n")
-        command = [sys.executable, "-m", "launch.batch", f"--input={source}", f"--output_dir={output}"]
-        start = time.monotonic()
-        process = subprocess.Popen([*command, "--max_new_tokens=8"], stderr=subprocess.DEVNULL)
-        try:
-            results = output / "results.jsonl"
-            while not (results.exists() and results.stat().st_size):
-                if process.poll() is not None:
-                    raise RuntimeError(f"diffumesh batch ended with exit code {process.returncode}")
-                time.sleep(0.05)
-            return {"lines": lines, "first_result_seconds": round(time.monotonic() - start, 2)}
-        finally:
-            process.kill()
-            process.wait()
-
-
 LONG: dict[str, Callable[[], dict[str, Any]]] = {
     # Those that measure time come first, so that only the first minutes need a machine to themselves.
-    "server": lambda: attack_server(8, 200, 2000),
-    "batch": lambda: attack_batch(1_000_000),
-    "hub": lambda: attack_hub(200),
+    "server": lambda: attack_server(8, 200, 2000, 8),
+    "batch": lambda: attack_batch(1_000_000, 10, 1000),
+    "hosts": lambda: attack_hosts(200, 200, 100_000),
     "templates": attack_templates,
     "checkpoints": lambda: attack_checkpoints(10_000),
+    "numbers": lambda: attack_numbers(10),
     "side_files": attack_side_files,
     "replacement": lambda: attack_replacement(100),
     "outputs": attack_outputs,
+    "local": attack_local,
 }

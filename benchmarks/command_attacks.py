@@ -14,15 +14,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoints import DEMO, CheckpointError, open_folder, verify
+from checkpoints import (
+    DEMO,
+    CheckpointError,
+    FolderOutput,
+    convert,
+    export_checkpoint,
+    folder_fingerprint,
+    open_folder,
+    verify,
+    write_manifest,
+)
+from launch.folders.models import print_licence
 from launch.hosts.faults import EXIT_USER_ERROR
-from runtime.text.tokenizer import TextTokenizer
+from runtime import ModelLayout, TextTokenizer, model_layout, parse_config
 
 # Files that some command copies or reads beside the weights.
 SIDE_FILES = ("LICENSE", "added_tokens.json", "additional_chat_templates/x.jinja", "tokenizer_config.json")
 _SPARSE_BYTES = 6 << 30
 _LIMIT = 300.0
-_BROKEN_TEMPLATE = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+ENDLESS_TEMPLATE = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
 def copy_demo(folder: Path) -> Path:
@@ -31,11 +42,45 @@ def copy_demo(folder: Path) -> Path:
     return folder
 
 
+def cover(folder: Path) -> ModelLayout:
+    """Write the manifest of a folder as it is now; returns the layout of its model."""
+    checkpoint = open_folder(folder)
+    layout = model_layout(parse_config(checkpoint.config))
+    write_manifest(checkpoint, layout)
+    return layout
+
+
+def convert_to(folder: Path, output: Path) -> None:
+    """Convert a checkpoint, as ``diffumesh convert --overwrite`` does."""
+    target, source = FolderOutput(output), open_folder(folder)
+    target.prepare(overwrite=True)
+    convert(source, model_layout(parse_config(source.config)), target)
+
+
+def export_to(folder: Path, output: Path) -> None:
+    """Export a checkpoint, as ``diffumesh export`` does."""
+    target = FolderOutput(output)
+    target.prepare(overwrite=True)
+    export_checkpoint(open_folder(folder), target)
+
+
+# All that read files beside the weights.
+READERS: dict[str, Callable[[Path, Path], object]] = {
+    "tokenizer": lambda folder, output: TextTokenizer.from_folder(open_folder(folder)),
+    "convert": convert_to,
+    "export": export_to,
+    "manifest": lambda folder, output: cover(folder),
+    "fingerprint": lambda folder, output: folder_fingerprint(open_folder(folder)),
+    "licence": lambda folder, output: print_licence(open_folder(folder)),
+}
+
+
 def attack_side_files() -> dict[str, int]:
-    """Put links to a file elsewhere and sparse files of 6 GB into a folder; count those that a reader refuses."""
-    tried = refused = 0
+    """Put links to a file elsewhere and sparse files of 6 GB into a folder; count refusals by :data:`READERS`."""
+    tried = refused = passed_on = 0
     with tempfile.TemporaryDirectory() as name:
-        folder = copy_demo(Path(name, "model"))
+        folder, output = copy_demo(Path(name, "model")), Path(name, "output")
+        (folder / "diffumesh.manifest.json").unlink()  # it would refuse all changes
         secret = Path(name, "secret")
         secret.write_text("{}")
         for side_file in SIDE_FILES:
@@ -49,15 +94,17 @@ def attack_side_files() -> dict[str, int]:
                 else:
                     with path.open("wb") as file:
                         file.truncate(_SPARSE_BYTES)
-                tried += 1
-                try:
-                    TextTokenizer.from_folder(open_folder(folder))
-                except CheckpointError:
-                    refused += 1
+                for read in READERS.values():
+                    tried += 1
+                    try:
+                        read(folder, output)
+                    except CheckpointError:
+                        refused += 1
+                    passed_on += output.exists()
             path.unlink()
             if before is not None:
                 path.write_bytes(before)
-    return {"tried": tried, "refused": refused}
+    return {"tried": tried, "refused": refused, "passed_on": passed_on}
 
 
 def attack_replacement(kills: int, seed: int = 0) -> dict[str, int]:
@@ -91,7 +138,7 @@ _SAYS = {
     "history": "/proc/page.html",
     "programs": "/proc/programs",
     "full disk": "standard output",
-    "template": "template",
+    "template": "did not finish",
     "tokenizer": "tokenizer",
     "port": "--port",
     "output": "/proc",
@@ -106,7 +153,8 @@ def failing_commands(folder: Path, taken: int) -> dict[str, list[str]]:
       taken: a port that is in use.
     """
     endless, torn = copy_demo(folder / "endless"), copy_demo(folder / "torn")
-    (endless / "chat_template.jinja").write_text(_BROKEN_TEMPLATE)
+    (endless / "chat_template.jinja").write_text(ENDLESS_TEMPLATE)
+    cover(endless)
     (torn / "tokenizer.json").write_text('{"version": "1.0"')
     generate = ["launch.generate", "--prompt=def f(x):", "--max_new_tokens=4", "--mesh=tensor=1"]
     return {

@@ -267,8 +267,10 @@ def cases(part: str, sides: Sides, values: flags.FlagValues) -> Iterator[tuple[d
                 )
 
                 def denoise(tokens: Any, new: int = new) -> Any:
-                    mask = sides.engine.config.mask_token_id
-                    return diffusion_generate(sides.model, tokens, mask, new, values.steps, values.top_p, values.top_k)
+                    config = sides.engine.config
+                    mask, offset = config.mask_token_id, config.family.prediction_offset
+                    filters = values.top_p, values.top_k
+                    return diffusion_generate(sides.model, tokens, mask, offset, new, values.steps, *filters)
 
                 prompt = generator.integers(0, vocab, (batch, canvas - new))
                 sizes = {"batch": batch, "canvas": canvas, "new_tokens": new, "steps": steps}

@@ -27,7 +27,7 @@ def compile_phases(folder: Path, target: dict[str, Any]) -> None:
     if (Path(next(iter(sharding.__path__))) / "aot.py").is_file():
         aot = importlib.import_module("sharding.aot")
         environment, devices_of = aot.AOT_ENVIRONMENT, aot.aot_devices
-    else:  # the name before 2026-11-22
+    else:  # the names of an AOT topology in checkouts from before 2026-11-22
         aot = importlib.import_module("sharding.described")
         environment, devices_of = aot.ENVIRONMENT, aot.described_devices
     os.environ.update(environment)

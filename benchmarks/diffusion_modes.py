@@ -291,7 +291,7 @@ def agreement(ones: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) ->
 
 
 def quality(
-    judge: Engine,
+    scorer: Engine,
     held_out: Sequence[dict[str, str]],
     prompts: Sequence[np.ndarray],
     made: Sequence[np.ndarray],
@@ -301,14 +301,14 @@ def quality(
     """Return the quality of completions: parse rate, agreement with held-out text and exact decoding, and likelihood.
 
     Args:
-      judge: the engine that scores the completions.
+      scorer: the engine that scores the completions.
       held_out: rows with a ``prompt`` and a ``completion``.
       prompts: their prompts in tokens.
       made: the completions of one mode.
       exact: completions of the exact algorithm, if it ran.
       new_tokens: largest number of tokens of a completion.
     """
-    encode, decode = judge.tokenizer.encode, judge.tokenizer.decode
+    encode, decode = scorer.tokenizer.encode, scorer.tokenizer.decode
     texts = [decode(new.tolist()) for new in made]
     parsed = sum(parses(row["prompt"] + text) for row, text in zip(held_out, texts, strict=True))
     originals = [encode(row["completion"].strip()) for row in held_out]
@@ -319,7 +319,7 @@ def quality(
         "exact_agreement": None
         if exact is None
         else agreement([one.tolist() for one in exact], [two.tolist() for two in made]),
-        "nats_per_token": likelihood(judge, prompts, made, new_tokens),
+        "nats_per_token": likelihood(scorer, prompts, made, new_tokens),
     }
 
 
@@ -342,8 +342,8 @@ def measure(values: flags.FlagValues, held_out: Sequence[dict[str, str]]) -> dic
     def engine_of(dtype: str, quantize: str, kv_cache: str) -> Engine:
         return Engine.load(values.checkpoint, "tensor=1", dtype, quantize=quantize, kv_cache=kv_cache)
 
-    judge = engine_of("float32", "none", "model")
-    prompts = [np.array(judge.tokenizer.encode(row["prompt"]), np.int32) for row in held_out]
+    scorer = engine_of("float32", "none", "model")
+    prompts = [np.array(scorer.tokenizer.encode(row["prompt"]), np.int32) for row in held_out]
     timed = prompts[: values.timed_prompts]
     results: dict[str, dict[str, Any]] = {}
     rounds: dict[str, Callable[[], Any]] = {}
@@ -360,7 +360,7 @@ def measure(values: flags.FlagValues, held_out: Sequence[dict[str, str]]) -> dic
         exact = made if name == "exact" else exact
         results[name] = {
             **cost,
-            **quality(judge, held_out, prompts, made, exact, base.max_new_tokens),
+            **quality(scorer, held_out, prompts, made, exact, base.max_new_tokens),
             "weight_bytes": engine.layout.bytes_per_device(mode.dtype),
             "cache_bytes": cache_bytes(engine, mode, max(map(len, prompts)) + base.max_new_tokens),
         }

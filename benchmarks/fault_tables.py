@@ -48,7 +48,7 @@ def _checkpoints(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _server(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    bodies, alone, under = found["hostile_bodies"], found["alone"], found["under_attack"]
+    bodies, alone, under, end = found["hostile_bodies"], found["alone"], found["under_attack"], found["end"]
     return [
         (
             f"lists of 100,000 errors, from {found['clients']} clients",
@@ -61,6 +61,61 @@ def _server(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
             f"{bodies['tried']:,}",
             f"{bodies['refused']:,} refused, {bodies['server_errors']} server errors",
         ),
+        _counted("requests with two lengths of their body", found["two_lengths"], "refused"),
+        _counted("chats whose template does not end", found["chats"], "refused"),
+        _counted("`/health` while chats hang", end["health"], "ready"),
+        (
+            "SIGTERM while chats hang",
+            f"{end['chats']} chats",
+            f"ended with code {end['code']} after {end['seconds']:.1f} s (grace period {end['grace']} s)",
+        ),
+    ]
+
+
+def _counted(attack: str, found: Mapping[str, Any], held: str) -> tuple[str, ...]:
+    """A row of an attack whose attempts are counted; ``held`` is the name of the count of those that failed."""
+    return attack, f"{found['tried']:,}", f"{found[held]:,} {held}"
+
+
+def _batch(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            "a batch of many lines, as Windows writes them",
+            f"{found['lines']:,}",
+            f"first result after {found['first_result_seconds']:.1f} s, {found['wrong_results']} wrong",
+        ),
+        _counted("lines of it that cannot be run: too long, endless spaces, no JSON", found["bad_lines"], "reported"),
+        _counted("lines of it whose logits are NaN", found["non_finite"], "reported"),
+        _counted("second writers, after its lock file was removed", found["second_writers"], "refused"),
+        _counted("changed bits in its results", found["changed_results"], "found"),
+    ]
+
+
+def _hosts(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    topics = found["topics"]
+    return [
+        (
+            "connections of strangers with endless lines, to host 0",
+            f"{found['connections']:,}",
+            f"{found['cut_off']:,} closed after {_mb(found['bytes_sent'])}; {_mb(found['bytes_grown'])} more memory",
+        ),
+        _counted("hosts with a wrong secret", found["secrets"], "refused"),
+        (
+            "exchanges that one host begins at a time",
+            f"{topics['tried']:,}",
+            f"the run ends{' and names the host' if topics['named'] else ', BUT NAMES NOBODY'}",
+        ),
+    ]
+
+
+def _numbers(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            "NaN or infinity in one weight",
+            f"{found['tried']:,}",
+            f"{found['verify']:,} named by `verify`, {found['convert']:,} by `convert`, {found['passed_on']} passed on",
+        ),
+        _counted("generations with such weights, or with weights that overflow", found["generations"], "refused"),
     ]
 
 
@@ -74,19 +129,16 @@ _ROWS: dict[str, Callable[[Mapping[str, Any]], list[tuple[str, ...]]]] = {
             f"(limit {found['deadline']:g} s)",
         )
     ],
-    "hub": lambda found: [
-        (
-            "connections of strangers with endless lines, to host 0",
-            f"{found['connections']:,}",
-            f"{found['cut_off']:,} closed after {_mb(found['bytes_sent'])}; {_mb(found['bytes_grown'])} more memory",
-        )
-    ],
+    "hosts": _hosts,
     "server": _server,
-    "batch": lambda found: [
-        ("a batch of many lines", f"{found['lines']:,}", f"first result after {found['first_result_seconds']:.1f} s")
-    ],
+    "batch": _batch,
+    "numbers": _numbers,
     "side_files": lambda found: [
-        ("links out of the folder, and files of 6 GB", f"{found['tried']}", f"{found['refused']} refused")
+        (
+            "readers of links out of the folder, and of files of 6 GB",
+            f"{found['tried']}",
+            f"{found['refused']} refused, {found['passed_on']} passed on",
+        )
     ],
     "replacement": lambda found: [
         (
@@ -100,6 +152,13 @@ _ROWS: dict[str, Callable[[Mapping[str, Any]], list[tuple[str, ...]]]] = {
             "full disks, places that cannot be written, broken templates and tokenizers, ports in use",
             f"{found['tried']}",
             f"{found['one_message']} end with code 2 and one message",
+        )
+    ],
+    "local": lambda found: [
+        (
+            "`diffumesh local` with a frozen process",
+            f"{found['tried']}",
+            f"{found['ended']} end with the exit code of the others",
         )
     ],
 }

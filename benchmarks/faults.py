@@ -115,8 +115,8 @@ class HostProcesses:
 
     def running(self, frozen: int | None = None) -> bool:
         """Whether any process of any host but ``frozen`` is still running, workers included."""
-        for number, process in enumerate(self._processes):
-            if process is None or number == frozen:
+        for process_index, process in enumerate(self._processes):
+            if process is None or process_index == frozen:
                 continue
             if process.poll() is None:
                 return True

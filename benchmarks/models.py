@@ -12,14 +12,11 @@ from typing import Any
 from absl import flags
 
 from runtime.models.config import Family, ModelConfig
-from runtime.models.dream import DREAM
 from runtime.models.families import model_layout, parse_config
-from runtime.models.qwen2 import QWEN2
+from runtime.planner.presets import preset
 
 # The families that benchmarks run: layers of the same sizes, once for masked diffusion and once autoregressive.
-DIFFUSION, CAUSAL = DREAM, QWEN2
-# The names of their model classes in transformers. Their layers are those of Qwen2 there.
-TRANSFORMERS_CLASSES = {DIFFUSION: "DreamModel", CAUSAL: "Qwen2ForCausalLM"}
+DIFFUSION, CAUSAL = preset("diffucoder-7b").family, preset("qwen2.5-7b").family
 
 SIZES = {
     # Qwen2.5-0.5B's shapes with fewer layers and a smaller vocabulary, lm_head untied: 118 million parameters.
@@ -64,7 +61,6 @@ def model_sizes(values: flags.FlagValues) -> dict[str, int]:
 def checkpoint_config(sizes: dict[str, int], dtype: str, family: Family = DIFFUSION) -> dict[str, Any]:
     """Return a checkpoint's ``config.json``. The last two tokens are mask and padding."""
     return {
-        "architectures": [TRANSFORMERS_CLASSES[family]],
         "model_type": family.model_type,
         "hidden_size": sizes["hidden_size"],
         "intermediate_size": sizes["intermediate_size"],

@@ -2,7 +2,7 @@
 
   python -m benchmarks.report --folder=benchmarks/results/scaling            Markdown on standard output
   python -m benchmarks.report --folder=... --plots=DIR --output=FILE.md      and plots: small multiples
-  python -m benchmarks.report --readme=benchmarks/README.md                  renew the tables of a document
+  python -m benchmarks.report --readme=benchmarks/README.md                  regenerate the tables of a document
 
 Scaling: records of one kind (measured, simulated devices, estimated), pass, mode and axis form a table. Plots show the
 speed-up with its spread over the timed runs, beside the ideal line; for simulated devices they show traffic and memory.
@@ -12,7 +12,6 @@ document, or ``<!-- summary: measured benchmarks/results -->`` (or ``estimated``
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from benchmarks.schedule import schedule_table
 from benchmarks.serve.tables import serve_tables
 from benchmarks.suite.tables import suite_tables
 from benchmarks.summary import estimated_table, measured_table
+from checkpoints import parse_json_object
 from launch.process.startup import run_launcher
 from sharding.errors import InputError
 
@@ -80,7 +80,7 @@ _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.D
 _SUMMARIES: dict[str, tuple[Callable[[Callable[[str], dict[str, Any] | None]], str], str]] = {
     "measured": (
         measured_table,
-        "an accelerator, a 7B model, or how times of different records compare: their commits and loads differ.",
+        "an accelerator or a 7B model. Times of different records cannot be compared: their commits and loads differ.",
     ),
     "estimated": (
         estimated_table,
@@ -94,7 +94,7 @@ def define_flags(values: flags.FlagValues) -> None:
     """Define this command's flags."""
     flags.DEFINE_string("folder", "benchmarks/results/scaling", "Folder of records.", flag_values=values)
     flags.DEFINE_string("output", None, "Markdown file. Default: standard output.", flag_values=values)
-    flags.DEFINE_string("readme", None, "Markdown file whose tables to renew.", flag_values=values)
+    flags.DEFINE_string("readme", None, "Markdown file whose tables to regenerate.", flag_values=values)
     flags.DEFINE_string("plots", None, "Folder for plots; none by default.", flag_values=values)
 
 
@@ -103,12 +103,11 @@ def read_record(path: Path) -> dict[str, Any]:
 
     Raises:
       InputError: the file is larger than any record.
-      ValueError: the file is not JSON.
+      ValueError: the file is not a JSON object in UTF-8.
     """
     if path.stat().st_size > _MAX_RECORD_BYTES:
         raise InputError(f"{path}: larger than {_MAX_RECORD_BYTES} bytes")
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return record
+    return parse_json_object(path.read_bytes())
 
 
 def fill_tables(text: str, folder: Path) -> str:

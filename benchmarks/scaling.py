@@ -78,7 +78,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("dtype", None, STORED_DTYPES, text, flag_values=values)
     flags.DEFINE_list("counts", [], "Device counts. Default: powers of two up to all.", flag_values=values)
     flags.DEFINE_list("axes", list(AXES), "Axes to scale over.", flag_values=values)
-    flags.DEFINE_list("passes", list(PASSES), f"Of {', '.join(PASSES)}.", flag_values=values)
+    flags.DEFINE_list("passes", list(PASSES), f"Passes to measure: {', '.join(PASSES)}.", flag_values=values)
     flags.DEFINE_integer("batch", 8, "Rows: in total, or per device for weak scaling.", 1, flag_values=values)
     text = "Positions per row. Half of them are generated; for a prefill, only the last one."
     flags.DEFINE_integer("canvas", 128, text, 4, flag_values=values)
@@ -229,7 +229,9 @@ def estimate_points(values: flags.FlagValues, counts: list[int]) -> None:
     """
     given = [f"--{name}" for name in _OF_MEASUREMENTS if values[name].present]
     if given:
-        raise InputError(f"{', '.join(given)} cannot go with --estimate, which honours --passes, --counts and --dtype")
+        raise InputError(
+            f"{', '.join(given)} cannot be combined with --estimate, which supports --passes, --counts and --dtype"
+        )
     chip = CHIPS[values.estimate]
     machines = {count: machine_of(chip, count) if count <= _MOST_CHIPS else None for count in counts}
     if missing := [str(count) for count, machine in machines.items() if machine is None]:

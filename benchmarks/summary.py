@@ -12,8 +12,8 @@ Read = Callable[[str], Record | None]
 _MODES = {
     "exact": "exact, one token per step",
     "exact_early_stop": "exact, each row ends at its end token",
-    "fast_dllm_8_stop": "the Fast-dLLM baseline (dual cache, blocks of 8, threshold 0.9), ending likewise",
-    "dual_threshold_8_stop_once": "dual cache, threshold 0.9, one refresh, ending likewise",
+    "fast_dllm_8_stop": "the Fast-dLLM baseline (dual cache, blocks of 8, threshold 0.9), also with early stop",
+    "dual_threshold_8_stop_once": "dual cache, threshold 0.9, one refresh, also with early stop",
 }
 
 
@@ -33,7 +33,7 @@ def estimated_table(read: Read) -> str:
       read: as for :func:`measured_table`.
     """
     rows = []
-    for name in ("v4_2x2x1", "v5e_2x4", "v5e_4x4", "v5p_2x2x2", "8xh100", "2x8xh200"):
+    for name in ("v4_2x2x1", "v5e_2x4", "v5e_4x4", "2xv5e_16x16", "v5p_2x2x2", "8xh100", "2x8xh200"):
         record = read(f"plans/{name}")
         if record is None:
             continue
@@ -61,7 +61,7 @@ def _measured(read: Read) -> Iterator[tuple[str, str, str]]:
                 )
                 yield f"demo, {words}", speed, f"`{_command(modes)}`"
     if (torch := read("compare_torch")) is not None:
-        for kind, words in (("generate", "masked diffusion"), ("autoregressive", "Qwen2, cached decoding")):
+        for kind, words in (("generate", "masked diffusion"), ("autoregressive", "autoregressive, cached decoding")):
             each = [row["times_as_fast"]["median"] for row in torch["results"][kind]]
             result = f"{min(each):.1f}x to {max(each):.1f}x as fast, same tokens"
             yield f"mid-size model beside PyTorch, {words}", result, f"`{_command(torch)}`"

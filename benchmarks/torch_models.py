@@ -1,7 +1,8 @@
 """The PyTorch side of comparisons: transformers' models with the same weights, and the published decoding loop.
 
-Dream and DiffuCoder are transformers' Qwen2 without the causal mask, on its fast path: fused attention (``sdpa``)
-without a mask. ``diffusion_generate`` is a direct implementation of the published decoding loop, with full logits.
+A family names its model class in transformers. A bidirectional model is this class without the causal mask, on its fast
+path: fused attention (``sdpa``) without a mask. ``diffusion_generate`` is a direct implementation of the published
+decoding loop, with full logits.
 
 Dimension letters: B batch, S canvas, P prompt, V vocab.
 """
@@ -59,10 +60,10 @@ def wait_for(torch: Any, device: str) -> None:
 
 
 def torch_model(config: dict[str, Any], dtype: str, device: str = "cpu", seed: int = 0) -> Any:
-    """Make a random Qwen2 in PyTorch, on its device, in evaluation mode.
+    """Make a random model in PyTorch, on its device, in evaluation mode.
 
     Args:
-      config: contents of a ``config.json``. For Dream, attention is bidirectional.
+      config: contents of a ``config.json``, of a family with a model class in transformers.
       dtype: dtype of weights and activations.
       device: PyTorch's name of it.
       seed: seed of the random weights.
@@ -73,11 +74,14 @@ def torch_model(config: dict[str, Any], dtype: str, device: str = "cpu", seed: i
     torch = import_torch()
     import transformers
 
-    changes = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "attn_implementation": "sdpa"}
-    own = transformers.Qwen2Config(**config | changes)
+    parsed = parse_config(config)
+    assert parsed.family.transformers_class is not None
+    model_class = getattr(transformers, parsed.family.transformers_class)
+    config_class = model_class.config_class
+    own = config_class(**config | {"model_type": config_class.model_type, "attn_implementation": "sdpa"})
     # Larger than usual, so that masked positions differ by much more than rounding and tokens can be compared.
     own.initializer_range = 2 * own.hidden_size**-0.5
-    both_ways = parse_config(config).attention_mask.kind == "bidirectional"
+    both_ways = parsed.attention_mask.kind == "bidirectional"
     if both_ways:
         own.is_causal = False  # transformers then makes no mask at all
     torch.manual_seed(seed)
@@ -85,7 +89,7 @@ def torch_model(config: dict[str, Any], dtype: str, device: str = "cpu", seed: i
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device(device):
-            model = transformers.Qwen2ForCausalLM(own).eval()
+            model = model_class(own).eval()
     finally:
         torch.set_default_dtype(before)
     with torch.inference_mode():
@@ -139,10 +143,17 @@ def greedy_generate(model: Any, prompt: torch.Tensor, new_tokens: int) -> torch.
     return tokens
 
 
+def _predictions(torch: Any, outputs: Any, prediction_offset: int) -> Any:
+    """Shift a model's outputs ``[B, S, V]``, so that those at position i are the logits of position i."""
+    own, shifted = outputs[:, :prediction_offset], outputs[:, : outputs.shape[1] - prediction_offset]
+    return torch.cat([own, shifted], dim=1)
+
+
 def diffusion_generate(
     model: Any,
     prompt: torch.Tensor,
     mask_token: int,
+    prediction_offset: int,
     new_tokens: int,
     steps: int,
     top_p: float | None = None,
@@ -155,6 +166,7 @@ def diffusion_generate(
       model: returns the logits of tokens.
       prompt: int64 ``[B, P]``, rows of one length.
       mask_token: id of the mask token.
+      prediction_offset: see :class:`runtime.models.config.Family`.
       new_tokens: positions to fill.
       steps: forward passes.
       top_p: top-p filter of the confidences; None for no filter.
@@ -171,9 +183,7 @@ def diffusion_generate(
         times = torch.linspace(1.0, eps, steps + 1)
         for step in range(steps):
             masked = canvas == mask_token
-            logits = model(canvas).logits
-            # The prediction for position i is the output at i - 1; position 0 keeps its own.
-            logits = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)[masked]
+            logits = _predictions(torch, model(canvas).logits, prediction_offset)[masked]
             if top_p is not None and top_p < 1.0:
                 ordered, places = torch.sort(logits, descending=True)
                 mass = torch.cumsum(torch.softmax(ordered, dim=-1), dim=-1)

@@ -11,7 +11,8 @@ with the installed version.
   own in its final place, and in the end one process writes the database that refers to all of them.
 * Chunks of digests, when a dimension does not divide into them or there is one device. Orbax cuts an array into equal
   chunks, along the dimension that is sharded over devices, or else along the largest one. A vocabulary of 50257 would
-  be one chunk, and each host would read all of it.
+  be one chunk, and each host would read all of it. ``StorageOptions.shard_axes`` does not help: it cuts the array into
+  single rows.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def open_arrays(folder: CheckpointFolder, keys: Mapping[str, str]) -> StoredTens
       keys: the key of each array by the model's name of it.
 
     Raises:
-      IncompleteCheckpointError: there are no arrays of Orbax's.
+      IncompleteCheckpointError: the folder has no Orbax arrays.
       CorruptCheckpointError: an array is not there or cannot be opened.
     """
     arrays = folder.arrays
@@ -174,7 +175,7 @@ def open_arrays(folder: CheckpointFolder, keys: Mapping[str, str]) -> StoredTens
             raise CorruptCheckpointError(
                 f"{folder.place}: tensor {name:.200} cannot be opened ({first_line(error)})"
             ) from error
-        chunk = tuple(array.chunk_layout.read_chunk.shape or ())  # none of a scalar
+        chunk = tuple(array.chunk_layout.read_chunk.shape or ())  # a scalar has no chunks
         reader = partial(_read, array, chunk, name, folder.place, count)
         rows = chunk[0] if chunk else 1
         found[name] = [StoredTensor(name, tuple(array.shape), array.dtype.name, reader, rows)]
@@ -183,7 +184,7 @@ def open_arrays(folder: CheckpointFolder, keys: Mapping[str, str]) -> StoredTens
 
 def _open_array(arrays: Storage, key: str, database: bool) -> Any:
     store = {"driver": "ocdbt", "base": arrays.spec, "path": f"{key}/"} if database else arrays.child(key).spec
-    # Zarr 3 of the new interface, Zarr 2 of the old.
+    # Orbax's interface v1 writes Zarr 3, v0 writes Zarr 2.
     return tensorstore.open({"driver": "auto", "kvstore": store}, open=True, read=True, context=storage_context())
 
 

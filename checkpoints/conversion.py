@@ -22,6 +22,7 @@ from checkpoints.huggingface import INDEX_FILE
 from checkpoints.loading import Progress, check_tensors, stored_leaves
 from checkpoints.lora import merged_tensors, open_adapter
 from checkpoints.manifest import MANIFEST_FILE, Manifest, TensorEntry, chunk_grid, digest
+from checkpoints.non_finite import NonFinite
 from checkpoints.opening import open_tensors
 from checkpoints.output import MARK_FILE, FolderOutput, Output
 from checkpoints.processes import Processes
@@ -45,10 +46,13 @@ def convert(
 ) -> None:
     """Write a canonical checkpoint. Call ``output.prepare`` first.
 
-    Every process reads and writes a share of the tensors; tensors and manifest do not depend on their number. Peak host
-    memory is two groups of tensors (see :mod:`checkpoints.writing`), or twice the largest tensor if that is larger.
-    Process 0 writes the manifest last, so an interrupted conversion leaves nothing that could be taken for a
-    checkpoint.
+    Every process reads and writes a share of the tensors; tensors and manifest do not depend on their number. Process 0
+    writes the manifest last, so an interrupted conversion leaves nothing that could be taken for a checkpoint.
+
+    Peak host memory does not grow with the checkpoint. It is about four times a group of tensors (512 MB, see
+    :mod:`checkpoints.writing`), or four times the largest tensor if that is larger: the group, the copies that Orbax
+    writes, and the tensor that is read next. ``benchmarks.full_checkpoint`` measured 4.3 GB resident for a checkpoint
+    of 15.2 GB whose largest tensor has 1.1 GB.
 
     Args:
       source: a folder of any format, with configuration, tokenizer and, by default, the tensors. Its LoRA adapter, if
@@ -132,15 +136,17 @@ class _Conversion:
     def _sources(self) -> Sources:
         """The tensors to write: merged with the source's adapter, then quantized if requested."""
         found = merged_tensors(self.source, self.target, self.tensors, self.dtype)
+        wrong, scales = NonFinite(), frozenset[str]()
         if self.target.quantization != self.source.quantization:
-            found = quantized_tensors(found, self.target)
+            found = quantized_tensors(found, self.target, wrong)
+            scales = frozenset(name for leaf in self.target.leaves if leaf.quantized for name in leaf.scales.sources)
         entries = {}
         for leaf in self.target.stored_leaves:
             for name in leaf.sources:
                 tensor = found[name]
                 grid = chunk_grid(leaf, self.target.config.dimensions, 4)
                 entries[name] = TensorEntry(tensor.shape, self.dtype or tensor.dtype, grid, ())
-        return Sources(found, entries, self.source.place)
+        return Sources(found, entries, self.source.place, wrong, scales)
 
     @functools.cached_property
     def _cuts(self) -> dict[str, Cut] | None:

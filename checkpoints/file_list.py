@@ -46,7 +46,7 @@ def dump_files(files: dict[str, StoredFile]) -> str:
 
 
 def parse_files(text: str, where: str) -> dict[str, StoredFile]:
-    """Read the list.
+    """Parse the list of files that :func:`dump_files` wrote: size and digest by path.
 
     Raises:
       CorruptCheckpointError: the text is not what :func:`dump_files` wrote.

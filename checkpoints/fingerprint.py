@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from checkpoints.errors import CheckpointError
-from checkpoints.folder import CheckpointFolder
+from checkpoints.folder import CheckpointFolder, is_safetensors
 from checkpoints.manifest import MANIFEST_FILE
 
 _SAMPLES = 64
@@ -32,7 +32,7 @@ def folder_fingerprint(folder: CheckpointFolder) -> str:
                 state.update(name.encode() + b"\0" + hashlib.sha256(folder.read_bytes(name)).digest())
         if not has_manifest and folder.remote is None:
             for name in folder.names():
-                is_weights = ("/" not in name and name.endswith(".safetensors")) or folder.is_weight_file(name)
+                is_weights = is_safetensors(name) or folder.is_weight_file(name)
                 if is_weights and (folder.path / name).is_file():
                     _sample(folder.path / name, state, name)
     except OSError as error:

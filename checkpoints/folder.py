@@ -10,11 +10,11 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from checkpoints.errors import CheckpointError
 from checkpoints.local_files import parse_json_object, replace_file
@@ -46,7 +46,8 @@ STAGING_SUFFIX = ".converting"
 SIDE_FILES = ("*.json", "*.jinja", "merges.txt", "LICENSE*")
 # The only subfolder that transformers reads.
 TEMPLATES_FOLDER = "additional_chat_templates"
-_FETCHED = (*SIDE_FILES, "*.safetensors")
+# Schemes of URLs of folders on this machine.
+_LOCAL_SCHEMES = ("file", "local")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -56,6 +57,11 @@ def is_side_file(name: str) -> bool:
     if folder == TEMPLATES_FOLDER:
         return file.endswith(".jinja")
     return not folder and any(fnmatch.fnmatchcase(file, pattern) for pattern in SIDE_FILES)
+
+
+def is_safetensors(name: str) -> bool:
+    """Whether a file, given its path in the folder, may have the weights of a Hugging Face folder."""
+    return "/" not in name and name.endswith(".safetensors")
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class CheckpointFolder:
       remote_arrays: the folder of Orbax's arrays within ``remote``.
       lora: the folder of a LoRA adapter that is merged into the weights while they are read; see
         :mod:`checkpoints.lora`.
+      fetched: whether ``path`` is a download, which has only the files that a reader uses.
     """
 
     path: Path
@@ -76,6 +83,7 @@ class CheckpointFolder:
     remote: Storage | None = None
     remote_arrays: str = ARRAY_FOLDERS[0]
     lora: CheckpointFolder | None = None
+    fetched: bool = False
 
     @property
     def is_orbax(self) -> bool:
@@ -108,6 +116,10 @@ class CheckpointFolder:
         """Whether Orbax wrote a file, given its path in the folder, for the weights."""
         top = self.arrays_folder.partition("/")[0]
         return self.is_orbax and (name.startswith(f"{top}/") if top else not is_side_file(name))
+
+    def must_have(self, name: str) -> bool:
+        """Whether ``path`` must have a file of the folder, given its relative path: a download has no code, say."""
+        return not self.fetched or is_side_file(name) or (self.remote is None and is_safetensors(name))
 
     @property
     def place(self) -> str:
@@ -159,15 +171,14 @@ class CheckpointFolder:
         """Check that a file is in this folder and not too large.
 
         Contents may be copied, printed or served, so a link must not reach a file elsewhere. Links in a snapshot of the
-        Hub's cache lead to the blobs beside it.
+        Hub's cache lead to the blobs of that cache.
         """
         path = self.path / name
         try:
             real, root, size = path.resolve(strict=True), self.path.resolve(), path.stat().st_size
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
-        blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
-        if not (real.is_relative_to(root) or real.is_relative_to(blobs)):
+        if not any(real.is_relative_to(allowed) for allowed in (root, *_hub_blobs(root))):
             raise CheckpointError(f"{path}: a link to {real}, which is outside of the folder")
         if size > MAX_SIDE_FILE_BYTES:
             raise CheckpointError(f"{path}: {size} bytes are too many for a {Path(name).name}")
@@ -228,6 +239,16 @@ def _find_arrays(has: Callable[[str], bool]) -> str | None:
     return next((name for name in ARRAY_FOLDERS if has(f"{name}/{TREE_FILE}".lstrip("/"))), None)
 
 
+def _hub_blobs(folder: Path) -> Iterator[Path]:
+    """Yield the folders of blobs that a folder's links may lead to, if it is in a snapshot of the Hub's cache."""
+    for parent in folder.parents:
+        if parent.name == "snapshots":
+            repository = parent.parent
+            yield repository / "blobs"
+            if repository.name.startswith("models--"):
+                yield repository.parent / "blobs"  # the library's store of large files that repositories share
+
+
 def _cannot_list(error: OSError) -> None:
     raise CheckpointError(f"{error.filename}: cannot be listed ({error.strerror or error})") from error
 
@@ -244,10 +265,11 @@ def open_folder(
     """Open a model folder, and download it if it is not on this machine.
 
     Args:
-      path: a local folder, a URL (``gs://bucket/folder``), a name on the Hub (``apple/DiffuCoder-7B-cpGRPO``), or a
-        folder that is already open, which is returned. A local folder takes precedence over the Hub. For an Orbax
-        checkpoint at a URL, only configuration, tokenizer and licence are downloaded; its tensors are read from the
-        URL. Other folders are downloaded with fsspec, which may need a library for the scheme.
+      path: a local folder or its ``file://`` URL, another URL (``gs://bucket/folder``), a name on the Hub
+        (``apple/DiffuCoder-7B-cpGRPO``), or a folder that is already open, which is returned. A local folder takes
+        precedence over the Hub. For an Orbax checkpoint at a URL, only configuration, tokenizer and licence are
+        downloaded; its tensors are read from the URL. Other folders are downloaded with fsspec, which may need a
+        library for the scheme.
       revision: branch, tag or commit on the Hub.
       token: Hub token; default is the one that huggingface_hub finds.
       offline: use only the Hub's local cache.
@@ -258,23 +280,21 @@ def open_folder(
     Raises:
       CheckpointError: there is no such folder, or it cannot be downloaded.
     """
-    if isinstance(path, CheckpointFolder):
-        folder = path
-    else:
-        folder = _open(path, _FETCHED if weights else SIDE_FILES, revision, token, offline)
+    folder = path if isinstance(path, CheckpointFolder) else _open(path, weights, revision, token, offline)
     if lora is None:
         return folder
     return replace(folder, lora=open_folder(lora, token=token, offline=offline, weights=weights))
 
 
-def _open(
-    path: str | Path, wanted: Sequence[str], revision: str | None, token: str | None, offline: bool
-) -> CheckpointFolder:
+def _open(path: str | Path, weights: bool, revision: str | None, token: str | None, offline: bool) -> CheckpointFolder:
     text = str(path)
-    if "://" in text:
-        return _open_remote_orbax(text) or CheckpointFolder(_fetch_url(text, wanted), text)
+    scheme, is_url, rest = text.partition("://")
+    if is_url and scheme not in _LOCAL_SCHEMES:
+        return _open_remote_orbax(text) or CheckpointFolder(_fetch_url(text, weights), text, fetched=True)
     try:
-        local = Path(path).expanduser()
+        local = Path(unquote(rest.removeprefix("localhost"))) if is_url else Path(path).expanduser()
+        if is_url and not local.is_absolute():
+            raise CheckpointError(f"{text}: not a folder of this machine; expected for example file:///data/model")
         if local.is_dir():
             return CheckpointFolder(local, text)
         if local.exists():
@@ -283,16 +303,17 @@ def _open(
         raise CheckpointError(f"{text[:200]}: not a folder ({error})") from error
     if not _HUB_NAME.fullmatch(text):
         raise CheckpointError(f"{text}: no such folder")
-    return CheckpointFolder(_fetch_hub(text, wanted, revision, token, offline), text)
+    return CheckpointFolder(_fetch_hub(text, weights, revision, token, offline), text, fetched=True)
 
 
-def _fetch_hub(name: str, patterns: Sequence[str], revision: str | None, token: str | None, offline: bool) -> Path:
+def _fetch_hub(name: str, weights: bool, revision: str | None, token: str | None, offline: bool) -> Path:
     import huggingface_hub
 
+    patterns = [*SIDE_FILES, f"{TEMPLATES_FOLDER}/*.jinja", *(["*.safetensors"] if weights else [])]
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                name, revision=revision, token=token, local_files_only=offline, allow_patterns=list(patterns)
+                name, revision=revision, token=token, local_files_only=offline, allow_patterns=patterns
             )
         )
     except Exception as error:  # the library raises many kinds
@@ -311,17 +332,17 @@ def _open_remote_orbax(url: str) -> CheckpointFolder | None:
     arrays = _find_arrays(set(names).__contains__)
     if arrays is None and not any(name.startswith(f"{WEIGHTS_FOLDER}/") for name in names):
         return None
-    files = {name: storage.read(name) or b"" for name in names if is_side_file(name)}
+    files = {name: storage.read(name, MAX_SIDE_FILE_BYTES) or b"" for name in names if is_side_file(name)}
     identity = [url, *(f"{name} {hashlib.sha256(data).hexdigest()}" for name, data in files.items())]
     cache = _cache_folder("\n".join(identity))
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, data in files.items():
         (cache / name).parent.mkdir(exist_ok=True)
         replace_file(cache / name, [data])
-    return CheckpointFolder(cache, url, storage, ARRAY_FOLDERS[0] if arrays is None else arrays)
+    return CheckpointFolder(cache, url, storage, ARRAY_FOLDERS[0] if arrays is None else arrays, fetched=True)
 
 
-def _fetch_url(url: str, patterns: Sequence[str]) -> Path:
+def _fetch_url(url: str, weights: bool) -> Path:
     import fsspec
     from fsspec.core import url_to_fs
 
@@ -329,26 +350,61 @@ def _fetch_url(url: str, patterns: Sequence[str]) -> Path:
         system, root = url_to_fs(url)
         if not system.isdir(root):
             raise CheckpointError(f"{url}: no such folder")
-        remotes = {remote.rstrip("/").rsplit("/", 1)[-1]: remote for remote in system.ls(root, detail=False)}
+        files = _list_url(system, root)
         wanted = {
-            name: remote
-            for name, remote in sorted(remotes.items())
-            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+            name: files[name] for name in sorted(files) if is_side_file(name) or (weights and is_safetensors(name))
         }
         # A change at the source, even of the same size, leads to another folder here.
-        cache = _cache_folder("\n".join([url, *(f"{name} {system.ukey(remote)}" for name, remote in wanted.items())]))
-        for name, remote in wanted.items():
+        identity = [url, *(f"{name} {system.ukey(info['name'])}" for name, info in wanted.items())]
+        cache = _cache_folder("\n".join(identity))
+        for name, info in wanted.items():
             target = cache / name
             if not target.is_file():
-                if is_side_file(name) and (size := system.size(remote) or 0) > MAX_SIDE_FILE_BYTES:
-                    raise CheckpointError(f"{remote}: {size} bytes are too many for a {name}")
-                with system.open(remote, "rb") as file:
-                    replace_file(target, iter(partial(file.read, _FETCHED_BYTES), b""))
+                target.parent.mkdir(exist_ok=True)
+                replace_file(target, _download(system, info, MAX_SIDE_FILE_BYTES if is_side_file(name) else None))
         return cache
     except (OSError, ImportError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{url}: cannot be read ({error}; fsspec {fsspec.__version__})") from error
+
+
+def _list_url(system: Any, root: str) -> dict[str, dict[str, Any]]:
+    """List the files of a folder and of its chat templates: fsspec's information by path in the folder.
+
+    Raises:
+      CheckpointError: one is a link. It could lead out of the folder.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for entry in system.ls(root, detail=True):
+        name = entry["name"].rstrip("/").rsplit("/", 1)[-1]
+        entries = {name: entry}
+        if name == TEMPLATES_FOLDER and entry["type"] == "directory":
+            inner = [] if entry.get("islink") else system.ls(entry["name"], detail=True)
+            entries |= {f"{name}/{one['name'].rsplit('/', 1)[-1]}": one for one in inner}
+        found |= entries
+    links = [name for name, entry in found.items() if entry.get("islink")]
+    if links:
+        raise CheckpointError(f"{root}: {links[0]:.200} is a link; name the folder by its path, without a URL")
+    return {name: entry for name, entry in found.items() if entry["type"] != "directory"}
+
+
+def _download(system: Any, info: dict[str, Any], most: int | None) -> Iterator[bytes]:
+    """Read a file piece by piece, given fsspec's information about it.
+
+    Raises:
+      CheckpointError: it has more than ``most`` bytes.
+    """
+    size, done = info.get("size") or 0, 0  # not every server tells the size
+    with system.open(info["name"], "rb") as file:
+        while True:
+            if most is not None and max(size, done) > most:
+                file_name = info["name"].rpartition("/")[2]
+                raise CheckpointError(f"{info['name']}: {max(size, done)} bytes are too many for a {file_name}")
+            if not (piece := file.read(_FETCHED_BYTES)):
+                return
+            done += len(piece)
+            yield piece
 
 
 def _cache_folder(identity: str) -> Path:

@@ -36,8 +36,9 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        if error.filename == str(partial):
-            error.filename = str(path)  # the name that the user knows
+        # The name that the user knows. Writing gives none, and an error without a number cannot have one.
+        if error.filename == str(partial) or (error.filename is None and error.errno is not None):
+            error.filename = str(path)
         raise
     finally:
         partial.unlink(missing_ok=True)
@@ -75,6 +76,10 @@ def lock(handle: int) -> bool:
     return True
 
 
+# Far below the depth at which writing or printing a value that was read exceeds Python's recursion limit.
+_MAX_DEPTH = 100
+
+
 class JsonObjectError(ValueError):
     """The JSON is not an object, or it contains an object with duplicate keys or too many keys."""
 
@@ -94,6 +99,17 @@ def _decoder(most_names: int | None) -> json.JSONDecoder:
     return json.JSONDecoder(object_pairs_hook=functools.partial(_unique, most=most_names))
 
 
+def _is_deeper(value: Any, most: int) -> bool:
+    """Whether a JSON value has more than ``most`` levels of objects and lists, one inside the other."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(most):
+        parts = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [child for part in parts for child in part if isinstance(child, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
 def parse_json_object(data: bytes, most_names: int | None = None) -> dict[str, Any]:
     """Parse a JSON object.
 
@@ -104,12 +120,15 @@ def parse_json_object(data: bytes, most_names: int | None = None) -> dict[str, A
     Raises:
       UnicodeDecodeError: the bytes are not UTF-8.
       JsonObjectError: the JSON is not an object, or an object in it has a name twice or too many names.
-      ValueError: the text is not JSON, or is nested too deeply.
+      ValueError: the text is not JSON, or has more than 100 levels of objects and lists.
     """
     try:
         value = _decoder(most_names).decode(data.decode("utf-8"))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    # Most texts have few brackets, so the count saves the walk.
+    if data.count(b"[") + data.count(b"{") > _MAX_DEPTH and _is_deeper(value, _MAX_DEPTH):
+        raise ValueError("nested too deeply")
     if not isinstance(value, dict):
         raise JsonObjectError(f"expected an object, found {type(value).__name__}")
     return value

@@ -62,7 +62,7 @@ TILE = 1024
 
 @dataclass(frozen=True)
 class _Config:
-    """What ``adapter_config.json`` says about ranks and scales.
+    """Ranks and scales from ``adapter_config.json``.
 
     Attributes:
       rank, alpha: those of matrices that no pattern names.
@@ -148,7 +148,7 @@ def _is_real(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Update:
-    """What an adapter adds to one matrix.
+    """The update of one matrix by an adapter.
 
     Attributes:
       a: ``[R, I]``.

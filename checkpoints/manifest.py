@@ -79,7 +79,7 @@ class TensorEntry:
     """The manifest's entry of one tensor.
 
     Attributes:
-      shape, dtype: of the tensor.
+      shape, dtype: shape and dtype of the tensor.
       grid: number of parts into which each dimension is cut. Parts are equal, except that the last one is shorter if
         the size does not divide.
       digests: one per chunk, in C order of the grid. Each is of the chunk's elements in C order, little-endian.

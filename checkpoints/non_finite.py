@@ -15,10 +15,12 @@ _SHOWN = 20
 
 
 class NonFinite:
-    """Counts NaN and infinity by tensor. It is thread-safe."""
+    """Counts NaN, infinities and all values by tensor. It is thread-safe."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self._nans: Counter[str] = Counter()
+        self._infinities: Counter[str] = Counter()
+        self._values: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def count(self, name: str, data: np.ndarray) -> None:
@@ -29,18 +31,26 @@ class NonFinite:
         bits = np.ascontiguousarray(data).view(f"uint{8 * data.itemsize}")
         exponent = bits.dtype.type(exponent)
         found = int(np.count_nonzero((bits & exponent) == exponent))
-        if found:
-            with self._lock:
-                self._counts[name] += found
+        nans = int(np.count_nonzero(np.isnan(data))) if found else 0
+        with self._lock:
+            self._values[name] += data.size
+            self._nans[name] += nans
+            self._infinities[name] += found - nans
 
     def check(self, place: str) -> None:
         """Check that there are none.
 
         Raises:
-          CheckpointError: names the tensors, with the number of such elements in each.
+          CheckpointError: names the tensors, with the numbers of such values in each.
         """
-        if self._counts:
-            shown = [f"{name:.200} ({count} of its elements)" for name, count in sorted(self._counts.items())]
+        wrong = sorted((self._nans + self._infinities).keys())  # a sum has no zeros
+        if wrong:
+            shown = [f"{name:.200} ({self._count(name)})" for name in wrong]
             more = len(shown) - _SHOWN
             text = ", ".join(shown[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
             raise CheckpointError(f"{place}: NaN or infinity in {text}; a model with such weights generates nothing")
+
+    def _count(self, name: str) -> str:
+        counts = ((self._nans[name], "NaN"), (self._infinities[name], "infinite"))
+        found = " and ".join(f"{count:,} {kind}" for count, kind in counts if count)
+        return f"{found} of {self._values[name]:,} values"

@@ -8,10 +8,10 @@ import logging
 from checkpoints.arrays import open_arrays
 from checkpoints.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from checkpoints.file_list import FILES_FILE, StoredFile, parse_files
-from checkpoints.folder import STAGING_SUFFIX, CheckpointFolder, is_side_file
+from checkpoints.folder import MAX_SIDE_FILE_BYTES, STAGING_SUFFIX, CheckpointFolder, is_side_file
 from checkpoints.huggingface import open_safetensors
 from checkpoints.manifest import MANIFEST_FILE, Manifest, digest, verified
-from checkpoints.orbax import stored_keys
+from checkpoints.orbax import check_descriptions, stored_keys
 from checkpoints.output import MARK_FILE
 from checkpoints.source import StoredTensors
 from runtime.models.families import find_family
@@ -25,7 +25,7 @@ VERIFY = ("full", "sizes", "none")
 
 
 def read_manifest(folder: CheckpointFolder) -> Manifest | None:
-    """Read a folder's manifest; None where a Hugging Face folder, or what plain Orbax saved, has none.
+    """Read a folder's manifest; None if it has none.
 
     Raises:
       IncompleteCheckpointError: a conversion to this folder was not finished.
@@ -46,7 +46,7 @@ def read_manifest(folder: CheckpointFolder) -> Manifest | None:
 
 def _is_a_conversion(folder: CheckpointFolder) -> bool:
     """Whether a conversion wrote, or began to write, an Orbax checkpoint."""
-    return any(folder.storage.read(name) is not None for name in (FILES_FILE, MARK_FILE))
+    return any(folder.storage.read(name, MAX_SIDE_FILE_BYTES) is not None for name in (FILES_FILE, MARK_FILE))
 
 
 def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensors:
@@ -106,6 +106,7 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
 
 def _open_orbax(folder: CheckpointFolder, manifest: Manifest | None) -> StoredTensors:
     """Open the arrays that the manifest lists, or without one those that Orbax describes."""
+    check_descriptions(folder)
     tensor_name = find_family(folder.config).tensor_name
     if manifest is None:
         return open_arrays(folder, stored_keys(folder, tensor_name))
@@ -133,6 +134,8 @@ def check_files(folder: CheckpointFolder, manifest: Manifest) -> None:
     for name, wanted in manifest.files.items():
         path = folder.path / name
         if not path.is_file():
+            if not folder.must_have(name):
+                continue
             raise CorruptCheckpointError(f"{path}: the manifest lists this file, but it does not exist")
         if is_side_file(name) and digest(_side_file(folder, name)) != wanted:
             raise CorruptCheckpointError(f"{path}: changed since it was written: its digest is wrong")

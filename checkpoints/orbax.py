@@ -1,8 +1,9 @@
 """Orbax's public interface: save arrays in groups, finish the checkpoint, and describe what is stored.
 
-A conversion saves groups of tensors with ``partial.save`` and ends with ``partial.finalize``: no more than a group is
-in memory. Each tensor is an array over the devices of all processes, so each process writes its own shards. The arrays
-are unpadded, one for each tensor of the source (https://orbax.readthedocs.io, "Partial saving").
+A conversion saves groups of tensors with ``partial.save`` and ends with ``partial.finalize``, so its memory does not
+grow with the checkpoint (:func:`checkpoints.conversion.convert` has the numbers). Each tensor is an array over the
+devices of all processes, so each process writes its own shards. The arrays are unpadded, one for each tensor of the
+source (https://orbax.readthedocs.io, "Partial saving").
 """
 
 from __future__ import annotations
@@ -13,22 +14,32 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import jax
 
 from checkpoints.errors import CheckpointError, IncompleteCheckpointError
-from checkpoints.folder import CheckpointFolder
+from checkpoints.folder import MAX_SIDE_FILE_BYTES, TREE_FILE, CheckpointFolder
+from checkpoints.source import read_ahead
 from checkpoints.storage import first_line
 
 # The name that Orbax gives to a tree that is saved by itself.
 TREE = "state"
-# Larger files hold no chunk that is read alone, smaller ones are many.
+# Target size of Orbax's data files: smaller ones would be too many.
 _DATA_FILE_BYTES = 128 << 20
 # What Orbax writes for the arrays' data; the other files describe the arrays.
 _DATA_FOLDERS = ("d", "ocdbt.process_0")
 _DATABASE_FILE = "manifest.ocdbt"
+# What Orbax and TensorStore read whole to open the arrays.
+_DESCRIPTIONS = (
+    *(_DATABASE_FILE, "zarr.json", ".zarray", ".zattrs", ".zgroup", "_strings.json"),
+    *(TREE_FILE, "_sharding", "_CHECKPOINT_METADATA", "_ROOT_METADATA", "metadata", "commit_success.txt"),
+)
+_DESCRIPTION_FOLDERS = ("array_metadatas", "custom_metadata", "descriptor", "metadata")
+# Files that are looked at together. An object store answers slowly.
+_READERS = 8
 
 
 def _key(path: Any) -> str:
@@ -142,6 +153,19 @@ def _save_names(place: Path, names: list[str]) -> None:
             v1.save(place, dict.fromkeys(names, np.zeros(1, np.int8)))
     except Exception as error:  # the library raises many kinds
         raise CheckpointError(f"Orbax cannot describe the checkpoint ({first_line(error)})") from error
+
+
+def check_descriptions(folder: CheckpointFolder) -> None:
+    """Check that the files that describe a checkpoint's arrays are small enough to be read whole.
+
+    Raises:
+      CheckpointError: one is too large.
+    """
+    paths = map(PurePosixPath, folder.names())
+    found = [str(path) for path in paths if path.name in _DESCRIPTIONS or path.parent.name in _DESCRIPTION_FOLDERS]
+    checks = (partial(folder.storage.check_size, name, MAX_SIDE_FILE_BYTES) for name in found)
+    for _ in read_ahead(checks, _READERS):
+        pass
 
 
 def stored_keys(folder: CheckpointFolder, tensor_name: Callable[[str], str | None]) -> dict[str, str]:

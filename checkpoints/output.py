@@ -151,7 +151,7 @@ class FolderOutput:
             shutil.rmtree(self._removing)
         except OSError as error:
             raise CheckpointError(
-                f"{self.path} is written, but what it replaced cannot be removed ({error})"
+                f"{self.path} is written, but the old checkpoint cannot be removed ({error})"
             ) from error
 
     def _give_name(self) -> Path | None:

@@ -18,7 +18,7 @@ class Processes:
     """This process among those that work together; alone by default.
 
     Attributes:
-      index: of this process.
+      index: index of this process.
       count: number of processes.
       exchange: sends a text to all processes, waits for theirs, and returns them by index. All processes call it.
     """

@@ -93,17 +93,40 @@ class Storage:
     def _open(self) -> Any:
         return tensorstore.KvStore.open(self.spec, context=storage_context()).result()
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, most: int | None = None) -> bytes | None:
         """Read a file's bytes; None if there is no such file.
 
+        Args:
+          name: relative path of the file.
+          most: a file with more bytes is not read; None for no limit.
+
         Raises:
-          CheckpointError: it cannot be read.
+          CheckpointError: it cannot be read, or has more than ``most`` bytes.
         """
+        if most is not None:
+            self.check_size(name, most)
         try:
             found = self._open().read(name).result()
         except Exception as error:  # the library raises many kinds
             raise CheckpointError(f"{self.place}/{name}: cannot be read ({first_line(error)})") from error
         return bytes(found.value) if found.state == "value" else None
+
+    def check_size(self, name: str, most: int) -> None:
+        """Check that a file has no more than ``most`` bytes, without reading it. There need not be such a file.
+
+        Raises:
+          CheckpointError: it has more bytes, or cannot be read.
+        """
+        try:
+            # TensorStore does not tell sizes; it tells whether there is a byte behind the last allowed one.
+            found = self._open().read(name, byte_range=slice(most, most + 1)).result()
+        except Exception as error:  # the library raises many kinds
+            if str(error).startswith("OUT_OF_RANGE"):
+                return
+            raise CheckpointError(f"{self.place}/{name}: cannot be read ({first_line(error)})") from error
+        if found.state == "value":
+            file = name.rpartition("/")[2]
+            raise CheckpointError(f"{self.place}/{name}: more than {most} bytes are too many for a {file}")
 
     def digest(self, name: str) -> tuple[int, str]:
         """Return a file's size in bytes and its XXH3-128 digest in hexadecimal.

@@ -106,7 +106,9 @@ def _read(found: StoredTensors, name: str, part: Index, wrong: NonFinite) -> np.
 
 def _verify_files(folder: CheckpointFolder, manifest: Manifest) -> None:
     storage = folder.remote or Storage.at(folder.path)
-    wanted = dict(manifest.files)
+    # A download lacks files that no reader uses. Those that must be there are.
+    there = set(folder.names())
+    wanted = {name: said for name, said in manifest.files.items() if folder.must_have(name) or name in there}
     if manifest.covers_folder:
         wanted |= {name: file.digest for name, file in weight_files(folder).items()}
     reads = (partial(list_files, storage, [name]) for name in wanted)

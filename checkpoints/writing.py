@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -40,22 +40,28 @@ class Sources:
       found: the tensors to read.
       entries: shape, dtype to write and grid of each tensor by name, without digests.
       place: the checkpoint that is read, for messages.
+      wrong: counts NaN and infinity in what is read.
+      scales: names of the scales that are computed while matrices are quantized. Their values are not counted, those
+        of the matrices are.
     """
 
     found: StoredTensors
     entries: Mapping[str, TensorEntry]
     place: str
+    wrong: NonFinite = field(default_factory=NonFinite)
+    scales: frozenset[str] = frozenset()
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes to write of each tensor, by name."""
         return {name: math.prod(one.shape) * np.dtype(one.dtype).itemsize for name, one in self.entries.items()}
 
-    def read(self, name: str, index: Index, wrong: NonFinite) -> np.ndarray:
+    def read(self, name: str, index: Index) -> np.ndarray:
         """Read a part of a tensor in the dtype to write, and count NaN and infinity in it."""
         data = self.found[name].read(index)
         with np.errstate(over="ignore"):  # infinities are counted below
             data = np.ascontiguousarray(data.astype(self.entries[name].dtype, copy=False))
-        wrong.count(name, data)
+        if name not in self.scales:
+            self.wrong.count(name, data)
         return data
 
 
@@ -117,11 +123,11 @@ def write_groups(
     Raises:
       CheckpointError: a tensor cannot be read, the checkpoint cannot be written, or another process failed.
     """
-    wrong, digests = NonFinite(), Digests()
+    digests = Digests()
     sizes = sources.sizes()
     owners = processes.owners(sizes)
     # The next tensor is read while a group is saved.
-    parts = read_ahead(partial(_read_part, sources, name, cuts[name], owners[name], wrong) for name in sizes)
+    parts = read_ahead(partial(_read_part, sources, name, cuts[name], owners[name]) for name in sizes)
     done = 0
     for group in _groups(sizes):
         arrays: dict[str, jax.Array] = {}
@@ -142,7 +148,7 @@ def write_groups(
         orbax.save_group(place, arrays, chunk_bytes)
 
     def check() -> str:
-        wrong.check(sources.place)
+        sources.wrong.check(sources.place)
         return ""
 
     processes.agree(check)
@@ -199,8 +205,11 @@ class _Part:
         return found
 
 
-def _read_part(sources: Sources, name: str, cut: Cut, owner: int, wrong: NonFinite) -> _Part:
-    """Read the part of a tensor on this process's devices; ``owner`` gets the first replica if it is not sharded."""
+def _read_part(sources: Sources, name: str, cut: Cut, owner: int) -> _Part:
+    """Read this process's part of a tensor.
+
+    An unsharded tensor is written by process ``owner``, whose device comes first in the mesh.
+    """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     if cut.shards == 1:
         first = next(number for number, device in enumerate(devices) if device.process_index == owner)
@@ -216,9 +225,7 @@ def _read_part(sources: Sources, name: str, cut: Cut, owner: int, wrong: NonFini
     for part in sources.found[name].parts():
         rows = slice(max(part[0].start, index[0].start), min(part[0].stop, index[0].stop))
         if rows.start < rows.stop:
-            data[rows.start - index[0].start : rows.stop - index[0].start] = sources.read(
-                name, (rows, *index[1:]), wrong
-            )
+            data[rows.start - index[0].start : rows.stop - index[0].start] = sources.read(name, (rows, *index[1:]))
     return _Part(shape, sharding, tuple(part.start for part in index), data)
 
 
@@ -236,7 +243,7 @@ def write_parts(sources: Sources, arrays: Storage, processes: Processes, progres
     Raises:
       CheckpointError: a tensor cannot be read or written.
     """
-    wrong, digests = NonFinite(), Digests()
+    digests = Digests()
     sizes = sources.sizes()
     names = processes.share(sizes)
     described, parts = {}, []
@@ -248,7 +255,7 @@ def write_parts(sources: Sources, arrays: Storage, processes: Processes, progres
     done, total = 0, sum(sizes[name] for name in names)
     with ArrayWriter(arrays, processes.index) as writer:
         targets = writer.create(described)
-        reads = (partial(sources.read, name, part, wrong) for name, part in parts)
+        reads = (partial(sources.read, name, part) for name, part in parts)
         for (name, part), data in zip(parts, read_ahead(reads), strict=True):
             entry, row = sources.entries[name], part[0]
             if row.start == 0:
@@ -261,5 +268,5 @@ def write_parts(sources: Sources, arrays: Storage, processes: Processes, progres
             del data
             if progress is not None:
                 progress(done, total)
-        wrong.check(sources.place)
+        sources.wrong.check(sources.place)
     return digests

@@ -32,15 +32,17 @@ from launch.process.startup import (
     start_devices,
     this_host,
 )
-from runtime import MeshSpec, ModelConfig, model_layout, parse_config
-from runtime.planner import (
+from runtime import (
     WEIGHT_MEMORY_SHARE,
+    MeshSpec,
+    ModelConfig,
     default_mesh,
-    device_memory,
+    model_layout,
+    parse_config,
     tensor_sizes,
     weight_bytes,
-    weights_class,
 )
+from runtime.planner import device_memory, weights_class
 
 # Environment variables that affect a run. Others are not shown, because the environment may hold secrets.
 _SETTINGS = ("JAX_", "XLA_", "LIBTPU_INIT_ARGS", "TPU_", "CUDA_VISIBLE_DEVICES", "NCCL_", "TF_GPU_ALLOCATOR")

@@ -21,7 +21,7 @@ import numpy as np
 from absl import flags
 
 from launch.display.canvas_view import CanvasView, row_titles, watched, write_history
-from launch.display.completions import summary, write_completions
+from launch.display.completions import summary, write_completions, write_unfinished
 from launch.display.explain import explain
 from launch.flags.decoding import decoding_config, define_decoding_flags, describe
 from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_mesh, read_tokenizer
@@ -41,6 +41,7 @@ from launch.process.startup import (
 )
 from runtime import (
     MAX_SAMPLES,
+    CompletionBuilder,
     DiffusionConfig,
     InputError,
     SamplingConfig,
@@ -114,12 +115,10 @@ def main(values: flags.FlagValues) -> None:
         say(describe(config))
     view, titles = CanvasView(engine, ids, mask, samples, suffixes), row_titles(prompts, samples)
 
-    def show(rows: Sequence[Sequence[int]]) -> None:
-        for title, tokens in zip(titles, rows, strict=True):
-            print(f"=== {title} ===\n{engine.tokenizer.decode(list(tokens))}")
-
+    ends = (*engine.end_token_ids, *config.stop_token_ids)
+    builder = CompletionBuilder(engine.tokenizer, engine.config.mask_token_id, ends)
     tests = engine.stop_tests([values.stop] * (len(prompts) * samples), config.stop_token_ids)
-    interruption = Interruption(len(tests), show)
+    interruption = Interruption(len(tests), lambda rows: write_unfinished(rows, titles, builder, values.stop))
     with traced(values), interruption:
         tests = interruption.stop_tests(tests)
         with observed(values, view, titles) as (progress, watch):
@@ -135,9 +134,7 @@ def main(values: flags.FlagValues) -> None:
             )
     if values.dump_hlo is not None:
         write_programs(values, engine.program_texts())
-    completions = engine.completions(
-        prompts, ids, mask, result, stop=values.stop, stop_token_ids=config.stop_token_ids, suffixes=values.suffix
-    )
+    completions = builder.build_batch(prompts, ids, mask, result, values.stop, values.suffix)
     if is_main_process():
         write_completions(completions, titles, result, values)
         if values.history_html is not None and isinstance(config, DiffusionConfig):
@@ -154,7 +151,7 @@ def observed(
     """Show the canvas with ``--watch``, else a progress bar.
 
     Yields:
-      What to call with the progress, and what to call with the canvas of each step, if anything.
+      The progress callback, and the callback for each step's canvas or None.
     """
     if values.watch:
         with watched(view, titles) as (progress, watch):

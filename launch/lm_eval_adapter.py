@@ -11,7 +11,8 @@ one machine. Exit code 2 means an invalid parameter.
 
 from __future__ import annotations
 
-import sys
+from launch.process.startup import fail
+from launch.process.streams import prepare_streams
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -19,23 +20,21 @@ try:
 except ModuleNotFoundError as missing:
     hint = f"the adapter needs lm-evaluation-harness ({missing}): pip install 'diffumesh[eval]'"
     if __name__ == "__main__":
-        print(f"error: {hint}", file=sys.stderr)
-        sys.exit(2)
+        fail(hint)
     raise ImportError(hint) from missing
 
 from launch.harness.model import HarnessModel
-from launch.hosts.faults import EXIT_USER_ERROR
 from runtime import InputError
 
 
 def run() -> None:
     """Register the model ``diffumesh`` and run the harness."""
+    prepare_streams()
     register_model("diffumesh")(HarnessModel)
     try:
         cli_evaluate()
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+        fail(str(error))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,8 @@ def main(values: flags.FlagValues, command: Sequence[str]) -> int:
     if any(codes):
         print(f"exit codes: {', '.join(map(str, codes))}", file=sys.stderr, flush=True)
     # A frozen process was killed here: that is not the user's fault, and a restart may help.
-    return worst([EXIT_RESTART if number in late else code for number, code in enumerate(codes) if code is not None])
+    ended = [(process_index, code) for process_index, code in enumerate(codes) if code is not None]
+    return worst([EXIT_RESTART if process_index in late else code for process_index, code in ended])
 
 
 def run(argv: Sequence[str] | None = None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-from launch.hosts.faults import EXIT_USER_ERROR
-from launch.process.startup import version
+from launch.process.startup import fail, version
+from launch.process.streams import prepare_streams
 
 LAUNCHERS = {
     "generate": "complete prompts with a diffusion language model on any mesh",
@@ -40,17 +40,18 @@ def usage() -> str:
 
 def run() -> None:
     """Entry point of the console command."""
+    prepare_streams()
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if command in ("--help", "-h", "help"):
-        print(usage())
-    elif command == "--version":
-        print(f"diffumesh {version()}")
+    if command in ("--help", "-h", "help", "--version"):
+        try:
+            print(f"diffumesh {version()}" if command == "--version" else usage(), flush=True)
+        except OSError as error:
+            fail(f"standard output: {error.strerror}")
     elif command in LAUNCHERS:
         launcher = importlib.import_module(f"launch.{command}")
         launcher.run([f"diffumesh {command}", *sys.argv[2:]])
     else:
-        print(f'error: there is no command "{command}"\n\n{usage()}', file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+        fail(f'there is no command "{command}"\n\n{usage()}')
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.process.startup import run_launcher
-from runtime.planner import FAMILIES, Family, preset
+from runtime import FAMILIES, Family, parse_config
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -63,7 +63,7 @@ def print_table(families: Iterable[Family]) -> None:
         ways = said["decoding"]
         lines = [f"{name}: {', '.join(ways[name])}" for name in ("algorithm", "parallel", "cache") if ways[name]]
         lines += ["cfg_scale"] if family.guidance else []
-        presets = [f"{name} ({preset(name).num_layers} layers)" for name in family.presets]
+        presets = [f"{name} ({parse_config(raw).num_layers} layers)" for name, raw in family.presets.items()]
         decoding = "\n".join(lines) or "token by token, with a KV cache"
         table.add_row(family.model_type, family.attention, "\n".join(presets), decoding, family.verified)
     Console(width=None if sys.stdout.isatty() else 160).print(table)

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from absl import flags
 
+from launch.flags.decoding import define_flag
 from launch.flags.model import read_mesh
 from launch.plans.plot import check_plot, plot_plans
 from launch.plans.search import plan_topology
 from launch.plans.table import describe_plans, print_plans
 from launch.process.profiling import check_folder
 from launch.process.startup import compile_only, run_launcher
-from runtime import CACHES, QUANTIZATIONS, STORED_DTYPES, InputError, MeshError, parse_config
+from runtime import EXPOSED_PARAMETERS, QUANTIZATIONS, STORED_DTYPES, InputError, MeshError, parse_config
 from runtime.planner import (
     PRESETS,
     Workload,
@@ -38,11 +40,18 @@ MACHINES = (
     "1xrtx4090", "1xa100-40gb", "8xa100-40gb", "1xa100", "8xa100", "1xh100", "8xh100", "1xh200", "8xh200", "2x8xh200",
 )  # fmt: skip
 
+# Decoding parameters of the workload. An autoregressive model's cache is fixed here.
+_DECODING = {
+    "steps": EXPOSED_PARAMETERS["steps"],
+    "cache": replace(EXPOSED_PARAMETERS["cache"], flag_default=Workload.cache, flag_help=""),
+    "block_length": EXPOSED_PARAMETERS["block_length"],
+}
+
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define the flags of this command."""
 
-    def integer(name: str, default: int | None, text: str) -> None:
+    def integer(name: str, default: int, text: str) -> None:
         flags.DEFINE_integer(name, default, text, 1, flag_values=values)
 
     def string(name: str, default: str | None, text: str) -> None:
@@ -56,9 +65,8 @@ def define_flags(values: flags.FlagValues) -> None:
     integer("batch", 1, "Rows that are generated together.")
     integer("prompt", 256, "Tokens of each prompt.")
     integer("new_tokens", 256, "Tokens to generate for each row.")
-    integer("steps", None, "Denoise steps of masked diffusion in all blocks together. Default: one per new token.")
-    flags.DEFINE_enum("cache", "none", CACHES, "Cache of masked diffusion; none is exact.", flag_values=values)
-    integer("block_length", None, "Positions per block, with a cache. Default: 32, or that of the model's attention.")
+    for parameter in _DECODING.values():
+        define_flag(parameter, values)
     flags.DEFINE_enum(
         "quantize",
         "none",
@@ -103,20 +111,21 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
             raise InputError("--checkpoint is empty: name a folder, a URL or a Hub name")
         folder = open_folder(values.checkpoint, weights=False)
         name, config, stored = folder.name, parse_config(folder.config), folder.quantization
-    given = [f"--{flag}" for flag in ("steps", "cache", "block_length") if values[flag].present]
+    given = [f"--{flag}" for flag in _DECODING if values[flag].present]
     if config.objective == "autoregressive" and given:
         raise InputError(
             f"{', '.join(given)}: only for masked diffusion; {name} is autoregressive, with a cache, one pass per token"
         )
+    block_length = config.attention_block_length or Workload.block_length
     return name, Workload(
         config,
         values.dtype or config.dtype,
         values.batch,
         values.prompt,
         values.new_tokens,
-        values.steps or values.new_tokens,
+        values.new_tokens if values.steps is None else values.steps,
         values.cache,
-        values.block_length or config.attention_block_length or Workload.block_length,
+        block_length if values.block_length is None else values.block_length,
         values.quantize if stored == "none" else stored,
     )
 

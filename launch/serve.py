@@ -88,7 +88,9 @@ def main(values: flags.FlagValues) -> None:
     if is_main_process():
         allow_files(limits.connections)
         own = listen(values.host, values.port)
-    start_devices(values, {"checkpoint": folder_fingerprint(folder)})
+    profiling = values.profile_dir is not None or values.dump_hlo is not None
+    end_within = limits.grace_period + _ENDING_SECONDS + profiling * _PROFILE_SECONDS
+    start_devices(values, {"checkpoint": folder_fingerprint(folder)}, end_within=end_within)
     server = None
     if own is not None:
         server = Server(own, defaults, modes, limits, keys, allowed_hosts(values), this_host(), version())
@@ -97,8 +99,6 @@ def main(values: flags.FlagValues) -> None:
     engine = load_engine(values, folder, mesh, values.slots)
     say(describe(defaults.config))
     executor = Executor(engine.runner, shapes)
-    profiling = values.profile_dir is not None or values.dump_hlo is not None
-    this_host().end_within(limits.grace_period + _ENDING_SECONDS + profiling * _PROFILE_SECONDS)
     if server is None or own is None:
         with traced(values):
             follow(executor, this_host())

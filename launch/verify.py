@@ -32,7 +32,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_bool(
         "write_manifest",
         False,
-        "Write the manifest of a Hugging Face or Orbax folder as it is now, or renew a canonical checkpoint's.",
+        "Write the manifest of a Hugging Face or Orbax folder as it is now, or rewrite a canonical checkpoint's.",
         flag_values=values,
     )
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from runtime.execution.buckets import MAX_PROGRAMS, Bucket, Grid
     from runtime.execution.executor import Executor, Programs
     from runtime.execution.fair_queue import FairQueue
-    from runtime.execution.left_padding import read_rows, row_starts
+    from runtime.execution.left_padding import read_rows, unpadded_rows
     from runtime.execution.offline import OfflineScheduler
     from runtime.execution.pool import PoolShape, step_limit
     from runtime.execution.pool_state import PoolLimits
@@ -65,25 +65,30 @@ if TYPE_CHECKING:
     from runtime.execution.result import GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
     from runtime.execution.rows import MAX_SAMPLES, check_request, row_seed, row_seeds, with_model_blocks
+    from runtime.execution.runner import weight_bytes
     from runtime.execution.scheduler import Scheduler, SchedulerPolicy, SchedulerStats
     from runtime.execution.step_plan import ScorePass, StepOutcome, StepPlan
     from runtime.models.attention import ATTENTION_IMPLEMENTATIONS
-    from runtime.models.config import STORED_DTYPES, ConfigError, ModelConfig
-    from runtime.models.declarations import ModelLayout
-    from runtime.models.families import model_layout, parse_config
+    from runtime.models.config import STORED_DTYPES, ConfigError, Family, ModelConfig
+    from runtime.models.declarations import ModelLayout, partition_spec, shard_shape, tensor_sizes
+    from runtime.models.families import FAMILIES, model_layout, parse_config
     from runtime.models.kv_cache import CACHE_DTYPES
     from runtime.models.quantization import QUANTIZATIONS
+    from runtime.planner.default import default_mesh
     from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
     from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens, place_suffix
+    from sharding.aot import AOT_ENVIRONMENT
     from sharding.errors import NON_FINITE, InputError, MeshError, NonFiniteError, OutOfMemoryError
-    from sharding.mesh import MeshSpec
+    from sharding.mesh import WEIGHT_MEMORY_SHARE, MeshSpec
 
 __all__ = [
+    "AOT_ENVIRONMENT",
     "ATTENTION_IMPLEMENTATIONS",
     "AUTOREGRESSIVE_PARAMETERS",
     "CACHES",
     "CACHE_DTYPES",
     "EXPOSED_PARAMETERS",
+    "FAMILIES",
     "MAX_PROGRAMS",
     "MAX_SAMPLES",
     "MAX_SEED",
@@ -93,6 +98,7 @@ __all__ = [
     "NON_FINITE",
     "QUANTIZATIONS",
     "STORED_DTYPES",
+    "WEIGHT_MEMORY_SHARE",
     "BackgroundCompiler",
     "Boolean",
     "Bucket",
@@ -108,6 +114,7 @@ __all__ = [
     "Event",
     "Executor",
     "FairQueue",
+    "Family",
     "FirstToken",
     "GenerationResult",
     "GenerationStats",
@@ -154,6 +161,7 @@ __all__ = [
     "check_request",
     "compiled_values",
     "declared_parameters",
+    "default_mesh",
     "dependents",
     "encode_prompts",
     "end_tokens",
@@ -162,19 +170,24 @@ __all__ = [
     "model_layout",
     "parse_config",
     "parse_json_object",
+    "partition_spec",
     "place_suffix",
     "plain_number",
     "read_rows",
     "replace_file",
     "row_seed",
     "row_seeds",
-    "row_starts",
+    "shard_shape",
     "step_limit",
     "stop_tests",
+    "tensor_sizes",
+    "unpadded_rows",
+    "weight_bytes",
     "with_model_blocks",
 ]
 
 _HOMES = {
+    "AOT_ENVIRONMENT": "sharding.aot",
     "ATTENTION_IMPLEMENTATIONS": "runtime.models.attention",
     "AUTOREGRESSIVE_PARAMETERS": "runtime.decoding.parameters",
     "Boolean": "runtime.decoding.schema",
@@ -189,12 +202,14 @@ _HOMES = {
     "ConfigError": "runtime.models.config",
     "DiffusionConfig": "runtime.decoding.parameters",
     "EXPOSED_PARAMETERS": "runtime.decoding.parameters",
+    "FAMILIES": "runtime.models.families",
     "Engine": "runtime.engine",
     "Event": "runtime.execution.requests",
     "BackgroundCompiler": "runtime.execution.background",
     "Bucket": "runtime.execution.buckets",
     "Executor": "runtime.execution.executor",
     "FairQueue": "runtime.execution.fair_queue",
+    "Family": "runtime.models.config",
     "Grid": "runtime.execution.buckets",
     "MAX_PROGRAMS": "runtime.execution.buckets",
     "Programs": "runtime.execution.executor",
@@ -244,11 +259,13 @@ _HOMES = {
     "TextStream": "runtime.text.completions",
     "TextTokenizer": "runtime.text.tokenizer",
     "TokenIds": "runtime.decoding.schema",
+    "WEIGHT_MEMORY_SHARE": "sharding.mesh",
     "can_run": "runtime.decoding.parameters",
     "check_given": "runtime.decoding.schema",
     "check_request": "runtime.execution.rows",
     "compiled_values": "runtime.decoding.parameters",
     "declared_parameters": "runtime.decoding.schema",
+    "default_mesh": "runtime.planner.default",
     "dependents": "runtime.decoding.schema",
     "encode_prompts": "runtime.text.tokenizer",
     "place_suffix": "runtime.text.tokenizer",
@@ -256,17 +273,21 @@ _HOMES = {
     "folder_fingerprint": "checkpoints.fingerprint",
     "model_layout": "runtime.models.families",
     "parse_config": "runtime.models.families",
+    "partition_spec": "runtime.models.declarations",
     "plain_number": "runtime.decoding.schema",
     "read_rows": "runtime.execution.left_padding",
     "row_seed": "runtime.execution.rows",
     "row_seeds": "runtime.execution.rows",
-    "row_starts": "runtime.execution.left_padding",
+    "shard_shape": "runtime.models.declarations",
     "step_limit": "runtime.execution.pool",
     "stop_tests": "runtime.text.completions",
+    "tensor_sizes": "runtime.models.declarations",
     "JsonObjectError": "checkpoints.local_files",
     "lock": "checkpoints.local_files",
     "parse_json_object": "checkpoints.local_files",
     "replace_file": "checkpoints.local_files",
+    "unpadded_rows": "runtime.execution.left_padding",
+    "weight_bytes": "runtime.execution.runner",
     "with_model_blocks": "runtime.execution.rows",
 }
 

@@ -16,6 +16,7 @@ import numpy as np
 from checkpoints import CheckpointError, CheckpointFolder, load_weights, open_folder
 from checkpoints.loading import LoadedBytes, Progress, check_weights
 from runtime.decoding.parameters import DiffusionConfig
+from runtime.execution.left_padding import unpadded_rows
 from runtime.execution.options import check_options
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
@@ -263,7 +264,7 @@ class Engine(TokenEngine):
         if targets is not None or not (isinstance(texts, Sequence) and texts and isinstance(texts[0], str)):
             return super().score(input_ids, targets, attention_mask, **options)
         ids, mask = self.encode(texts)
-        found = [row[real == 1] for row, real in zip(super().score(ids, ids, mask, **options), mask, strict=True)]
+        found = unpadded_rows(super().score(ids, ids, mask, **options), mask)
         return found[0] if isinstance(input_ids, str) else found
 
     def with_end_tokens(self, config: GenerationConfig | None) -> GenerationConfig:

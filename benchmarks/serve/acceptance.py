@@ -16,7 +16,7 @@ _TIMES_USEFUL_WORK = 1.15
 
 
 @dataclass(frozen=True)
-class Row:
+class Expectation:
     """One expectation.
 
     Attributes:
@@ -32,12 +32,12 @@ class Row:
     met: bool | None = None
 
     @classmethod
-    def at_most(cls, what: str, value: float, bound: float) -> Row:
+    def at_most(cls, what: str, value: float, bound: float) -> Expectation:
         """Return an expectation with an upper bound."""
         return cls(what, value, f"at most {bound:g}", value <= bound)
 
     @classmethod
-    def at_least(cls, what: str, value: float, bound: float) -> Row:
+    def at_least(cls, what: str, value: float, bound: float) -> Expectation:
         """Return an expectation with a lower bound."""
         return cls(what, value, f"at least {bound:g}", value >= bound)
 
@@ -52,46 +52,54 @@ def acceptance(results: dict[str, Any], ratios: dict[str, Any]) -> list[dict[str
     return [asdict(row) for row in _rows(results, ratios)]
 
 
-def _rows(results: dict[str, Any], ratios: dict[str, Any]) -> Iterator[Row]:
+def _rows(results: dict[str, Any], ratios: dict[str, Any]) -> Iterator[Expectation]:
     if "lone" in results:
         what = "slowest single request after all programs are compiled: time to the last token / engine.generate"
-        yield Row.at_most(what, ratios["slowest_lone_times_generate"], _TIMES_GENERATE)
-        yield Row("the same for a streamed request", max(row["streamed_times_generate"] for row in results["lone"]))
+        yield Expectation.at_most(what, ratios["slowest_lone_times_generate"], _TIMES_GENERATE)
+        yield Expectation(
+            "the same for a streamed request", max(row["streamed_times_generate"] for row in results["lone"])
+        )
     if "lone_from_ready_times_generate" in ratios:
         what = "slowest single request right after ready, with a warm cache: time to the last token / engine.generate"
-        yield Row.at_most(what, max(map(max, ratios["lone_from_ready_times_generate"].values())), _TIMES_GENERATE)
+        yield Expectation.at_most(
+            what, max(map(max, ratios["lone_from_ready_times_generate"].values())), _TIMES_GENERATE
+        )
     for row in results.get("first_text", ()):
         if row["server"] == "new" and row["block_length"] == 1:
             what = "iterations until the first streamed text"
-            yield Row.at_most(what, row["committed_at_first_text"], _ITERATIONS_TO_FIRST_TEXT)
+            yield Expectation.at_most(what, row["committed_at_first_text"], _ITERATIONS_TO_FIRST_TEXT)
     if "same_arrivals" in results:
         what = "same arrivals at 30% of the old capacity: p50 of the old server / p50 of the new one"
-        yield Row.at_least(what, results["same_arrivals"]["times_lower_p50"], _TIMES_LOWER_P50)
+        yield Expectation.at_least(what, results["same_arrivals"]["times_lower_p50"], _TIMES_LOWER_P50)
     if "capacity_times_old" in ratios:
-        yield Row.at_least("capacity / capacity of the old server", ratios["capacity_times_old"], _TIMES_CAPACITY)
+        yield Expectation.at_least(
+            "capacity / capacity of the old server", ratios["capacity_times_old"], _TIMES_CAPACITY
+        )
     for share, load in results.get("loads", {}).items():
         what = f"unanswered requests at {float(share):.0%} of the capacity"
-        yield Row.at_most(what, load["refused"] + load["failed"], 0)
+        yield Expectation.at_most(what, load["refused"] + load["failed"], 0)
         if share == _USEFUL_LOAD and load["useful_share"] is not None:
             what = f"share of useful positions among the computed ones at {float(share):.0%} of the capacity"
-            yield Row.at_least(what, load["useful_share"], _USEFUL_SHARE)
+            yield Expectation.at_least(what, load["useful_share"], _USEFUL_SHARE)
     if "capacity_times_one_at_a_time" in ratios:
         what = "capacity / requests per second of engine.generate, one at a time"
-        yield Row(what, ratios["capacity_times_one_at_a_time"])
+        yield Expectation(what, ratios["capacity_times_one_at_a_time"])
     if "batch" in results:
         what = "diffumesh batch: wall time / time of its useful work at the best measured rate"
-        yield Row.at_most(what, results["batch"]["wall_times_useful"], _TIMES_USEFUL_WORK)
+        yield Expectation.at_most(what, results["batch"]["wall_times_useful"], _TIMES_USEFUL_WORK)
         # Records of earlier versions have one reading alone.
         if (ratio := results["batch"].get("wall_times_useful_of_canvas")) is not None:
-            yield Row("the same, each row at the best measured rate of its canvas", ratio)
+            yield Expectation("the same, each row at the best measured rate of its canvas", ratio)
         if (computed := results["batch"]["warm"].get("computed_positions")) is not None:
-            yield Row("the same, computed positions times useful ones", computed / results["batch"]["useful_positions"])
+            yield Expectation(
+                "the same, computed positions times useful ones", computed / results["batch"]["useful_positions"]
+            )
     if (differing := _differing(results)) is not None:
-        yield Row.at_most("texts that differ between the servers, the loop and the loads", differing, 0)
+        yield Expectation.at_most("texts that differ between the servers, the loop and the loads", differing, 0)
     for name, one in results.get("starts", {}).get("starts", {}).items():
         for cache, start in [("cold", one["cold"]), *(("warm", warm) for warm in one["warm"])]:
-            yield Row(f"{name} server, {cache} cache: seconds to ready", start["seconds_to_ready"])
-            yield Row(f"{name} server, {cache} cache: programs", start["programs"])
+            yield Expectation(f"{name} server, {cache} cache: seconds to ready", start["seconds_to_ready"])
+            yield Expectation(f"{name} server, {cache} cache: programs", start["programs"])
 
 
 def _differing(results: dict[str, Any]) -> int | None:

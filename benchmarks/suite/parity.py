@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.models import TRANSFORMERS_CLASSES, layer_config
+from benchmarks.models import layer_config
 from benchmarks.records import NotRunError
 from benchmarks.suite.subject import prompt_ids
 from benchmarks.torch_models import import_torch, torch_model
@@ -50,9 +50,10 @@ def layer_parity(engine: Engine, attention: str = "auto", tolerance: float | Non
       NotRunError: PyTorch is not installed, or has no such model.
     """
     layout, config = engine.layout, engine.config
-    if config.family not in TRANSFORMERS_CLASSES:
-        names = " and ".join(family.model_type for family in TRANSFORMERS_CLASSES)
-        raise NotRunError(f"layers can be compared with PyTorch only for models of the types {names}")
+    if config.family.transformers_class is None:
+        raise NotRunError(f"transformers has no model class for {config.family.model_type}")
+    if not config.rope_theta:
+        raise NotRunError("layers can be compared with PyTorch only if their positions are rotary")
     if importlib.util.find_spec("torch") is None:
         raise NotRunError("PyTorch is not installed")
     torch = import_torch()

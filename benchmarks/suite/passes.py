@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.models import forward_flops
 from benchmarks.records import NotRunError, Timing
-from benchmarks.suite.sheet import Row
+from benchmarks.suite.sheet import Measurement
 from benchmarks.suite.subject import Subject, prompt_ids, request_of
 from benchmarks.timed_passes import Request, TimedPass, timed_requests
 from runtime import Engine
@@ -116,7 +116,7 @@ def measure_grid(subject: Subject, lengths: list[int], batches: list[int]) -> No
             subject.sheet.measure(GRID, grid_name(canvas, batch), prepare, facts, seconds=seconds)
 
 
-def best_of_grid(rows: Sequence[Row]) -> dict[int, tuple[float, int]]:
+def best_of_grid(rows: Sequence[Measurement]) -> dict[int, tuple[float, int]]:
     """Return for each length of the grid the highest tokens per second relative to batch 1, and its batch (above 1)."""
     best: dict[int, tuple[float, int]] = {}
     for row in rows:

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """One measurement.
 
     Attributes:
@@ -59,12 +59,12 @@ class Sheet:
           row_seconds: largest time of a measurement; it is not run if two calls would take longer.
           budget: seconds for all measurements together; None for no limit.
         """
-        self.rows: list[Row] = []
+        self.rows: list[Measurement] = []
         self.failures = 0
         self._trials, self._row_seconds, self._budget = trials, row_seconds, budget
         self._start = time.perf_counter()
 
-    def find(self, name: str) -> Row | None:
+    def find(self, name: str) -> Measurement | None:
         """Return the measurement of this name, if it was run."""
         return next((row for row in self.rows if row.name == name and row.not_run is None), None)
 
@@ -80,12 +80,12 @@ class Sheet:
         mean, deviation, low, high = (
             round(one, 4) for one in (statistics.mean(numbers), deviation, min(numbers), max(numbers))
         )
-        self.add(Row(section, name, unit, mean, deviation, low, high, len(numbers), dict(facts or {})))
+        self.add(Measurement(section, name, unit, mean, deviation, low, high, len(numbers), dict(facts or {})))
 
     def timing(self, section: str, name: str, timing: Timing, facts: Mapping[str, Any]) -> None:
         """Add a measurement of timed calls or passes."""
         self.add(
-            Row(
+            Measurement(
                 section, name, "ms", timing.mean, timing.deviation, timing.minimum, timing.maximum, timing.repeats,
                 {"median": timing.median} | dict(facts),
             )
@@ -93,7 +93,7 @@ class Sheet:
 
     def leave_out(self, section: str, name: str, why: str) -> None:
         """Add a measurement that is not run."""
-        self.add(Row(section, name, not_run=why))
+        self.add(Measurement(section, name, not_run=why))
 
     def measure(
         self,
@@ -108,8 +108,8 @@ class Sheet:
         """Time calls and add a measurement.
 
         Args:
-          section: see :class:`Row`.
-          name: see :class:`Row`.
+          section: see :class:`Measurement`.
+          name: see :class:`Measurement`.
           prepare: compiles and loads, and returns the function to time. It may raise :class:`NotRunError`.
           facts: returns further facts after the calls.
           seconds: expected seconds of one call.
@@ -165,7 +165,7 @@ class Sheet:
         """The rows as plain objects."""
         return [asdict(row) for row in self.rows]
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Measurement) -> None:
         """Add a measurement and print it."""
         self.rows.append(row)
         if row.not_run is not None:

@@ -156,12 +156,14 @@ def note_memory(sheet: Sheet, when: str, devices: list[Any]) -> None:
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
-        sheet.leave_out(MEMORY, f"host, {when}", "this system does not say")
+        sheet.leave_out(MEMORY, f"host, {when}", "not reported by this system")
     else:
         sheet.value(MEMORY, f"host, {when}", pages * resource.getpagesize() / 1e9, "GB", facts)
     stats = devices[0].memory_stats()
     if not stats:
-        sheet.leave_out(MEMORY, f"device, {when}", f"{devices[0].platform} devices do not say; theirs is the host's")
+        sheet.leave_out(
+            MEMORY, f"device, {when}", f"{devices[0].platform.upper()} devices report no memory; see the host's"
+        )
         return
     peak = {"peak": round(stats["peak_bytes_in_use"] / 1e9, 3)} if "peak_bytes_in_use" in stats else {}
     sheet.value(MEMORY, f"device, {when}", stats["bytes_in_use"] / 1e9, "GB", peak)

@@ -210,8 +210,8 @@ class Subject:
         """Measure one kind of pass, and add its row.
 
         Args:
-          section: see :class:`Row`.
-          name: see :class:`Row`.
+          section: see :class:`Measurement`.
+          name: see :class:`Measurement`.
           engine: the engine that generates.
           prepare: makes the workload and the requests that :func:`benchmarks.timed_passes.time_pass` takes. It may
             raise :class:`InputError`.

@@ -1,4 +1,4 @@
-"""A legacy pickle as the source of a conversion, with what it lacks: a configuration, and biases."""
+"""A legacy pickle with the configuration and biases that it lacks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class LegacySource:
 def find_legacy(
     name: str | None, *, config: str | None, biases_from: str | None, zero_biases: bool
 ) -> LegacySource | None:
-    """Open what the flags of a conversion name, if it is a legacy pickle; None for any other source.
+    """Open the source if it is a legacy pickle; None otherwise.
 
     Args:
       name: the source of the conversion.

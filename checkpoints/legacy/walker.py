@@ -301,7 +301,7 @@ class _Walker:
         match state.values:
             case (1, Tuple() as shape, DType() as dtype, bool() as is_fortran, Bytes() as data):
                 return self.tensor(data, dtype, shape, "F" if is_fortran else "C")
-        self.fail("an array's state is not what numpy writes")
+        self.fail("an array's state has a form that numpy does not write")
 
     def tensor(self, data: Bytes, dtype: DType, shape: Tuple, order: str, axes: Tuple | None = None) -> LegacyTensor:
         sizes = [size for size in shape.values if isinstance(size, int) and _is_int(size) and size >= 0]

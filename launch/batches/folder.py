@@ -39,6 +39,7 @@ class BatchFolder:
         self.repaired: list[str] = []
         self._files: dict[str, int] = {}
         self._locks: list[int] = []
+        self._folder_is_locked = False
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._locks.append(os.open(path, os.O_RDONLY))
@@ -74,11 +75,33 @@ class BatchFolder:
                         f"--output_dir={self.path}: another process is writing there; wait for it, or name another "
                         "folder"
                     )
+                self._folder_is_locked |= handle == folder
             except OSError as error:
                 if handle == file:
                     raise InputError(
                         f"--output_dir={self.path}: cannot be locked ({error.strerror or error})"
                     ) from error
+
+    def _check_lock(self) -> None:
+        """Check that the lock still keeps others out: where a folder has no lock, the file must not have been removed.
+
+        Raises:
+          InputError: the file was removed or replaced, so another process may write too.
+        """
+        if self._folder_is_locked:
+            return
+        path = self.path / LOCK
+        try:
+            there = os.open(path, os.O_RDONLY)  # network file systems ask their server when a file is opened
+            same = os.path.samestat(os.fstat(self._locks[-1]), os.fstat(there))
+            os.close(there)
+        except OSError:
+            same = False
+        if not same:
+            raise InputError(
+                f"{path}: the lock was removed, so another process may write there. Results so far are intact: when "
+                "none does, run the same command again"
+            )
 
     def _open(self, name: str) -> None:
         path = self.path / name
@@ -136,16 +159,19 @@ class BatchFolder:
 
     # ---- results ----------------------------------------------------------------------------------------------
 
-    def _records(self, name: str) -> Iterator[tuple[bytes, Any]]:
+    def _records(self, name: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
         path = self.path / name
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    yield line, json.loads(line)
-                except ValueError as error:
+                    record = parse_json_object(line)
+                except (json.JSONDecodeError, UnicodeDecodeError) as error:
                     raise InputError(
                         f"{path}:{number}: not JSON, so not written by this run; move the file away"
                     ) from error
+                except ValueError:  # not an object, or nested deeply, as nothing that a run writes
+                    record = {}
+                yield line, record
 
     def done(self, known: Collection[Key]) -> set[Key]:
         """Read the keys of the results that exist.
@@ -174,7 +200,7 @@ class BatchFolder:
         """Append results. When this returns, they are on disk.
 
         Raises:
-          InputError: the disk is full or not available. Earlier results are intact.
+          InputError: the disk is full or not available, or the lock was removed. Earlier results are intact.
         """
         self._append(RESULTS, map(sealed, records))
 
@@ -188,6 +214,7 @@ class BatchFolder:
         self._append(ERRORS, [record for record in records if as_line(record) not in there])
 
     def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
+        self._check_lock()
         handle = self._files[name]
         try:
             for record in records:
@@ -205,7 +232,7 @@ class BatchFolder:
 
     def sort(self, order: Sequence[Key]) -> list[dict[str, Any]]:
         """Write the results in this order to :data:`SORTED`, and return them."""
-        lines: dict[Key | None, tuple[bytes, Any]] = {}
+        lines: dict[Key | None, tuple[bytes, dict[str, Any]]] = {}
         for line, record in self._records(RESULTS):
             lines[key_of(record)] = line, record
         self._replace(SORTED, [lines[key][0] for key in order])
@@ -216,6 +243,7 @@ class BatchFolder:
         self._replace(name, [as_line(record) for record in records])
 
     def _replace(self, name: str, lines: Iterable[bytes]) -> None:
+        self._check_lock()
         path = self.path / name
         try:
             replace_file(path, lines)

@@ -141,6 +141,7 @@ class _Reader:
         self._seen: dict[str, int] = {}
         self._drafts: list[_Drafted] = []
         self._bytes = 0
+        self._timeouts: list[InputError] = []
         self._tokenizing: tuple[list[_Drafted], Future[list[Encoded | InputError]]] | None = None
         self.lines: list[Line] = []
         self.bad: list[BadLine] = []
@@ -176,7 +177,7 @@ class _Reader:
     def tokenize(self, thread: Executor) -> None:
         """Start to tokenize the prompts of the lines checked since the last call, and finish those before them."""
         drafts, self._drafts, self._bytes = self._drafts, [], 0
-        encoded = thread.submit(encode_drafts, [one.draft for one in drafts], self._defaults)
+        encoded = thread.submit(encode_drafts, [one.draft for one in drafts], self._defaults, self._timeouts)
         self.finish()
         self._tokenizing = drafts, encoded
 

@@ -5,11 +5,11 @@
 #   launch/cluster/tpu-vm.sh setup diffumesh-0.1.0-py3-none-any.whl
 #   launch/cluster/tpu-vm.sh run doctor
 #   launch/cluster/tpu-vm.sh run generate --checkpoint=gs://BUCKET/model --mesh=data=4,tensor=4 --prompt='...' --json
-#   launch/cluster/tpu-vm.sh stop                        # SIGTERM: finish what is in flight
+#   launch/cluster/tpu-vm.sh stop                        # SIGTERM: finish work in flight
 #
 # Of host 0, standard output goes to standard output; everything else goes to standard error and to LOG (diffumesh.log)
 # with the name of its host in front. A run that asks for a restart (exit code 42) is started again MAX_RESTARTS times
-# at most; not after `stop`, of which LOG.stop tells it: say it in the same folder, with the same LOG. The exit
+# at most, and not after `stop`. `stop` writes LOG.stop, so call it in the same folder with the same LOG. The exit
 # code is the worst of all hosts. DRY_RUN=1 prints the gcloud commands instead.
 set -uo pipefail
 
@@ -66,7 +66,7 @@ setup() {
 run_once() {
   local arguments
   arguments=$(printf '%q ' "$@")
-  # Lines are marked on their host: only there is it known whose they are. Results are marked too, and told apart here.
+  # Each host marks its lines with its name and stream; they are separated here.
   # shellcheck disable=SC2016
   on_all_hosts "set -o pipefail
     [ ! -e \"\$HOME/$SECRET\" ] || export DIFFUMESH_HOSTS_SECRET_FILE=\"\$HOME/$SECRET\"

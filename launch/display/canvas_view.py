@@ -16,7 +16,7 @@ import numpy as np
 from launch.display.history_html import HistoryRow, HistoryToken, write_history_html
 from launch.display.watch import CanvasWatcher, TokenKind
 from launch.process.startup import Report, is_main_process
-from runtime import Completion, DiffusionConfig, Engine, GenerationResult, row_starts
+from runtime import Completion, DiffusionConfig, Engine, GenerationResult, unpadded_rows
 
 
 class CanvasView:
@@ -36,8 +36,9 @@ class CanvasView:
         """
         self._mask_id = engine.config.mask_token_id
         self._ends = frozenset(engine.end_token_ids)
-        self._width, self._starts = ids.shape[1], np.repeat(row_starts(mask), samples).tolist()
-        self._given = np.repeat(ids != self._mask_id, samples, axis=0)
+        self._mask = mask
+        # For each row, which tokens of its prompt are given.
+        self._given = unpadded_rows(np.repeat(ids != self._mask_id, samples, axis=0), mask)
         tokenizer = engine.tokenizer
         self._text = functools.cache(lambda token: tokenizer.decode([token], skip_special_tokens=False))
         after = [[self._text(token) for token in suffix] for suffix in suffixes or [()] * len(ids)]
@@ -46,8 +47,9 @@ class CanvasView:
     def rows(self, canvas: np.ndarray) -> list[list[tuple[str, TokenKind]]]:
         """(text, kind) of every position except padding, suffixes included; canvas int32 ``[B, S + N]``."""
         found: list[list[tuple[str, TokenKind]]] = []
-        for number, row in enumerate(canvas):
-            found.append([(self._text(int(token)), kind) for token, kind in zip(*self._row(number, row), strict=True)])
+        for number, row in enumerate(unpadded_rows(canvas, self._mask)):
+            kinds = self._kinds(number, row)
+            found.append([(self._text(int(token)), kind) for token, kind in zip(row, kinds, strict=True)])
             found[-1] += [(text, "prompt") for text in self._after[number]]
         return found
 
@@ -58,16 +60,15 @@ class CanvasView:
 
         A row that ended early has only the steps that it ran and the positions that it reached.
         """
-        rows, width = [], self._width
-        for number, (sequence, title, completion) in enumerate(zip(result.sequences, titles, completions, strict=True)):
-            tokens, kinds = self._row(number, sequence)
-            start = self._starts[number]
-            commit_steps = result.commit_steps[number][start:].tolist()
+        rows = []
+        sequences, steps = unpadded_rows(result.sequences, self._mask), unpadded_rows(result.commit_steps, self._mask)
+        for number, (tokens, title, completion) in enumerate(zip(sequences, titles, completions, strict=True)):
+            kinds, width, commit_steps = self._kinds(number, tokens), len(self._given[number]), steps[number].tolist()
             # The text may end at a stop string in the middle of the tokens.
-            cut = width + len(completion.tokens) - start if completion.finish_reason == "stop" else len(tokens)
+            cut = width + len(completion.tokens) if completion.finish_reason == "stop" else len(tokens)
             pieces, ended_early = [], False
             for place, (token, kind, step) in enumerate(zip(tokens.tolist(), kinds, commit_steps, strict=True)):
-                if place + start >= width and kind != "mask" and step < 0:
+                if place >= width and kind != "mask" and step < 0:
                     ended_early = True
                     continue
                 end = kind == "end" or place >= cut
@@ -76,20 +77,20 @@ class CanvasView:
             rows.append(HistoryRow(title, pieces, max(commit_steps) + 1 if ended_early else result.stats.steps))
         return rows
 
-    def _row(self, number: int, row: np.ndarray) -> tuple[np.ndarray, list[TokenKind]]:
-        width, start = self._width, self._starts[number]
+    def _kinds(self, number: int, row: np.ndarray) -> list[TokenKind]:
+        """The kind of every token of a row without padding."""
+        given = self._given[number]
         kinds: list[TokenKind] = []
         ended = False
-        for position in range(start, len(row)):
-            token = int(row[position])
-            ended = ended or (position >= width and token in self._ends)
+        for position, token in enumerate(row.tolist()):
+            ended = ended or (position >= len(given) and token in self._ends)
             if token == self._mask_id:
                 kinds.append("mask")
             elif ended:
                 kinds.append("end")
             else:
-                kinds.append("prompt" if position < width and self._given[number, position] else "generated")
-        return row[start:], kinds
+                kinds.append("prompt" if position < len(given) and given[position] else "generated")
+        return kinds
 
 
 @contextmanager
@@ -97,7 +98,7 @@ def watched(view: CanvasView, titles: Sequence[str]) -> Iterator[tuple[Report, C
     """Show the canvas on host 0's interactive terminal while the block runs.
 
     Yields:
-      What to call with the number of steps done and of all steps, and what to call with each step and its canvas, int32
+      Two functions: one is called with (steps done, all steps), the other with each step and its canvas, int32
       ``[B, S + N]``. All hosts call both, so that all run step by step.
     """
     with CanvasWatcher(1, titles=titles) as watcher:

@@ -8,13 +8,14 @@ import signal
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 from absl import flags
 
-from runtime import Completion, GenerationResult, GenerationStats
+from runtime import Completion, CompletionBuilder, GenerationResult, GenerationStats
 
 
 def summary(completions: Sequence[Completion], stats: GenerationStats, stopped_by: signal.Signals | None) -> str:
-    """One line that sums up a run. Tokens are counted without end tokens and what follows them."""
+    """One line that sums up a run. Tokens are counted without end tokens and the tokens after them."""
     tokens = sum(len(completion.tokens) for completion in completions)
     decoding = max(stats.seconds - stats.compile_seconds, 1e-9)
     parts = [
@@ -40,3 +41,12 @@ def write_completions(
             print(f"=== {title} ===")
         print(completion.text if values.chat else completion.whole_text)
     sys.stdout.flush()
+
+
+def write_unfinished(
+    rows: Sequence[Sequence[int]], titles: Sequence[str], completions: CompletionBuilder, stop: Sequence[str]
+) -> None:
+    """Print the text so far of every row on standard output. It ends where the row's completion ends."""
+    for title, tokens in zip(titles, rows, strict=True):
+        text = completions.build(np.array(tokens, np.int32), (), stop=stop).text
+        print(f"=== {title} ===\n{text}")

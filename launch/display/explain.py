@@ -12,10 +12,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from checkpoints import CheckpointFolder
 from launch.process.startup import is_main_process, start_devices
-from runtime import MeshSpec, ModelConfig, ModelLayout, model_layout
-from runtime.planner import default_mesh, partition_spec, shard_shape
+from runtime import (
+    CheckpointFolder,
+    MeshSpec,
+    ModelConfig,
+    ModelLayout,
+    default_mesh,
+    model_layout,
+    partition_spec,
+    shard_shape,
+)
 
 
 def explain(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig, spec: MeshSpec | None) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from checkpoints import FORMATS
-from runtime.planner import FAMILIES, PRESETS, HeadLayout, preset
+from runtime import FAMILIES
+from runtime.planner import PRESETS, HeadLayout, preset
 
 _ROOT = Path(__file__).parents[2]
 _TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
@@ -68,7 +69,7 @@ TABLES = {
 
 
 def write(page: str, text: str) -> str:
-    """Renew the table between the markers of a page, given its path and text.
+    """Regenerate the table between the markers of a page, given its path and text.
 
     Raises:
       ValueError: the page has no markers.

@@ -39,7 +39,7 @@ def table() -> str:
 
 
 def write(text: str) -> str:
-    """A document with its table renewed."""
+    """Return a document with its table regenerated."""
     return _MARKED.sub(lambda found: f"{found[1]}{table()}{found[2]}", text)
 
 

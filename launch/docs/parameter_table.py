@@ -34,7 +34,7 @@ def table(configs: dict[str, type] = _CONFIGS) -> str:
 
 
 def write(text: str) -> str:
-    """Renew the table between the markers of a document.
+    """Regenerate the table between the markers of a document.
 
     Raises:
       InputError: the document has no markers.
@@ -45,9 +45,11 @@ def write(text: str) -> str:
 
 
 def _row(one: Parameter, models: Sequence[str], everywhere: bool) -> tuple[str, ...]:
-    compiled = "no" if one.compiled is False else "yes"
+    compiled = "yes" if one.compiled else "no"
+    if one.variant:
+        compiled = f"whether it is `{_written(one.default)}`"
     if isinstance(one.compiled, Requirement):
-        compiled = f"with {_setting(one.compiled)}"
+        compiled = f"{f'{compiled}, ' if one.variant else ''}with {_setting(one.compiled)}"
     return (
         ", ".join(f"`{name}`" for name in (one.name, *one.aliases)),
         "all" if everywhere else ", ".join(models),

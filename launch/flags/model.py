@@ -42,7 +42,7 @@ def define_model_flags(values: flags.FlagValues) -> None:
 
     string("checkpoint", str(DEMO), "Model folder, URL (gs://...) or Hub name. Default: the demo in the package.")
     string("revision", None, "Branch, tag or commit on the Hub. A token is read from HF_TOKEN or the Hub's login.")
-    flags.DEFINE_bool("offline", False, "Use only what the Hub's local cache holds.", flag_values=values)
+    flags.DEFINE_bool("offline", False, "Use only files in the Hub's local cache.", flag_values=values)
     define_lora_flag(values)
     choice("verify", "full", VERIFY, "How much of the checkpoint's digests to check.")
     string(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from runtime import MeshSpec, ModelLayout
-from runtime.planner import WEIGHT_MEMORY_SHARE, tensor_sizes, weight_bytes
+from launch.hosts.messages import printable
+from runtime import WEIGHT_MEMORY_SHARE, MeshSpec, ModelLayout, tensor_sizes, weight_bytes
 
 _LARGEST_MESH = 64
 
@@ -37,7 +37,7 @@ def print_meshes(layout: ModelLayout, dtypes: set[str], gigabytes: float | None)
 def print_names(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
     """Print every tensor with its dtype and shape."""
     for name, dtype, shape in sorted(tensors):
-        print(f"{name}  {dtype} {list(shape)}")
+        print(f"{printable(name)}  {dtype} {list(shape)}")
 
 
 def _mesh_line(layout: ModelLayout, tensor: int, dtype: str, gigabytes: float | None) -> str:

@@ -34,7 +34,7 @@ def open_model(path: str | None, flag: str, **options: object) -> tuple[Checkpoi
     Args:
       path: the value of the flag.
       flag: its name, for messages.
-      options: of :func:`checkpoints.open_folder`.
+      options: options for :func:`checkpoints.open_folder`.
 
     Returns:
       The folder, and the layout of its model without a mesh.

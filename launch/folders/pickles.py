@@ -1,4 +1,4 @@
-"""Flags of a legacy params.pkl, and what ``inspect`` prints of one."""
+"""Flags of a legacy params.pkl, and the output of ``inspect`` for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launch.folders.models import layout_of
 
 
 def define_pickle_flags(values: flags.FlagValues) -> None:
-    """Flags of what a params.pkl lacks: configuration and biases."""
+    """Flags that supply the configuration and biases that a params.pkl lacks."""
     define_config_flag(values)
     flags.DEFINE_string(
         "biases_from", None, "For a params.pkl: model folder to take the q, k and v biases from.", flag_values=values

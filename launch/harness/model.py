@@ -17,8 +17,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from checkpoints import DEMO
 from runtime import CompletionBuilder, DiffusionConfig, Engine, InputError, RowRequest, SamplingConfig, row_seed
 
-# Parameter names of the harness, and ours.
-_SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+# Parameters of a task that samples. The harness and the schema have the same names for them.
+_SAMPLING = ("temperature", "top_p", "top_k")
 _DEFAULT_NEW_TOKENS = 256
 
 
@@ -131,10 +131,10 @@ class HarnessModel(LM):
     @staticmethod
     def _asked(parameters: dict[str, Any]) -> dict[str, Any]:
         """A task's parameters by our names; sampling parameters apply only if the task samples."""
-        names = {"max_gen_toks": "max_new_tokens"} | (_SAMPLING if parameters.get("do_sample") else {})
-        fields = {own: parameters[name] for name, own in names.items() if parameters.get(name) is not None}
-        if "max_new_tokens" in fields:
-            fields["max_new_tokens"] = int(fields["max_new_tokens"])
+        names = _SAMPLING if parameters.get("do_sample") else ()
+        fields = {name: parameters[name] for name in names if parameters.get(name) is not None}
+        if parameters.get("max_gen_toks") is not None:
+            fields["max_new_tokens"] = int(parameters["max_gen_toks"])
         return fields
 
     # ---- chat -------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ with the code that all hosts share. The supervisor exists for three reasons. JAX
 which no Python code runs. A frozen process cannot report its own state. And JAX's coordination service accepts no
 message before all hosts have joined, so it cannot name the host that is missing.
 
-All supervisors are connected to the fault hub on host 0 (:mod:`launch.hosts.hub`), which finds the cause of a fault.
-Their connections also carry the values that hosts exchange without devices, mostly before the run
-(:mod:`launch.hosts.exchanges`). The steps of a server travel between the devices (:mod:`launch.serving.turns`).
+All supervisors are connected to the control server on host 0 (:mod:`launch.hosts.control`). It has two parts: the fault
+hub (:mod:`launch.hosts.hub`) finds the cause of a fault, and :mod:`launch.hosts.exchanges` holds the values that hosts
+exchange without devices, mostly before the run. The steps of a server travel between the devices
+(:mod:`launch.serving.turns`).
 """

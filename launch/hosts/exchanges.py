@@ -2,7 +2,7 @@
 
 The hosts compare versions, flags, inputs and programs in this way before they run, and a batch asks after each step
 whether a host received SIGTERM. An exchange needs no device, so it can name the hosts that are late or that differ.
-The steps of a server do not come here: they travel between the devices (:mod:`launch.serving.turns`).
+The steps of a server are not exchanged here, but between the devices (:mod:`launch.serving.turns`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ _MAX_TOPIC = 200
 _BEFORE_THE_RUN = ("join", "preflight", "devices")
 
 
+# Name of an exchange, and its number, counted by each host.
+Topic = tuple[str, int]
+
+
 @dataclass
 class _Exchange:
     since: float
@@ -36,14 +40,14 @@ class Exchanges:
         """Take the number of hosts, and the function that names hosts in messages."""
         self._hosts = hosts
         self._names = names
-        self._open: dict[str, _Exchange] = {}
+        self._open: dict[Topic, _Exchange] = {}
 
-    def add(self, host: int, topic: str, value: Any) -> list[Any] | Fault | None:
+    def add(self, host: int, topic: Topic, value: Any) -> list[Any] | Fault | None:
         """Add the value of one host.
 
         Args:
           host: its process index.
-          topic: name of the exchange and its number, counted by the host.
+          topic: see :data:`Topic`.
           value: a JSON value.
 
         Returns:
@@ -52,8 +56,9 @@ class Exchanges:
         """
         now = time.monotonic()
         begun = sum(host in exchange.values for exchange in self._open.values())
-        if begun >= _MAX_OPEN_TOPICS or len(topic) > _MAX_TOPIC:
-            return Fault("exception", f"starts {begun + 1} exchanges at a time; {topic!r:.80}", host=host)
+        name, _ = topic
+        if begun >= _MAX_OPEN_TOPICS or len(name) > _MAX_TOPIC:
+            return Fault("exception", f"starts {begun + 1} exchanges at a time; {name!r:.80}", host=host)
         exchange = self._open.setdefault(topic, _Exchange(now, now))
         exchange.values[host] = value
         if len(exchange.values) < self._hosts:
@@ -61,28 +66,27 @@ class Exchanges:
         del self._open[topic]
         return [exchange.values[each] for each in range(self._hosts)]
 
-    def _compare(self, topic: str) -> Fault | None:
-        """Hosts make the same exchanges in the same order: find those that make another one than most."""
-        number = topic.rpartition(" ")[2]
-        begun = [(open_topic.rpartition(" "), exchange.values) for open_topic, exchange in self._open.items()]
-        here = {name: sorted(values) for (name, _, its_number), values in begun if its_number == number}
+    def _compare(self, topic: Topic) -> Fault | None:
+        """Find the hosts that make another exchange than most. Hosts make the same exchanges in the same order."""
+        _, number = topic
+        begun = [(name, exchange) for (name, its_number), exchange in self._open.items() if its_number == number]
+        here = {name: sorted(exchange.values) for name, exchange in begun}
         if sum(map(len, here.values())) < self._hosts:
             return None
         # In a tie, the group of host 0 counts as right.
         common = max(here, key=lambda name: (len(here[name]), 0 in here[name]))
         differing = {name: hosts for name, hosts in here.items() if name != common}
-        others = [f"{self._names(hosts)} came to {name!r}" for name, hosts in differing.items()]
+        others = [f"{self._names(hosts)} reached {name!r}" for name, hosts in differing.items()]
         text = (
-            f"the hosts do not run the same: {'; '.join(others)}, the others to {common!r}; start all with the same "
+            f"the hosts run different steps: {'; '.join(others)}, the others {common!r}; start all with the same "
             "command, flags and prompts included"
         )
         named = tuple(sorted(host for hosts in differing.values() for host in hosts))
         return Fault("differ", text, EXIT_USER_ERROR, here[common][0], differing=named)
 
     def late(self, now: float, interval: float) -> Iterator[str]:
-        """Messages about exchanges before the run that take long, each again after ``interval`` seconds."""
-        for topic, exchange in self._open.items():
-            name = topic.split()[0]
+        """Yield messages about exchanges before the run that take long, each again after ``interval`` seconds."""
+        for (name, _), exchange in self._open.items():
             if name in _BEFORE_THE_RUN and now - exchange.reported > interval:
                 exchange.reported = now
                 missing = [host for host in range(self._hosts) if host not in exchange.values]

@@ -77,12 +77,16 @@ class Host:
                 return
             for _ in range((received or b"").count(signal.SIGTERM)):
                 if self._terminated or self._moved == math.inf:
-                    text = "a second SIGTERM" if self._terminated else "SIGTERM before anything was in flight"
+                    text = "a second SIGTERM" if self._terminated else "SIGTERM before any work was in flight"
                     print(f"stopped at once by {text}", file=sys.stderr, flush=True)
                     os._exit(EXIT_RESTART)
                 self._terminated = True
                 self._end_by = time.monotonic() + self._grace_period
-                print("SIGTERM: finishing what is in flight; a second one stops at once", file=sys.stderr, flush=True)
+                print(
+                    "received SIGTERM: finishing work in flight; a second SIGTERM stops at once",
+                    file=sys.stderr,
+                    flush=True,
+                )
             now = time.monotonic()
             if now - self._moved > self._stall_timeout:
                 _give_up(f"no progress for {self._stall_timeout:.0f} s")
@@ -103,12 +107,17 @@ class Host:
         return self._terminated
 
     def draining(self) -> bool:
-        """Whether some host received SIGTERM: finish what is in flight and end. All hosts get the same answer."""
+        """Return whether any host received SIGTERM, so that the run should finish its work in flight and exit.
+
+        All hosts get the same answer.
+        """
         return any(self.gather("drain", self._terminated))
 
     def end_within(self, seconds: float) -> None:
         """Limit the seconds that this process may run after SIGTERM, even if something in it hangs."""
         self._grace_period = seconds
+        if self._terminated:
+            self._end_by = min(self._end_by, time.monotonic() + seconds)
 
     def before_end(self, tell: Callable[[], None]) -> None:
         """Register a call for the seconds before a fault of any host ends this process; another thread makes it."""
@@ -180,7 +189,7 @@ class Member(Host):
         """Exchange a value with all hosts; returns the values by process index."""
         self._asked += 1
         self.mark()
-        self._send(encode("gather", topic=f"{topic} {self._asked}", value=value))
+        self._send(encode("gather", topic=topic, number=self._asked, value=value))
         return self._answers.get()
 
     def end_within(self, seconds: float) -> None:

@@ -192,7 +192,7 @@ def _from_jax(values: flags.FlagValues) -> _Found | None:
         raise InputError(f"JAX cannot read the cluster's environment variables: {error!r}") from error
     if address is None or hosts is None or host is None:
         return None
-    return host, hosts, address, "what JAX detects"
+    return host, hosts, address, "JAX's cluster detection"
 
 
 def _split_address(address: str, port: int | None, where: str) -> tuple[str, int]:

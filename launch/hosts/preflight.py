@@ -18,9 +18,11 @@ from absl import flags
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from launch.hosts.faults import HostsDifferError, host_name
 from launch.hosts.host import Host
+from launch.hosts.messages import printable
 from launch.hosts.place import define_place_flags
 from launch.hosts.supervisor import BEGUN
 
@@ -132,14 +134,19 @@ def table(facts: Sequence[Facts], free: Sequence[Mapping[str, float]], names: Se
     made = Table(box=box.SIMPLE_HEAD, title=f"{len(facts)} hosts")
     made.add_column("")
     for hosts in groups.values():
-        made.add_column(names[hosts[0]] if len(hosts) == 1 else _ranges(hosts), overflow="fold")
+        made.add_column(_cell(names[hosts[0]] if len(hosts) == 1 else _ranges(hosts)), overflow="fold")
     for key in dict.fromkeys(key for one in facts for key in one):
-        made.add_row(key, *(facts[hosts[0]].get(key, "") for hosts in groups.values()))
+        made.add_row(_cell(key), *(_cell(facts[hosts[0]].get(key, "")) for hosts in groups.values()))
     for key in dict.fromkeys(key for one in free for key in one):
         made.add_row(
-            key, *(_span([free[host][key] for host in hosts if key in free[host]]) for hosts in groups.values())
+            _cell(key), *(_span([free[host][key] for host in hosts if key in free[host]]) for hosts in groups.values())
         )
     return made
+
+
+def _cell(text: str) -> Text:
+    """A text of any host as it is: brackets are no markup, and control characters are escaped."""
+    return Text(printable(text))
 
 
 def _span(values: Sequence[float]) -> str:

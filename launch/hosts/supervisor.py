@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
+from launch.hosts.control import ControlServer
 from launch.hosts.faults import (
     EXIT_INTERRUPTED,
     EXIT_RESTART,
@@ -26,7 +27,6 @@ from launch.hosts.faults import (
     fault_of_status,
     host_name,
 )
-from launch.hosts.hub import Hub
 from launch.hosts.messages import MAX_BYTES, Message, encode, printable, receive, receive_greeting, shorten
 from launch.hosts.place import Place
 from launch.hosts.secret import SECRET, SECRET_FILE, is_proof, nonce, proof, read_secret
@@ -181,16 +181,18 @@ class Supervisor:
         self._worker_told: asyncio.Future[None] = loop.create_future()
         loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
         loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
-        hub = Hub(self._place.hosts, self._timeouts, self._say, self._secret) if self._place.host == 0 else None
+        control = None
+        if self._place.host == 0:
+            control = ControlServer(self._place.hosts, self._timeouts, self._say, self._secret)
         tasks = [
             loop.create_task(self._guard(part)) for part in (self._watch_worker(), self._hear_worker(), self._tick())
         ]
         watching = None
         try:
-            if hub is not None:
+            if control is not None:
                 check_coordinator_port(self._place)
-                await hub.listen(self._place.bind, self._place.control_port)
-                watching = loop.create_task(self._guard(hub.watch()))
+                await control.listen(self._place.bind, self._place.control_port)
+                watching = loop.create_task(self._guard(control.watch()))
             tasks.append(loop.create_task(self._guard(self._hear_hub())))
             fault = await self._outcome
         except InputError as error:
@@ -270,11 +272,12 @@ class Supervisor:
                     self._done = True
                     self._heartbeat = (0, time.monotonic())
                 case "gather":
-                    self._send("gather", topic=message["topic"], value=message["value"])
+                    self._send("gather", topic=message["topic"], number=message["number"], value=message["value"])
                 case "last words":
                     self._last_words = True
                 case "grace period":
                     self._grace_period = float(message["seconds"])
+                    self._limit_end()
                 case "told":
                     if not self._worker_told.done():
                         self._worker_told.set_result(None)
@@ -385,13 +388,13 @@ class Supervisor:
             try:
                 message: Message | None = await asyncio.wait_for(receive(reader), self._timeouts.heartbeat)
             except TimeoutError:
-                text, message = f"is gone: no sign of life for {self._timeouts.heartbeat:.0f} s", None
+                text, message = f"is gone: no heartbeat for {self._timeouts.heartbeat:.0f} s", None
             if message is None:
                 self._finish(Fault("gone", text, host=0, who=f"host 0 ({self._place.coordinator_host})"))
                 return
             match message["kind"]:
                 case "gathered":
-                    self._begun = self._begun or message["topic"].startswith(BEGUN)
+                    self._begun = self._begun or message["topic"] == BEGUN
                     if self._link is not None:
                         self._link.write(encode("gathered", topic=message["topic"], values=message["values"]))
                 case "dump":
@@ -407,14 +410,18 @@ class Supervisor:
 
     def _on_terminate(self) -> None:
         if self._terminated or not self._begun:
-            text = "a second SIGTERM" if self._terminated else "SIGTERM before anything was in flight"
+            text = "a second SIGTERM" if self._terminated else "SIGTERM before any work was in flight"
             self._report(Fault("stopped", f"stopped at once by {text}"))
             return
         self._terminated = True
-        self._say(f"{self._name}: SIGTERM: finishing what is in flight; a second one stops at once")
+        self._say(f"{self._name} received SIGTERM: finishing work in flight; a second SIGTERM stops at once")
         if self._link is not None:
             self._link.write(encode("drain"))
-        if self._grace_period is not None:
+        self._limit_end()
+
+    def _limit_end(self) -> None:
+        """After SIGTERM, report a fault if the run does not end within its grace period."""
+        if self._terminated and self._grace_period is not None:
             late = Fault("stopped", f"not ended within {self._grace_period:.0f} s after SIGTERM")
             asyncio.get_running_loop().call_later(self._grace_period, self._report, late)
 

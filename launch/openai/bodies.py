@@ -99,7 +99,7 @@ class Defaults:
 
     @cached_property
     def settings(self) -> Settings:
-        """What :func:`read_draft` reads from a body with texts only, as most lines of a batch are."""
+        """The settings of a request that sets only texts; cached, because most lines of a batch are such requests."""
         return _settings({}, self)
 
     @property
@@ -251,16 +251,20 @@ def _settings(fields: Mapping[str, Any], defaults: Defaults) -> Settings:
 Encoded = tuple[list[int], list[int]]
 
 
-def encode_drafts(drafts: Sequence[Draft], defaults: Defaults) -> list[Encoded | InputError]:
+def encode_drafts(
+    drafts: Sequence[Draft], defaults: Defaults, timeouts: list[InputError] | None = None
+) -> list[Encoded | InputError]:
     """Tokenize prompt and suffix of several requests. A text that is too long gives an error in place of the token ids.
 
+    ``timeouts`` limits timeouts of the chat template, as for :meth:`runtime.TextTokenizer.render_batch`.
+
     Raises:
-      CheckpointError: the checkpoint has no chat template, or rendering it takes too long.
+      CheckpointError: there are too many timeouts.
     """
     tokenizer, positions = defaults.tokenizer, defaults.model.max_positions
     found: dict[int, Any] = {number: draft.prompt for number, draft in enumerate(drafts)}
     chats = {number: told for number, draft in enumerate(drafts) if (told := draft.messages(defaults.chat))}
-    found |= zip(chats, tokenizer.render_batch(list(chats.values())), strict=True)
+    found |= zip(chats, tokenizer.render_batch(list(chats.values()), timeouts), strict=True)
     texts = {}
     for number, text in found.items():
         if isinstance(text, str):

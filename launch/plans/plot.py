@@ -75,13 +75,13 @@ def draw_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pri
     panels[1].barh(range(len(bars)), usable, color="none", edgecolor="#404040", linewidth=0.8)
     labels = [f"{one:.1f} of {limit:.1f}" for one, limit in zip(memory, usable, strict=True)]
     ends = [max(pair) for pair in zip(memory, usable, strict=True)]
-    _draw_panel(panels[1], "GB a chip, of the usable (outlined)", bars, memory, labels, ends)
+    _draw_panel(panels[1], "GB per chip (outlined: usable)", bars, memory, labels, ends)
     rates = [bar.found.tokens_per_second_per_chip for bar in bars]
     if price is None:
-        _draw_panel(panels[2], "tokens/s a chip", bars, rates, [_short(one) for one in rates])
+        _draw_panel(panels[2], "tokens/s per chip", bars, rates, [_short(one) for one in rates])
     else:
         costs = [bar.found.cost_per_million_tokens(price) for bar in bars]
-        title = f"$ a million tokens, at ${price:g} a chip-hour"
+        title = f"$ per million tokens, at ${price:g} per chip-hour"
         _draw_panel(panels[2], title, bars, costs, [f"${one:.2f}" for one in costs])
     panels[0].set_yticks(range(len(bars)), [bar.name for bar in bars])
     panels[0].invert_yaxis()

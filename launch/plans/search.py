@@ -87,9 +87,7 @@ def compile_plan(workload: Workload, plan: TopologyPlan, values: flags.FlagValue
             programs = compile_workload(workload, found.spec, devices)
             most, usable = max(one.memory_bytes for one in programs), topology.chip.usable_bytes
             if most > usable:
-                raise OutOfMemoryError(
-                    f"needs {most / 1e9:.2f} GB of memory on each device of {usable / 1e9:.2f} usable"
-                )
+                raise OutOfMemoryError(f"needs {most / 1e9:.2f} GB per device; {usable / 1e9:.2f} GB are usable")
         except MeshError as error:
             reason = str(error).splitlines()[0]
             if isinstance(error, OutOfMemoryError):

@@ -12,7 +12,7 @@ class TopologyPlan:
     def __init__(
         self, topology: Topology, fitting: list[Estimate], others: list[Estimate], why_none: str | None = None
     ) -> None:
-        """Create the plan from ranked meshes, and why the mesh that was asked for is impossible, if so."""
+        """Create the plan from ranked meshes; ``why_none`` says why the requested mesh is impossible, if it is."""
         self.topology, self.fitting, self.others = topology, fitting, others
         self.why_none = why_none
         self.compiled: dict[int, list[CompiledPhase]] = {}

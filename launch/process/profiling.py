@@ -12,7 +12,7 @@ from typing import Any
 from absl import flags
 
 from launch.process.startup import is_main_process
-from runtime import InputError
+from runtime import InputError, replace_file
 
 
 def define_profiling_flags(values: flags.FlagValues) -> None:
@@ -97,7 +97,7 @@ def write_programs(values: flags.FlagValues, texts: Mapping[str, str], label: st
     folder = Path(values.dump_hlo) / _file_name(label)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        (folder / f"{_file_name(name)}.hlo.txt").write_text(text, encoding="utf-8")
+        replace_file(folder / f"{_file_name(name)}.hlo.txt", [text.encode("utf-8")])
 
 
 def profile_again(

@@ -31,12 +31,14 @@ from rich.progress import (
 
 from launch.hosts.faults import EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER_ERROR, Timeouts
 from launch.hosts.host import Host, join
-from launch.hosts.messages import printable
 from launch.hosts.place import define_place_flags, find_place
+from launch.process.streams import drop_output, flush_output, prepare_streams, tell
 from runtime import InputError
 
 MAX_SIMULATED_DEVICES = 4096
 SECONDS_BETWEEN_LINES = 10.0
+# Less than the grace period of launch/cluster/gke, after which a process is killed.
+SECONDS_TO_END = 240.0
 
 # Flags that ``--help`` shows for a command with many flags, in this order; ``--helpfull`` shows all flags.
 _FIRST_FLAGS = (
@@ -92,6 +94,7 @@ def run_launcher(
       doc: the text of ``--help`` before the flags.
       argv: command line, program name first; default ``sys.argv``.
     """
+    prepare_streams()
     argv = list(sys.argv if argv is None else argv)
     # transformers is used for its tokenizers only: its warning that PyTorch is missing does not matter.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -101,7 +104,7 @@ def run_launcher(
         if _print_help(values, doc, argv[1:]):
             return
     except OSError as error:
-        _fail(f"standard output: {error.strerror}")
+        fail(f"standard output: {error.strerror}")
     global _host
     together = "devices" in values and "coordinator_address" in values
     _host = _find_host(argv, together) if "coordinator_address" in values else Host()
@@ -123,22 +126,28 @@ def run_launcher(
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader of the pipe is gone, so there is nobody to print to.
-        _drop_output()
+        # The reader of the pipe is gone, so nothing more can be printed.
+        drop_output()
         sys.exit(0)
     except Exception as error:
         _end_with(error)
     finally:
+        flush_output()
         _host = Host()
 
 
 def _end_with(error: Exception) -> NoReturn:
     """Report an uncaught error to all hosts, print it, and exit with 2 or 42."""
+    flush_output()
     if (message := _message_to_user(error)) is not None:
         _host.fail(error if isinstance(error, InputError) else InputError(message))
-        _fail(message)
+        fail(message)
     _host.fail(error)
-    traceback.print_exception(error)
+    _end_with_traceback(error)
+
+
+def _end_with_traceback(error: Exception) -> NoReturn:
+    tell("".join(traceback.format_exception(error)).rstrip())
     sys.exit(EXIT_RESTART)
 
 
@@ -147,14 +156,11 @@ def _message_to_user(error: Exception) -> str | None:
     if isinstance(error, (InputError, flags.Error)):
         return str(error)
     if isinstance(error, OSError) and error.errno in _OF_USERS:
-        where = "standard output or a file" if error.filename is None else error.filename
-        return f"{where}: {os.strerror(error.errno)}"
+        why = os.strerror(error.errno)
+        if error.filename is None and error.strerror not in (None, why):
+            return error.strerror  # a library's own message
+        return f"{'standard output or a file' if error.filename is None else error.filename}: {why}"
     return None
-
-
-def _drop_output() -> None:
-    """Discard the rest of standard output; otherwise Python would fail again when it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_help(values: flags.FlagValues, doc: str, arguments: Sequence[str]) -> bool:
@@ -191,7 +197,8 @@ def _find_host(argv: Sequence[str], together: bool) -> Host:
     """Find out which host this is, and join the others if the command runs on all hosts together.
 
     Only the flags that describe the cluster are read here. If another flag is wrong, all hosts must be told, so it is
-    parsed after joining. Exits with 2 if these flags are wrong, and with 42 if the cluster does not answer.
+    parsed after joining. Exits with 2 if these flags are wrong or another error is the user's, and with 42 if the
+    cluster does not answer.
     """
     values = flags.FlagValues()
     define_device_flags(values)
@@ -201,22 +208,19 @@ def _find_host(argv: Sequence[str], together: bool) -> Host:
         if together and place.hosts > 1:
             waits = ("initialization_timeout", "heartbeat_timeout", "shutdown_timeout", "stall_timeout")
             return join(place, Timeouts(*(values[name].value for name in waits)))
-    except (InputError, flags.Error) as error:
-        _fail(str(error))
-    except Exception:  # the cluster may answer later
-        traceback.print_exc()
-        sys.exit(EXIT_RESTART)
+    except Exception as error:
+        if (message := _message_to_user(error)) is not None:
+            fail(message)
+        _end_with_traceback(error)  # the cluster may answer later
     host = Host(values.stall_timeout)
     host.process_index = place.host
     return host
 
 
-def _fail(message: str) -> NoReturn:
-    print(f"error: {printable(message)}", file=sys.stderr)
-    try:
-        sys.stdout.flush()
-    except OSError:
-        _drop_output()
+def fail(message: str) -> NoReturn:
+    """Print an error that the user can fix, and exit with 2."""
+    tell(f"error: {message}")
+    flush_output()
     sys.exit(EXIT_USER_ERROR)
 
 
@@ -239,12 +243,16 @@ def define_device_flags(values: flags.FlagValues) -> None:
     )
 
 
-def start_devices(values: flags.FlagValues, inputs: Mapping[str, str] | None = None) -> None:
+def start_devices(
+    values: flags.FlagValues, inputs: Mapping[str, str] | None = None, *, end_within: float | None = None
+) -> None:
     """Apply :func:`define_device_flags` to JAX and compare all hosts. Call this before the first device is used.
 
     Args:
       values: the flags.
       inputs: digests of the inputs by name; they must be the same on all hosts.
+      end_within: seconds that the process may run after SIGTERM, even if something hangs; default
+        :data:`SECONDS_TO_END`.
 
     Raises:
       InputError: hosts differ, or jit is disabled.
@@ -266,6 +274,7 @@ def start_devices(values: flags.FlagValues, inputs: Mapping[str, str] | None = N
     if _host.count > 1:
         # With asynchronous dispatch, CPU devices may run independent programs in different orders on different hosts.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
+    _host.end_within(SECONDS_TO_END if end_within is None else end_within)
     _host.mark()
     preflight.check(
         _host, values, inputs or {}, lambda table: preflight.print_table(table) if is_main_process() else None
@@ -282,7 +291,7 @@ def compile_only() -> None:
     """
     import jax
 
-    from runtime.planner import AOT_ENVIRONMENT
+    from runtime import AOT_ENVIRONMENT
 
     os.environ.update(AOT_ENVIRONMENT)
     jax.config.update("jax_platforms", "cpu")
@@ -330,9 +339,9 @@ def is_main_process() -> bool:
 
 
 def say(message: str) -> None:
-    """Print a message on standard error, on host 0 only."""
+    """Print a message on standard error, on host 0 only. Control characters in it are escaped."""
     if is_main_process():
-        print(message, file=sys.stderr)
+        tell(message)
 
 
 @contextlib.contextmanager

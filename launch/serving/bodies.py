@@ -98,10 +98,8 @@ def decoding_body(parameters: Iterable[Parameter]) -> type[RequestBody]:
 
 if TYPE_CHECKING:
     Decoding = RequestBody
-    Count = int | None
 else:
     Decoding = decoding_body(EXPOSED_PARAMETERS.values())
-    Count = annotation(EXPOSED_PARAMETERS["max_new_tokens"])
 
 
 class Generate(Decoding):
@@ -140,7 +138,8 @@ class CompletionBody(Generate):
     """``POST /v1/completions``: one or more prompts, given as text or token ids.
 
     Attributes:
-      suffix: the text that follows the completion, after every prompt. The completion is what is between.
+      suffix: the text that follows the completion, after every prompt. The completion is the text between
+        prompt and suffix.
     """
 
     prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
@@ -177,11 +176,18 @@ class ResponseFormat(Body):
     type: Literal["text"]
 
 
-class ChatBody(Generate):
+if TYPE_CHECKING:
+    GenerateChat = Generate
+else:  # OpenAI's chats have a second name for max_tokens
+    _LENGTH = EXPOSED_PARAMETERS["max_new_tokens"]
+    _NAMES = [name for name in _LENGTH.aliases if name != _LENGTH.http_name]
+    GenerateChat = create_model("GenerateChat", __base__=Generate, **dict.fromkeys(_NAMES, (annotation(_LENGTH), None)))
+
+
+class ChatBody(GenerateChat):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: Count = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     response_format: ResponseFormat | None = None

@@ -91,7 +91,7 @@ class Readers:
         return await future
 
     def busy_seconds(self) -> float:
-        """For how long the oldest request that is being read has been read."""
+        """Seconds that the longest-running read has taken; 0 if none is running."""
         now = time.monotonic()
         return max((now - since for since in list(self._since.values())), default=0.0)
 

@@ -218,7 +218,8 @@ class Reader:
         mode = next((mode for mode in self._modes if can_run(mode.config, asked.config)), None)
         if mode is None:
             available = "; ".join(describe(mode.config) for mode in self._modes)
-            raise invalid(f"This server does not offer {describe(asked.config)}. Available: {available}.")
+            why = f"This server does not offer {describe(asked.config)}. Available: {available}."
+            raise from_input_error(InputError(why, field=not_offered(asked.config, self._modes)))
         pool = self._executor.pools[mode.pool]
         if (steps := pool.steps_per_block(asked.config)) > pool.max_steps:
             raise invalid(f"steps: {steps} steps per block; at most {pool.max_steps}", "steps")
@@ -237,6 +238,19 @@ def describe(config: DiffusionConfig | SamplingConfig) -> str:
     return ", ".join(
         f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in said.items()
     )
+
+
+def not_offered(config: DiffusionConfig | SamplingConfig, modes: Sequence[Mode]) -> str:
+    """The parameter that a request has to change for the most similar mode: one that differs from the default mode."""
+    wanted, default = compiled_values(config), modes[0].config
+    changed = [name for name in wanted if getattr(config, name) != getattr(default, name)]
+    wrong = []
+    for mode in modes:
+        theirs = compiled_values(mode.config)
+        names = [name for name in changed if name not in theirs or theirs[name] != wanted[name]]
+        # Parameters that both compile come first, because the others follow from them.
+        wrong.append(sorted(names, key=lambda name: name not in theirs))
+    return min(filter(None, wrong), key=len)[0]
 
 
 def _several(prompt: Any) -> list[Any]:

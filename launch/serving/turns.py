@@ -24,7 +24,7 @@ _LENGTH_BYTES = 4  # the length of the message, little-endian, before the messag
 
 
 class Hosts(Protocol):
-    """What the server needs of :class:`launch.hosts.host.Host`."""
+    """The part of :class:`launch.hosts.host.Host` that the server uses."""
 
     process_index: int
     count: int
@@ -76,7 +76,10 @@ class Turns:
         return _in_rounds(_frame(value), exchange)
 
     def draining(self) -> bool:
-        """Whether some host received SIGTERM: finish what is in flight and end. All hosts get the same answer."""
+        """Return whether any host received SIGTERM, so that the run should finish its work in flight and exit.
+
+        All hosts get the same answer.
+        """
         return any(self.gather(self._hosts.terminated))
 
 

@@ -17,6 +17,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from runtime.decoding.loop_parameters import row_names
+from runtime.decoding.parameters import DiffusionConfig
 from runtime.decoding.sampling import (
     TOKEN_STREAM,
     TRANSFER_STREAM,
@@ -32,8 +34,8 @@ from runtime.models.transformer import pick_positions, project_logits
 
 Array = jax.Array
 
-# Fields of a request that have one value for each row, and that the choice of a token depends on.
-_PER_ROW = ("seeds", "temperature", "top_p", "top_k", "cfg_scale")
+# Fields of a request that the choice of a token may depend on. XLA removes those that a program does not read.
+_PER_ROW = ("seeds", *row_names(DiffusionConfig))
 
 
 @flax.struct.dataclass
@@ -60,7 +62,7 @@ def choose(
     Args:
       forward: the model.
       program: settings that are compiled in.
-      request: seeds, temperature, top_p and top_k, each with one value per row or per position.
+      request: seeds and run-time parameters, each with one value per row or per position.
       step: int32 ``[B]`` or ``[B, P]``, each row's own step number, from which its random bits derive.
       logits: float32 ``[B, P, V]``, marked by :func:`runtime.decoding.sampling.mark_non_finite`.
       positions: int32 ``[B, P]``.
@@ -168,7 +170,7 @@ def choose_on_canvas(
       forward: layout and attention of the model.
       program: settings that are compiled in.
       weights: the model's weights; only the output head is used.
-      request: seeds, temperature, top_p and top_k.
+      request: seeds and run-time parameters, each with one value per row.
       step: int32 ``[B]``, each row's own step number, from which its random bits derive.
       hidden: activations ``[B, S, D]``.
       wanted: bool ``[B, S]``, positions that need a token.

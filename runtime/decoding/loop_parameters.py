@@ -30,6 +30,11 @@ def row_arrays(config: type) -> Any:
     return dataclasses.make_dataclass(f"{config.__name__}Rows", fields, frozen=True)
 
 
+def row_names(config: type) -> tuple[str, ...]:
+    """Return the names of the arrays of :func:`row_arrays`."""
+    return tuple(one.name for one in _in_loop(config, compiled=False))
+
+
 def row_values(config: Any) -> dict[str, Any]:
     """Return the values of :func:`row_arrays` for one row, by name; ``off`` replaces None."""
     found = {one.name: (getattr(config, one.name), one.off) for one in _in_loop(type(config), compiled=False)}

@@ -80,6 +80,7 @@ class SamplingConfig:
         "Sampling temperature; 0 takes the most probable token.",
         in_checkpoint="temperature",
         in_loop=True,
+        general=1.0,
     )
     top_p: float | None = parameter(
         None,
@@ -90,6 +91,7 @@ class SamplingConfig:
         in_checkpoint="top_p",
         in_loop=True,
         off=1.0,
+        general=0.5,  # programs that filter by top_p also filter by top_k
     )
     top_k: int | None = parameter(
         None,
@@ -131,6 +133,7 @@ class SamplingConfig:
         http=None,
         flag_default=False,
         flag_help="With --json.",
+        general=True,
     )
     use_cache: bool = parameter(
         True,
@@ -181,8 +184,8 @@ class DiffusionConfig:
     algorithm: str = parameter(
         "origin",
         Choice(ALGORITHMS),
-        "How each step picks the positions to fill: at random (origin; for LLaDA: random), or those with the highest "
-        "confidence by the named measure (for LLaDA: low_confidence).",
+        "How each step picks the positions to fill: at random (origin, random), or those with the highest confidence "
+        "by the named measure (the others). Each model family has some of these algorithms.",
         aliases=("alg",),
         in_checkpoint="alg",
         compiled=True,
@@ -200,6 +203,7 @@ class DiffusionConfig:
         idle=(0.0,),
         in_loop=True,
         off=0.0,
+        general=1.0,
         in_checkpoint="alg_temp",
         requires=(_SCHEDULED, Requirement("algorithm", CONFIDENCE_ALGORITHMS, when_given=True)),
     )
@@ -232,6 +236,7 @@ class DiffusionConfig:
         "blocks of the attention mask, counted from position 0; the default is the model's.",
         optional=True,
         compiled=_WITH_CACHE,
+        off=DEFAULT_BLOCK_LENGTH,
         mode=True,
     )
     sub_block_length: int | None = parameter(
@@ -287,6 +292,7 @@ class DiffusionConfig:
         "Refresh the cache on entering every n-th block; 0 refreshes only for the first block. If a block is entered "
         "without a refresh, its first forward pass also recomputes the previous block.",
         compiled=Requirement("cache", ("dual",)),
+        variant=True,  # programs with the wide window, which also recomputes the previous block, have both windows
         requires=(_WITH_CACHE,),
         mode=True,
     )
@@ -342,6 +348,7 @@ class DiffusionConfig:
         Real(0.0, 100.0),
         "Scale of classifier-free guidance: how far logits are moved away from the logits without the prompt. Any "
         "value above 0 costs a second forward pass per step; 0 turns guidance off.",
+        variant=True,  # a program with guidance leaves the logits of a row with scale 0 unchanged
         in_loop=True,
         requires=(Requirement("cache", ("none",)),),
         mode=True,
@@ -420,25 +427,21 @@ def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
     Requests can share slots only if these values are equal. Every other parameter is a run-time argument of each row.
     """
     found = {
-        one.name: getattr(config, one.name)
+        one.name: one.off if (value := getattr(config, one.name)) is None else value
         for one in declared_parameters(type(config))
-        if (one.compiled.met(config) if isinstance(one.compiled, Requirement) else one.compiled)
+        if one.is_compiled(config)
     }
-    if isinstance(config, DiffusionConfig) and config.cfg_scale > 0:
-        found["cfg_scale"] = config.cfg_scale
     if found.get("attention_block_length") == 0:
         del found["attention_block_length"]
-    if "block_length" in found:
-        found["block_length"] = found["block_length"] or DEFAULT_BLOCK_LENGTH
     return found
 
 
 def can_run(compiled: DiffusionConfig | SamplingConfig, asked: DiffusionConfig | SamplingConfig) -> bool:
     """Return whether programs compiled for one configuration can also run another."""
     theirs, wanted = compiled_values(compiled), compiled_values(asked)
-    # Programs with the wide window, which also recomputes the previous block, have the one-block window as well.
-    wide, wanted_wide = theirs.pop("refresh_blocks", 1) != 1, wanted.pop("refresh_blocks", 1) != 1
-    # A program compiled with guidance leaves the logits of a row with scale 0 unchanged.
-    guided, wanted_guided = theirs.pop("cfg_scale", 0.0) > 0, wanted.pop("cfg_scale", 0.0) > 0
-    same = type(compiled) is type(asked) and theirs == wanted
-    return same and wide >= wanted_wide and guided >= wanted_guided
+    for one in declared_parameters(type(asked)):
+        if one.variant:
+            has, needs = (values.pop(one.name, one.default) != one.default for values in (theirs, wanted))
+            if needs and not has:
+                return False
+    return type(compiled) is type(asked) and theirs == wanted

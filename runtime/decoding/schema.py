@@ -7,6 +7,7 @@ the fields of batch lines and HTTP requests, OpenAPI, server modes, and the tabl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import numbers
@@ -73,7 +74,11 @@ class ParameterError(InputError):
 
 
 def _wrong(name: str, value: Any, expected: str) -> ParameterError:
-    return ParameterError(name, f"is {value!r:.{_SHOWN}}; expected {expected}")
+    try:
+        shown = f"{value!r:.{_SHOWN}}"
+    except (ValueError, RecursionError):  # an integer with more digits than Python prints, or a deeply nested list
+        shown = f"of type {type(value).__name__} and too long"
+    return ParameterError(name, f"is {shown}; expected {expected}")
 
 
 def plain_number(value: float) -> str:
@@ -142,9 +147,12 @@ class Real:
         Raises:
           ParameterError: the value is not a finite number, or is out of bounds.
         """
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        number = math.nan
+        if not isinstance(value, bool) and isinstance(value, numbers.Real):
+            with contextlib.suppress(OverflowError):  # an integer above all floats
+                number = float(value)
+        if not math.isfinite(number):
             raise _wrong(name, value, self.expected)
-        number = float(value)
         inside = self.low < number < self.high if self.exclusive else self.low <= number <= self.high
         if not inside or 0.0 < number < self.smallest:
             raise _wrong(name, value, self.expected)
@@ -297,9 +305,11 @@ class Parameter:
       idle: values that have no effect, besides the default. Requirements are not checked for them.
       compiled: whether the value is part of the compiled program. A :class:`Requirement` here means "only with that
         setting of another parameter". Otherwise the value is a run-time argument of each row.
+      variant: programs differ only in whether the value is the default, and those of other values run the default too.
+      general: value whose programs run every other value at little cost; slots are compiled for it.
       in_loop: the decoding loops read the value under the parameter's name: in the compiled settings if ``compiled`` is
         True, otherwise as an array with one value per row; see :mod:`runtime.decoding.loop_parameters`.
-      off: value that stands for None in that array.
+      off: value that stands for None in that array, and among compiled values.
       requires: settings of other parameters without which this one has no effect.
       mode: a server's ``--mode`` can set it.
       exposed: flags and requests can set it. Otherwise only Python code can.
@@ -318,6 +328,8 @@ class Parameter:
     zero_is_none: bool = False
     idle: tuple[Any, ...] = ()
     compiled: bool | Requirement = False
+    variant: bool = False
+    general: Any = None
     in_loop: bool = False
     off: Any = None
     requires: tuple[Requirement, ...] = ()
@@ -341,6 +353,16 @@ class Parameter:
     def from_request(self, value: Any) -> Any:
         """Translate the value of a flag or a request: 0 becomes None if ``zero_is_none``. The value is not checked."""
         return None if self.zero_is_none and type(value) is int and value == 0 else value
+
+    def is_compiled(self, config: Any) -> bool:
+        """Return whether the value of a configuration is part of its compiled program."""
+        if isinstance(self.compiled, Requirement):
+            return self.compiled.met(config)
+        return self.compiled or (self.variant and getattr(config, self.name) != self.default)
+
+    def applies(self, config: Any) -> bool:
+        """Return whether the other settings of a configuration let the parameter have an effect."""
+        return all(one.when_given or one.met(config) for one in self.requires)
 
     @property
     def http_name(self) -> str:

@@ -27,6 +27,18 @@ def _starts(lengths: np.ndarray, width: int) -> np.ndarray:
     return width - lengths
 
 
+def unpadded_rows(values: np.ndarray, mask: np.ndarray) -> list[np.ndarray]:
+    """Return the rows of a left-padded batch without their padding.
+
+    Args:
+      values: ``[B * R, W, ...]``, R rows for each row of ``mask``, one after another. W is at least S: new tokens may
+        follow the prompts.
+      mask: ``[B, S]``, attention mask of the prompts.
+    """
+    starts = np.repeat(row_starts(mask), len(values) // len(mask))
+    return [row[start:] for row, start in zip(values, starts, strict=True)]
+
+
 def left_padded(rows: Sequence[Sequence[int]], filler: int) -> tuple[np.ndarray, np.ndarray]:
     """Left-pad rows of tokens with ``filler``: int32 ``[B, S]`` and an attention mask ``[B, S]``."""
     width = max(map(len, rows))

@@ -156,7 +156,10 @@ def _narrow_head_copies(kept: int, head_dim: int, device: Device) -> tuple[Tenso
 
 
 def _live(arrays: Iterable[LiveArrays], positions: int, item: int, smaller_by: str) -> list[_Arrays]:
-    """Return the arrays of a layer for ``positions`` positions, with ``item`` bytes per number."""
+    """Return a layer's activation arrays for ``positions`` positions of ``item`` bytes per element.
+
+    Each entry is (name, count, bytes of each, what shrinks them).
+    """
     return [(one.name, one.count, positions * one.numbers_per_position * item, smaller_by) for one in arrays]
 
 

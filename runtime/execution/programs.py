@@ -40,7 +40,7 @@ Request = TypeVar("Request", DenoiseRequest, DecodeRequest)
 State = TypeVar("State", DenoiseState, DecodeState)
 
 _SEED_WORDS = 2
-# What JAX says when it has found a program in its persistent cache.
+# JAX's monitoring event for a program found in its persistent cache.
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 

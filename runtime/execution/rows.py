@@ -48,7 +48,7 @@ def row_seeds(seed: int | Sequence[int], rows: int, samples: int = 1) -> list[in
     if len(seeds) == rows * samples:
         return seeds
     if len(seeds) != rows:
-        raise InputError(f"{len(seeds)} seeds for {rows} rows; give one for the batch, or one per row")
+        raise InputError(f"{len(seeds)} seeds for {rows} rows; give one for the batch, or one per row", field="seed")
     return [one if sample == 0 else row_seed(one, 0, sample) for one in seeds for sample in range(samples)]
 
 
@@ -112,7 +112,8 @@ def prepare_rows(
       InputError: the rows or the configuration are invalid for this model.
     """
     if isinstance(samples, bool) or not isinstance(samples, int) or not 1 <= samples <= MAX_SAMPLES:
-        raise InputError(f"num_return_sequences is {samples!r}; expected an integer from 1 to {MAX_SAMPLES}")
+        expected = f"expected an integer from 1 to {MAX_SAMPLES}"
+        raise InputError(f"num_return_sequences is {samples!r}; {expected}", field="num_return_sequences")
     rows = read_rows(input_ids, attention_mask, model, suffixes)
     check_request(rows, model, config)
     seeds = row_seeds(config.seed, len(rows.lengths), samples)
@@ -184,7 +185,8 @@ def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig | Sa
         parts = f"{rows.lengths[row]} prompt tokens" + (f", {suffix} suffix tokens" if suffix else "")
         raise InputError(
             f"{where}{parts} and {request.max_new_tokens} new tokens are {longest} positions; the model allows "
-            f"{config.max_positions}"
+            f"{config.max_positions}",
+            field="max_new_tokens",
         )
     inside = np.arange(rows.tokens.shape[1]) < rows.lengths[:, None]
     if request.max_new_tokens == 0 and not ((rows.tokens == config.mask_token_id) & inside).any():

@@ -55,7 +55,7 @@ _FIRST_FETCHES = 2
 
 @dataclass(frozen=True)
 class SchedulerPolicy:
-    """How long a step runs, and what is observed after it.
+    """Limits on the length of a step, and which events are reported after it.
 
     Attributes:
       max_iterations: maximum number of iterations of a bucket per step.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 from runtime.decoding.autoregressive import DecodeProgram
 from runtime.decoding.block_schedule import block_schedule, window_widths
 from runtime.decoding.loop_parameters import setting_values
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.decoding.sampling import CONFIDENCE_ALGORITHMS, SamplingRule
+from runtime.decoding.schema import declared_parameters
 from runtime.decoding.state import DenoiseProgram
 from runtime.execution.runner import Runner
 from runtime.models.config import ModelConfig
@@ -115,7 +115,7 @@ def program_key(runner: Runner, config: DiffusionConfig | SamplingConfig, width:
 
 def generalized(config: DiffusionConfig | SamplingConfig) -> DiffusionConfig | SamplingConfig:
     """Return a configuration whose programs also serve requests that sample, filter or ask for log-probabilities."""
-    changes: dict[str, Any] = {"temperature": 1.0, "top_p": 0.5, "log_probabilities": True}
-    if isinstance(config, DiffusionConfig) and config.parallel == "none":
-        changes["alg_temp"] = 1.0
-    return config.replace(**changes)
+    declared = declared_parameters(type(config))
+    return config.replace(
+        **{one.name: one.general for one in declared if one.general is not None and one.applies(config)}
+    )

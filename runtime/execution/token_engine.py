@@ -67,7 +67,7 @@ class TokenEngine:
         return self.config.end_token_ids
 
     def _resolved(self, config: GenerationConfig | None) -> GenerationConfig:
-        """Complete a configuration with what depends on the model; None is the model's default."""
+        """Fill in the model-dependent defaults of a configuration. None is the model's default configuration."""
         return with_model_blocks(config or default_config(self.config), self.config)
 
     def _with_early_stop(self, config: GenerationConfig | None) -> GenerationConfig:
@@ -180,7 +180,7 @@ class TokenEngine:
                 if is_new or request.suffix or not 0 < request.config.max_new_tokens <= room:
                     check_request(request.rows, self.config, request.config)
             except InputError as error:
-                raise InputError(f"request {number}: {error}") from error
+                raise InputError(f"request {number}: {error}", field=error.field) from error
             if is_new:
                 own = self._with_early_stop(request.config)
                 configs[id(request.config)] = request.config if own == request.config else own

@@ -75,6 +75,8 @@ class Family:
       guidance: whether the original code defines classifier-free guidance (``cfg_scale``).
       mask_token_id: mask token of checkpoints whose configuration does not name one.
       end_token_ids: end tokens of checkpoints whose configuration does not name any.
+      transformers_class: name of the model class of transformers with the same layers, configuration keys and tensor
+        names. A bidirectional model uses it with its causal mask turned off. None if transformers has no such class.
       tensor_name: maps a tensor's name in a Hugging Face folder to the declared name, for folders that use other names;
         returns None for a tensor that is not a weight.
       published: published decoding settings. The first entry that matches a checkpoint's name is used.
@@ -98,6 +100,7 @@ class Family:
     guidance: bool = False
     mask_token_id: int | None = None
     end_token_ids: tuple[int, ...] = ()
+    transformers_class: str | None = None
     tensor_name: Callable[[str], str | None] = str
     published: tuple[PublishedSettings, ...] = ()
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

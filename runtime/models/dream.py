@@ -27,6 +27,7 @@ DREAM = Family(
     attention="bidirectional",
     objective="masked_diffusion",
     prediction_offset=1,
+    transformers_class="Qwen2ForCausalLM",
     schedule="linear_time",
     algorithms=("origin", "maskgit_plus", "topk_margin", "entropy"),
     published=(

@@ -107,7 +107,7 @@ class GPT2Weights:
     @staticmethod
     def cost(layout: ModelLayout) -> LayerCost:
         """Return the cost of a layer on one device."""
-        return dense_layer_cost(layout)
+        return dense_layer_cost(layout, gated=False)
 
     def embed(self, forward: Forward, tokens: Array, positions: Array) -> Array:
         """Embed int32 tokens ``[B, S]`` at positions ``[S]`` or ``[B, S]`` -> ``[B, S, D]``."""
@@ -183,6 +183,7 @@ GPT2 = Family(
     attention="causal",
     objective="autoregressive",
     prediction_offset=1,
+    transformers_class="GPT2LMHeadModel",
     tensor_name=_tensor_name,
     presets={
         "gpt2": {

@@ -186,24 +186,30 @@ def vocabulary_logits(forward: Forward, hidden: Array, head: Matrix) -> Array:
     return forward.einsum("bpd,vd->bpv", hidden, head)
 
 
-def dense_layer_cost(layout: ModelLayout) -> LayerCost:
+def dense_layer_cost(layout: ModelLayout, *, gated: bool = True) -> LayerCost:
     """Return the cost of a dense layer: attention followed by an MLP, with all weights used at every position.
 
     Each weight number counts as one multiplication and one addition per position.
+
+    Args:
+      layout: the model's layout.
+      gated: whether the MLP multiplies its up projection by a gate. Without one, it has one projection less, and its
+        activation function is applied to the up projection.
     """
     config = layout.config
     numbers = sum(math.prod(shard_shape(leaf, layout)) for leaf in layout.leaves if leaf.layers)
     width, mlp, head_dim = (layout.size_per_device(axis) for axis in ("embed", "mlp", "head_dim"))
     query_heads, kv_heads = layout.query_heads_per_device, layout.size_per_device("kv_heads")
     # The residual is read and written by both halves of the layer and by their norms. Gate and up are written and read,
-    # and their product is written and read.
-    activations = 12 * width + 5 * mlp + 4 * config.num_heads * config.head_dim // layout.spec.tensor
+    # and their product is written and read. Without a gate, one array less is written and read.
+    mlp_accesses = 5 if gated else 3
+    activations = 12 * width + mlp_accesses * mlp + 4 * config.num_heads * config.head_dim // layout.spec.tensor
     return LayerCost(
         flops_per_position=2.0 * numbers / config.num_layers,
         attention_flops_per_pair=4.0 * query_heads * head_dim,
         activations_per_position=float(activations),
         live_in_attention=(LiveArrays("queries, keys and values", 1, (query_heads + 2 * kv_heads) * head_dim),),
-        live_in_mlp=(LiveArrays("gate and up", 2, mlp),),
+        live_in_mlp=(LiveArrays("gate and up" if gated else "up and its activation", 2, mlp),),
         # After the output projection of attention, and after the MLP.
         tensor_collectives=(LayerCollective("all-reduce", width, 2, "residual"),),
     )

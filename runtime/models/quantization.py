@@ -56,7 +56,7 @@ def quantize(matrix: Array, contracted: tuple[int, ...]) -> Quantized:
 
 
 def int8_scales(largest: Any) -> Any:
-    """Compute float32 scales from the largest magnitudes (a NumPy or JAX array) of what shares a scale."""
+    """Compute float32 scales from the largest magnitudes (a NumPy or JAX array) of the numbers that share a scale."""
     return largest * INVERSE_INT8_MAX
 
 

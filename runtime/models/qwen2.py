@@ -158,6 +158,7 @@ QWEN2 = Family(
     attention="causal",
     objective="autoregressive",
     prediction_offset=1,
+    transformers_class="Qwen2ForCausalLM",
     presets={"qwen2.5-7b": SEVEN_BILLION | {"model_type": "qwen2"}},
     reference="transformers",
 )

@@ -127,6 +127,7 @@ QWEN3 = Family(
     attention="causal",
     objective="autoregressive",
     prediction_offset=1,
+    transformers_class="Qwen3ForCausalLM",
     end_token_ids=(151645, 151643),
     presets={
         "qwen3-0.6b": _PUBLISHED

@@ -9,36 +9,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.execution.runner import device_memory, weight_bytes
-    from runtime.models.config import Family
-    from runtime.models.declarations import partition_spec, shard_shape, tensor_sizes
-    from runtime.models.families import FAMILIES, weights_class
+    from runtime.execution.runner import device_memory
+    from runtime.models.families import weights_class
     from runtime.planner.compiled import CompiledPhase, compile_workload, is_out_of_memory
-    from runtime.planner.default import default_mesh
     from runtime.planner.describe import describe_compiled, describe_estimate, describe_topology
     from runtime.planner.estimate import Estimate, estimate_workload, out_of_memory, rank, shortage, what_would_help
     from runtime.planner.presets import PRESETS, preset
     from runtime.planner.workload import Workload
-    from sharding.aot import AOT_ENVIRONMENT, aot_devices, missing_compiler
+    from sharding.aot import aot_devices, missing_compiler
     from sharding.heads import HeadLayout
-    from sharding.mesh import WEIGHT_MEMORY_SHARE, build_mesh
+    from sharding.mesh import build_mesh
     from sharding.topology import Topology, parse_topology
 
 __all__ = [
-    "AOT_ENVIRONMENT",
-    "FAMILIES",
     "PRESETS",
-    "WEIGHT_MEMORY_SHARE",
     "CompiledPhase",
     "Estimate",
-    "Family",
     "HeadLayout",
     "Topology",
     "Workload",
     "aot_devices",
     "build_mesh",
     "compile_workload",
-    "default_mesh",
     "describe_compiled",
     "describe_estimate",
     "describe_topology",
@@ -48,32 +40,23 @@ __all__ = [
     "missing_compiler",
     "out_of_memory",
     "parse_topology",
-    "partition_spec",
     "preset",
     "rank",
-    "shard_shape",
     "shortage",
-    "tensor_sizes",
-    "weight_bytes",
     "weights_class",
     "what_would_help",
 ]
 
 _HOMES = {
-    "AOT_ENVIRONMENT": "sharding.aot",
     "CompiledPhase": "runtime.planner.compiled",
     "Estimate": "runtime.planner.estimate",
-    "FAMILIES": "runtime.models.families",
-    "Family": "runtime.models.config",
     "HeadLayout": "sharding.heads",
     "PRESETS": "runtime.planner.presets",
     "Topology": "sharding.topology",
-    "WEIGHT_MEMORY_SHARE": "sharding.mesh",
     "Workload": "runtime.planner.workload",
     "aot_devices": "sharding.aot",
     "build_mesh": "sharding.mesh",
     "compile_workload": "runtime.planner.compiled",
-    "default_mesh": "runtime.planner.default",
     "describe_compiled": "runtime.planner.describe",
     "describe_estimate": "runtime.planner.describe",
     "describe_topology": "runtime.planner.describe",
@@ -83,13 +66,9 @@ _HOMES = {
     "missing_compiler": "sharding.aot",
     "out_of_memory": "runtime.planner.estimate",
     "parse_topology": "sharding.topology",
-    "partition_spec": "runtime.models.declarations",
     "preset": "runtime.planner.presets",
     "rank": "runtime.planner.estimate",
-    "shard_shape": "runtime.models.declarations",
     "shortage": "runtime.planner.estimate",
-    "tensor_sizes": "runtime.models.declarations",
-    "weight_bytes": "runtime.execution.runner",
     "weights_class": "runtime.models.families",
     "what_would_help": "runtime.planner.estimate",
 }

@@ -155,7 +155,7 @@ def read_collectives(text: str) -> list[HloCollective]:
         seen.add(gathered)
 
     def ends_loop(name: str, permute: Instruction) -> bool:
-        # The last turn may stand after the loop, without the metadata of the others.
+        # The last iteration may come after the loop, without the metadata of the others.
         source = _source(permute, {one.name: one for one in module.computations[name]})
         return source is not None and source.operation == "while" and bool(read_windowed_product(module, source))
 
@@ -239,7 +239,7 @@ def read_unrolled_products(
 
     found = []
     for scope, permutes in products.items():
-        if scope not in looped:  # otherwise they are the first and the last turn of a loop
+        if scope not in looped:  # otherwise they are the first and the last iteration of a loop
             kind = "reduce-scatter" if computes_pieces(scope, permutes) else "all-gather"
             found.append(_of_pieces(kind, permutes[0], repeats, within))
     return found

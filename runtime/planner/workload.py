@@ -15,9 +15,16 @@ from typing import Any
 
 from runtime.decoding.block_schedule import block_schedule, steps_of_a_block, window_widths
 from runtime.decoding.cached_steps import refresh_chunk
-from runtime.decoding.parameters import CACHES, DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import (
+    DEFAULT_BLOCK_LENGTH,
+    EXPOSED_PARAMETERS,
+    MAX_NEW_TOKENS,
+    DiffusionConfig,
+    SamplingConfig,
+)
 from runtime.decoding.sampling import SamplingRule
 from runtime.decoding.schedule import masks_per_step
+from runtime.decoding.schema import Choice, Integer, Kind
 from runtime.execution.rows import bucket_length, check_kind, with_model_blocks
 from runtime.execution.runner import canvas_bucket, head_chunk
 from runtime.execution.specialization import decode_program, sampling_rule
@@ -29,6 +36,14 @@ from sharding.errors import InputError
 from sharding.mesh import MeshSpec
 
 MAX_BATCH = 1 << 20
+# Fields of a workload that are not decoding parameters of the same name.
+_KINDS: dict[str, Kind] = {
+    "batch": Integer(1, MAX_BATCH),
+    "prompt": Integer(1, 1 << 24),
+    "new_tokens": Integer(1, MAX_NEW_TOKENS),
+    "quantization": Choice(QUANTIZATIONS),
+    "dtype": Choice(STORED_DTYPES),
+}
 
 
 @dataclass(frozen=True)
@@ -88,27 +103,24 @@ class Workload:
     new_tokens: int = 256
     steps: int = 256
     cache: str = "none"
-    block_length: int = 32
+    block_length: int = DEFAULT_BLOCK_LENGTH
     quantization: str = "none"
 
     def __post_init__(self) -> None:
-        limits = {"batch": (1, MAX_BATCH), "prompt": (1, 1 << 24), "new_tokens": (1, 1 << 20), "steps": (1, 1 << 16)}
-        for name, (low, high) in limits.items():
-            if not low <= getattr(self, name) <= high:
-                raise InputError(f"{name} is {getattr(self, name)}; expected a number from {low} to {high}")
-        if not 1 <= self.block_length <= self.new_tokens and self.cache != "none":
-            raise InputError(f"block_length is {self.block_length}; expected 1 to new_tokens ({self.new_tokens})")
-        if self.cache not in CACHES:
-            raise InputError(f'cache "{self.cache}" is not one of {", ".join(CACHES)}')
+        kinds = _KINDS | {name: EXPOSED_PARAMETERS[name].kind for name in ("steps", "cache", "block_length")}
+        for name, kind in kinds.items():
+            kind.read(name, getattr(self, name))
+        if self.block_length > self.new_tokens and self.cache != "none":
+            raise InputError(
+                f"block_length is {self.block_length}; expected 1 to new_tokens ({self.new_tokens})",
+                field="block_length",
+            )
         check_kind(self.config, self.sampling() if self.config.objective == "autoregressive" else self.decoding())
-        if self.quantization not in QUANTIZATIONS:
-            raise InputError(f'quantization "{self.quantization}" is not one of {", ".join(QUANTIZATIONS)}')
-        if self.dtype not in STORED_DTYPES:
-            raise InputError(f'dtype "{self.dtype}" is not one of {", ".join(STORED_DTYPES)}')
         if self.prompt + self.new_tokens > self.config.max_positions:
             raise InputError(
                 f"{self.prompt} prompt tokens and {self.new_tokens} new tokens are {self.prompt + self.new_tokens} "
-                f"positions; the model allows {self.config.max_positions}"
+                f"positions; the model allows {self.config.max_positions}",
+                field="new_tokens",
             )
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.execution.left_padding import row_starts
+from runtime.execution.left_padding import unpadded_rows
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
 from runtime.text.tokenizer import TextTokenizer
@@ -161,22 +161,21 @@ class CompletionBuilder:
           stop: strings that end a completion.
           suffixes: for each prompt, the text that follows its completions; empty for none.
         """
-        samples, kept = len(result.sequences) // len(prompts), result.log_probabilities
-        starts = row_starts(mask)
+        samples, given = len(result.sequences) // len(prompts), unpadded_rows(ids, mask)
+        kept = None if result.log_probabilities is None else unpadded_rows(result.log_probabilities, mask)
         found = []
-        for row, sequence in enumerate(result.sequences):
+        for row, sequence in enumerate(unpadded_rows(result.sequences, mask)):
             source = row // samples
-            start = int(starts[source])
             found.append(
                 self.build(
-                    sequence[start:],
-                    ids[source, start:].tolist(),
+                    sequence,
+                    given[source].tolist(),
                     prompt=prompts[source],
                     suffix=suffixes[source] if suffixes else "",
                     index=row % samples,
                     seed=result.seeds[row],
                     stop=stop,
-                    log_probabilities=None if kept is None else kept[row, start:],
+                    log_probabilities=None if kept is None else kept[row],
                 )
             )
         return found

@@ -26,7 +26,7 @@ FIM_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 # In Qwen2.5-Coder's example, these tokens end the text between prompt and suffix too.
 FIM_END_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 
-# If more conversations than this time out, the chat template itself is considered broken.
+# If more conversations of a file than this time out, the chat template itself is considered broken.
 _MAX_TIMEOUTS = 3
 
 
@@ -38,7 +38,6 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._name = name
         self._renderer = renderer or TemplateRenderer()
-        self._timeouts = 0
 
     @classmethod
     def from_folder(cls, folder: CheckpointFolder) -> TextTokenizer | None:
@@ -137,42 +136,52 @@ class TextTokenizer:
         special = self._tokenizer.special_tokens_map
         return self._renderer.render(self.chat_template, conversations, special, answer)
 
-    def render_batch(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[str | InputError]:
+    def render_batch(
+        self, conversations: Sequence[Sequence[Mapping[str, str]]], timeouts: list[InputError] | None = None
+    ) -> list[str | InputError]:
         """Render conversations to texts, with an error in place of each text that cannot be rendered.
 
+        Args:
+          conversations: the messages of each conversation.
+          timeouts: the timeouts of earlier calls for the same file. This call adds its own, and gives up when there are
+            too many. None sets no limit.
+
         Raises:
-          CheckpointError: rendering of several conversations did not finish in time.
+          CheckpointError: there are too many timeouts.
         """
 
-        def one(messages: Sequence[Mapping[str, str]]) -> str:
-            if self._timeouts > _MAX_TIMEOUTS:
-                raise TemplateTimeoutError("messages: rendering the chat template timed out", field="messages")
+        def give_up() -> None:
+            if timeouts is not None and len(timeouts) > _MAX_TIMEOUTS:
+                raise CheckpointError(
+                    f"{self._name}: the chat template did not finish in time for {len(timeouts)} conversations"
+                )
+
+        def render(some: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
+            give_up()
             try:
-                return self.render_messages(messages)
-            except TemplateTimeoutError:
-                self._timeouts += 1
+                return self._render(some, True)
+            except TemplateTimeoutError as error:
+                if timeouts is not None and len(some) == 1:
+                    timeouts.append(error)
                 raise
 
-        found = _each(lambda: self._render(conversations, True), one, conversations)
-        if self._timeouts > _MAX_TIMEOUTS:
-            raise CheckpointError(
-                f"{self._name}: the chat template did not finish in time for {self._timeouts} conversations"
-            )
+        found = _each(render, conversations)
+        give_up()
         return found
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int] | InputError]:
         """Encode texts on all CPU cores, with an error in place of the ids of each text that cannot be encoded."""
 
-        def whole() -> list[list[int]]:
+        def encode(some: Sequence[str]) -> list[list[int]]:
             # The library's own batch call: other threads of Python run meanwhile, and no offsets are computed.
             library = self._tokenizer.backend_tokenizer
             if library.truncation is not None:
                 library.no_truncation()
             if library.padding is not None:
                 library.no_padding()
-            return [found.ids for found in library.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return [found.ids for found in library.encode_batch_fast(list(some), add_special_tokens=False)]
 
-        return _each(lambda: self._guarded(whole), self.encode, texts)
+        return _each(lambda some: self._guarded(lambda: encode(some)), texts)
 
     def start_renderer(self) -> None:
         """Start the process that renders conversations, so that the first conversation need not wait for it."""
@@ -228,22 +237,16 @@ def _is_library_error(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def _each(
-    whole: Callable[[], list[Result]], one: Callable[[Item], Result], items: Sequence[Item]
-) -> list[Result | InputError]:
-    """Return ``whole()`` for all items. If it fails, return ``one(item)`` or its error for each item."""
+def _each(work: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result | InputError]:
+    """Return ``work(items)``. If it fails, call it once for each item, and return the item's result or its error."""
     if not items:
         return []
     try:
-        return list(whole())
-    except InputError:
-        found: list[Result | InputError] = []
-    for item in items:
-        try:
-            found.append(one(item))
-        except InputError as error:
-            found.append(error)
-    return found
+        return list(work(items))
+    except InputError as error:
+        if len(items) == 1:  # a second call would fail too
+            return [error]
+    return [found for item in items for found in _each(work, [item])]
 
 
 class EncodedPrompts(NamedTuple):

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attacks import LONG, attack_batch, attack_checkpoints, attack_hub, attack_server, attack_templates
+from benchmarks.attack_hosts import attack_hosts, attack_local
+from benchmarks.attack_inputs import NUMBERS, attack_batch, attack_numbers
+from benchmarks.attacks import LONG, attack_checkpoints, attack_server, attack_templates
 from benchmarks.command_attacks import attack_outputs, attack_replacement, attack_side_files
 from benchmarks.fault_tables import fault_table
 from benchmarks.report import read_record
@@ -44,32 +46,55 @@ def test_templates() -> None:
     assert len(table(templates=found)) == 1
 
 
-def test_hub() -> None:
-    found = attack_hub(4)
+def test_hosts() -> None:
+    found = attack_hosts(4, 5, 1000)
     assert found["cut_off"] == 4
+    assert found["secrets"] == {"tried": 5, "refused": 5}
+    assert found["topics"] == {"tried": 1000, "named": True}
     assert found["bytes_grown"] < 100 << 20
-    assert len(table(hub=found)) == 1
+    assert len(table(hosts=found)) == 3
 
 
-def test_server() -> None:
-    found = attack_server(2, 3, 40)
+@pytest.mark.parametrize("chats", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_server(chats: int) -> None:
+    found = attack_server(2, 3, 40, chats)
     assert found["lists_sent"] > 0
     assert found["bytes_grown"] < 512 << 20
     assert found["hostile_bodies"]["tried"] == 40
     assert found["hostile_bodies"]["refused"] > 20
     assert not found["hostile_bodies"]["server_errors"]
-    assert len(table(server=found)) == 2
+    assert found["two_lengths"] == {"tried": 40, "refused": 40}
+    assert found["chats"] == {"tried": chats, "refused": chats}
+    assert found["end"]["health"] == {"tried": 20, "ready": 20}
+    assert found["end"]["code"] == 0
+    assert len(table(server=found)) == 6
 
 
 def test_batch() -> None:
-    found = attack_batch(300)
+    found = attack_batch(300, 1, 40)
     assert found["first_result_seconds"] > 0
-    assert len(table(batch=found)) == 1
+    assert not found["wrong_results"]
+    assert found["bad_lines"] == {"tried": 10, "reported": 10}
+    assert found["non_finite"] == {"tried": 1, "reported": 1}
+    assert found["second_writers"] == {"tried": 40, "refused": 40}
+    assert found["changed_results"] == {"tried": 40, "found": 40}
+    assert len(table(batch=found)) == 5
+
+
+@pytest.mark.parametrize(
+    ("tensors", "generations"), [(2, ["nan"]), pytest.param(8, [*NUMBERS, "overflow"], marks=pytest.mark.slow)]
+)
+def test_numbers(tensors: int, generations: list[str]) -> None:
+    found = attack_numbers(tensors, generations)
+    assert found["verify"] == found["convert"] == found["tried"] == 3 * tensors
+    assert not found["passed_on"]
+    assert found["generations"] == {"tried": len(generations), "refused": len(generations)}
+    assert len(table(numbers=found)) == 2
 
 
 def test_side_files() -> None:
     found = attack_side_files()
-    assert found == {"tried": 8, "refused": 8}
+    assert found == {"tried": 48, "refused": 48, "passed_on": 0}
     assert len(table(side_files=found)) == 1
 
 
@@ -90,9 +115,17 @@ def test_outputs(names: set[str] | None, count: int) -> None:
     assert len(table(outputs=found)) == 1
 
 
+@pytest.mark.parametrize("codes", [[42], pytest.param([42, 2, 137], marks=pytest.mark.slow)])
+def test_local(codes: list[int]) -> None:
+    found = attack_local(codes)
+    assert found == {"tried": len(codes), "ended": len(codes)}
+    assert len(table(local=found)) == 1
+
+
 def test_the_long_forms_are_of_all() -> None:
-    names = {"checkpoints", "templates", "hub", "server", "batch", "side_files", "replacement", "outputs"}
-    assert set(LONG) == names
+    names = {"checkpoints", "templates", "hosts", "server", "batch", "numbers"}
+    assert set(LONG) == names | {"side_files", "replacement", "outputs", "local"}
+    assert list(LONG)[:2] == ["server", "batch"], "those that measure time come first"
 
 
 def test_the_table_of_faults() -> None:

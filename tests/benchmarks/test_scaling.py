@@ -65,7 +65,7 @@ def test_an_estimate_is_of_its_own_pass_on_the_mesh_that_is_fastest_for_it(what:
         assert point["positions"] == point["canvas"]
 
 
-def test_an_estimate_honours_passes_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_estimate_supports_passes_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(scaling, "--estimate=v5p", "--passes=prefill", "--counts=16,8,8", f"--output_dir={tmp_path}")
     points = [json.loads(path.read_text())["results"] for path in sorted(tmp_path.glob("*.json"))]
     assert [(point["pass"], point["mode"], point["devices"]) for point in points] == [
@@ -77,9 +77,9 @@ def test_an_estimate_honours_passes_and_counts(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--axes=tensor", "--batch=2", "--canvas=64"], "--axes, --batch, --canvas cannot go with --estimate"),
-        (["--steps=4", "--repeats=1"], "--steps, --repeats cannot go"),
-        (["--random=mid-size", "--layers=2"], "--random, --layers cannot go"),
+        (["--axes=tensor", "--batch=2", "--canvas=64"], "--axes, --batch, --canvas cannot be combined with --estimate"),
+        (["--steps=4", "--repeats=1"], "--steps, --repeats cannot be combined"),
+        (["--random=mid-size", "--layers=2"], "--random, --layers cannot be combined"),
         (["--devices=2", "--profile_dir=/tmp/a", "--dump_hlo=/tmp/a"], "--devices, --profile_dir, --dump_hlo cannot"),
         (["--counts=4,7"], "there is no v5p machine of size 7"),
         (["--counts=1000000000"], "there is no v5p machine of size 1000000000"),
@@ -205,12 +205,12 @@ def test_estimates_say_their_dtype(estimated: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", scaling.PASSES)
-def test_what_is_described_is_what_is_timed(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    described: list[CompiledPhase] = []
+def test_the_compiled_program_is_the_timed_one(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[CompiledPhase] = []
 
     def compiled(*arguments: Any) -> list[CompiledPhase]:
         found = compile_workload(*arguments)
-        described.append(next(one for one in found if what in one.passes))
+        phases.append(next(one for one in found if what in one.passes))
         return found
 
     monkeypatch.setattr(scaling, "start_devices", lambda values: None)  # 16 are simulated already
@@ -218,7 +218,7 @@ def test_what_is_described_is_what_is_timed(what: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(scaling, "MODES", ("strong",))
     run(scaling, *SIZES, "--counts=2", "--axes=tensor", f"--passes={what}", "--batch=2", "--canvas=64", "--repeats=1",
         f"--output_dir={tmp_path}", f"--dump_hlo={tmp_path / 'hlo'}")  # fmt: skip
-    (program,) = described
+    (program,) = phases
     timed = [read_collectives(path.read_text()) for path in (tmp_path / "hlo").rglob("*.hlo.txt")]
     assert list(program.collectives) in timed
     (record,) = tmp_path.glob("*.json")

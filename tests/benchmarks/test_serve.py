@@ -30,7 +30,7 @@ FULL = SIZES["full"]
 
 
 class Slots(Client):
-    """A server that answers in one clock's time: ``slots`` rows at a time, a token each ``step`` seconds."""
+    """A simulated server: ``slots`` rows at a time, one token per row every ``step`` seconds."""
 
     def __init__(self, slots: int, step: float) -> None:
         super().__init__("http://localhost", None, 1.0)

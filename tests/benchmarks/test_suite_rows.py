@@ -16,7 +16,7 @@ from benchmarks import timed_passes
 from benchmarks.records import NotRunError, Timing
 from benchmarks.roofline import Roofline
 from benchmarks.suite import acceptance, generation, passes, plots, start, text
-from benchmarks.suite.sheet import Row, Sheet
+from benchmarks.suite.sheet import Measurement, Sheet
 from benchmarks.suite.subject import Subject, define_subject_flags, open_engine
 from benchmarks.timed_passes import time_pass
 from checkpoints import DEMO
@@ -178,9 +178,9 @@ def test_a_small_checkpoint_is_converted_several_times() -> None:
     assert "one_trial" not in row.facts
 
 
-def grid_row(canvas: int, batch: int, efficiency: float) -> Row:
+def grid_row(canvas: int, batch: int, efficiency: float) -> Measurement:
     facts = {"efficiency": efficiency, "tokens_per_second": 100.0 * efficiency}
-    return Row(passes.GRID, passes.grid_name(canvas, batch), mean=1.0, trials=2, facts=facts)
+    return Measurement(passes.GRID, passes.grid_name(canvas, batch), mean=1.0, trials=2, facts=facts)
 
 
 @pytest.mark.parametrize(("times", "ticked"), [(1.3, True), (0.9, False)])

@@ -106,7 +106,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         "BUILD of something other than",
     ),
     "array without state": (dict_of(EMPTY_ARRAY), "used without its state"),
-    "array with half a state": (dict_of(EMPTY_ARRAY + b"(K\x01K\x04\x85tb"), "state is not what numpy writes"),
+    "array with half a state": (
+        dict_of(EMPTY_ARRAY + b"(K\x01K\x04\x85tb"),
+        "state has a form that numpy does not write",
+    ),
     "shape too large": (buffer_array(b"K\x05\x85"), "has 16 bytes where 20 would be right"),
     "shape too small": (buffer_array(b"K\x03\x85"), "has 16 bytes where 12 would be right"),
     "negative sizes": (buffer_array(b"J\xff\xff\xff\xffJ\xfc\xff\xff\xff\x86"), "shape is not"),

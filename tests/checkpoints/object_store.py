@@ -113,6 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
         if part is None:
             self.answer(200, data, headers)
             return
+        if int(part[1]) >= len(data):
+            self.answer(416)
+            return
         first, last = int(part[1]), min(int(part[2] or len(data) - 1), len(data) - 1)
         piece = data[first : last + 1]
         self.answer(206, piece, headers | {"Content-Range": f"bytes {first}-{last}/{len(data)}"})

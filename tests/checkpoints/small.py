@@ -55,7 +55,7 @@ def write_source(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
     return folder
 
 
-def to_canonical(source: Path, output: Path, dtype: str | None = None) -> Path:
+def to_canonical(source: Path | str, output: Path, dtype: str | None = None) -> Path:
     FolderOutput(output).prepare(overwrite=True)
     convert(open_folder(source), layout_of(source), FolderOutput(output), dtype=dtype)
     return output

@@ -216,7 +216,7 @@ def run(work: Path, kind: str, seed: int, count: int) -> dict[str, int]:
             if is_config:
                 open_config(folder)
             elif kind == "header":
-                # Without digests other data of the right shape is not to be told from the right one.
+                # Without digests, other data of the right shape cannot be distinguished from the right data.
                 assert expected is not None
                 assert {name: len(value) for name, value in open_weights(folder).items()} == {
                     name: len(value) for name, value in expected.items()

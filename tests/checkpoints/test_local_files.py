@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,10 @@ def test_one_holder_of_a_lock(tmp_path: Path) -> None:
 def test_a_json_object() -> None:
     assert parse_json_object('{"a": {"b": [1, "é"]}}'.encode()) == {"a": {"b": [1, "é"]}}
     assert parse_json_object(b'{"a": {"b": 1}}', most_names=1) == {"a": {"b": 1}}
+    brackets = {"a": "[{" * 500, "b": [[]] * 500}
+    assert parse_json_object(json.dumps(brackets).encode()) == brackets
+    deepest = parse_json_object(b'{"a":' + b"[" * 99 + b"]" * 99 + b"}")
+    assert json.loads(json.dumps(deepest)) == deepest
 
 
 @pytest.mark.parametrize(
@@ -65,6 +70,8 @@ def test_a_json_object() -> None:
         (b"{", ValueError, "Expecting"),
         (b"", ValueError, "Expecting"),
         (b'{"a":' * 100_000, ValueError, "nested too deeply"),
+        (b'{"a":' + b"[" * 100 + b"]" * 100 + b"}", ValueError, "nested too deeply"),
+        (b"[" + b'{"a":' * 100 + b"1" + b"}" * 100 + b"]", ValueError, "nested too deeply"),
         (b'{"\xff": 1}', UnicodeDecodeError, "utf-8"),
     ],
 )

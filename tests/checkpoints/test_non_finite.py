@@ -11,6 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import CheckpointError, open_folder
+from checkpoints.conversion import convert
+from checkpoints.output import output_at
 from checkpoints.verification import verify, write_manifest
 from tests.checkpoints.small import MICRO, layout_of, to_canonical, write_source
 
@@ -30,7 +32,7 @@ def damaged(folder: Path, values: dict[str, list[float]], dtype: str = "bfloat16
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_tensors_are_named(dtype: str, tmp_path: Path) -> None:
     folder = damaged(tmp_path / "source", {NORM: [np.nan], HEAD: [np.inf, -np.inf, 1.0]}, dtype)
-    said = re.escape(f"NaN or infinity in {HEAD} (2 of its elements), {NORM} (1 of its elements)")
+    said = re.escape(f"NaN or infinity in {HEAD} (2 infinite of 5,376 values), {NORM} (1 NaN of 56 values)")
     with pytest.raises(CheckpointError, match=said):
         to_canonical(folder, tmp_path / "output")
     assert not (tmp_path / "output").exists()
@@ -44,5 +46,17 @@ def test_the_largest_numbers_are_numbers(tmp_path: Path) -> None:
     folder = damaged(tmp_path / "source", {HEAD: [largest, -largest, 0.0, -0.0]})
     to_canonical(folder, tmp_path / "output")
     # After the conversion to the other dtype, they are finite.
-    with pytest.raises(CheckpointError, match=re.escape(f"{HEAD} (2 of its elements)")):
+    with pytest.raises(CheckpointError, match=re.escape(f"{HEAD} (2 infinite of 5,376 values)")):
         to_canonical(folder, tmp_path / "narrow", dtype="float16")
+
+
+@pytest.mark.parametrize("kind", ["disk", "object store"])
+def test_quantizing_names_the_matrix(kind: str, tmp_path: Path) -> None:
+    """Not its scales, in which the same values arrive."""
+    matrix = "model.layers.0.mlp.up_proj.weight"
+    folder = damaged(tmp_path / "source", {matrix: [np.nan, np.inf, np.nan, 1.0, np.nan], NORM: [np.inf]})
+    output = output_at(f"{'file://' if kind == 'object store' else ''}{tmp_path}/output")
+    output.prepare(False)
+    said = f"in {matrix} (3 NaN and 1 infinite of 3,584 values), {NORM} (1 infinite of 56 values); a model"
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        convert(open_folder(folder), layout_of(folder), output, quantize="int8")

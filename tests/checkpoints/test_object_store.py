@@ -27,7 +27,7 @@ from checkpoints.file_list import FILES_FILE
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.output import MARK_FILE, ObjectOutput, output_at
 from checkpoints.storage import Storage, storage_context
-from checkpoints.verification import verify
+from checkpoints.verification import verify, write_manifest
 from launch import convert as convert_launcher
 from runtime import Engine
 from tests.checkpoints.object_store import ObjectStore
@@ -96,13 +96,14 @@ def test_several_processes_write_it(url: str, micro: Path, server: ObjectStore) 
 
 
 def test_restored_straight_from_it(url: str, micro: Path, server: ObjectStore, tmp_path: Path) -> None:
-    """The result equals loading the source, and weights are not downloaded to the disk."""
+    """The result equals loading the source, and weights are not downloaded to the disk. A disk is read directly."""
     to_store(micro, url)
     expected, found = Engine.load(micro, mesh="tensor=4"), Engine.load(url, mesh="tensor=4")
     for one, other in zip(jax.tree.leaves(expected.weights), jax.tree.leaves(found.weights), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     fetched = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert {path.name for path in fetched} == {"config.json", MANIFEST_FILE, FILES_FILE}
+    small = {"config.json", MANIFEST_FILE, FILES_FILE}
+    assert {path.name for path in fetched} == (small if url.startswith("gs://") else set())
 
 
 def test_the_manifest_is_written_last(micro: Path, server: ObjectStore) -> None:
@@ -233,6 +234,37 @@ def test_damage_is_named(url: str, micro: Path) -> None:
     storage.write(largest, bytes(data))
     with pytest.raises(CorruptCheckpointError, match="tensor"):
         verify(open_folder(url))
+
+
+def test_large_files_are_not_read(micro: Path, server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.objects.clear()
+    url = "gs://bucket/models/checkpoint"
+    to_store(micro, url)
+    monkeypatch.setattr("checkpoints.folder.MAX_SIDE_FILE_BYTES", 1 << 20)
+    assert open_folder(url).config
+    Storage.at(url).write("LICENSE", b"x" * ((1 << 20) + 1))
+    before = server.bytes_sent
+    with pytest.raises(CheckpointError, match=f"{url}/LICENSE: more than 1048576 bytes are too many for a LICENSE"):
+        open_folder(url)
+    assert server.bytes_sent - before < 1 << 20
+
+
+def test_a_manifest_may_list_code_which_is_not_read(micro: Path, server: ObjectStore, tmp_path: Path) -> None:
+    server.objects.clear()
+    folder = to_canonical(micro, tmp_path / "checkpoint")
+    (folder / FILES_FILE).unlink()
+    (folder / MANIFEST_FILE).unlink()
+    (folder / "modeling_dream.py").write_text("raise SystemExit")
+    write_manifest(open_folder(folder), layout_of(folder))
+    storage = Storage.at("gs://bucket/models/checkpoint")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            storage.write(path.relative_to(folder).as_posix(), path.read_bytes())
+    assert contents(storage.place) == contents(micro)
+    verify(open_folder(storage.place))
+    storage.write("modeling_dream.py", b"changed")
+    with pytest.raises(CorruptCheckpointError, match=r"modeling_dream.py: changed"):
+        verify(open_folder(storage.place))
 
 
 def test_the_launcher(url: str, micro: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,13 +28,23 @@ from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, wr
 UNEVEN = MICRO | {"vocab_size": 2053, "hidden_size": 112, "mask_token_id": 2052}
 
 
-def stored_chunk(folder: Path, shape: tuple[int, int], shards: int, chunk_bytes: int) -> tuple[int, ...]:
-    """Save a float32 array whose rows are sharded, and return the shape of its stored chunks."""
+def sharded(shape: tuple[int, int], shards: int) -> tuple[np.ndarray, jax.Array]:
+    """Make a float32 array whose rows are sharded; return it on the host and on the devices."""
     mesh = Mesh(np.array(jax.devices()[:shards]), ("shard",))
     data = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    array = jax.device_put(data, NamedSharding(mesh, PartitionSpec("shard")))
+    return data, jax.device_put(data, NamedSharding(mesh, PartitionSpec("shard")))
+
+
+def stored_chunk(folder: Path, shape: tuple[int, int], shards: int, chunk_bytes: int) -> tuple[int, ...]:
+    """Save an array with this package, and return the shape of its stored chunks."""
+    data, array = sharded(shape, shards)
     orbax.save_group(folder / "checkpoint", {"x": array}, {"x": chunk_bytes})
     orbax.finalize(folder / "checkpoint")
+    return read_chunk(folder, data)
+
+
+def read_chunk(folder: Path, data: np.ndarray) -> tuple[int, ...]:
+    """Compare the stored array with ``data``, and return the shape of its chunks."""
     store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/checkpoint/state/"}, "path": "x/"}
     opened = tensorstore.open({"driver": "auto", "kvstore": store}, open=True).result()
     np.testing.assert_array_equal(opened.read().result(), data)
@@ -47,6 +57,20 @@ def test_a_sharded_array_is_stored_in_the_chunks_that_are_asked_for(tmp_path: Pa
 
 def test_an_array_on_one_device_is_cut_along_its_largest_dimension(tmp_path: Path) -> None:
     assert stored_chunk(tmp_path, (64, 96), 1, 8 * 96 * 4) != (8, 96)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_option_for_axes_cuts_an_array_into_single_rows(shards: int, tmp_path: Path) -> None:
+    """``shard_axes`` ignores the size of a chunk along the axis, so it does not give the chunks of the digests."""
+    from orbax.checkpoint import v1
+
+    options = v1.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=8 * 96 * 4, shard_axes=(0,))
+    data, array = sharded((64, 96), shards)
+    context = v1.Context()
+    context.array.saving.scoped_storage_options_creator = lambda path, value: options
+    with context:
+        v1.save(tmp_path / "checkpoint", {"x": array})
+    assert read_chunk(tmp_path, data) == (1, 96)
 
 
 def test_a_dimension_that_does_not_divide_is_not_cut_into_rows(tmp_path: Path) -> None:

@@ -96,7 +96,9 @@ def test_what_was_replaced_and_cannot_be_removed(micro: Path, tmp_path: Path, mo
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    with pytest.raises(CheckpointError, match=r"is written, but what it replaced .*checkpoint\.removing"):
+    with pytest.raises(
+        CheckpointError, match=r"is written, but the old checkpoint cannot be removed .*checkpoint\.removing"
+    ):
         convert(open_folder(micro), layout_of(micro), output)
     assert contents(output.path) == contents(micro)
     monkeypatch.setattr(shutil, "rmtree", remove)

@@ -15,6 +15,8 @@ from safetensors.numpy import load_file
 
 from checkpoints import CheckpointError, load_weights, open_folder
 from checkpoints.errors import CorruptCheckpointError, IncompleteCheckpointError, MismatchedCheckpointError
+from checkpoints.file_list import FILES_FILE
+from checkpoints.folder import MAX_SIDE_FILE_BYTES
 from checkpoints.opening import open_tensors, read_manifest
 from checkpoints.verification import verify, write_manifest
 from launch import inspect as inspect_launcher
@@ -168,6 +170,22 @@ def test_a_part_is_missing(gone: str, plain: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(plain, tmp_path / "copy"))
     (copy / "weights" / "state" / gone).unlink()
     with pytest.raises(CheckpointError, match=str(copy)):
+        contents(copy)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("weights/state/_METADATA", "weights/state/manifest.ocdbt", "weights/_CHECKPOINT_METADATA"),
+        *("weights/state/array_metadatas/process_0", FILES_FILE),
+    ],
+)
+def test_descriptions_too_large_to_be_read(name: str, plain: Path, tmp_path: Path) -> None:
+    """A sparse file takes no space on a disk, but as much memory as its size."""
+    copy = Path(shutil.copytree(plain, tmp_path / "copy"))
+    with (copy / name).open("ab") as file:
+        file.truncate(MAX_SIDE_FILE_BYTES + 1)
+    with pytest.raises(CheckpointError, match=f"{MAX_SIDE_FILE_BYTES} bytes are too many for a {Path(name).name}"):
         contents(copy)
 
 

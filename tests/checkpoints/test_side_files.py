@@ -86,7 +86,27 @@ def test_links_within_the_folder_and_to_the_blobs_of_the_hubs_cache(folder: Path
     assert open_folder(snapshot).side_files() == ["LICENSE.txt", "config.json", "tokenizer.json"]
     output = to_canonical(snapshot, folder.parent / "output")
     assert not any(path.is_symlink() for path in output.rglob("*"))
+    # Large files of all repositories are in one store, to which the blobs are links.
+    shared = folder.parent / "blobs" / "ab" / "abcd"
+    shared.parent.mkdir(parents=True)
+    (blobs / "tokenizer.json").rename(shared)
+    (blobs / "tokenizer.json").symlink_to("../../blobs/ab/abcd")
+    assert open_folder(snapshot).read_json("tokenizer.json") == {}
     (cache / "refs" / "main").write_text("0123abc")
     (snapshot / "LICENSE").symlink_to("../../refs/main")
     with pytest.raises(CheckpointError, match="outside of the folder"):
         open_folder(snapshot).side_files()
+
+
+def test_a_model_in_a_subfolder_of_a_snapshot(folder: Path) -> None:
+    cache = folder.parent / "models--x--y"
+    model, blobs = cache / "snapshots" / "0123abc" / "models" / "small", cache / "blobs"
+    for made in (model, blobs, cache / "refs"):
+        made.mkdir(parents=True)
+    (blobs / "1234").write_bytes((folder / "config.json").read_bytes())
+    (model / "config.json").symlink_to("../../../../blobs/1234")
+    assert open_folder(model).config == open_folder(folder).config
+    (cache / "refs" / "main").write_text("0123abc")
+    (model / "LICENSE").symlink_to("../../../../refs/main")
+    with pytest.raises(CheckpointError, match="outside of the folder"):
+        open_folder(model).side_files()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import errno
 import gc
 import json
+import os
+import stat
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +18,18 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from checkpoints import DEMO, CheckpointError, open_folder
+from launch.batches import folder as batch_folder
 from launch.batches import lines as batch_lines
 from launch.batches.collector import paused_collector
 from launch.batches.folder import LOCK, RESULTS, BatchFolder
 from launch.batches.lines import MAX_LINE_BYTES, Batch, read_batch
 from launch.batches.records import Key, as_bits, of_bits
-from launch.openai.bodies import Defaults
-from runtime import DiffusionConfig, parse_config
-from runtime.text.chat_template import TemplateRenderer
+from launch.openai.bodies import Defaults, read_asked
+from runtime import DiffusionConfig, lock, parse_config
+from runtime.text.chat_template import TemplateRenderer, TemplateTimeoutError
 from runtime.text.tokenizer import TextTokenizer
 from sharding.errors import InputError
-from tests.runtime.text.test_chat_template import ENDLESS
+from tests.runtime.text.test_chat_template import ENDLESS, Impatient
 
 
 @pytest.fixture
@@ -128,6 +132,34 @@ def test_what_the_tokenizer_cannot_take_is_a_bad_line(tmp_path: Path, defaults: 
     assert "the tokenizer cannot process this text" in found.bad[0].message
 
 
+def test_numbers_and_nesting_that_no_float_or_printer_takes_are_bad_lines(tmp_path: Path, defaults: Defaults) -> None:
+    wrong = [b"1" + b"0" * 400, b"-1" + b"0" * 4000, b"1" + b"0" * 9000]
+    wrong += [b"[" * depth + b"]" * depth for depth in (*range(50, 1050, 5), 100_000)]
+    fields = [b'"id": "%d", "prompt": "y", "temperature": %s' % (number, one) for number, one in enumerate(wrong)]
+    found = read(tmp_path, b"\n".join(b"{%s}" % one for one in fields) + b"\n" + line("right"), defaults)
+    assert [one.id for one in found.lines] == ["right"]
+    assert [bad.number for bad in found.bad] == list(range(1, len(wrong) + 1))
+    assert "temperature is 1000000" in found.bad[0].message
+    assert "nested too deeply" in found.bad[-1].message
+    assert max(len(bad.message) for bad in found.bad) < 300
+
+
+def test_timeouts_of_chat_templates_end_a_file_but_no_later_request(tmp_path: Path, defaults: Defaults) -> None:
+    tokenizer = TextTokenizer(PreTrainedTokenizerFast.from_pretrained(str(DEMO)), "impatient", Impatient())
+    tokenizer.chat_template = "x"
+    defaults = dataclasses.replace(defaults, tokenizer=tokenizer)
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in ("boom", "good")]
+    for _ in range(5):
+        with pytest.raises(TemplateTimeoutError):
+            read_asked(chats[0], defaults)
+    for _ in range(2):
+        assert read_asked(chats[1], defaults).tokens == read_asked({"prompt": "good"}, defaults).tokens
+        lines = [json.dumps({"id": f"{number}", **chats[number % 2]}).encode() for number in range(8)]
+        assert len(read(tmp_path, b"\n".join(lines[:6]), defaults).bad) == 3
+        with pytest.raises(CheckpointError, match="did not finish in time for 4 conversations"):
+            read(tmp_path, b"\n".join(lines), defaults)
+
+
 def test_chat_templates_that_refuse_a_line_and_that_do_not_end(tmp_path: Path, defaults: Defaults) -> None:
     def chat(identity: str, text: str) -> bytes:
         return json.dumps({"id": identity, "messages": [{"role": "user", "content": text}]}).encode()
@@ -203,6 +235,11 @@ def test_results_have_digests_that_the_next_run_checks(tmp_path: Path) -> None:
         "no digest": json.dumps(records[0]).encode() + b"\n",
         "the digest of another": there.replace(json.loads(there.splitlines()[0])["digest"].encode(), b"0" * 16),
         "a field more": there.replace(b'"index"', b'"x": 1, "index"', 1),
+        "half a character": there.replace("é".encode(), b"\\ud800"),
+        **{
+            f"{depth} levels": there.replace(b'"index"', b'"x": %s, "index"' % (b"[" * depth + b"]" * depth), 1)
+            for depth in (*range(500, 1050, 10), 100_000)
+        },
     }
     for content in changed.values():
         path.write_bytes(content)
@@ -235,6 +272,32 @@ def test_removing_the_lock_file_does_not_let_two_runs_write(tmp_path: Path) -> N
         BatchFolder(tmp_path / "out")
     held.close()
     BatchFolder(tmp_path / "out").close()
+
+
+def test_removing_the_lock_file_where_folders_have_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On network file systems a second run can lock a new file, so the first one stops."""
+
+    def lock_of_files(handle: int) -> bool:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return lock(handle)
+
+    monkeypatch.setattr(batch_folder, "lock", lock_of_files)
+    first = BatchFolder(tmp_path / "out")
+    first.append([{"id": "1"}])
+    (tmp_path / "out" / LOCK).unlink()
+    with pytest.raises(InputError, match="the lock was removed"):
+        first.append([{"id": "2"}])
+    second = BatchFolder(tmp_path / "out")
+    with pytest.raises(InputError, match="the lock was removed"):
+        first.append([{"id": "2"}])
+    with pytest.raises(InputError, match="the lock was removed"):
+        first.write("samples.jsonl", [])
+    second.append([{"id": "2"}])
+    first.close()
+    second.close()
+    found = [json.loads(one)["id"] for one in (tmp_path / "out" / RESULTS).read_text().splitlines()]
+    assert found == ["1", "2"]
 
 
 def test_lines_are_exempt_from_later_collections(tmp_path: Path, defaults: Defaults) -> None:

@@ -169,7 +169,7 @@ def test_several_hosts_write_what_one_does(tmp_path: Path, compiled: str, proces
             assert all(names_host(log, 1) for number, log in enumerate(err) if number != 1)
         elif how == "drain":
             assert codes == [42] * processes, err
-            assert "SIGTERM: finishing what is in flight" in err[1]
+            assert "SIGTERM: finishing work in flight" in err[1]
             assert "run the same command again" in err[0]
         else:
             assert codes == [0] * processes, err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -12,9 +13,13 @@ from pathlib import Path
 import pytest
 from absl import flags
 
+from checkpoints import replace_file
 from launch import generate
+from launch.folders.listing import print_names
 from launch.hosts.place import Place
 from launch.hosts.supervisor import check_coordinator_port
+from launch.process import startup
+from launch.process.profiling import write_programs
 from launch.process.startup import run_launcher
 from launch.serving.errors import ApiError
 from launch.serving.http import HttpServer, listen
@@ -50,6 +55,60 @@ def test_messages_show_no_control_characters(capsys: pytest.CaptureFixture[str])
     assert ends(InputError("a\x1b[2Jb"), capsys) == (2, "error: a\\x1b[2Jb\n")
 
 
+def test_texts_from_outside_show_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = ends(RuntimeError("a\x1b[2Jb\x9b"), capsys)
+    assert code == 42
+    assert said.endswith("RuntimeError: a\\x1b[2Jb\\x9b\n")
+    startup.say("the weights' licence, LICENSE\x07: \x1b]0;x\x07 é\ttext")
+    assert capsys.readouterr().err == "the weights' licence, LICENSE\\x07: \\x1b]0;x\\x07 é\ttext\n"
+    print_names([("a\x1b[2J", "float32", (1,))])
+    assert capsys.readouterr().out == "a\\x1b[2J  float32 [1]\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/x"), "/tmp/x: No space left on device"),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory"), "No usable temporary directory"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), None),
+    ],
+)
+def test_errors_before_hosts_join(
+    error: OSError, said: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def join(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(startup, "join", join)
+    command = ["launcher", "--coordinator_address=127.0.0.1:1", "--num_processes=2", "--process_id=0"]
+    with pytest.raises(SystemExit) as stop:
+        run_launcher(lambda values: None, startup.define_device_flags, "", command)
+    shown = capsys.readouterr().err
+    if said is None:
+        assert stop.value.code == 42
+        assert shown.startswith("Traceback")
+    else:
+        assert (stop.value.code, shown) == (2, f"error: {said}\n")
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    values = flags.FlagValues()
+    flags.DEFINE_string("dump_hlo", str(tmp_path), "", flag_values=values)
+    values(["launcher"])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as page:
+            replace_file(tmp_path / "page.html", [b"x" * 2048])
+        with pytest.raises(OSError, match="File too large") as program:
+            write_programs(values, {"step": "x" * 2048})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert page.value.filename == str(tmp_path / "page.html")
+    assert program.value.filename == str(tmp_path / "step.hlo.txt")
+    assert not list(tmp_path.iterdir())
+
+
 def test_jit_that_is_disabled() -> None:
     command = [sys.executable, "-m", "launch.main", "generate", "--prompt=x", "--max_new_tokens=4"]
     env = os.environ | {"JAX_DISABLE_JIT": "1", "JAX_PLATFORMS": "cpu"}
@@ -75,6 +134,42 @@ def test_standard_output_that_is_full(count: int, arguments: list[str]) -> None:
     assert done.stderr.startswith("error: standard output")
     assert done.stderr.endswith(": No space left on device\n")
     assert done.stderr.count("\n") == 1
+
+
+STREAMS = """
+import os, sys
+from launch.process.startup import run_launcher
+def main(values):
+    print("result")
+    print("message", file=sys.stderr, flush=True)
+    os.fstat(1)
+    {work}
+run_launcher(main, lambda values: None, "help", ["x"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("redirected", "work", "expected"),
+    [
+        (">&-", "pass", 0),
+        (">&-", "raise FileNotFoundError(2, 'x')", 2),
+        (">/dev/full", "1 / 0", 42),
+        ("2>/dev/full", "pass", 0),
+        ("2>/dev/full", "raise FileNotFoundError(2, 'x')", 2),
+        ("2>/dev/full", "1 / 0", 42),
+        ("<&- >&- 2>&-", "sys.stdin.read()", 0),
+    ],
+)
+def test_standard_streams_that_are_closed_or_full(redirected: str, work: str, expected: int) -> None:
+    command = ["/bin/sh", "-c", f'"$0" -c "$1" {redirected}', sys.executable, STREAMS.format(work=work)]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    assert subprocess.run(command, capture_output=True, env=env, check=False, timeout=120).returncode == expected
+
+
+@pytest.mark.parametrize("arguments", ["--help >/dev/full", "nothing 2>/dev/full"])
+def test_the_console_command_with_full_streams(arguments: str) -> None:
+    command = ["/bin/sh", "-c", f'"$0" -m launch.main {arguments}', sys.executable]
+    assert subprocess.run(command, capture_output=True, check=False, timeout=120).returncode == 2
 
 
 @pytest.mark.slow

@@ -18,9 +18,11 @@ import pytest
 from absl import flags
 from safetensors.numpy import load_file, save_file
 
-from checkpoints import DEMO
+from checkpoints import DEMO, open_folder
 from launch import generate, main
+from launch.display.completions import write_unfinished
 from launch.process import interruption, startup
+from runtime import CompletionBuilder, TextTokenizer
 from tests import golden_cases
 from tests.launch.mistakes import refusal
 
@@ -302,6 +304,16 @@ def test_a_generation_that_hangs_is_ended(tmp_path: Path) -> None:
     assert done.returncode == 130
     assert done.stdout == "[[1, 2], [1, 2]]\n"
     assert "stopped by SIGINT in a long step" in done.stderr
+
+
+def test_text_so_far_ends_where_a_completion_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    """At an end token or at a stop string, whichever comes first."""
+    tokenizer = TextTokenizer.from_folder(open_folder(DEMO))
+    (end,) = tokenizer.encode("<|endoftext|>")[-1:]
+    whole, after = tokenizer.encode("one two STOP three"), tokenizer.encode("four")
+    builder = CompletionBuilder(tokenizer, -1, (end,))
+    write_unfinished([whole, [*whole[:1], end, *after], ()], ["a", "b", "c"], builder, ["STOP"])
+    assert capsys.readouterr().out == f"=== a ===\none two \n=== b ===\n{tokenizer.decode(whole[:1])}\n=== c ===\n\n"
 
 
 def test_a_pipe_hears_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

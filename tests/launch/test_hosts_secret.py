@@ -20,7 +20,7 @@ from launch.hosts.secret import SECRET, SECRET_FILE, is_proof, new_secret, nonce
 from launch.hosts.supervisor import greet
 from sharding.errors import InputError
 from tests.launch.test_hub import SECRET as OWN
-from tests.launch.test_hub import Peer, judge
+from tests.launch.test_hub import Peer, run_hosts
 
 STRANGERS = (b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "hello"}\n', b"\xff\n", b"[" * 4000 + b"\n", b"{}\n", b"\n")
 
@@ -34,8 +34,8 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def judged(scene: Callable[[list[Peer]], Awaitable[None]]) -> tuple[Fault | None, list[str]]:
-    """Run a scene with strangers, then let all hosts finish. Return the hub's fault and its messages."""
+def run_with_strangers(scene: Callable[[list[Peer]], Awaitable[None]]) -> tuple[Fault | None, list[str]]:
+    """Run two hosts beside clients without the secret, then let all finish. Return the fault and the messages."""
     failed: list[BaseException] = []
 
     async def acted(peers: list[Peer]) -> None:
@@ -46,7 +46,7 @@ def judged(scene: Callable[[list[Peer]], Awaitable[None]]) -> tuple[Fault | None
         for peer in peers:
             peer.send("done")
 
-    fault, _, said = judge(acted)
+    fault, _, said = run_hosts(acted)
     assert not failed, failed
     return fault, said
 
@@ -61,7 +61,7 @@ def test_another_secret_is_refused_and_stops_nobody() -> None:
             await stray.listening
             assert not stray.heard
 
-    fault, said = judged(scene)
+    fault, said = run_with_strangers(scene)
     assert fault is None
     assert sum("does not know the secret" in line for line in said) == 3
 
@@ -83,7 +83,7 @@ def test_a_proof_is_of_one_connection() -> None:
         writer.write(encode(**(json.loads(overheard) | {"host": 0})))
         assert decode(await reader.readline())["kind"] == "verdict"
 
-    assert judged(scene)[0] is None
+    assert run_with_strangers(scene)[0] is None
 
 
 def test_somebody_else_in_the_place_of_host_0_is_found_out() -> None:
@@ -136,16 +136,16 @@ def test_strangers_cost_little() -> None:
         for _, writer in idle:
             writer.close()
 
-    assert judged(scene)[0] is None
+    assert run_with_strangers(scene)[0] is None
     assert resident() - before < 100 << 20
 
 
 def test_a_host_asks_one_question_at_a_time() -> None:
     async def scene(peers: list[Peer]) -> None:
         for number in range(1000):
-            peers[1].send("gather", topic=f"x {number}", value="y" * 1000)
+            peers[1].send("gather", topic="x", number=number, value="y" * 1000)
 
-    fault, _, _ = judge(scene)
+    fault, _, _ = run_hosts(scene)
     assert fault is not None
     assert (fault.kind, fault.host) == ("exception", 1)
     assert "exchanges at a time" in fault.text
@@ -157,7 +157,7 @@ def test_terminals_see_no_control_characters_of_others() -> None:
         stray.host = "\x1b[2J\x9b31m"  # type: ignore[assignment]
         await stray.connect(port_of(peers))
 
-    _, said = judged(scene)
+    _, said = run_with_strangers(scene)
     assert any("does not know the secret" in line for line in said)
     assert all(one.isprintable() or one in "\n\t" for line in said for one in line)
     assert printable("a\tb\nc é 你 \x1b]0;x\x07 \x9b \u202e \ud800") == (

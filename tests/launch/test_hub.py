@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from launch.hosts import control
 from launch.hosts import hub as hub_module
+from launch.hosts.control import ControlServer
 from launch.hosts.faults import EXIT_RESTART, EXIT_USER_ERROR, Fault, Timeouts, fault_of_status
-from launch.hosts.hub import Hub
 from launch.hosts.local_processes import free_port
 from launch.hosts.messages import MAX_TEXT, Message, encode, receive, shorten
 from launch.hosts.place import Place
@@ -56,15 +57,17 @@ class Peer:
 Scene = Callable[[list[Peer]], Awaitable[None]]
 
 
-def judge(scene: Scene, hosts: int = 2, timeouts: Timeouts = PATIENCE) -> tuple[Fault | None, list[Peer], list[str]]:
-    """Run a hub whose peers act as a scene says. Return the hub's fault, the peers, and the hub's messages."""
+def run_hosts(
+    scene: Scene, hosts: int = 2, timeouts: Timeouts = PATIENCE
+) -> tuple[Fault | None, list[Peer], list[str]]:
+    """Run a control server whose peers behave as in ``scene``. Return its fault, the peers, and its messages."""
 
     async def play() -> tuple[Fault | None, list[Peer], list[str]]:
-        said: list[str] = []
+        messages: list[str] = []
         port = free_port()
-        hub = Hub(hosts, timeouts, said.append, SECRET)
-        await hub.listen("127.0.0.1", port)
-        watching = asyncio.ensure_future(hub.watch())
+        server = ControlServer(hosts, timeouts, messages.append, SECRET)
+        await server.listen("127.0.0.1", port)
+        watching = asyncio.ensure_future(server.watch())
         peers = [await Peer(number, hosts).connect(port) for number in range(hosts)]
         acting = asyncio.ensure_future(scene(peers))
         fault = await asyncio.wait_for(watching, 20)
@@ -72,21 +75,21 @@ def judge(scene: Scene, hosts: int = 2, timeouts: Timeouts = PATIENCE) -> tuple[
         for peer in peers:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(peer.listening, 2)
-        return fault, peers, said
+        return fault, peers, messages
 
     return asyncio.run(play())
 
 
 def test_all_done() -> None:
     async def scene(peers: list[Peer]) -> None:
-        peers[1].send("gather", topic="a 1", value="one")
+        peers[1].send("gather", topic="a", number=1, value="one")
         await asyncio.sleep(0.3)
         assert "gathered" not in peers[1].kinds()
-        peers[0].send("gather", topic="a 1", value="zero")
+        peers[0].send("gather", topic="a", number=1, value="zero")
         for peer in peers:
             peer.send("done")
 
-    fault, peers, _ = judge(scene)
+    fault, peers, _ = run_hosts(scene)
     assert fault is None
     for peer in peers:
         assert next(message["values"] for message in peer.heard if message["kind"] == "gathered") == ["zero", "one"]
@@ -99,7 +102,7 @@ def test_the_cause_wins_over_its_consequences() -> None:
         await asyncio.sleep(0.5)
         peers[1].send("fault", **fault_of_status(9).fields())
 
-    fault, peers, _ = judge(scene)
+    fault, peers, _ = run_hosts(scene)
     assert fault is not None
     assert (fault.kind, fault.host, fault.code) == ("killed", 1, EXIT_RESTART)
     assert "SIGKILL" in fault.describe()
@@ -112,7 +115,7 @@ def test_a_connection_that_closes_is_a_host_that_is_gone() -> None:
         peers[0].send("fault", **DEVICE.fields())
         peers[1].writer.close()
 
-    fault, _, _ = judge(scene)
+    fault, _, _ = run_hosts(scene)
     assert fault is not None
     assert (fault.kind, fault.host) == ("gone", 1)
 
@@ -123,7 +126,7 @@ def test_a_device_fault_alone_is_its_own_cause(monkeypatch: pytest.MonkeyPatch) 
     async def scene(peers: list[Peer]) -> None:
         peers[1].send("fault", **DEVICE.fields())
 
-    fault, _, _ = judge(scene)
+    fault, _, _ = run_hosts(scene)
     assert fault is not None
     assert (fault.kind, fault.host) == ("device", 1)
 
@@ -137,7 +140,7 @@ def test_when_collectives_fail_the_one_who_did_not_come_is_named(monkeypatch: py
         peers[1].send("heartbeat", marks=8 if how == "still" else 7, still=9.0 if how == "still" else 0.0)
         peers[0].send("fault", **DEVICE.fields())
 
-    fault, _, _ = judge(scene)
+    fault, _, _ = run_hosts(scene)
     assert fault is not None
     assert (fault.kind, fault.host) == ("frozen" if how == "still" else "device", 1)
 
@@ -149,7 +152,7 @@ def test_a_host_that_aborts_alone_is_the_cause(monkeypatch: pytest.MonkeyPatch) 
         peers[0].send("fault", **DEVICE.fields())
         peers[1].send("fault", **fault_of_status(6).fields())
 
-    fault, _, _ = judge(scene)
+    fault, _, _ = run_hosts(scene)
     assert fault is not None
     assert (fault.kind, fault.host) == ("aborted", 1)
 
@@ -160,10 +163,10 @@ def test_silence() -> None:
             peers[0].send("heartbeat", marks=0, still=0.0)
             await asyncio.sleep(0.1)
 
-    fault, _, _ = judge(scene, timeouts=Timeouts(30, 2, 30, 30))
+    fault, _, _ = run_hosts(scene, timeouts=Timeouts(30, 2, 30, 30))
     assert fault is not None
     assert (fault.kind, fault.host) == ("gone", 1)
-    assert "no sign of life" in fault.text
+    assert "no heartbeat" in fault.text
 
 
 def test_a_stall_names_who_is_behind_and_prints_all_stacks() -> None:
@@ -175,7 +178,7 @@ def test_a_stall_names_who_is_behind_and_prints_all_stacks() -> None:
         for peer in peers:
             peer.send("stacks", text=f"stack of {peer.host}")
 
-    fault, _, said = judge(scene, timeouts=Timeouts(30, 30, 30, 1))
+    fault, _, said = run_hosts(scene, timeouts=Timeouts(30, 30, 30, 1))
     assert fault is not None
     assert (fault.kind, fault.host) == ("stalled", 1)
     assert "stack of 0" in "".join(said)
@@ -190,20 +193,20 @@ def test_progress_is_no_stall() -> None:
         for peer in peers:
             peer.send("done")
 
-    assert judge(scene, timeouts=Timeouts(30, 30, 30, 2))[0] is None
+    assert run_hosts(scene, timeouts=Timeouts(30, 30, 30, 2))[0] is None
 
 
 def test_missing_hosts_are_named_while_waiting_and_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "SAY_EVERY_SECONDS", 0.4)
+    monkeypatch.setattr(hub_module, "WAITING_REPORT_SECONDS", 0.4)
 
     async def play() -> tuple[Fault | None, list[str]]:
         said: list[str] = []
         port = free_port()
-        hub = Hub(4, Timeouts(1, 30, 30, 30), said.append, SECRET)
-        await hub.listen("127.0.0.1", port)
+        server = ControlServer(4, Timeouts(1, 30, 30, 30), said.append, SECRET)
+        await server.listen("127.0.0.1", port)
         # Keep a reference: a connection without one may be garbage-collected, and thereby closed, at any time.
         peers = [await Peer(number, 4).connect(port) for number in (0, 2)]
-        fault = await hub.watch()
+        fault = await server.watch()
         for peer in peers:
             await asyncio.wait_for(peer.listening, 5)
             assert "verdict" in peer.kinds()
@@ -217,7 +220,8 @@ def test_missing_hosts_are_named_while_waiting_and_in_the_end(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("host", "hosts", "says"), [(1, 3, "counts 3 hosts"), (7, 2, "no host 7"), (1, 2, "is here already")]
+    ("host", "hosts", "says"),
+    [(1, 3, "started for 3 hosts"), (7, 2, "index 7 is out of range"), (1, 2, "has already joined")],
 )
 def test_strays_are_refused_and_stop_nobody(host: int, hosts: int, says: str) -> None:
     refused: list[Message] = []
@@ -233,7 +237,7 @@ def test_strays_are_refused_and_stop_nobody(host: int, hosts: int, says: str) ->
         for peer in peers:
             peer.send("done")
 
-    fault, _, said = judge(scene)
+    fault, _, said = run_hosts(scene)
     assert fault is None
     verdict = next(message for message in refused if message["kind"] == "verdict")
     assert verdict["code"] == EXIT_USER_ERROR
@@ -244,7 +248,7 @@ def test_strays_are_refused_and_stop_nobody(host: int, hosts: int, says: str) ->
 def test_all_interfaces_are_those_of_both_protocols() -> None:
     async def play() -> None:
         port = free_port()
-        await Hub(2, PATIENCE, print, SECRET).listen("[::]", port)
+        await ControlServer(2, PATIENCE, print, SECRET).listen("[::]", port)
         addresses = ["127.0.0.1", "::1"] if socket.has_ipv6 and os.path.exists("/proc/net/if_inet6") else ["127.0.0.1"]
         for address in addresses:
             _, writer = await asyncio.open_connection(address, port)
@@ -256,22 +260,22 @@ def test_all_interfaces_are_those_of_both_protocols() -> None:
 def test_a_port_that_is_taken() -> None:
     async def play() -> None:
         port = free_port()
-        await Hub(2, PATIENCE, print, SECRET).listen("127.0.0.1", port)
-        await Hub(2, PATIENCE, print, SECRET).listen("127.0.0.1", port)
+        await ControlServer(2, PATIENCE, print, SECRET).listen("127.0.0.1", port)
+        await ControlServer(2, PATIENCE, print, SECRET).listen("127.0.0.1", port)
 
     with pytest.raises(InputError, match="--control_port"):
         asyncio.run(play())
 
 
 def test_a_line_without_end_closes_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(control, "MAX_BYTES", 1 << 20)
 
     async def scene(peers: list[Peer]) -> None:
-        peers[1].writer.write(b"x" * (hub_module.MAX_BYTES + 2))
+        peers[1].writer.write(b"x" * (control.MAX_BYTES + 2))
         await asyncio.sleep(5)
 
     start = time.monotonic()
-    fault, _, _ = judge(scene)
+    fault, _, _ = run_hosts(scene)
     assert fault is not None
     assert fault.host == 1
     assert time.monotonic() - start < 15
@@ -293,8 +297,8 @@ def test_exit_codes_of_workers() -> None:
 @pytest.mark.parametrize(
     ("asked", "named", "host"),
     [
-        (["preflight", "standard input"], "host 1 (worker-1) came to 'standard input', the others to 'preflight'", 1),
-        (["standard input", "preflight", "preflight"], "host 0 (worker-0) came to 'standard input'", 0),
+        (["preflight", "standard input"], "host 1 (worker-1) reached 'standard input', the others 'preflight'", 1),
+        (["standard input", "preflight", "preflight"], "host 0 (worker-0) reached 'standard input'", 0),
     ],
 )
 def test_hosts_that_ask_different_questions_do_not_wait_for_one_another(
@@ -302,9 +306,9 @@ def test_hosts_that_ask_different_questions_do_not_wait_for_one_another(
 ) -> None:
     async def scene(peers: list[Peer]) -> None:
         for peer, name in zip(peers, asked, strict=True):
-            peer.send("gather", topic=f"{name} 2", value=None)
+            peer.send("gather", topic=name, number=2, value=None)
 
-    fault, _, _ = judge(scene, hosts=len(asked))
+    fault, _, _ = run_hosts(scene, hosts=len(asked))
     assert fault is not None
     assert (fault.kind, fault.code) == ("differ", EXIT_USER_ERROR)
     assert named in fault.describe()

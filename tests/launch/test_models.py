@@ -1,4 +1,4 @@
-"""``diffumesh models`` says what the records of the families say, and the records what the tests compare."""
+"""``diffumesh models`` prints the families' records, and the records match the tests."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ from launch.openai.bodies import Defaults, by_our_names, known, read_config
 from launch.serving.app import Application
 from launch.serving.bodies import ChatBody, CompletionBody
 from launch.serving.errors import from_input_error
-from runtime import DiffusionConfig, SamplingConfig
+from launch.serving.reading import Mode, not_offered
+from runtime import DiffusionConfig, SamplingConfig, can_run
 from runtime.decoding.parameters import AUTOREGRESSIVE_PARAMETERS, EXPOSED_PARAMETERS
 from runtime.decoding.schema import Boolean, Choice, Parameter, declared_parameters
 from runtime.models.families import parse_config
@@ -185,6 +186,29 @@ def test_errors_of_requests_name_the_field_of_the_body(changes: dict[str, Any], 
         read_config(changes, defaults())
     error = from_input_error(found.value).body()["error"]
     assert (error["message"], error["param"]) == (said, param)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"algorithm": "entropy"}, "algorithm"),
+        ({"cache": "dual"}, "cache"),
+        ({"cache": "prefix", "block_length": 8}, "cache"),
+        ({"cache": "dual", "parallel": "threshold", "block_length": 16}, "block_length"),
+        ({"cache": "dual", "parallel": "threshold", "block_length": 8, "refresh_blocks": 4}, "refresh_blocks"),
+        ({"cfg_scale": 1.5}, "cfg_scale"),
+    ],
+)
+def test_a_mode_that_is_not_offered_names_a_parameter(changes: dict[str, Any], field: str) -> None:
+    modes = [
+        Mode(config, number)
+        for number, config in enumerate(
+            [DiffusionConfig(), DiffusionConfig(cache="dual", parallel="threshold", block_length=8)]
+        )
+    ]
+    config = DiffusionConfig(**changes)
+    assert not any(can_run(mode.config, config) for mode in modes)
+    assert not_offered(config, modes) == field
 
 
 def test_what_a_library_says_is_left_out() -> None:

@@ -95,7 +95,7 @@ def test_a_plot_names_every_mesh_of_a_machine(
     time, memory, rate = figure.axes
     assert time.get_title(loc="left") == "ms per pass (denoise step)"
     assert all(number.endswith(" of 16.9") for number in numbers(memory))
-    assert rate.get_title(loc="left") == "tokens/s a chip"
+    assert rate.get_title(loc="left") == "tokens/s per chip"
     rates = [float(number) for number in numbers(rate)]
     assert rates == sorted(rates, reverse=True)
 
@@ -108,7 +108,7 @@ def test_a_plot_of_all_machines_names_the_best_mesh_of_each(
     assert machines.keys() == set(plan.MACHINES)
     assert machines["1xh200"] == "data=1"
     assert machines["v5e:2x4"] == "data=4,sequence=2"
-    title = "$ a million tokens, at $2 a chip-hour"
+    title = "$ per million tokens, at $2 per chip-hour"
     (shown,) = (one for one in figure.axes[2].findobj(lambda one: getattr(one, "get_text", str)() == title))
     assert not shown.get_parse_math(), "what is between two dollar signs would be a formula"
     assert numbers(figure.axes[1])[names(figure).index("1xh200  data=1")].endswith(" of 113.5")
@@ -122,7 +122,7 @@ def test_a_plot_shows_what_does_not_fit(capsys: pytest.CaptureFixture[str], monk
 def test_capacity_headroom_and_units_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "--topology=1xL4", "--price_per_chip_hour=0.8", "--batch=1")
     title, heads, row = out.splitlines()[0], out.splitlines()[2], out.splitlines()[4]
-    assert "at $0.8 a chip-hour" in title
+    assert "at $0.8 per chip-hour" in title
     assert re.split(r"\s{2,}", heads.strip())[1:5] == ["GB/chip", "compiler", "usable", "headroom"]
     assert heads.strip().endswith("$/M tokens")
     _, needs, _, usable, headroom, *_ = row.split()
@@ -181,6 +181,8 @@ def test_without_the_compiler_the_analytical_part_works_alone(
             ["--model=qwen2.5-7b", "--topology=v5e:2x4", "--cache=dual", "--steps=8"],
             "--steps, --cache: only for masked diffusion",
         ),
+        (["--topology=v5e:2x4", "--steps=0"], "steps is 0; expected an integer from 1 to 65536"),
+        (["--topology=v5e:2x4", "--block_length=0"], "block_length is 0; expected an integer from 1"),
         (["--topology=v5e:2x4", "--plot=/nowhere/at/all.png"], "no such folder"),
         (["--topology=v5e:2x4", "--prompt=200000"], "the model allows 131072"),
         ([], "--topology"),

@@ -55,6 +55,25 @@ def test_hosts_that_say_the_same_share_a_column() -> None:
     assert len(made.columns) == 3
 
 
+def test_texts_of_hosts_are_no_markup_and_no_control_sequences() -> None:
+    """A prompt like this one ended every start on several hosts."""
+    facts = [{"--prompt": "a [/b] c [i]", "\x1b[2Jkey": "\x9b2J"}, {"--prompt": "[bold]"}]
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table(facts, [{"[u]": 1.0}, {}], ["host 0 (\x1b]0;x\x07)", "host 1 ([/i])"]))
+    text = console.export_text()
+    for shown in (
+        "a [/b] c [i]",
+        "\\x1b[2Jkey",
+        "\\x9b2J",
+        "[bold]",
+        "[u]",
+        "host 0 (\\x1b]0;x\\x07)",
+        "host 1 ([/i])",
+    ):
+        assert shown in text
+    assert all(one.isprintable() or one == "\n" for one in text)
+
+
 def test_flags_that_count() -> None:
     values = flags.FlagValues()
     generate.define_flags(values)

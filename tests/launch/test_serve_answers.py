@@ -309,6 +309,8 @@ def test_what_is_refused_says_why(there: Served) -> None:
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert said in f"{error['message']} {error['code']}", (body, error)
+        if "does not offer" in error["message"]:
+            assert error["param"] in body, error
     raw: list[tuple[bytes, str, int]] = [
         (b"{", "application/json", 400),
         (b"[]", "application/json", 400),

@@ -119,7 +119,7 @@ def test_the_readmes_commands_and_a_signal(tmp_path: Path, compiled: str) -> Non
             thread.join(PATIENCE)
         assert process.wait(PATIENCE) == 0, log.read_text()
     assert all(text.rstrip().endswith("data: [DONE]") for text in texts), "none is cut short"
-    assert "SIGTERM: finishing what is in flight" in log.read_text()
+    assert "SIGTERM: finishing work in flight" in log.read_text()
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_a_signal_while_it_is_compiling(tmp_path: Path) -> None:
         wait_for(lambda: "decoding: " in log.read_text())
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0, log.read_text()
-    assert "SIGTERM: finishing what is in flight" in log.read_text()
+    assert "SIGTERM: finishing work in flight" in log.read_text()
     assert "serving" not in log.read_text()
 
 

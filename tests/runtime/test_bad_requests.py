@@ -133,11 +133,13 @@ def test_numbers_that_float32_cannot_hold(changes: dict[str, Any]) -> None:
 def test_seeds_and_samples_that_do_not_fit() -> None:
     engine = golden_cases.engine()
     for seeds, samples in [([1, 2], 1), ([1, 2, 3, 4], 1), ([], 1), ([1] * 5, 2)]:
-        with pytest.raises(InputError, match=f"{len(seeds)} seeds for 3 rows"):
+        with pytest.raises(InputError, match=f"{len(seeds)} seeds for 3 rows") as found:
             engine.generate_tokens(*rows(), GREEDY.replace(seed=seeds), num_return_sequences=samples)
+        assert found.value.field == "seed"
     for samples in (0, -1, True, 1.0, None, 1 << 20):
-        with pytest.raises(InputError, match="num_return_sequences"):
+        with pytest.raises(InputError, match="num_return_sequences") as found:
             engine.generate_tokens(*rows(), GREEDY, num_return_sequences=samples)
+        assert found.value.field == "num_return_sequences"
 
 
 def test_nothing_to_fill() -> None:

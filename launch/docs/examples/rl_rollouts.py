@@ -36,7 +36,7 @@ def coupled_scores(
       sequences: prompts and completions, integers ``[B, S + N]``.
       mask: attention mask ``[B, S + N]``.
       completion: bool ``[B, S + N]``, true at the tokens of the completions.
-      seed: of the random mask.
+      seed: seed of the random mask.
     """
     chosen = np.random.default_rng(seed).random(sequences.shape) < 0.5
     scores = np.zeros(sequences.shape, np.float32)

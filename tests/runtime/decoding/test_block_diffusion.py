@@ -313,8 +313,8 @@ def test_a_prompt_is_filled_in_with_a_cache() -> None:
     config = BASE.replace(max_new_tokens=0, block_length=4, steps=8)
     exact = golden_cases.engine("tensor=1").generate_tokens(ids, None, config)
     for mesh, cache in (("tensor=1", "dual"), ("tensor=4", "prefix")):
-        fresh = config.replace(cache=cache, refresh_interval=1)
-        same(golden_cases.engine(mesh).generate_tokens(ids, None, fresh), exact)
+        refreshed = config.replace(cache=cache, refresh_interval=1)
+        same(golden_cases.engine(mesh).generate_tokens(ids, None, refreshed), exact)
         stale = golden_cases.engine(mesh).generate_tokens(ids, None, config.replace(cache=cache))
         assert stale.stats.masks_left == 0
         known = ids != golden_cases.engine("tensor=1").config.mask_token_id

@@ -14,6 +14,7 @@ import pytest
 
 from runtime import DiffusionConfig
 from runtime.decoding import choices
+from runtime.decoding.loop_parameters import row_names
 from runtime.engine import Engine
 from runtime.execution.programs import abstract_denoise, compiler_options, lower_denoise
 from runtime.execution.runner import head_chunk
@@ -80,6 +81,27 @@ def test_the_head_follows_the_masks(rows: int, monkeypatch: pytest.MonkeyPatch) 
     for row, prompt in enumerate(prompts):
         alone = engine.generate_tokens(prompt[None], None, config.replace(seed=[row]))
         np.testing.assert_array_equal(found.sequences[row], alone.sequences[0])
+
+
+def test_a_chunk_has_the_run_time_parameters_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: dict[str, tuple[int, ...]] = {}
+    choose = choices.choose
+
+    def reading(forward: Any, program: Any, request: Any, *others: Any) -> choices.Choices:
+        shapes.update({name: getattr(request, name).shape for name in row_names(DiffusionConfig)})
+        return choose(forward, program, request, *others)
+
+    monkeypatch.setattr(choices, "choose", reading)
+    layout = model_layout(SMALL, MeshSpec(), jax.devices()[:1])
+    program = denoise_program(DiffusionConfig(), SMALL, "float32", chunk=32, width=512, span=512)
+    lower_denoise(
+        Forward(layout, choose_attention("auto", "cpu", layout, 512, jnp.float32)),
+        program,
+        layout.abstract_weights(jnp.float32),
+        *abstract_denoise(layout, 3, 512, 512),
+    )
+    assert {"threshold", "cfg_scale", "temperature"} < shapes.keys()
+    assert set(shapes.values()) == {(3, 32)}
 
 
 @pytest.mark.parametrize(

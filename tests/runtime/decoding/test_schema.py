@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from runtime.decoding.schema import (
     declared_parameters,
     dependents,
 )
+from runtime.execution.specialization import generalized
 
 KINDS: list[tuple[Any, list[Any], list[Any]]] = [
     (Integer(0, 5), [0, 5, np.int32(3)], [-1, 6, True, 1.0, "1", None, 10**30]),
@@ -46,6 +48,20 @@ def test_values(kind: Any, right: list[Any], wrong: list[Any]) -> None:
             kind.read("x", value)
         assert found.value.field == "x"
         assert len(str(found.value)) < 300
+
+
+def test_values_that_no_float_holds_or_python_cannot_print_are_wrong() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    huge = 10**5000  # more digits than Python prints
+    for kind, *_ in KINDS:
+        for value in (10**400, -(10**400), Fraction(10**400), huge, Fraction(huge), nested, [10**400], [huge]):
+            with pytest.raises(ParameterError, match=r"^x ") as found:
+                kind.read("x", value)
+            assert len(str(found.value)) < 300
+    with pytest.raises(ParameterError, match="is of type int and too long; expected an integer from 0 to 5"):
+        Integer(0, 5).read("x", huge)
 
 
 @pytest.mark.parametrize(
@@ -169,3 +185,12 @@ def test_what_is_compiled_in() -> None:
     assert can_run(guided, plain)
     assert can_run(guided, guided.replace(cfg_scale=0.5))
     assert not can_run(plain, guided)
+
+
+def test_slots_are_compiled_for_general_values() -> None:
+    general = {"temperature": 1.0, "top_p": 0.5, "log_probabilities": True}
+    for config in (SamplingConfig(), DiffusionConfig(parallel="threshold"), DiffusionConfig(cache="dual")):
+        positions = {"alg_temp": 1.0} if compiled_values(config).get("parallel") == "none" else {}
+        assert generalized(config) == config.replace(**general, **positions)
+        assert can_run(generalized(config), config)
+        assert can_run(config, generalized(config))

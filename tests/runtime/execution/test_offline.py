@@ -141,8 +141,9 @@ def test_utilisation_and_an_early_end() -> None:
 def test_a_request_that_cannot_be_generated_is_named() -> None:
     engine = golden_cases.engine("tensor=1")
     asked = [RowRequest([1], BASE, 0), RowRequest([1] * engine.config.max_positions, BASE, 0)]
-    with pytest.raises(InputError, match=r"request 1: .* the\s+model allows"):
+    with pytest.raises(InputError, match=r"request 1: .* the\s+model allows") as found:
         engine.scheduler(asked)
+    assert found.value.field == "max_new_tokens"
 
 
 def test_what_rows_have_in_common_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:

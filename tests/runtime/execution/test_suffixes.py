@@ -86,7 +86,7 @@ def test_rows_on_a_mesh_and_rows_alone_that_share_a_slot() -> None:
 
 
 @pytest.mark.parametrize("cache", ["dual", "prefix"])
-def test_a_cache_that_is_always_fresh_changes_nothing(cache: str) -> None:
+def test_a_refresh_in_every_step_changes_nothing(cache: str) -> None:
     expected = generate(BLOCKS, history=True)
     assert expected.stats.steps == NEW, "blocks end before the suffix"
     found = generate(BLOCKS.replace(cache=cache, refresh_interval=1), history=True)

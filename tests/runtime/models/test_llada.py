@@ -51,7 +51,7 @@ def test_golden_cases_on_meshes(mesh: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("cache", ["dual", "prefix"])
-def test_a_cache_that_is_always_fresh_changes_nothing(cache: str) -> None:
+def test_a_refresh_in_every_step_changes_nothing(cache: str) -> None:
     ids, mask = prompts()
     exact = engine().generate_tokens(ids, mask, PLAIN, history=True)
     config = PLAIN.replace(cache=cache, refresh_interval=1)

@@ -161,11 +161,14 @@ def test_a_mesh_within_one_slice_sends_nothing_across() -> None:
         {"dtype": "int3"},
         {"prompt": 131072},
         {"cache": "dual", "block_length": 0},
+        {"cache": "dual", "block_length": 257},
+        {"quantization": "int3"},
     ],
 )
 def test_workloads_that_cannot_be(changes: dict[str, object]) -> None:
-    with pytest.raises(InputError):
+    with pytest.raises(InputError) as found:
         Workload(MODEL, **changes)  # type: ignore[arg-type]
+    assert found.value.field == ("new_tokens" if "prompt" in changes else list(changes)[-1])
 
 
 def test_presets_are_named() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from checkpoints import DEMO, open_folder
-from runtime.text.chat_template import TemplateRenderer
+from checkpoints import DEMO, CheckpointError, open_folder
+from runtime.text.chat_template import TemplateRenderer, TemplateTimeoutError
 from runtime.text.tokenizer import TextTokenizer
 from sharding.errors import InputError
 
@@ -69,6 +70,43 @@ def test_templates_that_fail(renderer: TemplateRenderer, template: str, said: st
     assert said in str(error.value)
     assert time.monotonic() - began < 60, "the deadline of a child"
     assert renderer.render("{{ messages[0].role }}", [MESSAGES] * 2, {}, True) == ["user"] * 2, "as before"
+
+
+class Impatient(TemplateRenderer):
+    """Renders the first message's content, but times out for "boom". Counts the conversations of each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def render(self, template: str, conversations: Sequence[Any], *more: Any) -> list[str]:
+        self.calls.append(len(conversations))
+        texts = [messages[0]["content"] for messages in conversations]
+        if "boom" in texts:
+            raise TemplateTimeoutError("messages: late")
+        return texts
+
+
+def test_timeouts_of_some_conversations_do_not_end_the_others() -> None:
+    """A server goes on after any number of them. A file has a limit, whatever happened before."""
+    library = PreTrainedTokenizerFast.from_pretrained(str(DEMO))
+    library.chat_template = "x"
+    tokenizer = TextTokenizer(library, "impatient", renderer := Impatient())
+    boom, good = [{"role": "user", "content": "boom"}], [{"role": "user", "content": "good"}]
+    for _ in range(5):
+        (error,) = tokenizer.render_batch([boom])
+        assert isinstance(error, TemplateTimeoutError)
+    assert renderer.calls == [1] * 5, "each is rendered once"
+    assert tokenizer.render_batch([good]) == ["good"]
+    assert tokenizer.render_batch([]) == []
+    renderer.calls.clear()
+    timeouts: list[InputError] = []
+    for number in range(1, 4):
+        assert tokenizer.render_batch([good, boom], timeouts)[0] == "good"
+        assert len(timeouts) == number
+    with pytest.raises(CheckpointError, match="did not finish in time for 4 conversations"):
+        tokenizer.render_batch([good] + [boom] * 1000, timeouts)
+    assert renderer.calls == [2, 1, 1] * 3 + [1001, 1, 1]
 
 
 def test_a_panic_of_the_tokenizer_is_an_error(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,163 @@
+"""Downloaded folders: only what readers use is fetched, within limits, and checked against the manifest."""
+
+from __future__ import annotations
+
+import fnmatch
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from checkpoints import CheckpointError, open_folder
+from checkpoints.manifest import MANIFEST_FILE
+from checkpoints.verification import verify, write_manifest
+from tests.checkpoints.small import contents, layout_of, to_canonical
+from tests.checkpoints.test_changes import write_folder
+
+TEMPLATE = "additional_chat_templates/rag.jinja"
+# What the manifest lists, and no reader uses.
+UNREAD = ("modeling_dream.py", "tokenizer.model", "original/params.bin")
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder whose manifest lists more files than readers use."""
+    folder = write_folder(tmp_path_factory.mktemp("complete") / "model")
+    for name in UNREAD:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("raise SystemExit")
+    write_manifest(open_folder(folder), layout_of(folder))
+    return folder
+
+
+@pytest.fixture
+def source(complete: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(complete, tmp_path / "source"))
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Path], str]]:
+    """A function that uploads a folder to fsspec's file system in memory, and returns its URL."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    system, root = fsspec.filesystem("memory"), f"/{tmp_path.name}/model"
+
+    def upload(folder: Path) -> str:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                system.pipe_file(f"{root}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+        return f"memory:/{root}"
+
+    yield upload
+    system.rm(root, recursive=True)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path], str]:
+    """A function that makes a folder the model ``somebody/something`` of the Hub, and returns this name."""
+
+    def upload(folder: Path) -> str:
+        def download(name: str, *, allow_patterns: list[str], **options: object) -> str:
+            snapshot = tmp_path / "snapshot"
+            shutil.rmtree(snapshot, ignore_errors=True)
+            for path in folder.rglob("*"):
+                name = path.relative_to(folder).as_posix()
+                if path.is_file() and any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
+                    (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(path, snapshot / name)
+            return str(snapshot)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+        return "somebody/something"
+
+    return upload
+
+
+@pytest.fixture(params=["memory", "hub"])
+def upload(request: pytest.FixtureRequest) -> Callable[[Path], str]:
+    found: Callable[[Path], str] = request.getfixturevalue(request.param)
+    return found
+
+
+def test_a_manifest_may_list_files_that_are_not_fetched(upload: Callable[[Path], str], source: Path) -> None:
+    name = upload(source)
+    assert contents(name) == contents(source)
+    folder = open_folder(name)
+    assert verify(folder) == sum(map(len, contents(source).values()))
+    assert (folder.path / TEMPLATE).read_bytes() == (source / TEMPLATE).read_bytes()
+    assert not [path for path in folder.names() if path in UNREAD]
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", TEMPLATE, "LICENSE", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["changed", "missing"])
+def test_fetched_files_are_checked(upload: Callable[[Path], str], source: Path, name: str, kind: str) -> None:
+    path = source / name
+    if kind == "missing":
+        path.unlink()
+    else:
+        data = bytearray(path.read_bytes())
+        data[-2] ^= 1
+        path.write_bytes(data)
+    tensor = kind == "changed" and name == "model.safetensors"
+    with pytest.raises(CheckpointError, match="tensor .* is damaged" if tensor else Path(name).name):
+        verify(open_folder(upload(source)))
+
+
+def test_added_files_that_a_reader_would_use_are_refused(upload: Callable[[Path], str], source: Path) -> None:
+    (source / "additional_chat_templates" / "more.jinja").write_text("{{ evil }}")
+    with pytest.raises(CheckpointError, match=r"were added.*more.jinja"):
+        contents(upload(source))
+
+
+def test_on_a_disk_every_listed_file_has_to_be_there(source: Path) -> None:
+    (source / UNREAD[0]).unlink()
+    with pytest.raises(CheckpointError, match=f"{UNREAD[0]}: the manifest lists this file"):
+        contents(source)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["size told", "size not told"])
+@pytest.mark.parametrize("name", ["LICENSE", TEMPLATE])
+def test_large_files_are_not_fetched(
+    memory: Callable[[Path], str], source: Path, name: str, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from a server that does not tell sizes."""
+    limit = (source / MANIFEST_FILE).stat().st_size
+    monkeypatch.setattr("checkpoints.folder.MAX_SIDE_FILE_BYTES", limit)
+    monkeypatch.setattr("checkpoints.folder._FETCHED_BYTES", limit // 2)
+    system = type(fsspec.filesystem("memory"))
+    listing = system.ls
+
+    def without_sizes(*arguments: Any, **options: Any) -> Any:
+        return [entry | {"size": None} for entry in listing(*arguments, **options)]
+
+    if not told:
+        monkeypatch.setattr(system, "ls", without_sizes)
+    assert open_folder(memory(source)).config
+    (source / name).write_bytes(b"x" * (5 * limit))
+    with pytest.raises(CheckpointError, match=f"bytes are too many for a {Path(name).name}"):
+        open_folder(memory(source))
+
+
+@pytest.mark.parametrize("scheme", ["file://", "file://localhost", "local://", "simplecache::file://"])
+@pytest.mark.parametrize("name", ["LICENSE", TEMPLATE])
+def test_links_behind_a_url_of_this_machine(scheme: str, name: str, source: Path, tmp_path: Path) -> None:
+    """A link called LICENSE to /etc/passwd must not be copied, whatever names the folder."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    (source / name).unlink()
+    (source / MANIFEST_FILE).unlink()
+    (source / name).symlink_to(secret)
+    with pytest.raises(CheckpointError, match="is a link; name the folder" if "::" in scheme else "outside of the"):
+        to_canonical(f"{scheme}{source}", tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+
+
+def test_urls_of_this_machine(source: Path, tmp_path: Path) -> None:
+    spaced = source.rename(tmp_path / "a model")
+    assert open_folder(spaced.as_uri()).path == spaced
+    assert contents(f"file://localhost{spaced}") == contents(spaced)
+    for url in ("file://elsewhere/model", "file://", "file:///no/such/folder", f"file://{spaced}/config.json"):
+        with pytest.raises(CheckpointError, match=url):
+            open_folder(url)
