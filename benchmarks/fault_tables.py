@@ -103,7 +103,7 @@ def _hosts(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
         (
             "exchanges that one host begins at a time",
             f"{topics['tried']:,}",
-            f"the run ends{' and names the host' if topics['named'] else ', BUT NAMES NOBODY'}",
+            f"the run ends{' and names the host' if topics['named'] else ', BUT NAMES NO HOST'}",
         ),
     ]
 

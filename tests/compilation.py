@@ -30,9 +30,9 @@ QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in _QUIC
 def optimized() -> Iterator[None]:
     """Optimize the programs of engines that are loaded in this context, here and in child processes.
 
-    For tests that run a few small programs many times: optimized programs take 20 % longer to compile, and their steps
-    take a tenth of the time.
+    For tests that run a few small programs for many steps, which then take less time than the optimization.
     """
+    # Not at the top: it imports JAX, which reads QUICK_FLAGS when it is loaded.
     from runtime.execution import programs
 
     level, original = {"xla_backend_optimization_level": 1}, programs.compiler_options

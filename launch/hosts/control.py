@@ -13,12 +13,11 @@ from typing import Any
 
 from launch.hosts.exchanges import Exchanges
 from launch.hosts.faults import EXIT_USER_ERROR, Fault, Timeouts
-from launch.hosts.hub import Hub
+from launch.hosts.hub import WAITING_REPORT_SECONDS, Hub
 from launch.hosts.messages import MAX_BYTES, Message, encode, printable, receive, receive_greeting
 from launch.hosts.secret import is_proof, nonce, proof
 from runtime import InputError
 
-WAITING_REPORT_SECONDS = 5.0  # between two messages about hosts that are waited for
 _TICK = 0.25
 _CLOSE_WAIT = 2.0
 _GREETING_SECONDS = 10.0

@@ -17,7 +17,7 @@ from launch.hosts.faults import EXIT_RESTART, Fault, Timeouts, host_name
 from launch.hosts.messages import Message, shorten
 
 _TICK = 0.25
-WAITING_REPORT_SECONDS = 5.0  # between two messages about hosts that have not joined
+WAITING_REPORT_SECONDS = 5.0  # between two messages about hosts that the others wait for
 GRACE_PERIOD_SECONDS = 3.0  # how long a possible consequence waits for its cause
 _STILL = 5.0  # when others fail, a worker without progress for this long is the cause
 _STACKS_WAIT = 5.0
@@ -76,7 +76,7 @@ class Hub:
                 return None
             self._tell_all("heartbeat")
 
-    # ---- what hosts report ------------------------------------------------------------------------------------
+    # ---- reports of hosts -------------------------------------------------------------------------------------
 
     def join(self, host: int, name: str) -> None:
         """Add a host that has connected."""

@@ -1,4 +1,4 @@
-"""A host's supervisor: starts the worker, reports its state to the hub, and exits with the code of all hosts."""
+"""A host's supervisor: starts the worker, reports its state to host 0, and exits with the code of all hosts."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _own_secret(place: Place) -> bytes:
 async def greet(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, place: Place, name: str
 ) -> Fault | None:
-    """Authenticate this host to the hub and the hub to this host. Returns a fault if one of them fails."""
+    """Authenticate this host and the control server to each other. Returns a fault if one of them fails."""
     own = nonce()
     challenge = await receive_greeting(reader)
     if challenge is None or challenge["kind"] != "challenge":
@@ -158,9 +158,9 @@ class Supervisor:
         self._shared = shared
         self._name = host_name(place.host, socket.gethostname())
         self._link: asyncio.StreamWriter | None = None
-        self._hub: asyncio.StreamWriter | None = None
-        self._is_known = False  # whether the hub has admitted this host
-        self._waiting: list[bytes] = []  # messages to send once the hub has admitted this host
+        self._control: asyncio.StreamWriter | None = None
+        self._is_known = False  # whether the control server has admitted this host
+        self._waiting: list[bytes] = []  # messages to send once the control server has admitted this host
         self._fault: Fault | None = None
         self._done = False
         self._ended = False
@@ -193,12 +193,12 @@ class Supervisor:
                 check_coordinator_port(self._place)
                 await control.listen(self._place.bind, self._place.control_port)
                 watching = loop.create_task(self._guard(control.watch()))
-            tasks.append(loop.create_task(self._guard(self._hear_hub())))
+            tasks.append(loop.create_task(self._guard(self._hear_control())))
             fault = await self._outcome
         except InputError as error:
             fault = Fault("input", f"error: {error}", EXIT_USER_ERROR, who=self._name)
-        if self._hub is not None:
-            self._hub.close()
+        if self._control is not None:
+            self._control.close()
         if watching is not None:
             # Tell the other hosts before JAX's coordination service ends with this worker.
             await asyncio.wait([watching], timeout=_VERDICT_WAIT)
@@ -288,7 +288,7 @@ class Supervisor:
                 os.kill(self._pid, signal.SIGKILL)
 
     async def _tick(self) -> None:
-        """Check that the worker is running, and send heartbeats to the hub."""
+        """Check that the worker is running, and send heartbeats to the control server."""
         while True:
             await asyncio.sleep(_HEARTBEAT_SECONDS)
             now, life = time.monotonic(), self._shared.read(0)
@@ -303,7 +303,7 @@ class Supervisor:
             self._send("heartbeat", marks=self._shared.read(1), still=0.0 if self._done or self._fault else still)
 
     async def _dump(self) -> None:
-        """Send the worker's stacks to the hub."""
+        """Send the worker's stacks to the control server."""
         file = self._shared.stacks
         file.seek(0)
         file.truncate()
@@ -320,7 +320,7 @@ class Supervisor:
         self._send("stacks", text=shorten(text) or "(its process does not answer)")
 
     def _report(self, fault: Fault) -> None:
-        """Print a fault of this host and report it to the hub."""
+        """Print a fault of this host and report it to the control server."""
         if self._fault is not None:
             return
         self._fault = fault
@@ -329,20 +329,20 @@ class Supervisor:
             self._say(prefix + fault.text.rstrip())
         self._send("fault", **fault.fields())
         own = replace(fault, host=self._place.host, who=self._name)
-        asyncio.get_running_loop().call_later(_VERDICT_WAIT if self._hub else 0.5, self._finish, own)
+        asyncio.get_running_loop().call_later(_VERDICT_WAIT if self._control else 0.5, self._finish, own)
 
-    # ---- the hub ----------------------------------------------------------------------------------------------
+    # ---- the control server -----------------------------------------------------------------------------------
 
     def _send(self, kind: str, **fields: Any) -> None:
         line = encode(kind, **fields)
-        if self._hub is not None and self._is_known:
-            if not self._hub.is_closing():
-                self._hub.write(line)
+        if self._control is not None and self._is_known:
+            if not self._control.is_closing():
+                self._control.write(line)
         elif kind != "heartbeat":
             self._waiting.append(line)
 
     async def _connect(self) -> asyncio.StreamReader | None:
-        """Connect to host 0's hub, retrying until it answers. Return None after the initialization timeout."""
+        """Connect to the control server, retrying until it answers. Return None after the initialization timeout."""
         place = self._place
         if place.host == 0:
             address = "localhost" if place.bind in ("[::]", "::", "0.0.0.0") else place.bind
@@ -351,7 +351,7 @@ class Supervisor:
         started = said = time.monotonic()
         while True:
             try:
-                reader, self._hub = await asyncio.wait_for(
+                reader, self._control = await asyncio.wait_for(
                     asyncio.open_connection(address.strip("[]"), place.control_port, limit=MAX_BYTES), 5.0
                 )
                 return reader
@@ -368,12 +368,12 @@ class Supervisor:
                 self._say(f"{self._name}: waiting for host 0 at {where} for {now - started:.0f} s ({reason})")
             await asyncio.sleep(_RETRY)
 
-    async def _hear_hub(self) -> None:
+    async def _hear_control(self) -> None:
         reader = await self._connect()
-        if reader is None or self._hub is None:
+        if reader is None or self._control is None:
             return
         try:
-            greeting = greet(reader, self._hub, self._secret, self._place, socket.gethostname())
+            greeting = greet(reader, self._control, self._secret, self._place, socket.gethostname())
             refusal = await asyncio.wait_for(greeting, self._timeouts.heartbeat)
         except TimeoutError:
             refusal = Fault("gone", "does not answer: another program listens on its port, or it is frozen", host=0)
@@ -382,7 +382,7 @@ class Supervisor:
             return
         self._is_known = True
         for line in self._waiting:
-            self._hub.write(line)
+            self._control.write(line)
         text = "is gone: its connection closed"
         while True:
             try:

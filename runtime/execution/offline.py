@@ -36,7 +36,7 @@ _STEPS_PER_ROW = 16
 _MAX_ITERATIONS = 16
 
 # Number of rows that are queued together. There may be millions of rows, and queueing all of them takes seconds.
-_QUEUED = 4096
+QUEUED_ROWS = 4096
 
 # Rows without a cache move if a pass becomes cheaper by this fraction. All rows get as much time, so moving a few small
 # arrays pays for itself within a step.
@@ -175,10 +175,10 @@ class OfflineScheduler:
             )
             scheduler = Scheduler([pool.limits], policy, self.stats)
             queued: dict[RequestHandle, list[int]] = {}
-            starts = iter(range(0, len(numbers), _QUEUED))
+            starts = iter(range(0, len(numbers), QUEUED_ROWS))
             while True:
                 while scheduler.waiting < group.grid.slots and (start := next(starts, None)) is not None:
-                    handle = self._handle(own := numbers[start : start + _QUEUED])
+                    handle = self._handle(own := numbers[start : start + QUEUED_ROWS])
                     queued[handle] = own
                     scheduler.add(handle)
                 if not scheduler.waiting and not scheduler.running:

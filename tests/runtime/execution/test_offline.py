@@ -124,6 +124,20 @@ def test_autoregressive_rows_are_as_alone(qwen2: str, mesh: str, changes: dict[s
     check(engine, requests(engine, config), slots=3 if mesh == "tensor=1" else 4)
 
 
+@pytest.mark.parametrize("together", [1, 3])
+def test_rows_that_are_queued_in_parts(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows are generated, each with its own number, however many are queued at a time."""
+    engine = golden_cases.engine("tensor=1")
+    asked = requests(engine, BASE)
+    expected = gather(engine.scheduler(asked, 4))
+    monkeypatch.setattr(offline, "QUEUED_ROWS", together)
+    found = gather(engine.scheduler(asked, 4))
+    assert len(asked) > 2 * together
+    assert found.keys() == expected.keys() == set(range(len(asked)))
+    for number, result in found.items():
+        same(result, expected[number])
+
+
 def test_utilisation_and_an_early_end() -> None:
     engine = golden_cases.engine("tensor=1")
     asked = requests(engine, BASE)
