@@ -4,6 +4,7 @@
     python -m benchmarks.versions --old=../old
 
 Both run the same generations with the same checkpoints: the demo, and random weights with the sizes of ``--random``.
+Autoregressive decoding runs the demo's weights too, as a causal model.
 One process per checkout runs all generations, so that both are warm.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -58,6 +60,14 @@ def write_random_checkpoint(folder: Path, config: dict[str, Any]) -> None:
     }
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_causal_demo(folder: Path) -> None:
+    """Write a Hugging Face folder with the demo's weights as an autoregressive model, without tokenizer."""
+    folder.mkdir()
+    shutil.copy(DEMO / "model.safetensors", folder)
+    config = json.loads((DEMO / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": CAUSAL.model_type}))
 
 
 class Checkout:
@@ -140,7 +150,8 @@ def main(values: flags.FlagValues) -> None:
     commit = subprocess.run(["git", "-C", str(old), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     notes, sizes = load_notes(), model_sizes(values)
     with tempfile.TemporaryDirectory() as temporary:
-        folders = {name: Path(temporary) / name for name in ("diffusion", "autoregressive")}
+        folders = {name: Path(temporary) / name for name in ("causal demo", "diffusion", "autoregressive")}
+        write_causal_demo(folders["causal demo"])
         write_random_checkpoint(folders["diffusion"], checkpoint_config(sizes, "float32", DIFFUSION))
         write_random_checkpoint(folders["autoregressive"], checkpoint_config(sizes, "float32", CAUSAL))
         with checkouts(old, [str(DEMO), *map(str, folders.values())]) as both:

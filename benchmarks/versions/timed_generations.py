@@ -23,11 +23,12 @@ PROMPT = 64
 NEW_TOKENS = {"demo": 64, "mid-size": 16}
 
 
-def generations(demo: str, diffusion: str, autoregressive: str) -> dict[str, tuple[Engine, Any, int]]:
+def generations(demo: str, causal_demo: str, diffusion: str, autoregressive: str) -> dict[str, tuple[Engine, Any, int]]:
     """Return engine, decoding parameters and rows of every generation by name.
 
     Args:
       demo: folder of the demo checkpoint.
+      causal_demo: folder of the demo's weights as an autoregressive model.
       diffusion: folder of a larger diffusion model.
       autoregressive: folder of an autoregressive model of the same size.
     """
@@ -38,14 +39,16 @@ def generations(demo: str, diffusion: str, autoregressive: str) -> dict[str, tup
         block = exact.replace(cache="dual", block_length=8, parallel="threshold", threshold=0.9)
         found |= {f"{name} exact": (engine, exact, 1), f"{name} block": (engine, block, 1)}
         found |= {f"{name} exact, 4 rows": (engine, exact, 4), f"{name} block, 4 rows": (engine, block, 4)}
-    engine = Engine.load(autoregressive, mesh="tensor=1", dtype="float32")
-    decode = SamplingConfig(max_new_tokens=NEW_TOKENS["mid-size"], temperature=0.7, top_p=0.9)
-    return found | {"mid-size decode": (engine, decode, 1), "mid-size decode, 4 rows": (engine, decode, 4)}
+    for name, folder in (("demo", causal_demo), ("mid-size", autoregressive)):
+        engine = Engine.load(folder, mesh="tensor=1", dtype="float32")
+        decode = SamplingConfig(max_new_tokens=NEW_TOKENS[name], temperature=0.7, top_p=0.9)
+        found |= {f"{name} decode": (engine, decode, 1), f"{name} decode, 4 rows": (engine, decode, 4)}
+    return found
 
 
-def main(demo: str, diffusion: str, autoregressive: str) -> None:
-    """Answer commands until standard input ends."""
-    known = generations(*(str(Path(folder)) for folder in (demo, diffusion, autoregressive)))
+def main(*folders: str) -> None:
+    """Answer commands until standard input ends. ``folders`` are the arguments of :func:`generations`."""
+    known = generations(*(str(Path(folder)) for folder in folders))
     print(json.dumps(list(known)), flush=True)
     for line in sys.stdin:
         engine, config, rows = known[line.strip()]
