@@ -291,7 +291,7 @@ _HOMES = {
     "with_model_blocks": "runtime.execution.rows",
 }
 
-if not TYPE_CHECKING:  # so that a type checker knows every name, and no other
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts any name
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

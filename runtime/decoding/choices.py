@@ -3,8 +3,8 @@
 The rows of a ``data`` shard share their chunks, so a row with few masks does not compute as many positions as the row
 with the most.
 
-Dimension letters: B batch, S canvas, R rows of a ``data`` shard, P positions of one chunk of the output head divided by
-the rows, D embed, V vocab. Arrays of a chunk are ``[B, P]``, and their positions belong to any rows of the same shard.
+Dimension letters: B batch, S canvas, R rows of a ``data`` shard, P positions of a chunk divided by R, D embed, V vocab.
+Arrays of a chunk are ``[B, P]``, and their positions belong to any rows of the same shard.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from runtime.models.transformer import pick_positions, project_logits
 
 Array = jax.Array
 
-# Fields of a request that the choice of a token may depend on. Programs do not gather those that they do not read.
+# Request fields that the choice of a token may depend on. They are gathered for each position of a chunk, except those
+# that the program does not read.
 _PER_ROW = ("seeds", *row_names(DiffusionConfig))
 
 
 @flax.struct.dataclass
 class Choices:
-    """Tokens chosen for canvas positions: arrays ``[B, S]``, or ``[B, P]`` for one head chunk.
+    """Tokens chosen for canvas positions: arrays ``[B, S]``, or ``[B, P]`` for one chunk.
 
     Attributes:
       tokens: int32, -1 at positions whose logits are not finite.
@@ -99,7 +100,7 @@ def guide(logits: Array, unconditional: Array, scale: Array) -> Array:
 
 @flax.struct.dataclass
 class _Chunk:
-    """Positions of one head chunk.
+    """The positions of one chunk, on which the output head runs at once.
 
     Attributes:
       rows: int32 ``[B, P]``, index of each position's row within its shard.
@@ -115,7 +116,7 @@ class _Chunk:
 
 
 def _in_order(wanted: Array) -> tuple[Array, Array, Array]:
-    """Sort the positions of the rows of one shard.
+    """Sort the positions of each row of a shard, with those that need a token first.
 
     Returns:
       For each row, the wanted positions in ascending order, then the others: int32 ``[R, S]``; the number of wanted
@@ -127,7 +128,7 @@ def _in_order(wanted: Array) -> tuple[Array, Array, Array]:
 
 
 def _cut_chunk(size: int, order: Array, ends: Array, values: Any, number: Array) -> _Chunk:
-    """Return chunk ``number`` of one shard: ``size`` positions per row, counted row by row."""
+    """Return chunk ``number`` of a shard: its next R * ``size`` wanted positions, taken row by row."""
     count, width = order.shape
     numbers = (number * count + jnp.arange(count, dtype=jnp.int32)[:, None]) * size + jnp.arange(size, dtype=jnp.int32)
     rows = (numbers[..., None] >= ends).sum(axis=-1, dtype=jnp.int32)
@@ -196,7 +197,7 @@ def choose_on_canvas(
         return choose_at(positions, None, step, offset[:, None])
     values = {"step": step, "offset": offset, **{name: getattr(request, name) for name in _PER_ROW}}
     order, ends, totals = forward.on_rows(_in_order, wanted)
-    size = program.chunk * (len(wanted) // len(totals))  # of a chunk, all rows of a shard together
+    size = program.chunk * (len(wanted) // len(totals))  # positions of a chunk
 
     def body(number: Array, filled: Choices) -> Choices:
         chunk = forward.on_rows(partial(_cut_chunk, program.chunk), order, ends, values, number)

@@ -6,8 +6,8 @@ decoding is a single block without a cache. Block decoding divides a row into bl
 fills one block after another; its schedule follows Fast-dLLM (Wu et al., 2025). Every row advances through its own
 blocks and steps.
 
-The ``while_loop`` has run-time limits. The same compiled program therefore runs a whole generation, a streamed chunk, a
-single step with a hook, and the iterations of a server.
+The limits of the ``while_loop`` are run-time arguments. The same compiled program therefore runs a whole generation,
+the steps between two updates of a stream, a single step with a hook, and the iterations of a server.
 
 Dimension letters: B batch, S canvas, V vocab.
 """

@@ -54,7 +54,7 @@ _SCHEDULED = Requirement("parallel", ("none",))
 
 @dataclass(frozen=True)
 class _Steps(Requirement):
-    """The requirement that the parallel rule uses the schedule: none, and with block-causal attention two others."""
+    """The requirement that ``parallel`` uses the schedule: ``none``, or two more values with block-causal attention."""
 
     def met(self, config: Any) -> bool:
         """Return whether the configuration's rule uses the schedule."""
@@ -148,7 +148,7 @@ class SamplingConfig:
 
     @classmethod
     def published_for(cls, family: Family, checkpoint_name: str, **overrides: Any) -> SamplingConfig:
-        """Return the settings that a family's authors publish for a checkpoint of this name, with these changes."""
+        """Return a family's published settings for a checkpoint of this name, changed by ``overrides``."""
         return cls(**(family.published_settings(checkpoint_name) | overrides))
 
     def replace(self, **changes: Any) -> SamplingConfig:
@@ -162,7 +162,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class DiffusionConfig:
-    """Parameters of masked-diffusion decoding, named and defaulted as in Dream's ``DreamGenerationConfig``."""
+    """Parameters of masked-diffusion decoding. Defaults are those of ``DreamGenerationConfig`` if it has them."""
 
     max_new_tokens: int = parameter(
         256,
@@ -292,7 +292,7 @@ class DiffusionConfig:
         "Refresh the cache on entering every n-th block; 0 refreshes only for the first block. If a block is entered "
         "without a refresh, its first forward pass also recomputes the previous block.",
         compiled=Requirement("cache", ("dual",)),
-        variant=True,  # programs with the wide window, which also recomputes the previous block, have both windows
+        variant=True,  # programs with the wide window, which includes the previous block, also have the narrow one
         requires=(_WITH_CACHE,),
         mode=True,
     )
@@ -370,8 +370,8 @@ class DiffusionConfig:
     ) -> DiffusionConfig:
         """Return the settings that the authors of Dream and DiffuCoder publish, with one step per token.
 
-        Without a temperature, it is the one of base models; Instruct and cpGRPO checkpoints have others. For a loaded
-        model of any family, see :meth:`runtime.Engine.published`.
+        The default temperature is that of base models; Instruct and cpGRPO checkpoints have others. For a loaded model
+        of any family, see :meth:`runtime.Engine.published`.
         """
         given: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
         return cls.published_for(DREAM, "", max_new_tokens=max_new_tokens, **given, **overrides)
@@ -380,7 +380,7 @@ class DiffusionConfig:
     def published_for(
         cls, family: Family, checkpoint_name: str, *, max_new_tokens: int = 256, **overrides: Any
     ) -> DiffusionConfig:
-        """Return the settings that a family's authors publish for a checkpoint of this name, with these changes.
+        """Return a family's published settings for a checkpoint of this name, changed by ``overrides``.
 
         All families publish one step per token. Parameters that the family's record does not set have the defaults of
         this class. An empty name stands for base models.
@@ -416,7 +416,7 @@ def decide_early_stop(
     return {"early_stop": ends, "stop_token_ids": tuple(dict.fromkeys(stops))}
 
 
-# The parameters that flags and requests can set: of any model, and of an autoregressive model.
+# The parameters that flags and requests can set: for models of any kind, and for autoregressive models.
 EXPOSED_PARAMETERS = exposed_parameters(DiffusionConfig, SamplingConfig)
 AUTOREGRESSIVE_PARAMETERS = exposed_parameters(SamplingConfig)
 

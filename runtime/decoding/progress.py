@@ -1,4 +1,5 @@
 """Advancing rows through blocks and steps: which step each row runs next, decided before the forward pass.
+
 Dimension letters: B batch, S canvas.
 """
 
@@ -38,7 +39,7 @@ def next_step(
 def _advance(
     program: DenoiseProgram, mask_token: int, request: DenoiseRequest, state: DenoiseState
 ) -> tuple[DenoiseState, Array, Array]:
-    """:func:`next_step` for the rows of one shard."""
+    """Do the work of :func:`next_step` for the rows of one shard."""
     state = replace(state, done=state.done | _has_ended(mask_token, request, state))
 
     def move(carry: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:

@@ -297,7 +297,7 @@ class Parameter:
     """One decoding parameter.
 
     Attributes:
-      kind: type and bounds.
+      kind: type and bounds of the value.
       help: what the parameter does, in a sentence or two.
       aliases: other names that batch lines and HTTP requests may use.
       optional: None is a valid value.
@@ -305,8 +305,8 @@ class Parameter:
       idle: values that have no effect, besides the default. Requirements are not checked for them.
       compiled: whether the value is part of the compiled program. A :class:`Requirement` here means "only with that
         setting of another parameter". Otherwise the value is a run-time argument of each row.
-      variant: programs differ only in whether the value is the default, and those of other values run the default too.
-      general: value whose programs run every other value at little cost; slots are compiled for it.
+      variant: there is one program for the default, and one for all other values, which runs the default too.
+      general: value whose program also runs every other value, at little cost; slots are compiled for it.
       in_loop: the decoding loops read the value under the parameter's name: in the compiled settings if ``compiled`` is
         True, otherwise as an array with one value per row; see :mod:`runtime.decoding.loop_parameters`.
       off: value that stands for None in that array, and among compiled values.
@@ -376,7 +376,7 @@ def parameter(default: Any, kind: Kind, help: str, **more: Any) -> Any:
 
 
 def same_as(config: type, name: str) -> Any:
-    """Declare a field exactly as another configuration declares the field of that name."""
+    """Declare a field exactly like the field ``name`` of another configuration class."""
     (found,) = (one for one in dataclasses.fields(config) if one.name == name)
     return dataclasses.field(default=found.default, metadata=found.metadata)
 

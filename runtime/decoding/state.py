@@ -1,4 +1,5 @@
 """Inputs and state of the masked-diffusion loop: compiled settings, run-time arguments, and the loop's carry.
+
 Dimension letters: B batch, S canvas, R padded steps of a block, E stop tokens.
 """
 
@@ -39,7 +40,7 @@ class DenoiseProgram(_Settings):
       windows: window widths of cached steps, in descending order; empty without a cache.
       within_block: a window ends at the end of the row's block (dual cache); otherwise at the end of the row (prefix
         cache).
-      first_alone: the previous block predicts the first position of a block, which is therefore committed alone.
+      first_alone: commit the first position of a block alone, because the previous block's last output predicts it.
       sub_block_window: compute only the current sub-block once its first position is committed.
     """
 

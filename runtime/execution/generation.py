@@ -99,14 +99,14 @@ class WatchedBatch:
         steps, span = steps_per_block(config, width), longest_span(runner, rows.requests)
         self.slots = open_slots_for(runner, config, width, size, steps, span)
         self.slots.insert(dict(enumerate(rows.requests)))
-        # In exact decoding, a step is the same denoise step of every row. Otherwise it is an iteration of the loop, in
-        # which each row runs a step of its own.
+        # In exact decoding, a step means that all rows run the same denoise step. Otherwise, it is an iteration of the
+        # loop, in which each row runs a denoise step of its own.
         self._denoise_steps = isinstance(config, DiffusionConfig) and not config.in_blocks
-        # Exact decoding without stop tokens always counts all of its steps.
+        # Without stop tokens, exact decoding never ends early: steps that commit nothing are counted too.
         self._may_end = bool(config.stop_token_ids)
 
     def advance_by(self, steps: int) -> Iterator[int]:
-        """Run to the end, ``steps`` steps at a time, and yield the number of steps done after each.
+        """Run to the end, ``steps`` steps at a time, and yield the number of steps done so far after each run.
 
         Raises:
           NonFiniteError: the model's logits are not finite.
@@ -127,7 +127,7 @@ class WatchedBatch:
         return self.rows.canvas(self.slots.canvas())
 
     def have_stopped(self, tests: Sequence[StopTest | None]) -> bool:
-        """Return whether every row has a stop test, and all of them have ended their rows."""
+        """Return whether every row has a stop test that has ended it."""
         if not tests or not all(tests):
             return False
         stopped = True

@@ -1,10 +1,10 @@
 """Lowering and caching of the compiled programs.
 
-Every program is lowered from a layout and shapes only, without data. So the same program that generates can also be
-compiled ahead of time for a machine that is not attached.
+Every program is lowered from a layout and shapes only, without data. So the program that a machine would run can also
+be compiled ahead of time, without the machine.
 
 Dimension letters: B batch, S canvas, T cache length, P positions of one chunk of the output head, D embed, V vocab, R
-padded steps of a block.
+length of a row's ratio table (the steps of a block, padded).
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def abstract_denoise(
       canvas: S, a multiple of the sequence axis.
       steps: R.
       cache_dtype: dtype of the cache, see :func:`runtime.models.kv_cache.abstract_cache`; None for no cache.
-      log_probabilities: the state records log-probabilities.
+      log_probabilities: whether the state records log-probabilities.
     """
     sizes = request_sizes(batch, canvas, steps)
     return _abstract_loop(layout, (DenoiseRequest, DenoiseState), sizes, cache_dtype, log_probabilities)
@@ -171,7 +171,7 @@ def abstract_decode(
       batch: B, a multiple of the data axis.
       length: T, a multiple of the sequence axis.
       cache_dtype: see :func:`abstract_denoise`.
-      log_probabilities: the state records log-probabilities.
+      log_probabilities: whether the state records log-probabilities.
     """
     sizes = request_sizes(batch, length)
     return _abstract_loop(layout, (DecodeRequest, DecodeState), sizes, cache_dtype, log_probabilities)
@@ -206,14 +206,14 @@ def lower_prefill_chunks(
     state: DecodeState,
     chunks: Array,
 ) -> jax.stages.Lowered:
-    """Lower the prefill in chunks of ``chunk`` positions, with a maximum number of ``chunks`` per ``data`` shard."""
+    """Lower the prefill in chunks of ``chunk`` positions; each ``data`` shard reads at most ``chunks`` chunks."""
     return _lower_step(partial(prefill_chunks, forward, program, chunk), forward, weights, request, state, chunks)
 
 
 def lower_decode(
     forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState
 ) -> jax.stages.Lowered:
-    """Lower the loop over new tokens."""
+    """Lower the loop over the new tokens of an autoregressive model."""
     return _lower_step(partial(decode, forward, program), forward, weights, request, state)
 
 
@@ -316,7 +316,7 @@ class ProgramCache:
 
     Attributes:
       compiled: number of programs compiled so far, or read from JAX's persistent cache.
-      cached: number of those that were read from JAX's persistent cache.
+      cached: number of these programs that were read from JAX's persistent cache.
       seconds: time spent on compiling and reading.
       before_run: called before each run of a program; with its lowering if the program has to be compiled first,
         otherwise with None.

@@ -1,6 +1,6 @@
 """Conversion of row requests to the host arrays that the decoding loops take: run-time arguments and initial state.
 
-Dimension letters: S canvas, R padded steps of a block, T cache length.
+Dimension letters: S canvas, R length of a row's ratio table (the steps of a block, padded), T cache length.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNLIMITED = int(np.iinfo(np.int32).max)
 
 
 def filler_token(model: ModelConfig) -> int:
-    """Return a token that is not the mask token, so that a row of it has nothing to denoise."""
+    """Return a token that is not the mask token, so that a row of this token has nothing to denoise."""
     return 0 if model.mask_token_id != 0 else 1
 
 

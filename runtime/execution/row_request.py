@@ -51,7 +51,7 @@ class RowRequest:
 
     @property
     def canvas_length(self) -> int:
-        """The length of its canvas: that with the suffix, rounded up to whole blocks if attention is block-causal."""
+        """The length of the row's canvas: suffix included, rounded up to whole blocks if attention is block-causal."""
         return canvas_length(self.given, self.config)
 
     @property
@@ -78,7 +78,7 @@ def first_position(request: RowRequest, model: ModelConfig) -> int:
 
 
 def block_span(request: RowRequest, model: ModelConfig) -> int:
-    """Return the number of positions from the first to the last block of a request; 0 if there is nothing to fill.
+    """Return the number of positions in all blocks of a request together; 0 if there is nothing to fill.
 
     Blocks end before the suffix.
     """
@@ -120,7 +120,7 @@ class RowResult:
         """Check that the row has a result.
 
         Raises:
-          NonFiniteError: it has none.
+          NonFiniteError: the model's logits were not finite, so the row has no result.
         """
         if self.non_finite:
             raise NonFiniteError([self.number])

@@ -19,7 +19,7 @@ ConfigT = TypeVar("ConfigT", DiffusionConfig, SamplingConfig, DiffusionConfig | 
 
 MAX_SAMPLES = 1 << 16
 
-# Canvas lengths are rounded up to buckets of at least this many positions; longer ones grow by at most a quarter.
+# Canvas lengths are rounded up to multiples of at least this number. Above 256, rounding adds at most a quarter.
 MIN_BUCKET = 64
 
 
@@ -124,8 +124,8 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
     """Check that decoding parameters match the model's objective and family.
 
     Raises:
-      InputError: the parameters are for the other objective, or ask for an algorithm or for guidance that the family
-        does not have.
+      InputError: the parameters are for the other objective, or ask for something that the family does not have: a
+        cache, sub-blocks, a parallel rule, guidance or an algorithm.
     """
     wanted = config_kind(config)
     if not isinstance(request, wanted):
@@ -156,7 +156,7 @@ def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
     """Check that the model's attention supports the requested cache and sub-blocks.
 
     Raises:
-      InputError: it does not.
+      InputError: the model's attention does not support them.
     """
     in_blocks, name, caches = config.family.attention == "block_causal", config.family.name, config.family.caches
     if request.cache not in caches:
@@ -197,7 +197,7 @@ def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig | Sa
 
 
 def check_suffixes(suffixes: Sequence[Sequence[int]], config: ModelConfig) -> None:
-    """Check that new tokens see the tokens after them, and that no mask is among these.
+    """Check that the model's new tokens see the suffix after them, and that no suffix contains a mask.
 
     Raises:
       InputError: attention is causal or block-causal, or a suffix has a mask token.

@@ -52,11 +52,11 @@ class DiffusionSlots(Slots):
 
         Args:
           runner: the model on its mesh.
-          config: determines what is compiled. All requests must have the same
+          config: decoding parameters that determine what is compiled. All requests must have the same
             :func:`runtime.execution.specialization.program_key`.
           width: bucket of the canvases.
           count: B, a multiple of the data axis.
-          steps: maximum number of steps per block of any request; at least that of ``config`` is always supported.
+          steps: maximum number of steps per block of any request; the steps of ``config`` are always supported.
           span: the largest distance in any row from its first mask to its end, in positions; None for ``width``.
         """
         # The ratio table must have the same size for all rows, including empty slots, which have this configuration.
@@ -164,13 +164,13 @@ class AutoregressiveSlots(Slots):
 
         Args:
           runner: the model on its mesh.
-          config: determines what is compiled. All requests must have the same
+          config: decoding parameters that determine what is compiled. All requests must have the same
             :func:`runtime.execution.specialization.program_key`.
           width: bucket of prompts with their new tokens.
           count: B, a multiple of the data axis.
           prompt: number of tokens of the longest prompt.
-          together: whether one pass prefills all rows of the first insertion, and each prompt that adjacent rows share
-            only once. All other prompts are read in chunks.
+          together: whether one pass prefills all rows of the first insertion, and reads a prompt that adjacent rows
+            share only once. All other prompts are read in chunks.
         """
         self._config, self._prompt = config, min(width, runner.bucket(prompt))
         self._chunk = min(width, runner.prompt_chunk)
@@ -339,7 +339,10 @@ def _at_length(values: np.ndarray, length: int, fill: float) -> np.ndarray:
 
 
 def _shared_prompt_group(prompts: Sequence[Sequence[int]], slots: int) -> int:
-    """Return the size of groups whose rows share a prompt, such that no group crosses a shard of ``slots`` rows."""
+    """Return the largest size of equal groups of adjacent rows such that the rows of each group share a prompt.
+
+    No group crosses a shard of ``slots`` rows.
+    """
     runs = [len(list(same)) for _, same in itertools.groupby(prompts, key=tuple)]
     return math.gcd(*runs, slots) if runs else 1
 
@@ -354,7 +357,10 @@ def open_slots(
 
 
 def longest_span(runner: Runner, requests: Sequence[RowRequest]) -> int:
-    """Return the longest prompt (autoregressive) or distance from a first block to a row's end, rounded to a bucket."""
+    """Return the longest distance from a row's first block to its end, or the longest prompt if autoregressive.
+
+    It is rounded up to a bucket.
+    """
     if isinstance(requests[0].config, SamplingConfig):
         return runner.bucket(max(len(request.tokens) for request in requests))
     return runner.bucket(max(block_span(row, runner.layout.config) + len(row.suffix) for row in requests))

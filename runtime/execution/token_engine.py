@@ -30,7 +30,7 @@ GenerationConfig = DiffusionConfig | SamplingConfig
 
 
 class TokenEngine:
-    """Token-level calls of a model on a mesh.
+    """A model on a mesh, with calls that take and return tokens.
 
     Attributes:
       runner: the weights and the compiled programs.
@@ -46,7 +46,7 @@ class TokenEngine:
 
     @property
     def platform(self) -> str:
-        """``cpu``, ``gpu`` or ``tpu``."""
+        """Platform of the devices: ``cpu``, ``gpu`` or ``tpu``."""
         return self.runner.platform
 
     @property
@@ -140,7 +140,7 @@ class TokenEngine:
           ``every`` steps (tokens, for an autoregressive model). The last canvas is the result.
 
         Raises:
-          InputError: an error of :meth:`generate_tokens`, or there are more rows than fit into memory.
+          InputError: as for :meth:`generate_tokens`, or there are more rows than fit into memory.
         """
         config = self._with_early_stop(config)
         if every < 1:
@@ -198,8 +198,8 @@ class TokenEngine:
 
         Args:
           input_ids: integers ``[B, S]``.
-          attention_mask: ``[B, S]``, left padding; None for none.
-          block_length: block length of block-causal attention; None for the model's.
+          attention_mask: ``[B, S]``, 1 for tokens and 0 for padding on the left; None for no padding.
+          block_length: block length of block-causal attention; None for the model's own.
 
         Raises:
           InputError: the rows do not fit the model, or ``block_length`` is given for a model without blocks.

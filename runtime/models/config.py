@@ -63,7 +63,7 @@ class Family:
       parse: builds the model configuration from a parsed ``config.json``; raises :class:`ConfigError`.
       weights: the dataclass that declares the weights of a model with an untied head, with their tensor names and the
         cost of a layer; None if the family has no such models.
-      tied_weights: the same for models whose head is the embedding (tied).
+      tied_weights: the dataclass for models whose head is the embedding (tied); None if the family has no such models.
       attention: which keys a position attends to.
       objective: ``masked_diffusion`` fills mask tokens, ``autoregressive`` predicts the next token.
       prediction_offset: the model's output at ``i - prediction_offset`` predicts position i. The first
@@ -71,7 +71,7 @@ class Family:
       schedule: how many masks a denoise step fills; None for autoregressive families.
       algorithms: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.algorithm` that the family's original
         code defines.
-      parallel_rules: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel` that it supports.
+      parallel_rules: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel` for this family.
       guidance: whether the original code defines classifier-free guidance (``cfg_scale``).
       mask_token_id: mask token of checkpoints whose configuration does not name one.
       end_token_ids: end tokens of checkpoints whose configuration does not name any.
@@ -83,7 +83,7 @@ class Family:
       presets: ``config.json`` of published checkpoints by name, for planning without a download.
       reference: the code whose logits and tokens tests compare the family with, on small random weights.
       golden_cases: number of the reference's generations that are recorded in ``tests/golden``, and that tests compare
-        token by token on several meshes. Without any, tests run the reference.
+        token by token on several meshes. If it is 0, tests run the reference itself.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Family:
 
     @property
     def verified(self) -> str:
-        """How tests verify the family, for people."""
+        """What tests compare the family with, in words."""
         if self.golden_cases:
             return f"logits and {self.golden_cases} recorded generations: {self.reference}"
         return f"logits and greedy tokens: {self.reference}"

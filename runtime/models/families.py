@@ -39,7 +39,7 @@ class Weights(Protocol):
         """Embed int32 tokens ``[B, S]`` at positions ``[S]`` or ``[B, S]`` -> ``[B, S, D]``."""
 
     def position_tables(self, forward: Forward, positions: Array, dtype: Any) -> Any:
-        """Compute position tables that all layers share, from positions ``[S]`` or ``[B, S]``."""
+        """Compute tables for all layers, such as rotary cosines and sines, from positions ``[S]`` or ``[B, S]``."""
 
     def normalize(self, forward: Forward, x: Array) -> Array:
         """Apply the norm before the head: ``[B, S, D]`` -> ``[B, S, D]``."""

@@ -36,7 +36,7 @@ from sharding.errors import InputError
 from sharding.mesh import MeshSpec
 
 MAX_BATCH = 1 << 20
-# Fields of a workload that are not decoding parameters of the same name.
+# Types and bounds of a workload's fields, except decoding parameters, whose bounds are in EXPOSED_PARAMETERS.
 _KINDS: dict[str, Kind] = {
     "batch": Integer(1, MAX_BATCH),
     "prompt": Integer(1, 1 << 24),
@@ -92,7 +92,7 @@ class Workload:
       steps: denoise steps of masked diffusion, divided among the blocks.
       cache: ``none``, ``prefix`` or ``dual`` for masked diffusion, ``none`` or ``exact`` with block-causal attention;
         autoregressive models always use a cache.
-      block_length: positions per block, used with a cache; without one, blocks are those of the published settings.
+      block_length: positions per block with a cache; without a cache, the published settings determine the blocks.
       quantization: quantization of the weights, ``none`` or ``int8``.
     """
 
@@ -217,7 +217,7 @@ class Workload:
         chunk = self.chunk(layout, platform)
 
         def chunks(masks: Sequence[int], chunk: int) -> float:
-            # The head runs on whole chunks, which the rows of a shard share. Here all rows have equally many masks.
+            # The head runs on a chunk of every row of a shard at once. Here all rows have equally many masks.
             return sum(math.ceil(count / chunk) for count in masks) / max(1, len(masks))
 
         if self.cache == "none":
@@ -248,8 +248,9 @@ class Workload:
     def _exact_phases(self, layout: ModelLayout, platform: str, widest: bool) -> list[Phase]:
         """Return the phases of a generation with block-causal attention and its exact cache.
 
-        The first pass computes the whole row, and each later pass computes one block. The first pass of a block also
-        computes the block before it, or only that one if it alone predicts the first position.
+        The first pass computes the whole row, and each later pass computes one block. The first pass of a block is
+        different: it also computes the block before it. With a shifted output, it computes only the block before it,
+        whose last position predicts the block's first token.
         """
         canvas, rows = self.canvas(layout, platform), self.rows(layout.spec.data) // layout.spec.data
         length, widths = self.block_length, self.windows(layout, platform)
