@@ -69,7 +69,7 @@ class Storage:
         """Return the folder of a path or a URL (``gs://bucket/folder``). It need not exist.
 
         Raises:
-          CheckpointError: TensorStore cannot read and write a folder of this URL.
+          CheckpointError: TensorStore cannot read and write a folder at this URL.
         """
         if isinstance(place, Path):
             return cls(str(place), {"driver": "file", "path": f"{place.resolve()}/"})
@@ -118,7 +118,7 @@ class Storage:
           CheckpointError: it has more bytes, or cannot be read.
         """
         try:
-            # TensorStore does not tell sizes; it tells whether there is a byte behind the last allowed one.
+            # TensorStore does not report sizes, but reading the byte after the last allowed one fails if there is none.
             found = self._open().read(name, byte_range=slice(most, most + 1)).result()
         except Exception as error:  # the library raises many kinds
             if str(error).startswith("OUT_OF_RANGE"):

@@ -51,7 +51,7 @@ def word_of(value: Any) -> str:
 
 @dataclass
 class Filled:
-    """A predicate or map whose constants are filled in; in `arguments`, None is the place of a parameter."""
+    """A predicate or map whose constants are filled in. In `arguments`, None stands for a parameter."""
 
     code: str
     text: str
@@ -63,7 +63,7 @@ class Filled:
 
 
 def fill(part: Predicate | Map, rng: random.Random, marker: str, may_have_parameter: bool) -> Filled:
-    """Fill random constants into a part. If allowed, an only constant sometimes becomes the parameter `marker`."""
+    """Fill random constants into a part. If allowed, a single constant sometimes becomes the parameter `marker`."""
     kinds = part.constants
     drawn = sorted((constant(kind, rng) for kind in kinds), key=str if "c" in kinds else None)
     if kinds == "nn" and drawn[0] == drawn[1]:
@@ -136,7 +136,10 @@ def _function_names(aggregate: Aggregate, long: str, short: str, map_: Map | Non
 
 def _oracle(source: Source, aggregate: Aggregate, predicate: Predicate | None, kept: Filled | None, map_: Map | None,
             mapped: Filled | None) -> Any:  # fmt: skip
-    """Compose the Python functions of the parts. The result takes the first argument, then the parameters in order."""
+    """Return a function that computes a task's expected result, composed of the Python functions of the task's parts.
+
+    It takes the first argument, then those of the constants that became parameters, in order.
+    """
 
     def run(first: Any, *others: Any) -> Any:
         rest = list(others)
