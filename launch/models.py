@@ -29,7 +29,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def describe_family(family: Family) -> dict[str, Any]:
-    """A family's record as JSON values: what it is, how it decodes, and how it is verified."""
+    """Return a family's record as JSON values: what it is, how it decodes, and how it is verified."""
     diffusion = family.objective == "masked_diffusion"
     return {
         "name": family.name,
