@@ -1,4 +1,7 @@
-"""Attacks with inputs: weights that are not finite, hostile lines of a batch, and changed results."""
+"""Attacks with inputs: weights that are not finite, hostile lines in a batch's input, and changed bits in its results.
+
+While the batch runs, a second writer also tries to open its output folder.
+"""
 
 from __future__ import annotations
 

@@ -96,7 +96,13 @@ class TensorEntry:
         return chunk_shape(self.shape, self.grid)
 
     def chunks(self, index: Index) -> Iterator[tuple[int, Index]]:
-        """Yield the number and the index of every chunk that overlaps a part of the tensor."""
+        """Yield (number, index) of every chunk that overlaps a part of the tensor.
+
+        A chunk is one cell of the grid. Its number is its position in ``digests``.
+
+        Args:
+          index: the part, as one slice of elements per dimension; the yielded indices have this form too.
+        """
         steps = self.chunk_shape
         ranges = [range(part.start // step, -(-part.stop // step)) for part, step in zip(index, steps, strict=True)]
         for place in itertools.product(*ranges):

@@ -188,7 +188,16 @@ _SHORTER = (
 
 
 def _write(text: str, source: Source, kept: Filled | None, mapped: Filled | None) -> str:
-    """Fill the placeholders of an aggregate's body, with or without a condition."""
+    """Fill the placeholders of an aggregate's body, and simplify code such as ``sum($x for $x in $a)``.
+
+    The variables ``$x`` (element), ``$a`` and ``$b`` (parameters of the generated function) stay as they are.
+
+    Args:
+      text: the body, with the placeholders that :class:`checkpoints.demo.parts.Aggregate` describes.
+      source: the elements to iterate over.
+      kept: the condition that keeps an element; None to keep all.
+      mapped: the function to apply to each element; None to use the element itself.
+    """
     condition = kept.code if kept else ""
     if "$I" in text:
         before, after = text.split("$I")

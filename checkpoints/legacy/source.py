@@ -1,4 +1,7 @@
-"""A legacy pickle with the configuration and biases that it lacks."""
+"""A legacy pickle (weights of an earlier Flax port of Dream) with the configuration and biases that it lacks.
+
+The configuration is that of a model folder. The q, k and v biases are from such a folder too, or are zeros.
+"""
 
 from __future__ import annotations
 

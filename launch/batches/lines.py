@@ -213,7 +213,17 @@ def _identity(record: Mapping[str, Any]) -> str:
 
 
 def _fields(record: dict[str, Any], ignored: dict[str, None]) -> tuple[Form, dict[str, Any]]:
-    """Return the form of a line and the fields of its request; add names of ignored fields to ``ignored``."""
+    """Return the format of a line's results and the fields of its request, under the names of our parameters.
+
+    The format is ``completion`` or ``chat`` for an OpenAI batch request (with a ``custom_id``), otherwise ``plain``.
+
+    Args:
+      record: the JSON object of the line.
+      ignored: names of unknown fields of ``plain`` lines are added to it, as keys.
+
+    Raises:
+      InputError: a parameter is given twice, or an OpenAI batch request has no body or asks for something unsupported.
+    """
     form: Form = "plain"
     if "custom_id" in record:
         body = record.get("body")

@@ -23,7 +23,10 @@ _FENCED = re.compile(r"```[\w+-]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def keys(line: Line) -> list[Key]:
-    """Return the keys of a line's records: one per sample of a plain line, one for all samples of an OpenAI line."""
+    """Return the keys of a line's records in results.jsonl: (id, index of the completion), or (id, None).
+
+    A line in diffumesh's own format has a record per completion, an OpenAI batch request one record for all of them.
+    """
     return [(line.id, sample) for sample in range(line.samples)] if line.form == "plain" else [(line.id, None)]
 
 

@@ -41,7 +41,7 @@ class Hub:
     def __init__(
         self, hosts: int, timeouts: Timeouts, say: Callable[[str], None], tell_all: Callable[..., None]
     ) -> None:
-        """Create the hub.
+        """Create the fault hub, which finds the cause when a host of the run fails.
 
         Args:
           hosts: number of hosts of the run.
