@@ -301,7 +301,7 @@ def finish(
     tokens, suffix = place_suffix(defaults.tokenizer, defaults.model, given, encoded[1], chat=chat)
     # A cheap check for almost all requests: a batch may have millions of lines.
     room = defaults.model.max_positions - len(tokens)
-    if suffix or not 0 < draft.config.max_new_tokens <= room:
+    if suffix or defaults.model.family.variable_length or not 0 < draft.config.max_new_tokens <= room:
         check_request(RowRequest(tokens, draft.config, 0, suffix).rows, defaults.model, draft.config)
     prompt = draft.prompt if isinstance(draft.prompt, str) else ""
     if draft.has_tokens:

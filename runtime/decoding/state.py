@@ -17,6 +17,8 @@ from runtime.models.arrays import Leaf, array
 from runtime.models.config import UnmaskingSchedule
 
 _INTEGER, _REAL = jnp.int32, jnp.float32
+# Canvases that a step of a row with a variable length may leave in a history, see :attr:`DenoiseState.entries`.
+ENTRIES_PER_STEP = 3
 _Rows: Any = row_arrays(DiffusionConfig)
 _Settings: Any = compiled_settings(DiffusionConfig)
 
@@ -25,8 +27,8 @@ _Settings: Any = compiled_settings(DiffusionConfig)
 class DenoiseProgram(_Settings):
     """Settings of a generation that are compiled into the program.
 
-    The compiled parameters of :class:`DiffusionConfig` that the loop reads are fields too: ``algorithm``, ``parallel``
-    and ``attention_block_length`` (0 if attention is not block-causal).
+    The compiled parameters of :class:`DiffusionConfig` that the loop reads are fields too: ``algorithm``, ``parallel``,
+    ``attention_block_length`` (0 if attention is not block-causal) and ``variable_length``.
 
     Attributes:
       sampling: how tokens are chosen.
@@ -64,7 +66,7 @@ class DenoiseRequest(_Rows):
 
     Attributes:
       lengths: int32 ``[B]``, length of each row's canvas: prompt, new tokens and suffix, rounded up to whole blocks if
-        attention is block-causal.
+        attention is block-causal. If canvases have a variable length, this is its limit.
       ends: int32 ``[B]``, prompt plus new tokens. A row is done when no mask is left before this position.
       prompts: int32 ``[B]``, length of each prompt, masks inside it included.
       first: int32 ``[B]``, position at which each row's first block starts.
@@ -115,6 +117,10 @@ class DenoiseState:
       non_finite: bool ``[B]``, rows that have ended because the model's logits were NaN or infinite.
       iteration: int32, iterations so far.
       log_probabilities: float32 ``[B, S]``, log-probabilities of committed tokens, or None.
+      lengths: int32 ``[B]``, current length of each row's canvas, or None if canvases have a fixed length.
+      expansions_left: int32 ``[B]``, how many masks may still become two, or None if canvases have a fixed length.
+      entries: int32 ``[B, 3, S]``, each row's canvas in the last iteration after the commit, after deletions and after
+        expansions; -1 beyond its length, and everywhere if nothing happened. None unless a history is recorded.
       cache: the KV cache, see :data:`runtime.models.kv_cache.Cache`, or None.
     """
 
@@ -130,6 +136,9 @@ class DenoiseState:
     non_finite: Leaf = array("batch", dtype=jnp.bool_)
     iteration: Leaf = array(dtype=_INTEGER)
     log_probabilities: Leaf = array("batch", "positions", dtype=_REAL, optional=True)
+    lengths: Leaf = array("batch", dtype=_INTEGER, optional=True)
+    expansions_left: Leaf = array("batch", dtype=_INTEGER, optional=True)
+    entries: Leaf = array("batch", "entries", "positions", dtype=_INTEGER, optional=True)
     cache: Leaf = None
 
 

@@ -101,8 +101,14 @@ class ScheduledRow:
 
 
 def iterations_of(request: RowRequest) -> int:
-    """Return the maximum number of iterations that a row takes, not counting masks in its prompt."""
+    """Return the maximum number of iterations that a row takes, not counting masks in its prompt.
+
+    If its canvas has a variable length, this is the number without deletions.
+    """
     config = request.config
+    if isinstance(config, DiffusionConfig) and config.variable_length:
+        # Twice the tokens that a canvas at its limit has: each may take an expansion.
+        return max(1, 2 * config.max_new_tokens)
     if not isinstance(config, DiffusionConfig) or config.parallel != "none" or config.attention_block_length:
         # The last block may be filled from its end.
         return max(1, request.canvas_length - request.given)
