@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from runtime.decoding.parameters import MAX_STOP_TOKENS, DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import MAX_STEPS, MAX_STOP_TOKENS, DiffusionConfig, SamplingConfig
 from runtime.decoding.schema import declared_parameters
 from runtime.execution.left_padding import Rows, read_rows
 from runtime.models.config import ModelConfig
@@ -182,8 +182,8 @@ def check_canvas_length(config: ModelConfig, request: DiffusionConfig) -> None:
     Raises:
       InputError: one of the other kind is set.
     """
-    # The number of steps follows the number of new tokens where nothing sets it.
-    follows = {"steps": max(request.max_new_tokens, 1)}
+    # Where nothing sets the number of steps, it is the default, or follows the number of new tokens.
+    follows = {"steps": min(max(request.max_new_tokens, 1), MAX_STEPS)}
     for one in declared_parameters(type(request)):
         value = getattr(request, one.name)
         if one.variable_length == (not config.family.variable_length) and value not in (
