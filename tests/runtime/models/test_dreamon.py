@@ -190,21 +190,27 @@ def test_a_row_of_masks_only(masks: int, lively: Path) -> None:
         assert found.stats.masks_left == 0
 
 
-def test_a_canvas_without_a_position_left_is_not_nan(tmp_path: Path) -> None:
-    """If the whole canvas is deleted, the row is done, and the other rows go on."""
+def test_a_canvas_without_a_position_left(tmp_path: Path) -> None:
+    """If a row's whole canvas is deleted, the row is done without NaN, and the other rows go on."""
     shutil.copy(GOLDEN.folder / "config.json", tmp_path)
     weights = load_file(GOLDEN.folder / "model.safetensors")
-    weights["lm_head.weight"][DELETE] = 1.5 * weights["lm_head.weight"][:290].mean(axis=0)
-    weights["model.norm.weight"] = np.abs(weights["model.norm.weight"])
-    weights["lm_head.weight"][:DELETE] = 0
-    weights["lm_head.weight"][DELETE + 1 :] = 0
+    head, canvas = weights["lm_head.weight"], [MASK] * 3
+    # First read what the head gets at the first position, then predict the delete token for it.
+    size = head.shape[1]
+    seen = np.zeros_like(head)
+    seen[:size] = np.eye(size)
+    save_file(weights | {"lm_head.weight": seen}, tmp_path / "model.safetensors")
+    hidden = Engine.load(tmp_path, "data=1", dtype="float32").logits([canvas])[0, 0, :size]
+    head[DELETE] = hidden * 100
     save_file(weights, tmp_path / "model.safetensors")
     engine = Engine.load(tmp_path, "data=1", dtype="float32")
-    ids, mask = left_padded([[MASK] * 3, [5, 6, 7, MASK, 8]], 0)
-    config = PLAIN.replace(number_transfer_tokens=3, pad_delete_to_right=True)
-    found = engine.generate_tokens(ids, mask, config, history=True)
-    assert found.stats.masks_left == 0
-    assert (found.sequences[0, -3 - LIMIT :] != MASK).all()
+    ids, mask = left_padded([canvas, [5, 6, 7, MASK, 8]], 0)
+    found = engine.generate_tokens(ids, mask, PLAIN.replace(pad_delete_to_right=True), history=True)
+    assert (found.sequences[0] == [0, 0, *[DELETE] * (3 + LIMIT)]).all()
+    assert found.history is not None
+    assert found.history[0, 0, 3] == found.history[1, 0, 0] == -1
+    expected = generate_row(engine, [5, 6, 7, MASK, 8], PLAIN.replace(pad_delete_to_right=True)).canvas
+    assert found.sequences[1, : len(expected)].tolist() == expected
 
 
 def test_prompt_tokens_as_in_the_original(lively: Path) -> None:
