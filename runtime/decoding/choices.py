@@ -36,7 +36,7 @@ from runtime.models.transformer import pick_positions, project_logits
 Array = jax.Array
 
 # Fields of a request that the choice of a token may depend on. Programs do not gather those that they do not read.
-_PER_ROW = ("seeds", *row_names(DiffusionConfig))
+_PER_ROW = ("seeds", "expand_budget", *row_names(DiffusionConfig))
 
 
 @flax.struct.dataclass

@@ -367,7 +367,6 @@ class DiffusionConfig:
         1,
         Integer(1, MAX_NEW_TOKENS),
         "DreamOn: number of tokens that each step commits.",
-        in_loop=True,
         variable_length=True,
         mode=True,
     )
@@ -377,8 +376,6 @@ class DiffusionConfig:
         "DreamOn: how many times a mask may become two. Default: twice the number of positions from the first mask to "
         "the end of a canvas that has reached its limit.",
         optional=True,
-        in_loop=True,
-        off=0,  # the state counts the expansions that are left
         variable_length=True,
         mode=True,
     )
@@ -386,7 +383,6 @@ class DiffusionConfig:
         False,
         Boolean(),
         "DreamOn: once the canvas has a delete token, delete all masks after it too.",
-        in_loop=True,
         variable_length=True,
         mode=True,
         flag_default=False,

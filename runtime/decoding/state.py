@@ -79,6 +79,10 @@ class DenoiseRequest(_Rows):
       refresh_blocks: int32 ``[B]``, refresh on entering every n-th block; 0 refreshes only for the first block.
       stop_tokens: int32 ``[B, E]``, padded with -1. A row is done when one of these is among its new tokens and no mask
         is left before it.
+      number_transfer_tokens: int32 ``[B]``, tokens that a step commits. This and the next two are None if canvases
+        have a fixed length.
+      pad_delete_to_right: bool ``[B]``, whether a delete token also deletes the masks after it.
+      expand_budget: int32 ``[B]``, how many masks may become two.
       max_iterations: int32, the loop ends after this many iterations.
       step_limit: int32, no row starts a step with this number or a later one. Steps count from 0 in each row.
     """
@@ -97,6 +101,9 @@ class DenoiseRequest(_Rows):
     stop_tokens: Leaf = array("batch", "stop_tokens", dtype=_INTEGER)
     max_iterations: Leaf = array(dtype=_INTEGER)
     step_limit: Leaf = array(dtype=_INTEGER)
+    number_transfer_tokens: Leaf = array("batch", dtype=_INTEGER, optional=True)
+    pad_delete_to_right: Leaf = array("batch", dtype=jnp.bool_, optional=True)
+    expand_budget: Leaf = array("batch", dtype=_INTEGER, optional=True)
 
 
 @flax.struct.dataclass

@@ -113,6 +113,10 @@ def shapes_of(tree: Any) -> tuple[Any, ...]:
     return tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 
+# Optional arrays of rows whose canvas has a variable length. Only a history has ``entries``.
+_OF_VARIABLE_LENGTH = ("number_transfer_tokens", "pad_delete_to_right", "expand_budget", "lengths", "expansions_left")
+
+
 def request_sizes(batch: int, positions: int, steps: int = 1) -> dict[str, int]:
     """Return the sizes of the logical axes that requests and states of decoding loops use.
 
@@ -138,12 +142,15 @@ def _abstract_loop(
     cache_dtype: Any,
     kept: Collection[str],
 ) -> tuple[Request, State]:
-    """Return request and state of a loop; ``kept`` names the optional arrays of the state."""
-    request, state = kinds
+    """Return request and state of a loop; ``kept`` names their optional arrays."""
+    request, state = (_abstract_struct(layout, kind, sizes, kept) for kind in kinds)
     cache = None if cache_dtype is None else abstract_cache(layout, sizes["batch"], sizes["positions"], cache_dtype)
-    left_out = {name: None for name, one in declarations(state).items() if one.optional and name not in kept}
-    whole = abstract(layout, state, sizes, optional=True)
-    return abstract(layout, request, sizes), replace(whole, cache=cache, **left_out)
+    return request, replace(state, cache=cache)
+
+
+def _abstract_struct(layout: ModelLayout, kind: type[Any], sizes: dict[str, int], kept: Collection[str]) -> Any:
+    left_out = {name: None for name, one in declarations(kind).items() if one.optional and name not in kept}
+    return replace(abstract(layout, kind, sizes, optional=True), **left_out)
 
 
 def abstract_denoise(
@@ -166,7 +173,7 @@ def abstract_denoise(
       log_probabilities: the state records log-probabilities.
     """
     sizes, kept = request_sizes(batch, canvas, steps), ["log_probabilities"] if log_probabilities else []
-    kept += ["lengths", "expansions_left"] if layout.config.family.variable_length else []
+    kept += _OF_VARIABLE_LENGTH if layout.config.family.variable_length else ()
     return _abstract_loop(layout, (DenoiseRequest, DenoiseState), sizes, cache_dtype, kept)
 
 

@@ -115,18 +115,19 @@ def _of_variable_length(
 ) -> tuple[DenoiseRequest, DenoiseState]:
     """Return request and state of a row whose canvas has a variable length: its limits, and its length at the start."""
     limit = length_limit(row, model)
-    limits = {"lengths": limit, "ends": limit - len(row.suffix), "steps_per_block": most_steps_of_row(row, model)}
+    assert isinstance(row.config, DiffusionConfig)
     budget = np.array([expansion_limit(row, model)], np.int32)
-    shape = (1, ENTRIES_PER_STEP, state.canvas.shape[1])
-    return (
-        replace(request, **{name: np.array([value], np.int32) for name, value in limits.items()}),
-        replace(
-            state,
-            lengths=request.lengths,
-            expansions_left=budget,
-            entries=np.full(shape, -1, np.int32) if entries else None,
-        ),
-    )
+    numbers = {
+        "lengths": limit,
+        "ends": limit - len(row.suffix),
+        "steps_per_block": most_steps_of_row(row, model),
+        "number_transfer_tokens": row.config.number_transfer_tokens,
+    }
+    changed = {name: np.array([value], np.int32) for name, value in numbers.items()}
+    changed |= {"expand_budget": budget, "pad_delete_to_right": np.array([row.config.pad_delete_to_right])}
+    kept = np.full((1, ENTRIES_PER_STEP, state.canvas.shape[1]), -1, np.int32) if entries else None
+    began = replace(state, lengths=request.lengths, expansions_left=budget, entries=kept)
+    return replace(request, **changed), began
 
 
 def autoregressive_row(
