@@ -343,7 +343,7 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
     for name in [name for name in fields if fields[name] != getattr(config, name)]:
         fields = {one.name: one.default for one in dependents(type(config), name)} | fields
     tokens = fields.get("max_new_tokens")
-    follows = defaults.steps_follow_tokens and isinstance(config, DiffusionConfig)
+    follows = isinstance(config, DiffusionConfig) and (defaults.steps_follow_tokens or config.variable_length)
     if follows and "steps" not in fields and isinstance(tokens, int):
         fields["steps"] = min(MAX_STEPS, max(1, tokens))
     made = with_model_blocks(config.replace(**fields), defaults.model)

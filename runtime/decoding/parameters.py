@@ -424,12 +424,10 @@ class DiffusionConfig:
     ) -> DiffusionConfig:
         """Return the settings that a family's authors publish for a checkpoint of this name, with these changes.
 
-        All families with a number of steps publish one step per token. Parameters that the family's record does not set
-        have the defaults of this class. An empty name stands for base models.
+        All families publish one step per token. Parameters that the family's record does not set have the defaults of
+        this class. An empty name stands for base models.
         """
-        lengths = {"max_new_tokens": max_new_tokens}
-        if not family.variable_length:
-            lengths["steps"] = max(max_new_tokens, 1)
+        lengths = {"max_new_tokens": max_new_tokens, "steps": max(max_new_tokens, 1)}
         return cls(**(family.published_settings(checkpoint_name) | lengths | overrides))
 
     def replace(self, **changes: Any) -> DiffusionConfig:

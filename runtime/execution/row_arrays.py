@@ -14,7 +14,7 @@ from runtime.decoding.block_schedule import block_schedule, steps_of_a_block
 from runtime.decoding.loop_parameters import row_values
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.decoding.schedule import transfer_table
-from runtime.decoding.state import ENTRIES_PER_STEP, DenoiseRequest, DenoiseState
+from runtime.decoding.state import DenoiseRequest, DenoiseState
 from runtime.execution.row_request import (
     RowRequest,
     expansion_limit,
@@ -42,13 +42,7 @@ def empty_row(model: ModelConfig, config: DiffusionConfig | SamplingConfig) -> R
 
 
 def diffusion_row(
-    request: RowRequest | None,
-    default: DiffusionConfig,
-    model: ModelConfig,
-    width: int,
-    steps: int,
-    *,
-    entries: bool = False,
+    request: RowRequest | None, default: DiffusionConfig, model: ModelConfig, width: int, steps: int
 ) -> tuple[DenoiseRequest, DenoiseState]:
     """Return the run-time arguments and the initial state of one diffusion row; see :func:`one_row`.
 
@@ -60,7 +54,6 @@ def diffusion_row(
       model: the model's configuration.
       width: S.
       steps: R.
-      entries: whether the state has :attr:`DenoiseState.entries`.
     """
     row = request or empty_row(model, default)
     config = row.config
@@ -107,11 +100,11 @@ def diffusion_row(
             log_probabilities=np.zeros(width) if default.log_probabilities else None,
         ),
     )
-    return _of_variable_length(row, model, *made, entries) if model.family.variable_length else made
+    return _of_variable_length(row, model, *made) if model.family.variable_length else made
 
 
 def _of_variable_length(
-    row: RowRequest, model: ModelConfig, request: DenoiseRequest, state: DenoiseState, entries: bool
+    row: RowRequest, model: ModelConfig, request: DenoiseRequest, state: DenoiseState
 ) -> tuple[DenoiseRequest, DenoiseState]:
     """Return request and state of a row whose canvas has a variable length: its limits, and its length at the start."""
     limit = length_limit(row, model)
@@ -125,9 +118,7 @@ def _of_variable_length(
     }
     changed = {name: np.array([value], np.int32) for name, value in numbers.items()}
     changed |= {"expand_budget": budget, "pad_delete_to_right": np.array([row.config.pad_delete_to_right])}
-    kept = np.full((1, ENTRIES_PER_STEP, state.canvas.shape[1]), -1, np.int32) if entries else None
-    began = replace(state, lengths=request.lengths, expansions_left=budget, entries=kept)
-    return replace(request, **changed), began
+    return replace(request, **changed), replace(state, lengths=request.lengths, expansions_left=budget)
 
 
 def autoregressive_row(

@@ -190,7 +190,8 @@ def check_canvas_length(config: ModelConfig, request: DiffusionConfig) -> None:
             one.default,
             follows.get(one.name, one.default),
         ):
-            raise InputError(f"{one.name} is not available for {config.family.name} models", field=one.name)
+            hint = "; leave it out, or equal to max_new_tokens" if one.name in follows else ""
+            raise InputError(f"{one.name} is not available for {config.family.name} models{hint}", field=one.name)
 
 
 def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig | SamplingConfig) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.decoding.schedule import padded_steps
+from runtime.decoding.state import ENTRIES_PER_STEP
 from runtime.execution.canvas import pad_after_end
 from runtime.execution.programs import (
     abstract_decode,
@@ -73,7 +74,10 @@ class DiffusionSlots(Slots):
 
     def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
         model = self._runner.layout.config
-        return diffusion_row(request, self._config, model, self.width, self._steps, entries=self._entries)
+        row, state = diffusion_row(request, self._config, model, self.width, self._steps)
+        if self._entries:
+            state = replace(state, entries=np.full((1, ENTRIES_PER_STEP, self.width), -1, np.int32))
+        return row, state
 
     def _abstract(self) -> tuple[Any, Any]:
         return abstract_denoise(
