@@ -7,9 +7,6 @@ from typing import Any
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.decoding.schema import declared_parameters
 
-# Parameters that :func:`runtime.execution.rows.with_model_blocks` sets.
-_FROM_MODEL = ("attention_block_length", "variable_length")
-
 
 def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
     """Return, by name, the values that are compiled into the program.
@@ -21,8 +18,11 @@ def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
         for one in declared_parameters(type(config))
         if one.is_compiled(config)
     }
-    # Set from the model, and only for models that have blocks or canvases of variable length.
-    return {name: value for name, value in found.items() if value or name not in _FROM_MODEL}
+    # These are set from the model, whose attention may have no blocks.
+    found.pop("variable_length", None)
+    if found.get("attention_block_length") == 0:
+        del found["attention_block_length"]
+    return found
 
 
 def can_run(compiled: DiffusionConfig | SamplingConfig, asked: DiffusionConfig | SamplingConfig) -> bool:

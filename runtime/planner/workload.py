@@ -116,6 +116,8 @@ class Workload:
                 f"block_length is {self.block_length}; expected 1 to new_tokens ({self.new_tokens})",
                 field="block_length",
             )
+        if self.config.family.variable_length and self.steps not in (Workload.steps, self.new_tokens):
+            raise InputError(f"steps is not available for {self.config.family.name} models", field="steps")
         check_kind(self.config, self.sampling() if self.config.objective == "autoregressive" else self.decoding())
         if self.prompt + self.new_tokens > self.config.max_positions:
             raise InputError(

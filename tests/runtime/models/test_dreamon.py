@@ -14,8 +14,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import DEMO, open_folder
+from launch.flags.decoding import decoding_config
 from runtime import DiffusionConfig, Engine, InputError, RowRequest
 from runtime.execution.left_padding import left_padded
+from runtime.execution.rows import check_kind
 from runtime.models.config import ConfigError
 from runtime.models.dream import DREAM
 from runtime.models.dreamon import DREAMON
@@ -29,6 +31,7 @@ from tests.checkpoints.small import to_canonical, to_huggingface
 from tests.golden_cases import Golden
 from tests.golden_cases import engine as golden_engine
 from tests.launch.served import served
+from tests.launch.test_parameters import flag_values
 from tests.runtime.decoding.growing_rows import generate as generate_row
 from tests.runtime.test_golden import check_case
 
@@ -329,6 +332,28 @@ def test_preset_and_plan() -> None:
     assert estimate_workload(workload, parse_topology("v5e:2x4"), spec).fits
     with pytest.raises(InputError, match="cache=dual is not available for dreamon models"):
         Workload(config, cache="dual")
+    with pytest.raises(InputError, match="steps is not available for dreamon models"):
+        Workload(config, new_tokens=40, steps=8)
+
+
+def test_flags(tmp_path: Path) -> None:
+    """Steps in a checkpoint's settings are ignored, because they are Dream's; a flag for them is refused."""
+    shutil.copy(GOLDEN.folder / "config.json", tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"steps": 7, "eps": 0.5, "temperature": 0.4}))
+    folder = open_folder(tmp_path, weights=False)
+    model = parse_config(folder.config)
+    config = decoding_config(flag_values("--max_new_tokens=20", "--expand_budget=3"), folder, model)
+    assert isinstance(config, DiffusionConfig)
+    assert (config.algorithm, config.temperature, config.expand_budget, config.variable_length) == (
+        "entropy",
+        0.4,
+        3,
+        True,
+    )
+    check_kind(model, config)
+    for name, value in (("steps", "20"), ("eps", "0.001"), ("block_length", "8")):
+        with pytest.raises(InputError, match=f"--{name} is not available for models whose canvas changes its length"):
+            decoding_config(flag_values("--max_new_tokens=20", f"--{name}={value}"), folder, model)
 
 
 def test_convert_and_export(tmp_path: Path) -> None:
