@@ -34,7 +34,7 @@ class PartitionRules:
         decoding loop.
       mlp: the intermediate size of the MLP.
       vocab: the vocabulary.
-      steps, stop_tokens, seed_words: second axes of per-row request arrays.
+      steps, stop_tokens, seed_words, entries: second axes of per-row request and state arrays.
     """
 
     batch: MeshAxes = ("data",)
@@ -53,6 +53,7 @@ class PartitionRules:
     steps: MeshAxes = ()
     stop_tokens: MeshAxes = ()
     seed_words: MeshAxes = ()
+    entries: MeshAxes = ()
 
     @classmethod
     def for_heads(cls, heads: HeadLayout) -> PartitionRules:

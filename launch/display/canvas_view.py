@@ -42,6 +42,7 @@ class CanvasView:
         self._mask_id = engine.config.mask_token_id
         self._ends = frozenset(engine.end_token_ids)
         self._mask = mask
+        self._variable_length = engine.config.family.variable_length
         # For each row, which tokens of its prompt are given and not masks.
         self._given = unpadded_rows(np.repeat(ids != self._mask_id, samples, axis=0), mask)
         tokenizer = engine.tokenizer
@@ -67,7 +68,8 @@ class CanvasView:
     ) -> list[HistoryRow]:
         """Convert a finished generation to the rows of :func:`launch.display.history_html.write_history_html`.
 
-        A row that ended early has only the steps that it ran and the positions that it reached.
+        A row that ended early, or has a variable length, has only the steps that it ran and the positions that it
+        reached. Positions that were removed are not shown.
         """
         rows = []
         sequences, steps = unpadded_rows(result.sequences, self._mask), unpadded_rows(result.commit_steps, self._mask)
@@ -75,7 +77,7 @@ class CanvasView:
             kinds, width, commit_steps = self._kinds(number, tokens), len(self._given[number]), steps[number].tolist()
             # The text may end at a stop string in the middle of the tokens.
             cut = width + len(completion.tokens) if completion.finish_reason == "stop" else len(tokens)
-            pieces, ended_early = [], False
+            pieces, ended_early = [], self._variable_length
             for place, (token, kind, step) in enumerate(zip(tokens.tolist(), kinds, commit_steps, strict=True)):
                 if place >= width and kind != "mask" and step < 0:
                     ended_early = True

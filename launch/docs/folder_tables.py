@@ -20,7 +20,8 @@ def families() -> str:
     """Return a Markdown table with a row per model family, from the ``Family`` records."""
     lines = []
     for family in FAMILIES:
-        cells = (f"`{family.model_type}`", family.objective, family.attention, str(family.prediction_offset))
+        kind = f"`{family.model_type}`" + (f" with `{family.config_key}`" if family.config_key else "")
+        cells = (kind, family.objective, family.attention, str(family.prediction_offset))
         algorithms = _codes(family.algorithms)
         rules = _codes(family.parallel_rules) if algorithms else ""
         lines.append((*cells, algorithms, rules, _codes(family.presets), family.verified))

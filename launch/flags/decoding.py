@@ -126,9 +126,12 @@ def _diffusion_config(
     defaults = DiffusionConfig()
     if values.preset == "published":
         said = _generation_config(folder, DiffusionConfig)
+        if model.family.variable_length:
+            fixed = {one.name for one in declared_parameters(DiffusionConfig) if one.variable_length is False}
+            said = {name: value for name, value in said.items() if name not in fixed}
         defaults = DiffusionConfig.published_for(model.family, folder.model_names, max_new_tokens=_NEW_TOKENS)
     fields = said | given
-    if steps_follow_tokens(values, folder):
+    if steps_follow_tokens(values, folder) or (model.family.variable_length and "steps" not in fields):
         fields["steps"] = min(MAX_STEPS, max(1, fields.get("max_new_tokens", defaults.max_new_tokens)))
     config = with_model_blocks(defaults.replace(**fields), model)
     check_given(config, given)

@@ -301,7 +301,7 @@ def finish(
     tokens, suffix = place_suffix(defaults.tokenizer, defaults.model, given, encoded[1], chat=chat)
     # A cheap check for almost all requests: a batch may have millions of lines.
     room = defaults.model.max_positions - len(tokens)
-    if suffix or not 0 < draft.config.max_new_tokens <= room:
+    if suffix or defaults.model.family.variable_length or not 0 < draft.config.max_new_tokens <= room:
         check_request(RowRequest(tokens, draft.config, 0, suffix).rows, defaults.model, draft.config)
     prompt = draft.prompt if isinstance(draft.prompt, str) else ""
     if draft.has_tokens:
@@ -343,7 +343,7 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
     for name in [name for name in fields if fields[name] != getattr(config, name)]:
         fields = {one.name: one.default for one in dependents(type(config), name)} | fields
     tokens = fields.get("max_new_tokens")
-    follows = defaults.steps_follow_tokens and isinstance(config, DiffusionConfig)
+    follows = isinstance(config, DiffusionConfig) and (defaults.steps_follow_tokens or config.variable_length)
     if follows and "steps" not in fields and isinstance(tokens, int):
         fields["steps"] = min(MAX_STEPS, max(1, tokens))
     made = with_model_blocks(config.replace(**fields), defaults.model)

@@ -11,12 +11,15 @@ def block_schedule(config: DiffusionConfig, width: int) -> tuple[int, int]:
     """Return the number of positions per block, and the maximum number of steps per block.
 
     A parallel rule commits at least one token per step, so a block has at most as many steps as positions. Otherwise
-    ``config.steps`` is divided among the blocks of new tokens.
+    ``config.steps`` is divided among the blocks of new tokens. A canvas of variable length is a single block, and the
+    limit of its steps is each row's own, see :func:`runtime.execution.row_request.most_steps_of_row`.
 
     Args:
       config: decoding parameters of the rows.
       width: number of positions of the canvas.
     """
+    if config.variable_length:
+        return width, 1
     if config.attention_block_length:
         # Every step commits at least one position, unless the model predicts the mask token.
         return config.attention_block_length, config.attention_block_length

@@ -28,6 +28,7 @@ from runtime.decoding.sampling import (
     position_keys,
 )
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest
+from runtime.decoding.variable_length import without_expansion
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
 from runtime.models.transformer import pick_positions, project_logits
@@ -36,7 +37,7 @@ Array = jax.Array
 
 # Request fields that the choice of a token may depend on. They are gathered for each position of a chunk, except those
 # that the program does not read.
-_PER_ROW = ("seeds", *row_names(DiffusionConfig))
+_PER_ROW = ("seeds", "expand_budget", *row_names(DiffusionConfig))
 
 
 @flax.struct.dataclass
@@ -69,8 +70,11 @@ def choose(
       positions: int32 ``[B, P]``.
     """
     keys = position_keys(request.seeds, step, TOKEN_STREAM, positions)
+    allowed = logits
+    if program.variable_length:
+        allowed = without_expansion(forward.config, logits, request.expand_budget)
     tokens, confidences = choose_tokens(
-        forward, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
+        forward, program.sampling, allowed, keys, request.temperature, request.top_p, request.top_k
     )
     if program.algorithm == "random" and program.parallel == "none":
         draws = position_keys(request.seeds, step, TRANSFER_STREAM, positions)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from runtime.decoding.early_stop import decide_early_stop
 from runtime.decoding.sampling import ALGORITHMS, CONFIDENCE_ALGORITHMS
 from runtime.decoding.schema import (
     Boolean,
@@ -19,7 +20,6 @@ from runtime.decoding.schema import (
     Requirement,
     Seeds,
     TokenIds,
-    declared_parameters,
     exposed_parameters,
     parameter,
     same_as,
@@ -157,7 +157,7 @@ class SamplingConfig:
 
     def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> SamplingConfig:
         """Return a copy with ``early_stop`` and stop tokens decided; see :func:`decide_early_stop`."""
-        return replace(self, **decide_early_stop(self, end_token_ids, default))
+        return replace(self, **decide_early_stop(self.early_stop, self.stop_token_ids, end_token_ids, default))
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,7 @@ class DiffusionConfig:
         Integer(1, MAX_STEPS),
         "Number of denoise steps, divided evenly among the blocks of new tokens.",
         requires=(_Steps("parallel", ("none",), when_given=True),),
+        variable_length=False,
         in_checkpoint="steps",
         flag_help="Default: as many as new tokens.",
     )
@@ -213,6 +214,7 @@ class DiffusionConfig:
         "Time at which the linear noise schedule ends (it starts at 1).",
         in_checkpoint="eps",
         requires=(Requirement("parallel", ("none",), when_given=True),),
+        variable_length=False,
     )
     seed: int | Sequence[int] = same_as(SamplingConfig, "seed")
     confidence_dtype: str = parameter(
@@ -237,6 +239,7 @@ class DiffusionConfig:
         optional=True,
         compiled=_WITH_CACHE,
         off=DEFAULT_BLOCK_LENGTH,
+        variable_length=False,
         mode=True,
     )
     sub_block_length: int | None = parameter(
@@ -353,6 +356,45 @@ class DiffusionConfig:
         requires=(Requirement("cache", ("none",)),),
         mode=True,
     )
+    initial_masks: int = parameter(
+        4,
+        Integer(1, MAX_NEW_TOKENS),
+        "DreamOn: number of masks that a row starts with if its prompt has none; at most max_new_tokens.",
+        variable_length=True,
+        mode=True,
+    )
+    number_transfer_tokens: int = parameter(
+        1,
+        Integer(1, MAX_NEW_TOKENS),
+        "DreamOn: number of tokens that each step commits.",
+        variable_length=True,
+        mode=True,
+    )
+    expand_budget: int | None = parameter(
+        None,
+        Integer(0, MAX_NEW_TOKENS),
+        "DreamOn: how many times a mask may become two. Default: twice the number of positions from the first mask to "
+        "the end of a canvas that has reached its limit.",
+        optional=True,
+        variable_length=True,
+        mode=True,
+    )
+    pad_delete_to_right: bool = parameter(
+        False,
+        Boolean(),
+        "DreamOn: once the canvas has a delete token, delete all masks after it too.",
+        variable_length=True,
+        mode=True,
+        flag_default=False,
+    )
+    variable_length: bool = parameter(
+        False,
+        Boolean(),
+        "Whether the model's canvases have a variable length, set from the model.",
+        compiled=True,
+        in_loop=True,
+        exposed=False,
+    )
     early_stop: bool | None = same_as(SamplingConfig, "early_stop")
     stop_token_ids: Sequence[int] = same_as(SamplingConfig, "stop_token_ids")
 
@@ -394,54 +436,9 @@ class DiffusionConfig:
 
     def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> DiffusionConfig:
         """Return a copy with ``early_stop`` and stop tokens decided; see :func:`decide_early_stop`."""
-        return replace(self, **decide_early_stop(self, end_token_ids, default))
-
-
-def decide_early_stop(
-    config: DiffusionConfig | SamplingConfig, end_token_ids: Sequence[int], default: bool
-) -> dict[str, Any]:
-    """Decide whether rows stop early, and with which stop tokens.
-
-    Args:
-      config: the caller's configuration. Its ``early_stop`` decides, unless it is None.
-      end_token_ids: tokens that end a completion of the model. They are added to the stop tokens if rows stop early.
-      default: used if ``config.early_stop`` is None. Calls that generate text pass True; calls that reproduce the
-        original algorithm pass False.
-
-    Returns:
-      The fields ``early_stop`` and ``stop_token_ids`` of the configuration to run.
-    """
-    ends = default if config.early_stop is None else config.early_stop
-    stops = [*config.stop_token_ids, *(end_token_ids if ends else ())]
-    return {"early_stop": ends, "stop_token_ids": tuple(dict.fromkeys(stops))}
+        return replace(self, **decide_early_stop(self.early_stop, self.stop_token_ids, end_token_ids, default))
 
 
 # The parameters that flags and requests can set: for models of any kind, and for autoregressive models.
 EXPOSED_PARAMETERS = exposed_parameters(DiffusionConfig, SamplingConfig)
 AUTOREGRESSIVE_PARAMETERS = exposed_parameters(SamplingConfig)
-
-
-def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
-    """Return, by name, the values that are compiled into the program.
-
-    Requests can share slots only if these values are equal. Every other parameter is a run-time argument of each row.
-    """
-    found = {
-        one.name: one.off if (value := getattr(config, one.name)) is None else value
-        for one in declared_parameters(type(config))
-        if one.is_compiled(config)
-    }
-    if found.get("attention_block_length") == 0:
-        del found["attention_block_length"]
-    return found
-
-
-def can_run(compiled: DiffusionConfig | SamplingConfig, asked: DiffusionConfig | SamplingConfig) -> bool:
-    """Return whether programs compiled for one configuration can also run another."""
-    theirs, wanted = compiled_values(compiled), compiled_values(asked)
-    for one in declared_parameters(type(asked)):
-        if one.variant:
-            has, needs = (values.pop(one.name, one.default) != one.default for values in (theirs, wanted))
-            if needs and not has:
-                return False
-    return type(compiled) is type(asked) and theirs == wanted

@@ -50,7 +50,7 @@ def padded_steps(steps: int, width: int) -> int:
 def transfer_table(schedule: UnmaskingSchedule, steps: int, eps: float) -> np.ndarray:
     """Return the ratio table of a family's schedule: float32 ``[steps]``.
 
-    Entry i is the fraction of a block's remaining masks that step i commits. The even schedules do not use the table,
+    Entry i is the fraction of a block's remaining masks that step i commits. The other schedules do not use the table,
     see :mod:`runtime.decoding.progress`; their entries are 0.
     """
     return transfer_ratios(steps, eps) if schedule == "linear_time" else np.zeros(steps, np.float32)
@@ -63,7 +63,8 @@ def masks_per_step(
 
     The denoise loop commits exactly these numbers if no parallel rule applies, the model predicts no mask token, and
     a step is limited neither to a sub-block nor to a block's first position (``prediction_offset``). With the
-    algorithm ``origin``, it draws the numbers at random instead.
+    algorithm ``origin``, it draws the numbers at random instead. The
+    schedule ``constant`` takes the number from the request; here it is 1.
 
     Args:
       schedule: the schedule of the model's family.
@@ -84,6 +85,8 @@ def masks_per_step(
                 count = masks // steps + (step < masks % steps)
             case "even_block":
                 count = min(left, max(1, block_length // steps + (step < block_length % steps)))
+            case "constant":
+                count = min(left, 1)
         counts.append(count)
         left -= count
     return tuple(counts)

@@ -311,6 +311,7 @@ class Parameter:
         True, otherwise as an array with one value per row; see :mod:`runtime.decoding.loop_parameters`.
       off: value that stands for None in that array, and among compiled values.
       requires: settings of other parameters without which this one has no effect.
+      variable_length: whether it is for models whose canvas changes its length, or for the others; None for both.
       mode: a server's ``--mode`` can set it.
       exposed: flags and requests can set it. Otherwise only Python code can.
       flag_default: value of the flag when it is not given; None leaves the value to the preset and the checkpoint.
@@ -333,6 +334,7 @@ class Parameter:
     in_loop: bool = False
     off: Any = None
     requires: tuple[Requirement, ...] = ()
+    variable_length: bool | None = None
     mode: bool = False
     exposed: bool = True
     flag_default: Any = None
@@ -427,6 +429,8 @@ def check_given(config: Any, names: Iterable[str]) -> None:
     for one in declared_parameters(type(config)):
         if one.name in given and getattr(config, one.name) not in one.idle:
             _check_requirements(one, config, when_given=True)
+            if one.variable_length is False and config.variable_length:
+                raise ParameterError(one.name, "is not available for models whose canvas changes its length")
 
 
 def _check_requirements(one: Parameter, config: Any, when_given: bool) -> None:

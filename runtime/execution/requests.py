@@ -101,8 +101,14 @@ class ScheduledRow:
 
 
 def iterations_of(request: RowRequest) -> int:
-    """Return the maximum number of iterations that a row takes, not counting masks in its prompt."""
+    """Return the maximum number of iterations that a row takes, not counting masks in its prompt.
+
+    If its canvas has a variable length, this is the number without deletions.
+    """
     config = request.config
+    if isinstance(config, DiffusionConfig) and config.variable_length:
+        # Twice the tokens that a canvas at its limit has: each may take an expansion.
+        return max(1, 2 * config.max_new_tokens)
     if not isinstance(config, DiffusionConfig) or config.parallel != "none" or config.attention_block_length:
         # An iteration may commit only one token. With block-causal attention, the last block may reach beyond the row's
         # end, and the positions there may be filled before the others.

@@ -177,7 +177,8 @@ class TokenEngine:
             is_new = id(request.config) not in configs
             try:
                 room = self.config.max_positions - request.given
-                if is_new or request.suffix or not 0 < request.config.max_new_tokens <= room:
+                by_row = bool(request.suffix) or self.config.family.variable_length
+                if is_new or by_row or not 0 < request.config.max_new_tokens <= room:
                     check_request(request.rows, self.config, request.config)
             except InputError as error:
                 raise InputError(f"request {number}: {error}", field=error.field) from error

@@ -17,7 +17,8 @@ Reference = Literal["original code", "transformers"]
 # How many masks each denoise step fills. ``linear_time``: time t falls linearly from 1 to eps, and a step fills the
 # fraction 1 - t[i+1] / t[i] of the remaining masks. ``even``: each step of a block fills an equal number of masks, and
 # the first steps take the remainder. ``even_block``: the same, for a whole block even if part of it is already filled.
-UnmaskingSchedule = Literal["linear_time", "even", "even_block"]
+# ``constant``: every step fills the number of masks that the request gives.
+UnmaskingSchedule = Literal["linear_time", "even", "even_block", "constant"]
 # Values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel`, without and with block-causal attention.
 BIDIRECTIONAL_RULES = ("none", "threshold", "factor")
 BLOCK_CAUSAL_RULES = ("none", "threshold", "sequential", "entropy_sum")
@@ -60,6 +61,7 @@ class Family:
     Attributes:
       name: name of the family in messages.
       model_type: ``model_type`` in its ``config.json``.
+      config_key: a key that its ``config.json`` has and those of other families with the same ``model_type`` lack.
       parse: builds the model configuration from a parsed ``config.json``; raises :class:`ConfigError`.
       weights: the dataclass that declares the weights of a model with an untied head, with their tensor names and the
         cost of a layer; None if the family has no such models.
@@ -73,6 +75,8 @@ class Family:
         code defines.
       parallel_rules: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel` for this family.
       guidance: whether the original code defines classifier-free guidance (``cfg_scale``).
+      variable_length: the model also predicts tokens that add a mask to the canvas or remove one, see
+        :mod:`runtime.decoding.variable_length`.
       mask_token_id: mask token of checkpoints whose configuration does not name one.
       end_token_ids: end tokens of checkpoints whose configuration does not name any.
       transformers_class: name of the model class of transformers with the same layers, configuration keys and tensor
@@ -98,6 +102,8 @@ class Family:
     algorithms: tuple[str, ...] = ()
     parallel_rules: tuple[str, ...] = BIDIRECTIONAL_RULES
     guidance: bool = False
+    variable_length: bool = False
+    config_key: str = ""
     mask_token_id: int | None = None
     end_token_ids: tuple[int, ...] = ()
     transformers_class: str | None = None
@@ -112,6 +118,8 @@ class Family:
         """The values of :attr:`runtime.decoding.parameters.DiffusionConfig.cache` that its attention supports."""
         if self.objective == "autoregressive":
             return ()
+        if self.variable_length:
+            return ("none",)
         return ("none", "exact") if self.attention == "block_causal" else ("none", "prefix", "dual")
 
     @property
@@ -147,6 +155,8 @@ class ModelConfig:
       pad_token_id: the token that fills positions beyond a row's length.
       end_token_ids: tokens that end a text.
       attention_block_length: positions per block of block-causal attention; 0 for other kinds of attention.
+      expand_token_id: the token that becomes two masks; -1 for a model without one.
+      delete_token_id: the token whose position is removed from the canvas; -1 for a model without one.
     """
 
     family: Family
@@ -166,6 +176,8 @@ class ModelConfig:
     pad_token_id: int
     end_token_ids: tuple[int, ...]
     attention_block_length: int = 0
+    expand_token_id: int = -1
+    delete_token_id: int = -1
 
     @property
     def objective(self) -> Objective:

@@ -89,7 +89,8 @@ class Workload:
       batch: B, rows that are generated together.
       prompt: tokens per prompt.
       new_tokens: tokens to generate per row.
-      steps: denoise steps of masked diffusion, divided among the blocks.
+      steps: denoise steps of masked diffusion, divided among the blocks. A canvas of variable length has as many as it
+        takes to reach its limit.
       cache: ``none``, ``prefix`` or ``dual`` for masked diffusion, ``none`` or ``exact`` with block-causal attention;
         autoregressive models always use a cache.
       block_length: positions per block with a cache; without a cache, the published settings determine the blocks.
@@ -115,6 +116,8 @@ class Workload:
                 f"block_length is {self.block_length}; expected 1 to new_tokens ({self.new_tokens})",
                 field="block_length",
             )
+        if self.config.family.variable_length and self.steps not in (Workload.steps, self.new_tokens):
+            raise InputError(f"steps is not available for {self.config.family.name} models", field="steps")
         check_kind(self.config, self.sampling() if self.config.objective == "autoregressive" else self.decoding())
         if self.prompt + self.new_tokens > self.config.max_positions:
             raise InputError(
@@ -162,9 +165,9 @@ class Workload:
         changes: dict[str, Any] = {"cache": self.cache, "parallel": "none", "threshold": DiffusionConfig.threshold}
         if self.cache != "none":
             changes["block_length"] = self.block_length
-        made = DiffusionConfig.published_for(
-            self.config.family, "", max_new_tokens=self.new_tokens, steps=self.steps, **changes
-        )
+        if not self.config.family.variable_length:
+            changes["steps"] = self.steps
+        made = DiffusionConfig.published_for(self.config.family, "", max_new_tokens=self.new_tokens, **changes)
         return with_model_blocks(made, self.config)
 
     def masks_of_blocks(self, canvas: int) -> list[tuple[int, ...]]:
@@ -174,6 +177,10 @@ class Workload:
           canvas: S, positions of the canvas.
         """
         decoding, schedule = self.decoding(), self.config.family.schedule
+        if self.config.family.variable_length:
+            # Every new token is committed. All but those that a row starts with were expansions before.
+            least = min(decoding.initial_masks, self.new_tokens)
+            return [(*range(least, self.new_tokens), *range(self.new_tokens, 0, -1))]
         assert schedule is not None, "a family that denoises has a schedule"
         length, _ = block_schedule(decoding, canvas)
         steps = steps_of_a_block(decoding, length)

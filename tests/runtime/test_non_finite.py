@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[str, DiffusionConfig | SamplingConfig]] = {
     **{name: ("dream_tiny", config) for name, config in DREAM.items()},
     "guided": ("llada_tiny", BASE.replace(algorithm="low_confidence", cfg_scale=1.5)),
     "block": ("sdar_tiny", BASE.replace(cache="exact", algorithm="maskgit_plus", block_length=4)),
+    "growing": ("dreamon_tiny", BASE),
     "decode": ("qwen3_tiny", TOKENS),
     "uncached": ("qwen3_tiny", TOKENS.replace(use_cache=False, temperature=0.7)),
 }
@@ -100,7 +101,7 @@ def gather(own: Engine, asked: Sequence[RowRequest], slots: int) -> dict[int, Ro
 
 
 GRID = [
-    *((kind, "data=1") for kind in ("sampled", "guided", "block", "uncached")),
+    *((kind, "data=1") for kind in ("sampled", "guided", "block", "growing", "uncached")),
     *((kind, "data=2,tensor=2") for kind in ("dual", "decode")),
     *(pytest.param(kind, "sequence=2,tensor=2", marks=pytest.mark.slow) for kind in KINDS if kind != "block"),
 ]
