@@ -75,7 +75,7 @@ def move_positions(forward: Forward, request: DenoiseRequest, state: DenoiseStat
 
 
 def _move(config: ModelConfig, request: DenoiseRequest, state: DenoiseState, masked: Array) -> DenoiseState:
-    """:func:`move_positions` for the rows of one shard."""
+    """Do the work of :func:`move_positions` for the rows of one shard."""
     active = masked.any(axis=1)
     committed, at_start = state, state.lengths
     deleted = masked & (state.canvas == config.delete_token_id)
