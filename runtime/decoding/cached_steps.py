@@ -70,8 +70,11 @@ class CachedStep:
         """Refresh the rows that are due for a refresh, run windows for the other rows, and commit tokens in both."""
         active = self.wanted.any(axis=1)
         due = active & (state.steps_until_refresh == 0)
-        state = self._refresh(state, due)
-        state = self._run_windows(state, self.wanted & ~due[:, None])
+        state, waiting = self._refresh(state, due)
+        # No row waits for its refresh any more, so this mask is that of the rows without a refresh. Because it depends
+        # on the loop over refreshes, the collectives of both cannot overlap: XLA's CPU runtime would start them in
+        # order, but run them concurrently, in an order that differs between hosts.
+        state = self._run_windows(state, self.wanted & ~(due | waiting)[:, None])
         return replace(state, steps_until_refresh=jnp.maximum(state.steps_until_refresh - active, 0))
 
     def _commit(self, state: DenoiseState, choices: Choices, wanted: Array) -> DenoiseState:
@@ -79,11 +82,14 @@ class CachedStep:
 
     # ---- refreshes --------------------------------------------------------------------------------------------
 
-    def _refresh(self, state: DenoiseState, due: Array) -> DenoiseState:
+    def _refresh(self, state: DenoiseState, due: Array) -> tuple[DenoiseState, Array]:
         """Refresh the rows marked in ``due`` bool ``[B]``, one row per ``data`` shard at a time.
 
         Rows with the same canvas share one forward pass; samples of one prompt start with the same canvas. Each row
         still chooses its own tokens, with its own seed.
+
+        Returns:
+          The state, and the rows that still wait for their refresh, bool ``[B]``: none.
         """
 
         def one_each(carry: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:
@@ -102,7 +108,7 @@ class CachedStep:
             state = replace(state, cache=cache, refreshes=state.refreshes + mine)
             return self._decide(state, hidden, number, sharing), waiting & ~sharing
 
-        return jax.lax.while_loop(lambda carry: carry[1].any(), one_each, (state, due))[0]
+        return jax.lax.while_loop(lambda carry: carry[1].any(), one_each, (state, due))
 
     def _decide(self, state: DenoiseState, hidden: Array, source: Array, sharing: Array) -> DenoiseState:
         """Commit tokens in every row that shares a refresh, and copy the refreshed cache row to each of them.
