@@ -199,12 +199,13 @@ class DiffusionConfig:
         "none",
         Choice(PARALLEL_RULES),
         "How many tokens a step commits: the number that the schedule gives (none), every token whose certainty is "
-        "above threshold (threshold), or the n most certain ones, with n determined by factor (factor). threshold and "
-        "factor commit at least one token per step: the first position of a block in the block's first step, "
-        "afterwards the most certain one. Certainty follows algorithm: the probability of the chosen token (also for "
-        "origin), the margin between the two best tokens, or exp(-entropy). Block-causal models: threshold also "
-        "commits at least as many tokens as the schedule gives; sequential commits that number of tokens from left to "
-        "right; entropy_sum commits the most certain tokens while their entropies sum to less than entropy_limit.",
+        "above threshold (threshold), or the n most certain ones, with n determined by factor (factor, frechet) or by "
+        "entropy_bound (entropy_bound). threshold, factor and frechet commit at least one token per step: the first "
+        "position of a block in the block's first step, afterwards the most certain one. Certainty follows algorithm: "
+        "the probability of the chosen token (also for origin), the margin between the two best tokens, or "
+        "exp(-entropy). Block-causal models: threshold also commits at least as many tokens as the schedule gives; "
+        "sequential commits that number of tokens from left to right; entropy_sum commits the most certain tokens "
+        "while their entropies sum to less than entropy_limit.",
         compiled=True,
         in_loop=True,
         mode=True,
@@ -217,13 +218,35 @@ class DiffusionConfig:
         requires=(Requirement("parallel", ("threshold",)),),
         mode=True,
     )
+    threshold_decay: float = parameter(
+        0.0,
+        Real(0.0, 1.0),
+        "How far the threshold falls while a block is filled: it is threshold * (1 - threshold_decay * (1 - share)), "
+        "where share is the masked share of the block; 0 keeps it constant.",
+        variant=True,  # a program with a decay leaves the threshold of a row with decay 0 unchanged
+        in_loop=True,
+        requires=(Requirement("parallel", ("threshold",)),),
+        mode=True,
+    )
     factor: float = parameter(
         1.0,
         Real(0.0, 1e6),
-        "Commit the n most certain tokens, for the largest n at which the n-th has a certainty of at least "
-        "1 - factor / (n + 1).",
+        "Commit the n most certain tokens. With parallel=factor, n is the largest number at which the n-th has a "
+        "certainty of at least 1 - factor / (n + 1). With parallel=frechet, it is the largest at which a lower bound "
+        "of the probability that all n are right, max(0, sum of the n certainties - (n - 1)), exceeds the n-th's "
+        "uncertainty by more than 1 - factor.",
         in_loop=True,
-        requires=(Requirement("parallel", ("factor",)),),
+        requires=(Requirement("parallel", ("factor", "frechet")),),
+        mode=True,
+    )
+    entropy_bound: float = parameter(
+        0.1,
+        Real(0.0, 1e6),
+        "With parallel=entropy_bound, commit the n tokens of lowest entropy, for the largest n at which the entropies "
+        "of the first n - 1 sum to at most this number of nats. Entropies are those of the distributions after "
+        "temperature and filters.",
+        in_loop=True,
+        requires=(Requirement("parallel", ("entropy_bound",)),),
         mode=True,
     )
     entropy_limit: float = parameter(

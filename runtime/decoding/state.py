@@ -36,6 +36,7 @@ class DenoiseProgram(_Settings):
       schedule: how many masks a step fills, see :data:`runtime.models.config.UnmaskingSchedule`.
       guided: run a second forward pass without the prompt, for classifier-free guidance of rows that ask for it.
       log_probabilities: record the log-probability of every committed token.
+      decaying: the threshold falls while a block is filled, in rows that ask for it.
       windows: window widths of cached steps, in descending order; empty without a cache.
       within_block: a window ends at the end of the row's block (dual cache); otherwise at the end of the row (prefix
         cache).
@@ -49,6 +50,7 @@ class DenoiseProgram(_Settings):
     schedule: UnmaskingSchedule
     guided: bool = False
     log_probabilities: bool = False
+    decaying: bool = False
     windows: tuple[int, ...] = ()
     within_block: bool = False
     first_alone: bool = False

@@ -153,7 +153,7 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
 
 
 def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
-    """Check that the model's attention supports the requested cache and sub-blocks.
+    """Check that the model's attention supports the requested cache, sub-blocks and decay of the threshold.
 
     Raises:
       InputError: it does not.
@@ -164,6 +164,8 @@ def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
         raise InputError(f"cache={request.cache} is not available for {name} models{why}", field="cache")
     if not in_blocks and request.sub_block_length is not None:
         raise InputError(f"sub_block_length is not available for {name} models", field="sub_block_length")
+    if in_blocks and request.threshold_decay > 0:
+        raise InputError(f"threshold_decay is not available for {name} models", field="threshold_decay")
     if request.sub_block_cache and request.sub_block_length is None:
         raise InputError("sub_block_cache requires sub_block_length", field="sub_block_cache")
 

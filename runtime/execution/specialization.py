@@ -26,7 +26,7 @@ def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) ->
     # Parallel rules require a confidence, which the random algorithms do not define.
     confidence = config.algorithm
     if config.parallel != "none":
-        confidence = "entropy" if config.parallel == "entropy_sum" else confidence
+        confidence = "entropy" if config.parallel in ("entropy_sum", "entropy_bound") else confidence
         confidence = {"origin": "maskgit_plus", "random": "low_confidence"}.get(confidence, confidence)
     return SamplingRule(
         confidence=confidence,
@@ -65,6 +65,7 @@ def denoise_program(
         schedule=model.family.schedule,
         guided=config.cfg_scale > 0,
         log_probabilities=config.log_probabilities,
+        decaying=config.threshold_decay > 0,
         windows=widths,
         within_block=config.cache in ("dual", "exact"),
         first_alone=bool(block and offset),

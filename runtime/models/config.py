@@ -19,7 +19,7 @@ Reference = Literal["original code", "transformers"]
 # the first steps take the remainder. ``even_block``: the same, for a whole block even if part of it is already filled.
 UnmaskingSchedule = Literal["linear_time", "even", "even_block"]
 # Values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel`, without and with block-causal attention.
-BIDIRECTIONAL_RULES = ("none", "threshold", "factor")
+BIDIRECTIONAL_RULES = ("none", "threshold", "factor", "frechet", "entropy_bound")
 BLOCK_CAUSAL_RULES = ("none", "threshold", "sequential", "entropy_sum")
 
 # Upper bounds of numbers read from a file: generous for any model, and small enough that nothing overflows or hangs.

@@ -54,7 +54,9 @@ FLAGS = {
     "refresh_blocks": None,
     "parallel": None,
     "threshold": None,
+    "threshold_decay": None,
     "factor": None,
+    "entropy_bound": None,
     "entropy_limit": None,
     "greedy": False,
     "cfg_scale": None,
@@ -62,8 +64,8 @@ FLAGS = {
 }
 MODES = [
     *("algorithm", "confidence_dtype", "suppress_mask", "block_length", "sub_block_length", "sub_block_cache", "cache"),
-    *("refresh_interval", "refresh_blocks", "parallel", "threshold", "factor", "entropy_limit", "greedy", "cfg_scale"),
-    "early_stop",
+    *("refresh_interval", "refresh_blocks", "parallel", "threshold", "threshold_decay", "factor", "entropy_bound"),
+    *("entropy_limit", "greedy", "cfg_scale", "early_stop"),
 ]
 
 
