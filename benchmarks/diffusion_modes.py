@@ -11,8 +11,8 @@ of the nats per token under the exact model (Sahoo et al., 2024), with the same 
 
 ``fast_dllm``, the Fast-dLLM baseline, is the dual cache with the threshold rule as published (Wu et al., 2025), batch
 1: a full forward pass at each block's start commits the block's first token, then forward passes over the block alone
-commit the tokens above the threshold. With ``_stop`` it checks for an end token after each block, where our modes of
-that name check after each step.
+commit the tokens that reach the threshold. With ``_stop`` it checks for an end token after each block, where our modes
+of that name check after each step.
 """
 
 from __future__ import annotations

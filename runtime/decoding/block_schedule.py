@@ -29,7 +29,10 @@ def block_schedule(config: DiffusionConfig, width: int) -> tuple[int, int]:
 
 def steps_of_a_block(config: DiffusionConfig, length: int) -> int:
     """Return the number of the request's steps per block of ``length`` positions of its new tokens."""
-    return max(1, math.ceil(config.steps / max(1, math.ceil(config.max_new_tokens / length))))
+    blocks = max(1, math.ceil(config.max_new_tokens / length))
+    if config.block_rule == "fast_dllm":
+        return max(1, config.steps // blocks)
+    return max(1, math.ceil(config.steps / blocks))
 
 
 def canvas_length(given: int, config: DiffusionConfig | SamplingConfig) -> int:

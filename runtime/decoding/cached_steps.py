@@ -3,7 +3,8 @@
 A *refresh* is a forward pass over a row's whole canvas; it recomputes the cached keys and values of every position. A
 *window* is the range of positions that a step between refreshes computes: the row's current block (dual cache), or the
 block and everything after it (prefix cache), preceded by the position whose output predicts the block's first token.
-Both kinds of step commit tokens.
+Both kinds of step commit tokens. With ``block_rule="fast_dllm"``, a window begins with the block: the refresh has
+committed the block's first token.
 
 The caches follow Fast-dLLM (Wu et al., 2025). Caching a token's keys and values only once it is committed follows
 dKV-Cache (Ma et al., 2025).
@@ -74,6 +75,11 @@ class CachedStep:
         state = self._run_windows(state, self.wanted & ~due[:, None])
         return replace(state, steps_until_refresh=jnp.maximum(state.steps_until_refresh - active, 0))
 
+    @property
+    def _before(self) -> int:
+        """Positions before the block that its windows include."""
+        return 0 if self.program.block_rule == "fast_dllm" else self.forward.config.family.prediction_offset
+
     def _commit(self, state: DenoiseState, choices: Choices, wanted: Array) -> DenoiseState:
         return commit(self.forward, self.program, self.request, state, choices, wanted, self.counts)
 
@@ -114,8 +120,9 @@ class CachedStep:
           sharing: bool ``[B]``, the rows that share the refresh.
         """
         sequence = self.forward.layout.spec.sequence
-        block_length = self.program.windows[-1] - self.forward.config.family.prediction_offset
-        program = replace(self.program, chunk=refresh_chunk(self.program.chunk, block_length, sequence))
+        # The smallest window is one block, or at most two.
+        wanted = 1 if self.program.block_rule == "fast_dllm" else self.program.windows[-1] - self._before
+        program = replace(self.program, chunk=refresh_chunk(self.program.chunk, wanted, sequence))
 
         def decide(carry: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:
             state, waiting = carry
@@ -168,10 +175,10 @@ class CachedStep:
 
     def _window_bounds(self, state: DenoiseState, wanted: Array) -> tuple[Array, Array]:
         """First position of each row's window, and the one after its last: int32 ``[B]``."""
-        request, offset = self.request, self.forward.config.family.prediction_offset
+        request = self.request
         if self.program.attention_block_length:
             return window_bounds(self.program, request, state, wanted)
-        start = jnp.maximum(block_start(request, state.block - state.previous_block_stale) - offset, 0)
+        start = jnp.maximum(block_start(request, state.block - state.previous_block_stale) - self._before, 0)
         if self.program.within_block:
             return start, jnp.minimum(request.ends, block_start(request, state.block + 1))
         return start, request.lengths

@@ -4,7 +4,7 @@ The threshold and factor rules follow Fast-dLLM (Wu et al., 2025), the decay of 
 2601.17917), and the frechet rule Fast-dLLM++ (arXiv 2606.02955). There is one difference: in the first step of a block,
 these rules always commit the block's first masked position. Otherwise confident tokens late in the block would be
 committed before the text that leads up to them. The entropy_bound rule is that of the EB-Sampler (Ben-Hamu et al.,
-2025; arXiv 2505.24857).
+2025; arXiv 2505.24857). ``block_rule="fast_dllm"`` is the rule of Fast-dLLM for Dream without that difference.
 
 Dimension letters: B batch, S canvas.
 """
@@ -128,7 +128,10 @@ def _by_certainty(
         return wanted & (_sums_by_rank(entropies, ranks, before=True) <= request.entropy_bound[:, None])
     # Map confidences to 0..1, like probabilities: exp(-entropy) is one over the effective number of candidate tokens.
     certainty = jnp.exp(confidences) if program.algorithm == "entropy" else confidences
-    if program.parallel == "threshold":
+    if program.block_rule == "fast_dllm":
+        # A refresh has a single wanted position, which is committed below.
+        enough = confidences >= request.threshold[:, None]
+    elif program.parallel == "threshold":
         enough = certainty > _thresholds(program, request, state, wanted)[:, None]
     elif program.parallel == "frechet":
         # The sum of n certainties minus n - 1 is 1 minus the sum of n uncertainties.

@@ -31,7 +31,7 @@ from runtime.decoding.schema import (
     same_as,
     validate,
 )
-from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES, Family
+from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES, BLOCK_RULES, Family
 from runtime.models.dream import DREAM
 from runtime.models.masks import MAX_BLOCK_LENGTH
 
@@ -46,6 +46,7 @@ CONFIDENCE_DTYPES = ("float32", "model")
 _WITH_CACHE = Requirement("cache", ("dual", "prefix"))
 _EXACT_CACHE = Requirement("cache", ("exact",))
 _SCHEDULED = Requirement("parallel", ("none",))
+_OWN_BLOCK_RULE = Requirement("block_rule", ("default",))
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class DiffusionConfig:
         off=0.0,
         general=1.0,
         in_checkpoint="alg_temp",
-        requires=(_SCHEDULED, Requirement("algorithm", CONFIDENCE_ALGORITHMS, when_given=True)),
+        requires=(_SCHEDULED, _OWN_BLOCK_RULE, Requirement("algorithm", CONFIDENCE_ALGORITHMS, when_given=True)),
     )
     eps: float = parameter(
         1e-3,
@@ -182,7 +183,7 @@ class DiffusionConfig:
         optional=True,
         in_loop=True,
         off=NEVER,
-        requires=(_WITH_CACHE,),
+        requires=(_WITH_CACHE, _OWN_BLOCK_RULE),
         mode=True,
     )
     refresh_blocks: int = parameter(
@@ -192,7 +193,23 @@ class DiffusionConfig:
         "without a refresh, its first forward pass also recomputes the previous block.",
         compiled=Requirement("cache", ("dual",)),
         variant=True,  # programs with the wide window, which also recomputes the previous block, have both windows
-        requires=(_WITH_CACHE,),
+        requires=(_WITH_CACHE, _OWN_BLOCK_RULE),
+        mode=True,
+    )
+    block_rule: str = parameter(
+        "default",
+        Choice(BLOCK_RULES),
+        "How blocks are decoded with a cache: by this library's rule (default), or exactly as Fast-dLLM does for Dream "
+        "(fast_dllm), except that the best other token replaces a predicted mask token. With fast_dllm, a refresh "
+        "commits the first mask of its block alone, windows begin with the block, threshold also commits tokens whose "
+        "probability equals it, and the schedule ranks positions by entropy for every algorithm.",
+        compiled=True,
+        in_loop=True,
+        requires=(
+            _WITH_CACHE,
+            Requirement("parallel", ("none", "threshold")),
+            Requirement("algorithm", CONFIDENCE_ALGORITHMS),
+        ),
         mode=True,
     )
     parallel: str = parameter(
@@ -225,7 +242,7 @@ class DiffusionConfig:
         "where share is the masked share of the block; 0 keeps it constant.",
         variant=True,  # a program with a decay leaves the threshold of a row with decay 0 unchanged
         in_loop=True,
-        requires=(Requirement("parallel", ("threshold",)),),
+        requires=(Requirement("parallel", ("threshold",)), _OWN_BLOCK_RULE),
         mode=True,
     )
     factor: float = parameter(
@@ -309,6 +326,18 @@ class DiffusionConfig:
         """
         lengths = {"max_new_tokens": max_new_tokens, "steps": max(max_new_tokens, 1)}
         return cls(**(family.published_settings(checkpoint_name) | lengths | overrides))
+
+    @classmethod
+    def fast_dllm(cls, max_new_tokens: int = 256, **overrides: Any) -> DiffusionConfig:
+        """Return the settings of Fast-dLLM for Dream (Wu et al., 2025), with these changes: its preset.
+
+        They are a dual cache, blocks of 32 and a threshold of 0.9. With ``parallel="none"``, its schedule has one step
+        per token.
+        """
+        own: dict[str, Any] = {"block_rule": "fast_dllm", "cache": "dual", "block_length": DEFAULT_BLOCK_LENGTH}
+        own |= {"algorithm": "maskgit_plus", "parallel": "threshold", "threshold": 0.9}
+        lengths = {"max_new_tokens": max_new_tokens, "steps": max(max_new_tokens, 1)}
+        return cls(**(own | lengths | overrides))
 
     def replace(self, **changes: Any) -> DiffusionConfig:
         """Return a copy with these fields changed, after validating it."""

@@ -25,8 +25,8 @@ _Settings: Any = compiled_settings(DiffusionConfig)
 class DenoiseProgram(_Settings):
     """Settings of a generation that are compiled into the program.
 
-    The compiled parameters of :class:`DiffusionConfig` that the loop reads are fields too: ``algorithm``, ``parallel``
-    and ``attention_block_length`` (0 if attention is not block-causal).
+    The compiled parameters of :class:`DiffusionConfig` that the loop reads are fields too: ``algorithm``, ``parallel``,
+    ``block_rule`` and ``attention_block_length`` (0 if attention is not block-causal).
 
     Attributes:
       sampling: how tokens are chosen.

@@ -153,7 +153,7 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
 
 
 def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
-    """Check that the model's attention supports the requested cache, sub-blocks and decay of the threshold.
+    """Check that the model's attention supports the requested cache, rule of blocks, sub-blocks and decay.
 
     Raises:
       InputError: it does not.
@@ -162,6 +162,8 @@ def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
     if request.cache not in caches:
         why = f"; use {' or '.join(caches)}" if in_blocks else ": it is for block-causal attention"
         raise InputError(f"cache={request.cache} is not available for {name} models{why}", field="cache")
+    if request.block_rule not in config.family.block_rules:
+        raise InputError(f"block_rule={request.block_rule} is not available for {name} models", field="block_rule")
     if not in_blocks and request.sub_block_length is not None:
         raise InputError(f"sub_block_length is not available for {name} models", field="sub_block_length")
     if in_blocks and request.threshold_decay > 0:

@@ -28,6 +28,8 @@ def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) ->
     if config.parallel != "none":
         confidence = "entropy" if config.parallel in ("entropy_sum", "entropy_bound") else confidence
         confidence = {"origin": "maskgit_plus", "random": "low_confidence"}.get(confidence, confidence)
+    if config.block_rule == "fast_dllm":
+        confidence = "maskgit_plus" if config.parallel == "threshold" else "entropy"
     return SamplingRule(
         confidence=confidence,
         sampled=config.temperature > 0,
@@ -35,6 +37,7 @@ def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) ->
         suppress_mask=config.suppress_mask,
         confidence_dtype=model_dtype if config.confidence_dtype == "model" else "float32",
         greedy=config.greedy,
+        replace_mask=config.block_rule == "fast_dllm",
     )
 
 
@@ -56,7 +59,8 @@ def denoise_program(
     assert (model.family.attention == "block_causal") == bool(block), "block-causal attention has blocks"
     assert model.family.schedule is not None, "a family that denoises has a schedule"
     sub_block = config.sub_block_length if config.sub_block_cache else None
-    widths = window_widths(config.cache, length, span, config.refresh_blocks, offset=offset, sub_block=sub_block)
+    before = 0 if config.block_rule == "fast_dllm" else offset
+    widths = window_widths(config.cache, length, span, config.refresh_blocks, offset=before, sub_block=sub_block)
     return DenoiseProgram(
         **setting_values(config),
         sampling=sampling_rule(config, model.vocab_size, model_dtype),

@@ -21,6 +21,8 @@ UnmaskingSchedule = Literal["linear_time", "even", "even_block"]
 # Values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel`, without and with block-causal attention.
 BIDIRECTIONAL_RULES = ("none", "threshold", "factor", "frechet", "entropy_bound")
 BLOCK_CAUSAL_RULES = ("none", "threshold", "sequential", "entropy_sum")
+# Values of :attr:`runtime.decoding.parameters.DiffusionConfig.block_rule`.
+BLOCK_RULES = ("default", "fast_dllm")
 
 # Upper bounds of numbers read from a file: generous for any model, and small enough that nothing overflows or hangs.
 _LIMITS = {
@@ -72,6 +74,7 @@ class Family:
       algorithms: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.algorithm` that the family's original
         code defines.
       parallel_rules: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel` that it supports.
+      block_rules: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.block_rule` that it supports.
       guidance: whether the original code defines classifier-free guidance (``cfg_scale``).
       mask_token_id: mask token of checkpoints whose configuration does not name one.
       end_token_ids: end tokens of checkpoints whose configuration does not name any.
@@ -97,6 +100,7 @@ class Family:
     schedule: UnmaskingSchedule | None = None
     algorithms: tuple[str, ...] = ()
     parallel_rules: tuple[str, ...] = BIDIRECTIONAL_RULES
+    block_rules: tuple[str, ...] = ("default",)
     guidance: bool = False
     mask_token_id: int | None = None
     end_token_ids: tuple[int, ...] = ()

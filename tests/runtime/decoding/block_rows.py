@@ -62,6 +62,11 @@ MODES: list[dict[str, Any]] = [
         **{"cache": "prefix", "parallel": "threshold", "threshold": 0.5, "threshold_decay": 0.8},
         **{"algorithm": "maskgit_plus", "stop_token_ids": STOPS},
     },
+    {
+        **{"cache": "dual", "parallel": "threshold", "threshold": 0.3, "algorithm": "maskgit_plus"},
+        **{"block_rule": "fast_dllm", "stop_token_ids": STOPS},
+    },
+    {"cache": "prefix", "block_rule": "fast_dllm", "steps": 16},
 ]
 
 

@@ -142,6 +142,7 @@ def test_requirements_name_parameters_and_their_values() -> None:
         "sub_block_cache",
         "refresh_interval",
         "refresh_blocks",
+        "block_rule",
         "cfg_scale",
     ]
 
@@ -164,6 +165,7 @@ def test_what_is_compiled_in() -> None:
         "suppress_mask": False,
         "greedy": False,
         "cache": "none",
+        "block_rule": "default",
         "parallel": "none",
     }
     assert compiled_values(dual) == compiled_values(plain) | {"cache": "dual", "block_length": 32, "refresh_blocks": 1}
