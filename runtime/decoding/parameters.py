@@ -196,6 +196,19 @@ class DiffusionConfig:
         requires=(_WITH_CACHE, _OWN_BLOCK_RULE),
         mode=True,
     )
+    suffix_window: int | None = parameter(
+        None,
+        Integer(0, MAX_NEW_TOKENS),
+        "A block sees everything before it, but only this many positions after it and the last position of the canvas, "
+        "so a refresh computes only these. Positions keep their numbers. This is an approximation. Default: a block "
+        "sees the whole canvas.",
+        optional=True,
+        variant=True,  # programs for parts of a canvas also have passes over the whole canvas
+        in_loop=True,
+        off=NEVER,
+        requires=(_WITH_CACHE, _OWN_BLOCK_RULE),
+        mode=True,
+    )
     block_rule: str = parameter(
         "default",
         Choice(BLOCK_RULES),

@@ -38,6 +38,8 @@ class DenoiseProgram(_Settings):
       log_probabilities: record the log-probability of every committed token.
       decaying: the threshold falls while a block is filled, in rows that ask for it.
       windows: window widths of cached steps, in descending order; empty without a cache.
+      refresh_widths: numbers of positions that refreshes are compiled for, in descending order, if blocks of some rows
+        see a part of the canvas only (``suffix_window``); otherwise empty.
       within_block: a window ends at the end of the row's block (dual cache); otherwise at the end of the row (prefix
         cache).
       first_alone: the previous block predicts the first position of a block, which is therefore committed alone.
@@ -52,6 +54,7 @@ class DenoiseProgram(_Settings):
     log_probabilities: bool = False
     decaying: bool = False
     windows: tuple[int, ...] = ()
+    refresh_widths: tuple[int, ...] = ()
     within_block: bool = False
     first_alone: bool = False
     sub_block_window: bool = False
@@ -112,7 +115,7 @@ class DenoiseState:
       previous_block_stale: int32 ``[B]``, 1 if the cached keys and values of the previous block were computed while it
         still had masks, else 0.
       refreshes: int32 ``[B]``, forward passes over the whole canvas so far.
-      window_positions: int32 ``[B]``, positions computed in windows so far.
+      window_positions: int32 ``[B]``, positions computed so far in windows, and in refreshes of a part of the canvas.
       done: bool ``[B]``, rows that have ended.
       non_finite: bool ``[B]``, rows that have ended because the model's logits were NaN or infinite.
       iteration: int32, iterations so far.

@@ -166,6 +166,12 @@ def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
         raise InputError(f"block_rule={request.block_rule} is not available for {name} models", field="block_rule")
     if not in_blocks and request.sub_block_length is not None:
         raise InputError(f"sub_block_length is not available for {name} models", field="sub_block_length")
+    if request.suffix_window is not None and request.refresh_blocks != 1:
+        raise InputError(
+            f"suffix_window requires refresh_blocks=1, not {request.refresh_blocks}: otherwise the next block sees "
+            "positions that no pass has computed",
+            field="suffix_window",
+        )
     if in_blocks and request.threshold_decay > 0:
         raise InputError(f"threshold_decay is not available for {name} models", field="threshold_decay")
     if request.sub_block_cache and request.sub_block_length is None:

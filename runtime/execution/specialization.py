@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from runtime.decoding.autoregressive import DecodeProgram
 from runtime.decoding.block_schedule import block_schedule, window_widths
@@ -42,7 +42,14 @@ def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) ->
 
 
 def denoise_program(
-    config: DiffusionConfig, model: ModelConfig, model_dtype: str, *, chunk: int, width: int, span: int
+    config: DiffusionConfig,
+    model: ModelConfig,
+    model_dtype: str,
+    *,
+    chunk: int,
+    width: int,
+    span: int,
+    parts: Sequence[int] = (),
 ) -> DenoiseProgram:
     """Return the compiled settings of a diffusion request.
 
@@ -53,6 +60,7 @@ def denoise_program(
       chunk: number of positions per row that the head runs on at a time.
       width: positions of the canvas.
       span: the largest distance in any row from its first mask to its end, in positions.
+      parts: smaller widths that refreshes are compiled for if blocks see a part of the canvas only.
     """
     length, _ = block_schedule(config, width)
     offset, block = model.family.prediction_offset, config.attention_block_length
@@ -71,6 +79,7 @@ def denoise_program(
         log_probabilities=config.log_probabilities,
         decaying=config.threshold_decay > 0,
         windows=widths,
+        refresh_widths=() if config.suffix_window is None else (width, *parts),
         within_block=config.cache in ("dual", "exact"),
         first_alone=bool(block and offset),
         sub_block_window=sub_block is not None,

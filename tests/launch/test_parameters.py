@@ -52,6 +52,7 @@ FLAGS = {
     "cache": None,
     "refresh_interval": None,
     "refresh_blocks": None,
+    "suffix_window": None,
     "block_rule": None,
     "parallel": None,
     "threshold": None,
@@ -65,8 +66,8 @@ FLAGS = {
 }
 MODES = [
     *("algorithm", "confidence_dtype", "suppress_mask", "block_length", "sub_block_length", "sub_block_cache", "cache"),
-    *("refresh_interval", "refresh_blocks", "block_rule", "parallel", "threshold", "threshold_decay", "factor"),
-    *("entropy_bound", "entropy_limit", "greedy", "cfg_scale", "early_stop"),
+    *("refresh_interval", "refresh_blocks", "suffix_window", "block_rule", "parallel", "threshold", "threshold_decay"),
+    *("factor", "entropy_bound", "entropy_limit", "greedy", "cfg_scale", "early_stop"),
 ]
 
 

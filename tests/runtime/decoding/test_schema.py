@@ -142,6 +142,7 @@ def test_requirements_name_parameters_and_their_values() -> None:
         "sub_block_cache",
         "refresh_interval",
         "refresh_blocks",
+        "suffix_window",
         "block_rule",
         "cfg_scale",
     ]

@@ -42,6 +42,7 @@ def one_block(
         block_steps=each(steps),
         refresh_interval=each(1),
         refresh_blocks=each(1),
+        suffix_window=each(0),
         stop_tokens=np.full((rows, 1), -1, np.int32),
         threshold=each(0, np.float32),
         threshold_decay=each(0, np.float32),
