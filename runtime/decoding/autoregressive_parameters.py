@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from runtime.decoding.early_stop import decide_early_stop
 from runtime.decoding.schema import Boolean, Integer, Real, Seeds, TokenIds, parameter, validate
 from runtime.models.config import Family
 
@@ -107,7 +108,7 @@ class SamplingConfig:
 
     @classmethod
     def published_for(cls, family: Family, checkpoint_name: str, **overrides: Any) -> SamplingConfig:
-        """Return the settings that a family's authors publish for a checkpoint of this name, with these changes."""
+        """Return a family's published settings for a checkpoint of this name, changed by ``overrides``."""
         return cls(**(family.published_settings(checkpoint_name) | overrides))
 
     def replace(self, **changes: Any) -> SamplingConfig:
@@ -116,21 +117,4 @@ class SamplingConfig:
 
     def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> SamplingConfig:
         """Return a copy with ``early_stop`` and stop tokens decided; see :func:`decide_early_stop`."""
-        return replace(self, **decide_early_stop(self, end_token_ids, default))
-
-
-def decide_early_stop(config: Any, end_token_ids: Sequence[int], default: bool) -> dict[str, Any]:
-    """Decide whether rows stop early, and with which stop tokens.
-
-    Args:
-      config: the caller's configuration, of either kind. Its ``early_stop`` decides, unless it is None.
-      end_token_ids: tokens that end a completion of the model. They are added to the stop tokens if rows stop early.
-      default: used if ``config.early_stop`` is None. Calls that generate text pass True; calls that reproduce the
-        original algorithm pass False.
-
-    Returns:
-      The fields ``early_stop`` and ``stop_token_ids`` of the configuration to run.
-    """
-    ends = default if config.early_stop is None else config.early_stop
-    stops = [*config.stop_token_ids, *(end_token_ids if ends else ())]
-    return {"early_stop": ends, "stop_token_ids": tuple(dict.fromkeys(stops))}
+        return replace(self, **decide_early_stop(self.early_stop, self.stop_token_ids, end_token_ids, default))

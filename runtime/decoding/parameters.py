@@ -16,8 +16,9 @@ from runtime.decoding.autoregressive_parameters import MAX_SEED as MAX_SEED
 from runtime.decoding.autoregressive_parameters import MAX_STOP_TOKENS as MAX_STOP_TOKENS
 from runtime.decoding.autoregressive_parameters import MAX_TEMPERATURE as MAX_TEMPERATURE
 from runtime.decoding.autoregressive_parameters import MIN_TEMPERATURE as MIN_TEMPERATURE
-from runtime.decoding.autoregressive_parameters import TEMPERATURE, decide_early_stop
+from runtime.decoding.autoregressive_parameters import TEMPERATURE
 from runtime.decoding.autoregressive_parameters import SamplingConfig as SamplingConfig
+from runtime.decoding.early_stop import decide_early_stop
 from runtime.decoding.sampling import ALGORITHMS, CONFIDENCE_ALGORITHMS
 from runtime.decoding.schema import (
     Boolean,
@@ -25,7 +26,6 @@ from runtime.decoding.schema import (
     Integer,
     Real,
     Requirement,
-    declared_parameters,
     exposed_parameters,
     parameter,
     same_as,
@@ -51,7 +51,7 @@ _OWN_BLOCK_RULE = Requirement("block_rule", ("default",))
 
 @dataclass(frozen=True)
 class _Steps(Requirement):
-    """The requirement that the parallel rule uses the schedule: none, and with block-causal attention two others."""
+    """The requirement that ``parallel`` uses the schedule: ``none``, or two more values with block-causal attention."""
 
     def met(self, config: Any) -> bool:
         """Return whether the configuration's rule uses the schedule."""
@@ -62,7 +62,7 @@ class _Steps(Requirement):
 
 @dataclass(frozen=True)
 class DiffusionConfig:
-    """Parameters of masked-diffusion decoding, named and defaulted as in Dream's ``DreamGenerationConfig``."""
+    """Parameters of masked-diffusion decoding. Defaults are those of ``DreamGenerationConfig`` if it has them."""
 
     max_new_tokens: int = parameter(
         256,
@@ -78,6 +78,7 @@ class DiffusionConfig:
         Integer(1, MAX_STEPS),
         "Number of denoise steps, divided evenly among the blocks of new tokens.",
         requires=(_Steps("parallel", ("none",), when_given=True),),
+        variable_length=False,
         in_checkpoint="steps",
         flag_help="Default: as many as new tokens.",
     )
@@ -113,6 +114,7 @@ class DiffusionConfig:
         "Time at which the linear noise schedule ends (it starts at 1).",
         in_checkpoint="eps",
         requires=(Requirement("parallel", ("none",), when_given=True),),
+        variable_length=False,
     )
     seed: int | Sequence[int] = same_as(SamplingConfig, "seed")
     confidence_dtype: str = parameter(
@@ -137,6 +139,7 @@ class DiffusionConfig:
         optional=True,
         compiled=_WITH_CACHE,
         off=DEFAULT_BLOCK_LENGTH,
+        variable_length=False,
         mode=True,
     )
     sub_block_length: int | None = parameter(
@@ -192,7 +195,7 @@ class DiffusionConfig:
         "Refresh the cache on entering every n-th block; 0 refreshes only for the first block. If a block is entered "
         "without a refresh, its first forward pass also recomputes the previous block.",
         compiled=Requirement("cache", ("dual",)),
-        variant=True,  # programs with the wide window, which also recomputes the previous block, have both windows
+        variant=True,  # programs with the wide window, which includes the previous block, also have the narrow one
         requires=(_WITH_CACHE, _OWN_BLOCK_RULE),
         mode=True,
     )
@@ -305,6 +308,45 @@ class DiffusionConfig:
         requires=(Requirement("cache", ("none",)),),
         mode=True,
     )
+    initial_masks: int = parameter(
+        4,
+        Integer(1, MAX_NEW_TOKENS),
+        "DreamOn: number of masks that a row starts with if its prompt has none; at most max_new_tokens.",
+        variable_length=True,
+        mode=True,
+    )
+    number_transfer_tokens: int = parameter(
+        1,
+        Integer(1, MAX_NEW_TOKENS),
+        "DreamOn: number of tokens that each step commits.",
+        variable_length=True,
+        mode=True,
+    )
+    expand_budget: int | None = parameter(
+        None,
+        Integer(0, MAX_NEW_TOKENS),
+        "DreamOn: how many times a mask may become two. Default: twice the number of positions from the first mask to "
+        "the end of a canvas that has reached its limit.",
+        optional=True,
+        variable_length=True,
+        mode=True,
+    )
+    pad_delete_to_right: bool = parameter(
+        False,
+        Boolean(),
+        "DreamOn: once the canvas has a delete token, delete all masks after it too.",
+        variable_length=True,
+        mode=True,
+        flag_default=False,
+    )
+    variable_length: bool = parameter(
+        False,
+        Boolean(),
+        "Whether the model's canvases have a variable length, set from the model.",
+        compiled=True,
+        in_loop=True,
+        exposed=False,
+    )
     early_stop: bool | None = same_as(SamplingConfig, "early_stop")
     stop_token_ids: Sequence[int] = same_as(SamplingConfig, "stop_token_ids")
 
@@ -322,8 +364,8 @@ class DiffusionConfig:
     ) -> DiffusionConfig:
         """Return the settings that the authors of Dream and DiffuCoder publish, with one step per token.
 
-        Without a temperature, it is the one of base models; Instruct and cpGRPO checkpoints have others. For a loaded
-        model of any family, see :meth:`runtime.Engine.published`.
+        The default temperature is that of base models; Instruct and cpGRPO checkpoints have others. For a loaded model
+        of any family, see :meth:`runtime.Engine.published`.
         """
         given: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
         return cls.published_for(DREAM, "", max_new_tokens=max_new_tokens, **given, **overrides)
@@ -332,7 +374,7 @@ class DiffusionConfig:
     def published_for(
         cls, family: Family, checkpoint_name: str, *, max_new_tokens: int = 256, **overrides: Any
     ) -> DiffusionConfig:
-        """Return the settings that a family's authors publish for a checkpoint of this name, with these changes.
+        """Return a family's published settings for a checkpoint of this name, changed by ``overrides``.
 
         All families publish one step per token. Parameters that the family's record does not set have the defaults of
         this class. An empty name stands for base models.
@@ -342,7 +384,7 @@ class DiffusionConfig:
 
     @classmethod
     def fast_dllm(cls, max_new_tokens: int = 256, **overrides: Any) -> DiffusionConfig:
-        """Return the settings of Fast-dLLM for Dream (Wu et al., 2025), with these changes: its preset.
+        """Return the preset of Fast-dLLM for Dream (Wu et al., 2025), changed by ``overrides``.
 
         They are a dual cache, blocks of 32 and a threshold of 0.9. With ``parallel="none"``, its schedule has one step
         per token.
@@ -358,35 +400,9 @@ class DiffusionConfig:
 
     def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> DiffusionConfig:
         """Return a copy with ``early_stop`` and stop tokens decided; see :func:`decide_early_stop`."""
-        return replace(self, **decide_early_stop(self, end_token_ids, default))
+        return replace(self, **decide_early_stop(self.early_stop, self.stop_token_ids, end_token_ids, default))
 
 
-# The parameters that flags and requests can set: of any model, and of an autoregressive model.
+# The parameters that flags and requests can set: for models of any kind, and for autoregressive models.
 EXPOSED_PARAMETERS = exposed_parameters(DiffusionConfig, SamplingConfig)
 AUTOREGRESSIVE_PARAMETERS = exposed_parameters(SamplingConfig)
-
-
-def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
-    """Return, by name, the values that are compiled into the program.
-
-    Requests can share slots only if these values are equal. Every other parameter is a run-time argument of each row.
-    """
-    found = {
-        one.name: one.off if (value := getattr(config, one.name)) is None else value
-        for one in declared_parameters(type(config))
-        if one.is_compiled(config)
-    }
-    if found.get("attention_block_length") == 0:
-        del found["attention_block_length"]
-    return found
-
-
-def can_run(compiled: DiffusionConfig | SamplingConfig, asked: DiffusionConfig | SamplingConfig) -> bool:
-    """Return whether programs compiled for one configuration can also run another."""
-    theirs, wanted = compiled_values(compiled), compiled_values(asked)
-    for one in declared_parameters(type(asked)):
-        if one.variant:
-            has, needs = (values.pop(one.name, one.default) != one.default for values in (theirs, wanted))
-            if needs and not has:
-                return False
-    return type(compiled) is type(asked) and theirs == wanted

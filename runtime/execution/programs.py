@@ -1,10 +1,10 @@
 """Lowering and caching of the compiled programs.
 
-Every program is lowered from a layout and shapes only, without data. So the same program that generates can also be
-compiled ahead of time for a machine that is not attached.
+Every program is lowered from a layout and shapes only, without data. So the program that a machine would run can also
+be compiled ahead of time, without the machine.
 
 Dimension letters: B batch, S canvas, T cache length, P positions of one chunk of the output head, D embed, V vocab, R
-padded steps of a block.
+length of a row's ratio table (the steps of a block, padded).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -27,8 +27,8 @@ from runtime.decoding.autoregressive import DecodeProgram, DecodeRequest, Decode
 from runtime.decoding.diffusion import denoise, denoise_with_logits
 from runtime.decoding.parameters import MAX_STOP_TOKENS
 from runtime.decoding.sampling import log_probabilities, mark_non_finite
-from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState
-from runtime.models.arrays import abstract, shardings
+from runtime.decoding.state import ENTRIES_PER_STEP, DenoiseProgram, DenoiseRequest, DenoiseState
+from runtime.models.arrays import abstract, declarations, shardings
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
@@ -113,6 +113,10 @@ def shapes_of(tree: Any) -> tuple[Any, ...]:
     return tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 
+# Optional arrays of rows whose canvas has a variable length. Only a history has ``entries``.
+_OF_VARIABLE_LENGTH = ("number_transfer_tokens", "pad_delete_to_right", "expand_budget", "lengths", "expansions_left")
+
+
 def request_sizes(batch: int, positions: int, steps: int = 1) -> dict[str, int]:
     """Return the sizes of the logical axes that requests and states of decoding loops use.
 
@@ -127,15 +131,26 @@ def request_sizes(batch: int, positions: int, steps: int = 1) -> dict[str, int]:
         "steps": steps,
         "stop_tokens": MAX_STOP_TOKENS,
         "seed_words": _SEED_WORDS,
+        "entries": ENTRIES_PER_STEP,
     }
 
 
 def _abstract_loop(
-    layout: ModelLayout, kinds: tuple[type[Request], type[State]], sizes: dict[str, int], cache_dtype: Any, kept: bool
+    layout: ModelLayout,
+    kinds: tuple[type[Request], type[State]],
+    sizes: dict[str, int],
+    cache_dtype: Any,
+    kept: Collection[str],
 ) -> tuple[Request, State]:
-    request, state = kinds
+    """Return request and state of a loop; ``kept`` names their optional arrays."""
+    request, state = (_abstract_struct(layout, kind, sizes, kept) for kind in kinds)
     cache = None if cache_dtype is None else abstract_cache(layout, sizes["batch"], sizes["positions"], cache_dtype)
-    return abstract(layout, request, sizes), replace(abstract(layout, state, sizes, optional=kept), cache=cache)
+    return request, replace(state, cache=cache)
+
+
+def _abstract_struct(layout: ModelLayout, kind: type[Any], sizes: dict[str, int], kept: Collection[str]) -> Any:
+    left_out = {name: None for name, one in declarations(kind).items() if one.optional and name not in kept}
+    return replace(abstract(layout, kind, sizes, optional=True), **left_out)
 
 
 def abstract_denoise(
@@ -155,10 +170,11 @@ def abstract_denoise(
       canvas: S, a multiple of the sequence axis.
       steps: R.
       cache_dtype: dtype of the cache, see :func:`runtime.models.kv_cache.abstract_cache`; None for no cache.
-      log_probabilities: the state records log-probabilities.
+      log_probabilities: whether the state records log-probabilities.
     """
-    sizes = request_sizes(batch, canvas, steps)
-    return _abstract_loop(layout, (DenoiseRequest, DenoiseState), sizes, cache_dtype, log_probabilities)
+    sizes, kept = request_sizes(batch, canvas, steps), ["log_probabilities"] if log_probabilities else []
+    kept += _OF_VARIABLE_LENGTH if layout.config.family.variable_length else ()
+    return _abstract_loop(layout, (DenoiseRequest, DenoiseState), sizes, cache_dtype, kept)
 
 
 def abstract_decode(
@@ -171,10 +187,10 @@ def abstract_decode(
       batch: B, a multiple of the data axis.
       length: T, a multiple of the sequence axis.
       cache_dtype: see :func:`abstract_denoise`.
-      log_probabilities: the state records log-probabilities.
+      log_probabilities: whether the state records log-probabilities.
     """
-    sizes = request_sizes(batch, length)
-    return _abstract_loop(layout, (DecodeRequest, DecodeState), sizes, cache_dtype, log_probabilities)
+    sizes, kept = request_sizes(batch, length), ["log_probabilities"] if log_probabilities else []
+    return _abstract_loop(layout, (DecodeRequest, DecodeState), sizes, cache_dtype, kept)
 
 
 def _lower_step(function: Callable[..., Any], forward: Forward, *arguments: Any) -> jax.stages.Lowered:
@@ -206,14 +222,14 @@ def lower_prefill_chunks(
     state: DecodeState,
     chunks: Array,
 ) -> jax.stages.Lowered:
-    """Lower the prefill in chunks of ``chunk`` positions, with a maximum number of ``chunks`` per ``data`` shard."""
+    """Lower the prefill in chunks of ``chunk`` positions; each ``data`` shard reads at most ``chunks`` chunks."""
     return _lower_step(partial(prefill_chunks, forward, program, chunk), forward, weights, request, state, chunks)
 
 
 def lower_decode(
     forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState
 ) -> jax.stages.Lowered:
-    """Lower the loop over new tokens."""
+    """Lower the loop over the new tokens of an autoregressive model."""
     return _lower_step(partial(decode, forward, program), forward, weights, request, state)
 
 
@@ -316,7 +332,7 @@ class ProgramCache:
 
     Attributes:
       compiled: number of programs compiled so far, or read from JAX's persistent cache.
-      cached: number of those that were read from JAX's persistent cache.
+      cached: number of these programs that were read from JAX's persistent cache.
       seconds: time spent on compiling and reading.
       before_run: called before each run of a program; with its lowering if the program has to be compiled first,
         otherwise with None.

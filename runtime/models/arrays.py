@@ -63,7 +63,7 @@ def abstract(
       layout: the model on its mesh.
       struct: the dataclass to describe.
       sizes: size of every logical axis that the dataclass uses.
-      optional: describe the optional arrays too; otherwise they are None.
+      optional: whether to describe the optional arrays too; otherwise they are None.
       dtype: dtype of arrays whose declaration has none.
     """
 
@@ -84,7 +84,7 @@ def one_row(struct: type[Struct], **values: Any) -> Struct:
       values: by field name, a number or an array without the row's axis. Optional fields may be left out or None.
 
     Raises:
-      TypeError: a value is of another kind than its declaration, such as a fraction for an integer array.
+      TypeError: a value has another kind of dtype than its declaration, such as float for an integer array.
     """
     found: dict[str, Any] = {}
     for name, declared in declarations(struct).items():

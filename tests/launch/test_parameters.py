@@ -62,12 +62,17 @@ FLAGS = {
     "entropy_limit": None,
     "greedy": False,
     "cfg_scale": None,
+    "initial_masks": None,
+    "number_transfer_tokens": None,
+    "expand_budget": None,
+    "pad_delete_to_right": False,
     "early_stop": True,
 }
 MODES = [
     *("algorithm", "confidence_dtype", "suppress_mask", "block_length", "sub_block_length", "sub_block_cache", "cache"),
     *("refresh_interval", "refresh_blocks", "suffix_window", "block_rule", "parallel", "threshold", "threshold_decay"),
-    *("factor", "entropy_bound", "entropy_limit", "greedy", "cfg_scale", "early_stop"),
+    *("factor", "entropy_bound", "entropy_limit", "greedy", "cfg_scale", "initial_masks", "number_transfer_tokens"),
+    *("expand_budget", "pad_delete_to_right", "early_stop"),
 ]
 
 

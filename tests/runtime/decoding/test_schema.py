@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from runtime import DiffusionConfig, SamplingConfig
-from runtime.decoding.parameters import AUTOREGRESSIVE_PARAMETERS, EXPOSED_PARAMETERS, can_run, compiled_values
+from runtime.decoding.compatibility import can_run, compiled_values
+from runtime.decoding.parameters import AUTOREGRESSIVE_PARAMETERS, EXPOSED_PARAMETERS
 from runtime.decoding.schema import (
     Boolean,
     Choice,

@@ -32,10 +32,11 @@ def layout(folder: str) -> ModelLayout:
     return ModelLayout.create(config, weights_class(config))
 
 
+@pytest.mark.parametrize("folder", ["dream_tiny", "dreamon_tiny"])
 @pytest.mark.parametrize("kept", [False, True], ids=["plain", "log_probabilities"])
 @pytest.mark.parametrize("occupied", [False, True], ids=["free", "occupied"])
-def test_diffusion_rows_are_as_declared(occupied: bool, kept: bool) -> None:
-    own = layout("dream_tiny")
+def test_diffusion_rows_are_as_declared(occupied: bool, kept: bool, folder: str) -> None:
+    own = layout(folder)
     config = DiffusionConfig(max_new_tokens=8, steps=5, temperature=0.3, alg_temp=None, log_probabilities=kept)
     request = RowRequest([1, 2, 3], config, seed=(1 << 63) - 1) if occupied else None
     row = diffusion_row(request, config, own.config, WIDTH, STEPS)
