@@ -1,7 +1,8 @@
 """The decoding parameters, each declared once and checked before anything is compiled.
 
 To add a parameter, add a field here and use it in the decoding loop; see :mod:`runtime.decoding.schema`. A field with
-``in_loop`` reaches the loop without further code.
+``in_loop`` reaches the loop without further code. The fields that autoregressive decoding has too are declared in
+:mod:`runtime.decoding.autoregressive_parameters`, whose names other packages import from here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from runtime.decoding.autoregressive_parameters import MAX_NEW_TOKENS as MAX_NEW_TOKENS
+from runtime.decoding.autoregressive_parameters import MAX_SEED as MAX_SEED
+from runtime.decoding.autoregressive_parameters import MAX_STOP_TOKENS as MAX_STOP_TOKENS
+from runtime.decoding.autoregressive_parameters import MAX_TEMPERATURE as MAX_TEMPERATURE
+from runtime.decoding.autoregressive_parameters import MIN_TEMPERATURE as MIN_TEMPERATURE
+from runtime.decoding.autoregressive_parameters import TEMPERATURE
+from runtime.decoding.autoregressive_parameters import SamplingConfig as SamplingConfig
 from runtime.decoding.early_stop import decide_early_stop
 from runtime.decoding.sampling import ALGORITHMS, CONFIDENCE_ALGORITHMS
 from runtime.decoding.schema import (
@@ -18,25 +26,16 @@ from runtime.decoding.schema import (
     Integer,
     Real,
     Requirement,
-    Seeds,
-    TokenIds,
     exposed_parameters,
     parameter,
     same_as,
     validate,
 )
-from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES, Family
+from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES, BLOCK_RULES, Family
 from runtime.models.dream import DREAM
 from runtime.models.masks import MAX_BLOCK_LENGTH
 
 MAX_STEPS = 1 << 16
-MAX_NEW_TOKENS = 1 << 20
-MIN_TEMPERATURE = 1e-4
-MAX_TEMPERATURE = 1e4
-MAX_SEED = (1 << 63) - 1
-MAX_STOP_TOKENS = 64
-# No vocabulary has as many tokens, so this value keeps all of them.
-MAX_TOP_K = 1 << 30
 # The refresh interval of rows that refresh only on entering a block. No row has as many steps.
 NEVER = 1 << 30
 CACHES = ("none", "prefix", "dual", "exact")
@@ -44,12 +43,10 @@ PARALLEL_RULES = tuple(dict.fromkeys((*BIDIRECTIONAL_RULES, *BLOCK_CAUSAL_RULES)
 DEFAULT_BLOCK_LENGTH = 32
 CONFIDENCE_DTYPES = ("float32", "model")
 
-# In float32, sampling at a temperature below the smallest allowed one is the same as temperature 0.
-_TEMPERATURE = Real(0.0, MAX_TEMPERATURE, smallest=MIN_TEMPERATURE)
-_TOKEN_IDS = TokenIds(MAX_STOP_TOKENS, 1 << 30)
 _WITH_CACHE = Requirement("cache", ("dual", "prefix"))
 _EXACT_CACHE = Requirement("cache", ("exact",))
 _SCHEDULED = Requirement("parallel", ("none",))
+_OWN_BLOCK_RULE = Requirement("block_rule", ("default",))
 
 
 @dataclass(frozen=True)
@@ -61,103 +58,6 @@ class _Steps(Requirement):
         return super().met(config) or (
             config.attention_block_length > 0 and config.parallel in ("threshold", "sequential")
         )
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """Parameters of autoregressive decoding."""
-
-    max_new_tokens: int = parameter(
-        32,
-        Integer(1, MAX_NEW_TOKENS),
-        "Maximum number of new tokens.",
-        aliases=("max_tokens", "max_completion_tokens"),
-        http="max_tokens",
-    )
-    temperature: float = parameter(
-        0.0,
-        _TEMPERATURE,
-        "Sampling temperature; 0 takes the most probable token.",
-        in_checkpoint="temperature",
-        in_loop=True,
-        general=1.0,
-    )
-    top_p: float | None = parameter(
-        None,
-        Real(0.0, 1.0),
-        "Nucleus sampling: keep the most probable tokens up to and including the one at which their total probability "
-        "crosses this value; 1 keeps all.",
-        optional=True,
-        in_checkpoint="top_p",
-        in_loop=True,
-        off=1.0,
-        general=0.5,  # programs that filter by top_p also filter by top_k
-    )
-    top_k: int | None = parameter(
-        None,
-        Integer(1, MAX_TOP_K),
-        "Keep this many of the most probable tokens, and tokens tied with the last of them; 0 keeps all.",
-        optional=True,
-        in_checkpoint="top_k",
-        zero_is_none=True,
-        in_loop=True,
-        off=MAX_TOP_K,
-    )
-    seed: int | Sequence[int] = parameter(
-        0,
-        Seeds(Integer(0, MAX_SEED)),
-        "Random seed: one for the batch, or one per row.",
-        flag_default="0",
-        flag_help="Separate several seeds by commas.",
-    )
-    early_stop: bool | None = parameter(
-        None,
-        Boolean(),
-        "Stop generating a row once an end token of the model and all tokens before it are final. If off, the row "
-        "is generated to its full length; its text still ends at the end token.",
-        optional=True,
-        mode=True,
-        flag_default=True,
-    )
-    stop_token_ids: Sequence[int] = parameter(
-        (),
-        _TOKEN_IDS,
-        "Stop generating a row once one of these tokens and all tokens before it are final, regardless of early_stop.",
-        exposed=False,
-    )
-    log_probabilities: bool = parameter(
-        False,
-        Boolean(),
-        "Return the log-probability of every generated token.",
-        aliases=("logprobs",),
-        http=None,
-        flag_default=False,
-        flag_help="With --json.",
-        general=True,
-    )
-    use_cache: bool = parameter(
-        True,
-        Boolean(),
-        "Use a KV cache. Without one, every token costs a forward pass over the whole sequence before it.",
-        compiled=True,
-        exposed=False,
-    )
-
-    def __post_init__(self) -> None:
-        validate(self)
-
-    @classmethod
-    def published_for(cls, family: Family, checkpoint_name: str, **overrides: Any) -> SamplingConfig:
-        """Return a family's published settings for a checkpoint of this name, changed by ``overrides``."""
-        return cls(**(family.published_settings(checkpoint_name) | overrides))
-
-    def replace(self, **changes: Any) -> SamplingConfig:
-        """Return a copy with these fields changed, after validating it."""
-        return replace(self, **changes)
-
-    def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> SamplingConfig:
-        """Return a copy with ``early_stop`` and stop tokens decided; see :func:`decide_early_stop`."""
-        return replace(self, **decide_early_stop(self.early_stop, self.stop_token_ids, end_token_ids, default))
 
 
 @dataclass(frozen=True)
@@ -198,7 +98,7 @@ class DiffusionConfig:
     top_k: int | None = same_as(SamplingConfig, "top_k")
     alg_temp: float | None = parameter(
         None,
-        _TEMPERATURE,
+        TEMPERATURE,
         "Temperature for sampling the positions to fill by confidence; 0 takes the most confident ones.",
         optional=True,
         idle=(0.0,),
@@ -206,7 +106,7 @@ class DiffusionConfig:
         off=0.0,
         general=1.0,
         in_checkpoint="alg_temp",
-        requires=(_SCHEDULED, Requirement("algorithm", CONFIDENCE_ALGORITHMS, when_given=True)),
+        requires=(_SCHEDULED, _OWN_BLOCK_RULE, Requirement("algorithm", CONFIDENCE_ALGORITHMS, when_given=True)),
     )
     eps: float = parameter(
         1e-3,
@@ -286,7 +186,7 @@ class DiffusionConfig:
         optional=True,
         in_loop=True,
         off=NEVER,
-        requires=(_WITH_CACHE,),
+        requires=(_WITH_CACHE, _OWN_BLOCK_RULE),
         mode=True,
     )
     refresh_blocks: int = parameter(
@@ -296,19 +196,49 @@ class DiffusionConfig:
         "without a refresh, its first forward pass also recomputes the previous block.",
         compiled=Requirement("cache", ("dual",)),
         variant=True,  # programs with the wide window, which includes the previous block, also have the narrow one
-        requires=(_WITH_CACHE,),
+        requires=(_WITH_CACHE, _OWN_BLOCK_RULE),
+        mode=True,
+    )
+    suffix_window: int | None = parameter(
+        None,
+        Integer(0, MAX_NEW_TOKENS),
+        "A block sees everything before it, but only this many positions after it and the last position of the canvas, "
+        "so a refresh computes only these. Positions keep their numbers. This is an approximation. Default: a block "
+        "sees the whole canvas.",
+        optional=True,
+        variant=True,  # programs for parts of a canvas also have passes over the whole canvas
+        in_loop=True,
+        off=NEVER,
+        requires=(_WITH_CACHE, _OWN_BLOCK_RULE),
+        mode=True,
+    )
+    block_rule: str = parameter(
+        "default",
+        Choice(BLOCK_RULES),
+        "How blocks are decoded with a cache: by this library's rule (default), or exactly as Fast-dLLM does for Dream "
+        "(fast_dllm), except that the best other token replaces a predicted mask token. With fast_dllm, a refresh "
+        "commits the first mask of its block alone, windows begin with the block, threshold also commits tokens whose "
+        "probability equals it, and the schedule ranks positions by entropy for every algorithm.",
+        compiled=True,
+        in_loop=True,
+        requires=(
+            _WITH_CACHE,
+            Requirement("parallel", ("none", "threshold")),
+            Requirement("algorithm", CONFIDENCE_ALGORITHMS),
+        ),
         mode=True,
     )
     parallel: str = parameter(
         "none",
         Choice(PARALLEL_RULES),
         "How many tokens a step commits: the number that the schedule gives (none), every token whose certainty is "
-        "above threshold (threshold), or the n most certain ones, with n determined by factor (factor). threshold and "
-        "factor commit at least one token per step: the first position of a block in the block's first step, "
-        "afterwards the most certain one. Certainty follows algorithm: the probability of the chosen token (also for "
-        "origin), the margin between the two best tokens, or exp(-entropy). Block-causal models: threshold also "
-        "commits at least as many tokens as the schedule gives; sequential commits that number of tokens from left to "
-        "right; entropy_sum commits the most certain tokens while their entropies sum to less than entropy_limit.",
+        "above threshold (threshold), or the n most certain ones, with n determined by factor (factor, frechet) or by "
+        "entropy_bound (entropy_bound). threshold, factor and frechet commit at least one token per step: the first "
+        "position of a block in the block's first step, afterwards the most certain one. Certainty follows algorithm: "
+        "the probability of the chosen token (also for origin), the margin between the two best tokens, or "
+        "exp(-entropy). Block-causal models: threshold also commits at least as many tokens as the schedule gives; "
+        "sequential commits that number of tokens from left to right; entropy_sum commits the most certain tokens "
+        "while their entropies sum to less than entropy_limit.",
         compiled=True,
         in_loop=True,
         mode=True,
@@ -321,13 +251,35 @@ class DiffusionConfig:
         requires=(Requirement("parallel", ("threshold",)),),
         mode=True,
     )
+    threshold_decay: float = parameter(
+        0.0,
+        Real(0.0, 1.0),
+        "How far the threshold falls while a block is filled: it is threshold * (1 - threshold_decay * (1 - share)), "
+        "where share is the masked share of the block; 0 keeps it constant.",
+        variant=True,  # a program with a decay leaves the threshold of a row with decay 0 unchanged
+        in_loop=True,
+        requires=(Requirement("parallel", ("threshold",)), _OWN_BLOCK_RULE),
+        mode=True,
+    )
     factor: float = parameter(
         1.0,
         Real(0.0, 1e6),
-        "Commit the n most certain tokens, for the largest n at which the n-th has a certainty of at least "
-        "1 - factor / (n + 1).",
+        "Commit the n most certain tokens. With parallel=factor, n is the largest number at which the n-th has a "
+        "certainty of at least 1 - factor / (n + 1). With parallel=frechet, it is the largest at which a lower bound "
+        "of the probability that all n are right, max(0, sum of the n certainties - (n - 1)), exceeds the n-th's "
+        "uncertainty by more than 1 - factor.",
         in_loop=True,
-        requires=(Requirement("parallel", ("factor",)),),
+        requires=(Requirement("parallel", ("factor", "frechet")),),
+        mode=True,
+    )
+    entropy_bound: float = parameter(
+        0.1,
+        Real(0.0, 1e6),
+        "With parallel=entropy_bound, commit the n tokens of lowest entropy, for the largest n at which the entropies "
+        "of the first n - 1 sum to at most this number of nats. Entropies are those of the distributions after "
+        "temperature and filters.",
+        in_loop=True,
+        requires=(Requirement("parallel", ("entropy_bound",)),),
         mode=True,
     )
     entropy_limit: float = parameter(
@@ -429,6 +381,18 @@ class DiffusionConfig:
         """
         lengths = {"max_new_tokens": max_new_tokens, "steps": max(max_new_tokens, 1)}
         return cls(**(family.published_settings(checkpoint_name) | lengths | overrides))
+
+    @classmethod
+    def fast_dllm(cls, max_new_tokens: int = 256, **overrides: Any) -> DiffusionConfig:
+        """Return the preset of Fast-dLLM for Dream (Wu et al., 2025), changed by ``overrides``.
+
+        They are a dual cache, blocks of 32 and a threshold of 0.9. With ``parallel="none"``, its schedule has one step
+        per token.
+        """
+        own: dict[str, Any] = {"block_rule": "fast_dllm", "cache": "dual", "block_length": DEFAULT_BLOCK_LENGTH}
+        own |= {"algorithm": "maskgit_plus", "parallel": "threshold", "threshold": 0.9}
+        lengths = {"max_new_tokens": max_new_tokens, "steps": max(max_new_tokens, 1)}
+        return cls(**(own | lengths | overrides))
 
     def replace(self, **changes: Any) -> DiffusionConfig:
         """Return a copy with these fields changed, after validating it."""
