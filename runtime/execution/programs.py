@@ -13,7 +13,7 @@ import functools
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from runtime.decoding.diffusion import denoise, denoise_with_logits
 from runtime.decoding.parameters import MAX_STOP_TOKENS
 from runtime.decoding.sampling import log_probabilities, mark_non_finite
 from runtime.decoding.state import ENTRIES_PER_STEP, DenoiseProgram, DenoiseRequest, DenoiseState
-from runtime.models.arrays import abstract, declarations, shardings
+from runtime.models.arrays import abstract, shardings
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
@@ -113,10 +113,6 @@ def shapes_of(tree: Any) -> tuple[Any, ...]:
     return tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 
-# Optional arrays of rows whose canvas has a variable length. Only a history has ``entries``.
-_OF_VARIABLE_LENGTH = ("number_transfer_tokens", "pad_delete_to_right", "expand_budget", "lengths", "expansions_left")
-
-
 def request_sizes(batch: int, positions: int, steps: int = 1) -> dict[str, int]:
     """Return the sizes of the logical axes that requests and states of decoding loops use.
 
@@ -140,17 +136,13 @@ def _abstract_loop(
     kinds: tuple[type[Request], type[State]],
     sizes: dict[str, int],
     cache_dtype: Any,
-    kept: Collection[str],
+    **features: bool,
 ) -> tuple[Request, State]:
-    """Return request and state of a loop; ``kept`` names their optional arrays."""
-    request, state = (_abstract_struct(layout, kind, sizes, kept) for kind in kinds)
+    """Return request and state of a loop that has these features, see :class:`ArrayDeclaration`."""
+    chosen = [name for name, wanted in features.items() if wanted]
+    request, state = kinds
     cache = None if cache_dtype is None else abstract_cache(layout, sizes["batch"], sizes["positions"], cache_dtype)
-    return request, replace(state, cache=cache)
-
-
-def _abstract_struct(layout: ModelLayout, kind: type[Any], sizes: dict[str, int], kept: Collection[str]) -> Any:
-    left_out = {name: None for name, one in declarations(kind).items() if one.optional and name not in kept}
-    return replace(abstract(layout, kind, sizes, optional=True), **left_out)
+    return abstract(layout, request, sizes, chosen), replace(abstract(layout, state, sizes, chosen), cache=cache)
 
 
 def abstract_denoise(
@@ -172,9 +164,14 @@ def abstract_denoise(
       cache_dtype: dtype of the cache, see :func:`runtime.models.kv_cache.abstract_cache`; None for no cache.
       log_probabilities: whether the state records log-probabilities.
     """
-    sizes, kept = request_sizes(batch, canvas, steps), ["log_probabilities"] if log_probabilities else []
-    kept += _OF_VARIABLE_LENGTH if layout.config.family.variable_length else ()
-    return _abstract_loop(layout, (DenoiseRequest, DenoiseState), sizes, cache_dtype, kept)
+    return _abstract_loop(
+        layout,
+        (DenoiseRequest, DenoiseState),
+        request_sizes(batch, canvas, steps),
+        cache_dtype,
+        log_probabilities=log_probabilities,
+        variable_length=layout.config.family.variable_length,
+    )
 
 
 def abstract_decode(
@@ -189,8 +186,8 @@ def abstract_decode(
       cache_dtype: see :func:`abstract_denoise`.
       log_probabilities: whether the state records log-probabilities.
     """
-    sizes, kept = request_sizes(batch, length), ["log_probabilities"] if log_probabilities else []
-    return _abstract_loop(layout, (DecodeRequest, DecodeState), sizes, cache_dtype, kept)
+    kinds, sizes = (DecodeRequest, DecodeState), request_sizes(batch, length)
+    return _abstract_loop(layout, kinds, sizes, cache_dtype, log_probabilities=log_probabilities)
 
 
 def _lower_step(function: Callable[..., Any], forward: Forward, *arguments: Any) -> jax.stages.Lowered:
