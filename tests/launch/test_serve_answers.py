@@ -235,6 +235,8 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": "x", "suffix": "word " * 200}, 400, "has room for 128"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "suffix": "y"}, 400, "suffix"),
     ("/v1/completions", {"prompt": "x", "echo": True}, 400, "echo"),
+    ("/v1/completions", {"prompt": "x", "echo": 0.0}, 400, "echo"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "store": 0}, 400, "store"),
     ("/v1/completions", {"prompt": "x", "logprobs": 3}, 400, "logprobs"),
     ("/v1/completions", {"prompt": "x", "presence_penalty": 0.1}, 400, "presence_penalty"),
     ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of"),
