@@ -166,7 +166,7 @@ class DiffusionConfig:
         "Block length of block-causal attention, set from block_length and the model; 0 for other models.",
         compiled=True,
         in_loop=True,
-        exposed=False,
+        from_model=True,
     )
     cache: str = parameter(
         "none",
@@ -345,7 +345,7 @@ class DiffusionConfig:
         "Whether the model's canvases have a variable length, set from the model.",
         compiled=True,
         in_loop=True,
-        exposed=False,
+        from_model=True,
     )
     early_stop: bool | None = same_as(SamplingConfig, "early_stop")
     stop_token_ids: Sequence[int] = same_as(SamplingConfig, "stop_token_ids")
