@@ -22,7 +22,7 @@ from sharding.errors import InputError
 
 DOCUMENTS = [
     {"context": "def add(a, b):\n", "good": "    return a + b", "bad": "    import b b b"},
-    {"context": "def is_even(number):\n", "good": "    return number % 2 == 0", "bad": "    import number % %"},
+    {"context": "def is_even(number):\n    return number % 2 ", "good": "== 0", "bad": "+ zebra"},
 ]
 UNTIL = {"until": ["\n\n"], "max_gen_toks": 6, "do_sample": True, "temperature": 1.0}
 # Tasks in the harness's format; JSON is valid YAML.
