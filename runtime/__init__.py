@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     )
     from runtime.execution.result import GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
-    from runtime.execution.rows import MAX_SAMPLES, check_request, row_seed, row_seeds, with_model_blocks
+    from runtime.execution.rows import MAX_SAMPLES, check_kind, check_request, row_seed, row_seeds, with_model_blocks
     from runtime.execution.runner import weight_bytes
     from runtime.execution.scheduler import Scheduler, SchedulerPolicy, SchedulerStats
     from runtime.execution.step_plan import ScorePass, StepOutcome, StepPlan
@@ -157,6 +157,7 @@ __all__ = [
     "TokenIds",
     "can_run",
     "check_given",
+    "check_kind",
     "check_request",
     "compiled_values",
     "declared_parameters",
@@ -261,6 +262,7 @@ _HOMES = {
     "WEIGHT_MEMORY_SHARE": "sharding.mesh",
     "can_run": "runtime.decoding.compatibility",
     "check_given": "runtime.decoding.schema",
+    "check_kind": "runtime.execution.rows",
     "check_request": "runtime.execution.rows",
     "compiled_values": "runtime.decoding.compatibility",
     "declared_parameters": "runtime.decoding.schema",

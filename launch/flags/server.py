@@ -24,6 +24,7 @@ from runtime import (
     ParameterError,
     PoolShape,
     SamplingConfig,
+    check_kind,
     step_limit,
 )
 
@@ -179,8 +180,11 @@ def read_pool_shapes(
     """Return the shape of each mode's pool, given the configurations of the modes.
 
     Raises:
-      InputError: a canvas is too wide for the model, or a request with default lengths does not fit.
+      InputError: the model does not have what a mode asks for, a canvas is too wide for it, or a request with default
+        lengths does not fit.
     """
+    for config in configs:
+        check_kind(model, config)
     widths = sorted(set(values.canvas)) or [min(_DEFAULT_CANVAS, model.max_positions)]
     if widths[-1] > model.max_positions:
         raise InputError(f"--canvas={widths[-1]}: the model allows {model.max_positions} positions")

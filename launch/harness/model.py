@@ -15,6 +15,8 @@ from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from checkpoints import DEMO
+from launch.hosts.preflight import agree_on_programs
+from launch.process.startup import this_host
 from runtime import CompletionBuilder, DiffusionConfig, Engine, InputError, RowRequest, SamplingConfig, row_seed
 
 # Sampling parameters of a task. The harness and the schema have the same names for them.
@@ -62,6 +64,7 @@ class HarnessModel(LM):
         self.engine = Engine.load(
             checkpoint, spec, dtype, quantize=quantize, kv_cache=kv_cache, max_batch=slots, lora=lora
         )
+        self.engine.runner.programs.before_run = agree_on_programs(this_host())
         self._name, self._slots, self._seed, self._samples = Path(checkpoint).name, slots, seed, mc_samples
         self._decoding = decoding
         self._config(self._decoding)

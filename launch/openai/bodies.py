@@ -25,6 +25,7 @@ from runtime import (
     SamplingConfig,
     TextTokenizer,
     check_given,
+    check_kind,
     check_request,
     dependents,
     parse_json_object,
@@ -87,14 +88,15 @@ class Defaults:
         """Return the decoding parameters of a request. Requests with equal parameters share one configuration object.
 
         Raises:
-          InputError: a parameter is invalid, or this model's decoder does not have it.
+          InputError: a parameter is invalid, or this model does not have it.
         """
-        given = {name: fields[name] for name in fields if name in EXPOSED_PARAMETERS and name != "seed"}
-        said = json.dumps(given) if given else ""
+        said = json.dumps({name: fields[name] for name in fields if name in EXPOSED_PARAMETERS and name != "seed"})
         if said not in self._configs:
             if len(self._configs) >= _MAX_CONFIGS:
                 self._configs.clear()
-            self._configs[said] = read_config(fields, self).with_end_tokens(self.end_token_ids, default=True)
+            made = read_config(fields, self).with_end_tokens(self.end_token_ids, default=True)
+            check_kind(self.model, made)
+            self._configs[said] = made
         return self._configs[said]
 
     @cached_property
@@ -303,9 +305,8 @@ def finish(
     room = defaults.model.max_positions - len(tokens)
     if suffix or defaults.model.family.variable_length or not 0 < draft.config.max_new_tokens <= room:
         check_request(RowRequest(tokens, draft.config, 0, suffix).rows, defaults.model, draft.config)
-    prompt = draft.prompt if isinstance(draft.prompt, str) else ""
-    if draft.has_tokens:
-        prompt = defaults.tokenizer.decode(given, skip_special_tokens=False)
+    text = defaults.tokenizer.decode(given, skip_special_tokens=False) if draft.has_tokens else draft.prompt
+    prompt = text if isinstance(text, str) else ""
     return prompt, tokens, suffix, draft.config, draft.seed, draft.samples, draft.stop
 
 
@@ -342,9 +343,8 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
     # A body that changes the cache or the parallel rule starts from the default parameters of the new one.
     for name in [name for name in fields if fields[name] != getattr(config, name)]:
         fields = {one.name: one.default for one in dependents(type(config), name)} | fields
-    tokens = fields.get("max_new_tokens")
     follows = isinstance(config, DiffusionConfig) and (defaults.steps_follow_tokens or config.variable_length)
-    if follows and "steps" not in fields and isinstance(tokens, int):
+    if follows and "steps" not in fields and isinstance(tokens := fields.get("max_new_tokens"), int):
         fields["steps"] = min(MAX_STEPS, max(1, tokens))
     made = with_model_blocks(config.replace(**fields), defaults.model)
     check_given(made, given)
