@@ -58,7 +58,7 @@ class Variant:
     @property
     def cache(self) -> str:
         """Which cache it has, in words."""
-        return "KV" if self.family is _QWEN3 else str(self.changes.get("cache", "none"))
+        return "KV" if self.family.objective == "autoregressive" else str(self.changes.get("cache", "none"))
 
 
 VARIANTS = {

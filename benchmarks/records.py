@@ -278,7 +278,7 @@ def check_output(name: str, path: Path, *, is_file: bool = False) -> None:
     if not there.is_dir():
         raise InputError(f"--{name}={path}: {there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"--{name}={path}: this user may not write in {there}")
+        raise InputError(f"--{name}={path}: permission denied: this user cannot write in {there}")
 
 
 def check_one_host() -> None:

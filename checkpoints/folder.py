@@ -31,7 +31,7 @@ QUANTIZATION_KEY = "diffumesh_quantization"
 MAX_SIDE_FILE_BYTES = 64 << 20
 
 # Bytes that are read from a remote file at a time.
-_FETCHED_BYTES = 16 << 20
+FETCHED_BYTES = 16 << 20
 # The folder that a conversion gives to Orbax.
 WEIGHTS_FOLDER = "weights"
 # Where Orbax's arrays may be within a folder: the first is where a conversion saves them, the others are where users of
@@ -401,7 +401,7 @@ def _download(system: Any, info: dict[str, Any], most: int | None) -> Iterator[b
             if most is not None and max(size, done) > most:
                 file_name = info["name"].rpartition("/")[2]
                 raise CheckpointError(f"{info['name']}: {max(size, done)} bytes are too many for a {file_name}")
-            if not (piece := file.read(_FETCHED_BYTES)):
+            if not (piece := file.read(FETCHED_BYTES)):
                 return
             done += len(piece)
             yield piece

@@ -151,7 +151,7 @@ def check_files(folder: CheckpointFolder, manifest: Manifest) -> None:
     if folder.remote is None:
         for name, file in weights.items():
             if (size := (folder.path / name).stat().st_size) != file.size:
-                raise CorruptCheckpointError(f"{folder.path / name}: {size} bytes; {file.size} were written")
+                raise CorruptCheckpointError(f"{folder.path / name}: has {size} bytes, but {file.size} were written")
 
 
 def _side_file(folder: CheckpointFolder, name: str) -> bytes:

@@ -104,7 +104,7 @@ class FolderOutput:
             if self._set_aside.exists() and not self.path.exists():
                 self._set_aside.rename(self.path)
                 said.append(
-                    f"an earlier conversion was interrupted while it replaced {self.path}: the old checkpoint is back"
+                    f"an earlier conversion was interrupted while it replaced {self.path}: restored the old checkpoint"
                 )
             for path in (self.staging, self._removing, self._set_aside):
                 if path.exists():
@@ -123,7 +123,7 @@ class FolderOutput:
             try:
                 self.staging.mkdir()
             except FileExistsError as error:
-                raise CheckpointError(f"{self.path}: another conversion to it has begun ({self.staging})") from error
+                raise CheckpointError(f"{self.path}: another conversion is writing to it ({self.staging})") from error
             self._mark = (self.staging / MARK_FILE).open("xb")
             self._lock(self._mark)
             self._mark.write(mark.encode())
@@ -176,7 +176,7 @@ class FolderOutput:
         with contextlib.suppress(OSError):  # a file system without locks
             if not lock(mark.fileno()):
                 raise CheckpointError(
-                    f"{self.path}: another conversion to it is running; wait for it, or name another output"
+                    f"{self.path}: another conversion is writing to it; wait for that, or name another output"
                 )
 
     @contextlib.contextmanager

@@ -106,7 +106,7 @@ def main(values: flags.FlagValues) -> None:
         if output is not None:
             publish(output, [key for key in order if key not in failed], batch, values)
         if failed:
-            say(f"error: {len(failed)} of {len(order)} results do not exist: {NON_FINITE}; see {ERRORS}")
+            say(f"error: {len(failed)} of {len(order)} results could not be computed: {NON_FINITE}; see {ERRORS}")
             this_host().finish()
             sys.exit(EXIT_USER_ERROR)
 

@@ -7,8 +7,8 @@
   diffumesh generate --cache=dual --parallel=threshold ...    in blocks with a cache: faster, and approximate
 
 Prompts come from --prompt, --prompt_file or standard input. Completions go to standard output, everything else to
-standard error. Decoding flags override the checkpoint's generation_config.json, which overrides the preset (entropy,
-top_p 0.95, top_k 50, one step per token).
+standard error. Decoding flags override the checkpoint's generation_config.json, which overrides the preset: by
+default, the settings that the model's authors publish.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define_decoding_flags(values)
     flags.DEFINE_integer("num_return_sequences", 1, "Completions per prompt.", 1, MAX_SAMPLES, flag_values=values)
     flags.DEFINE_multi_string("stop", [], "Stop string that ends a completion; repeatable.", flag_values=values)
-    switch("json", "One JSON line per completion.")
+    switch("json", "Print one JSON line per completion.")
     switch("watch", "Show the canvas as it unmasks, in the terminal.")
     flags.DEFINE_string(
         "history_html", None, "Write a page that replays the generation step by step.", flag_values=values

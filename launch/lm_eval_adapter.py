@@ -1,4 +1,4 @@
-"""Models of diffumesh in lm-evaluation-harness (`pip install -e '.[eval]'`).
+"""Run lm-evaluation-harness on a diffumesh model (`pip install -e '.[eval]'`).
 
   python -m launch.lm_eval_adapter run --model diffumesh --tasks gsm8k \
       --model_args checkpoint=apple/DiffuCoder-7B-Instruct,mesh=tensor=8,max_new_tokens=256,cache=dual

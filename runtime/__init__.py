@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         MIN_TEMPERATURE,
         DiffusionConfig,
         SamplingConfig,
+        one_step_per_token,
     )
     from runtime.decoding.schema import (
         Boolean,
@@ -63,7 +64,15 @@ if TYPE_CHECKING:
     )
     from runtime.execution.result import GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
-    from runtime.execution.rows import MAX_SAMPLES, check_kind, check_request, row_seed, row_seeds, with_model_blocks
+    from runtime.execution.rows import (
+        MAX_SAMPLES,
+        check_kind,
+        check_request,
+        check_row,
+        row_seed,
+        row_seeds,
+        with_model_blocks,
+    )
     from runtime.execution.runner import weight_bytes
     from runtime.execution.scheduler import Scheduler, SchedulerPolicy, SchedulerStats
     from runtime.execution.step_plan import ScorePass, StepOutcome, StepPlan
@@ -159,6 +168,7 @@ __all__ = [
     "check_given",
     "check_kind",
     "check_request",
+    "check_row",
     "compiled_values",
     "declared_parameters",
     "default_mesh",
@@ -168,6 +178,7 @@ __all__ = [
     "folder_fingerprint",
     "lock",
     "model_layout",
+    "one_step_per_token",
     "parse_config",
     "parse_json_object",
     "partition_spec",
@@ -264,6 +275,7 @@ _HOMES = {
     "check_given": "runtime.decoding.schema",
     "check_kind": "runtime.execution.rows",
     "check_request": "runtime.execution.rows",
+    "check_row": "runtime.execution.rows",
     "compiled_values": "runtime.decoding.compatibility",
     "declared_parameters": "runtime.decoding.schema",
     "default_mesh": "runtime.planner.default",
@@ -285,6 +297,7 @@ _HOMES = {
     "tensor_sizes": "runtime.models.declarations",
     "JsonObjectError": "checkpoints.local_files",
     "lock": "checkpoints.local_files",
+    "one_step_per_token": "runtime.decoding.parameters",
     "parse_json_object": "checkpoints.local_files",
     "replace_file": "checkpoints.local_files",
     "unpadded_rows": "runtime.execution.left_padding",

@@ -54,7 +54,7 @@ def read_input(values: flags.FlagValues, folder: CheckpointFolder, model: ModelC
     """
     config = decoding_config(values, folder, model)
     if not isinstance(config.seed, int):
-        raise InputError(f"--seed={values.seed}: a batch has one seed; give other seeds as fields of lines")
+        raise InputError(f'--seed={values.seed}: batch takes a single seed; set "seed" on individual lines')
     defaults = request_defaults(
         values,
         folder,

@@ -297,7 +297,7 @@ class Supervisor:
             still = now - self._heartbeat[1]
             if not self._ended and self._fault is None:
                 if self._done and still > self._timeouts.shutdown:
-                    self._report(Fault("frozen", f"its process is done and has not ended for {still:.0f} s"))
+                    self._report(Fault("frozen", f"its process finished its work but has not exited for {still:.0f} s"))
                 elif not self._done and still > self._timeouts.heartbeat:
                     self._report(Fault("frozen", f"its process is frozen: it has not run for {still:.0f} s"))
             self._send("heartbeat", marks=self._shared.read(1), still=0.0 if self._done or self._fault else still)
@@ -422,7 +422,7 @@ class Supervisor:
     def _limit_end(self) -> None:
         """After SIGTERM, report a fault if the run does not end within its grace period."""
         if self._terminated and self._grace_period is not None:
-            late = Fault("stopped", f"not ended within {self._grace_period:.0f} s after SIGTERM")
+            late = Fault("stopped", f"did not end within {self._grace_period:.0f} s after SIGTERM")
             asyncio.get_running_loop().call_later(self._grace_period, self._report, late)
 
     def _on_interrupt(self) -> None:

@@ -80,7 +80,7 @@ _DESCRIPTIONS: dict[int | str, str] = {
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "Too many requests are waiting.",
-    431: "The request's head is too large.",
+    431: "The request line and headers are too large.",
     500: "The server has a fault, or the model's logits are not finite (`non_finite_logits`).",
     503: "The server is warming up, shutting down, stalled or has failed.",
     "default": "Any other error.",

@@ -36,7 +36,7 @@ class Requirement:
     """
 
     field: str
-    values: tuple[str, ...]
+    values: tuple[Any, ...]
     when_given: bool = False
 
     def met(self, config: Any) -> bool:

@@ -153,6 +153,7 @@ def abstract_denoise(
     cache_dtype: Any = None,
     *,
     log_probabilities: bool = False,
+    history: bool = False,
 ) -> tuple[DenoiseRequest, DenoiseState]:
     """Return the arguments of the denoise loop as ``ShapeDtypeStruct``, for compiling without data.
 
@@ -163,6 +164,7 @@ def abstract_denoise(
       steps: R.
       cache_dtype: dtype of the cache, see :func:`runtime.models.kv_cache.abstract_cache`; None for no cache.
       log_probabilities: whether the state records log-probabilities.
+      history: whether the state keeps the canvases of the last iteration (variable length).
     """
     return _abstract_loop(
         layout,
@@ -170,6 +172,7 @@ def abstract_denoise(
         request_sizes(batch, canvas, steps),
         cache_dtype,
         log_probabilities=log_probabilities,
+        history=history,
         variable_length=layout.config.family.variable_length,
     )
 

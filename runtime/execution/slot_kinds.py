@@ -89,6 +89,7 @@ class DiffusionSlots(Slots):
             self._steps,
             self._own_cache_dtype,
             log_probabilities=self._config.log_probabilities,
+            history=self._entries,
         )
 
     def run(

@@ -254,7 +254,7 @@ def test_large_files_are_not_read(micro: Path, server: ObjectStore, monkeypatch:
     assert open_folder(url).config
     Storage.at(url).write("LICENSE", b"x" * ((1 << 20) + 1))
     before = server.bytes_sent
-    with pytest.raises(CheckpointError, match=f"{url}/LICENSE: more than 1048576 bytes are too many for a LICENSE"):
+    with pytest.raises(CheckpointError, match=f"{url}/LICENSE: larger than 1048576 bytes, the limit for a LICENSE"):
         open_folder(url)
     assert server.bytes_sent - before < 1 << 20
 

@@ -208,5 +208,5 @@ def test_a_whole_one_that_was_set_aside_is_brought_back(
             convert(open_folder(micro), layout_of(micro), output)
     assert not output.path.exists()
     said = FolderOutput(output.path).prepare(overwrite=True)
-    assert "the old checkpoint is back" in said[0]
+    assert "restored the old checkpoint" in said[0]
     assert contents(output.path) == contents(micro)

@@ -74,7 +74,7 @@ def test_a_batch_has_an_error_record(
     ]
     for _ in range(2):  # the second run finds the results, and meets the same errors again
         said = refusal(capsys, lambda: launch(source, output, compiled, "--mesh=data=1", f"--checkpoint={folder}"))
-        assert "3 of 6 results do not exist" in said
+        assert "3 of 6 results could not be computed" in said
         errors = [json.loads(line) for line in (output / "errors.jsonl").read_text().splitlines()]
         assert {one["error"].pop("code") for one in errors} == {"non_finite_logits"}
         assert all("NaN or infinite" in one.pop("error")["message"] for one in errors)
@@ -140,7 +140,7 @@ def test_one_hosts_row_is_not_finite(folder: Path, engine: Engine, tmp_path: Pat
     lines: Sequence[dict[str, Any]] = [{"id": "good", "prompt": GOOD}, {"id": "bad", "prompt": BAD}]
     source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out"
     said = on_two_hosts("launch.batch", *arguments(source, output, compiled, *own))
-    assert "1 of 2 results do not exist" in said
+    assert "1 of 2 results could not be computed" in said
     assert [one["id"] for one in results(output)] == ["good"]
     (error,) = map(json.loads, (output / "errors.jsonl").read_text().splitlines())
     assert (error["id"], error["error"]["code"]) == ("bad", "non_finite_logits")
