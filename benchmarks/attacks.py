@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -381,3 +381,15 @@ LONG: dict[str, Callable[[], dict[str, Any]]] = {
     "outputs": attack_outputs,
     "local": attack_local,
 }
+
+# What the long forms must keep to: the attack, its figure, and the largest value.
+_GOALS = (("server", "p99_ratio", 5.0), ("batch", "first_result_seconds", 30.0))
+
+
+def missed_goals(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a sentence for each figure of the long forms' results that misses its goal."""
+    return [
+        f"{attack}: {figure} is {results[attack][figure]:g}; at most {most:g} is the goal"
+        for attack, figure, most in _GOALS
+        if not results[attack][figure] <= most
+    ]

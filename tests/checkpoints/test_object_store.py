@@ -123,6 +123,9 @@ def test_overwriting_removes_the_old_manifest_first_and_says_so(micro: Path, ser
     server.log.clear()
     (said,) = to_store(micro, url, overwrite=True)
     assert "manifest is removed first" in said
+    path = url.removeprefix("file://")
+    on_disk = f"a file:// URL is written like an object store (--output={path} would replace it in one step)"
+    assert (on_disk if url != path else "nothing can be renamed there") in said
     assert contents(url) == contents(micro)
     if url.startswith("gs://"):
         changes = [(method, name.rpartition("/")[2]) for method, name in server.log if method != "GET"]
