@@ -46,7 +46,11 @@ def read_manifest(folder: CheckpointFolder) -> Manifest | None:
 
 def _is_a_conversion(folder: CheckpointFolder) -> bool:
     """Whether a conversion wrote, or began to write, an Orbax checkpoint."""
-    return any(folder.storage.read(name, MAX_SIDE_FILE_BYTES) is not None for name in (FILES_FILE, MARK_FILE))
+    names = (FILES_FILE, MARK_FILE)
+    for name in names:
+        if folder.remote is None and (folder.path / name).exists():
+            folder.check_file(name)
+    return any(folder.storage.read(name, MAX_SIDE_FILE_BYTES) is not None for name in names)
 
 
 def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensors:

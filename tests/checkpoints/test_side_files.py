@@ -174,3 +174,12 @@ def test_files_that_became_links_or_pipes(folder: Path) -> None:
     (canonical / FILES_FILE).write_text(dump_files(files))
     with pytest.raises(CheckpointError, match=r"weights/pipe: not a regular file"):
         verify(open_folder(canonical))
+
+
+def test_a_pipe_in_place_of_the_list_of_files(folder: Path) -> None:
+    canonical = to_canonical(folder, folder.parent / "output")
+    (canonical / MANIFEST_FILE).unlink()
+    (canonical / FILES_FILE).unlink()
+    os.mkfifo(canonical / FILES_FILE)
+    with pytest.raises(CheckpointError, match=f"{FILES_FILE}: not a regular file"):
+        write_manifest(open_folder(canonical), layout_of(canonical))
