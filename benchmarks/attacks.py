@@ -45,7 +45,7 @@ CHANGES = ("flip", "truncate", "zero", "append", "delete", "swap", "add")
 ADDED = (
     *("chat_template.jinja", "additional_chat_templates/tools.jinja", "added_tokens.json", "special_tokens_map.json"),
     *("model.safetensors", "model-00003-of-00003.safetensors", "pytorch_model.bin", "adapter_config.json"),
-    *("vocab.json", "modeling_dream.py", "tokenizer.model", "LICENSE.txt"),
+    *("vocab.json", "modeling_dream.py", "tokenizer.model", "LICENSE.txt", "LICENSE.md", ".a.json"),
     *("weights/state/d/0", "weights/_METADATA", "weights/.hidden"),
 )
 TEMPLATES = (

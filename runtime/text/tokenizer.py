@@ -47,19 +47,21 @@ class TextTokenizer:
           The tokenizer, or None if the folder has neither.
 
         Raises:
-          CheckpointError: the files exist but cannot be read, or are links to files outside the folder.
+          CheckpointError: the files exist but cannot be read, are links to files outside the folder, or name files for
+            the tokenizer that are not in the folder.
         """
         has_json = (folder.path / "tokenizer.json").is_file()
         has_bpe = all((folder.path / file).is_file() for file in ("vocab.json", "merges.txt"))
         if not has_json and not has_bpe:
             return None
-        folder.side_files()  # raises if a file is too large, or is a link out of the folder
+        _check_versioned_files(folder)
         # Not AutoTokenizer: it could load a class whose code is in the folder.
         from transformers import PreTrainedTokenizerFast, Qwen2TokenizerFast
 
         loader = PreTrainedTokenizerFast if has_json else Qwen2TokenizerFast
+        files = {} if has_json else _bpe_files(folder)
         try:
-            return cls(loader.from_pretrained(str(folder.path), local_files_only=True), folder.name)
+            return cls(loader.from_pretrained(str(folder.path), local_files_only=True, **files), folder.name)
         except BaseException as error:  # the library raises many kinds of errors for a damaged file
             if not _is_library_error(error):
                 raise
@@ -227,6 +229,38 @@ class TextTokenizer:
     def _known(self, tokens: Sequence[str]) -> tuple[int, ...]:
         vocabulary = self._tokenizer.get_vocab()
         return tuple(vocabulary[token] for token in tokens if token in vocabulary)
+
+
+def _check_versioned_files(folder: CheckpointFolder) -> None:
+    """Check the files beside the weights, and that ``tokenizer_config.json`` names no others for the tokenizer.
+
+    transformers reads one of its ``fast_tokenizer_files`` instead of ``tokenizer.json``, wherever that file is.
+
+    Raises:
+      CheckpointError: a file is too large, is a link out of the folder, or is not one of those that are checked.
+    """
+    names = folder.side_files()
+    listed = (folder.read_json("tokenizer_config.json") or {}).get("fast_tokenizer_files") or []
+    if not isinstance(listed, list):
+        listed = [listed]
+    for name in listed:
+        if name not in names:
+            raise CheckpointError(
+                f"{folder.path / 'tokenizer_config.json'}: fast_tokenizer_files has {name!r:.200}; expected names of "
+                f"files in this folder such as tokenizer.4.0.0.json"
+            )
+
+
+def _bpe_files(folder: CheckpointFolder) -> dict[str, str | None]:
+    """Return arguments by which transformers reads ``vocab.json`` and ``merges.txt`` for the tokenizer, and no others.
+
+    Otherwise, it prefers a ``tokenizer.model`` in the folder, and paths to anywhere that ``tokenizer_config.json`` has
+    under the other names.
+    """
+    path = folder.path
+    return {"vocab_file": str(path / "vocab.json"), "merges_file": str(path / "merges.txt")} | dict.fromkeys(
+        ("vocab", "merges", "gguf_file")
+    )
 
 
 def _is_library_error(error: BaseException) -> bool:
