@@ -64,12 +64,13 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, DIGEST: hashlib.blake2b(as_line(record), digest_size=8).hexdigest()}
 
 
-def is_sealed(record: Any) -> bool:
-    """Whether a record has a digest that matches its contents."""
-    if not isinstance(record, dict):
-        return False
+def is_sealed(line: bytes, record: Mapping[str, Any]) -> bool:
+    """Whether a line is exactly what is written for the record that was read from it, with its digest.
+
+    Other white space or escapes would not change the record, but would change the sorted results.
+    """
     try:
-        return sealed({name: value for name, value in record.items() if name != DIGEST}) == record
+        return as_line(sealed({name: value for name, value in record.items() if name != DIGEST})) == line
     except (UnicodeError, RecursionError):  # a lone surrogate or deep nesting, which no result has
         return False
 
