@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from runtime.models.quantization import QUANTIZATIONS
     from runtime.planner.default import default_mesh
     from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
-    from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens, place_suffix
+    from runtime.text.tokenizer import TextTokenizer, UndecodableError, encode_prompts, end_tokens, place_suffix
     from sharding.aot import AOT_ENVIRONMENT
     from sharding.errors import NON_FINITE, InputError, MeshError, NonFiniteError, OutOfMemoryError
     from sharding.mesh import WEIGHT_MEMORY_SHARE, MeshSpec
@@ -164,6 +164,7 @@ __all__ = [
     "TextStream",
     "TextTokenizer",
     "TokenIds",
+    "UndecodableError",
     "can_run",
     "check_given",
     "check_kind",
@@ -269,6 +270,7 @@ _HOMES = {
     "StopTest": "runtime.execution.requests",
     "TextStream": "runtime.text.completions",
     "TextTokenizer": "runtime.text.tokenizer",
+    "UndecodableError": "runtime.text.tokenizer",
     "TokenIds": "runtime.decoding.schema",
     "WEIGHT_MEMORY_SHARE": "sharding.mesh",
     "can_run": "runtime.decoding.compatibility",

@@ -30,6 +30,16 @@ FIM_END_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_nam
 _MAX_TIMEOUTS = 3
 
 
+class UndecodableError(InputError):
+    """The tokenizer fails on token ids, so they have no text."""
+
+    def __init__(self, detail: object) -> None:
+        super().__init__(
+            "the tokenizer cannot decode these tokens; the decoder in tokenizer.json must accept every token",
+            detail=detail,
+        )
+
+
 class TextTokenizer:
     """The tokenizer of a checkpoint."""
 
@@ -74,21 +84,8 @@ class TextTokenizer:
           InputError: the tokenizer fails on this text.
         """
         # verbose=False suppresses a warning about the length, which is checked elsewhere against the model.
-        ids = self._guarded(lambda: self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        ids = _guarded(lambda: self._tokenizer.encode(text, add_special_tokens=False, verbose=False), _unreadable)
         return list(ids)
-
-    def _guarded(self, work: Callable[[], Result]) -> Result:
-        """Call ``work`` and return its result.
-
-        Raises:
-          InputError: the tokenizers library raises an error or panics.
-        """
-        try:
-            return work()
-        except BaseException as error:
-            if not _is_library_error(error):
-                raise
-            raise InputError("prompt: the tokenizer cannot process this text", field="prompt", detail=error) from error
 
     def encode_chat(self, text: str) -> list[int]:
         """Encode a user's message with the chat template, including the header of the assistant's answer.
@@ -183,7 +180,7 @@ class TextTokenizer:
                 library.no_padding()
             return [found.ids for found in library.encode_batch_fast(list(some), add_special_tokens=False)]
 
-        return _each(lambda some: self._guarded(lambda: encode(some)), texts)
+        return _each(lambda some: _guarded(lambda: encode(some), _unreadable), texts)
 
     def start_renderer(self) -> None:
         """Start the process that renders conversations, so that the first conversation need not wait for it."""
@@ -193,12 +190,13 @@ class TextTokenizer:
         """Decode token ids to text. Special tokens are left out by default.
 
         Raises:
-          InputError: the tokenizer fails on these ids.
+          UndecodableError: the tokenizer fails on these ids.
         """
-        return self._guarded(
+        return _guarded(
             lambda: self._tokenizer.decode(
                 list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
+            ),
+            UndecodableError,
         )
 
     @property
@@ -269,6 +267,24 @@ def _is_library_error(error: BaseException) -> bool:
     A Rust panic of a library is not an :class:`Exception`, and its class has no public name.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _unreadable(detail: object) -> InputError:
+    return InputError("prompt: the tokenizer cannot process this text", field="prompt", detail=detail)
+
+
+def _guarded(work: Callable[[], Result], failed: Callable[[object], InputError]) -> Result:
+    """Call ``work`` and return its result.
+
+    Raises:
+      InputError: the tokenizers library raises an error or panics; ``failed`` makes the error from that one.
+    """
+    try:
+        return work()
+    except BaseException as error:
+        if not _is_library_error(error):
+            raise
+        raise failed(error) from error
 
 
 def _each(work: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result | InputError]:

@@ -186,8 +186,9 @@ def sorted_records(output: Path) -> list[tuple[dict[str, Any], list[float]]]:
 
     Without their digests, which cover the log-probabilities.
     """
-    records = [json.loads(line) for line in (output / "sorted.jsonl").read_text().splitlines()]
-    assert all(is_sealed(record) for record in records)
+    lines = (output / "sorted.jsonl").read_bytes().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines]
+    assert all(map(is_sealed, lines, records))
     for record in records:
         del record[DIGEST]
     return [(record, record.pop("log_probabilities")) for record in records]
