@@ -10,6 +10,7 @@ from absl import flags
 from runtime import (
     AUTOREGRESSIVE_PARAMETERS,
     EXPOSED_PARAMETERS,
+    MAX_SAMPLES,
     Boolean,
     CheckpointFolder,
     Choice,
@@ -31,6 +32,15 @@ from runtime import (
 _NEW_TOKENS = 64
 # The value of --preset for which :meth:`DiffusionConfig.fast_dllm` gives the defaults.
 FAST_DLLM = "fast-dllm"
+
+
+def define_request_flags(values: flags.FlagValues) -> None:
+    """Define what a command sets for each of its prompts, besides decoding parameters."""
+    flags.DEFINE_bool(
+        "chat", False, "Put each prompt into the checkpoint's chat template as a user's message.", flag_values=values
+    )
+    flags.DEFINE_integer("num_return_sequences", 1, "Completions per prompt.", 1, MAX_SAMPLES, flag_values=values)
+    flags.DEFINE_multi_string("stop", [], "Stop string that ends a completion; repeatable.", flag_values=values)
 
 
 def define_decoding_flags(values: flags.FlagValues) -> None:
