@@ -56,7 +56,7 @@ def test_a_conversion_that_runs_is_left_alone(micro: Path, tmp_path: Path) -> No
     first.prepare(overwrite=True)
     first.begin("first")
     for attempt in (lambda: second.prepare(overwrite=True), lambda: second.begin("second")):
-        with pytest.raises(CheckpointError, match="another conversion to it"):
+        with pytest.raises(CheckpointError, match="another conversion is writing to it"):
             attempt()
     assert first.storage.read("diffumesh.converting") == b"first"
     first.close()

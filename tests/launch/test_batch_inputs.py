@@ -79,7 +79,7 @@ def test_long_lines_and_prompts_are_bad_lines(
     found = read(tmp_path, raw, defaults)
     assert [one.id for one in found.lines] == ["a", "f"]
     assert [(bad.number, bad.id) for bad in found.bad] == [(2, None), (3, "c"), (5, "d"), (6, "e")]
-    assert f"more than {MAX_LINE_BYTES} bytes" in found.bad[0].message
+    assert f"longer than {MAX_LINE_BYTES} bytes" in found.bad[0].message
     assert all("the prompt is too long" in bad.message for bad in found.bad[1:])
     assert encoded == ["def f(x):\n"] * 2, "bounds come before the tokenizer"
     again = read(tmp_path, raw, defaults)
