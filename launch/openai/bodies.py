@@ -301,7 +301,7 @@ def finish(
         raise encoded
     given, chat = _not_empty(encoded[0]), draft.messages(defaults.chat) is not None
     tokens, suffix = place_suffix(defaults.tokenizer, defaults.model, given, encoded[1], chat=chat)
-    check_row(RowRequest(tokens, draft.config, 0, suffix), defaults.model)
+    check_row(tokens, suffix, defaults.model, draft.config)
     text = defaults.tokenizer.decode(given, skip_special_tokens=False) if draft.has_tokens else draft.prompt
     prompt = text if isinstance(text, str) else ""
     return prompt, tokens, suffix, draft.config, draft.seed, draft.samples, draft.stop

@@ -230,17 +230,19 @@ def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig | Sa
         _check_window(rows, config, request.max_new_tokens)
 
 
-def check_row(row: RowRequest, config: ModelConfig) -> None:
-    """Check a row whose decoding parameters have passed :func:`check_kind`.
+def check_row(
+    tokens: Sequence[int], suffix: Sequence[int], config: ModelConfig, request: DiffusionConfig | SamplingConfig
+) -> None:
+    """Check one row, whose decoding parameters have passed :func:`check_kind`.
 
     Almost all rows need only a comparison of lengths: a batch may have millions of them.
 
     Raises:
       InputError: as in :func:`check_request`.
     """
-    fits = 0 < row.config.max_new_tokens <= config.max_positions - row.given
-    if row.suffix or config.family.variable_length or not fits:
-        check_request(row.rows, config, row.config)
+    fits = 0 < request.max_new_tokens <= config.max_positions - len(tokens)
+    if suffix or config.family.variable_length or not fits:
+        check_request(RowRequest(tokens, request, 0, suffix).rows, config, request)
 
 
 def _check_window(rows: Rows, config: ModelConfig, limit: int) -> None:

@@ -178,7 +178,7 @@ class TokenEngine:
             try:
                 if is_new:
                     check_kind(self.config, request.config)
-                check_row(request, self.config)
+                check_row(request.tokens, request.suffix, self.config, request.config)
             except InputError as error:
                 raise InputError(f"request {number}: {error}", field=error.field) from error
             if is_new:
