@@ -92,13 +92,9 @@ def mesh_lines(config: ModelConfig, devices: Sequence[Any], dtype: str) -> Itera
     memory = device_memory(jax.local_devices()[0])
     for size in tensor_sizes(config, weights_class(config), len(devices)):
         needed = weight_bytes(model_layout(config, MeshSpec(tensor=size)), dtype)
-        room = (
-            ""
-            if memory is None
-            else "fits"
-            if needed <= WEIGHT_MEMORY_SHARE * memory
-            else "little or no room for activations"
-        )
+        room = ""
+        if memory is not None:
+            room = "fits" if needed <= WEIGHT_MEMORY_SHARE * memory else "little or no room for activations"
         yield f"tensor={size:<4} {needed / 1e9:8.3f} GB of {dtype} weights on each device  {room}"
     spec = default_mesh(config, devices, dtype, len(devices))
     yield f"for a batch of {len(devices)}: --mesh={spec}"

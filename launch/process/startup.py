@@ -311,7 +311,7 @@ def _private_folder(path: str) -> Path | None:
         if stat.S_IMODE(state.st_mode) & 0o077:
             folder.chmod(0o700)
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "permission denied: this user cannot write there")
+            raise PermissionError(errno.EACCES, "this user cannot write there")
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         say(f"warning: --compile_cache={path}: {why}; programs will be compiled again in every run")
@@ -323,7 +323,7 @@ def check_writable(flag: str, path: str) -> None:
     """Check, before anything is computed, that a file can be written.
 
     Raises:
-      InputError: the path is a folder, its parent does not exist, or permission denied: this user cannot write there.
+      InputError: the path is a folder, its parent does not exist, or this user cannot write there.
     """
     file = Path(path).resolve()
     if file.is_dir():
