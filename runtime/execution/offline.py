@@ -14,7 +14,7 @@ from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.assignment import MOVE_GAIN
 from runtime.execution.buckets import Bucket, Grid
 from runtime.execution.pool import Pool, pool_grid, slot_count, steps_per_block, uses_cache
-from runtime.execution.requests import RequestHandle, RowFinished, StopTest, iterations_of
+from runtime.execution.requests import RequestHandle, RowFinished, StopTest, iterations_of, may_end_early
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import Runner
 from runtime.execution.scheduler import Scheduler, SchedulerPolicy, SchedulerStats
@@ -92,8 +92,9 @@ class OfflineScheduler:
         self._runner, self._requests = runner, requests
         self._stop_tests = stop_tests or [None] * len(requests)
         self.stats = SchedulerStats()
-        widest = width or runner.bucket(max((request.canvas_length for request in requests), default=1))
         # There may be millions of requests, but they share few configurations.
+        self._work = [Work(request.canvas_length, iterations_of(request)) for request in requests]
+        widest = width or runner.bucket(max((one.length for one in self._work), default=1))
         keys = {id(config): program_key(runner, config, widest) for config in _configs(requests)}
         groups: dict[Hashable, list[int]] = {}
         for number, request in enumerate(requests):
@@ -105,7 +106,7 @@ class OfflineScheduler:
     def _group(self, numbers: list[int], slots: int | None, width: int | None) -> _Group:
         requests, runner = [self._requests[number] for number in numbers], self._runner
         config, data = requests[0].config, runner.layout.spec.data
-        work = [Work(request.canvas_length, iterations_of(request)) for request in requests]
+        work = [self._work[number] for number in numbers]
         canvas = width or runner.bucket(max(one.length for one in work))
         most = min(math.ceil(len(numbers) / data) * data, DEFAULT_SLOTS * data if slots is None else slots)
         # If all rows have the same length and a slot each, one bucket is enough.
@@ -116,8 +117,9 @@ class OfflineScheduler:
         order = sorted(range(len(numbers)), key=keys.__getitem__)
         grid = pool_grid(runner, config, canvas, count, limit=_CANDIDATES, saturation=_SATURATION)
         top = Bucket(count, canvas)
+        configs = _configs(requests)
         # Groups with these values in common have programs that differ only in the bucket's shape.
-        steps = max(steps_per_block(own, canvas) for own in _configs(requests))
+        steps = max(steps_per_block(own, canvas) for own in configs)
         span = longest_span(runner, requests)
         known = runner.buckets.setdefault((program_key(runner, config, canvas), steps, span), set())
 
@@ -126,7 +128,10 @@ class OfflineScheduler:
 
         rows = [work[index] for index in order]
         chosen = select(rows, count, top, grid.buckets, grid.cost, compiling) if several else [top]
-        chosen += [bucket for bucket in grid.buckets if bucket in known and bucket not in chosen]
+        # The last rows move to smaller buckets, unless all rows end at the same time.
+        tests = any(self._stop_tests[number] for number in numbers)
+        if several or tests or len(set(work)) > 1 or any(map(may_end_early, configs)):
+            chosen += [bucket for bucket in grid.buckets if bucket in known and bucket not in chosen]
         grid = replace(grid, buckets=tuple(chosen), grows=False)
         return _Group(grid, [numbers[index] for index in order], known, steps, span)
 

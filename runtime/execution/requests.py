@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from runtime.decoding.parameters import DiffusionConfig
+from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.step_plan import ScorePass
 
@@ -114,6 +114,13 @@ def iterations_of(request: RowRequest) -> int:
         # end, and the positions there may be filled before the others.
         return max(1, request.canvas_length - request.given)
     return max(1, min(config.steps, config.max_new_tokens or config.steps))
+
+
+def may_end_early(config: DiffusionConfig | SamplingConfig) -> bool:
+    """Return whether a row may take fewer iterations than :func:`iterations_of` without a stop test."""
+    if config.stop_token_ids or not isinstance(config, DiffusionConfig):
+        return bool(config.stop_token_ids)
+    return config.parallel != "none" or config.attention_block_length > 0 or config.variable_length
 
 
 @dataclass(frozen=True)

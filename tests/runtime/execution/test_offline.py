@@ -138,6 +138,25 @@ def test_rows_that_are_queued_in_parts(together: int, monkeypatch: pytest.Monkey
         same(result, expected[number])
 
 
+@pytest.mark.parametrize(
+    ("config", "together"),
+    [
+        (BASE, True),
+        (BASE.replace(cache="dual", block_length=4), True),
+        (BASE.replace(cache="dual", block_length=4, parallel="threshold"), False),
+        (BASE.replace(stop_token_ids=(7,)), False),
+    ],
+)
+def test_rows_that_end_together_need_one_bucket(config: DiffusionConfig, together: bool) -> None:
+    """Smaller buckets that other calls have compiled are used only if rows may end at different times."""
+    engine = golden_cases.engine("tensor=1")
+    for rows in (1, 2):
+        gather(engine.scheduler([RowRequest([5] * 3, config, number) for number in range(rows)]))
+    asked = [RowRequest([5] * 3, config, number) for number in range(4)]
+    assert engine.scheduler(asked).fits_one_bucket == together
+    assert not engine.scheduler(asked, stop_tests=[lambda tokens, whole: None] * 4).fits_one_bucket
+
+
 def test_utilisation_and_an_early_end() -> None:
     engine = golden_cases.engine("tensor=1")
     asked = requests(engine, BASE)
