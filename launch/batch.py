@@ -22,29 +22,25 @@ from pathlib import Path
 
 from absl import flags
 
-from launch.batches.collector import paused_collector
 from launch.batches.facts import run_facts
 from launch.batches.folder import ERRORS, RESULTS, SAMPLES, SORTED, BatchFolder
-from launch.batches.lines import Batch, Line
-from launch.batches.progress import ProgressReport
+from launch.batches.generation import complete
+from launch.batches.lines import Batch
 from launch.batches.records import Key, as_bits, error_record, evalplus_records, keys, of_bits
-from launch.batches.rows import LineRows
 from launch.flags.batch import check_paths, define_batch_flags, read_input
 from launch.flags.decoding import define_decoding_flags, describe
 from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_mesh
 from launch.hosts.faults import EXIT_RESTART, EXIT_USER_ERROR
-from launch.openai.bodies import Defaults
 from launch.process.profiling import check_profiling, define_profiling_flags, traced, write_programs
 from launch.process.startup import (
     define_device_flags,
     is_main_process,
-    progress_bar,
     run_launcher,
     say,
     start_devices,
     this_host,
 )
-from runtime import Engine, folder_fingerprint
+from runtime import folder_fingerprint
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -115,53 +111,6 @@ def main(values: flags.FlagValues) -> None:
 def _output_folder(values: flags.FlagValues) -> AbstractContextManager[BatchFolder | None]:
     """Open the output folder on host 0, None elsewhere. All hosts compute the same rows, and host 0 writes them."""
     return closing(BatchFolder(Path(values.output_dir))) if is_main_process() else nullcontext()
-
-
-def complete(
-    engine: Engine,
-    lines: Sequence[Line],
-    done: set[Key],
-    defaults: Defaults,
-    output: BatchFolder | None,
-    slots: int | None,
-) -> tuple[int, dict[Key, str]]:
-    """Generate the missing results, and write each when it is ready.
-
-    Args:
-      engine: the model on its mesh.
-      lines: all lines of the input.
-      done: keys of the results that exist.
-      defaults: the defaults that the lines were read with.
-      output: the output folder; None on hosts that do not write.
-      slots: number of slots; None for the default of :meth:`Engine.scheduler`.
-
-    Returns:
-      The number of results written, and the keys of those that cannot be computed, each with the reason. Together they
-      are all that were missing, unless the run was told to stop.
-    """
-    with paused_collector():
-        rows = LineRows(lines, defaults)
-        skip = rows.of_records(done)
-        scheduler = engine.scheduler(rows.requests, slots, engine.stop_tests(rows.stops))
-    total, count = len(rows.requests) - len(skip), 0
-    report = ProgressReport(scheduler.stats, total)
-    with progress_bar("rows") as progress:
-        for results in scheduler.run(skip, more=lambda: not this_host().draining()):
-            records, errors = rows.finish(results)
-            if output is not None and errors:
-                output.add_errors(errors)
-            if output is not None and records:
-                output.append(records)
-            count += len(records)
-            progress(scheduler.stats.rows, total)
-            report.print_if_due()
-    report.print()
-    stats = scheduler.stats
-    say(
-        f"{stats.forwards} forward passes, {stats.computed_positions} positions computed, "
-        f"{100 * stats.useful_share:.1f}% of them useful, {engine.compiled_programs} programs compiled"
-    )
-    return count, rows.failed
 
 
 def publish(output: BatchFolder, order: Sequence[Key], batch: Batch, values: flags.FlagValues) -> None:
