@@ -82,7 +82,8 @@ class Asked:
 
     def _make(self, number: int) -> tuple[dict[str, Any], list[str]]:
         chance, plain = random.Random(number), number < PLAIN
-        tokens, temperature = chance.randint(1, 40), 0.5 if plain else chance.choice([0.0, 0.5, 1.0])
+        # The lengths are log-uniform: most answers are short, because the test sends ten thousand requests.
+        tokens, temperature = int(41 ** chance.random()), 0.5 if plain else chance.choice([0.0, 0.5, 1.0])
         prompt, samples = chance.choice([PROMPT, "import os\n", "x"]), 1 if plain else chance.choice([1, 1, 3])
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": temperature, "seed": number, "n": samples}
         body |= {"stream": True} if number % 2 else {}
