@@ -25,6 +25,7 @@ from benchmarks.compare_torch import comparison_table
 from benchmarks.diffusion_modes import modes_table
 from benchmarks.families import families_table
 from benchmarks.fault_tables import fault_table
+from benchmarks.overload import overload_table
 from benchmarks.records import check_output
 from benchmarks.scaling_plots import Group, plot_scaling
 from benchmarks.schedule import schedule_table
@@ -59,6 +60,10 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "faults": (
         fault_table,
         "hosts on machines and networks of their own: these are processes on one machine; nor GPUs and TPUs.",
+    ),
+    "overload": (
+        overload_table,
+        "a load generator on another machine, a GPU or TPU, a larger model, several hosts.",
     ),
     "schedule": (schedule_table, "measured times: they are the compilers' own schedules."),
     "serve": (
