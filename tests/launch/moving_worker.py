@@ -1,11 +1,12 @@
-"""Runs ``launch.serve`` so that every row moves to another bucket before every step.
+"""Runs ``launch.serve`` so that every row moves to another bucket before every step, or before every N-th step.
 
-``python -m tests.launch.moving_worker ...`` takes the flags of ``launch.serve``. The costs of buckets are drawn at
-random for each step, and no bucket is used twice in a row, so rows move even if that costs time.
+``python -m tests.launch.moving_worker ...`` takes the flags of ``launch.serve`` and ``--move_every=N``. The costs of
+buckets are drawn at random for each of these steps, and no bucket is used again, so rows move even if that costs time.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -39,15 +40,27 @@ def shuffle(
     return found
 
 
-def moving() -> Any:
-    """In this context, all rows of this process move before every step."""
-    return mock.patch.object(scheduler, "assign", shuffle)
+def moving(every: int = 1) -> Any:
+    """In this context, all rows of this process move before the first step and each ``every`` steps after it."""
+    steps = itertools.count()
+
+    def one(
+        there: Sequence[OpenBucket], needs: Mapping[int, Need], choice: Choice, numbers: Iterator[int]
+    ) -> list[OpenBucket]:
+        return (assign if next(steps) % every else shuffle)(there, needs, choice, numbers)
+
+    return mock.patch.object(scheduler, "assign", one)
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    serve.define_flags(values)
+    flags.DEFINE_integer("move_every", 1, "Steps from one move of all rows to the next.", 1, flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
-    with moving():
+    with moving(values.move_every):
         serve.main(values)
 
 
 if __name__ == "__main__":
-    run_launcher(main, serve.define_flags, __doc__ or "")
+    run_launcher(main, define_flags, __doc__ or "")

@@ -193,7 +193,7 @@ class Hosts:
 
 @contextmanager
 def two_hosts(checkpoint: Path, logs: Path, *more: str) -> Iterator[Hosts]:
-    """Run a server on two hosts with one device each. All its rows move before every step."""
+    """Run a server on two hosts with one device each. All its rows move before every step, if no flag differs."""
     command = [sys.executable, "-m", "tests.launch.moving_worker", f"--checkpoint={checkpoint}"]
     command += [
         "--served_model_name=demo",
@@ -274,7 +274,7 @@ def test_ten_thousand_requests(folder: Path, engine: Engine, tmp_path: Path) -> 
     asked = Asked(engine, 40)
     done = cancelled = 0
     seen = []
-    with two_hosts(folder, tmp_path) as hosts:
+    with two_hosts(folder, tmp_path, "--move_every=8") as hosts:
         for part in range(10):
             counts = asyncio.run(soak(hosts.url, asked, 1000, seed=part))
             done, cancelled = done + counts[0], cancelled + counts[1]
