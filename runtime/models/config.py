@@ -54,6 +54,23 @@ class PublishedSettings:
     settings: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class InfillingTokens:
+    """Special tokens with which an autoregressive family was trained to fill in the middle (Bavarian et al., 2022).
+
+    Attributes:
+      prefix: the token before a prompt.
+      suffix: the token before the text that follows the completion.
+      middle: the token before the completion.
+      ends: tokens of the format that are never part of a completion, and end it.
+    """
+
+    prefix: str
+    suffix: str
+    middle: str
+    ends: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Family:
     """A model family: everything that the rest of the code needs to know about it.
@@ -82,6 +99,8 @@ class Family:
         :mod:`runtime.decoding.variable_length`.
       mask_token_id: mask token of checkpoints whose configuration does not name one.
       end_token_ids: end tokens of checkpoints whose configuration does not name any.
+      end_tokens: tokens that end a completion too, if the checkpoint's tokenizer has them.
+      infilling: tokens around a prompt and its suffix; None if the model does not read a suffix in its prompt.
       transformers_class: name of the model class of transformers with the same layers, configuration keys and tensor
         names. A bidirectional model uses it with its causal mask turned off. None if transformers has no such class.
       tensor_name: maps a tensor's name in a Hugging Face folder to the declared name, for folders that use other names;
@@ -110,6 +129,8 @@ class Family:
     config_key: str = ""
     mask_token_id: int | None = None
     end_token_ids: tuple[int, ...] = ()
+    end_tokens: tuple[str, ...] = ()
+    infilling: InfillingTokens | None = None
     transformers_class: str | None = None
     tensor_name: Callable[[str], str | None] = str
     published: tuple[PublishedSettings, ...] = ()

@@ -35,6 +35,7 @@ DREAM = Family(
     objective="masked_diffusion",
     prediction_offset=1,
     transformers_class="Qwen2ForCausalLM",
+    end_tokens=("<|im_end|>", "<|dlm_pad|>", "<|endoftext|>"),
     schedule="linear_time",
     algorithms=("origin", "maskgit_plus", "topk_margin", "entropy"),
     block_rules=BLOCK_RULES,

@@ -72,6 +72,7 @@ DREAMON = Family(
     variable_length=True,
     mask_token_id=151666,
     end_token_ids=(151643,),
+    end_tokens=("<|im_end|>", "<|dlm_pad|>", "<|endoftext|>"),
     published=(PublishedSettings("", _PUBLISHED),),
     presets={
         "dreamon-7b": SEVEN_BILLION

@@ -62,6 +62,7 @@ FAST_DLLM_V2 = Family(
     parallel_rules=BLOCK_CAUSAL_RULES,
     mask_token_id=151665,
     end_token_ids=(151645,),
+    end_tokens=qwen2.END_TOKENS,
     published=(PublishedSettings("", _PUBLISHED),),
     presets={
         "fast_dllm_v2-7b": qwen2.SEVEN_BILLION

@@ -180,6 +180,7 @@ LLADA = Family(
     guidance=True,
     mask_token_id=126336,
     end_token_ids=(126081,),
+    end_tokens=("<|endoftext|>",),
     # From the README of ML-GSAI/LLaDA: one step per token, blocks of 32.
     published=(PublishedSettings("", _PUBLISHED),),
     presets={"llada-8b": _EIGHT_BILLION},

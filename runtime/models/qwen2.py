@@ -12,7 +12,7 @@ from typing import Any
 import flax.struct
 import jax
 
-from runtime.models.config import Family, ModelConfig, check_features, transformer_config
+from runtime.models.config import Family, InfillingTokens, ModelConfig, check_features, transformer_config
 from runtime.models.costs import LayerCost
 from runtime.models.declarations import ModelLayout, layers_of
 from runtime.models.forward import Forward
@@ -128,6 +128,16 @@ class Qwen2Weights(TiedQwen2Weights):
         return vocabulary_logits(forward, hidden, self.lm_head)
 
 
+# The tokens that end a message and a text.
+END_TOKENS = ("<|im_end|>", "<|endoftext|>")
+# Those of Qwen2.5-Coder (Hui et al., 2024). In its infilling example, ``ends`` end the text between prompt and suffix.
+INFILLING = InfillingTokens(
+    prefix="<|fim_prefix|>",
+    suffix="<|fim_suffix|>",
+    middle="<|fim_middle|>",
+    ends=("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
+)
+
 SEVEN_BILLION: dict[str, Any] = {
     "vocab_size": 152064,
     "hidden_size": 3584,
@@ -159,6 +169,8 @@ QWEN2 = Family(
     objective="autoregressive",
     prediction_offset=1,
     transformers_class="Qwen2ForCausalLM",
+    end_tokens=END_TOKENS,
+    infilling=INFILLING,
     presets={"qwen2.5-7b": SEVEN_BILLION | {"model_type": "qwen2"}},
     reference="transformers",
 )

@@ -129,6 +129,8 @@ QWEN3 = Family(
     prediction_offset=1,
     transformers_class="Qwen3ForCausalLM",
     end_token_ids=(151645, 151643),
+    end_tokens=qwen2.END_TOKENS,
+    infilling=qwen2.INFILLING,
     presets={
         "qwen3-0.6b": _PUBLISHED
         | {

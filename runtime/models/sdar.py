@@ -60,6 +60,7 @@ SDAR = Family(
     parallel_rules=BLOCK_CAUSAL_RULES,
     mask_token_id=151669,
     end_token_ids=(151643, 151645),
+    end_tokens=qwen3.QWEN3.end_tokens,
     published=(PublishedSettings("", _PUBLISHED),),
     presets={
         "sdar-8b": dict(qwen3.QWEN3.presets["qwen3-8b"])

@@ -10,21 +10,12 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 from checkpoints.folder import CheckpointFolder
 from runtime.execution.left_padding import left_padded
-from runtime.models.config import ModelConfig, token_ids
+from runtime.models.config import InfillingTokens, ModelConfig, token_ids
 from runtime.text.chat_template import TemplateRenderer, TemplateTimeoutError
 from sharding.errors import InputError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-# These tokens end a completion, if the checkpoint's vocabulary has them.
-END_TOKENS = ("<|im_end|>", "<|dlm_pad|>", "<|endoftext|>")
-
-# The tokens of Qwen2.5-Coder (Hui et al., 2024) before a prompt, before its suffix, and before the text between them.
-FIM_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
-
-# In Qwen2.5-Coder's infilling example, these tokens end the text between prompt and suffix too.
-FIM_END_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 
 # If more conversations of a file than this time out, the chat template itself is considered broken.
 _MAX_TIMEOUTS = 3
@@ -199,34 +190,26 @@ class TextTokenizer:
             UndecodableError,
         )
 
-    @property
-    def end_token_ids(self) -> tuple[int, ...]:
-        """Ids of those tokens in :data:`END_TOKENS` that the vocabulary has."""
-        return self._known(END_TOKENS)
+    def known_ids(self, tokens: Sequence[str]) -> tuple[int, ...]:
+        """Return the ids of those special tokens that the vocabulary has."""
+        vocabulary = self._tokenizer.get_vocab()
+        return tuple(vocabulary[token] for token in tokens if token in vocabulary)
 
-    @property
-    def fim_end_token_ids(self) -> tuple[int, ...]:
-        """Ids of those tokens in :data:`FIM_END_TOKENS` that the vocabulary has."""
-        return self._known(FIM_END_TOKENS)
-
-    @property
-    def fim_token_ids(self) -> tuple[int, ...]:
-        """Ids of :data:`FIM_TOKENS`.
+    def infilling_ids(self, tokens: InfillingTokens) -> tuple[int, int, int]:
+        """Return the ids of the tokens before a prompt, before its suffix, and before the text between them.
 
         Raises:
           InputError: the vocabulary lacks one of them.
         """
         vocabulary = self._tokenizer.get_vocab()
-        missing = [token for token in FIM_TOKENS if token not in vocabulary]
+        order = (tokens.prefix, tokens.suffix, tokens.middle)
+        missing = [token for token in order if token not in vocabulary]
         if missing:
             raise InputError(
                 f"suffix is not available for {self._name}: its tokenizer has no {', '.join(missing)}", field="suffix"
             )
-        return self._known(FIM_TOKENS)
-
-    def _known(self, tokens: Sequence[str]) -> tuple[int, ...]:
-        vocabulary = self._tokenizer.get_vocab()
-        return tuple(vocabulary[token] for token in tokens if token in vocabulary)
+        before, between, after = (vocabulary[token] for token in order)
+        return before, between, after
 
 
 def _check_versioned_files(folder: CheckpointFolder) -> None:
@@ -362,14 +345,16 @@ def place_suffix(
       The tokens before and after the new tokens.
 
     Raises:
-      InputError: the prompt is a chat, or the model is autoregressive and the tokenizer lacks one of
-        :data:`FIM_TOKENS`.
+      InputError: the prompt is a chat, or the model is autoregressive and its family or its tokenizer has no tokens for
+        it.
     """
     if suffix and chat:
         raise InputError("suffix is not available for a chat, which has nothing after the answer", field="suffix")
     if not suffix or model.objective != "autoregressive":
         return list(prompt), list(suffix)
-    before, between, after = tokenizer.fim_token_ids
+    if model.family.infilling is None:
+        raise InputError(f"suffix is not available for {model.family.name} models", field="suffix")
+    before, between, after = tokenizer.infilling_ids(model.family.infilling)
     return [before, *prompt, between, *suffix, after], []
 
 
@@ -381,7 +366,7 @@ def end_tokens(config: ModelConfig, folder: CheckpointFolder, tokenizer: TextTok
     """
     ids = [*config.end_token_ids, *token_ids(folder.generation_config, "eos_token_id", config.vocab_size - 1)]
     if tokenizer is not None:
-        ids += tokenizer.end_token_ids
-        # Autoregressive models: the tokens of the fill-in-the-middle format are never part of a completion.
-        ids += tokenizer.fim_end_token_ids if config.objective == "autoregressive" else ()
+        infilling = config.family.infilling
+        ids += tokenizer.known_ids(config.family.end_tokens)
+        ids += tokenizer.known_ids(infilling.ends if infilling is not None else ())
     return tuple(dict.fromkeys(ids))

@@ -17,10 +17,10 @@ from checkpoints import DEMO
 from runtime import Engine, SamplingConfig
 from runtime.models.config import ConfigError
 from runtime.models.families import parse_config
+from runtime.models.qwen3 import QWEN3
 from runtime.planner.estimate import estimate_workload
 from runtime.planner.presets import PRESETS, preset
 from runtime.planner.workload import Workload
-from runtime.text.tokenizer import FIM_END_TOKENS, FIM_TOKENS
 from sharding.mesh import MeshSpec
 from sharding.topology import parse_topology
 from tests.launch.served import served
@@ -170,7 +170,9 @@ def test_end_tokens_are_the_familys_where_the_configuration_names_none() -> None
 def test_served(tmp_path: Path) -> None:
     """The server returns the engine's text, and with a suffix that of a fill-in-the-middle prompt."""
     vocab = json.loads((DEMO / "config.json").read_text())["vocab_size"]
-    special = dict.fromkeys((*FIM_TOKENS, *FIM_END_TOKENS))
+    infilling = QWEN3.infilling
+    assert infilling is not None
+    special = dict.fromkeys((infilling.prefix, infilling.suffix, infilling.middle, *infilling.ends))
     write_random_model(tmp_path, tied=True, vocab_size=vocab + len(special))
     shutil.copy(DEMO / "tokenizer_config.json", tmp_path)
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
@@ -178,7 +180,7 @@ def test_served(tmp_path: Path) -> None:
     tokenizer["added_tokens"] += [kind | {"id": vocab + place, "content": name} for place, name in enumerate(special)]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     own = Engine.load(tmp_path, "tensor=1", dtype="float32")
-    assert {vocab + place for place, name in enumerate(special) if name in FIM_END_TOKENS} <= {*own.end_token_ids}
+    assert {vocab + place for place, name in enumerate(special) if name in infilling.ends} <= {*own.end_token_ids}
     config = SamplingConfig(NEW, temperature=0.0)
     expected = own.generate(["def f("], config=config)[0].text
     joined = "<|fim_prefix|>def f(<|fim_suffix|>return y<|fim_middle|>"
