@@ -11,7 +11,6 @@ import contextlib
 import http.client
 import json
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -37,6 +36,7 @@ from benchmarks.command_attacks import (
     cover,
 )
 from checkpoints import CheckpointError, FolderOutput, convert, open_folder, verify
+from launch.hosts.local_processes import free_port
 from runtime import InputError
 from runtime.text.chat_template import TemplateRenderer
 
@@ -66,7 +66,7 @@ _PIECES = (
     *(b"", b'"', b"}", b"null", b"true", b"NaN", b"1e999", b"-0", b"9" * 5000, b"[" * 2000, b'{"a":' * 2000),
     *(b"\0", b"\xff", b"\xed\xa0\x80", b"\\ud800", b"\xef\xbb\xbf", b'"seed":1,', b"\x1b[2J", b"-1", b"0x10"),
 )
-_ADDRESS = re.compile(r"serving \S+ on http://([\d.]+):(\d+)")
+_LOOPBACK = "127.0.0.1"
 _START_SECONDS = 300.0
 _GRACE_SECONDS = 1
 _HEALTH_REQUESTS = 20
@@ -188,20 +188,20 @@ def attack_templates(seconds: float = 1.0) -> dict[str, Any]:
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, int, subprocess.Popen[bytes]]]:
     """Serve the demo in a child process, with a chat template that does not end. Yield address, port and process."""
-    log, model = folder / "server.log", copy_demo(folder / "model")
+    log, model, port = folder / "server.log", copy_demo(folder / "model"), free_port()
     (model / "chat_template.jinja").write_text(ENDLESS_TEMPLATE)
     cover(model)
-    command = [sys.executable, "-m", "launch.serve", "--port=0", "--mesh=tensor=1", "--canvas=128"]
+    command = [sys.executable, "-m", "launch.serve", f"--port={port}", "--mesh=tensor=1", "--canvas=128"]
     command += ["--max_new_tokens=8", f"--grace={_GRACE_SECONDS}", f"--checkpoint={model}"]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stderr=file)
     try:
         end = time.monotonic() + _START_SECONDS
-        while (found := _ADDRESS.search(log.read_text(errors="replace"))) is None:
+        while _ask((_LOOPBACK, port), _LOOPBACK, "GET", "/health") != 200:
             if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')}")
             time.sleep(0.1)
-        yield found[1], int(found[2]), process
+        yield _LOOPBACK, port, process
     finally:
         process.kill()
         process.wait()
