@@ -103,6 +103,8 @@ class Family:
       infilling: tokens around a prompt and its suffix; None if the model does not read a suffix in its prompt.
       transformers_class: name of the model class of transformers with the same layers, configuration keys and tensor
         names. A bidirectional model uses it with its causal mask turned off. None if transformers has no such class.
+      tokenizer_class: name of the class of transformers that reads the tokenizer of a checkpoint that has no
+        ``tokenizer.json``, but ``vocab.json`` and ``merges.txt``.
       tensor_name: maps a tensor's name in a Hugging Face folder to the declared name, for folders that use other names;
         returns None for a tensor that is not a weight.
       published: published decoding settings. The first entry that matches a checkpoint's name is used.
@@ -132,11 +134,17 @@ class Family:
     end_tokens: tuple[str, ...] = ()
     infilling: InfillingTokens | None = None
     transformers_class: str | None = None
+    tokenizer_class: str = "Qwen2TokenizerFast"
     tensor_name: Callable[[str], str | None] = str
     published: tuple[PublishedSettings, ...] = ()
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reference: Reference = "original code"
     golden_cases: int = 0
+
+    @property
+    def block_causal(self) -> bool:
+        """Whether its attention is block-causal."""
+        return self.attention == "block_causal"
 
     @property
     def caches(self) -> tuple[str, ...]:
@@ -145,7 +153,7 @@ class Family:
             return ()
         if self.variable_length:
             return ("none",)
-        return ("none", "exact") if self.attention == "block_causal" else ("none", "prefix", "dual")
+        return ("none", "exact") if self.block_causal else ("none", "prefix", "dual")
 
     @property
     def verified(self) -> str:

@@ -184,6 +184,7 @@ GPT2 = Family(
     objective="autoregressive",
     prediction_offset=1,
     transformers_class="GPT2LMHeadModel",
+    tokenizer_class="GPT2TokenizerFast",
     end_tokens=("<|im_end|>", "<|endoftext|>"),  # the first one in chats with ChatML
     tensor_name=_tensor_name,
     presets={

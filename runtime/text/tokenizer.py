@@ -11,6 +11,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.folder import CheckpointFolder
 from runtime.execution.left_padding import left_padded
 from runtime.models.config import InfillingTokens, ModelConfig, token_ids
+from runtime.models.families import find_family
 from runtime.text.chat_template import TemplateRenderer, TemplateTimeoutError
 from sharding.errors import InputError
 
@@ -42,12 +43,13 @@ class TextTokenizer:
 
     @classmethod
     def from_folder(cls, folder: CheckpointFolder) -> TextTokenizer | None:
-        """Load a folder's tokenizer from ``tokenizer.json``, or from Qwen2's ``vocab.json`` and ``merges.txt``.
+        """Load a folder's tokenizer from ``tokenizer.json``, or from its family's ``vocab.json`` and ``merges.txt``.
 
         Returns:
           The tokenizer, or None if the folder has neither.
 
         Raises:
+          ConfigError: without ``tokenizer.json``, ``config.json`` is of a family that is not supported.
           CheckpointError: the files exist but cannot be read, are links to files outside the folder, or name files for
             the tokenizer that are not in the folder.
         """
@@ -56,10 +58,11 @@ class TextTokenizer:
         if not has_json and not has_bpe:
             return None
         _check_versioned_files(folder)
+        name = "PreTrainedTokenizerFast" if has_json else find_family(folder.config).tokenizer_class
         # Not AutoTokenizer: it could load a class whose code is in the folder.
-        from transformers import PreTrainedTokenizerFast, Qwen2TokenizerFast
+        import transformers
 
-        loader = PreTrainedTokenizerFast if has_json else Qwen2TokenizerFast
+        loader = getattr(transformers, name)
         files = {} if has_json else _bpe_files(folder)
         try:
             return cls(loader.from_pretrained(str(folder.path), local_files_only=True, **files), folder.name)

@@ -8,12 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from runtime import DiffusionConfig, Engine
+from checkpoints import DEMO, open_folder
+from runtime import DiffusionConfig, Engine, InputError, TextTokenizer, end_tokens, place_suffix
 from runtime.execution.scoring import gather_logits, shifted_logits
 from runtime.models.config import ConfigError, Family, transformer_config
 from runtime.models.declarations import ModelLayout
 from runtime.models.dream import DREAM
 from runtime.models.families import FAMILIES, model_layout, parse_config
+from runtime.models.gpt2 import GPT2
 from runtime.models.qwen2 import QWEN2
 from runtime.planner.presets import PRESETS, preset
 from sharding.mesh import MeshSpec
@@ -25,6 +27,18 @@ def test_records_are_told_apart() -> None:
     assert len({family.name for family in FAMILIES}) == len(kinds) == len(FAMILIES)
     assert len({family.model_type for family in FAMILIES}) == len(FAMILIES) - 1, "Dream and DreamOn share theirs"
     assert sum(len(family.presets) for family in FAMILIES) == len(PRESETS)
+
+
+def test_completions_end_at_the_tokens_of_the_familys_record() -> None:
+    """Of one tokenizer's tokens, Dream's record names one more than Qwen2's. GPT-2's names none around a suffix."""
+    folder = open_folder(str(DEMO), weights=False)
+    tokenizer, model = TextTokenizer.from_folder(folder), parse_config(folder.config)
+    assert tokenizer is not None
+    dream, qwen2 = (end_tokens(replace(model, family=one), folder, tokenizer) for one in (DREAM, QWEN2))
+    assert set(dream) == {*qwen2, *tokenizer.known_ids(["<|dlm_pad|>"])} != set(qwen2)
+    with pytest.raises(InputError, match="suffix is not available for gpt2 models") as found:
+        place_suffix(tokenizer, replace(model, family=GPT2), [1], [2], chat=False)
+    assert found.value.field == "suffix"
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -43,7 +43,17 @@ def pairs(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}))
     (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     return folder
+
+
+def test_the_family_decides_how_text_is_split(pairs: Path) -> None:
+    """GPT-2 joins digits to tokens, and Qwen2 does not."""
+    (pairs / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "1": 1, "2": 2, "12": 3}))
+    (pairs / "merges.txt").write_text("#version: 0.2\n1 2\n")
+    assert encode(pairs, "12") == [1, 2]
+    (pairs / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert encode(pairs, "12") == [3]
 
 
 @pytest.mark.parametrize(
