@@ -20,6 +20,7 @@ from checkpoints import DEMO
 from launch.process.startup import define_device_flags
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.engine import Engine
+from runtime.execution.pool import uses_cache
 from runtime.execution.result import GenerationResult
 from runtime.models.attention import ATTENTION_IMPLEMENTATIONS
 from runtime.models.config import STORED_DTYPES, ModelConfig
@@ -186,8 +187,7 @@ class Subject:
         """Return a function that prepares a timed generation. The last result is stored in ``found["result"]``."""
 
         def prepare() -> Callable[[], None]:
-            cached = request.use_cache if isinstance(request, SamplingConfig) else request.cache != "none"
-            self.check_shape(batch, prompt + request.max_new_tokens, cached)
+            self.check_shape(batch, prompt + request.max_new_tokens, uses_cache(request))
             ids = prompt_ids(engine.config, batch, prompt)
 
             def call() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from typing import Any
@@ -13,7 +12,7 @@ from launch.batches.lines import Batch
 from launch.hosts.preflight import code_digest
 from launch.openai.bodies import Defaults
 from launch.process.startup import version
-from runtime import CheckpointFolder
+from runtime import CheckpointFolder, declared_parameters
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja")
 
@@ -34,8 +33,8 @@ def run_facts(
     for name in _TOKENIZER_FILES:
         if (folder.path / name).is_file():
             digest.update(name.encode() + b"\0" + hashlib.sha256((folder.path / name).read_bytes()).digest())
-    decoding = dataclasses.asdict(defaults.config)
-    del decoding["seed"]
+    declared = declared_parameters(type(defaults.config))
+    decoding = {one.name: getattr(defaults.config, one.name) for one in declared if not one.per_row}
     facts = {
         "version": version(),
         "code": code_digest(),

@@ -63,6 +63,8 @@ def _row(one: Parameter, models: Sequence[str], everywhere: bool) -> tuple[str, 
 
 
 def _setting(requirement: Requirement) -> str:
+    if requirement.values is None:
+        return f"`{requirement.field}`"
     return " or ".join(f"`{requirement.field}={value}`" for value in requirement.values)
 
 

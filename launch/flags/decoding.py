@@ -25,6 +25,7 @@ from runtime import (
     check_given,
     declared_parameters,
     one_step_per_token,
+    own_names,
     with_model_blocks,
 )
 
@@ -159,11 +160,8 @@ def _sampling_config(values: flags.FlagValues, folder: CheckpointFolder, given: 
         raise InputError(
             f"--preset={FAST_DLLM} is for diffusion models; {folder.name} is autoregressive", field="preset"
         )
-    fields = dict(given)
-    use_cache = fields.get("cache") != "none"
-    if not use_cache:
-        del fields["cache"]
-    wrong = [name for name in fields if name not in AUTOREGRESSIVE_PARAMETERS]
+    fields = own_names(SamplingConfig, given)
+    wrong = [name for name in given if name in fields and name not in AUTOREGRESSIVE_PARAMETERS]
     if wrong:
         own = [f"--{name}" for name in AUTOREGRESSIVE_PARAMETERS]
         raise InputError(
@@ -175,7 +173,7 @@ def _sampling_config(values: flags.FlagValues, folder: CheckpointFolder, given: 
     # The checkpoint's sampling parameters apply only if it sets do_sample.
     if values.preset == "published" and folder.generation_config.get("do_sample") is True:
         said |= {"temperature": 1.0} | _generation_config(folder, SamplingConfig)
-    return SamplingConfig(**(said | fields), use_cache=use_cache)
+    return SamplingConfig(**(said | fields))
 
 
 def _generation_config(folder: CheckpointFolder, kind: type) -> dict[str, Any]:

@@ -32,7 +32,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 _DEFAULT_CANVAS = 512
 _DEFAULT_SLOTS = 8
 # Decoding flags that a server refuses, because each request sets its own value: flag, and field of the request.
-_REQUEST_ONLY = {"seed": "seed", "log_probabilities": "logprobs"}
+_REQUEST_ONLY = {name: one.http_name for name, one in EXPOSED_PARAMETERS.items() if one.request_only}
 
 
 def define_server_flags(values: flags.FlagValues) -> None:

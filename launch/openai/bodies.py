@@ -13,7 +13,6 @@ from runtime import (
     AUTOREGRESSIVE_PARAMETERS,
     EXPOSED_PARAMETERS,
     MAX_SAMPLES,
-    MAX_SEED,
     CompletionBuilder,
     DiffusionConfig,
     InputError,
@@ -28,6 +27,7 @@ from runtime import (
     check_row,
     dependents,
     one_step_per_token,
+    own_names,
     parse_json_object,
     place_suffix,
     with_model_blocks,
@@ -44,8 +44,9 @@ _SAMPLES, _SAMPLES_NAME = Integer(1, MAX_SAMPLES), "num_return_sequences"
 _TEXTS = {"prompt", "messages", "suffix"}
 _READ = {*_TEXTS, "stop", _SAMPLES_NAME, *EXPOSED_PARAMETERS}
 _OWN_NAMES = {"n": _SAMPLES_NAME} | {alias: one.name for one in EXPOSED_PARAMETERS.values() for alias in one.aliases}
-# A request has one seed, which is not part of its configuration.
-_SEED = Integer(0, MAX_SEED)
+_SEED: Any = EXPOSED_PARAMETERS["seed"].request_kind
+# What a request's configuration is made of. Each of its rows has a seed of its own.
+_SHARED = {name: one for name, one in EXPOSED_PARAMETERS.items() if not one.per_row}
 _MAX_CONFIGS = 1024
 # The configuration of a request, its seed, its number of samples and its stop strings.
 Settings = tuple[DiffusionConfig | SamplingConfig, int, int, tuple[str, ...]]
@@ -90,7 +91,7 @@ class Defaults:
         Raises:
           InputError: a parameter is invalid, or this model does not have it.
         """
-        said = json.dumps({name: fields[name] for name in fields if name in EXPOSED_PARAMETERS and name != "seed"})
+        said = json.dumps({name: fields[name] for name in fields if name in _SHARED})
         if said not in self._configs:
             if len(self._configs) >= _MAX_CONFIGS:
                 self._configs.clear()
@@ -328,15 +329,13 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
       InputError: a parameter is invalid, or this model's decoder does not have it.
     """
     config = defaults.config
-    given = [name for name in EXPOSED_PARAMETERS if name in changes and name != "seed"]
-    wrong = [name for name in given if name not in AUTOREGRESSIVE_PARAMETERS]
+    given = {name: one.from_request(changes[name]) for name, one in _SHARED.items() if name in changes}
+    fields = own_names(type(config), given)
+    wrong = [name for name in given if name in fields and name not in AUTOREGRESSIVE_PARAMETERS]
     if isinstance(config, SamplingConfig) and wrong:
         raise InputError(
             f"{', '.join(wrong)}: not supported by this checkpoint, which is autoregressive", field=wrong[0]
         )
-    fields = {name: EXPOSED_PARAMETERS[name].from_request(changes[name]) for name in given}
-    if "log_probabilities" in fields:
-        fields["log_probabilities"] = _log_probabilities(fields["log_probabilities"])
     # A body that changes the cache or the parallel rule starts from the default parameters of the new one.
     for name in [name for name in fields if fields[name] != getattr(config, name)]:
         fields = {one.name: one.default for one in dependents(type(config), name)} | fields
@@ -346,16 +345,6 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
     made = with_model_blocks(config.replace(**fields), defaults.model)
     check_given(made, given)
     return made
-
-
-def _log_probabilities(wanted: Any) -> bool:
-    # In OpenAI's completions, logprobs is the number of alternative tokens to return. Only 0 is supported.
-    if not isinstance(wanted, (bool, int)) or (wanted is not True and wanted != 0):
-        raise InputError(
-            f"logprobs is {wanted!r:.80}; expected true, false, or 0: alternative tokens are not supported",
-            field="logprobs",
-        )
-    return wanted is not False
 
 
 def _stops(changes: Mapping[str, Any], defaults: Defaults) -> tuple[str, ...]:

@@ -24,7 +24,6 @@ from runtime import (
     Integer,
     Parameter,
     Real,
-    Seeds,
     TokenIds,
 )
 
@@ -83,9 +82,7 @@ class StreamOptions(Body):
 
 def annotation(parameter: Parameter) -> Any:
     """Return the type of a decoding parameter's field for pydantic, with its bounds and its description."""
-    kind: Any = parameter.kind
-    if isinstance(kind, Seeds):
-        kind = kind.seed
+    kind: Any = parameter.request_kind
     if isinstance(kind, Integer):
         found: Any = Annotated[int, Field(ge=0 if parameter.zero_is_none else kind.low, le=kind.high)]
     elif isinstance(kind, Real):

@@ -244,7 +244,7 @@ def describe(configs: Sequence[DiffusionConfig | SamplingConfig]) -> list[str]:
     texts = []
     for values in compiled:
         said = [
-            f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+            named[name].spelled(value)
             for name, value in values.items()
             if name in different and (value != named[name].default or isinstance(named[name].kind, Choice))
         ]
@@ -253,7 +253,7 @@ def describe(configs: Sequence[DiffusionConfig | SamplingConfig]) -> list[str]:
 
 
 def not_offered(config: DiffusionConfig | SamplingConfig, modes: Sequence[Mode]) -> str:
-    """Return the parameter that a request, which no mode can decode, must change to fit the most similar mode.
+    """Return the name of the parameter that a request, which no mode can decode, must change to fit the nearest mode.
 
     It is always one in which the request differs from the default mode.
     """
@@ -265,7 +265,8 @@ def not_offered(config: DiffusionConfig | SamplingConfig, modes: Sequence[Mode])
         names = [name for name in changed if name not in theirs or theirs[name] != wanted[name]]
         # Parameters that the request and the mode both have come first, because the others follow from them.
         wrong.append(sorted(names, key=lambda name: name not in theirs))
-    return min(filter(None, wrong), key=len)[0]
+    first = min(filter(None, wrong), key=len)[0]
+    return next(one.request_name for one in declared_parameters(type(config)) if one.name == first)
 
 
 def _several(prompt: Any) -> list[Any]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.decoding.early_stop import decide_early_stop
-from runtime.decoding.schema import Boolean, Integer, Real, Seeds, TokenIds, parameter, validate
+from runtime.decoding.kinds import Boolean, Integer, Real, Seeds, TokenIds
+from runtime.decoding.schema import parameter, validate
 from runtime.models.config import Family
 
 MAX_NEW_TOKENS = 1 << 20
@@ -69,6 +70,7 @@ class SamplingConfig:
         "Random seed: one for the batch, or one per row.",
         flag_default="0",
         flag_help="Separate several seeds by commas.",
+        request_only=True,
     )
     early_stop: bool | None = parameter(
         None,
@@ -94,6 +96,8 @@ class SamplingConfig:
         flag_default=False,
         flag_help="With --json.",
         general=True,
+        count_of="alternative tokens",
+        request_only=True,
     )
     use_cache: bool = parameter(
         True,
@@ -101,6 +105,7 @@ class SamplingConfig:
         "Use a KV cache. Without one, every token costs a forward pass over the whole sequence before it.",
         compiled=True,
         exposed=False,
+        given_as=("cache", "none"),
     )
 
     def __post_init__(self) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from runtime.decoding.schema import Boolean, Integer, Parameter, Real, declared_parameters
+from runtime.decoding.kinds import Boolean, Integer, Real
+from runtime.decoding.schema import Parameter, declared_parameters
 from runtime.models.arrays import array
 
 _DTYPES = {Integer: jnp.int32, Real: jnp.float32, Boolean: jnp.bool_}

@@ -19,18 +19,9 @@ from runtime.decoding.autoregressive_parameters import MIN_TEMPERATURE as MIN_TE
 from runtime.decoding.autoregressive_parameters import TEMPERATURE
 from runtime.decoding.autoregressive_parameters import SamplingConfig as SamplingConfig
 from runtime.decoding.early_stop import decide_early_stop
+from runtime.decoding.kinds import Boolean, Choice, Integer, Real, Requirement
 from runtime.decoding.sampling import ALGORITHMS, CONFIDENCE_ALGORITHMS
-from runtime.decoding.schema import (
-    Boolean,
-    Choice,
-    Integer,
-    Real,
-    Requirement,
-    exposed_parameters,
-    parameter,
-    same_as,
-    validate,
-)
+from runtime.decoding.schema import exposed_parameters, parameter, same_as, validate
 from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES, BLOCK_RULES, Family
 from runtime.models.dream import DREAM
 from runtime.models.masks import MAX_BLOCK_LENGTH
@@ -95,6 +86,7 @@ class DiffusionConfig:
         "How each step picks the positions to fill: at random (origin, random), or those with the highest confidence "
         "by the named measure (the others). Each model family has some of these algorithms.",
         aliases=("alg",),
+        offered=lambda family: family.algorithms,
         in_checkpoint="alg",
         compiled=True,
         in_loop=True,
@@ -156,6 +148,7 @@ class DiffusionConfig:
         "Default: the whole block.",
         optional=True,
         compiled=_EXACT_CACHE,
+        offered=lambda family: family.block_causal,
         mode=True,
     )
     sub_block_cache: bool = parameter(
@@ -163,7 +156,7 @@ class DiffusionConfig:
         Boolean(),
         "Compute only the current sub-block once its first position is committed. This is faster and approximate.",
         compiled=_EXACT_CACHE,
-        requires=(_EXACT_CACHE,),
+        requires=(_EXACT_CACHE, Requirement("sub_block_length", None)),
         mode=True,
         flag_default=False,
     )
@@ -182,6 +175,7 @@ class DiffusionConfig:
         "This is faster and approximate. none recomputes every position in every step. exact reuses those of "
         "finished blocks (block-causal models only) and generates the same tokens as none.",
         compiled=True,
+        offered=lambda family: family.caches,
         mode=True,
         flag_help="For autoregressive models, none recomputes the whole sequence for every token.",
     )
@@ -233,6 +227,7 @@ class DiffusionConfig:
             Requirement("parallel", ("none", "threshold")),
             Requirement("algorithm", CONFIDENCE_ALGORITHMS),
         ),
+        offered=lambda family: family.block_rules,
         mode=True,
     )
     parallel: str = parameter(
@@ -248,6 +243,7 @@ class DiffusionConfig:
         "while their entropies sum to less than entropy_limit.",
         compiled=True,
         in_loop=True,
+        offered=lambda family: family.parallel_rules,
         mode=True,
     )
     threshold: float = parameter(
@@ -266,6 +262,7 @@ class DiffusionConfig:
         variant=True,  # a program with a decay leaves the threshold of a row with decay 0 unchanged
         in_loop=True,
         requires=(Requirement("parallel", ("threshold",)), _OWN_BLOCK_RULE),
+        offered=lambda family: not family.block_causal,
         mode=True,
     )
     factor: float = parameter(
@@ -313,6 +310,7 @@ class DiffusionConfig:
         variant=True,  # a program with guidance leaves the logits of a row with scale 0 unchanged
         in_loop=True,
         requires=(Requirement("cache", ("none",)),),
+        offered=lambda family: family.guidance,
         mode=True,
     )
     initial_masks: int = parameter(

@@ -7,289 +7,15 @@ the fields of batch lines and HTTP requests, OpenAPI, server modes, and the tabl
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
-import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from sharding.errors import InputError
+from runtime.decoding.kinds import Kind, ParameterError, Requirement, Seeds, wrong_value
+from runtime.models.config import Family
 
 _KEY = "parameter"
-# An error message quotes at most this many characters of a wrong value.
-_SHOWN = 80
-
-
-@dataclass(frozen=True)
-class Requirement:
-    """A setting of another parameter without which a parameter has no effect.
-
-    Attributes:
-      field: name of the other parameter.
-      values: the values of that parameter that satisfy the requirement.
-      when_given: check the requirement only if the caller gave the parameter explicitly. A value inherited from a
-        preset or a checkpoint is then ignored instead of rejected.
-    """
-
-    field: str
-    values: tuple[Any, ...]
-    when_given: bool = False
-
-    def met(self, config: Any) -> bool:
-        """Return whether a configuration satisfies the requirement."""
-        return getattr(config, self.field) in self.values
-
-    def spelled(self, spell: Callable[[str], str] = str) -> str:
-        """Return the setting in words, such as ``cache=dual or cache=prefix``.
-
-        ``spell`` turns the name of a parameter into the form the reader knows, such as a flag.
-        """
-        return " or ".join(f"{spell(self.field)}={value}" for value in self.values)
-
-
-class ParameterError(InputError):
-    """A decoding parameter has a wrong value, or a value that conflicts with another parameter.
-
-    Attributes:
-      field: name of the parameter.
-      problem: what is wrong; the message is the parameter's name followed by this text.
-      requirement: the setting of another parameter that is missing, or None if the value itself is wrong.
-    """
-
-    def __init__(self, field: str, problem: str, requirement: Requirement | None = None) -> None:
-        self.problem, self.requirement = problem, requirement
-        super().__init__(self._sentence(field, str), field=field)
-
-    def spelled(self, spell: Callable[[str], str]) -> str:
-        """Return the message with parameter names as ``spell`` writes them: as flags, or as fields of a request."""
-        return self._sentence(self.field or "", spell)
-
-    def _sentence(self, field: str, spell: Callable[[str], str]) -> str:
-        needs = "" if self.requirement is None else f" {self.requirement.spelled(spell)}"
-        return f"{spell(field)} {self.problem}{needs}"
-
-
-def _wrong(name: str, value: Any, expected: str) -> ParameterError:
-    try:
-        shown = f"{value!r:.{_SHOWN}}"
-    except (ValueError, RecursionError):  # an integer with more digits than Python prints, or a deeply nested list
-        shown = f"of type {type(value).__name__} and too long"
-    return ParameterError(name, f"is {shown}; expected {expected}")
-
-
-def plain_number(value: float) -> str:
-    """Format a number without an exponent (1000000 and 0.00001), unless it is below 1e-9 or at least 1e16."""
-    if value and not 1e-9 <= abs(value) < 1e16:
-        return f"{value:g}"
-    return str(np.format_float_positional(value, trim="-"))
-
-
-@dataclass(frozen=True)
-class Integer:
-    """An integer from ``low`` to ``high``, both included."""
-
-    low: int
-    high: int
-
-    @property
-    def expected(self) -> str:
-        """A phrase that names the allowed values, for error messages."""
-        return f"an integer from {self.low} to {self.high}"
-
-    def read(self, name: str, value: Any) -> int:
-        """Check a value and return it as a Python int. NumPy integers are accepted.
-
-        Raises:
-          ParameterError: the value is not an integer, or is out of bounds.
-        """
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise _wrong(name, value, self.expected)
-        if not self.low <= int(value) <= self.high:
-            raise _wrong(name, value, self.expected)
-        return int(value)
-
-    def parse(self, text: str) -> Any:
-        """Parse a number. Other text is returned as it is, and :meth:`read` rejects it."""
-        return _number(int, text)
-
-
-@dataclass(frozen=True)
-class Real:
-    """A finite number from ``low`` to ``high``.
-
-    Attributes:
-      low, high: the bounds, which are allowed themselves unless ``exclusive`` is set.
-      exclusive: the bounds themselves are not allowed.
-      smallest: the smallest number above 0 that is allowed; 0 itself always is.
-    """
-
-    low: float
-    high: float
-    exclusive: bool = False
-    smallest: float = 0.0
-
-    @property
-    def expected(self) -> str:
-        """A phrase that names the allowed values, for error messages."""
-        if self.exclusive:
-            return f"a number between {plain_number(self.low)} and {plain_number(self.high)}, both excluded"
-        if self.smallest:
-            return f"0, or a number from {plain_number(self.smallest)} to {plain_number(self.high)}"
-        return f"a number from {plain_number(self.low)} to {plain_number(self.high)}"
-
-    def read(self, name: str, value: Any) -> float:
-        """Check a value and return it as a Python float. Integers and NumPy numbers are accepted.
-
-        Raises:
-          ParameterError: the value is not a finite number, or is out of bounds.
-        """
-        number = math.nan
-        if not isinstance(value, bool) and isinstance(value, numbers.Real):
-            with contextlib.suppress(OverflowError):  # an integer above all floats
-                number = float(value)
-        if not math.isfinite(number):
-            raise _wrong(name, value, self.expected)
-        inside = self.low < number < self.high if self.exclusive else self.low <= number <= self.high
-        if not inside or 0.0 < number < self.smallest:
-            raise _wrong(name, value, self.expected)
-        return number
-
-    def parse(self, text: str) -> Any:
-        """Parse a number. Other text is returned as it is, and :meth:`read` rejects it."""
-        return _number(float, text)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One name out of a fixed set."""
-
-    choices: tuple[str, ...]
-
-    @property
-    def expected(self) -> str:
-        """A phrase that names the allowed values, for error messages."""
-        return f"one of {', '.join(self.choices)}"
-
-    def read(self, name: str, value: Any) -> str:
-        """Check a name and return it.
-
-        Raises:
-          ParameterError: the value is not one of ``choices``.
-        """
-        if not isinstance(value, str) or value not in self.choices:
-            raise _wrong(name, value, self.expected)
-        return value
-
-    def parse(self, text: str) -> str:
-        """Return the text unchanged."""
-        return text
-
-
-@dataclass(frozen=True)
-class Boolean:
-    """True or false."""
-
-    expected = "true or false"
-
-    def read(self, name: str, value: Any) -> bool:
-        """Check a value and return it as a Python bool. NumPy booleans are accepted.
-
-        Raises:
-          ParameterError: the value is not a boolean.
-        """
-        if not isinstance(value, (bool, np.bool_)):
-            raise _wrong(name, value, self.expected)
-        return bool(value)
-
-    def parse(self, text: str) -> Any:
-        """Parse ``true`` or ``false``. Any other text is returned unchanged, and :meth:`read` rejects it."""
-        return {"true": True, "false": False}.get(text, text)
-
-
-@dataclass(frozen=True)
-class Seeds:
-    """One seed for a whole batch, or one per row. An HTTP request and a line of a batch file have a single seed."""
-
-    seed: Integer
-
-    @property
-    def expected(self) -> str:
-        """A phrase that names the allowed values, for error messages."""
-        return f"{self.seed.expected}, or one per row"
-
-    def read(self, name: str, value: Any) -> int | tuple[int, ...]:
-        """Check a seed, or a sequence of seeds, and return an int or a tuple of ints.
-
-        Raises:
-          ParameterError: a seed is not an integer, or is out of bounds.
-        """
-        if isinstance(value, (numbers.Number, str, bytes)):
-            return self._one(name, value)
-        try:
-            return tuple(self._one(name, seed) for seed in value)
-        except TypeError:
-            raise _wrong(name, value, self.expected) from None
-
-    def _one(self, name: str, value: Any) -> int:
-        try:
-            return self.seed.read(name, value)
-        except ParameterError:
-            raise _wrong(name, value, self.expected) from None
-
-    def parse(self, text: str) -> Any:
-        """Parse seeds separated by commas. Other text is returned as it is, and :meth:`read` rejects it."""
-        parts = text.split(",")
-        if not all(part.isascii() and part.isdigit() for part in parts):
-            return text
-        seeds = [self.seed.parse(part) for part in parts]
-        return seeds[0] if len(seeds) == 1 else seeds
-
-
-@dataclass(frozen=True)
-class TokenIds:
-    """At most ``count`` token ids, each at most ``high``."""
-
-    count: int
-    high: int
-
-    @property
-    def expected(self) -> str:
-        """A phrase that names the allowed values, for error messages."""
-        return f"at most {self.count} token ids"
-
-    def read(self, name: str, value: Any) -> tuple[int, ...]:
-        """Check the ids and return them as a tuple of ints.
-
-        Raises:
-          ParameterError: an entry is not a token id, or there are too many.
-        """
-        one = Integer(0, self.high)
-        try:
-            found = tuple(one.read(name, token) for token in value)
-        except TypeError:
-            raise _wrong(name, value, self.expected) from None
-        if len(found) > self.count:
-            raise ParameterError(name, f"has {len(found)} entries; expected {self.expected}")
-        return found
-
-    def parse(self, text: str) -> Any:
-        """Parse ids separated by commas. Other text is returned as it is, and :meth:`read` rejects it."""
-        found = [_number(int, part) for part in text.split(",")]
-        return text if str in map(type, found) else found
-
-
-Kind = Integer | Real | Choice | Boolean | Seeds | TokenIds
-
-
-def _number(kind: type[int] | type[float], text: str) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        return text
 
 
 @dataclass(frozen=True)
@@ -302,6 +28,8 @@ class Parameter:
       aliases: other names that batch lines and HTTP requests may use.
       optional: None is a valid value.
       zero_is_none: flags and requests write 0 to mean None.
+      count_of: what a number stands for in a request, where 0 means True and no other number is supported; empty if
+        requests write true or false.
       idle: values that have no effect, besides the default. Requirements are not checked for them.
       compiled: whether the value is part of the compiled program. A :class:`Requirement` here means "only with that
         setting of another parameter". Otherwise the value is a run-time argument of each row.
@@ -311,15 +39,20 @@ class Parameter:
         True, otherwise as an array with one value per row; see :mod:`runtime.decoding.loop_parameters`.
       off: value that stands for None in that array, and among compiled values.
       requires: settings of other parameters without which this one has no effect.
+      offered: what a model's family has: a tuple of values, or whether it has values other than the default. None if
+        every family has all values.
       variable_length: whether it is for models whose canvas changes its length, or for the others; None for both.
       mode: a server's ``--mode`` can set it.
-      exposed: flags and requests can set it. Otherwise only Python code can.
+      exposed: flags and requests can set it under its name. Otherwise only Python code can.
+      given_as: name and value by which flags and requests set the value that is not the default, if that name is one
+        that other models have; see :func:`own_names`.
+      request_only: a server's flags do not set it, because every request has its own value.
       from_model: the engine sets it from the model, so no caller does, and requests to one model never differ in it.
       flag_default: value of the flag when it is not given; None leaves the value to the preset and the checkpoint.
       flag_help: text that the flag's help adds after ``help``.
       in_checkpoint: key in a checkpoint's ``generation_config.json``; empty if there is none.
       http: field name in HTTP requests. Empty means ``name``; None means that OpenAI's request format already defines
-        the field.
+        the field, under the first alias.
       name, default: name and default of the dataclass field that declares the parameter.
     """
 
@@ -328,6 +61,7 @@ class Parameter:
     aliases: tuple[str, ...] = ()
     optional: bool = False
     zero_is_none: bool = False
+    count_of: str = ""
     idle: tuple[Any, ...] = ()
     compiled: bool | Requirement = False
     variant: bool = False
@@ -335,9 +69,12 @@ class Parameter:
     in_loop: bool = False
     off: Any = None
     requires: tuple[Requirement, ...] = ()
+    offered: Callable[[Family], tuple[Any, ...] | bool] | None = None
     variable_length: bool | None = None
     mode: bool = False
     exposed: bool = True
+    given_as: tuple[str, Any] | None = None
+    request_only: bool = False
     from_model: bool = False
     flag_default: Any = None
     flag_help: str = ""
@@ -355,8 +92,48 @@ class Parameter:
         return None if value is None and self.optional else self.kind.read(self.name, value)
 
     def from_request(self, value: Any) -> Any:
-        """Translate the value of a flag or a request: 0 becomes None if ``zero_is_none``. The value is not checked."""
-        return None if self.zero_is_none and type(value) is int and value == 0 else value
+        """Translate the value of a flag or a request: 0 may mean None or True. Other values are not checked.
+
+        Raises:
+          ParameterError: the value is neither a boolean nor 0, where 0 means True.
+        """
+        if self.zero_is_none and type(value) is int and value == 0:
+            return None
+        if self.count_of and not isinstance(value, bool):
+            if type(value) is not int or value != 0:
+                raise wrong_value(self.name, value, f"true, false, or 0: {self.count_of} are not supported")
+            return True
+        return value
+
+    @property
+    def per_row(self) -> bool:
+        """Whether each row has a value of its own, which is not part of what the rows of a request share."""
+        return isinstance(self.kind, Seeds)
+
+    @property
+    def request_kind(self) -> Kind:
+        """Type and bounds of the value in one request, which has a single seed."""
+        return self.kind.seed if isinstance(self.kind, Seeds) else self.kind
+
+    @property
+    def request_name(self) -> str:
+        """Name by which flags and requests set it; see ``given_as``."""
+        return self.name if self.given_as is None else self.given_as[0]
+
+    def spelled(self, value: Any) -> str:
+        """Return a value as flags and requests write it, such as ``cache=none``."""
+        if self.given_as is not None and value != self.default:
+            value = self.given_as[1]
+        return f"{self.request_name}={str(value).lower() if isinstance(value, bool) else value}"
+
+    def values_of(self, family: Family) -> tuple[Any, ...] | None:
+        """Return the values that the models of a family have; None if they have all."""
+        found = True if self.offered is None else self.offered(family)
+        if self.variable_length not in (None, family.variable_length):
+            found = False
+        if isinstance(found, bool):
+            return None if found else (self.default,)
+        return found
 
     def is_compiled(self, config: Any) -> bool:
         """Return whether the value of a configuration is part of its compiled program."""
@@ -371,7 +148,7 @@ class Parameter:
     @property
     def http_name(self) -> str:
         """Name of the field in the body of an HTTP request."""
-        return self.http or self.name
+        return self.aliases[0] if self.http is None else self.http or self.name
 
 
 def parameter(default: Any, kind: Kind, help: str, **more: Any) -> Any:
@@ -403,6 +180,16 @@ def exposed_parameters(*configs: type) -> dict[str, Parameter]:
         for one in declared_parameters(config):
             if one.exposed and not one.from_model:
                 found.setdefault(one.name, one)
+    return found
+
+
+def own_names(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of flags or a request, with the names and values of this class for those set by ``given_as``."""
+    found = dict(given)
+    for one in declared_parameters(config):
+        if one.given_as is not None and one.given_as in found.items():
+            del found[one.given_as[0]]
+            found[one.name] = not one.default
     return found
 
 
@@ -446,5 +233,8 @@ def dependents(config: type, name: str) -> Sequence[Parameter]:
     return [
         one
         for one in declared_parameters(config)
-        if any(requirement.field == name and not requirement.when_given for requirement in one.requires)
+        if any(
+            requirement.field == name and requirement.values is not None and not requirement.when_given
+            for requirement in one.requires
+        )
     ]

@@ -97,7 +97,7 @@ def estimate_log_likelihoods(
         raise InputError(
             "estimate_log_likelihoods requires a diffusion model; use log_likelihoods for an autoregressive model"
         )
-    if runner.layout.config.family.attention == "block_causal":
+    if runner.layout.config.family.block_causal:
         raise InputError(
             "estimate_log_likelihoods does not support block-causal models: it masks all blocks of a text at once"
         )

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from runtime.decoding.block_schedule import block_schedule
+from runtime.decoding.kinds import ParameterError
 from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig, SamplingConfig, one_step_per_token
-from runtime.decoding.schema import ParameterError
 from runtime.execution.buckets import MAX_PROGRAMS, MOVE_ROOM, Bucket, Grid, PassCost, make_grid
 from runtime.execution.pool_state import PoolLimits
 from runtime.execution.row_request import RowRequest, RowResult

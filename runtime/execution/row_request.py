@@ -69,7 +69,7 @@ def first_position(request: RowRequest, model: ModelConfig) -> int:
     position 0.
     """
     prompt = list(request.tokens)
-    if model.family.attention == "block_causal":
+    if model.family.block_causal:
         block = request.config.attention_block_length  # type: ignore[union-attr]
         return (prompt.index(model.mask_token_id) if model.mask_token_id in prompt else len(prompt)) // block * block
     if model.mask_token_id not in prompt or (model.family.schedule == "even" and request.config.max_new_tokens):

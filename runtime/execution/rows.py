@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from runtime.decoding.kinds import Choice
 from runtime.decoding.parameters import MAX_STOP_TOKENS, DiffusionConfig, SamplingConfig, one_step_per_token
 from runtime.decoding.schema import declared_parameters
 from runtime.execution.left_padding import Rows, read_rows
@@ -88,7 +89,7 @@ def with_model_blocks(config: ConfigT, model: ModelConfig) -> ConfigT:
     """
     if isinstance(config, DiffusionConfig) and model.family.variable_length:
         return config.replace(variable_length=True)
-    if not isinstance(config, DiffusionConfig) or model.family.attention != "block_causal":
+    if not isinstance(config, DiffusionConfig) or not model.family.block_causal:
         return config
     length = config.block_length or model.attention_block_length
     return config.replace(block_length=length, attention_block_length=length)
@@ -131,8 +132,7 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
     """Check that decoding parameters match the model's objective and family.
 
     Raises:
-      InputError: the parameters are for the other objective, or ask for something that the family does not have: a
-        cache, a rule of blocks, sub-blocks, a parallel rule, guidance or an algorithm.
+      InputError: the parameters are for the other objective, or one has a value that the family does not have.
     """
     wanted = config_kind(config)
     if not isinstance(request, wanted):
@@ -140,63 +140,22 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
         raise InputError(
             f"this checkpoint ({config.family.name}) is {way}: pass a {wanted.__name__}, not a {type(request).__name__}"
         )
-    if not isinstance(request, DiffusionConfig):
-        return
-    check_blocks(config, request)
-    check_canvas_length(config, request)
-    if request.parallel not in config.family.parallel_rules:
-        raise InputError(
-            f"parallel={request.parallel} is not available for {config.family.name} models; use one of "
-            f"{', '.join(config.family.parallel_rules)}",
-            field="parallel",
-        )
-    if request.cfg_scale > 0 and not config.family.guidance:
-        raise InputError(f"cfg_scale is not available for {config.family.name} models", field="cfg_scale")
-    if request.algorithm not in config.family.algorithms:
-        raise InputError(
-            f"algorithm={request.algorithm} is not available for {config.family.name} models; use one of "
-            f"{', '.join(config.family.algorithms)}",
-            field="algorithm",
-        )
-
-
-def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
-    """Check that the model's attention supports the requested cache, rule of blocks, sub-blocks and decay.
-
-    Raises:
-      InputError: the model's attention does not support them.
-    """
-    in_blocks, name, caches = config.family.attention == "block_causal", config.family.name, config.family.caches
-    if request.block_rule not in config.family.block_rules:
-        raise InputError(f"block_rule={request.block_rule} is not available for {name} models", field="block_rule")
-    if request.cache not in caches:
-        named = in_blocks or config.family.variable_length
-        why = f"; use {' or '.join(caches)}" if named else ": it is for block-causal attention"
-        raise InputError(f"cache={request.cache} is not available for {name} models{why}", field="cache")
-    if not in_blocks and request.sub_block_length is not None:
-        raise InputError(f"sub_block_length is not available for {name} models", field="sub_block_length")
-    if in_blocks and request.threshold_decay > 0:
-        raise InputError(f"threshold_decay is not available for {name} models", field="threshold_decay")
-    if request.sub_block_cache and request.sub_block_length is None:
-        raise InputError("sub_block_cache requires sub_block_length", field="sub_block_cache")
-
-
-def check_canvas_length(config: ModelConfig, request: DiffusionConfig) -> None:
-    """Check parameters that are only for canvases of a fixed length, or only for those of a variable length.
-
-    Raises:
-      InputError: one of the other kind is set.
-    """
-    # Where nothing sets the number of steps, it is the default, or follows the number of new tokens.
+    # Where nothing sets the number of steps, it follows the number of new tokens.
     follows = {"steps": one_step_per_token(request.max_new_tokens)}
-    for one in declared_parameters(type(request)):
-        value = getattr(request, one.name)
-        if one.variable_length == (not config.family.variable_length) and value not in (
-            one.default,
-            follows.get(one.name, one.default),
-        ):
-            hint = "; leave it out, or equal to max_new_tokens" if one.name in follows else ""
-            raise InputError(f"{one.name} is not available for {config.family.name} models{hint}", field=one.name)
+    # A parameter that needs settings of others explains them, and a choice the numbers that go with it, so it is named
+    # before them.
+    order = sorted(declared_parameters(wanted), key=lambda one: (-len(one.requires), not isinstance(one.kind, Choice)))
+    for one in order:
+        value, offered = getattr(request, one.name), one.values_of(config.family)
+        if offered is None or value in offered or (one.name, value) in follows.items():
+            continue
+        said, hint = one.name, ""
+        if isinstance(one.kind, Choice):
+            said = f"{one.name}={value}"
+            hint = f"; use {'one of ' if len(offered) > 1 else ''}{', '.join(offered)}"
+        elif one.name in follows:
+            hint = "; leave it out, or equal to max_new_tokens"
+        raise InputError(f"{said} is not available for {config.family.name} models{hint}", field=one.name)
 
 
 def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig | SamplingConfig) -> None:

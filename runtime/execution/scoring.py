@@ -87,7 +87,7 @@ def logits_of_rows(runner: Runner, rows: Rows, block_length: int | None = None) 
     check_length(runner, rows)
     model = runner.layout.config
     if block_length is not None:
-        if model.family.attention != "block_causal":
+        if not model.family.block_causal:
             raise InputError(f"block_length is not available for {model.family.name} models", field="block_length")
         if isinstance(block_length, bool) or not 1 <= block_length <= MAX_BLOCK_LENGTH:
             raise InputError(f"block_length is {block_length}; expected 1 to {MAX_BLOCK_LENGTH}", field="block_length")

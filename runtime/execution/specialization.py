@@ -64,7 +64,7 @@ def denoise_program(
     """
     length, _ = block_schedule(config, width)
     offset, block = model.family.prediction_offset, config.attention_block_length
-    assert (model.family.attention == "block_causal") == bool(block), "block-causal attention has blocks"
+    assert model.family.block_causal == bool(block), "block-causal attention has blocks"
     assert model.family.schedule is not None, "a family that denoises has a schedule"
     sub_block = config.sub_block_length if config.sub_block_cache else None
     before = 0 if config.block_rule == "fast_dllm" else offset

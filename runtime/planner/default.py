@@ -59,7 +59,7 @@ def default_mesh(
     the least memory is returned; the later check of the weights reports an error if even that does not fit.
     """
     tokens = min(_PROMPT + _NEW_TOKENS, config.max_positions)
-    new, in_blocks = tokens // 2, config.family.attention == "block_causal"
+    new, in_blocks = tokens // 2, config.family.block_causal
     cache, block = ("exact", min(config.attention_block_length, new)) if in_blocks else ("none", Workload.block_length)
     workload = Workload(config, str(dtype), rows, tokens - new, new, new, cache, block, quantization)
     fitting, others = rank(workload, topology_of(devices))

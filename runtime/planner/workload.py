@@ -15,6 +15,7 @@ from typing import Any
 
 from runtime.decoding.block_schedule import block_schedule, steps_of_a_block, window_widths
 from runtime.decoding.cached_steps import refresh_chunk
+from runtime.decoding.kinds import Choice, Integer, Kind
 from runtime.decoding.parameters import (
     DEFAULT_BLOCK_LENGTH,
     EXPOSED_PARAMETERS,
@@ -24,7 +25,6 @@ from runtime.decoding.parameters import (
 )
 from runtime.decoding.sampling import SamplingRule
 from runtime.decoding.schedule import masks_per_step
-from runtime.decoding.schema import Choice, Integer, Kind
 from runtime.execution.rows import bucket_length, check_kind, with_model_blocks
 from runtime.execution.runner import canvas_bucket, head_chunk
 from runtime.execution.specialization import decode_program, sampling_rule
@@ -116,8 +116,6 @@ class Workload:
                 f"block_length is {self.block_length}; expected 1 to new_tokens ({self.new_tokens})",
                 field="block_length",
             )
-        if self.config.family.variable_length and self.steps not in (Workload.steps, self.new_tokens):
-            raise InputError(f"steps is not available for {self.config.family.name} models", field="steps")
         check_kind(self.config, self.sampling() if self.config.objective == "autoregressive" else self.decoding())
         if self.prompt + self.new_tokens > self.config.max_positions:
             raise InputError(
@@ -165,7 +163,8 @@ class Workload:
         changes: dict[str, Any] = {"cache": self.cache, "parallel": "none", "threshold": DiffusionConfig.threshold}
         if self.cache != "none":
             changes["block_length"] = self.block_length
-        if not self.config.family.variable_length:
+        # Models without a number of steps refuse it, unless it is the workload's default.
+        if not self.config.family.variable_length or self.steps != Workload.steps:
             changes["steps"] = self.steps
         made = DiffusionConfig.published_for(self.config.family, "", max_new_tokens=self.new_tokens, **changes)
         return with_model_blocks(made, self.config)

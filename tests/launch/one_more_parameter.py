@@ -17,7 +17,8 @@ from absl import flags
 from pydantic import ValidationError
 
 from runtime.decoding import parameters
-from runtime.decoding.schema import Integer, Real, Requirement, exposed_parameters, parameter
+from runtime.decoding.kinds import Integer, Real, Requirement
+from runtime.decoding.schema import exposed_parameters, parameter
 
 
 @dataclass(frozen=True)

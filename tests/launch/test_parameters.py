@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -20,10 +21,11 @@ from launch.openai.bodies import Defaults, by_our_names, known, read_config
 from launch.serving.app import Application
 from launch.serving.bodies import ChatBody, CompletionBody
 from launch.serving.errors import from_input_error
-from launch.serving.reading import Mode, not_offered
+from launch.serving.reading import Mode, describe, not_offered
 from runtime import DiffusionConfig, SamplingConfig, can_run
+from runtime.decoding.kinds import Boolean, Choice
 from runtime.decoding.parameters import AUTOREGRESSIVE_PARAMETERS, EXPOSED_PARAMETERS
-from runtime.decoding.schema import Boolean, Choice, Parameter, declared_parameters
+from runtime.decoding.schema import Parameter, declared_parameters
 from runtime.models.families import parse_config
 from sharding.errors import InputError
 
@@ -104,7 +106,7 @@ def other_value(one: Parameter) -> Any:
 
 def settings(one: Parameter, value: Any) -> dict[str, Any]:
     """Return the value together with the settings that it requires."""
-    return {one.name: value} | {needed.field: needed.values[0] for needed in one.requires}
+    return {one.name: value} | {needed.field: needed.values[0] if needed.values else 4 for needed in one.requires}
 
 
 def test_flags_are_those_that_users_know() -> None:
@@ -149,6 +151,17 @@ def test_bodies_and_their_document_have_every_parameter() -> None:
             assert spelled in schemas[kind.__name__]["properties"]
             if one.http is not None:
                 assert schemas[kind.__name__]["properties"][spelled]["description"] == one.help
+
+
+def test_an_autoregressive_model_has_cache_none_everywhere() -> None:
+    """``cache=none`` means ``use_cache=False`` in requests and modes, as in flags; other caches are refused."""
+    own, plain = dataclasses.replace(defaults(), config=SamplingConfig()), SamplingConfig(use_cache=False)
+    assert read_config({"cache": "none"}, own) == plain
+    assert read_modes(["cache=none"], own)[1] == plain
+    with pytest.raises(InputError, match="cache: not supported by this checkpoint, which is autoregressive"):
+        read_config({"cache": "dual"}, own)
+    assert describe([plain, own.config]) == ["cache=none", "the defaults"]
+    assert not_offered(plain, [Mode(own.config, 0)]) == "cache"
 
 
 def test_modes_set_what_a_mode_can() -> None:

@@ -191,6 +191,10 @@ def test_served(tmp_path: Path) -> None:
         body: dict[str, Any] = {"model": "qwen3", "prompt": "def f(", "max_tokens": NEW, "temperature": 0.0}
         answer = there.client().completions.create(**body)
         infilled = there.client().completions.create(**body, suffix="return y")
+        uncached = there.post("/v1/completions", {"prompt": "def f(", "cache": "none"})
+    error = uncached.json()["error"]
+    assert error["message"] == "This server does not offer cache=none. Available: the defaults."
+    assert (uncached.status_code, error["param"]) == (400, "cache")
     assert answer.choices[0].text == expected
     assert infilled.choices[0].text == filled.text
     assert infilled.usage is not None

@@ -216,7 +216,7 @@ def test_blocks_are_the_configurations_else_the_familys() -> None:
 def test_requests_of_another_family_are_refused() -> None:
     ids, mask = prompts()
     for changes, said in [
-        ({"cache": "dual"}, "cache=dual is not available for sdar models; use none or exact"),
+        ({"cache": "dual"}, "cache=dual is not available for sdar models; use one of none, exact"),
         (
             {"parallel": "factor"},
             "parallel=factor is not available for sdar models; use one of none, threshold, sequential",
