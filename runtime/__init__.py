@@ -23,8 +23,6 @@ if TYPE_CHECKING:
         MIN_TEMPERATURE,
         DiffusionConfig,
         SamplingConfig,
-        can_run,
-        compiled_values,
     )
     from runtime.decoding.schema import (
         Boolean,
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
         dependents,
         plain_number,
     )
+    from runtime.decoding.sharing import can_run, compiled_values
     from runtime.engine import Engine
     from runtime.execution.background import BackgroundCompiler
     from runtime.execution.buckets import MAX_PROGRAMS, Bucket, Grid
@@ -66,7 +65,8 @@ if TYPE_CHECKING:
     from runtime.execution.row_request import RowRequest, RowResult
     from runtime.execution.rows import MAX_SAMPLES, check_request, row_seed, row_seeds, with_model_blocks
     from runtime.execution.runner import weight_bytes
-    from runtime.execution.scheduler import Scheduler, SchedulerPolicy, SchedulerStats
+    from runtime.execution.scheduler import Scheduler, SchedulerPolicy
+    from runtime.execution.scheduler_stats import SchedulerStats
     from runtime.execution.step_plan import ScorePass, StepOutcome, StepPlan
     from runtime.models.attention import ATTENTION_IMPLEMENTATIONS
     from runtime.models.config import STORED_DTYPES, ConfigError, Family, ModelConfig
@@ -250,7 +250,7 @@ _HOMES = {
     "SamplingConfig": "runtime.decoding.parameters",
     "Scheduler": "runtime.execution.scheduler",
     "SchedulerPolicy": "runtime.execution.scheduler",
-    "SchedulerStats": "runtime.execution.scheduler",
+    "SchedulerStats": "runtime.execution.scheduler_stats",
     "ScorePass": "runtime.execution.step_plan",
     "Seeds": "runtime.decoding.schema",
     "StepOutcome": "runtime.execution.step_plan",
@@ -260,10 +260,10 @@ _HOMES = {
     "TextTokenizer": "runtime.text.tokenizer",
     "TokenIds": "runtime.decoding.schema",
     "WEIGHT_MEMORY_SHARE": "sharding.mesh",
-    "can_run": "runtime.decoding.parameters",
+    "can_run": "runtime.decoding.sharing",
     "check_given": "runtime.decoding.schema",
     "check_request": "runtime.execution.rows",
-    "compiled_values": "runtime.decoding.parameters",
+    "compiled_values": "runtime.decoding.sharing",
     "declared_parameters": "runtime.decoding.schema",
     "default_mesh": "runtime.planner.default",
     "dependents": "runtime.decoding.schema",

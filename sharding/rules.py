@@ -33,7 +33,7 @@ class PartitionRules:
       positions: learned positions, and positions of per-row arrays such as the canvas of a loop's state.
       mlp: the intermediate size of the MLP.
       vocab: the vocabulary.
-      steps, stop_tokens, seed_words: second axes of per-row request arrays.
+      steps, stop_tokens, seed_words, drafts: second axes of per-row arrays of requests and states.
     """
 
     batch: MeshAxes = ("data",)
@@ -52,6 +52,7 @@ class PartitionRules:
     steps: MeshAxes = ()
     stop_tokens: MeshAxes = ()
     seed_words: MeshAxes = ()
+    drafts: MeshAxes = ()
 
     @classmethod
     def for_heads(cls, heads: HeadLayout) -> PartitionRules:

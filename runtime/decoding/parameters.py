@@ -19,7 +19,6 @@ from runtime.decoding.schema import (
     Requirement,
     Seeds,
     TokenIds,
-    declared_parameters,
     exposed_parameters,
     parameter,
     same_as,
@@ -31,6 +30,8 @@ from runtime.models.masks import MAX_BLOCK_LENGTH
 
 MAX_STEPS = 1 << 16
 MAX_NEW_TOKENS = 1 << 20
+# A pass over more canvases is slower than the steps it could save, on any device that the planner knows.
+MAX_DRAFT_STEPS = 63
 MIN_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 1e4
 MAX_SEED = (1 << 63) - 1
@@ -353,6 +354,14 @@ class DiffusionConfig:
         requires=(Requirement("cache", ("none",)),),
         mode=True,
     )
+    draft_steps: int = parameter(
+        0,
+        Integer(0, MAX_DRAFT_STEPS),
+        "Guess the canvases after this many further steps, and compute them in the same forward pass. The pass then "
+        "makes one step, and one more for each guess that was right. The tokens do not change.",
+        in_loop=True,
+        requires=(Requirement("cache", ("none",)),),
+    )
     early_stop: bool | None = same_as(SamplingConfig, "early_stop")
     stop_token_ids: Sequence[int] = same_as(SamplingConfig, "stop_token_ids")
 
@@ -419,29 +428,3 @@ def decide_early_stop(
 # The parameters that flags and requests can set: of any model, and of an autoregressive model.
 EXPOSED_PARAMETERS = exposed_parameters(DiffusionConfig, SamplingConfig)
 AUTOREGRESSIVE_PARAMETERS = exposed_parameters(SamplingConfig)
-
-
-def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
-    """Return, by name, the values that are compiled into the program.
-
-    Requests can share slots only if these values are equal. Every other parameter is a run-time argument of each row.
-    """
-    found = {
-        one.name: one.off if (value := getattr(config, one.name)) is None else value
-        for one in declared_parameters(type(config))
-        if one.is_compiled(config)
-    }
-    if found.get("attention_block_length") == 0:
-        del found["attention_block_length"]
-    return found
-
-
-def can_run(compiled: DiffusionConfig | SamplingConfig, asked: DiffusionConfig | SamplingConfig) -> bool:
-    """Return whether programs compiled for one configuration can also run another."""
-    theirs, wanted = compiled_values(compiled), compiled_values(asked)
-    for one in declared_parameters(type(asked)):
-        if one.variant:
-            has, needs = (values.pop(one.name, one.default) != one.default for values in (theirs, wanted))
-            if needs and not has:
-                return False
-    return type(compiled) is type(asked) and theirs == wanted

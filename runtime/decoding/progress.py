@@ -30,7 +30,7 @@ def next_step(
       no token.
     """
     advance = partial(_advance, program, forward.config.mask_token_id)
-    rows = replace(only_row_fields(state), log_probabilities=None)
+    rows = replace(only_row_fields(state), log_probabilities=None, drafts=None)
     rows, wanted, counts = forward.on_rows(advance, request, rows)
     return replace(state, **row_fields(rows)), wanted, counts
 

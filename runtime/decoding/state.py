@@ -1,5 +1,5 @@
 """Inputs and state of the masked-diffusion loop: compiled settings, run-time arguments, and the loop's carry.
-Dimension letters: B batch, S canvas, R padded steps of a block, E stop tokens.
+Dimension letters: B batch, S canvas, R padded steps of a block, E stop tokens, K drafts.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class DenoiseProgram(_Settings):
         cache).
       first_alone: the previous block predicts the first position of a block, which is therefore committed alone.
       sub_block_window: compute only the current sub-block once its first position is committed.
+      drafts: K, guessed canvases that a pass computes after each row's own; see :mod:`runtime.decoding.drafts`.
     """
 
     sampling: SamplingRule
@@ -53,6 +54,7 @@ class DenoiseProgram(_Settings):
     within_block: bool = False
     first_alone: bool = False
     sub_block_window: bool = False
+    drafts: int = 0
 
 
 @flax.struct.dataclass
@@ -115,6 +117,8 @@ class DenoiseState:
       non_finite: bool ``[B]``, rows that have ended because the model's logits were NaN or infinite.
       iteration: int32, iterations so far.
       log_probabilities: float32 ``[B, S]``, log-probabilities of committed tokens, or None.
+      drafts: int32 ``[B, K, S]``, guesses of each row's canvases after its next steps, or None without drafts.
+      made_steps: int32 ``[B]``, denoise steps so far, or None without drafts.
       cache: the KV cache, see :data:`runtime.models.kv_cache.Cache`, or None.
     """
 
@@ -130,6 +134,8 @@ class DenoiseState:
     non_finite: Leaf = array("batch", dtype=jnp.bool_)
     iteration: Leaf = array(dtype=_INTEGER)
     log_probabilities: Leaf = array("batch", "positions", dtype=_REAL, optional=True)
+    drafts: Leaf = array("batch", "drafts", "positions", dtype=_INTEGER, optional=True)
+    made_steps: Leaf = array("batch", dtype=_INTEGER, optional=True)
     cache: Leaf = None
 
 

@@ -17,7 +17,8 @@ from runtime.execution.pool import Pool, pool_grid, slot_count, steps_per_block,
 from runtime.execution.requests import RequestHandle, RowFinished, StopTest, iterations_of
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import Runner
-from runtime.execution.scheduler import Scheduler, SchedulerPolicy, SchedulerStats
+from runtime.execution.scheduler import Scheduler, SchedulerPolicy
+from runtime.execution.scheduler_stats import SchedulerStats
 from runtime.execution.selection import Work, select
 from runtime.execution.slot_kinds import longest_span, open_slots_for
 from runtime.execution.slots import Slots

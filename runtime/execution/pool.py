@@ -38,6 +38,11 @@ def uses_cache(config: GenerationConfig) -> bool:
     return config.use_cache if isinstance(config, SamplingConfig) else config.cache != "none"
 
 
+def canvases_of(config: GenerationConfig) -> int:
+    """Return how many canvases of each row a forward pass computes: its own, and its drafts."""
+    return 1 if isinstance(config, SamplingConfig) else 1 + config.draft_steps
+
+
 @dataclass(frozen=True)
 class PoolShape:
     """The specification of a pool.
@@ -95,7 +100,7 @@ def slot_count(runner: Runner, config: GenerationConfig, width: int, wanted: int
       moves: whether rows may move between buckets, which requires memory for the caches of both buckets.
     """
     data, cached = runner.layout.spec.data, uses_cache(config)
-    count, room = runner.batch_size(max(data, wanted // data * data), width, cached), runner.room()
+    count, room = runner.batch_size(max(data, wanted // data * data), width, cached, canvases_of(config)), runner.room()
     while moves and cached and room is not None and count > data:
         if pool_memory(runner, config, width, count) <= room:
             break
@@ -105,14 +110,14 @@ def slot_count(runner: Runner, config: GenerationConfig, width: int, wanted: int
 
 def kept_bytes(runner: Runner, config: GenerationConfig, width: int, count: int) -> int:
     """Return the bytes per device that slots occupy between passes, without weights and with room for moving rows."""
-    memory = runner.memory(count // runner.layout.spec.data, width, uses_cache(config))
+    memory = runner.memory(count // runner.layout.spec.data, width, uses_cache(config), canvases_of(config))
     kept = sum(tensor.bytes for tensor in memory.resident) - weight_bytes(runner.layout, runner.dtype)
     return MOVE_ROOM * kept if uses_cache(config) else kept
 
 
 def pool_memory(runner: Runner, config: GenerationConfig, width: int, count: int) -> int:
     """Return the bytes per device that slots need in total: with weights, moving rows, and the largest pass."""
-    memory = runner.memory(count // runner.layout.spec.data, width, uses_cache(config))
+    memory = runner.memory(count // runner.layout.spec.data, width, uses_cache(config), canvases_of(config))
     peak = sum(tensor.bytes for tensor in memory.peak)
     return weight_bytes(runner.layout, runner.dtype) + kept_bytes(runner, config, width, count) + peak
 
@@ -156,7 +161,7 @@ def pass_cost(runner: Runner, config: GenerationConfig) -> PassCost:
         read = cache_bytes_per_device(layout, spec.data, spec.sequence, runner.cache_dtype)
         return PassCost(floor, overhead, 1, max(floor, 1) * read / weight_bytes(layout, runner.dtype))
     if config.cache == "none":
-        return PassCost(floor, overhead)
+        return PassCost(floor, overhead, canvases=canvases_of(config))
     length = config.block_length or DEFAULT_BLOCK_LENGTH
     # Each block starts with a refresh over whole rows, whose cost is spread over the block's positions. An exact cache
     # needs no refresh: its window is twice as wide instead.
@@ -256,7 +261,7 @@ class Pool:
     def limits(self) -> PoolLimits:
         """The state that a scheduler needs for the pool."""
         most = self.count * self.width if uses_cache(self.config) else math.inf
-        return PoolLimits(self.grid, most, self._data)
+        return PoolLimits(self.grid, most, self._data, canvases_of(self.config))
 
     @property
     def held(self) -> list[int]:

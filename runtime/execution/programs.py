@@ -13,7 +13,7 @@ import functools
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -40,6 +40,8 @@ Request = TypeVar("Request", DenoiseRequest, DecodeRequest)
 State = TypeVar("State", DenoiseState, DecodeState)
 
 _SEED_WORDS = 2
+# Optional arrays of a state: with log-probabilities, and with drafts.
+_KEPT, _DRAFTED = ("log_probabilities",), ("drafts", "made_steps")
 # JAX's monitoring event for a program found in its persistent cache.
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -113,29 +115,35 @@ def shapes_of(tree: Any) -> tuple[Any, ...]:
     return tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 
-def request_sizes(batch: int, positions: int, steps: int = 1) -> dict[str, int]:
+def request_sizes(batch: int, positions: int, steps: int = 1, drafts: int = 0) -> dict[str, int]:
     """Return the sizes of the logical axes that requests and states of decoding loops use.
 
     Args:
       batch: B, a multiple of the data axis.
       positions: S or T, a multiple of the sequence axis.
       steps: R.
+      drafts: K.
     """
     return {
         "batch": batch,
         "positions": positions,
         "steps": steps,
+        "drafts": drafts,
         "stop_tokens": MAX_STOP_TOKENS,
         "seed_words": _SEED_WORDS,
     }
 
 
 def _abstract_loop(
-    layout: ModelLayout, kinds: tuple[type[Request], type[State]], sizes: dict[str, int], cache_dtype: Any, kept: bool
+    layout: ModelLayout,
+    kinds: tuple[type[Request], type[State]],
+    sizes: dict[str, int],
+    cache_dtype: Any,
+    optional: Collection[str],
 ) -> tuple[Request, State]:
     request, state = kinds
     cache = None if cache_dtype is None else abstract_cache(layout, sizes["batch"], sizes["positions"], cache_dtype)
-    return abstract(layout, request, sizes), replace(abstract(layout, state, sizes, optional=kept), cache=cache)
+    return abstract(layout, request, sizes), replace(abstract(layout, state, sizes, optional=optional), cache=cache)
 
 
 def abstract_denoise(
@@ -146,6 +154,7 @@ def abstract_denoise(
     cache_dtype: Any = None,
     *,
     log_probabilities: bool = False,
+    drafts: int = 0,
 ) -> tuple[DenoiseRequest, DenoiseState]:
     """Return the arguments of the denoise loop as ``ShapeDtypeStruct``, for compiling without data.
 
@@ -156,9 +165,11 @@ def abstract_denoise(
       steps: R.
       cache_dtype: dtype of the cache, see :func:`runtime.models.kv_cache.abstract_cache`; None for no cache.
       log_probabilities: the state records log-probabilities.
+      drafts: K, guessed canvases of each row.
     """
-    sizes = request_sizes(batch, canvas, steps)
-    return _abstract_loop(layout, (DenoiseRequest, DenoiseState), sizes, cache_dtype, log_probabilities)
+    sizes = request_sizes(batch, canvas, steps, drafts)
+    optional = [*_KEPT * log_probabilities, *_DRAFTED * (drafts > 0)]
+    return _abstract_loop(layout, (DenoiseRequest, DenoiseState), sizes, cache_dtype, optional)
 
 
 def abstract_decode(
@@ -174,7 +185,7 @@ def abstract_decode(
       log_probabilities: the state records log-probabilities.
     """
     sizes = request_sizes(batch, length)
-    return _abstract_loop(layout, (DecodeRequest, DecodeState), sizes, cache_dtype, log_probabilities)
+    return _abstract_loop(layout, (DecodeRequest, DecodeState), sizes, cache_dtype, _KEPT * log_probabilities)
 
 
 def _lower_step(function: Callable[..., Any], forward: Forward, *arguments: Any) -> jax.stages.Lowered:

@@ -87,6 +87,9 @@ def diffusion_row(
         non_finite=False,
         iteration=0,
         log_probabilities=np.zeros(width) if default.log_probabilities else None,
+        # Before the first pass there are no guesses.
+        drafts=np.tile(canvas, (default.draft_steps, 1)) if default.draft_steps else None,
+        made_steps=0 if default.draft_steps else None,
     )
 
 

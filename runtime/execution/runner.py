@@ -90,7 +90,7 @@ class Runner:
         self.cache_dtype = cache_dtype(kv_cache, self.dtype)
         self._attention = attention
         self._max_batch = max_batch
-        self._row_limits: dict[tuple[int, bool], int] = {}
+        self._row_limits: dict[tuple[int, bool, int], int] = {}
         self.buckets: dict[Hashable, set[Bucket]] = {}
         check_attention(layout, attention, self.dtype)
 
@@ -117,10 +117,13 @@ class Runner:
         """Number of positions per prompt chunk. Prompts are read in chunks while other rows are being decoded."""
         return PROMPT_CHUNKS.get(self.platform, _PROMPT_CHUNK_DEFAULT)
 
-    def batch_size(self, rows: int, canvas: int, cached: bool = False) -> int:
-        """Return how many of ``rows`` rows to run at a time: a multiple of the data axis, limited by memory."""
+    def batch_size(self, rows: int, canvas: int, cached: bool = False, canvases: int = 1) -> int:
+        """Return how many of ``rows`` rows to run at a time: a multiple of the data axis, limited by memory.
+
+        The other arguments are those of :meth:`memory`.
+        """
         data = self.layout.spec.data
-        limit = max(data, (self._max_batch or self.max_rows(canvas, cached)) // data * data)
+        limit = max(data, (self._max_batch or self.max_rows(canvas, cached, canvases)) // data * data)
         return min(limit, math.ceil(rows / data) * data)
 
     def batches(self, rows: int, canvas: int, cached: bool = False) -> Iterator[slice]:
@@ -129,22 +132,23 @@ class Runner:
         for first in range(0, rows, size):
             yield slice(first, min(first + size, rows))
 
-    def max_rows(self, canvas: int, cached: bool = False) -> int:
+    def max_rows(self, canvas: int, cached: bool = False, canvases: int = 1) -> int:
         """Estimate how many rows of ``canvas`` positions fit on the mesh at a time.
 
         The estimate is for passes over whole rows, which need the most memory in every mode.
         """
-        if (canvas, cached) not in self._row_limits:
-            self._row_limits[canvas, cached] = self._estimate_max_rows(canvas, cached)
-        return self._row_limits[canvas, cached]
+        key = canvas, cached, canvases
+        if key not in self._row_limits:
+            self._row_limits[key] = self._estimate_max_rows(*key)
+        return self._row_limits[key]
 
-    def _estimate_max_rows(self, canvas: int, cached: bool) -> int:
+    def _estimate_max_rows(self, canvas: int, cached: bool, canvases: int) -> int:
         data, room = self.layout.spec.data, self.room()
         if room is None:
             return data * MAX_ROWS_PER_SHARD
 
         def fits(rows: int) -> bool:
-            return self.memory(rows, canvas, cached).total <= room
+            return self.memory(rows, canvas, cached, canvases).total <= room
 
         return data * max(1, bisect.bisect_left(range(1, MAX_ROWS_PER_SHARD + 1), True, key=lambda n: not fits(n)))
 
@@ -181,19 +185,20 @@ class Runner:
         memory, weights = device_memory(self._device), weight_bytes(self.layout, self.dtype)
         return None if memory is None else weights + _ACTIVATION_SHARE * (memory - weights)
 
-    def memory(self, rows: int, canvas: int, cached: bool) -> Memory:
+    def memory(self, rows: int, canvas: int, cached: bool, canvases: int = 1) -> Memory:
         """Estimate the memory that passes over whole rows need on each device, weights included.
 
         Args:
           rows: rows per ``data`` shard.
           canvas: positions per row.
           cached: whether rows have a KV cache.
+          canvases: canvases that a pass computes of each row, see :mod:`runtime.decoding.drafts`.
         """
         spec = self.layout.spec
         chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
         device = Device(self.platform, chips[0].fast_memory_bytes if chips else 0)
         head = self.chunk(rows * spec.data, canvas) // spec.sequence
-        shape = PassShape(rows, canvas // spec.sequence, canvas, head, self.forward(canvas).attention)
+        shape = PassShape(rows, canvas // spec.sequence, canvas, head, self.forward(canvas).attention, canvases)
         kept = self.cache_dtype if cached else None
         return memory_of_passes(self.layout, self.dtype, device, rows, canvas, [shape], kept)
 

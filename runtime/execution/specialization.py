@@ -69,6 +69,7 @@ def denoise_program(
         within_block=config.cache in ("dual", "exact"),
         first_alone=bool(block and offset),
         sub_block_window=sub_block is not None,
+        drafts=config.draft_steps,
     )
 
 

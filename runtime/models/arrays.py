@@ -7,7 +7,7 @@ abstract trees, the arrays of a single row and their per-row slices are derived 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -55,7 +55,11 @@ def declarations(struct: type) -> dict[str, ArrayDeclaration]:
 
 
 def abstract(
-    layout: ModelLayout, struct: type[Struct], sizes: Mapping[str, int], optional: bool = False, dtype: Any = None
+    layout: ModelLayout,
+    struct: type[Struct],
+    sizes: Mapping[str, int],
+    optional: Collection[str] = (),
+    dtype: Any = None,
 ) -> Struct:
     """Return a struct of ``ShapeDtypeStruct``, with shardings if the layout has a mesh.
 
@@ -63,7 +67,7 @@ def abstract(
       layout: the model on its mesh.
       struct: the dataclass to describe.
       sizes: size of every logical axis that the dataclass uses.
-      optional: describe the optional arrays too; otherwise they are None.
+      optional: names of the optional arrays to describe too; the others are None.
       dtype: dtype of arrays whose declaration has none.
     """
 
@@ -73,7 +77,7 @@ def abstract(
         return jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in one.axes), chosen, sharding=place)
 
     declared = declarations(struct)
-    return struct(**{name: describe(one) for name, one in declared.items() if optional or not one.optional})
+    return struct(**{name: describe(one) for name, one in declared.items() if name in optional or not one.optional})
 
 
 def one_row(struct: type[Struct], **values: Any) -> Struct:

@@ -72,7 +72,8 @@ def abstract_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> 
     """
     layers = layout.config.num_layers
     sizes = layout.config.dimensions | {"batch": batch, "length": length, "layers": layers if layout.scan_layers else 1}
-    part = abstract(layout, KVCache, sizes, optional=jnp.dtype(dtype) == jnp.int8, dtype=dtype)
+    scales = ("key_scales", "value_scales") if jnp.dtype(dtype) == jnp.int8 else ()
+    part = abstract(layout, KVCache, sizes, optional=scales, dtype=dtype)
     return part if layout.scan_layers else (part,) * layers
 
 

@@ -1,0 +1,196 @@
+"""Lossless speculation: a forward pass over each row's canvas and over guesses of the canvases after its next steps.
+
+A step depends on the model's outputs for one canvas. A pass computes the outputs for K + 1 canvases of each row: its
+own, and K drafts. The first step reads the outputs of the row's own canvas. If the canvas that it makes is among those
+of the pass, then the outputs for the next step are there too, and so on. Every step is thus one that the decoder
+without drafts would make, from outputs for the same canvas and with the random bits of the same step. Afterwards, the
+drafts of the next pass are guessed: the decoder makes K further steps from the last outputs that were used, which
+belong to an earlier canvas. Drafts that are wrong cost time, but never change a token.
+
+Speculation of this kind for masked diffusion is due to FreeDave (Wu et al., 2025, arXiv 2510.00294).
+
+Dimension letters: B batch, K drafts, S canvas, D embed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from runtime.decoding.choices import Choices, choose_on_canvas, without_prompt
+from runtime.decoding.commit import commit
+from runtime.decoding.progress import next_step
+from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, row_steps
+from runtime.models.families import Weights
+from runtime.models.forward import Forward
+from runtime.models.transformer import hidden_states
+
+Array = jax.Array
+# The steps of a pass so far; state, wanted and counts of the next step; the index of each row's canvas, whether its
+# outputs are there, and the index of the last canvas whose outputs were used.
+_Walk = tuple[Array, DenoiseState, Array, Array, Array, Array, Array]
+
+
+@flax.struct.dataclass
+class _Outputs:
+    """The canvases of a pass, and what the model computed for them.
+
+    Attributes:
+      canvases: int32 ``[B, K + 1, S]``; the first is the row's own.
+      hidden: activations ``[B, K + 1, S, D]``.
+      unconditional: those without the prompt, for classifier-free guidance; otherwise None.
+    """
+
+    canvases: Array
+    hidden: Array
+    unconditional: Array | None
+
+
+def drafted_pass(
+    forward: Forward,
+    program: DenoiseProgram,
+    weights: Weights,
+    request: DenoiseRequest,
+    state: DenoiseState,
+    wanted: Array,
+    counts: Array,
+) -> tuple[DenoiseState, Array, Array]:
+    """Run one forward pass over the canvas and the drafts of every row, and make all steps that it allows.
+
+    A row makes at least one step, and at most one more than the smaller of ``request.draft_steps`` and K.
+
+    Args:
+      forward: the model.
+      program: settings that are compiled in, with drafts and without a cache.
+      weights: the model's weights.
+      request: run-time arguments.
+      state: the state before the pass.
+      wanted, counts: see :func:`runtime.decoding.progress.next_step`.
+
+    Returns:
+      The state with new drafts, advanced like that of ``next_step``; and the same two arrays for the next step.
+    """
+    outputs = _compute(forward, program, weights, request, state)
+    passes = (program.drafts + 1) * (1 + program.guided)
+    state = replace(state, refreshes=state.refreshes + wanted.any(axis=1) * passes, drafts=None)
+    state, wanted, counts, last = _make_steps(forward, program, weights, request, state, outputs, wanted, counts)
+    with jax.named_scope("drafts"):
+        drafts = _guess(forward, program, weights, request, state, _of_canvas(forward, outputs, last), wanted, counts)
+    return replace(state, drafts=drafts), wanted, counts
+
+
+def _compute(
+    forward: Forward, program: DenoiseProgram, weights: Weights, request: DenoiseRequest, state: DenoiseState
+) -> _Outputs:
+    """Run the transformer on the canvas and the drafts of every row, as one batch of rows."""
+    canvases = jnp.concatenate([state.canvas[:, None], state.drafts], axis=1)
+    rows, number, width = canvases.shape
+    lengths = jnp.repeat(request.lengths, number, total_repeat_length=rows * number)
+
+    def run(canvases: Array) -> Array:
+        tokens = forward.constrain(canvases.reshape(-1, width), "batch", "positions")
+        hidden = hidden_states(forward, weights, tokens, lengths)
+        return forward.constrain(hidden.reshape(rows, number, width, -1), "batch", None, "canvas", "embed")
+
+    hidden, unconditional = run(canvases), None
+    if program.guided:
+        with jax.named_scope("unconditional"):
+            # A draft differs from the canvas only in masks, which are kept.
+            given = without_prompt(forward, request, state) != state.canvas
+            unconditional = run(jnp.where(given[:, None], forward.config.mask_token_id, canvases))
+    return _Outputs(canvases, hidden, unconditional)
+
+
+def _of_canvas(forward: Forward, outputs: _Outputs, index: Array) -> tuple[Array, Array | None]:
+    """Return the activations of each row's canvas with this index ``[B]``, and those without the prompt."""
+    chosen = (jnp.arange(outputs.canvases.shape[1]) == index[:, None])[..., None, None]
+
+    def select(values: Array) -> Array:
+        # A sum with a single term that is not zero. A gather by row would be divided across devices less well.
+        return forward.constrain(jnp.where(chosen, values, 0).sum(axis=1), "batch", "canvas", "embed")
+
+    return select(outputs.hidden), None if outputs.unconditional is None else select(outputs.unconditional)
+
+
+def _find(canvases: Array, canvas: Array) -> tuple[Array, Array]:
+    """Return the index of each row's canvas among those of the pass, int32 ``[B]``, and whether it is there."""
+    same = (canvases == canvas[:, None]).all(axis=-1)
+    return jnp.argmax(same, axis=1).astype(jnp.int32), same.any(axis=1)
+
+
+def _make_steps(
+    forward: Forward,
+    program: DenoiseProgram,
+    weights: Weights,
+    request: DenoiseRequest,
+    state: DenoiseState,
+    outputs: _Outputs,
+    wanted: Array,
+    counts: Array,
+) -> tuple[DenoiseState, Array, Array, Array]:
+    """Make the steps of each row whose canvases are among those of the pass.
+
+    Returns:
+      The state, ``wanted`` and ``counts`` of the next step, and the index of the last canvas whose outputs were used,
+      int32 ``[B]``.
+    """
+
+    def may_step(made: Array, state: DenoiseState, wanted: Array) -> tuple[Array, Array]:
+        index, there = forward.on_rows(_find, outputs.canvases, state.canvas)
+        return index, there & wanted.any(axis=1) & (made <= jnp.minimum(request.draft_steps, program.drafts))
+
+    def step(carry: _Walk) -> _Walk:
+        made, state, wanted, counts, index, going, last = carry
+        own, numbers = wanted & going[:, None], row_steps(request, state)
+        hidden, without = _of_canvas(forward, outputs, index)
+        choices = choose_on_canvas(forward, program, weights, request, numbers, hidden, own, unconditional=without)
+        state = commit(forward, program, request, state, choices, own, counts)
+        state = replace(state, made_steps=state.made_steps + going)
+        state, wanted, counts = next_step(forward, program, request, state)
+        last = jnp.where(going, index, last)
+        return made + 1, state, wanted, counts, *may_step(made + 1, state, wanted), last
+
+    none, first = jnp.zeros((), jnp.int32), jnp.zeros(len(wanted), jnp.int32)
+    start = (none, state, wanted, counts, *may_step(none, state, wanted), first)
+    _, state, wanted, counts, _, _, last = jax.lax.while_loop(lambda carry: carry[5].any(), step, start)
+    return state, wanted, counts, last
+
+
+def _guess(
+    forward: Forward,
+    program: DenoiseProgram,
+    weights: Weights,
+    request: DenoiseRequest,
+    state: DenoiseState,
+    outputs: tuple[Array, Array | None],
+    wanted: Array,
+    counts: Array,
+) -> Array:
+    """Guess the canvases after the next K steps of every row: int32 ``[B, K, S]``.
+
+    The steps are those of the decoder, with their own random bits, but from ``outputs`` for an earlier canvas.
+    """
+    program, (hidden, without) = replace(program, log_probabilities=False), outputs
+
+    def choose(state: DenoiseState, wanted: Array) -> Choices:
+        numbers = row_steps(request, state)
+        return choose_on_canvas(forward, program, weights, request, numbers, hidden, wanted, unconditional=without)
+
+    # Without random bits, the choice for a position is the same in every step.
+    draws = program.sampling.sampled or (program.algorithm == "random" and program.parallel == "none")
+    places = jnp.arange(state.canvas.shape[1])
+    open_positions = (state.canvas == forward.config.mask_token_id) & (places < request.lengths[:, None])
+    known = None if draws else choose(state, open_positions)
+
+    def step(carry: tuple[DenoiseState, Array, Array], _: None) -> tuple[tuple[DenoiseState, Array, Array], Array]:
+        state, wanted, counts = carry
+        choices = choose(state, wanted) if known is None else known
+        state = commit(forward, program, request, state, choices, wanted, counts)
+        return next_step(forward, program, request, state), state.canvas
+
+    start = (replace(state, log_probabilities=None), wanted, counts)
+    _, canvases = jax.lax.scan(step, start, length=program.drafts)
+    return jnp.moveaxis(canvases, 0, 1)
