@@ -35,4 +35,5 @@ def _shape(phase: Phase, workload: Workload, layout: ModelLayout, chip: Chip) ->
     else:
         # Every sequence shard computes the whole window, and attends to its own part of the cache.
         attention, positions, keys = "xla", phase.positions, math.ceil(phase.keys / sequence)
-    return PassShape(phase.rows, positions, keys, phase.chunk // phase.head_shards(layout), attention)
+    head = phase.chunk // phase.head_shards(layout)
+    return PassShape(phase.rows, positions, keys, head, attention, phase.canvases)

@@ -151,11 +151,12 @@ def _tensor_collectives(workload: Workload, layout: ModelLayout, positions: int,
 def _whole_row_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, phase: Phase) -> list[Collective]:
     """Return the collectives of the transformer over whole rows, including the all-gather of K and V over sequence."""
     sequence, layers = layout.spec.sequence, workload.config.num_layers
-    divided = residual_over_tensor(layout, wiring.chips, phase.rows * layout.spec.data, phase.positions)
-    found = _tensor_collectives(workload, layout, phase.rows * phase.positions // sequence, divided)
+    rows = phase.rows * phase.canvases
+    divided = residual_over_tensor(layout, wiring.chips, rows * layout.spec.data, phase.positions)
+    found = _tensor_collectives(workload, layout, rows * phase.positions // sequence, divided)
     if sequence > 1:
         heads = layout.size_per_device("kv_heads") * layout.size_per_device("head_dim")
-        size = phase.rows * phase.positions * heads * workload.item
+        size = rows * phase.positions * heads * workload.item
         found.append(Collective("all-gather", ("sequence",), size, 2 * layers, "keys and values"))
     return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.decoding.block_schedule import block_schedule, steps_of_a_block, window_widths
@@ -46,6 +46,9 @@ _KINDS: dict[str, Kind] = {
 }
 
 
+_DECODING = ("steps", "cache", "block_length", "draft_steps")
+
+
 @dataclass(frozen=True)
 class Phase:
     """One kind of forward pass of a generation.
@@ -60,6 +63,7 @@ class Phase:
       chunk: positions per row that the head runs on at a time.
       chunks: average number of head chunks per pass.
       forwards: average number of passes of this kind in one generation.
+      canvases: canvases of each row that a pass computes, see :mod:`runtime.decoding.drafts`.
     """
 
     name: str
@@ -70,6 +74,7 @@ class Phase:
     chunk: int
     chunks: float
     forwards: float
+    canvases: int = 1
 
     def head_shards(self, layout: ModelLayout) -> int:
         """Return over how many ``sequence`` shards the positions of a head chunk are divided.
@@ -94,6 +99,8 @@ class Workload:
         autoregressive models always use a cache.
       block_length: positions per block, used with a cache; without one, blocks are those of the published settings.
       quantization: quantization of the weights, ``none`` or ``int8``.
+      draft_steps: drafts per row of masked diffusion. The plan assumes that none is accepted, because the steps that
+        drafts save depend on the text.
     """
 
     config: ModelConfig
@@ -105,9 +112,10 @@ class Workload:
     cache: str = "none"
     block_length: int = DEFAULT_BLOCK_LENGTH
     quantization: str = "none"
+    draft_steps: int = 0
 
     def __post_init__(self) -> None:
-        kinds = _KINDS | {name: EXPOSED_PARAMETERS[name].kind for name in ("steps", "cache", "block_length")}
+        kinds = _KINDS | {name: EXPOSED_PARAMETERS[name].kind for name in _DECODING}
         for name, kind in kinds.items():
             kind.read(name, getattr(self, name))
         if self.block_length > self.new_tokens and self.cache != "none":
@@ -160,6 +168,7 @@ class Workload:
         on the text.
         """
         changes: dict[str, Any] = {"cache": self.cache, "parallel": "none", "threshold": DiffusionConfig.threshold}
+        changes["draft_steps"] = self.draft_steps
         if self.cache != "none":
             changes["block_length"] = self.block_length
         made = DiffusionConfig.published_for(
@@ -222,7 +231,8 @@ class Workload:
 
         if self.cache == "none":
             masked = [count for block in self.masks_of_blocks(canvas) for count in block]
-            return [Phase("denoise step", rows, canvas, canvas, True, chunk, chunks(masked, chunk), len(masked))]
+            found = Phase("denoise step", rows, canvas, canvas, True, chunk, chunks(masked, chunk), len(masked))
+            return [found if not self.draft_steps else self._drafted(found)]
         if self.cache == "exact":
             return self._exact_phases(layout, platform, widest)
         length, _ = block_schedule(self.decoding(), canvas)
@@ -244,6 +254,11 @@ class Workload:
             # If refreshes commit everything, no block step runs, but the program still contains one.
             Phase("block step", rows, width, canvas, False, window, chunks(masks or [length], window), len(masks)),
         ]
+
+    def _drafted(self, phase: Phase) -> Phase:
+        """Return a denoise step with drafts: further canvases, and further runs of the head that guess their tokens."""
+        runs = 1 + (self.draft_steps if self.sampling_rule().sampled else 1)
+        return replace(phase, canvases=1 + self.draft_steps, chunks=runs * phase.chunks)
 
     def _exact_phases(self, layout: ModelLayout, platform: str, widest: bool) -> list[Phase]:
         """Return the phases of a generation with block-causal attention and its exact cache.
