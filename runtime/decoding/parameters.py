@@ -359,7 +359,6 @@ class DiffusionConfig:
         Integer(0, MAX_DRAFT_STEPS),
         "Guess the canvases after this many further steps, and compute them in the same forward pass. The pass then "
         "makes one step, and one more for each guess that was right. The tokens do not change.",
-        in_loop=True,
         requires=(Requirement("cache", ("none",)),),
     )
     early_stop: bool | None = same_as(SamplingConfig, "early_stop")

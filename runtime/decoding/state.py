@@ -79,6 +79,7 @@ class DenoiseRequest(_Rows):
       refresh_blocks: int32 ``[B]``, refresh on entering every n-th block; 0 refreshes only for the first block.
       stop_tokens: int32 ``[B, E]``, padded with -1. A row is done when one of these is among its new tokens and no mask
         is left before it.
+      draft_steps: int32 ``[B]``, most steps of a pass after its first; None without drafts.
       max_iterations: int32, the loop ends after this many iterations.
       step_limit: int32, no row starts a step with this number or a later one. Steps count from 0 in each row.
     """
@@ -97,6 +98,7 @@ class DenoiseRequest(_Rows):
     stop_tokens: Leaf = array("batch", "stop_tokens", dtype=_INTEGER)
     max_iterations: Leaf = array(dtype=_INTEGER)
     step_limit: Leaf = array(dtype=_INTEGER)
+    draft_steps: Leaf = array("batch", dtype=_INTEGER, optional=True)
 
 
 @flax.struct.dataclass

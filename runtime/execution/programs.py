@@ -40,8 +40,8 @@ Request = TypeVar("Request", DenoiseRequest, DecodeRequest)
 State = TypeVar("State", DenoiseState, DecodeState)
 
 _SEED_WORDS = 2
-# Optional arrays of a state: with log-probabilities, and with drafts.
-_KEPT, _DRAFTED = ("log_probabilities",), ("drafts", "made_steps")
+# Optional arrays of a request and a state: with log-probabilities, and with drafts.
+_KEPT, _DRAFTED = ("log_probabilities",), ("draft_steps", "drafts", "made_steps")
 # JAX's monitoring event for a program found in its persistent cache.
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -143,7 +143,8 @@ def _abstract_loop(
 ) -> tuple[Request, State]:
     request, state = kinds
     cache = None if cache_dtype is None else abstract_cache(layout, sizes["batch"], sizes["positions"], cache_dtype)
-    return abstract(layout, request, sizes), replace(abstract(layout, state, sizes, optional=optional), cache=cache)
+    arguments = abstract(layout, request, sizes, optional=optional)
+    return arguments, replace(abstract(layout, state, sizes, optional=optional), cache=cache)
 
 
 def abstract_denoise(

@@ -73,6 +73,7 @@ def diffusion_row(
         **row_values(config),
         max_iterations=UNLIMITED,
         step_limit=UNLIMITED,
+        draft_steps=config.draft_steps if default.draft_steps else None,
     ), one_row(
         DenoiseState,
         canvas=canvas,
