@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         RowsScored,
         StopTest,
     )
-    from runtime.execution.result import GenerationResult, GenerationStats
+    from runtime.execution.result import DraftStats, GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
     from runtime.execution.rows import MAX_SAMPLES, check_request, row_seed, row_seeds, with_model_blocks
     from runtime.execution.runner import weight_bytes
@@ -110,6 +110,7 @@ __all__ = [
     "CompletionBuilder",
     "ConfigError",
     "DiffusionConfig",
+    "DraftStats",
     "Engine",
     "Event",
     "Executor",
@@ -201,6 +202,7 @@ _HOMES = {
     "CompletionBuilder": "runtime.text.completions",
     "ConfigError": "runtime.models.config",
     "DiffusionConfig": "runtime.decoding.parameters",
+    "DraftStats": "runtime.execution.result",
     "EXPOSED_PARAMETERS": "runtime.decoding.parameters",
     "FAMILIES": "runtime.models.families",
     "Engine": "runtime.engine",

@@ -358,7 +358,8 @@ class DiffusionConfig:
         0,
         Integer(0, MAX_DRAFT_STEPS),
         "Guess the canvases after this many further steps, and compute them in the same forward pass. The pass then "
-        "makes one step, and one more for each guess that was right. The tokens do not change.",
+        "makes one step, and one more for each guess that was right. The tokens do not change. In requests of a "
+        "server, which compiles its own number, this is an upper bound.",
         requires=(Requirement("cache", ("none",)),),
     )
     early_stop: bool | None = same_as(SamplingConfig, "early_stop")

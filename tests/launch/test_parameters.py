@@ -58,6 +58,7 @@ FLAGS = {
     "entropy_limit": None,
     "greedy": False,
     "cfg_scale": None,
+    "draft_steps": None,
     "early_stop": True,
 }
 MODES = [
