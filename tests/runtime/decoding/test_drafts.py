@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from checkpoints import DEMO
-from runtime import DiffusionConfig, Engine, GenerationResult, InputError, RowRequest, with_model_blocks
+from runtime import DiffusionConfig, Engine, GenerationResult, InputError, RowRequest
 from runtime.decoding.schema import ParameterError
 from runtime.execution.slot_kinds import DiffusionSlots
 from tests import golden_cases
@@ -30,7 +30,6 @@ DREAM: dict[str, DiffusionConfig] = {
     "blocks": BASE.replace(block_length=6),
     "threshold": BASE.replace(temperature=0.0, **THRESHOLD),
     "factor in blocks": BASE.replace(block_length=6, **FACTOR),
-    "guided": GREEDY.replace(cfg_scale=1.5),
     "early stop": BASE.replace(stop_token_ids=STOPS),
     "threshold, early stop": BASE.replace(stop_token_ids=STOPS, block_length=6, **THRESHOLD),
 }
@@ -39,6 +38,7 @@ LLADA = DiffusionConfig(max_new_tokens=12, steps=8, algorithm="low_confidence", 
 OTHERS: dict[str, tuple[str, DiffusionConfig]] = {
     "llada, low_confidence": ("llada_tiny", LLADA),
     "llada, random": ("llada_tiny", LLADA.replace(algorithm="random", temperature=0.5)),
+    "llada, guided": ("llada_tiny", LLADA.replace(cfg_scale=1.5)),
     "llada, threshold": ("llada_tiny", LLADA.replace(parallel="threshold", threshold=0.1)),
     "sdar, threshold": ("sdar_tiny", DiffusionConfig(12, steps=12, **THRESHOLD)),
     "sdar, sequential": ("sdar_tiny", DiffusionConfig(12, steps=12, algorithm="maskgit_plus", parallel="sequential")),
@@ -72,8 +72,6 @@ def check(engine: Engine, ids: np.ndarray, mask: np.ndarray, config: DiffusionCo
     assert plain.drafts == []
     # Positions count all canvases of a pass, so they tell the passes of each row, and those without drafts its steps.
     lengths, passes = mask.sum(axis=1) + config.max_new_tokens, 1 + (config.cfg_scale > 0)
-    if config.attention_block_length:
-        lengths = -(-lengths // config.attention_block_length) * config.attention_block_length
     made = [own.passes for own in found.drafts]
     steps = [own.passes + own.accepted for own in found.drafts]
     assert found.stats.positions == (1 + drafts) * passes * np.dot(made, lengths)
@@ -96,7 +94,17 @@ def test_dream(name: str, drafts: int) -> None:
 def test_other_families(name: str) -> None:
     folder, config = OTHERS[name]
     engine = golden_cases.engine(folder=GOLDEN / folder)
-    check(engine, *ragged_rows(), with_model_blocks(config, engine.config), 3)
+    check(engine, *ragged_rows(), config, 3)
+
+
+@pytest.mark.slow
+def test_infilling_before_a_suffix() -> None:
+    ids, mask = ragged_rows()
+    suffixes, engine = [[7, 8, 9], [5], [], [6, 6]], golden_cases.engine()
+    plain = engine.generate_tokens(ids, mask, BASE, suffixes=suffixes, history=True)
+    found = engine.generate_tokens(ids, mask, BASE.replace(draft_steps=2), suffixes=suffixes, history=True)
+    np.testing.assert_array_equal(found.history, plain.history)
+    np.testing.assert_array_equal(found.commit_steps, plain.commit_steps)
 
 
 @functools.cache
