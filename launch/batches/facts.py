@@ -36,7 +36,7 @@ def run_facts(
             digest.update(name.encode() + b"\0" + hashlib.sha256((folder.path / name).read_bytes()).digest())
     decoding = dataclasses.asdict(defaults.config)
     # The tokens do not depend on the drafts.
-    for name in ("seed", "draft_steps"):
+    for name in ("seed", "draft_steps", "draft_axis"):
         decoding.pop(name, None)
     facts = {
         "version": version(),

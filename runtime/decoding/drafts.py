@@ -15,6 +15,7 @@ Dimension letters: B batch, K drafts, S canvas, D embed.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import flax.struct
 import jax
@@ -40,7 +41,7 @@ class _Outputs:
 
     Attributes:
       canvases: int32 ``[B, K + 1, S]``; the first is the row's own.
-      hidden: activations ``[B, K + 1, S, D]``.
+      hidden: activations ``[B * (K + 1), S, D]``, all canvases of a row one after another.
       unconditional: those without the prompt, for classifier-free guidance; otherwise None.
     """
 
@@ -78,7 +79,8 @@ def drafted_pass(
     state = replace(state, refreshes=state.refreshes + wanted.any(axis=1) * passes, drafts=None)
     state, wanted, counts, last = _make_steps(forward, program, weights, request, state, outputs, wanted, counts)
     with jax.named_scope("drafts"):
-        drafts = _guess(forward, program, weights, request, state, _of_canvas(forward, outputs, last), wanted, counts)
+        kept = _of_canvas(forward, program, outputs, last)
+        drafts = _guess(forward, program, weights, request, state, kept, wanted, counts)
     return replace(state, drafts=drafts), wanted, counts
 
 
@@ -89,11 +91,11 @@ def _compute(
     canvases = jnp.concatenate([state.canvas[:, None], state.drafts], axis=1)
     rows, number, width = canvases.shape
     lengths = jnp.repeat(request.lengths, number, total_repeat_length=rows * number)
+    divided = forward.over_data if program.over_data else forward
 
     def run(canvases: Array) -> Array:
-        tokens = forward.constrain(canvases.reshape(-1, width), "batch", "positions")
-        hidden = hidden_states(forward, weights, tokens, lengths)
-        return forward.constrain(hidden.reshape(rows, number, width, -1), "batch", None, "canvas", "embed")
+        tokens = divided.constrain(canvases.reshape(-1, width), "batch", "positions")
+        return hidden_states(divided, weights, tokens, lengths)
 
     hidden, unconditional = run(canvases), None
     if program.guided:
@@ -104,15 +106,37 @@ def _compute(
     return _Outputs(canvases, hidden, unconditional)
 
 
-def _of_canvas(forward: Forward, outputs: _Outputs, index: Array) -> tuple[Array, Array | None]:
+def _of_canvas(
+    forward: Forward, program: DenoiseProgram, outputs: _Outputs, index: Array
+) -> tuple[Array, Array | None]:
     """Return the activations of each row's canvas with this index ``[B]``, and those without the prompt."""
-    chosen = (jnp.arange(outputs.canvases.shape[1]) == index[:, None])[..., None, None]
-
-    def select(values: Array) -> Array:
-        # A sum with a single term that is not zero. A gather by row would be divided across devices less well.
-        return forward.constrain(jnp.where(chosen, values, 0).sum(axis=1), "batch", "canvas", "embed")
-
+    chosen = jnp.arange(outputs.canvases.shape[1]) == index[:, None]
+    select = partial(_sum_over_data if program.over_data else _sum_of_rows, forward, chosen)
     return select(outputs.hidden), None if outputs.unconditional is None else select(outputs.unconditional)
+
+
+# A gather by row would be divided across devices less well than these sums, each with a single term that is not zero.
+def _sum_of_rows(forward: Forward, chosen: Array, values: Array) -> Array:
+    """Return the one canvas of each row that is chosen: ``[B, K + 1]``, ``[B * (K + 1), S, D]`` -> ``[B, S, D]``."""
+    values = forward.constrain(values.reshape(*chosen.shape, *values.shape[1:]), "batch", None, "canvas", "embed")
+    found = jnp.where(chosen[..., None, None], values, 0).sum(axis=1)
+    return forward.constrain(found, "batch", "canvas", "embed")
+
+
+def _sum_over_data(forward: Forward, chosen: Array, values: Array) -> Array:
+    """Like :func:`_sum_of_rows`, for canvases that are divided over ``data``; the result is on all of its shards."""
+    rules, divided = forward.layout.rules, forward.over_data.layout.rules
+    axes, dimensions = divided.mesh_axes("batch"), ("batch", "canvas", "embed")
+
+    def own(chosen: Array, values: Array) -> Array:
+        count = len(values)
+        flat = jax.lax.axis_index(axes) * count + jnp.arange(count)
+        of_row = (flat // chosen.shape[1] == jnp.arange(len(chosen))[:, None]) & chosen.reshape(-1)[flat]
+        return jax.lax.psum(jnp.where(of_row[..., None, None], values, 0).sum(axis=1), axes)
+
+    specs, mesh = (jax.sharding.PartitionSpec(), divided.spec(*dimensions)), forward.layout.mesh
+    call = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=rules.spec(*dimensions), check_vma=False)
+    return call(chosen, values)
 
 
 def _find(canvases: Array, canvas: Array) -> tuple[Array, Array]:
@@ -145,7 +169,7 @@ def _make_steps(
     def step(carry: _Walk) -> _Walk:
         made, state, wanted, counts, index, going, last = carry
         own, numbers = wanted & going[:, None], row_steps(request, state)
-        hidden, without = _of_canvas(forward, outputs, index)
+        hidden, without = _of_canvas(forward, program, outputs, index)
         choices = choose_on_canvas(forward, program, weights, request, numbers, hidden, own, unconditional=without)
         state = commit(forward, program, request, state, choices, own, counts)
         state = replace(state, made_steps=state.made_steps + going)

@@ -44,6 +44,7 @@ CACHES = ("none", "prefix", "dual", "exact")
 PARALLEL_RULES = tuple(dict.fromkeys((*BIDIRECTIONAL_RULES, *BLOCK_CAUSAL_RULES)))
 DEFAULT_BLOCK_LENGTH = 32
 CONFIDENCE_DTYPES = ("float32", "model")
+DRAFT_AXES = ("none", "data")
 
 # In float32, sampling at a temperature below the smallest allowed one is the same as temperature 0.
 _TEMPERATURE = Real(0.0, MAX_TEMPERATURE, smallest=MIN_TEMPERATURE)
@@ -361,6 +362,12 @@ class DiffusionConfig:
         "makes one step, and one more for each guess that was right. The tokens do not change. In requests of a "
         "server, which compiles its own number, this is an upper bound.",
         requires=(Requirement("cache", ("none",)),),
+    )
+    draft_axis: str = parameter(
+        "none",
+        Choice(DRAFT_AXES),
+        "Divide the drafts of a row over this axis of the mesh, so that a few rows use all of its devices: data, or "
+        "none, where each row's drafts are with the row. The tokens do not change.",
     )
     early_stop: bool | None = same_as(SamplingConfig, "early_stop")
     stop_token_ids: Sequence[int] = same_as(SamplingConfig, "stop_token_ids")

@@ -42,6 +42,7 @@ class DenoiseProgram(_Settings):
       first_alone: the previous block predicts the first position of a block, which is therefore committed alone.
       sub_block_window: compute only the current sub-block once its first position is committed.
       drafts: K, guessed canvases that a pass computes after each row's own; see :mod:`runtime.decoding.drafts`.
+      over_data: the canvases of a pass are divided over the ``data`` axis, and the rows are on all of its shards.
     """
 
     sampling: SamplingRule
@@ -55,6 +56,7 @@ class DenoiseProgram(_Settings):
     first_alone: bool = False
     sub_block_window: bool = False
     drafts: int = 0
+    over_data: bool = False
 
 
 @flax.struct.dataclass

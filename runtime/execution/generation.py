@@ -19,7 +19,7 @@ from runtime.execution.caller_rows import CallerRows
 from runtime.execution.hooks import HookedSteps, LogitsHook, TokensHook
 from runtime.execution.left_padding import Rows
 from runtime.execution.offline import OfflineScheduler
-from runtime.execution.pool import canvases_of, steps_per_block, uses_cache
+from runtime.execution.pool import canvases_of, runner_for, steps_per_block, uses_cache
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, masks_left
 from runtime.execution.row_request import RowResult, block_span, final_tokens
@@ -265,7 +265,7 @@ def _schedule(
 ) -> list[RowResult]:
     """Run all rows through the scheduler, as many at a time as memory allows, and fill in ``stats``."""
     count, progress, tests = len(rows.requests), observers.progress, observers.stop_tests
-    slots = runner.batch_size(count, width, uses_cache(config), canvases_of(config))
+    slots = runner_for(runner, config).batch_size(count, width, uses_cache(config), canvases_of(config))
     scheduler = OfflineScheduler(runner, rows.requests, slots, width, tests)
     stats.batches = math.ceil(count / slots)
     total = stats.steps * stats.batches

@@ -6,9 +6,11 @@ Dimension letters: B batch, S canvas, P positions of one chunk of the output hea
 from __future__ import annotations
 
 import bisect
+import copy
 import math
 import os
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -63,6 +65,7 @@ class Runner:
       platform: ``cpu``, ``gpu`` or ``tpu``.
       programs: the compiled programs.
       buckets: buckets that have been used, by everything else that their programs depend on.
+      row_unit: the number of rows on the devices is a multiple of this.
     """
 
     def __init__(
@@ -92,7 +95,26 @@ class Runner:
         self._max_batch = max_batch
         self._row_limits: dict[tuple[int, bool, int], int] = {}
         self.buckets: dict[Hashable, set[Bucket]] = {}
+        self.row_unit = layout.spec.data
         check_attention(layout, attention, self.dtype)
+
+    def over_data(self, canvases: int) -> Runner:
+        """Return this runner with all rows on every ``data`` shard, and the canvases of their passes divided over it.
+
+        A number of rows that is no multiple of the ``data`` axis then uses all devices.
+
+        Args:
+          canvases: canvases of each row that a pass computes, see :mod:`runtime.decoding.drafts`.
+        """
+        made, data = copy.copy(self), self.layout.spec.data
+        made.layout = replace(self.layout, rules=replace(self.layout.rules, batch=()))
+        made.row_unit, made._row_limits = data // math.gcd(data, canvases), {}
+        return made
+
+    @property
+    def row_shards(self) -> int:
+        """Number of shards that the rows are divided into."""
+        return self.layout.rules.shards("batch", self.layout.mesh_axis_sizes)
 
     def bucket(self, length: int) -> int:
         """Round a length up to a bucket; see :func:`canvas_bucket`."""
@@ -118,13 +140,13 @@ class Runner:
         return PROMPT_CHUNKS.get(self.platform, _PROMPT_CHUNK_DEFAULT)
 
     def batch_size(self, rows: int, canvas: int, cached: bool = False, canvases: int = 1) -> int:
-        """Return how many of ``rows`` rows to run at a time: a multiple of the data axis, limited by memory.
+        """Return how many of ``rows`` rows to run at a time: a multiple of :attr:`row_unit`, limited by memory.
 
         The other arguments are those of :meth:`memory`.
         """
-        data = self.layout.spec.data
-        limit = max(data, (self._max_batch or self.max_rows(canvas, cached, canvases)) // data * data)
-        return min(limit, math.ceil(rows / data) * data)
+        unit = self.row_unit
+        limit = max(unit, (self._max_batch or self.max_rows(canvas, cached, canvases)) // unit * unit)
+        return min(limit, math.ceil(rows / unit) * unit)
 
     def batches(self, rows: int, canvas: int, cached: bool = False) -> Iterator[slice]:
         """Yield the rows of each batch, in order."""
@@ -143,14 +165,14 @@ class Runner:
         return self._row_limits[key]
 
     def _estimate_max_rows(self, canvas: int, cached: bool, canvases: int) -> int:
-        data, room = self.layout.spec.data, self.room()
+        shards, room = self.row_shards, self.room()
         if room is None:
-            return data * MAX_ROWS_PER_SHARD
+            return shards * MAX_ROWS_PER_SHARD
 
         def fits(rows: int) -> bool:
             return self.memory(rows, canvas, cached, canvases).total <= room
 
-        return data * max(1, bisect.bisect_left(range(1, MAX_ROWS_PER_SHARD + 1), True, key=lambda n: not fits(n)))
+        return shards * max(1, bisect.bisect_left(range(1, MAX_ROWS_PER_SHARD + 1), True, key=lambda n: not fits(n)))
 
     def pass_floor(self) -> tuple[float, float]:
         """Return floor and overhead of a pass, see :class:`runtime.execution.buckets.PassCost`, in positions.
@@ -189,7 +211,7 @@ class Runner:
         """Estimate the memory that passes over whole rows need on each device, weights included.
 
         Args:
-          rows: rows per ``data`` shard.
+          rows: rows per shard, see :attr:`row_shards`.
           canvas: positions per row.
           cached: whether rows have a KV cache.
           canvases: canvases that a pass computes of each row, see :mod:`runtime.decoding.drafts`.
@@ -197,7 +219,8 @@ class Runner:
         spec = self.layout.spec
         chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
         device = Device(self.platform, chips[0].fast_memory_bytes if chips else 0)
-        head = self.chunk(rows * spec.data, canvas) // spec.sequence
+        head = self.chunk(rows * self.row_shards, canvas) // spec.sequence
+        canvases = math.ceil(canvases * self.row_shards / spec.data)
         shape = PassShape(rows, canvas // spec.sequence, canvas, head, self.forward(canvas).attention, canvases)
         kept = self.cache_dtype if cached else None
         return memory_of_passes(self.layout, self.dtype, device, rows, canvas, [shape], kept)
@@ -233,7 +256,7 @@ def head_chunk(rows: int, canvas: int, layout: ModelLayout, platform: str) -> in
     """
     target = _HEAD_POSITIONS.get(platform, _HEAD_POSITIONS_DEFAULT)
     sequence = layout.spec.sequence
-    per_shard = max(1, target * layout.spec.data // rows)
+    per_shard = max(1, target * layout.rules.shards("batch", layout.mesh_axis_sizes) // rows)
     power_of_two = 1 << per_shard.bit_length() - 1
     most = _MAX_HEAD_POSITIONS_PER_ROW // sequence * sequence
     return min(canvas, max(math.lcm(16, sequence), min(most, power_of_two * sequence)))

@@ -59,6 +59,7 @@ FLAGS = {
     "greedy": False,
     "cfg_scale": None,
     "draft_steps": None,
+    "draft_axis": None,
     "early_stop": True,
 }
 MODES = [

@@ -136,6 +136,37 @@ def test_meshes(mesh: str, name: str) -> None:
     assert found.stats.accepted_steps > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["greedy", "sampled", "origin"])
+@pytest.mark.parametrize(("mesh", "rows", "drafts"), [("data=4", 1, 3), ("data=4", 2, 1), ("data=2,sequence=2", 3, 3)])
+def test_drafts_of_few_rows_use_the_whole_data_axis(mesh: str, rows: int, drafts: int, name: str) -> None:
+    config, engine = TRAINED[name], trained(mesh)
+    ids, mask = engine.encode(PROMPTS[:rows])
+    expected = trained("data=1").generate_tokens(ids, mask, config, history=True)
+    found = engine.generate_tokens(ids, mask, config.replace(draft_steps=drafts, draft_axis="data"), history=True)
+    real = np.pad(mask, ((0, 0), (0, config.max_new_tokens)), constant_values=1)
+    assert found.history is not None
+    assert expected.history is not None
+    assert_same_tokens(found.history, expected.history, real, trained("data=1"), config)
+    assert found.stats.accepted_steps > 0
+    assert found.stats.forwards < expected.stats.forwards
+
+
+def test_rows_on_every_shard_come_in_any_number() -> None:
+    runner = golden_cases.engine("data=4,tensor=2").runner
+    assert runner.row_unit == runner.row_shards == 4
+    for canvases, unit in ((4, 1), (8, 1), (2, 2), (6, 2), (3, 4)):
+        spread = runner.over_data(canvases)
+        assert (spread.row_unit, spread.row_shards) == (unit, 1)
+        assert spread.batch_size(1, 64, canvases=canvases) == unit
+    # A device has one canvas of the row, as without drafts, and the peak of one more.
+    peaks = [
+        sum(one.bytes for one in own.memory(1, 512, cached=False, canvases=count).peak)
+        for own, count in ((runner, 1), (runner.over_data(4), 4), (runner, 4))
+    ]
+    assert peaks[0] == peaks[1] < peaks[2]
+
+
 def test_a_row_may_ask_for_fewer_drafts_than_its_slots_have() -> None:
     """The value of a row is an upper bound, so one program serves all rows, as in a server."""
     engine = trained("data=1")
