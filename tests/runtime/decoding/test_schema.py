@@ -144,6 +144,7 @@ def test_requirements_name_parameters_and_their_values() -> None:
         "refresh_interval",
         "refresh_blocks",
         "cfg_scale",
+        "draft_steps",
     ]
 
 

@@ -34,12 +34,13 @@ def layout(folder: str) -> ModelLayout:
 
 @pytest.mark.parametrize("kept", [False, True], ids=["plain", "log_probabilities"])
 @pytest.mark.parametrize("occupied", [False, True], ids=["free", "occupied"])
-def test_diffusion_rows_are_as_declared(occupied: bool, kept: bool) -> None:
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_diffusion_rows_are_as_declared(occupied: bool, kept: bool, drafts: int) -> None:
     own = layout("dream_tiny")
-    config = DiffusionConfig(max_new_tokens=8, steps=5, temperature=0.3, alg_temp=None, log_probabilities=kept)
+    config = DiffusionConfig(max_new_tokens=8, steps=5, temperature=0.3, log_probabilities=kept, draft_steps=drafts)
     request = RowRequest([1, 2, 3], config, seed=(1 << 63) - 1) if occupied else None
     row = diffusion_row(request, config, own.config, WIDTH, STEPS)
-    assert shapes(row) == shapes(abstract_denoise(own, 1, WIDTH, STEPS, log_probabilities=kept))
+    assert shapes(row) == shapes(abstract_denoise(own, 1, WIDTH, STEPS, log_probabilities=kept, drafts=drafts))
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["plain", "log_probabilities"])
