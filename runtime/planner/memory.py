@@ -20,7 +20,7 @@ def estimate_memory(workload: Workload, layout: ModelLayout, chip: Chip) -> Memo
         layout,
         dtype,
         Device(chip.platform, chip.fast_memory_bytes),
-        workload.rows(layout.spec.data) // layout.spec.data,
+        workload.rows_per_shard(layout.spec.data),
         workload.canvas(layout, chip.platform),
         [_shape(phase, workload, layout, chip) for phase in workload.phases(layout, chip.platform, widest=True)],
         dtype if workload.has_cache else None,

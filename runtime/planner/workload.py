@@ -46,7 +46,7 @@ _KINDS: dict[str, Kind] = {
 }
 
 
-_DECODING = ("steps", "cache", "block_length", "draft_steps")
+_DECODING = ("steps", "cache", "block_length", "draft_steps", "draft_axis")
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ class Workload:
       quantization: quantization of the weights, ``none`` or ``int8``.
       draft_steps: drafts per row of masked diffusion. The plan assumes that none is accepted, because the steps that
         drafts save depend on the text.
+      draft_axis: ``data`` divides the canvases of a pass over the ``data`` axis, with all rows on each of its shards.
     """
 
     config: ModelConfig
@@ -113,6 +114,7 @@ class Workload:
     block_length: int = DEFAULT_BLOCK_LENGTH
     quantization: str = "none"
     draft_steps: int = 0
+    draft_axis: str = "none"
 
     def __post_init__(self) -> None:
         kinds = _KINDS | {name: EXPOSED_PARAMETERS[name].kind for name in _DECODING}
@@ -142,7 +144,13 @@ class Workload:
         Raises:
           MeshError: the model cannot be divided over the mesh.
         """
-        return model_layout(self.config, spec, devices, self.quantization)
+        made = model_layout(self.config, spec, devices, self.quantization)
+        return replace(made, rules=replace(made.rules, batch=())) if self.divides_drafts else made
+
+    @property
+    def divides_drafts(self) -> bool:
+        """Whether the canvases of a pass are divided over the ``data`` axis."""
+        return self.draft_steps > 0 and self.draft_axis == "data"
 
     @property
     def has_cache(self) -> bool:
@@ -150,8 +158,13 @@ class Workload:
         return self.config.objective == "autoregressive" or self.cache != "none"
 
     def rows(self, data: int) -> int:
-        """Return the number of rows on the devices: the batch, padded to a multiple of the data axis."""
-        return math.ceil(self.batch / data) * data
+        """Return the number of rows on the devices: the batch, padded so that canvases divide over the data axis."""
+        unit = data // math.gcd(data, 1 + self.draft_steps) if self.divides_drafts else data
+        return math.ceil(self.batch / unit) * unit
+
+    def rows_per_shard(self, data: int) -> int:
+        """Return the number of rows on each ``data`` shard."""
+        return self.rows(data) if self.divides_drafts else self.rows(data) // data
 
     def canvas(self, layout: ModelLayout, platform: str) -> int:
         """Return S, the bucket that prompt and new tokens are padded to."""
@@ -168,7 +181,7 @@ class Workload:
         on the text.
         """
         changes: dict[str, Any] = {"cache": self.cache, "parallel": "none", "threshold": DiffusionConfig.threshold}
-        changes["draft_steps"] = self.draft_steps
+        changes |= {"draft_steps": self.draft_steps, "draft_axis": self.draft_axis}
         if self.cache != "none":
             changes["block_length"] = self.block_length
         made = DiffusionConfig.published_for(
@@ -216,7 +229,7 @@ class Workload:
           platform: platform of the devices.
           widest: describe windows by their largest width, for memory estimates, instead of by their average width.
         """
-        canvas, rows = self.canvas(layout, platform), self.rows(layout.spec.data) // layout.spec.data
+        canvas, rows = self.canvas(layout, platform), self.rows_per_shard(layout.spec.data)
         if self.config.objective == "autoregressive":
             width = min(canvas, bucket_length(self.prompt))
             return [
@@ -232,7 +245,7 @@ class Workload:
         if self.cache == "none":
             masked = [count for block in self.masks_of_blocks(canvas) for count in block]
             found = Phase("denoise step", rows, canvas, canvas, True, chunk, chunks(masked, chunk), len(masked))
-            return [found if not self.draft_steps else self._drafted(found)]
+            return [self._drafted(found, layout.spec.data) if self.draft_steps else found]
         if self.cache == "exact":
             return self._exact_phases(layout, platform, widest)
         length, _ = block_schedule(self.decoding(), canvas)
@@ -255,10 +268,11 @@ class Workload:
             Phase("block step", rows, width, canvas, False, window, chunks(masks or [length], window), len(masks)),
         ]
 
-    def _drafted(self, phase: Phase) -> Phase:
+    def _drafted(self, phase: Phase, data: int) -> Phase:
         """Return a denoise step with drafts: further canvases, and further runs of the head that guess their tokens."""
         runs = 1 + (self.draft_steps if self.sampling_rule().sampled else 1)
-        return replace(phase, canvases=1 + self.draft_steps, chunks=runs * phase.chunks)
+        canvases = math.ceil((1 + self.draft_steps) / (data if self.divides_drafts else 1))
+        return replace(phase, canvases=canvases, chunks=runs * phase.chunks)
 
     def _exact_phases(self, layout: ModelLayout, platform: str, widest: bool) -> list[Phase]:
         """Return the phases of a generation with block-causal attention and its exact cache.
@@ -266,7 +280,7 @@ class Workload:
         The first pass computes the whole row, and each later pass computes one block. The first pass of a block also
         computes the block before it, or only that one if it alone predicts the first position.
         """
-        canvas, rows = self.canvas(layout, platform), self.rows(layout.spec.data) // layout.spec.data
+        canvas, rows = self.canvas(layout, platform), self.rows_per_shard(layout.spec.data)
         length, widths = self.block_length, self.windows(layout, platform)
         steps = min(length, steps_of_a_block(self.decoding(), length))
         blocks = math.ceil(self.new_tokens / length)
