@@ -14,6 +14,7 @@ Dimension letters: B batch, K drafts, S canvas, D embed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -30,9 +31,17 @@ from runtime.models.forward import Forward
 from runtime.models.transformer import hidden_states
 
 Array = jax.Array
+
+# Positions per row of a head chunk that draws again the tokens of the few positions that a guessed step commits.
+_REDRAWN_POSITIONS = 16
 # The steps of a pass so far; state, wanted and counts of the next step; the index of each row's canvas, whether its
 # outputs are there, and the index of the last canvas whose outputs were used.
 _Walk = tuple[Array, DenoiseState, Array, Array, Array, Array, Array]
+
+
+def redrawn_chunk(sequence: int) -> int:
+    """Return the positions per row of a head chunk for a few positions, a multiple of the sequence axis."""
+    return math.lcm(_REDRAWN_POSITIONS, sequence)
 
 
 @flax.struct.dataclass
@@ -195,25 +204,31 @@ def _guess(
 ) -> Array:
     """Guess the canvases after the next K steps of every row: int32 ``[B, K, S]``.
 
-    The steps are those of the decoder, with their own random bits, but from ``outputs`` for an earlier canvas.
+    The steps are those of the decoder, with their own random bits, but from ``outputs`` for an earlier canvas. The head
+    runs once on all open positions; the tokens that later steps sample are drawn for the positions that they commit.
     """
     program, (hidden, without) = replace(program, log_probabilities=False), outputs
 
-    def choose(state: DenoiseState, wanted: Array) -> Choices:
+    def choose(program: DenoiseProgram, state: DenoiseState, wanted: Array) -> Choices:
         numbers = row_steps(request, state)
         return choose_on_canvas(forward, program, weights, request, numbers, hidden, wanted, unconditional=without)
 
-    # Without random bits, the choice for a position is the same in every step.
-    draws = program.sampling.sampled or (program.algorithm == "random" and program.parallel == "none")
     places = jnp.arange(state.canvas.shape[1])
     open_positions = (state.canvas == forward.config.mask_token_id) & (places < request.lengths[:, None])
-    known = None if draws else choose(state, open_positions)
+    first = choose(program, state, open_positions)
+    ranks_at_random = program.algorithm == "random" and program.parallel == "none"
+    few = replace(program, chunk=min(program.chunk, redrawn_chunk(forward.layout.spec.sequence)))
 
     def step(carry: tuple[DenoiseState, Array, Array], _: None) -> tuple[tuple[DenoiseState, Array, Array], Array]:
         state, wanted, counts = carry
-        choices = choose(state, wanted) if known is None else known
-        state = commit(forward, program, request, state, choices, wanted, counts)
-        return next_step(forward, program, request, state), state.canvas
+        choices = choose(program, state, wanted) if ranks_at_random else first
+        made = commit(forward, program, request, state, choices, wanted, counts)
+        if program.sampling.sampled and not ranks_at_random:
+            committed = made.canvas != state.canvas
+            tokens = choose(few, state, committed).tokens
+            # Without a finite logit, there is no token.
+            made = replace(made, canvas=jnp.where(committed & (tokens >= 0), tokens, made.canvas))
+        return next_step(forward, program, request, made), made.canvas
 
     start = (replace(state, log_probabilities=None), wanted, counts)
     _, canvases = jax.lax.scan(step, start, length=program.drafts)

@@ -15,6 +15,7 @@ from typing import Any
 
 from runtime.decoding.block_schedule import block_schedule, steps_of_a_block, window_widths
 from runtime.decoding.cached_steps import refresh_chunk
+from runtime.decoding.drafts import redrawn_chunk
 from runtime.decoding.parameters import (
     DEFAULT_BLOCK_LENGTH,
     EXPOSED_PARAMETERS,
@@ -63,7 +64,8 @@ class Phase:
       chunk: positions per row that the head runs on at a time.
       chunks: average number of head chunks per pass.
       forwards: average number of passes of this kind in one generation.
-      canvases: canvases of each row that a pass computes, see :mod:`runtime.decoding.drafts`.
+      canvases: canvases of each row that a device computes in a pass, see :mod:`runtime.decoding.drafts`.
+      drafted: whether drafts are among the canvases of a pass, on this device or on others.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Phase:
     chunks: float
     forwards: float
     canvases: int = 1
+    drafted: bool = False
 
     def head_shards(self, layout: ModelLayout) -> int:
         """Return over how many ``sequence`` shards the positions of a head chunk are divided.
@@ -245,7 +248,7 @@ class Workload:
         if self.cache == "none":
             masked = [count for block in self.masks_of_blocks(canvas) for count in block]
             found = Phase("denoise step", rows, canvas, canvas, True, chunk, chunks(masked, chunk), len(masked))
-            return [self._drafted(found, layout.spec.data) if self.draft_steps else found]
+            return [self._drafted(found, layout.spec) if self.draft_steps else found]
         if self.cache == "exact":
             return self._exact_phases(layout, platform, widest)
         length, _ = block_schedule(self.decoding(), canvas)
@@ -268,11 +271,13 @@ class Workload:
             Phase("block step", rows, width, canvas, False, window, chunks(masks or [length], window), len(masks)),
         ]
 
-    def _drafted(self, phase: Phase, data: int) -> Phase:
-        """Return a denoise step with drafts: further canvases, and further runs of the head that guess their tokens."""
-        runs = 1 + (self.draft_steps if self.sampling_rule().sampled else 1)
-        canvases = math.ceil((1 + self.draft_steps) / (data if self.divides_drafts else 1))
-        return replace(phase, canvases=canvases, chunks=runs * phase.chunks)
+    def _drafted(self, phase: Phase, spec: MeshSpec) -> Phase:
+        """Return a denoise step with drafts: further canvases, and further head chunks that guess their tokens."""
+        # All open positions once more, and for each draft a small chunk that draws its tokens.
+        few = self.draft_steps * min(1.0, redrawn_chunk(spec.sequence) / phase.chunk)
+        chunks = 2 * phase.chunks + few * self.sampling_rule().sampled
+        canvases = math.ceil((1 + self.draft_steps) / (spec.data if self.divides_drafts else 1))
+        return replace(phase, canvases=canvases, chunks=chunks, drafted=True)
 
     def _exact_phases(self, layout: ModelLayout, platform: str, widest: bool) -> list[Phase]:
         """Return the phases of a generation with block-causal attention and its exact cache.

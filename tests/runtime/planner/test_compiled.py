@@ -9,6 +9,7 @@ import pytest
 from runtime.planner.compiled import collectives_agree, compile_workload, is_out_of_memory
 from runtime.planner.estimate import estimate_workload
 from runtime.planner.presets import preset
+from runtime.planner.traffic import bytes_by_axis
 from runtime.planner.workload import Workload
 from sharding.aot import aot_devices, missing_compiler
 from sharding.mesh import MeshSpec
@@ -158,6 +159,23 @@ def test_memory_with_drafts_is_what_the_tpu_compiler_says(case: tuple[str, str, 
     layers = [one for one in plain.phases[0].collectives if "per layer" in one.what]
     assert layers == [one for one in found.phases[0].collectives if "per layer" in one.what]
     assert found.phases[0].seconds < 1.5 * plain.phases[0].seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "rows", "drafts"), [("data=8", 1, 7), ("data=4,sequence=2", 2, 1)])
+def test_drafts_over_the_data_axis_are_what_the_tpu_compiler_says(mesh: str, rows: int, drafts: int) -> None:
+    topology = parse_topology("v5p:2x2x2")
+    workload = Workload(preset("diffucoder-7b"), batch=rows, draft_steps=drafts, draft_axis="data")
+    found = estimate_workload(workload, topology, MeshSpec.parse(mesh))
+    (compiled,) = compile_workload(workload, found.spec, aot_devices(topology))
+    assert found.memory.total == pytest.approx(compiled.memory_bytes, rel=0.05)
+    (phase,) = found.phases
+    moved, estimated = compiled.bytes_by_axis(found.layout, phase.phase), bytes_by_axis(phase.collectives)
+    assert moved["all-reduce", ("data",)] == estimated["all-reduce", ("data",)]
+    # A device computes as many canvases as it would of a single row without drafts.
+    plain = estimate_workload(replace(workload, draft_steps=0, batch=found.spec.data), topology, found.spec)
+    assert phase.phase.rows * phase.phase.canvases == plain.phases[0].phase.rows
+    assert phase.seconds < 1.3 * plain.phases[0].seconds
 
 
 def check_canvas(text: str, mesh: str, rows: int, canvas: int) -> None:
