@@ -83,7 +83,7 @@ class PassShape:
       keys: T, keys that each position attends to.
       head: P, positions per row in one head chunk.
       attention: the implementation; ``xla`` keeps scores in memory, see :mod:`runtime.models.xla_attention`.
-      canvases: canvases that are computed of each row, see :mod:`runtime.decoding.drafts`.
+      canvases: canvases that are computed, see :mod:`runtime.decoding.drafts`; 0 for one of each row.
     """
 
     rows: int
@@ -91,12 +91,12 @@ class PassShape:
     keys: int
     head: int
     attention: str
-    canvases: int = 1
+    canvases: int = 0
 
     @property
     def computed(self) -> int:
-        """Number of canvases of all rows."""
-        return self.rows * self.canvases
+        """Number of canvases that are computed."""
+        return self.canvases or self.rows
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,9 @@ def memory_of_passes(
         resident.append(Tensor("cache of keys and values", kept, _LESS_CACHE))
         resident += _narrow_head_copies(kept, layout.config.head_dim, device)
     shapes = list(passes)
-    drafts = max(one.canvases for one in shapes) - 1
+    drafts = max(one.computed - one.rows for one in shapes)
     # The canvas, the drafts and the commit steps, all of them both as input and as output.
-    resident.append(Tensor("tokens", 2 * (2 + drafts) * rows * canvas * 4, "fewer rows"))
+    resident.append(Tensor("tokens", 2 * (2 * rows + drafts) * canvas * 4, "fewer rows"))
     item = jnp.dtype(dtype).itemsize
     stages = [stage(layout, item, device, one) for one in shapes for stage in (_layer, _head)]
     return Memory(tuple(resident), max(stages, key=lambda stage: sum(tensor.bytes for tensor in stage)))
@@ -232,15 +232,15 @@ def _scores(layout: ModelLayout, item: int, device: Device, shape: PassShape) ->
 def _head(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> tuple[Tensor, ...]:
     """Return the arrays alive while tokens are chosen from one chunk of logits."""
     logits = shape.rows * shape.head * layout.size_per_device("vocab") * _FLOAT
-    residual = shape.computed * shape.positions * layout.size_per_device("embed") * item
+    canvas = shape.positions * layout.size_per_device("embed") * item
     # XLA on CPU writes intermediate results to memory that the other compilers fuse into their consumers.
     count = 4 if device.platform == "cpu" else 2
     arrays: list[_Arrays] = [
         ("logits of one head chunk", count, logits, _FEWER_CHANNELS),
-        ("residual and norms", 1, residual, _FEWER_POSITIONS),
+        ("residual and norms", 1, shape.computed * canvas, _FEWER_POSITIONS),
     ]
-    if shape.canvases > 1:
-        arrays.append(("activations of one canvas", 1, residual // shape.canvases, _FEWER_POSITIONS))
+    if shape.canvases:
+        arrays.append(("activations of one canvas", 1, shape.rows * canvas, _FEWER_POSITIONS))
     return _outside_fast_memory(arrays, device)
 
 

@@ -220,8 +220,8 @@ class Runner:
         chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
         device = Device(self.platform, chips[0].fast_memory_bytes if chips else 0)
         head = self.chunk(rows * self.row_shards, canvas) // spec.sequence
-        canvases = math.ceil(canvases * self.row_shards / spec.data)
-        shape = PassShape(rows, canvas // spec.sequence, canvas, head, self.forward(canvas).attention, canvases)
+        computed = math.ceil(rows * canvases * self.row_shards / spec.data) if canvases > 1 else 0
+        shape = PassShape(rows, canvas // spec.sequence, canvas, head, self.forward(canvas).attention, computed)
         kept = self.cache_dtype if cached else None
         return memory_of_passes(self.layout, self.dtype, device, rows, canvas, [shape], kept)
 

@@ -93,7 +93,7 @@ class CompiledPhase:
         """
         # Code outside any open loop is preparation. The outer open loop is over passes, the inner one over head chunks.
         lengths = [1.0] if phase.name == "prefill" else [0.0, 1.0, phase.chunks]
-        if phase.drafted:
+        if phase.canvases:
             # Inside the loop over passes, there is one over the steps that a pass makes: here a single one.
             lengths = [0.0, 1.0, 1.0, phase.chunks]
         if self.name != "blocks":

@@ -89,7 +89,7 @@ def _phase(one: PhaseEstimate) -> dict[str, Any]:
 
 
 def _compiled(found: Estimate, one: CompiledPhase, phase: PhaseEstimate) -> dict[str, Any]:
-    counts, widths, drafted = one.count_by_kind(phase.phase), 1, phase.phase.drafted
+    counts, widths, drafted = one.count_by_kind(phase.phase), 1, phase.phase.canvases > 0
     if phase.phase.name == "block step":
         widths = len(found.workload.windows(found.layout, found.topology.chip.platform))
     return {

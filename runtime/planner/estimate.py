@@ -187,9 +187,7 @@ class Estimate:
 
     def estimate_phase(self, phase: Phase) -> PhaseEstimate:
         """Estimate one phase."""
-        positions = (
-            phase.rows * phase.canvases * math.ceil(phase.positions / (self.spec.sequence if phase.whole else 1))
-        )
+        positions = phase.computed * math.ceil(phase.positions / (self.spec.sequence if phase.whole else 1))
         chunk = phase.rows * phase.chunk // phase.head_shards(self.layout)
         collectives = phase_collectives(self.workload, self.layout, self._wiring, phase)
         return PhaseEstimate(

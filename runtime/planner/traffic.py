@@ -152,7 +152,7 @@ def _tensor_collectives(workload: Workload, layout: ModelLayout, positions: int,
 def _whole_row_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, phase: Phase) -> list[Collective]:
     """Return the collectives of the transformer over whole rows, including the all-gather of K and V over sequence."""
     sequence, layers = layout.spec.sequence, workload.config.num_layers
-    rows = phase.rows * phase.canvases
+    rows = phase.computed
     divided = residual_over_tensor(layout, wiring.chips, rows * layout.spec.data, phase.positions)
     found = _tensor_collectives(workload, layout, rows * phase.positions // sequence, divided)
     if sequence > 1:

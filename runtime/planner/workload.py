@@ -64,8 +64,7 @@ class Phase:
       chunk: positions per row that the head runs on at a time.
       chunks: average number of head chunks per pass.
       forwards: average number of passes of this kind in one generation.
-      canvases: canvases of each row that a device computes in a pass, see :mod:`runtime.decoding.drafts`.
-      drafted: whether drafts are among the canvases of a pass, on this device or on others.
+      canvases: with drafts, canvases of all rows that a device computes in a pass; otherwise 0, for one of each row.
     """
 
     name: str
@@ -76,8 +75,12 @@ class Phase:
     chunk: int
     chunks: float
     forwards: float
-    canvases: int = 1
-    drafted: bool = False
+    canvases: int = 0
+
+    @property
+    def computed(self) -> int:
+        """Number of canvases that a device computes in a pass."""
+        return self.canvases or self.rows
 
     def head_shards(self, layout: ModelLayout) -> int:
         """Return over how many ``sequence`` shards the positions of a head chunk are divided.
@@ -276,8 +279,8 @@ class Workload:
         # All open positions once more, and for each draft a small chunk that draws its tokens.
         few = self.draft_steps * min(1.0, redrawn_chunk(spec.sequence) / phase.chunk)
         chunks = 2 * phase.chunks + few * self.sampling_rule().sampled
-        canvases = math.ceil((1 + self.draft_steps) / (spec.data if self.divides_drafts else 1))
-        return replace(phase, canvases=canvases, chunks=chunks, drafted=True)
+        canvases = phase.rows * (1 + self.draft_steps) // (spec.data if self.divides_drafts else 1)
+        return replace(phase, canvases=canvases, chunks=chunks)
 
     def _exact_phases(self, layout: ModelLayout, platform: str, widest: bool) -> list[Phase]:
         """Return the phases of a generation with block-causal attention and its exact cache.
