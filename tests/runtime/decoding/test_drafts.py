@@ -199,7 +199,7 @@ def test_rows_that_come_and_go() -> None:
     drafted = {one.number: one for some in engine.scheduler(requests, slots=3).run() for one in some}
     for number, request in enumerate(requests):
         own = np.array([request.tokens])
-        alone = engine.generate_tokens(own, None, config.replace(draft_steps=0, seed=request.seed))
+        alone = engine.generate_tokens(own, None, config.replace(draft_steps=0, seed=[request.seed]))
         np.testing.assert_array_equal(drafted[number].sequence, alone.sequences[0])
 
 
