@@ -69,3 +69,17 @@ def test_a_server_compiles_its_own_number(tmp_path: Path) -> None:
         steps = found.metric("denoise_steps_total")
         assert 0 <= found.metric("accepted_steps_total") < steps
         assert found.metric("forwards_total") + found.metric("accepted_steps_total") >= steps
+
+
+@pytest.mark.slow
+def test_a_server_whose_drafts_are_divided_over_data(tmp_path: Path) -> None:
+    """One slot is enough for both replicas."""
+    engine = Engine.load(write_tiny_checkpoint(tmp_path), "data=2", devices=jax.devices()[:2])
+    config = DiffusionConfig(12, steps=12, algorithm="entropy", temperature=0.8, draft_steps=3, draft_axis="data")
+    with served(engine, config, slots=1) as found:
+        assert found.server.serving.executor is not None
+        assert found.server.serving.executor.pools[0].count == 1
+        (expected,) = offline(found, [PROMPT], seed=3, draft_steps=0, draft_axis="none")
+        answer = found.post("/v1/completions", {"prompt": PROMPT, "seed": 3, "steps": 12})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == expected.text
