@@ -21,7 +21,7 @@ from launch.hosts.supervisor import greet
 _MIB = 1 << 20
 _PATIENCE = Timeouts(600, 600, 600, 600)
 _LIMIT = 300.0
-# Process 1 stops itself, and process 0 ends with the given code.
+# Program of both processes: process 1 freezes itself; what is appended to the text then runs in process 0.
 _FREEZES = "import os, signal\nif os.environ['JAX_PROCESS_ID'] == '1': os.kill(os.getpid(), signal.SIGSTOP)\n"
 
 
@@ -31,7 +31,7 @@ def resident(process: int | str = "self") -> int:
 
 
 async def send_endless_lines(port: int, connections: int) -> tuple[int, int]:
-    """Send 64 MiB without a line feed on each connection. Returns the bytes sent and the closed connections."""
+    """Send 64 MiB without a line feed on each connection. Return the bytes sent, and how many were closed."""
     sent = cut = 0
     for _ in range(connections):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -47,7 +47,7 @@ async def send_endless_lines(port: int, connections: int) -> tuple[int, int]:
 
 
 async def try_secrets(port: int, secrets: Sequence[bytes]) -> int:
-    """Join as host 1 with wrong secrets; returns how many are refused."""
+    """Join as host 1 with wrong secrets; return how many are refused."""
     refused = 0
     for secret in secrets:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -58,7 +58,7 @@ async def try_secrets(port: int, secrets: Sequence[bytes]) -> int:
 
 
 async def open_topics(server: ControlServer, port: int, secret: bytes, count: int) -> bool:
-    """Begin many exchanges at a time as host 1; returns whether host 0 ends the run and names host 1."""
+    """Begin many exchanges at a time as host 1; return whether host 0 ends the run and names host 1."""
     watching = asyncio.ensure_future(server.watch())
     hosts = []
     for number in range(2):
@@ -101,7 +101,7 @@ def attack_hosts(connections: int, secrets: int, topics: int) -> dict[str, Any]:
 
 
 def attack_local(codes: Sequence[int] = (EXIT_RESTART, EXIT_USER_ERROR, 137)) -> dict[str, int]:
-    """Freeze one of two processes of ``diffumesh local``; count how often it ends with the other's exit code."""
+    """Freeze one of two processes of ``diffumesh local``; count how often it returns the other process's exit code."""
     command = [sys.executable, "-m", "launch.local", "--num_processes=2", "--grace=0.3", "--"]
     ended = 0
     for code in codes:

@@ -1,4 +1,7 @@
-"""Attacks with inputs: weights that are not finite, hostile lines of a batch, and changed results."""
+"""Attacks with inputs: weights that are not finite, hostile lines in a batch's input, and changed bits in its results.
+
+While the batch runs, a second writer also tries to open its output folder.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,7 @@ def attack_numbers(tensors: int, generations: Sequence[str] = (*NUMBERS, "overfl
 
 
 def hostile_lines(copies: int) -> list[bytes]:
-    """Lines of a batch that cannot be run, none of which has a valid id twice."""
+    """Return lines that a batch cannot run. No valid id occurs twice."""
     spaces = json.dumps(" " * (12 << 20)).encode()
     lines = []
     for number in range(copies):
@@ -156,7 +159,11 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _write_batch(path: Path, lines: int, copies: int) -> tuple[int, int]:
-    """Write a file as an editor on Windows does. Returns the numbers of its invalid lines and its lines of NaN."""
+    """Write the input of a batch as an editor on Windows does, with a byte order mark and CRLF.
+
+    Returns:
+      The number of lines that cannot be run, and the number of lines whose logits are NaN.
+    """
     bad = hostile_lines(copies)
     # The longest prompts are run first.
     poisoned = [b'{"id": "poisoned %d", "prompt": [%b%d]}' % (number, b"7, " * 20, TOKEN) for number in range(copies)]
@@ -170,12 +177,12 @@ def _write_batch(path: Path, lines: int, copies: int) -> tuple[int, int]:
 
 
 def attack_batch(lines: int, copies: int, changes: int) -> dict[str, Any]:
-    """Run a batch of many lines, with hostile ones among them; measure the seconds until the first result is on disk.
+    """Run a batch of many lines, some of them hostile; measure the seconds until the first result is on disk.
 
     Args:
       lines: number of valid lines.
-      copies: how often each of :func:`hostile_lines` occurs, and a prompt whose logits are NaN.
-      changes: number of changes of the results, and of attempts to write beside the batch.
+      copies: number of copies of each of :func:`hostile_lines`, and of prompts whose logits are NaN.
+      changes: number of changes to the results, and of attempts to write into the folder of the running batch.
     """
     with tempfile.TemporaryDirectory() as name:
         source, output, model = Path(name, "in.jsonl"), Path(name, "out"), copy_demo(Path(name, "model"))

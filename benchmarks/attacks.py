@@ -1,8 +1,8 @@
 """Attacks on checkpoints, chat templates and the server: the number of attempts and their effects.
 
-``python -m benchmarks.faults --attacks`` runs them all in their long forms, with those of
-:mod:`benchmarks.attack_hosts`, :mod:`benchmarks.attack_inputs` and :mod:`benchmarks.command_attacks`; tests run the
-short ones.
+``python -m benchmarks.faults --attacks`` runs them with many attempts (:data:`LONG`), and those of
+:mod:`benchmarks.attack_hosts`, :mod:`benchmarks.attack_inputs` and :mod:`benchmarks.command_attacks` too. Tests run
+the same attacks with few attempts.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def put_back(path: Path, data: bytes | None) -> None:
 
 
 def refusal(folder: Path) -> str:
-    """The error of :func:`checkpoints.verify` for a folder; empty if it finds none."""
+    """Return the error of :func:`checkpoints.verify` for a folder; empty if there is none."""
     try:
         verify(open_folder(folder))
     except CheckpointError as error:
@@ -187,7 +187,7 @@ def attack_templates(seconds: float = 1.0) -> dict[str, Any]:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, int, subprocess.Popen[bytes]]]:
-    """Serve the demo, with a chat template that does not end, in a child process: its address, port and process."""
+    """Serve the demo in a child process, with a chat template that does not end. Yield address, port and process."""
     log, model = folder / "server.log", copy_demo(folder / "model")
     (model / "chat_template.jinja").write_text(ENDLESS_TEMPLATE)
     cover(model)
@@ -208,7 +208,7 @@ def serving(folder: Path) -> Iterator[tuple[str, int, subprocess.Popen[bytes]]]:
 
 
 def _ask(address: tuple[str, int], source: str, method: str, path: str, body: bytes = b"") -> int:
-    """Status of the answer to a request from a local address; 0 if there is none."""
+    """Send a request from the local address ``source``; return the status of its response, 0 if there is none."""
     connection = http.client.HTTPConnection(*address, timeout=120, source_address=(source, 0))
     with contextlib.closing(connection):
         try:
@@ -225,7 +225,7 @@ def _post(address: tuple[str, int], source: str, body: bytes) -> int:
 
 
 def send_two_lengths(address: tuple[str, int], count: int) -> dict[str, int]:
-    """Send bodies with two lengths, in which a proxy may see another request; count those that are refused."""
+    """Send requests that state two lengths of their body, so that a proxy may see a second request; count refusals."""
     generator, refused = random.Random(0), 0
     for _ in range(count):
         chunked = generator.choice(["chunked", "CHUNKED", "gzip, chunked", " chunked "])
@@ -240,13 +240,13 @@ def send_two_lengths(address: tuple[str, int], count: int) -> dict[str, int]:
             with contextlib.suppress(ConnectionError):
                 while part := connection.recv(1 << 16):
                     received += part
-        # One answer, and the connection is closed.
+        # Refused means: there is one response, an error, and the connection is closed.
         refused += received.startswith(b"HTTP/1.1 4") and received.count(b"HTTP/1.1 ") == 1
     return {"tried": count, "refused": refused}
 
 
 class EndlessChats:
-    """Chats in the background, whose template does not end."""
+    """Chat requests, sent from background threads to a server whose template does not end."""
 
     def __init__(self, address: tuple[str, int], count: int) -> None:
         """Send the chats, each from an address of its own."""
@@ -263,7 +263,7 @@ class EndlessChats:
         self._statuses.append(_ask(address, source, "POST", "/v1/chat/completions", body))
 
     def statuses(self) -> list[int]:
-        """Wait for all answers; 0 stands for none."""
+        """Wait for all responses and return their HTTP statuses; 0 stands for no response."""
         for thread in self._threads:
             thread.join()
         return self._statuses
@@ -289,7 +289,7 @@ def end_with_chats(address: tuple[str, int], process: subprocess.Popen[bytes], c
 
 
 def hostile_body(generator: random.Random) -> bytes:
-    """Make a request's body with up to three random changes."""
+    """Return the body of a request with one to three random changes."""
     body = json.dumps(generator.choice(_BODIES)).encode()
     for _ in range(generator.randint(1, 3)):
         at = generator.randrange(len(body) + 1)
@@ -306,7 +306,7 @@ def send_hostile_bodies(address: tuple[str, int], count: int) -> dict[str, int]:
 
 
 def attack_readers(address: tuple[str, int], chats: int, bodies: int) -> dict[str, Any]:
-    """Send hostile bodies while chats hang, and wait until these are answered."""
+    """Send hostile bodies while chats hang, then wait until the chats are answered."""
     endless = EndlessChats(address, chats)
     return {
         "hostile_bodies": send_hostile_bodies(address, bodies),
@@ -316,10 +316,10 @@ def attack_readers(address: tuple[str, int], chats: int, bodies: int) -> dict[st
 
 
 def attack_server(clients: int, requests: int, bodies: int, chats: int) -> dict[str, Any]:
-    """Attack a server with random bodies, endless chats, and clients that send bodies of 100,000 errors.
+    """Attack a server with random bodies, endless chats, and clients that send lists of 100,000 invalid tokens.
 
-    Valid requests beside these clients measure latencies in seconds, and the server's memory is measured. In the end
-    the server receives SIGTERM.
+    The latency of valid requests is measured alone and beside these clients, in seconds, and so is the growth of the
+    server's memory. In the end the server receives SIGTERM.
     """
     flood = json.dumps({"prompt": [-1] * 100_000}).encode()
     valid = json.dumps({"prompt": "def f(x):\n", "max_tokens": 8, "seed": 1}).encode()
@@ -369,7 +369,7 @@ def _quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 LONG: dict[str, Callable[[], dict[str, Any]]] = {
-    # Those that measure time come first, so that only the first minutes need a machine to themselves.
+    # Attacks that measure time come first, so that only the first minutes need a machine to themselves.
     "server": lambda: attack_server(8, 200, 2000, 8),
     "batch": lambda: attack_batch(1_000_000, 10, 1000),
     "hosts": lambda: attack_hosts(200, 200, 100_000),

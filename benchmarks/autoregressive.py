@@ -74,7 +74,7 @@ def rates(call: Callable[[], Any], tokens: int, trials: int) -> dict[str, float]
 
 
 def measure(values: flags.FlagValues, name: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Time one variant with and without a cache at every length. Return a row per combination."""
+    """Time one variant with and without a cache at every length. Return one result per combination."""
     config = preset("gpt2")
     prompt = np.random.default_rng(0).integers(0, config.vocab_size, (values.batch, values.prompt)).astype(np.int32)
     dtype, quantize, kv_cache = VARIANTS[name]
@@ -82,7 +82,7 @@ def measure(values: flags.FlagValues, name: str, lengths: Sequence[int]) -> list
     rows: list[dict[str, Any]] = []
     for new in lengths:
         sequences = {}
-        # Without a cache, its dtype makes no difference.
+        # Without a cache, the dtype of the cache makes no difference, so one variant without a cache is enough.
         for cached in (True, False) if kv_cache == "model" else (True,):
             request = SamplingConfig(max_new_tokens=new, use_cache=cached)
 
@@ -168,7 +168,7 @@ def autoregressive_table(record: dict[str, Any]) -> str:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """Print one line with a row's results."""
+    """Print one line with a result of :func:`measure`."""
     rate = row["tokens_per_second"]
     memory = f"  weights {row['weight_bytes'] / 1e6:.0f} MB, cache {row['cache_bytes'] / 1e6:.1f} MB"
     print(

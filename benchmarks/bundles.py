@@ -18,7 +18,8 @@ _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+((?:[A-Z]{2},?\s*)*):\s*((?:>\s*)
 _EXIT = re.compile(r"scmp\.\w+\.[su]32\.totalorder (?:\([^)]*\), )?%(\w+), (\d+) /\* loop exit test")
 _STAGE = re.compile(r"iteration index, stage = (\d+)")
 _STEP = re.compile(r"%(\w+) = sadd\.s32 (?:\([^)]*\), )?(\d+), ")
-# A branch that skips code for the first or the last tile only.
+# A comparison with a tile's number, and the branch that skips code on it. Such code runs only for the first or the last
+# tile.
 _NOT_AT = re.compile(r"%(\w+) = scmp\.ne\.s32\.totalorder %\w+, (\d+) ")
 _SKIP = re.compile(r"sbr\.rel \(%(\w+)\) target")
 _PRODUCT = re.compile(r"vmatmul\.(lmr\.|)(?:\w+\.)*?(bf16|f32|s8)\.(?:\w+\.)*?mxu(\d)")
@@ -35,7 +36,20 @@ def dump_options(folder: Path) -> str:
 
 @dataclass
 class _Loop:
-    """A loop or a whole kernel: its own bundles, its inner loops, and its trip count if it is known."""
+    """A loop, or a whole kernel.
+
+    Attributes:
+      depth: number of loops around its bundles, itself included; 0 for a kernel.
+      trips: its trip count; None if it is unknown.
+      bundles: number of its own bundles that run in every iteration.
+      seldom: number of its own bundles that run for a single tile, by the tile's number.
+      tests: for each register with the result of a comparison, the tile's number that was compared with.
+      skipping: number of the tile whose code is being read; None for code that runs for every tile.
+      stages: number of stages, if the loop overlaps copies with work.
+      inner: its inner loops.
+      steps: increments by register.
+      rows: rows that are fed into each matrix unit.
+    """
 
     depth: int
     trips: int | None = None

@@ -43,7 +43,7 @@ def copy_demo(folder: Path) -> Path:
 
 
 def cover(folder: Path) -> ModelLayout:
-    """Write the manifest of a folder as it is now; returns the layout of its model."""
+    """Write a manifest of a folder's present content; return the layout of its model."""
     checkpoint = open_folder(folder)
     layout = model_layout(parse_config(checkpoint.config))
     write_manifest(checkpoint, layout)
@@ -64,7 +64,7 @@ def export_to(folder: Path, output: Path) -> None:
     export_checkpoint(open_folder(folder), target)
 
 
-# All that read files beside the weights.
+# All functions that read files beside the weights, called with a folder and an output.
 READERS: dict[str, Callable[[Path, Path], object]] = {
     "tokenizer": lambda folder, output: TextTokenizer.from_folder(open_folder(folder)),
     "convert": convert_to,
@@ -76,7 +76,7 @@ READERS: dict[str, Callable[[Path, Path], object]] = {
 
 
 def attack_side_files() -> dict[str, int]:
-    """Put links to a file elsewhere and sparse files of 6 GB into a folder; count refusals by :data:`READERS`."""
+    """Put links to a file elsewhere and sparse files of 6 GB into a folder; count how often READERS refuse them."""
     tried = refused = passed_on = 0
     with tempfile.TemporaryDirectory() as name:
         folder, output = copy_demo(Path(name, "model")), Path(name, "output")
@@ -133,7 +133,7 @@ def attack_replacement(kills: int, seed: int = 0) -> dict[str, int]:
         return {"tried": kills, "interrupted": interrupted, "whole": survived, "missing": missing}
 
 
-# A word of the message of each of the commands that fail.
+# A text in the error message of each of the failing commands.
 _SAYS = {
     "history": "/proc/page.html",
     "programs": "/proc/programs",
@@ -146,7 +146,7 @@ _SAYS = {
 
 
 def failing_commands(folder: Path, taken: int) -> dict[str, list[str]]:
-    """Return commands that fail for a reason that the user can fix, by the names of :data:`_SAYS`.
+    """Return commands that fail for a reason that the user can fix, by the names in :data:`_SAYS`.
 
     Args:
       folder: a folder to write into.
@@ -169,9 +169,9 @@ def failing_commands(folder: Path, taken: int) -> dict[str, list[str]]:
 
 
 def ends_with_one_error(arguments: Sequence[str], says: str) -> bool:
-    """Return whether a command ends with exit code 2 and one message, which has the text ``says``.
+    """Return whether a command ends with exit code 2 and a single error message that contains ``says``.
 
-    ``>/dev/full`` redirects its output.
+    The argument ``>/dev/full`` redirects the command's output to a full device.
     """
     full = ">/dev/full" in arguments
     command = [sys.executable, "-m", *(one for one in arguments if one != ">/dev/full")]
@@ -185,7 +185,7 @@ def ends_with_one_error(arguments: Sequence[str], says: str) -> bool:
 
 
 def attack_outputs(only: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
-    """Run commands whose files, ports, templates or tokenizers fail; list those that do not end with one message."""
+    """Run the failing commands; count those that end with one message, and list the others."""
     with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as taken:
         commands = failing_commands(Path(name), taken.getsockname()[1])
         found = {one: ends_with_one_error(command, _SAYS[one]) for one, command in commands.items() if only(one)}

@@ -66,7 +66,7 @@ from runtime.models.transformer import hidden_states, project_logits
 from sharding.errors import InputError
 
 PARTS = ("forward", "generate", "autoregressive", "gpt2")
-# Bound of the norm of the difference of the logits, divided by their norm.
+# Largest relative difference of the logits: the norm of the difference, divided by the norm of PyTorch's logits.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}
 _SHAPES = ("batch", "canvas", "prompt", "new_tokens", "steps")
 
@@ -137,7 +137,7 @@ def ratios(ours: Timing, theirs: Timing) -> dict[str, Any]:
 
 
 def compare_forward(sides: Sides, batch: int, canvas: int, values: flags.FlagValues) -> dict[str, Any]:
-    """Compare one pass over tokens ``[B, S]``, without and with the head, and the difference of the logits."""
+    """Compare the times of a pass over tokens ``[B, S]``, without and with the head, and the logits."""
     engine, layout, config = sides.engine, sides.engine.layout, sides.engine.config
     ids = np.random.default_rng(0).integers(0, config.vocab_size - 2, (batch, canvas))
     forward = Forward(layout, choose_attention("auto", engine.platform, layout, canvas, engine.dtype))
@@ -186,7 +186,15 @@ def compare_forward(sides: Sides, batch: int, canvas: int, values: flags.FlagVal
 def compare_generation(
     sides: Sides, prompt: np.ndarray, request: Any, theirs: Callable[[Any], Any], values: flags.FlagValues
 ) -> dict[str, Any]:
-    """Compare a generation from prompts ``[B, P]``, and the share of equal new tokens."""
+    """Compare the times of a generation from prompts ``[B, P]``, and the new tokens.
+
+    Args:
+      sides: the model.
+      prompt: the prompts.
+      request: decoding parameters for JAX.
+      theirs: runs the generation in PyTorch, given the prompts.
+      values: the flags.
+    """
     tokens = sides.tokens(prompt)
     found: dict[str, Any] = {}
 
@@ -228,7 +236,7 @@ def both_sides(part: str, torch: Any, device: str, values: flags.FlagValues) -> 
 
 
 def compare_part(part: str, torch: Any, device: str, values: flags.FlagValues) -> list[dict[str, Any]]:
-    """Run every comparison of a part, and return a row for each. No reference to the models is kept."""
+    """Run every comparison of a part, and return the result of each. The models can be freed afterwards."""
     rows = []
     sides = both_sides(part, torch, device, values)
     for sizes, compare in cases(part, sides, values):
@@ -248,7 +256,7 @@ def free_memory(torch: Any, device: str) -> None:
 
 
 def cases(part: str, sides: Sides, values: flags.FlagValues) -> Iterator[tuple[dict[str, int], Callable[[], Any]]]:
-    """Return the sizes of a part's comparisons, and the function that runs each."""
+    """Yield the sizes of each of a part's comparisons, and the function that runs it."""
     generator, vocab = np.random.default_rng(0), sides.engine.config.vocab_size - 2
     for batch in integers("batch", values.batch):
         if part in ("forward", "generate"):

@@ -73,7 +73,7 @@ def wilson_interval(successes: int, trials: int, z: float = 1.96) -> tuple[float
 
 
 def parses(text: str) -> bool:
-    """Return whether `text` is valid Python."""
+    """Return whether ``text`` is valid Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes are a warning, not an error
@@ -97,7 +97,7 @@ def share(name: str, successes: int, trials: int) -> dict[str, Any]:
 def library_figures(
     held_out: Sequence[dict[str, Any]], completions: Sequence[Completion], engine: Engine
 ) -> dict[str, Any]:
-    """Return the figures of a set without tests. `held_out` and `completions` have the same order."""
+    """Return the results for a set without tests. ``held_out`` and ``completions`` have the same order."""
     bodies = [completion.text.strip() for completion in completions]
     references = [row["completion"].strip() for row in held_out]
     encode = engine.tokenizer.encode
@@ -118,7 +118,7 @@ def library_figures(
 
 
 def task_figures(tasks: Sequence[dict[str, Any]], completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return the figures of a set with tests: passes, kinds of failures, and shares by kind of prompt."""
+    """Return the results for a set with tests: passed tasks, kinds of failures, and passes by kind of prompt."""
     outcomes = [
         run_tests(task["prompt"] + completion.text, task["tests"])
         for task, completion in zip(tasks, completions, strict=True)
@@ -142,7 +142,7 @@ def task_figures(tasks: Sequence[dict[str, Any]], completions: Sequence[Completi
 
 
 def complete(engine: Engine, rows: Sequence[dict[str, Any]], config: DiffusionConfig, seed: int) -> list[Completion]:
-    """Complete each row, in the order of the rows. Each batch has prompts of similar length and its own seed."""
+    """Return a completion of each prompt, in order. Each batch has prompts of similar length and its own seed."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]["prompt"]))
     found: dict[int, Completion] = {}
     for start in range(0, len(order), BATCH):
@@ -168,7 +168,7 @@ def read_held_out(folder: Path, name: str = SETS["library"]) -> list[dict[str, A
 def measure(
     engine: Engine, name: str, rows: Sequence[dict[str, Any]], config: DiffusionConfig, values: flags.FlagValues
 ) -> dict[str, Any]:
-    """Complete one set. Print its first completions and a line of results."""
+    """Complete the prompts of one set and return its results. Print the first completions and a line of results."""
     started = time.perf_counter()
     completions = complete(engine, rows, config, values.seed)
     seconds = time.perf_counter() - started

@@ -51,7 +51,7 @@ from runtime.execution.rows import bucket_length
 from runtime.models.kv_cache import cache_bytes_per_device, cache_dtype
 from sharding.errors import InputError
 
-# Noised copies of each completion for the bound of its likelihood
+# Number of noised copies of each completion, for the bound of its likelihood
 _COPIES = 8
 
 
@@ -128,7 +128,9 @@ def define_flags(values: flags.FlagValues) -> None:
 def likelihood(
     engine: Engine, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], new_tokens: int
 ) -> float:
-    """A Monte Carlo upper bound of the nats per token of completions under the model; every call uses the same noise.
+    """Return a Monte Carlo upper bound of the nats per token of completions under the model.
+
+    Every call uses the same noise.
 
     Completions have at most ``new_tokens`` tokens.
     """
@@ -159,7 +161,10 @@ def likelihood(
 
 
 def completer(engine: Engine, mode: Mode, base: DiffusionConfig) -> Callable[[np.ndarray], tuple[np.ndarray, int, int]]:
-    """Return a function that completes a prompt ``[S]``, and returns new tokens, forward passes, computed positions."""
+    """Return a function that completes a prompt ``[S]``.
+
+    It returns the new tokens, the number of forward passes, and the number of computed positions.
+    """
     if mode.changes is None:
         baseline = FastDLLMBaseline(
             engine, base.max_new_tokens, mode.baseline_block, engine.end_token_ids if mode.baseline_stops else ()
@@ -182,7 +187,7 @@ def up_to_end(new: np.ndarray, ends: Sequence[int]) -> np.ndarray:
 def run_mode(
     engine: Engine, mode: Mode, base: DiffusionConfig, prompts: Sequence[np.ndarray]
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """Complete every prompt. Return new tokens up to the first end token, forward passes, and computed positions."""
+    """Complete every prompt. Return new tokens up to the first end token, and passes and positions per token."""
     made = [completer(engine, mode, base)(prompt) for prompt in prompts]
     completions = [up_to_end(new, engine.end_token_ids) for new, _, _ in made]
     tokens = sum(map(len, completions))
@@ -335,7 +340,7 @@ def print_row(name: str, row: dict[str, Any]) -> None:
 
 
 def measure(values: flags.FlagValues, held_out: Sequence[dict[str, str]]) -> dict[str, dict[str, Any]]:
-    """Run every mode on the held-out prompts, then time the modes in turn. Return a row per mode."""
+    """Run every mode on the held-out prompts, then time the modes in turn. Return the results by mode."""
     base = DiffusionConfig(max_new_tokens=values.new_tokens, steps=values.new_tokens, algorithm="entropy")
 
     @functools.cache

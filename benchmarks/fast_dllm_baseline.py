@@ -80,13 +80,13 @@ class FastDLLMBaseline:
             ended = jnp.isin(canvas[0], jnp.array(self._ends, jnp.int32)) & made if self._ends else jnp.array([False])
             return (number < self._new // self._block) & ~ended.any()
 
-        # For passes over the canvas, and over windows.
+        # Numbers of passes over the whole canvas, and of passes over windows.
         forwards = jnp.zeros((2,), jnp.int32)
         _, canvas, cache, forwards = jax.lax.while_loop(unfinished, fill_block, (jnp.int32(0), canvas, cache, forwards))
         return canvas, forwards, cache
 
     def __call__(self, ids: np.ndarray) -> tuple[np.ndarray, int, int]:
-        """Complete one row ``[1, S]``. Return new tokens, forward passes and computed positions."""
+        """Complete one row ``[1, S]``. Return new tokens, and the numbers of forward passes and computed positions."""
         length = ids.shape[1] + self._new
         width = bucket_length(length)
         canvas = np.full((1, width), self._engine.config.pad_token_id, np.int32)

@@ -9,7 +9,7 @@ from benchmarks.records import note_lines
 
 
 def fault_table(record: Mapping[str, Any]) -> str:
-    """Markdown of a record: one row per attack, or one per fault."""
+    """Convert a record to a Markdown table with a row per attack, or a row per fault."""
     made = _attacks(record["results"]) if "attacks" in record["settings"] else _faults(record["results"])
     machine = record["machine"]
     where = f"{record['kind'].capitalize()}: `{record['command']}`, {machine['cores']} cores, {machine['processor']}."
@@ -73,7 +73,7 @@ def _server(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _counted(attack: str, found: Mapping[str, Any], held: str) -> tuple[str, ...]:
-    """A row of an attack whose attempts are counted; ``held`` is the name of the count of those that failed."""
+    """Return the table row of an attack whose attempts are counted; ``held`` is the key of the number that failed."""
     return attack, f"{found['tried']:,}", f"{found[held]:,} {held}"
 
 

@@ -43,7 +43,7 @@ _LIMIT = 180.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one case.
+    """The result of one case: what a fault on one host led to.
 
     Attributes:
       case: the fault.
@@ -75,7 +75,7 @@ class HostProcesses:
     """Processes of several hosts on this machine. The end of the ``with`` block kills those that still run."""
 
     def __init__(self, commands: Sequence[Sequence[str] | None], folder: Path, devices: int = 1) -> None:
-        """Start a process for each command that is not None, with output to files in ``folder``."""
+        """Start a process for each command that is not None. Its output goes to files in ``folder``."""
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes] | None] = []
         port, secret = free_port(), new_secret()
@@ -114,7 +114,7 @@ class HostProcesses:
         return [process.pid for process in self._processes if process is not None]
 
     def running(self, frozen: int | None = None) -> bool:
-        """Whether any process of any host but ``frozen`` is still running, workers included."""
+        """Whether a process of any host but ``frozen`` is still running: the supervisor or one of its children."""
         for process_index, process in enumerate(self._processes):
             if process is None or process_index == frozen:
                 continue
@@ -184,7 +184,7 @@ def commands_of(case: str, host: int, hosts: int, folder: Path) -> list[list[str
 
 
 def run_case(case: str, host: int, hosts: int = 3) -> Outcome:
-    """Run one case.
+    """Run one case: a fault on one host.
 
     Raises:
       TimeoutError: the hosts do not end.

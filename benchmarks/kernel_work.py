@@ -29,7 +29,7 @@ LAUNCH_SECONDS = 1e-6
 Links = Callable[[HloCollective], float]
 
 _ARRAY = re.compile(r"\b([a-z]+\d*\[[\d,]*\])(\{[^}]*\})?")
-# Smaller kernels may be inlined into the bundles of the program.
+# Kernels whose results have no more bytes than this may be inlined into the program, without a dump of their own.
 _SMALL = 4096
 _SLICES = ("dynamic-slice", "slice", "gather")
 # Operations that update their first operand in place, and the index of the operand that they write into it.
@@ -55,14 +55,14 @@ def tiles_of(module: Module) -> dict[str, int]:
 
 
 def tpu_device(chip: Chip, kernels: Mapping[str, Kernel], module: Module, links: Links, missing: set[str]) -> Device:
-    """Describe a TPU. A kernel takes the time of its bundles or of its bytes, whichever is longer.
+    """Return the times of instructions on a TPU. A kernel takes the time of its bundles or bytes, the longer of both.
 
     Args:
       chip: type of the chip.
       kernels: the program's kernels, from the dump.
       module: the program.
       links: returns the seconds of a collective.
-      missing: receives the names of kernels without bundles.
+      missing: a set to which the names of kernels without bundles are added.
     """
     hertz, bandwidth = clock(chip), chip.memory_bandwidth * TPU_BANDWIDTH_SHARE
     twins: dict[str, Kernel] = {}
@@ -83,7 +83,7 @@ def tpu_device(chip: Chip, kernels: Mapping[str, Kernel], module: Module, links:
 def _shape_of_work(module: Module, local: dict[str, Instruction], one: Instruction) -> str:
     """Return a text that is equal for kernels with the same operation, shapes and fused operations.
 
-    The compiler dumps the schedule (bundles) of only one of several equal kernels, so the others are looked up by it.
+    The compiler dumps the bundles of only one of several equal kernels, so the others are looked up by this text.
     """
     operands = [local[name].shape for name in one.operands if name in local]
     body = [f"{inner.operation} {inner.shape}" for inner in module.computations.get(one.called.get("calls", ""), ())]
@@ -91,7 +91,10 @@ def _shape_of_work(module: Module, local: dict[str, Instruction], one: Instructi
 
 
 def gpu_device(links: Links) -> Device:
-    """Describe an H200. A kernel takes the time of its operations or bytes at measured rates, plus a launch."""
+    """Return the times of instructions on an H200, at measured rates.
+
+    A kernel takes as long as its operations or its bytes, the longer of both, plus a launch.
+    """
 
     def kernel(module: Module, local: dict[str, Instruction], one: Instruction) -> Work:
         moved = bytes_moved(module, local, one)

@@ -38,11 +38,11 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a request. Times are in seconds since the request was due.
+    """The response to a request. Times are in seconds since the request was due.
 
     Attributes:
       status: HTTP status; 0 if the connection broke.
-      first: time of the first text; of the end if there was none.
+      first: time of the first text, or of the end of the answer if there was no text before.
       end: time of the end of the answer.
       tokens: completion tokens as counted by the server.
       text: the completion.
@@ -173,7 +173,7 @@ async def open_loop(
 
 
 async def closed_loop(client: Client, asks: Sequence[Ask], users: int) -> list[Answer]:
-    """Simulate users who each send the next request after the last answer. Answers are in the order of requests.
+    """Simulate users, each of whom sends a request when the last one is answered. Return answers in order of requests.
 
     Args:
       client: client of the server.

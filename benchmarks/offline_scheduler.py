@@ -68,7 +68,7 @@ def measure(
     config: DiffusionConfig | SamplingConfig,
     values: flags.FlagValues,
 ) -> dict[str, Any]:
-    """Run both on the same rows. Return times, forward passes and the share of occupied slots."""
+    """Run the scheduler and fixed batches on the same rows. Return times, forward passes and share of busy slots."""
     found: dict[str, Any] = {}
     slots = values.slots
 

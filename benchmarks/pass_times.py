@@ -85,6 +85,15 @@ class _Queue:
 
 @dataclass(frozen=True)
 class _Walk:
+    """Walks over a program in execution order, and adds up the time of one pass.
+
+    Attributes:
+      module: the program.
+      device: times of instructions.
+      open_lengths: how many times the pass runs code inside 0, 1, 2, ... loops of unknown trip count.
+      refresh: whether the pass is a refresh or a block step, if the program runs both; None if it does not.
+    """
+
     module: Module
     device: Device
     open_lengths: Sequence[float]
@@ -97,7 +106,7 @@ class _Walk:
         return self.open_lengths[min(within.count("loop"), len(self.open_lengths) - 1)]
 
     def run(self, name: str, repeats: int, within: tuple[str, ...]) -> list[Spent]:
-        """Yield the instructions of a computation that runs ``repeats`` times."""
+        """Return the times of the instructions of a computation that runs ``repeats`` times."""
         instructions = self.module.computations.get(name, ())
         local = {one.name: one for one in instructions}
         often = repeats * self.times(within)
@@ -153,7 +162,7 @@ class _Walk:
         return found
 
     def _nested(self, one: Instruction, repeats: int, within: tuple[str, ...]) -> list[Spent] | None:
-        """Return the computations inside a loop, a branch or a call; None for other instructions."""
+        """Return the times of the instructions inside a loop, a conditional or a call; None for other instructions."""
         if one.operation == "while":
             trips = self.module.trips(one)
             inside = within if trips is not None else (*within, "loop")
@@ -192,11 +201,11 @@ def pass_times(module: Module, name: str, device: Device, chunks: float) -> list
       device: times of instructions.
       chunks: trip count of the loop over head chunks, which is only known at run time.
     """
-    # Code outside any open loop is preparation. The outer open loop is over passes, the inner one over head chunks.
+    # Code outside all open loops only prepares. The outer open loop is over passes, the inner one over head chunks.
     lengths = [1.0] if name == "prefill" else [0.0, 1.0, chunks]
     refresh = None
     if name in ("refresh", "block step"):
-        # Inside the loop over steps, refreshes run in a loop over rows, and windows run in a branch.
+        # Inside the loop over steps, refreshes run in a loop over rows, and block steps run in a branch.
         refresh = name == "refresh"
         lengths = [0.0, 0.0, 1.0, chunks] if refresh else lengths
     return _Walk(module, device, lengths, refresh).run(module.entry, 1, ())

@@ -24,7 +24,7 @@ from absl import flags
 from launch.process.startup import this_host
 from sharding.errors import InputError
 
-# Kinds of numbers. Times of simulated devices say nothing about real devices.
+# Where a record's numbers come from. Times of simulated devices say nothing about real devices.
 Kind = Literal["measured", "simulated devices", "estimated"]
 
 _REPOSITORY = Path(__file__).parent.parent
@@ -67,7 +67,7 @@ class Timing:
         )
 
     def times_as_fast_as(self, other: Timing) -> dict[str, float]:
-        """Return the speed-up over calls that alternated with these: the ratio of each pair, summarised."""
+        """Return the speed-up over the calls of ``other``, which alternated with these, from the ratio of each pair."""
         ratios = [theirs / ours for ours, theirs in zip(self.each, other.each, strict=True)]
         return {
             "median": round(statistics.median(ratios), 3),

@@ -141,7 +141,7 @@ def add_rates(point: dict[str, Any], first: dict[str, Any]) -> None:
 def measure(
     values: flags.FlagValues, what: str, axis: str, mode: str, count: int, devices: list[Any]
 ) -> dict[str, Any]:
-    """Measure a point: the time of one pass, and its program's memory, collectives and compile time.
+    """Measure a point of a table: the time of one pass, and its program's memory, collectives and compile time.
 
     Raises:
       MeshError: the model does not divide over the axis.
@@ -153,7 +153,8 @@ def measure(
     canvas = values.canvas * (grown if axis == "sequence" else 1)
     workload = workload_of(values, what, batch, canvas)
     layout = model_layout(workload.config, spec, devices)
-    # Larger than usual, so that masked positions differ by much more than rounding and tokens can be compared.
+    # Weights are larger than usual, so that masked positions differ by much more than rounding and tokens can be
+    # compared.
     weights = random_weights(layout, 0, workload.dtype, scale=2 * workload.config.hidden_size**-0.5)
     engine = Engine(layout, weights)
     ids = np.random.default_rng(0).integers(0, workload.config.vocab_size - 2, (batch, workload.prompt))
@@ -268,13 +269,13 @@ def estimated_workload(what: str, dtype: str, rows: int) -> Workload:
 
 
 def fastest(what: str, workload: Workload, topology: Topology) -> Estimate | None:
-    """Return the mesh with the fastest pass, among those that fit the generation; None if no mesh fits."""
+    """Return the estimate of the mesh with the fastest pass, among those that fit the generation; None if none fits."""
     fitting, _ = rank(workload, topology)
     return min(fitting, key=lambda one: (phase_of(what, one).seconds, one.spec.tensor, one.spec.sequence), default=None)
 
 
 def phase_of(what: str, found: Estimate) -> PhaseEstimate:
-    """Return the phase of a generation with this name."""
+    """Return the estimate of the phase with this name."""
     return next(one for one in found.phases if one.phase.name == what)
 
 

@@ -49,7 +49,7 @@ _LARGEST, _SHOWN = 12, 4
 
 @dataclass(frozen=True)
 class Target:
-    """A pass on a machine.
+    """A pass whose time is computed, on a machine and a mesh.
 
     Attributes:
       topology, mesh: as in flags.

@@ -22,10 +22,10 @@ Request = DiffusionConfig | SamplingConfig
 
 @dataclass(frozen=True)
 class TimedPass:
-    """A timed kind of pass.
+    """The measured time of one kind of forward pass.
 
     Attributes:
-      timing: times of one pass, without processor time.
+      timing: wall times of one pass; processor time is not measured, so ``cpu`` is 0.
       passes: number of passes of this kind in the generation.
       result: the result of the generation.
     """
@@ -36,7 +36,10 @@ class TimedPass:
 
 
 def timed_requests(workload: Workload, what: str) -> Mapping[str, Request]:
-    """Return the workload's request as ``whole``, and as ``others`` one with only the passes of other kinds, if any."""
+    """Return the requests for :func:`time_pass`, by name.
+
+    ``whole`` is the workload's generation. If it has passes of other kinds than ``what``, ``others`` has only those.
+    """
     if workload.config.objective == "autoregressive":
         sampling = workload.sampling()
         return {"whole": sampling} | ({"others": sampling.replace(max_new_tokens=1)} if what == "decode" else {})
@@ -50,7 +53,7 @@ def timed_requests(workload: Workload, what: str) -> Mapping[str, Request]:
 def time_pass(
     engine: Engine, ids: np.ndarray, requests: Mapping[str, Request], repeats: int, warmup: int = 2
 ) -> TimedPass:
-    """Time one pass: the time of a generation, minus that of its other kinds of passes, divided by its passes.
+    """Time one pass: a generation's time, without that of passes of other kinds, divided by the number of passes.
 
     Args:
       engine: the model.

@@ -65,7 +65,7 @@ def torch_model(config: dict[str, Any], dtype: str, device: str = "cpu", seed: i
     Args:
       config: contents of a ``config.json``, of a family with a model class in transformers.
       dtype: dtype of weights and activations.
-      device: PyTorch's name of it.
+      device: PyTorch's name of the device.
       seed: seed of the random weights.
 
     Raises:
@@ -79,7 +79,8 @@ def torch_model(config: dict[str, Any], dtype: str, device: str = "cpu", seed: i
     model_class = getattr(transformers, parsed.family.transformers_class)
     config_class = model_class.config_class
     own = config_class(**config | {"model_type": config_class.model_type, "attn_implementation": "sdpa"})
-    # Larger than usual, so that masked positions differ by much more than rounding and tokens can be compared.
+    # Weights are larger than usual, so that masked positions differ by much more than rounding and tokens can be
+    # compared.
     own.initializer_range = 2 * own.hidden_size**-0.5
     both_ways = parsed.attention_mask.kind == "bidirectional"
     if both_ways:

@@ -1,18 +1,19 @@
-"""Arrays of an Orbax checkpoint through TensorStore: verified reads of shards, and what an object store needs.
+"""Reads and writes the arrays of an Orbax checkpoint with TensorStore, on a disk or in an object store.
 
-Orbax loads whole trees onto shardings. Loading here reads parts of arrays on the host, in chunks that have digests, so
-it opens the arrays with TensorStore's own drivers, for Zarr and for the OCDBT database that they are in.
+Orbax restores whole trees onto shardings. Loading here reads parts of arrays on the host, in whole chunks of those that
+have digests (:mod:`checkpoints.manifest`). So it opens the arrays with TensorStore's own drivers for Zarr and for
+OCDBT, the database that contains them.
 
-Orbax writes checkpoints on a disk (:mod:`checkpoints.orbax`). Two things cannot be had through its public interface,
-and are written here, with Orbax's description beside the arrays. ``tests/checkpoints/test_orbax_limits.py`` shows both
-with the installed version.
+Orbax itself writes most checkpoints on a disk (:mod:`checkpoints.orbax`). In two cases its public interface is not
+enough, and this module writes the arrays; Orbax's description of them is added afterwards.
+``tests/checkpoints/test_orbax_limits.py`` shows both limits with the installed version.
 
-* Object stores. ``partial.finalize`` renames, and an object store cannot. Here each process writes a database of its
-  own in its final place, and in the end one process writes the database that refers to all of them.
-* Chunks of digests, when a dimension does not divide into them or there is one device. Orbax cuts an array into equal
-  chunks, along the dimension that is sharded over devices, or else along the largest one. A vocabulary of 50257 would
-  be one chunk, and each host would read all of it. ``StorageOptions.shard_axes`` does not help: it cuts the array into
-  single rows.
+* Object stores. ``partial.finalize`` renames files, which an object store cannot do. Here each process writes its own
+  database in its final place, and in the end one process writes the database that refers to all of them.
+* Digest chunks into which a dimension does not divide evenly, and arrays on a single device. Orbax cuts an array into
+  equal chunks, along the dimension that is sharded over devices, or else along the largest one. A vocabulary of 50257
+  would be one chunk, and each host would read all of it. ``StorageOptions.shard_axes`` does not help: it cuts the array
+  into single rows.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from checkpoints.folder import CheckpointFolder
 from checkpoints.source import BytesRead, Index, StoredTensor, StoredTensors
 from checkpoints.storage import Storage, first_line, storage_context
 
-# Chunks of digests are stored in smaller chunks of whole rows: larger ones are slower to read.
+# A chunk that has a digest is stored as smaller chunks of whole rows, of at most about this size, because large chunks
+# are slower to read.
 _STORAGE_CHUNK_BYTES = 8 << 20
 # Limit on the bytes that wait to be written, besides the current part.
 _BYTES_IN_FLIGHT = 256 << 20
-# OCDBT configured as by Orbax: metadata of arrays inline, a single manifest, one writer.
+# OCDBT configured as Orbax does it: metadata of arrays inline, a single manifest, one writer.
 _DATABASE = {
     "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"},
     "assume_config": True,
@@ -44,7 +46,7 @@ _DATABASE = {
 
 
 def storage_chunk(digest_chunk: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Return the shape of stored chunks: a chunk of digests, divided into equal numbers of rows of bounded size."""
+    """Return the shape of stored chunks: a digest chunk, split into pieces of equally many rows and bounded size."""
     rows = digest_chunk[0]
     fewest = min(rows, -(-math.prod(digest_chunk) * itemsize // _STORAGE_CHUNK_BYTES))
     equal = next((parts for parts in range(fewest, 4 * fewest) if rows % parts == 0), fewest)
@@ -73,7 +75,7 @@ class ArrayWriter:
         self._in_flight = 0
 
     def create(self, tensors: dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]]) -> dict[str, Any]:
-        """Create arrays for :meth:`write`, given shape, dtype and chunk by name; return them by name."""
+        """Create arrays for :meth:`write`, given their shape, dtype and chunk shape by name; return them by name."""
         opening = {name: self._create(name, *described) for name, described in tensors.items()}
         for future in opening.values():
             future.exception()  # waits, so that no request is left running if one has failed
@@ -155,7 +157,7 @@ def open_arrays(folder: CheckpointFolder, keys: Mapping[str, str]) -> StoredTens
 
     Args:
       folder: the checkpoint.
-      keys: the key of each array by the model's name of it.
+      keys: Orbax's key of each array, by the model's name for it.
 
     Raises:
       IncompleteCheckpointError: the folder has no Orbax arrays.

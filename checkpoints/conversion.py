@@ -1,4 +1,7 @@
-"""Converts any checkpoint to a canonical one, a group of tensors at a time, in one process or several."""
+"""Converts a checkpoint of any format to a canonical one: an Orbax checkpoint with a manifest.
+
+Tensors are converted a group at a time, in one process or several.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,9 @@ def convert(
 ) -> None:
     """Write a canonical checkpoint. Call ``output.prepare`` first.
 
-    Every process reads and writes a share of the tensors; tensors and manifest do not depend on their number. Process 0
-    writes the manifest last, so an interrupted conversion leaves nothing that could be taken for a checkpoint.
+    Every process reads and writes a share of the tensors; tensors and manifest do not depend on the number of
+    processes. Process 0 writes the manifest last, so an interrupted conversion leaves nothing that could be taken for a
+    checkpoint.
 
     Peak host memory does not grow with the checkpoint. It is about four times a group of tensors (512 MB, see
     :mod:`checkpoints.writing`), or four times the largest tensor if that is larger: the group, the copies that Orbax
@@ -59,15 +63,15 @@ def convert(
         it has one, is merged in float32, and the result has ``dtype``.
       layout: the layout of its model; it needs no mesh.
       output: where to write; all processes must see it.
-      tensors: the tensors, if they are not the folder's.
+      tensors: the tensors to convert; by default those of the folder.
       dtype: ``bfloat16``, ``float32`` or ``float16``; None keeps the stored one.
       quantize: ``int8`` stores matrices as integers with a scale per output channel; this cannot be undone.
       progress: called with (bytes done, bytes to do).
-      processes: this process among those that convert together; alone by default.
+      processes: the processes that convert together; by default only this one.
 
     Raises:
-      CheckpointError: the source is incomplete, or not the model of its configuration; a tensor contains NaN or
-        infinity, or would in ``dtype``; the output cannot be written; or another process failed.
+      CheckpointError: the source is incomplete, or does not match its configuration; a tensor contains NaN or infinity,
+        or would contain one in ``dtype``; the output cannot be written; or another process failed.
     """
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -100,7 +104,7 @@ class _Conversion:
       output: where to write.
       tensors: the tensors to convert.
       dtype: dtype to store; None keeps the stored one.
-      processes: this process among all that convert.
+      processes: the processes that convert together, and which of them this is.
     """
 
     source: CheckpointFolder
@@ -111,7 +115,7 @@ class _Conversion:
     processes: Processes
 
     def begin(self, quantize: str) -> str:
-        """Check the request and mark the output; return the mark of process 0."""
+        """Check the request. Process 0 also creates the output, marks it, and returns the mark."""
         stored = self.source.quantization
         if stored != "none" and (self.dtype is not None or quantize not in ("none", stored)):
             raise CheckpointError(f"{self.source.place}: stored as {stored}, so it can only be copied")
@@ -176,7 +180,7 @@ class _Conversion:
         return self.processes.agree(lambda: json.dumps(digests))
 
     def complete(self) -> str:
-        """Complete the Orbax checkpoint; return the names of its files."""
+        """Complete the Orbax checkpoint. Process 0 returns the names of its files, as a JSON list."""
         if self._cuts is not None:
             orbax.finalize(self._orbax_path)
         elif self.processes.is_first:
@@ -186,7 +190,7 @@ class _Conversion:
         return json.dumps(self._weights.names() if self.processes.is_first else [])
 
     def digest_files(self, names: Sequence[str]) -> str:
-        """List this process's share of the Orbax checkpoint's files, with their digests."""
+        """Digest this process's share of the Orbax checkpoint's files; return the list as text."""
         files = list_files(self._weights, names[self.processes.index :: self.processes.count])
         return dump_files({f"{WEIGHTS_FOLDER}/{name}": file for name, file in files.items()})
 
@@ -217,7 +221,7 @@ class _Conversion:
 
 
 def _dtype_changes(source: CheckpointFolder, dtype: str | None) -> dict[str, str]:
-    """Return the changes of the configuration for a new dtype. transformers calls it "dtype" since 4.56."""
+    """Return the changes to ``config.json`` for a new dtype. transformers calls it "dtype" since 4.56."""
     if dtype is None:
         return {}
     said = [key for key in ("torch_dtype", "dtype") if key in source.config]
@@ -225,7 +229,10 @@ def _dtype_changes(source: CheckpointFolder, dtype: str | None) -> dict[str, str
 
 
 def copy_side_files(source: CheckpointFolder, target: Storage, changes: Mapping[str, str]) -> dict[str, str]:
-    """Copy configuration, tokenizer and licence, change the configuration, and return the files' digests by name."""
+    """Copy configuration, tokenizer and licence, and return the digests of the written files by name.
+
+    ``changes`` are new values of keys of the configuration.
+    """
     digests = {}
     for name in source.side_files():
         if name in (INDEX_FILE, MANIFEST_FILE, FILES_FILE):

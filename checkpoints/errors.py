@@ -16,8 +16,8 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class MismatchedCheckpointError(CheckpointError):
-    """A checkpoint has another model, shape, dtype or format than expected; the message names both."""
+    """A checkpoint has another model, shape, dtype or format than expected; the message says what it has instead."""
 
 
 class OtherProcessError(CheckpointError):
-    """Another process failed, so this one ends too; the message has the other's error."""
+    """Another process failed, so this one ends too; the message contains that process's error."""

@@ -28,7 +28,7 @@ def exchange(one: Path, other: Path) -> bool:
     """Exchange the names of two folders of one file system. Both names exist at every moment.
 
     Returns:
-      False if this system cannot do it; then nothing has changed.
+      Whether the names were exchanged; False if this system cannot do it, and then nothing has changed.
 
     Raises:
       OSError: the exchange failed for another reason.

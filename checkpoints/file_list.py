@@ -36,7 +36,7 @@ def list_files(storage: Storage, names: Iterable[str]) -> dict[str, StoredFile]:
 
 
 def dump_files(files: dict[str, StoredFile]) -> str:
-    """Write the list as JSON that includes a digest of itself."""
+    """Return the list as JSON text that includes a digest of its contents."""
     body = {
         "format": _FORMAT,
         "version": _VERSION,

@@ -1,4 +1,4 @@
-"""Fingerprints, which tell checkpoints apart without reading all of them."""
+"""Fingerprints, which tell checkpoints apart without reading all of their data."""
 
 from __future__ import annotations
 

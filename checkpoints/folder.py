@@ -30,12 +30,12 @@ QUANTIZATION_KEY = "diffumesh_quantization"
 # Limit for files beside the weights. Larger files are not read.
 MAX_SIDE_FILE_BYTES = 64 << 20
 
-# Read from a remote file at a time.
+# Bytes that are read from a remote file at a time.
 _FETCHED_BYTES = 16 << 20
 # The folder that a conversion gives to Orbax.
 WEIGHTS_FOLDER = "weights"
-# Where Orbax's arrays may be within a folder: as a conversion saves them, or as somebody saved them with Orbax. Orbax
-# calls a tree that is saved by itself "state".
+# Where Orbax's arrays may be within a folder: the first is where a conversion saves them, the others are where users of
+# Orbax may have saved them. Orbax calls a tree that is saved by itself "state".
 ARRAY_FOLDERS = (f"{WEIGHTS_FOLDER}/state", WEIGHTS_FOLDER, "state/state", "state", "")
 # Orbax's description of a tree of arrays, in the folder of the arrays.
 TREE_FILE = "_METADATA"
@@ -60,7 +60,7 @@ def is_side_file(name: str) -> bool:
 
 
 def is_safetensors(name: str) -> bool:
-    """Whether a file, given its path in the folder, may have the weights of a Hugging Face folder."""
+    """Whether a file, given its path in the folder, may contain weights of a Hugging Face folder."""
     return "/" not in name and name.endswith(".safetensors")
 
 
@@ -113,12 +113,12 @@ class CheckpointFolder:
         return self.storage.child(self.arrays_folder)
 
     def is_weight_file(self, name: str) -> bool:
-        """Whether Orbax wrote a file, given its path in the folder, for the weights."""
+        """Whether a file, given its path in the folder, is one of those in which Orbax stored the weights."""
         top = self.arrays_folder.partition("/")[0]
         return self.is_orbax and (name.startswith(f"{top}/") if top else not is_side_file(name))
 
     def must_have(self, name: str) -> bool:
-        """Whether ``path`` must have a file of the folder, given its relative path: a download has no code, say."""
+        """Whether a file of the folder, given its relative path, must be in ``path``. A download lacks code, say."""
         return not self.fetched or is_side_file(name) or (self.remote is None and is_safetensors(name))
 
     @property
@@ -213,7 +213,7 @@ class CheckpointFolder:
 
     @property
     def model_names(self) -> str:
-        """The folder's name and the model's name in ``config.json``, which tell the kind of checkpoint."""
+        """The folder's name and the model's name in ``config.json``, by which published settings are chosen."""
         return f"{self.name} {self.config.get('_name_or_path', '')}"
 
     @property
@@ -274,8 +274,8 @@ def open_folder(
       token: Hub token; default is the one that huggingface_hub finds.
       offline: use only the Hub's local cache.
       weights: whether to download the weights; otherwise only configuration, tokenizer and licence are guaranteed.
-      lora: the folder, URL or Hub name of a LoRA adapter to merge into the weights; None for none, or for that of a
-        folder that is already open. It is always the Hub's newest revision.
+      lora: the folder, URL or Hub name of a LoRA adapter to merge into the weights. With None, a folder that is already
+        open keeps its adapter, and others get none. From the Hub, the adapter's newest revision is used.
 
     Raises:
       CheckpointError: there is no such folder, or it cannot be downloaded.
@@ -373,7 +373,7 @@ def _list_url(system: Any, root: str) -> dict[str, dict[str, Any]]:
     """List the files of a folder and of its chat templates: fsspec's information by path in the folder.
 
     Raises:
-      CheckpointError: one is a link. It could lead out of the folder.
+      CheckpointError: one of them is a link, which could lead out of the folder.
     """
     found: dict[str, dict[str, Any]] = {}
     for entry in system.ls(root, detail=True):

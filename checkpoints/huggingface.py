@@ -23,7 +23,7 @@ _DTYPES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
 
 
 def _file_names(folder: CheckpointFolder, family: Family) -> tuple[list[str], frozenset[str]]:
-    """Return the files of weights, and the names of the weights that the index lists."""
+    """Return the names of the files that contain weights, and the names of the weights that the index lists."""
     index = folder.read_json(INDEX_FILE)
     if index is None:
         if not (folder.path / SINGLE_FILE).is_file():

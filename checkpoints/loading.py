@@ -90,10 +90,13 @@ def check_weights(folder: CheckpointFolder, layout: ModelLayout) -> str | None:
 
 
 def _runs(leaf: WeightLeaf, sizes: dict[str, int], kept: Mapping[str, tuple[int, int]]) -> list[list[slice]]:
-    """Return, for each dimension of a source tensor, the slices that select the ranges ``kept`` of its logical axes."""
+    """Return, for each dimension of a source tensor, the slices that together select ``kept``.
+
+    ``kept`` maps logical axes to ranges. A dimension that merges several logical axes may need several slices.
+    """
     found = []
     for merge in leaf.source_axes:
-        # Axes after the last one that is cut are complete, so they are contiguous with the range of that axis.
+        # Axes after the last one that is cut are kept whole, so each range of that axis is contiguous in the dimension.
         cut = [place for place, axis in enumerate(merge) if kept[axis] != (0, sizes[axis])]
         last = max(cut, default=0)
         stride = math.prod(sizes[axis] for axis in merge[last + 1 :])
@@ -142,7 +145,7 @@ def _read_part(leaf: WeightLeaf, layout: ModelLayout, tensor: StoredTensor, inde
 
 
 def _source_order(leaf: WeightLeaf) -> list[str]:
-    """Return a leaf's axes, without layers, in the order of its source tensor's dimensions."""
+    """Return a leaf's logical axes, without that of layers, in the order of its source tensor's dimensions."""
     return [axis for merge in leaf.source_axes for axis in merge]
 
 
@@ -188,7 +191,7 @@ def _transpose(order: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax
 
 
 def _to_devices(layout: ModelLayout, leaf: WeightLeaf, dtype: Any) -> Callable[[_Parts], jax.Array]:
-    """Return a function that puts a layer of a leaf on the mesh, and transposes it there: hosts are slower at it."""
+    """Return a function that puts a layer of a leaf on the mesh and transposes it there, faster than a host would."""
     axes = _source_order(leaf)
     shape = tuple(_padded_sizes(leaf, axes))
     wanted = leaf.axes[1:] if leaf.is_stacked else leaf.axes
@@ -220,7 +223,10 @@ def _layers(
 
 
 def _parts(leaf: WeightLeaf, stored: str, dtype: Any) -> list[tuple[WeightLeaf, Any]]:
-    """Return the stored tensors of a layer of a leaf, and their dtypes on the devices, for a stored quantization."""
+    """Return the leaves that a layer of a leaf is read from, with their dtypes on the devices.
+
+    They are the leaf itself and, if the checkpoint is quantized (``stored``), the leaf of its scales.
+    """
     if stored != "none" and leaf.quantized:
         return [(leaf, jnp.dtype(jnp.int8)), (leaf.scales, jnp.dtype(jnp.float32))]
     return [(leaf, dtype)]

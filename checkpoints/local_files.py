@@ -1,4 +1,4 @@
-"""Files on a disk: replaced in one step, locked by one process, and JSON objects that are read strictly."""
+"""Functions for files on a disk: replace a file in one step, lock it, and parse JSON objects strictly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a file, replacing the one of that name in one step: readers find the old file or the new one, whole.
+    """Write a file, replacing an old one in one step: a reader finds the whole old file or the whole new one.
 
     The bytes are on the disk when this returns. The file has the permissions of any new file.
 
@@ -36,7 +36,8 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        # The name that the user knows. Writing gives none, and an error without a number cannot have one.
+        # Show the name that the user knows, not that of the partial file. An error of writing has no file name, and
+        # Python shows one only if the error has a number.
         if error.filename == str(partial) or (error.filename is None and error.errno is not None):
             error.filename = str(path)
         raise
@@ -62,7 +63,7 @@ def lock(handle: int) -> bool:
     """Lock an open file or folder for this process, until it is closed or the process ends, however it ends.
 
     Returns:
-      False if another process holds the lock.
+      Whether the lock was taken; False if another process holds it.
 
     Raises:
       OSError: the file system has no locks.

@@ -39,8 +39,8 @@ _PICKLE_FILE = "adapter_model.bin"
 
 # PEFT wraps the model in two modules, whose names begin every tensor's name.
 _TENSOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-# Keys that say where an adapter comes from, how it was trained, or which matrices it has, as its tensors do too. Every
-# other key, known or not, must have a value that switches its feature off.
+# Keys that say where an adapter comes from, how it was trained, or which matrices it has, which its tensors say too.
+# Every other key that is not in _READ_KEYS, known or not, must have a value that switches its feature off.
 _FREE_KEYS = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "fan_in_fan_out",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
@@ -52,7 +52,8 @@ _READ_KEYS = {
 }  # fmt: skip
 # Initializations that leave W as it is. Others, such as PiSSA's, train the adapter beside a changed W.
 _INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
-# Keys of patterns are regular expressions in PEFT. These have no repetition, so that matching takes little time.
+# The keys of rank_pattern and alpha_pattern are regular expressions in PEFT. Only expressions without repetition are
+# accepted, so that matching takes little time.
 _PLAIN_PATTERN = re.compile(r"\^?(\w|\.|\\\.|\\d)+")
 # A part is merged in tiles of this many rows and columns of W, which begin at multiples of this number. Whole tiles
 # are computed, so that an element has the same bits whichever part is read: a BLAS may change the order of a sum with
@@ -65,8 +66,8 @@ class _Config:
     """Ranks and scales from ``adapter_config.json``.
 
     Attributes:
-      rank, alpha: those of matrices that no pattern names.
-      rank_pattern, alpha_pattern: those of matrices whose name ends with a pattern.
+      rank, alpha: rank and alpha of modules that no pattern matches.
+      rank_pattern, alpha_pattern: rank and alpha of modules whose names end with a pattern, by pattern.
       rank_stabilized: whether the scale is alpha / sqrt(R).
       targets: names of modules that the adapter changes, or the ends of their names; None if there is no list.
     """
@@ -83,7 +84,7 @@ class _Config:
         return _of_pattern(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Return the factor of a module's update."""
+        """Return the factor by which a module's product ``B @ A`` is multiplied."""
         rank, alpha = self.rank_of(module), _of_pattern(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
@@ -93,7 +94,7 @@ class _Config:
 
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches a module's name as in PEFT: all of it, or its last parts."""
+    """Return the value of the first pattern that matches a module's whole name or its last components, as in PEFT."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
@@ -125,7 +126,7 @@ def _read_config(folder: CheckpointFolder) -> _Config:
     for key in sorted(raw.keys() - _FREE_KEYS - _READ_KEYS):
         check(key, raw[key] in (None, False, "") or raw[key] in ([], {}), "this feature is not supported")
     targets = raw.get("target_modules")
-    # A text is a regular expression, or "all-linear"; the tensors tell which modules it matched.
+    # A string is a regular expression, or "all-linear"; the tensors tell which modules it matched.
     names = tuple(targets) if isinstance(targets, list) else None
     check("target_modules", all(isinstance(one, str) for one in names or ()), "expected names")
     check("r", _is_rank(raw.get("r")), "expected an integer of at least 1")
@@ -194,7 +195,7 @@ def _clip(one: slice, low: int, high: int) -> slice:
 
 
 def _read_factor(tensor: StoredTensor, index: Index) -> np.ndarray:
-    """Read a part of A or B in float64, in which the sums of their products are exact enough for any part of W.
+    """Read a part of A or B in float64, in which rounding in their product is far below the precision of float32.
 
     Raises:
       CorruptCheckpointError: it contains NaN or infinity.
@@ -269,7 +270,7 @@ def open_adapter(folder: CheckpointFolder, layout: ModelLayout, count: BytesRead
 
 @dataclass(frozen=True)
 class _Pair:
-    """The tensors of one module: its name in the adapter, and ``A`` and ``B`` by letter."""
+    """A module's name in the adapter, and its LoRA tensors, with the keys ``A`` and ``B``."""
 
     module: str
     tensors: dict[str, StoredTensor]
@@ -278,7 +279,7 @@ class _Pair:
 def _pairs(
     tensors: list[StoredTensor], config: _Config, family: Family, matrices: Collection[str]
 ) -> tuple[dict[str, _Pair], list[str]]:
-    """Group an adapter's tensors by the stored tensor that they change, and describe those that change none."""
+    """Group an adapter's tensors by the stored tensor that they change, and describe the problems with the others."""
     pairs: dict[str, _Pair] = {}
     problems = []
     for tensor in tensors:
@@ -297,7 +298,7 @@ def _pairs(
 
 
 def _matrices(layout: ModelLayout) -> dict[str, WeightLeaf]:
-    """Return the leaves that an adapter can change, by the names of their stored tensors: those of linear layers."""
+    """Return the leaves that an adapter can change, which are those of linear layers, by names of stored tensors."""
     return {
         source: leaf
         for leaf in layout.leaves
@@ -323,7 +324,7 @@ def _problems_of(pair: _Pair, letter: str, shape: tuple[int, ...]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Merged:
-    """A stored matrix with its update, in the dtype of the result."""
+    """A stored matrix, the update that is merged into it when it is read, and the dtype of the result."""
 
     base: StoredTensor
     update: _Update
@@ -332,7 +333,7 @@ class _Merged:
     def read(self, index: Index) -> np.ndarray:
         merged = self.base.read(index).astype(np.float32)
         self.update.add_to(merged, index)
-        with np.errstate(over="ignore"):  # an infinity is treated as one that is stored
+        with np.errstate(over="ignore"):  # an overflow to infinity is treated like a stored infinity
             return merged.astype(self.dtype, copy=False)
 
 

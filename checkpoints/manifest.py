@@ -48,7 +48,7 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def seal(body: dict[str, Any]) -> str:
-    """Write a JSON object as text that includes a digest of the object."""
+    """Return a JSON object as text that includes a digest of the object."""
     text = json.dumps(body, sort_keys=True)
     return json.dumps({"body": json.loads(text), "self": digest(text.encode())}, sort_keys=True) + "\n"
 
@@ -82,7 +82,7 @@ class TensorEntry:
       shape, dtype: shape and dtype of the tensor.
       grid: number of parts into which each dimension is cut. Parts are equal, except that the last one is shorter if
         the size does not divide.
-      digests: one per chunk, in C order of the grid. Each is of the chunk's elements in C order, little-endian.
+      digests: one per chunk, in C order of the grid. Each covers the chunk's elements in C order, little-endian.
     """
 
     shape: tuple[int, ...]
@@ -96,7 +96,13 @@ class TensorEntry:
         return chunk_shape(self.shape, self.grid)
 
     def chunks(self, index: Index) -> Iterator[tuple[int, Index]]:
-        """Yield number and place of every chunk that a part of the tensor overlaps."""
+        """Yield (number, index) of every chunk that overlaps a part of the tensor.
+
+        A chunk is one cell of the grid. Its number is its position in ``digests``.
+
+        Args:
+          index: the part, as one slice of elements per dimension; the yielded indices have this form too.
+        """
         steps = self.chunk_shape
         ranges = [range(part.start // step, -(-part.stop // step)) for part, step in zip(index, steps, strict=True)]
         for place in itertools.product(*ranges):
@@ -120,8 +126,9 @@ def chunk_shape(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...
 def chunk_grid(leaf: WeightLeaf, sizes: dict[str, int], itemsize: int) -> tuple[int, ...]:
     """Choose the grid of a source tensor: one part per head, and powers of two for other sharded dimensions.
 
-    A dimension that does not divide is cut into as many parts, of which the last one is shorter. Shards of the padded
-    dimension then do not consist of whole chunks, and reading a shard also reads a little of its neighbours.
+    A dimension that powers of two hardly divide, such as a vocabulary of 50257, is cut into 64 parts, of which the last
+    one is shorter. Shards of the padded dimension then do not consist of whole chunks, and reading a shard also reads a
+    little of its neighbours.
 
     Args:
       leaf: the weight that the tensor belongs to.
@@ -155,7 +162,7 @@ class Digester:
         self._shape, self._dtype, self._grid = shape, dtype, grid
         self._step = chunk_shape(shape, grid)
         beside = TensorEntry(shape[1:], dtype, grid[1:], ("",) * math.prod(grid[1:]))
-        # The chunks that the same rows belong to, next to one another.
+        # Where the chunks that contain the same rows lie in the other dimensions.
         self._columns = [place for _, place in beside.chunks(tuple(slice(0, size) for size in shape[1:]))]
         self._states: list[Any] = []
         self._digests: list[str] = []
@@ -242,9 +249,9 @@ class Manifest:
     """A checkpoint's manifest.
 
     Attributes:
-      tensors: by name.
-      files: digests by name of the files beside Orbax's weights (configuration, tokenizer, licence), or of all files of
-        a Hugging Face folder.
+      tensors: entries of the tensors, by name.
+      files: digests of the files beside Orbax's weights (configuration, tokenizer, licence), or of all files of a
+        Hugging Face folder, by name.
       covers_folder: whether all files are listed, so that any other file was added later; false for version 1.
     """
 

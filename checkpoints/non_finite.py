@@ -24,7 +24,7 @@ class NonFinite:
         self._lock = threading.Lock()
 
     def count(self, name: str, data: np.ndarray) -> None:
-        """Count those in a part of a tensor."""
+        """Count NaN, infinities and all values in a part of a tensor."""
         exponent = _EXPONENTS.get(str(data.dtype))
         if exponent is None:  # integers
             return
@@ -38,12 +38,12 @@ class NonFinite:
             self._infinities[name] += found - nans
 
     def check(self, place: str) -> None:
-        """Check that there are none.
+        """Check that no NaN or infinity was counted.
 
         Raises:
           CheckpointError: names the tensors, with the numbers of such values in each.
         """
-        wrong = sorted((self._nans + self._infinities).keys())  # a sum has no zeros
+        wrong = sorted((self._nans + self._infinities).keys())  # the sum of two Counters leaves out zeros
         if wrong:
             shown = [f"{name:.200} ({self._count(name)})" for name in wrong]
             more = len(shown) - _SHOWN

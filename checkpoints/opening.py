@@ -54,8 +54,9 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
 
     Args:
       folder: the checkpoint.
-      verify: ``full`` checks the digest of every chunk that is read, ``sizes`` shapes and dtypes, ``none`` nothing.
-        Without a manifest there is nothing to check against.
+      verify: ``full`` and ``sizes`` check the files beside the weights, and the shape and dtype of every tensor;
+        ``full`` also checks the digest of every chunk when it is read; ``none`` checks nothing. Without a manifest,
+        there is nothing to check against.
 
     Raises:
       CheckpointError: something is missing or damaged. Reading a tensor may raise it too.
@@ -105,7 +106,7 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
 
 
 def _open_orbax(folder: CheckpointFolder, manifest: Manifest | None) -> StoredTensors:
-    """Open the arrays that the manifest lists, or without one those that Orbax describes."""
+    """Open the arrays that the manifest lists or, without a manifest, those that Orbax describes."""
     check_descriptions(folder)
     tensor_name = find_family(folder.config).tensor_name
     if manifest is None:
@@ -161,7 +162,7 @@ def _side_file(folder: CheckpointFolder, name: str) -> bytes:
 
 
 def weight_files(folder: CheckpointFolder) -> dict[str, StoredFile]:
-    """Return the files that Orbax wrote for a checkpoint's weights, from the checkpoint's list; none of other formats.
+    """Return the list of the files that Orbax wrote for a checkpoint's weights; empty for other formats.
 
     Raises:
       CorruptCheckpointError: the list is missing or damaged.

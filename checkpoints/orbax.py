@@ -1,4 +1,4 @@
-"""Orbax's public interface: save arrays in groups, finish the checkpoint, and describe what is stored.
+"""Uses Orbax's public interface to save arrays in groups, to complete the checkpoint, and to list stored arrays.
 
 A conversion saves groups of tensors with ``partial.save`` and ends with ``partial.finalize``, so its memory does not
 grow with the checkpoint (:func:`checkpoints.conversion.convert` has the numbers). Each tensor is an array over the
@@ -38,7 +38,7 @@ _DESCRIPTIONS = (
     *(TREE_FILE, "_sharding", "_CHECKPOINT_METADATA", "_ROOT_METADATA", "metadata", "commit_success.txt"),
 )
 _DESCRIPTION_FOLDERS = ("array_metadatas", "custom_metadata", "descriptor", "metadata")
-# Files that are looked at together. An object store answers slowly.
+# Number of files whose sizes are checked at the same time, because an object store answers slowly.
 _READERS = 8
 
 
@@ -71,7 +71,7 @@ def save_group(place: Path, arrays: Mapping[str, jax.Array], chunk_bytes: Mappin
     Args:
       place: absolute path of the checkpoint; it does not exist yet.
       arrays: arrays by name, each over the devices of all processes. The first replica of each shard is stored.
-      chunk_bytes: size of an array's chunks by name; without a size, each shard is one chunk.
+      chunk_bytes: size of the chunks of an array, in bytes, by name; without a size, each shard is one chunk.
 
     Raises:
       CheckpointError: it cannot be written.
@@ -90,7 +90,10 @@ def save_group(place: Path, arrays: Mapping[str, jax.Array], chunk_bytes: Mappin
 
 
 def _is_useful(record: logging.LogRecord) -> bool:
-    """Filter out Orbax's warning about chunks below a megabyte: a head is smaller, but has to be read alone."""
+    """Whether to log a record: every one except Orbax's warning about small chunks.
+
+    Chunks are small on purpose: a device can then read its attention heads without reading those of other devices.
+    """
     return "target_byte_size too small" not in record.getMessage()
 
 
@@ -126,7 +129,7 @@ def descriptions(names: Iterable[str]) -> dict[str, bytes]:
         if jax.process_count() == 1:
             _save_names(place, list(names))
         else:
-            # All processes of a run have to save together, so another process does it alone.
+            # In a run of several processes, Orbax would wait for all of them, so a separate process saves the tree.
             made = subprocess.run(
                 [sys.executable, "-m", "checkpoints.orbax", str(place)],
                 input="\n".join(names),

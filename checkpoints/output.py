@@ -233,6 +233,7 @@ class ObjectOutput:
         # The manifest first and the marker last: at any moment this is a checkpoint or a marked conversion.
         self.storage.delete([name for name in names if name == MANIFEST_FILE])
         self.storage.delete([name for name in names if name not in (MANIFEST_FILE, MARK_FILE)])
+        self.storage.delete_temporary()
         self.storage.delete([name for name in names if name == MARK_FILE])
 
     def finish(self) -> None:

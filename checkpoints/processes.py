@@ -15,7 +15,7 @@ def _alone(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those that work together; alone by default.
+    """The processes that work together, and which of them this is; by default there is only this one.
 
     Attributes:
       index: index of this process.
@@ -58,7 +58,7 @@ class Processes:
         return [answer["said"] for answer in answers]
 
     def owners(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Divide named items into shares of about equal size; return the index of the process of each item."""
+        """Divide named tensors among the processes in shares of about equal size; return each one's process by name."""
         loads, found = [0] * self.count, {}
         for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
             found[name] = loads.index(min(loads))

@@ -20,8 +20,8 @@ class _Quantized:
     Attributes:
       tensor: the matrix.
       name: its name.
-      contracted: the dimensions that share a scale.
-      wrong: counts NaN and infinity in it, which make a scale that is not finite, and integers without a meaning.
+      contracted: the dimensions that a product with the matrix contracts; elements along them share a scale.
+      wrong: counts NaN and infinity in the matrix, because they make scales non-finite and integers meaningless.
     """
 
     tensor: StoredTensor

@@ -1,4 +1,4 @@
-"""Stored tensors: the interface of every checkpoint format to loading, conversion, export and verification."""
+"""Stored tensors: the one form in which loading, conversion, export and verification see checkpoints of all formats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 # Small enough that the allocator reuses the memory of one part for the next.
 PART_BYTES = 32 << 20
 
-# Dtypes of weights, and of weights and quantized weights.
+# Dtypes that weights may have, and those that weights and quantized weights may have.
 DTYPES = ("bfloat16", "float32", "float16")
 STORED_DTYPES = (*DTYPES, "int8")
 
@@ -89,7 +89,7 @@ class StoredTensors:
     """The tensors of an open checkpoint.
 
     Attributes:
-      by_name: lists of the tensors with a name; more than one are duplicates.
+      by_name: for each name, the list of tensors that have it; more than one are duplicates.
       claims: names that the index of a Hugging Face folder lists.
       bytes_read: counts the bytes read.
     """

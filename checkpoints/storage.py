@@ -24,6 +24,8 @@ from checkpoints.errors import CheckpointError
 STORAGE_SCHEMES = ("gs", "s3", "file")
 
 _BUFFER_BYTES = 4 << 20
+# TensorStore writes a file on a disk under its name with this suffix, then renames it. It does not list such files.
+_TEMPORARY = ".__lock"
 
 # Requests to a server that does not answer fail after about half a minute.
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
@@ -69,7 +71,7 @@ class Storage:
         """Return the folder of a path or a URL (``gs://bucket/folder``). It need not exist.
 
         Raises:
-          CheckpointError: TensorStore cannot read and write a folder of this URL.
+          CheckpointError: TensorStore cannot read and write a folder at this URL.
         """
         if isinstance(place, Path):
             return cls(str(place), {"driver": "file", "path": f"{place.resolve()}/"})
@@ -118,7 +120,7 @@ class Storage:
           CheckpointError: it has more bytes, or cannot be read.
         """
         try:
-            # TensorStore does not tell sizes; it tells whether there is a byte behind the last allowed one.
+            # TensorStore does not report sizes, but reading the byte after the last allowed one fails if there is none.
             found = self._open().read(name, byte_range=slice(most, most + 1)).result()
         except Exception as error:  # the library raises many kinds
             if str(error).startswith("OUT_OF_RANGE"):
@@ -188,3 +190,17 @@ class Storage:
                 pending.result()
         except Exception as error:  # the library raises many kinds
             raise CheckpointError(f"{self.place}: its files cannot be deleted ({first_line(error)})") from error
+
+    def delete_temporary(self) -> None:
+        """Delete the temporary files that killed writers have left on a disk. Nobody may be writing.
+
+        Raises:
+          CheckpointError: a file cannot be deleted.
+        """
+        if self.spec["driver"] != "file":
+            return  # an object store shows no part of an unfinished upload
+        try:
+            for path in Path(self.spec["path"]).rglob(f"*{_TEMPORARY}"):
+                path.unlink()
+        except OSError as error:
+            raise CheckpointError(f"{self.place}: its files cannot be deleted ({error.strerror or error})") from error

@@ -24,11 +24,11 @@ _READERS = 3
 def write_manifest(folder: CheckpointFolder, layout: ModelLayout, *, progress: Progress | None = None) -> None:
     """Write the manifest of a folder on a disk from its present content.
 
-    A manifest that an Orbax checkpoint has already is verified first. If an older version wrote it, the new one also
-    covers the files which that version left out.
+    An Orbax checkpoint that already has a manifest is verified against it first. If an older version of diffumesh wrote
+    that manifest, the new one also covers the files that the old one left out.
 
     Raises:
-      CheckpointError: the folder is incomplete, differs from its manifest, or is not the model of its configuration.
+      CheckpointError: the folder is incomplete, differs from its manifest, or does not match its configuration.
     """
     storage = Storage.at(folder.path)
     manifest = read_manifest(folder) if folder.is_orbax else None
@@ -42,7 +42,7 @@ def write_manifest(folder: CheckpointFolder, layout: ModelLayout, *, progress: P
     weights = [name for name in covered_files(folder) if folder.is_weight_file(name)]
     if folder.is_orbax:
         storage.write(FILES_FILE, dump_files(list_files(storage, weights)).encode())
-    folder.side_files()  # raises where one of them is no file of the folder
+    folder.side_files()  # raises an error if one is too large, or a link to a file outside of the folder
     names = [name for name in covered_files(folder) if name not in weights]
     files = {name: file.digest for name, file in list_files(storage, names).items()}
     storage.write(MANIFEST_FILE, Manifest(entries, files).dump().encode())
@@ -106,7 +106,7 @@ def _read(found: StoredTensors, name: str, part: Index, wrong: NonFinite) -> np.
 
 def _verify_files(folder: CheckpointFolder, manifest: Manifest) -> None:
     storage = folder.remote or Storage.at(folder.path)
-    # A download lacks files that no reader uses. Those that must be there are.
+    # A download lacks files that no reader uses. Opening the tensors has checked that all others exist.
     there = set(folder.names())
     wanted = {name: said for name, said in manifest.files.items() if folder.must_have(name) or name in there}
     if manifest.covers_folder:

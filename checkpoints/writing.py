@@ -1,7 +1,7 @@
 """Writes and digests the tensors of a conversion, with Orbax in groups or with TensorStore in parts.
 
-Both store the tensors by name in an Orbax checkpoint, in chunks that make up the chunks of the digests, and return
-the digests of the chunks that this process read. :func:`orbax_cuts` tells whether Orbax can.
+Both store the tensors by name in an Orbax checkpoint, and return the digests of the chunks that this process read. The
+stored chunks are parts of the chunks that have digests; :func:`orbax_cuts` tells whether Orbax can store them so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from checkpoints.processes import Processes
 from checkpoints.source import Index, StoredTensors, read_ahead
 from checkpoints.storage import Storage
 
-# Limit of tensors that Orbax saves together. A larger tensor is a group by itself.
+# Limit on the bytes of the tensors that Orbax saves together. A larger tensor is a group by itself.
 GROUP_BYTES = 512 << 20
 
 # Digests by name of the tensor and number of the chunk.
@@ -41,8 +41,8 @@ class Sources:
       entries: shape, dtype to write and grid of each tensor by name, without digests.
       place: the checkpoint that is read, for messages.
       wrong: counts NaN and infinity in what is read.
-      scales: names of the scales that are computed while matrices are quantized. Their values are not counted, those
-        of the matrices are.
+      scales: names of the scales that are computed while matrices are quantized. NaN and infinity are not counted in
+        the scales, because they are counted in the matrices.
     """
 
     found: StoredTensors
@@ -81,13 +81,13 @@ class Cut:
 
 
 def orbax_cuts(entries: Mapping[str, TensorEntry], devices: int) -> dict[str, Cut] | None:
-    """Choose shardings of tensors over devices, with which Orbax stores them in chunks of the digests.
+    """Choose shardings of tensors over devices with which the chunks that Orbax stores are parts of digest chunks.
 
     Orbax cuts a sharded array along the sharded dimension, into the largest equal parts below a size in bytes.
 
     Returns:
-      The cut of each tensor by name. None if a tensor has none: a dimension does not divide into the chunks of its
-      digests, or the devices do not divide the chunks.
+      The cut of each tensor by name. None if a tensor has no such sharding: its digest chunks cut several dimensions,
+      are not equal, or have a number that shares no factor with the number of devices.
     """
     cuts = {}
     for name, entry in entries.items():
@@ -117,7 +117,7 @@ def write_groups(
       sources: the tensors.
       cuts: the result of :func:`orbax_cuts`.
       place: absolute path of the checkpoint; it does not exist yet.
-      processes: this process among JAX's processes.
+      processes: JAX's processes, and which of them this is.
       progress: called with (bytes done, bytes to do) of all processes together.
 
     Raises:
@@ -208,7 +208,7 @@ class _Part:
 def _read_part(sources: Sources, name: str, cut: Cut, owner: int) -> _Part:
     """Read this process's part of a tensor.
 
-    An unsharded tensor is written by process ``owner``, whose device comes first in the mesh.
+    Of an unsharded tensor, every process reads all, and process ``owner`` writes it: its device is first in the mesh.
     """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     if cut.shards == 1:
@@ -237,7 +237,7 @@ def write_parts(sources: Sources, arrays: Storage, processes: Processes, progres
     Args:
       sources: the tensors.
       arrays: the folder of the arrays.
-      processes: this process among those that write.
+      processes: the processes that write, and which of them this is.
       progress: called with (bytes done, bytes to do) of this process.
 
     Raises:

@@ -82,7 +82,7 @@ def main(values: flags.FlagValues) -> None:
         if done:
             say(f"{len(done)} of {len(order)} results exist already")
 
-        # The dtype of the weights is known, and is another fact, only when they are loaded.
+        # The dtype of the weights is one more fact, but it is known only when they are loaded.
         engine, failed = None, set[Key]()
         if len(done) < len(order):
             engine = load_engine(values, folder, mesh, len(order), values.slots)
@@ -112,7 +112,7 @@ def main(values: flags.FlagValues) -> None:
 
 
 def _output_folder(values: flags.FlagValues) -> AbstractContextManager[BatchFolder | None]:
-    """The output folder on host 0, None on other hosts. All hosts compute the same rows, and host 0 writes them."""
+    """Open the output folder on host 0, None elsewhere. All hosts compute the same rows, and host 0 writes them."""
     return closing(BatchFolder(Path(values.output_dir))) if is_main_process() else nullcontext()
 
 
@@ -132,7 +132,7 @@ def complete(
       done: keys of the results that exist.
       defaults: the defaults that the lines were read with.
       output: the output folder; None on hosts that do not write.
-      slots: see :meth:`Engine.scheduler`.
+      slots: number of slots; None for the default of :meth:`Engine.scheduler`.
 
     Returns:
       The number of results written, and the keys of those that cannot be computed, because the model's logits are not

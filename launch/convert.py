@@ -58,8 +58,8 @@ def define_flags(values: flags.FlagValues) -> None:
 def use_cpu_devices(values: flags.FlagValues) -> None:
     """Make JAX use CPU devices: a conversion does not need accelerators.
 
-    There are two, unless ``--devices`` or JAX's configuration says how many: Orbax stores an array in the chunks of its
-    digests only if it is sharded.
+    Two devices are used, unless ``--devices`` or JAX's configuration says how many: Orbax stores an array in the chunks
+    of its digests only if it is sharded.
     """
     import jax
 

@@ -24,7 +24,7 @@ LAUNCHERS = {
 
 
 def usage() -> str:
-    """The text of ``diffumesh --help``."""
+    """Return the text of ``diffumesh --help``."""
     lines = [f"  {name:<10} {what}" for name, what in LAUNCHERS.items()]
     return "\n".join(
         [
@@ -39,7 +39,7 @@ def usage() -> str:
 
 
 def run() -> None:
-    """Entry point of the console command."""
+    """Run the command that the command line names: the entry point of ``diffumesh``."""
     prepare_streams()
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("--help", "-h", "help", "--version"):

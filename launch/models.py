@@ -3,8 +3,9 @@
   diffumesh models             a table
   diffumesh models --json      one JSON object
 
-A folder belongs to the family that its config.json names as model_type. Presets are published configurations, which
-diffumesh plan takes as --model. The last column says which code the tests compare tokens and logits with.
+A folder belongs to the family that its config.json names as model_type; of two families with the same one, the second
+has a key of its own. Presets are published configurations, which diffumesh plan takes as --model. The last column says
+which code the tests compare tokens and logits with.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def describe_family(family: Family) -> dict[str, Any]:
-    """A family's record as JSON values: what it is, how it decodes, and how it is verified."""
+    """Return a family's record as JSON values: what it is, how it decodes, and how it is verified."""
     diffusion = family.objective == "masked_diffusion"
     return {
         "name": family.name,
         "model_type": family.model_type,
+        "config_key": family.config_key,
         "objective": family.objective,
         "attention": family.attention,
         "prediction_offset": family.prediction_offset,
@@ -53,6 +55,11 @@ def describe_family(family: Family) -> dict[str, Any]:
     }
 
 
+def family_key(family: Family) -> str:
+    """What a family's config.json has."""
+    return f"{family.model_type}, with {family.config_key}" if family.config_key else family.model_type
+
+
 def print_table(families: Iterable[Family]) -> None:
     """Print a row per family."""
     table = Table(box=box.SIMPLE_HEAD, show_lines=True)
@@ -65,7 +72,7 @@ def print_table(families: Iterable[Family]) -> None:
         lines += ["cfg_scale"] if family.guidance else []
         presets = [f"{name} ({parse_config(raw).num_layers} layers)" for name, raw in family.presets.items()]
         decoding = "\n".join(lines) or "token by token, with a KV cache"
-        table.add_row(family.model_type, family.attention, "\n".join(presets), decoding, family.verified)
+        table.add_row(family_key(family), family.attention, "\n".join(presets), decoding, family.verified)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 

@@ -40,7 +40,7 @@ MACHINES = (
     "1xrtx4090", "1xa100-40gb", "8xa100-40gb", "1xa100", "8xa100", "1xh100", "8xh100", "1xh200", "8xh200", "2x8xh200",
 )  # fmt: skip
 
-# Decoding parameters of the workload. An autoregressive model's cache is fixed here.
+# Decoding parameters of the workload of a diffusion model. Autoregressive models are always planned with a cache.
 _DECODING = {
     "steps": EXPOSED_PARAMETERS["steps"],
     "cache": replace(EXPOSED_PARAMETERS["cache"], flag_default=Workload.cache, flag_help=""),
@@ -97,7 +97,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
-    """The model's name and the workload that flags describe.
+    """Return the model's name and the workload that the flags describe.
 
     Raises:
       InputError: no model is given, or the values contradict each other.

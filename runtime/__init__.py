@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from checkpoints.fingerprint import folder_fingerprint
     from checkpoints.folder import CheckpointFolder
     from checkpoints.local_files import JsonObjectError, lock, parse_json_object, replace_file
+    from runtime.decoding.compatibility import can_run, compiled_values
     from runtime.decoding.parameters import (
         AUTOREGRESSIVE_PARAMETERS,
         CACHES,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
         dependents,
         plain_number,
     )
-    from runtime.decoding.sharing import can_run, compiled_values
     from runtime.engine import Engine
     from runtime.execution.background import BackgroundCompiler
     from runtime.execution.buckets import MAX_PROGRAMS, Bucket, Grid
@@ -262,10 +262,10 @@ _HOMES = {
     "TextTokenizer": "runtime.text.tokenizer",
     "TokenIds": "runtime.decoding.schema",
     "WEIGHT_MEMORY_SHARE": "sharding.mesh",
-    "can_run": "runtime.decoding.sharing",
+    "can_run": "runtime.decoding.compatibility",
     "check_given": "runtime.decoding.schema",
     "check_request": "runtime.execution.rows",
-    "compiled_values": "runtime.decoding.sharing",
+    "compiled_values": "runtime.decoding.compatibility",
     "declared_parameters": "runtime.decoding.schema",
     "default_mesh": "runtime.planner.default",
     "dependents": "runtime.decoding.schema",
@@ -293,7 +293,7 @@ _HOMES = {
     "with_model_blocks": "runtime.execution.rows",
 }
 
-if not TYPE_CHECKING:  # so that a type checker knows every name, and no other
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts any name
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

@@ -1,6 +1,6 @@
 """The engine: a model on a mesh, with calls to generate, stream and score text.
 
-Dimension letters: B batch, S width of the caller's arrays, N new tokens, V vocab.
+Dimension letters: B batch, S length of the token arrays, padding included.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Engine(TokenEngine):
     """A model on a mesh, with its tokenizer.
 
     Attributes:
-      notes: one sentence about each decision that was made for the caller, such as mesh and dtype.
-      loaded: how many bytes this host read from the checkpoint; None if the weights are not from a checkpoint.
+      notes: one sentence for each setting that was chosen automatically, such as the mesh or the dtype.
+      loaded: how many bytes this host loaded from the checkpoint; None if the weights are not from a checkpoint.
     """
 
     def __init__(
@@ -55,7 +55,10 @@ class Engine(TokenEngine):
         max_batch: int | None = None,
         kv_cache: str = "model",
     ) -> None:
-        """Create an engine from weights on a mesh (:meth:`ModelLayout.abstract_weights`); arguments as :meth:`load`."""
+        """Create an engine from weights that are on the mesh, with the shapes and shardings of their layout.
+
+        For ``attention``, ``max_batch`` and ``kv_cache``, see :meth:`load`.
+        """
         super().__init__(Runner(layout, weights, attention, max_batch, kv_cache))
         self.notes: list[str] = []
         self.loaded: LoadedBytes | None = None
@@ -85,9 +88,9 @@ class Engine(TokenEngine):
 
         Args:
           path: a folder, a URL that fsspec can read, or a Hub name; see :func:`checkpoints.open_folder`.
-          mesh: such as ``"data=2,tensor=4"``; one axis may be -1. By default, the planner chooses the mesh.
+          mesh: such as ``"data=2,tensor=4"``; -1 stands for all remaining devices. By default, the planner chooses.
           dtype: ``bfloat16``, ``float32`` or ``float16``. The default is the stored dtype, except float32 on CPU.
-          attention: ``auto``, ``xla``, ``cudnn`` or ``splash``.
+          attention: attention implementation: ``auto``, ``xla``, ``cudnn`` or ``splash``.
           devices: devices to use; all by default.
           max_batch: maximum number of rows on the devices at a time. The default is what memory allows.
           quantize: ``int8`` keeps matrices as int8 with a scale per output channel. An int8 checkpoint stays int8.
@@ -95,8 +98,8 @@ class Engine(TokenEngine):
           rows: expected number of rows per batch, a hint for the default mesh.
           lora: folder, URL or Hub name of a LoRA adapter in PEFT's layout, merged while the weights are read.
           revision, token, offline: Hub revision and access token; ``offline`` forbids network access.
-          verify: ``full`` checks digests, if there are any, ``sizes`` checks shapes and dtypes, ``none`` nothing.
-          progress: called with the number of bytes read and the number of bytes to read.
+          verify: ``full`` checks the digests, if there are any; ``sizes`` only shapes and dtypes; ``none`` nothing.
+          progress: function that is called with the number of bytes read so far and the total number of bytes.
 
         Raises:
           CheckpointError, ConfigError, MeshError, InputError: the checkpoint, the mesh or an argument is wrong.
@@ -191,12 +194,12 @@ class Engine(TokenEngine):
         return self.known_end_tokens()
 
     def known_end_tokens(self) -> tuple[int, ...]:
-        """Return the end tokens. Without a tokenizer, unlike :attr:`end_token_ids`, only those of the configs."""
+        """Return the end tokens. Unlike :attr:`end_token_ids`, this works without a tokenizer, from the configs."""
         known = super().known_end_tokens
         return known() if self._folder is None else end_tokens(self.config, self._folder, self._own_tokenizer)
 
     def published(self, **overrides: Any) -> GenerationConfig:
-        """Return the decoding settings that the model's authors publish for this checkpoint, with these changes."""
+        """Return the decoding settings that the authors publish for this checkpoint, changed by ``overrides``."""
         names = "" if self._folder is None else self._folder.model_names
         return self._resolved(config_kind(self.config).published_for(self.config.family, names, **overrides))
 
@@ -218,7 +221,7 @@ class Engine(TokenEngine):
           chat: treat each prompt as a user's message, and apply the checkpoint's chat template.
           num_return_sequences: number of completions per prompt.
           stop: strings that end a completion.
-          suffixes: for infilling, the text after each prompt's completion, empty for none. The model sees it.
+          suffixes: for infilling, the text that follows each prompt's completion. The model sees it. Empty for none.
 
         Raises:
           InputError: a prompt is empty, or :meth:`generate_tokens` rejects the prompts or the configuration.
@@ -242,10 +245,11 @@ class Engine(TokenEngine):
         every: int = 1,
         suffixes: str | Sequence[str] = (),
     ) -> Iterator[Any]:
-        """Complete a text and yield its pieces as they become final; for several texts, yield tuples of pieces.
+        """Complete a text and yield pieces of the completion as they become final.
 
-        See :meth:`generate` for the arguments. A diffusion model yields the text before its first mask, so text arrives
-        more evenly in blocks (``block_length``). ``every`` is the number of steps or tokens between two updates.
+        For several texts, yield tuples with a piece per text. See :meth:`generate` for the arguments. With a diffusion
+        model, text is final once no mask is left before it, so it arrives more evenly with ``block_length``. ``every``
+        is the number of steps or tokens between two updates.
         """
         ids, mask, after = encode_prompts(self.tokenizer, prompts, self.config, suffixes=suffixes, chat=chat)
         config = self.with_end_tokens(config)
@@ -256,7 +260,7 @@ class Engine(TokenEngine):
         return (piece for (piece,) in pieces) if isinstance(prompts, str) else pieces
 
     def score(self, input_ids: Any, targets: Any = None, attention_mask: Any = None, **options: Any) -> Any:
-        """Compute log-probabilities of tokens: float32 ``[B, S]`` for token ids, ``[S]`` for a text, a list for texts.
+        """Compute log-probabilities of tokens: float32 ``[B, S]``; ``[S]`` for one text, a list of these for several.
 
         A text is scored against its own tokens. For the arguments, see :func:`runtime.execution.scoring.score_batch`.
         """
@@ -272,7 +276,7 @@ class Engine(TokenEngine):
         return self._resolved(config).with_end_tokens(self.end_token_ids, default=True)
 
     def stop_tests(self, stops: Sequence[Sequence[str]], stop_token_ids: Sequence[int] = ()) -> list[StopTest | None]:
-        """Return, for :meth:`generate_tokens`, a test per row that ends it at its stop strings (None without any)."""
+        """Return a test per row that ends it at its stop strings (None if it has none), for :meth:`generate_tokens`."""
         return stop_tests(self.tokenizer, (*self.end_token_ids, *stop_token_ids), stops)
 
     def encode(self, prompts: str | Sequence[str], *, chat: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -290,7 +294,7 @@ class Engine(TokenEngine):
         stop_token_ids: Sequence[int] = (),
         suffixes: str | Sequence[str] = (),
     ) -> list[Completion]:
-        """Convert a result of :meth:`generate_tokens` for rows of :meth:`encode` to texts, in order of the prompts."""
+        """Build completions from a result of :meth:`generate_tokens`, in the order of the prompts of :meth:`encode`."""
         texts, after = ([text] if isinstance(text, str) else text for text in (prompts, suffixes))
         builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, (*self.end_token_ids, *stop_token_ids))
         return builder.build_batch(texts, ids, mask, result, stop, after)

@@ -1,7 +1,7 @@
 """Devices to compile for without the hardware: TPU slices through libtpu, GPU hosts through JAX's CUDA plugin.
 
-Programs can be compiled for these devices, but not run. A process that does so must not look for real accelerators, so
-set ``AOT_ENVIRONMENT`` before JAX first accesses its devices.
+Programs can be compiled for these devices, but not run. The process that compiles them must not look for real
+accelerators, so set ``AOT_ENVIRONMENT`` before JAX first accesses its devices.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# What is wrong with a row, for messages.
+# Why a row failed, for messages.
 NON_FINITE = "the model computed logits that are NaN or infinite"
 _SHOWN = 20
 
@@ -34,7 +34,7 @@ class NonFiniteError(InputError):
     """The model's logits are NaN or infinite, so there is no result.
 
     Attributes:
-      rows: indices of the rows that it happened in.
+      rows: indices of the rows whose logits are not finite.
     """
 
     def __init__(self, rows: Sequence[int]) -> None:
@@ -47,4 +47,4 @@ class NonFiniteError(InputError):
 
 
 class OutOfMemoryError(MeshError):
-    """A mesh whose devices have too little memory for a compiled program."""
+    """The devices of a mesh have too little memory for a compiled program."""

@@ -12,13 +12,13 @@ from sharding.heads import HeadLayout
 from sharding.mesh import MESH_AXES, MeshSpec, arrange_devices
 from sharding.topology import Topology, places
 
-# Assumed time for a message to reach a neighbour, in seconds, of the order that vendors state.
+# Assumed seconds for a message to reach a neighbouring chip. The times that vendors state are of this order.
 HOP_SECONDS = {"interconnect": 1e-6, "NVLink": 3e-6, "network": 10e-6}
 
 
 @dataclass(frozen=True)
 class Link:
-    """The connection between the chips of a group.
+    """The connection between the chips that take part in a collective.
 
     Attributes:
       kind: ``interconnect`` (ICI of a TPU slice), ``NVLink``, or ``network`` (between hosts or slices; its speed is
@@ -76,9 +76,9 @@ class Wiring:
     def link(self, axes: Sequence[str], inside_slices: bool = False) -> Link:
         """Return the link between the chips that a collective over these mesh axes joins.
 
-        In a TPU slice, all torus dimensions that the group spans are used at once, and in both directions if the group
-        closes a ring. GPUs of one host use NVLink. A group that spans several GPU hosts runs as many rings at once as
-        it has members per host, each through another network card. Its bandwidth is the sum over these cards, but at
+        In a TPU slice, all torus dimensions that these chips span are used at once, and in both directions if the chips
+        form a ring. GPUs of one host use NVLink. A collective over several GPU hosts runs as many rings at once
+        as it has GPUs per host, each through its own network card. Its bandwidth is the sum over these cards, but at
         most that of NVLink, which all rings share within a host.
 
         Args:

@@ -30,9 +30,9 @@ class MeshSpec:
     """Sizes of the three mesh axes. One size may be -1, which means all remaining devices.
 
     Attributes:
-      data: shards of the batch.
-      sequence: shards of the canvas, and of the positions of the KV cache.
-      tensor: shards of the weights: of heads, MLP and vocabulary.
+      data: number of shards of the batch.
+      sequence: number of shards of the canvas, and of the positions of the KV cache.
+      tensor: number of shards of the weights: of attention heads, MLP and vocabulary.
     """
 
     data: int = 1
@@ -41,10 +41,10 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
-        """Parse a text such as ``"data=2,sequence=1,tensor=4"``. Missing axes have size 1.
+        """Parse the axis sizes in a string such as ``"data=2,sequence=1,tensor=4"``. Missing axes have size 1.
 
         Raises:
-          MeshError: an axis is unknown or repeated, a size is not a positive integer or -1, or there are several -1.
+          MeshError: an axis is unknown or repeated, a size is not a positive integer or -1, or several sizes are -1.
         """
         names = [field.name for field in fields(cls)]
         example = f'write for example "data=2,sequence=1,tensor=4" (axes: {", ".join(names)}; one may be -1)'
@@ -67,7 +67,7 @@ class MeshSpec:
 
     @property
     def size(self) -> int:
-        """Number of devices of the mesh; all sizes must be resolved."""
+        """Number of devices of the mesh. No axis size may be -1."""
         return self.data * self.sequence * self.tensor
 
     def resolve(self, num_devices: int) -> MeshSpec:
@@ -102,12 +102,12 @@ def has_reduce_scatter(devices: np.ndarray) -> bool:
     """Return whether the TPU compiler has a reduce-scatter over the tensor axis of a mesh.
 
     Without one, the compiler runs an all-reduce, and every device keeps a part of the result. There is a reduce-scatter
-    if the slice has several tensor groups. If a single group spans all chips of the slice, there is one only on a
-    two-dimensional slice of up to 2x2 chips, or with more chips along y than along x, such as 2x4. This was found by
-    compiling for v4, v5e, v5p and v6e; a test compares it with the compiler.
+    if the chips of a slice form several groups over the tensor axis. If a single group spans all chips of the slice,
+    there is one only on a two-dimensional slice that has up to 2x2 chips, or more chips along y than along x, such as
+    2x4. This was found by compiling for v4, v5e, v5p and v6e; a test compares it with the compiler.
 
     Args:
-      devices: ``[data, sequence, kv, group]``, as :func:`arrange_devices` returns them.
+      devices: devices of the mesh ``[data, sequence, kv, group]``, as :func:`arrange_devices` returns them.
     """
     data, sequence = devices.shape[:2]
     if data * sequence > len({getattr(device, "slice_index", 0) for device in devices.flat}):

@@ -28,12 +28,13 @@ class PartitionRules:
       length: positions of the KV cache.
       layers: stacked layers.
       embed: the hidden size.
-      kv_heads, queries_per_kv, head_dim: attention heads.
+      kv_heads, queries_per_kv, head_dim: KV heads, query heads per KV head, and the elements of a head.
       qkv: the three parts of a fused projection to queries, keys and values.
-      positions: learned positions, and positions of per-row arrays such as the canvas of a loop's state.
+      positions: learned position embeddings, and positions of per-row arrays such as the canvas in the state of the
+        decoding loop.
       mlp: the intermediate size of the MLP.
       vocab: the vocabulary.
-      steps, stop_tokens, seed_words, drafts: second axes of per-row arrays of requests and states.
+      steps, stop_tokens, seed_words, entries, drafts: second axes of per-row request and state arrays.
     """
 
     batch: MeshAxes = ("data",)
@@ -52,6 +53,7 @@ class PartitionRules:
     steps: MeshAxes = ()
     stop_tokens: MeshAxes = ()
     seed_words: MeshAxes = ()
+    entries: MeshAxes = ()
     drafts: MeshAxes = ()
 
     @classmethod

@@ -27,8 +27,8 @@ class Chip:
 
     Attributes:
       name: the name that users write.
-      platform: JAX's name of the platform.
-      device_kind: JAX's name of the chip.
+      platform: JAX's name for the platform.
+      device_kind: JAX's name for the chip.
       memory_bytes: bytes of device memory.
       usable_bytes: bytes that programs can use: the compiler's limit on TPU, JAX's default pool (3/4) on GPU.
       fast_memory_bytes: bytes of on-chip memory (VMEM, or CMEM on v4) in which the compiler keeps large arrays; 0 if it
@@ -42,8 +42,8 @@ class Chip:
         card) or to other slices (TPU).
       chips_per_host: maximum number of chips of one host.
       torus_dimensions: dimensions of a TPU's interconnect; 0 for GPUs, which a switch connects.
-      cores_in_name: how many units a chip counts in an accelerator type such as ``v4-32``. v4 and v5p count
-        TensorCores, of which a chip has two; v5e and v6e count chips.
+      cores_in_name: how many units one chip stands for in an accelerator type such as ``v4-32``. For v4 and v5p, the
+        number counts TensorCores, of which a chip has two; for v5e and v6e, it counts chips.
     """
 
     name: str
@@ -101,15 +101,16 @@ CHIPS = {
     )
 }
 
-# Other names of these chips.
+# Other names for these chips.
 _ALIASES = {
     "v5litepod": "v5e", "a100-80gb": "a100", "h100-80gb": "h100", "h200-141gb": "h200", "4090": "rtx4090",
     "rtx-4090": "rtx4090",
 }  # fmt: skip
 
-# Slices of the TPU generations with a two-dimensional interconnect.
+# Shapes of the slices that TPU generations with a two-dimensional interconnect have.
 _FLAT_SLICES: tuple[tuple[int, ...], ...] = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-# Slices of the three-dimensional generations below a 4x4x4 cube. In larger slices every side is a multiple of 4.
+# Shapes of the slices below a 4x4x4 cube that generations with a three-dimensional interconnect have. In larger
+# slices, every side is a multiple of 4.
 _SMALL_SLICES: tuple[tuple[int, ...], ...] = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _LARGEST_SIDE, _LARGEST_SLICE = 28, 8960
 
@@ -163,7 +164,7 @@ class Place:
     Attributes:
       id: number of the device, counted host by host.
       platform: ``tpu`` or ``gpu``.
-      device_kind: JAX's name of the chip.
+      device_kind: JAX's name for the chip.
       coords: position within the slice, ``(x, y, z)``.
       core_on_chip: always 0, because a chip is one device.
       slice_index: index of the slice.
@@ -182,7 +183,7 @@ class Place:
 def parse_topology(text: str) -> Topology:
     """Parse a topology such as ``v5e:2x4``, ``v5e-8``, ``2xv5e:16x16``, ``8xH100`` or ``2x8xh200``.
 
-    Case is ignored, and so are spaces and the maker's name.
+    Case is ignored, and so are spaces and the vendor's name.
 
     Raises:
       MeshError: the notation is wrong, the chip is unknown, or the slice does not exist.
@@ -234,7 +235,7 @@ def _plain_name(text: str) -> str:
 
 
 def _shape_of_size(text: str, chip: Chip, size: int) -> tuple[int, ...]:
-    """Return the shape of the slice whose accelerator type ends with this number."""
+    """Return the shape of the slice whose accelerator type ends with ``size``, such as 8 in ``v5e-8``."""
     chips, rest = divmod(size, chip.cores_in_name)
     found = None if rest else machine_of(chip, chips)
     if found is None:

@@ -47,6 +47,13 @@ def llada_config(case: Case) -> DiffusionConfig:
     return DiffusionConfig(**{"algorithm" if key == "remasking" else key: value for key, value in case.items()})
 
 
+def dreamon_config(case: Case) -> DiffusionConfig:
+    """Return the configuration of one of DreamOn's cases, which also say what happened in them."""
+    return diffusion_config(
+        {key: value for key, value in case.items() if key not in ("expands", "deletes", "forwards")}
+    )
+
+
 def block_causal_config(case: Case, length: int, new: int, **own: Any) -> DiffusionConfig:
     """Return the configuration of a case with block-causal attention: ``steps`` per block of ``length`` positions."""
     steps = case["steps"] * -(-new // length)
@@ -85,9 +92,10 @@ def fast_dllm_v2_config(case: Case) -> DiffusionConfig:
     )
 
 
-# Functions that make the configuration of a case, by the model_type of config.json
+# Functions that make the configuration of a case, by the model_type of config.json, or "DreamOn"
 CONFIGS: dict[str, Callable[[Case], DiffusionConfig | SamplingConfig]] = {
     "Dream": diffusion_config,
+    "DreamOn": dreamon_config,
     "Fast_dLLM_Qwen": fast_dllm_v2_config,
     "llada": llada_config,
     "qwen2": sampling_config,
@@ -118,8 +126,9 @@ class Golden:
 
     @functools.cached_property
     def family(self) -> str:
-        """``model_type`` of the configuration."""
-        return str(json.loads((self.folder / "config.json").read_text()).get("model_type"))
+        """``model_type`` of the configuration; ``DreamOn`` for Dream with an expand token."""
+        config = json.loads((self.folder / "config.json").read_text())
+        return "DreamOn" if config.get("expand_token_id") is not None else str(config.get("model_type"))
 
     def inputs(self, name: str) -> tuple[np.ndarray, np.ndarray | None]:
         """Return tokens and attention mask of a case, ``[B, S]``. Right-padded rows become left-padded."""
@@ -176,6 +185,8 @@ class Golden:
         The original's array ends at the end of the longest row, and may have another padding token.
         """
         expected, case = self.arrays[f"{name}.sequences"], self.cases[name]
+        if self.family == "DreamOn":
+            return np.pad(expected, ((0, 0), (0, width - expected.shape[1])), constant_values=pad_token_id)
         stops = case.get("stop_token_ids")
         if not stops:
             return expected

@@ -96,7 +96,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 @dataclass
 class Subject:
-    """The subject of a run, and its results so far.
+    """What a run measures, and its results so far.
 
     Attributes:
       values: the flags.
@@ -228,7 +228,7 @@ def measure_served(subject: Subject, servers: dict[str, Server], loop: GenerateL
 
 
 def measure_loads(subject: Subject, address: str, key: str | None, texts: Sequence[str] | None) -> Iterator[str]:
-    """Measure the loads of this checkout's server, or of one that already runs."""
+    """Measure this checkout's server, or one that already runs, under each load."""
     results = subject.results
     capacity = results["capacity"]["new"]["requests_per_second"]
     results["loads"] = {}

@@ -17,7 +17,8 @@ import numpy as np
 
 from runtime import Engine
 
-# Enough for a rate, few enough that the widest shape does not take long.
+# Steps of a generation that measures a rate (few, so that the widest shape does not take long), and the least seconds
+# that such generations are repeated for.
 _STEPS = 8
 _SECONDS = 0.5
 

@@ -50,7 +50,7 @@ def median_of(timing: Any) -> float:
 
 
 def draw_same_arrivals(results: dict[str, Any], axes: Any) -> None:
-    """Draw percentiles of the latency of both servers with the same arrivals."""
+    """Draw percentiles of the latency of the older and the newer server with the same arrivals."""
     found, ranks = results["same_arrivals"], ("p50", "p90", "p99")
     for number, (name, label) in enumerate((("old", "older server"), ("new", "server"))):
         seconds = [found[name]["e2e_ms"][rank] / 1e3 for rank in ranks]

@@ -25,7 +25,7 @@ from sharding.errors import InputError
 TIMEOUT = 900.0
 _ROOT = Path(__file__).parents[2]
 _LOOP = Path(__file__).with_name("generate_loop.py")
-# The user's cache folder would make a cold start warm.
+# Variables that processes do not inherit: with the user's compile cache, a cold start would be warm.
 _CACHE_VARIABLES = ("JAX_COMPILATION_CACHE_DIR",)
 
 
@@ -145,7 +145,7 @@ class Server:
 
 @contextlib.contextmanager
 def server(checkout: Checkout, arguments: Sequence[str]) -> Iterator[Server]:
-    """Run a server in a context."""
+    """Start a server, and end it when the context ends."""
     found = Server(checkout, arguments)
     try:
         yield found
@@ -206,7 +206,7 @@ class GenerateLoop:
 
 @contextlib.contextmanager
 def generate_loop(checkout: Checkout, checkpoint: str, cache: Path) -> Iterator[GenerateLoop]:
-    """Run a loop in a context."""
+    """Start a loop over ``engine.generate``, and end it when the context ends."""
     found = GenerateLoop(checkout, checkpoint, cache)
     try:
         yield found

@@ -1,8 +1,8 @@
-"""The sections of the record, with a function that measures each.
+"""The sections of the record ``serve.json``, with a function that measures each.
 
 Rates are in positions per second: a forward pass over a row of S positions counts S. Requests turn early stop off, so
-both servers, the loop and the batch do the same work. A row of n new tokens takes n - 1 forward passes, because the
-original schedule with n steps commits nothing in its first step.
+the old and the new server, the loop over ``engine.generate`` and ``diffumesh batch`` all do the same work. A row of n
+new tokens takes n - 1 forward passes, because the original schedule with n steps commits nothing in its first step.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def run(address: str, key: str | None, call: Callable[[Client], Coroutine[Any, A
 
 
 def checked(answers: Sequence[Answer]) -> Sequence[Answer]:
-    """Return the answers.
+    """Return the answers, if all requests succeeded.
 
     Raises:
-      InputError: one of them is an error.
+      InputError: a request failed.
     """
     if wrong := [answer.status for answer in answers if answer.status != 200]:
         raise InputError(f"{len(wrong)} of {len(answers)} requests failed (HTTP {wrong[0]}; 0 if the connection broke)")
@@ -77,7 +77,7 @@ def timing(seconds: Sequence[float]) -> Timing:
 
 
 def started(found: Server) -> dict[str, Any]:
-    """Return the numbers of a start, after all programs are compiled."""
+    """Wait until a server has compiled all programs, and return the times and program counts of its start."""
     seconds = found.wait_for_programs()
     return {
         "seconds_to_ready": round(found.seconds_to_ready, 2),
@@ -93,8 +93,8 @@ def measure_starts(
 ) -> dict[str, Any]:
     """Measure starts of each server: one with an empty compile cache, then with the cache that it filled.
 
-    This checkout's server is started ``starts`` times with the warm cache. It gets single requests once it is ready,
-    while it still reads other programs from the cache.
+    This checkout's server is started ``starts`` times with the warm cache, and the older one once. This checkout's
+    server gets single requests once it is ready, while it still reads other programs from the cache.
     """
     found: dict[str, Any] = {one.name: {"cold": None, "warm": []} for one in checkouts}
     lone_from_ready: dict[str, list[float]] = {str(ask.max_tokens): [] for ask in asks}
@@ -121,8 +121,8 @@ def measure_lone(
 ) -> list[dict[str, Any]]:
     """Measure the time to the last token of single requests, alternating with ``engine.generate`` for the same row.
 
-    This checkout's server answers each request without streaming, which is compared, and with it. The older server
-    gets only the requests of ``sizes.old_lone``, once each, because each takes up to a minute.
+    This checkout's server answers each request without and with streaming. The older server gets only the requests of
+    ``sizes.old_lone``, once each, because each takes up to a minute.
     """
     rows = []
     for ask in asks:
@@ -213,7 +213,7 @@ def measure_capacity(address: str, key: str | None, asks: Sequence[Ask], count: 
 def measure_same_arrivals(
     servers: Mapping[str, Server], asks: Sequence[Ask], rate: float, turns: int, seed: int
 ) -> dict[str, Any]:
-    """Measure both servers with the same requests and arrivals, part by part in turn."""
+    """Measure the old and the new server with the same requests and arrival times, taking turns after each part."""
     answers: dict[str, list[Answer]] = {name: [] for name in servers}
     size = -(-len(asks) // turns)
     for turn, start in enumerate(range(0, len(asks), size)):
@@ -246,11 +246,12 @@ def measure_load(
       asks: the requests.
       rate: arrivals per second.
       seed: seed of the arrival times.
-      texts: the texts of the loop, to compare with; None if it has not run.
+      texts: the texts from :func:`measure_loop`, to compare with; None if it was not called.
 
     Returns:
-      Latencies, the number of positions that the server computed, and the share of useful ones (those of unfinished
-      rows, up to the row's length). The last two are None if the server has no such metrics.
+      Latencies, the number of positions that the server computed, the share of useful ones among them (those of
+      unfinished rows, up to the row's length), and the number of texts that differ. Number and share of positions are
+      None if the server has no such metrics.
     """
     names = ("useful_positions", "computed_positions")
     before = [metric(address, name) for name in names]

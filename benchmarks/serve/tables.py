@@ -36,7 +36,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def seconds(milliseconds: float) -> str:
-    """Format a time with three digits."""
+    """Format a time in seconds, with three digits."""
     return f"{milliseconds / 1e3:.3g} s"
 
 
@@ -85,7 +85,7 @@ def first_text_table(results: dict[str, Any]) -> str:
 
 
 def same_arrivals_table(results: dict[str, Any]) -> str:
-    """Return the table of both servers with the same arrivals."""
+    """Return the table of the older and the newer server with the same arrivals."""
     found, capacity = results["same_arrivals"], results["capacity"]
     rows = [
         [
@@ -133,7 +133,7 @@ def batch_table(results: dict[str, Any]) -> str:
     ]
     head = ["", "wall time", "without loading", f"useful work at {best:,} positions/s ({found['best']})"]
     head += ["wall time / useful", "without loading / useful"]
-    # Records of earlier versions have one reading alone.
+    # Records of earlier versions have only the first of the two ratios that measure_batch describes.
     if (ratio := found.get("wall_times_useful_of_canvas")) is not None:
         head.append("wall time / useful, each row at the best rate of its canvas")
         row.append(f"{ratio:.2f}x")

@@ -169,7 +169,7 @@ def roofline_of(sheet: Sheet, values: flags.FlagValues, device: Any, dtype: str)
 
 
 def measure(subject: Subject, lengths: list[int], batches: list[int], shapes: Sequence[tuple[int, int]]) -> None:
-    """Measure the rows that need the model, the most important first, within the time budget."""
+    """Make the measurements that need the model, the most important first, within the time budget."""
     measure_ten_tokens(subject)
     measure_generations(subject)
     measure_lengths(subject, lengths)

@@ -28,10 +28,10 @@ ITEMS = (
 
 
 def acceptance(subject: Subject, tolerance: float | None = None) -> list[dict[str, Any]]:
-    """Return every item with ``ticked`` (True, False, or None if it was not run) and ``why``.
+    """Check every entry of the list; return each with ``ticked`` (True, False, or None if it was not run) and ``why``.
 
     Args:
-      subject: the model, with the rows that were measured.
+      subject: the model and its measurements.
       tolerance: see :func:`layer_parity`.
     """
     sheet = subject.sheet
@@ -110,7 +110,7 @@ def check_parity(values: flags.FlagValues, devices: Sequence[Any]) -> None:
 
 
 def not_loaded(error: Exception) -> list[dict[str, Any]]:
-    """Return the items for a model that does not load."""
+    """Return the entries of the list for a model that does not load."""
     why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return [_item(ITEMS[0], False, why), *(_item(what, None, "not run: it does not load") for what in ITEMS[1:])]
 

@@ -56,7 +56,7 @@ def measure_generations(subject: Subject) -> None:
 
 
 def _profile(subject: Subject, name: str, prepare: Callable[[], Callable[[], None]]) -> None:
-    """Write a trace and the programs of a timed call if the flags are set; adds a row only if that fails."""
+    """Write a trace and the programs of a call if the flags are set. If that fails, add the reason to the sheet."""
     if given_profiling(subject.values):
         texts = subject.engine.program_texts
         subject.sheet.attempt(
@@ -148,7 +148,7 @@ def measure_autoregressive(subject: Subject) -> None:
 
 
 def measure_cpu(subject: Subject) -> None:
-    """Measure a denoise step (or token) of the shortest generation on the CPU, and compare with the accelerator."""
+    """Measure a forward pass of the shortest generation on the CPU, and compare it with the accelerator's."""
     name, batch, new, _ = GENERATIONS[0]
     sheet, values = subject.sheet, subject.values
     title = "a pass of " + name

@@ -24,7 +24,7 @@ from runtime.models.forward import Forward
 from runtime.models.transformer import run_layer
 
 _POSITIONS = 64
-# Relative to an element's size plus the root mean square: a few roundings of the dtype.
+# Largest difference, relative to an element's size plus the root mean square: a few roundings of the dtype.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 
 
@@ -79,7 +79,7 @@ def layer_parity(engine: Engine, attention: str = "auto", tolerance: float | Non
         x = program(layout.layer(weights, number), x)
         here = fetch(x)[:1].astype(np.float32)
         state = {
-            # PyTorch's model has this one layer.
+            # PyTorch's model has a single layer, which takes the weights of each layer in turn.
             leaf.sources[leaf.layers.index(number)].replace(f".{number}.", ".0.", 1): torch.from_numpy(
                 source_tensor(leaf, number, fetch(named[leaf.name]).astype(np.float32))
             )

@@ -84,7 +84,7 @@ def measure_ten_tokens(subject: Subject) -> None:
 
 
 def grid_name(canvas: int, batch: int) -> str:
-    """Return the name of a row of the grid."""
+    """Return the name of a measurement of the grid."""
     return f"{canvas} tokens, batch {batch}"
 
 
@@ -221,7 +221,7 @@ def measure_block_steps(subject: Subject) -> None:
 
 
 def _predicted(subject: Subject, batch: int, canvas: int) -> dict[str, float]:
-    """Return the planner's estimate of such a step on this machine, if it knows the chip."""
+    """Return the planner's estimate of a denoise step on this machine; empty if the planner does not know the chip."""
     topology = topology_of(subject.devices)
     if topology.chip.name not in CHIPS:
         return {}
@@ -232,7 +232,7 @@ def _predicted(subject: Subject, batch: int, canvas: int) -> dict[str, float]:
 def measure_lengths(subject: Subject, lengths: list[int], new_tokens: int = 16, steps: int = 4) -> None:
     """Measure first calls: a length of a compiled bucket, a length of a new bucket, and each of ``lengths``.
 
-    The calls for ``lengths`` return log-probabilities, which no other row does, so that their programs are new.
+    The calls for ``lengths`` return log-probabilities, as no other measurement does, so that their programs are new.
     """
     engine, sheet = subject.engine, subject.sheet
     request = request_of(engine.config, new_tokens, steps)

@@ -1,4 +1,4 @@
-"""Rows of measurements within a time budget; each has a value or the reason why it was not run."""
+"""Measurements within a time budget; each has a value or the reason why it was not run."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Measurement:
 
     Attributes:
       section: section of the table.
-      name: the measurement.
-      unit: unit of the four numbers.
+      name: what is measured.
+      unit: unit of mean, deviation, minimum and maximum.
       mean, deviation, minimum, maximum: over the trials; None if it was not run.
       trials: number of trials.
       facts: other facts, such as rates, counts and shapes.
-      not_run: why it was not.
+      not_run: why it was not run; None if it was.
     """
 
     section: str
@@ -44,11 +44,11 @@ class Measurement:
 
 
 class Sheet:
-    """The rows of a run, in order.
+    """The measurements of a run, in order.
 
     Attributes:
-      rows: the rows so far.
-      failures: rows and items that were not run because of an unexpected error.
+      rows: the measurements so far.
+      failures: number of calls of :meth:`tried` that ended with an unexpected error.
     """
 
     def __init__(self, trials: int, row_seconds: float, budget: float | None) -> None:
@@ -155,14 +155,14 @@ class Sheet:
             found = fits_or_none(work)
         except (NotRunError, InputError) as error:
             return str(error)
-        except Exception as error:  # the other rows still run, and the run ends with an error
+        except Exception as error:  # the other measurements are still made, and the run ends with an error
             traceback.print_exc()
             self.failures += 1
             return f"failed: {type(error).__name__}: {str(error)[:200]}"
         return f"out of memory: {found}" if isinstance(found, str) else found
 
     def records(self) -> list[dict[str, Any]]:
-        """The rows as plain objects."""
+        """Return the measurements as dictionaries."""
         return [asdict(row) for row in self.rows]
 
     def add(self, row: Measurement) -> None:

@@ -39,9 +39,9 @@ _TRIALS = 3
 
 
 def measure_compilation(sheet: Sheet, values: flags.FlagValues) -> None:
-    """Time pairs of processes with one compile cache, first empty, then full. This process must not use a device yet.
+    """Time the start of pairs of processes that share a compile cache: it is empty for the first, full for the second.
 
-    A small model is started often, each time with a new cache.
+    A small model is started several times, with a new cache for each pair. This process must not use a device yet.
     """
     found: dict[str, list[dict[str, Any]]] = {"cold": [], "warm cache": []}
 
@@ -68,7 +68,7 @@ def measure_compilation(sheet: Sheet, values: flags.FlagValues) -> None:
 
 
 def one_trial(size: int, failed: str | None = None) -> dict[str, str]:
-    """Return the reason for a single trial: an error, or the size of the weights."""
+    """Return a fact that says why there is only one trial: an error, or the size of the weights."""
     return {"one_trial": failed or f"weights of {size / 1e9:.1f} GB are large"}
 
 
@@ -149,7 +149,7 @@ def load(sheet: Sheet, values: flags.FlagValues, devices: list[Any]) -> Engine:
 
 
 def note_memory(sheet: Sheet, when: str, devices: list[Any]) -> None:
-    """Add rows with the memory of this process and of the first device, current and peak."""
+    """Add measurements of the memory of this process and of the first device, current and peak."""
     # Kilobytes on Linux, bytes on macOS.
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     facts = {"peak": round(most / 1e9, 3)}

@@ -78,7 +78,7 @@ def command(module: str, values: flags.FlagValues, *more: str) -> list[str]:
 
 
 def attached_devices(values: flags.FlagValues) -> list[Any]:
-    """The devices to run on.
+    """Return the devices to run on.
 
     Raises:
       InputError: there are no devices of the requested kind.
@@ -104,7 +104,7 @@ def open_engine(values: flags.FlagValues, devices: Sequence[Any], mesh: str | No
 
 
 def model_name(values: flags.FlagValues) -> str:
-    """The model's name for a record, without local paths."""
+    """Return the model's name for a record, without local paths."""
     name: str = values.random or values.checkpoint
     return Path(name).name if Path(name).is_dir() else name
 
@@ -124,11 +124,11 @@ def request_of(config: ModelConfig, new_tokens: int, steps: int) -> DiffusionCon
 
 @dataclass
 class Subject:
-    """A loaded model, and the sheet for its rows.
+    """A loaded model, and the sheet for its measurements.
 
     Attributes:
       values: the flags.
-      sheet: the sheet for its rows.
+      sheet: the sheet for its measurements.
       engine: the model.
       roofline: measured peak rates of one device.
     """
@@ -151,17 +151,17 @@ class Subject:
         return self.engine.layout.bytes_read_per_pass(self.engine.dtype)
 
     def expected_seconds(self, batch: int, canvas: int, forwards: int = 1) -> float:
-        """Expected seconds of forward passes, from the roofline."""
+        """Return the expected seconds of forward passes, from the roofline."""
         flops = forward_flops(self.engine.config, batch, canvas, 0) / len(self.devices)
         reading = self.weight_bytes / self.roofline.bandwidth
         return forwards * max(flops / self.roofline.flops, reading) / _EXPECTED
 
     def mfu(self, flops: float, milliseconds: float) -> float:
-        """Model FLOPs utilisation, relative to the measured matrix product."""
+        """Return the model FLOPs utilisation, relative to the measured matrix product."""
         return round(flops / (milliseconds / 1e3) / (self.roofline.flops * len(self.devices)), 4)
 
     def mbu(self, bytes_read: float, milliseconds: float) -> float:
-        """Memory bandwidth utilisation of one device, relative to the measured copy."""
+        """Return the memory bandwidth utilisation of one device, relative to the measured copy."""
         return round(bytes_read / (milliseconds / 1e3) / self.roofline.bandwidth, 4)
 
     def check_shape(self, batch: int, canvas: int, cached: bool = False) -> None:
@@ -207,7 +207,7 @@ class Subject:
         *,
         seconds: float,
     ) -> None:
-        """Measure one kind of pass, and add its row.
+        """Measure one kind of pass, and add the measurement to the sheet.
 
         Args:
           section: see :class:`Measurement`.
@@ -215,8 +215,8 @@ class Subject:
           engine: the engine that generates.
           prepare: makes the workload and the requests that :func:`benchmarks.timed_passes.time_pass` takes. It may
             raise :class:`InputError`.
-          facts: further facts of the row.
-          seconds: expected seconds of one turn of the requests.
+          facts: returns further facts about the measurement.
+          seconds: expected seconds of one call of each request.
         """
 
         def work() -> None:

@@ -1,4 +1,4 @@
-"""Convert a suite's record to Markdown: rows, grid of forward passes, acceptance list."""
+"""Converts a suite's record to Markdown: measurements, grid of forward passes, acceptance list."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _number(value: float) -> str:
 
 
 def _grid(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The grid with a row per length and a column per batch. Cells that were not run are listed once, below."""
+    """Return the grid with a row per length and a column per batch, and below it why cells were not run."""
     found = {row["name"]: row for row in rows}
     pairs = [(int(name.split()[0]), int(name.split()[-1])) for name in found]
     lengths, batches = (sorted(set(sizes)) for sizes in zip(*pairs, strict=True))

@@ -16,7 +16,7 @@ SECTION = "tokenizer"
 NAMES = ("first call", "encoding a prompt", "decoding 1 token", "decoding 100 tokens")
 PROMPT = "def is_even(number):\n"
 _NEW_TOKENS = 64
-# Lines that begin like this come after the function.
+# Beginnings of lines that come after the function, with which a completion ends.
 _NEXT_LINES = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\nassert ", "\n#", "\n@", "\n```")
 
 

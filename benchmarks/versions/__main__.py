@@ -63,7 +63,7 @@ def write_random_checkpoint(folder: Path, config: dict[str, Any]) -> None:
 
 
 def write_causal_demo(folder: Path) -> None:
-    """Write a Hugging Face folder with the demo's weights as an autoregressive model, without tokenizer."""
+    """Write a Hugging Face folder with the demo's weights as an autoregressive model, without a tokenizer."""
     folder.mkdir()
     shutil.copy(DEMO / "model.safetensors", folder)
     config = json.loads((DEMO / "config.json").read_text())
@@ -108,7 +108,7 @@ class Checkout:
 
 @contextlib.contextmanager
 def checkouts(old: Path, folders: list[str]) -> Iterator[dict[str, Checkout]]:
-    """Start a process for each checkout. Yields them by name."""
+    """Start a process for each checkout, and yield the processes by name; end them when the context ends."""
     found = {name: Checkout(root, folders) for name, root in (("old", old), ("new", _ROOT))}
     try:
         yield found
@@ -118,7 +118,7 @@ def checkouts(old: Path, folders: list[str]) -> Iterator[dict[str, Checkout]]:
 
 
 def measure(both: dict[str, Checkout], warmup: int, rounds: int) -> list[dict[str, Any]]:
-    """Return a row per generation: both times, their ratio, and whether the tokens are equal."""
+    """Return the results of each generation: both times, their ratio, and whether the tokens are equal."""
     rows = []
     for generation in both["new"].generations:
         seconds: dict[str, list[float]] = {name: [] for name in both}

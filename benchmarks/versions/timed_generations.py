@@ -1,8 +1,8 @@
 """The child process that runs the timed generations of one checkout.
 
 It runs as a script with the checkout's root on ``PYTHONPATH``, and uses only the public API of the project, so that the
-same file works with an older and a newer checkout. Commands come line by line on standard input: the name of a
-generation runs it once and answers with a line of JSON.
+same file works with an older and a newer checkout. Each line of standard input is the name of a generation, which is
+run once; the answer is a line of JSON.
 """
 
 from __future__ import annotations

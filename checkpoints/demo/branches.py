@@ -73,7 +73,7 @@ def one_condition(rng: random.Random) -> Task:
 
 
 def two_conditions(rng: random.Random) -> Task:
-    """Draw a task that tests whether its argument meets both, either or neither of two conditions."""
+    """Draw a task that tests two conditions on its argument: both, at least one, or the first but not the second."""
     element = rng.choice(("number", "number", "word"))
     one, kept = _kept(rng, element)
     two, other = _kept(rng, element, "", one.name)
@@ -167,9 +167,9 @@ def two_maps(rng: random.Random) -> Task:
 
 
 def one_of_two(rng: random.Random) -> Task:
-    """Draw a task that applies one map if a condition holds, and otherwise returns something else.
+    """Draw a task that applies a map if a condition holds.
 
-    Otherwise it applies a second map, or returns the argument unchanged or a constant.
+    Otherwise it applies a second map, or returns the argument unchanged.
     """
     element = rng.choice(("number", "number", "word"))
     predicate, kept = _kept(rng, element)

@@ -5,8 +5,8 @@ canvases:
 
 * packed: all prompts are visible, and each body is masked with its own noise level;
 * open: the first function is masked like a packed one. The functions after it are usually masked completely, prompts
-  included, and have a small weight. They cannot be predicted, so the model learns low confidence after the first end
-  token, and decoding commits these positions last. This is the canvas that decoding works on;
+  included, and have a small weight in the loss. They cannot be predicted, so the model learns low confidence after the
+  first end token, and decoding commits these positions last. Decoding works on such canvases;
 * whole: prompts are masked like bodies, so that the model also learns from prompts of other forms.
 
 Dimension letters: B rows, S canvas length, M masked positions.
@@ -51,7 +51,7 @@ class Corpus:
                 self.prompts.append(len(head.ids))
 
     def draw(self, generator: np.random.Generator, count: tuple[int, int], library_share: float) -> np.ndarray:
-        """Draw indices of random functions, with the given share from the standard library."""
+        """Draw an array of this shape with indices of random functions, some of them from the standard library."""
         generated = generator.integers(0, self.generated, count)
         if self.generated == len(self.rows):
             return generated
@@ -60,7 +60,10 @@ class Corpus:
 
 
 def _cut(prompt: str, body: str, number: int) -> tuple[str, str]:
-    """Move the newline, or newline and indent, from body to prompt in half of the functions; users' prompts vary so."""
+    """Move the newline, or newline and indent, from body to prompt in half of the functions.
+
+    The prompts of users differ in the same way.
+    """
     kind = number % 10
     if kind >= 5 or not body.startswith("\n    "):
         return prompt, body

@@ -129,7 +129,7 @@ def read_functions(folders: Iterable[Path]) -> list[Function]:
             signature, text = normalised
             held_out = _share(name) < HELD_OUT_SHARE
             known = found.get(text)
-            # A text in both splits stays in the training split, because held-out text must not be trained on.
+            # A text that occurs in both splits is kept only in the training split: held-out texts must be unseen.
             if known is None or (known.held_out and not held_out):
                 found[text] = Function(name, signature, text, is_test, held_out)
     return list(found.values())

@@ -11,17 +11,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Source:
-    """The elements that a function works on, such as the numbers of a list or the characters of a text.
+    """The elements that a generated function works on, such as the numbers of a list or the characters of a string.
 
     Attributes:
-      kind: kind of the parameter.
-      element: type of the elements.
-      code: expression of the iterable.
+      name: its name in the ``spec`` of a task.
+      kind: kind of the function's first parameter, as in :class:`checkpoints.demo.tasks.Parameter`.
+      element: type of the elements: ``number``, ``word`` or ``character``.
+      code: expression that the function iterates over; ``$a`` is the first parameter.
       values: function that returns the elements of an argument.
-      nouns: names of the elements in the plural.
+      nouns: plural nouns for the elements, for descriptions.
       tails: phrases that end a description, such as " in the list".
-      suffix: ending of function names.
-      elements: names of one element; empty if they follow from the parameter's name.
+      suffix: ending of function names, such as ``_in_dict``.
+      elements: variable names for one element; empty if they follow from the parameter's name.
     """
 
     name: str
@@ -37,7 +38,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Predicate:
-    """A condition on one element. Its text goes before the noun if it is an adjective, and otherwise after it."""
+    """A condition on one element.
+
+    Attributes:
+      name: its name, for function names and the ``spec`` of a task.
+      text: its description, such as `even` or `greater than $k`.
+      code: the condition as an expression.
+      test: the condition as a function of the element and the constants.
+      adjective: whether the description is an adjective, which goes before the noun; others go after it.
+      synonyms: other descriptions.
+    """
 
     name: str
     text: str
@@ -50,7 +60,15 @@ class Predicate:
 
 @dataclass(frozen=True)
 class Map:
-    """A function of one element. In the text, `{}` is the noun phrase of the elements, in the plural."""
+    """A function of one element.
+
+    Attributes:
+      name: its name, for function names and the ``spec`` of a task.
+      text: description of all results; `{}` is the noun phrase of the elements, in the plural.
+      code: the result as an expression.
+      apply: the result as a function of the element and the constants.
+      result: type of the result: ``number``, ``word`` or ``character``.
+    """
 
     name: str
     text: str

@@ -51,7 +51,7 @@ def word_of(value: Any) -> str:
 
 @dataclass
 class Filled:
-    """A predicate or map whose constants are filled in; in `arguments`, None is the place of a parameter."""
+    """A predicate or map whose constants are filled in. In `arguments`, None stands for a parameter."""
 
     code: str
     text: str
@@ -63,7 +63,7 @@ class Filled:
 
 
 def fill(part: Predicate | Map, rng: random.Random, marker: str, may_have_parameter: bool) -> Filled:
-    """Fill random constants into a part. If allowed, an only constant sometimes becomes the parameter `marker`."""
+    """Fill random constants into a part. If allowed, a single constant sometimes becomes the parameter `marker`."""
     kinds = part.constants
     drawn = sorted((constant(kind, rng) for kind in kinds), key=str if "c" in kinds else None)
     if kinds == "nn" and drawn[0] == drawn[1]:
@@ -136,7 +136,10 @@ def _function_names(aggregate: Aggregate, long: str, short: str, map_: Map | Non
 
 def _oracle(source: Source, aggregate: Aggregate, predicate: Predicate | None, kept: Filled | None, map_: Map | None,
             mapped: Filled | None) -> Any:  # fmt: skip
-    """Compose the Python functions of the parts. The result takes the first argument, then the parameters in order."""
+    """Return a function that computes a task's expected result, composed of the Python functions of the task's parts.
+
+    It takes the first argument, then those of the constants that became parameters, in order.
+    """
 
     def run(first: Any, *others: Any) -> Any:
         rest = list(others)
@@ -185,7 +188,16 @@ _SHORTER = (
 
 
 def _write(text: str, source: Source, kept: Filled | None, mapped: Filled | None) -> str:
-    """Fill the placeholders of an aggregate's body, with or without a condition."""
+    """Fill the placeholders of an aggregate's body, and simplify code such as ``sum($x for $x in $a)``.
+
+    The variables ``$x`` (element), ``$a`` and ``$b`` (parameters of the generated function) stay as they are.
+
+    Args:
+      text: the body, with the placeholders that :class:`checkpoints.demo.parts.Aggregate` describes.
+      source: the elements to iterate over.
+      kept: the condition that keeps an element; None to keep all.
+      mapped: the function to apply to each element; None to use the element itself.
+    """
     condition = kept.code if kept else ""
     if "$I" in text:
         before, after = text.split("$I")

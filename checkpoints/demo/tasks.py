@@ -38,7 +38,7 @@ class Task:
       returns: type annotation of the result, or empty.
       composed: whether the task is composed of parts; only composed tasks are held out.
       explicit: whether the first name describes the task completely, so that a prompt needs no description.
-      elements: names of one element; empty if they follow from the first parameter's name.
+      elements: variable names for one element; empty if they follow from the first parameter's name.
     """
 
     spec: str

@@ -93,7 +93,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, device: torch.device, steps: int) -> None:
         self.recipe, self.device, self.steps, self.step = recipe, device, steps, 0
         self.master = build_model(recipe).to(device)
-        self.worker = build_model(recipe).to(device, torch.bfloat16)  # a bfloat16 copy of the master, which runs
+        self.worker = build_model(recipe).to(device, torch.bfloat16)  # a copy of the master, which computes gradients
         self.worker.model.rotary_emb.inv_freq = self.master.model.rotary_emb.inv_freq  # angles stay float32
         self.parameters = list(self.master.parameters())
         self.copies = list(self.worker.parameters())
@@ -133,7 +133,7 @@ class Trainer:
 
     @torch.no_grad()
     def held_out_loss(self, check: Sequence[Batch]) -> float:
-        """Return the mean loss of the averaged weights, in nats per body token."""
+        """Return the mean loss of the averaged weights on these batches, in nats per body token."""
         self.copy(self.average)
         with torch.compiler.set_stance("force_eager"):  # training does not compile these shapes
             losses = [masked_loss(self.worker, batch, self.device).item() for batch in check]

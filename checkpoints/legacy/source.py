@@ -1,4 +1,7 @@
-"""A legacy pickle with the configuration and biases that it lacks."""
+"""A legacy pickle (weights of an earlier Flax port of Dream) with the configuration and biases that it lacks.
+
+The configuration is that of a model folder. The q, k and v biases are from such a folder too, or are zeros.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ ENDINGS = (".pkl", ".pickle")
 
 
 def legacy_path(name: str | None) -> Path | None:
-    """Return the path of a legacy pickle; None if ``name`` does not end like one.
+    """Return the path of a legacy pickle; None if ``name`` has another ending than legacy pickles.
 
     Raises:
       CheckpointError: there is no such file.
@@ -35,10 +38,13 @@ def legacy_path(name: str | None) -> Path | None:
 
 
 def config_folder(path: str | None) -> CheckpointFolder:
-    """Open the folder of a pickle's configuration, named by itself or by the config.json in it.
+    """Open the folder that has the configuration for a legacy pickle.
+
+    Args:
+      path: the folder, or the ``config.json`` in it.
 
     Raises:
-      CheckpointError: there is no such folder or file, or the file has another name.
+      CheckpointError: there is no path, no such folder or file, or the file is not called ``config.json``.
     """
     if not path:
         raise CheckpointError("--config is missing: name the folder of a model")
@@ -59,9 +65,9 @@ class LegacySource:
 
     Attributes:
       path: the pickle.
-      folder: the folder with its configuration; the files beside it are converted too.
+      folder: the folder with its configuration. Tokenizer and licence are taken from this folder too.
       biases_from: a folder of the same model to take the q, k and v biases from.
-      zero_biases: whether they are zeros instead.
+      zero_biases: whether the biases are set to zero instead.
     """
 
     path: Path
@@ -71,17 +77,17 @@ class LegacySource:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Digests of the input files by kind, with which hosts check that they have the same files."""
+        """Fingerprints of the inputs ``config``, ``source`` and ``biases``, which hosts compare with one another."""
         found = {"config": folder_fingerprint(self.folder), "source": file_fingerprint(self.path)}
         if self.biases_from is not None:
             found["biases"] = folder_fingerprint(self.biases_from)
         return found
 
     def open(self, layout: ModelLayout, stack: ExitStack) -> StoredTensors:
-        """Open its tensors; ``stack`` closes the file.
+        """Open the pickle's tensors; ``stack`` closes the file.
 
         Raises:
-          CheckpointError: the file is not such a pickle, or its biases are missing and nothing replaces them.
+          CheckpointError: the file is not a legacy pickle, or its biases are missing and nothing replaces them.
         """
         return open_legacy(self.path, layout, stack, biases_from=self.biases_from, zero_biases=self.zero_biases)
 
@@ -92,10 +98,10 @@ def find_legacy(
     """Open the source if it is a legacy pickle; None otherwise.
 
     Args:
-      name: the source of the conversion.
-      config: the folder of its configuration, or the config.json in it.
+      name: the source of the conversion: a path, URL or Hub name.
+      config: the folder of its configuration, or the ``config.json`` in it.
       biases_from: the folder of a model to take biases from.
-      zero_biases: whether biases are zeros instead.
+      zero_biases: whether biases are set to zero instead.
 
     Raises:
       CheckpointError: there is no such file or folder, or the flags cannot be combined.

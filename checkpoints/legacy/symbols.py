@@ -1,10 +1,10 @@
 """Symbols for the values that a legacy pickle may build, and the names and dtypes that it may use.
 
-An array is a range of bytes with a shape and a dtype; a global is a name on a list. Symbols are compared by identity,
-never by content: shared tuples can make the content exponentially large.
+An array is a range of the file's bytes with a shape and a dtype; a global is one of the names in :data:`GLOBALS`.
+Symbols are compared by identity, never by content: shared tuples can make the content exponentially large.
 
-Arrays: ``ndarray.__reduce_ex__`` and ``dtype.__reduce__`` of numpy, ``jax._src.array._reconstruct_array``,
-``flax.core.FrozenDict.__reduce__``.
+Sources for what is pickled: ``ndarray.__reduce_ex__`` and ``dtype.__reduce__`` of numpy,
+``jax._src.array._reconstruct_array``, ``flax.core.FrozenDict.__reduce__``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXTENSION_DTYPES: dict[str, np.dtype] = {
 }
 DTYPES = {name: np.dtype(name) for name in DTYPE_CODES.values()} | EXTENSION_DTYPES
 
-# From module and name to a meaning. numpy 2 moved numpy.core to numpy._core.
+# The globals that a pickle may use, by module and name, with their meaning. numpy 2 moved numpy.core to numpy._core.
 GLOBALS = {
     ("numpy", "ndarray"): "ndarray",
     ("numpy", "dtype"): "dtype",
@@ -72,12 +72,12 @@ class LegacyTensor:
     axes: tuple[int, ...] | None = None
 
 
-# None, bool, int and str are on the stack as they are.
+# None, bool, int and str need no symbols: the stack contains the values themselves.
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Global:
-    """A name on the list of globals, with its meaning."""
+    """One of the names in :data:`GLOBALS`, with its meaning."""
 
     name: str
     meaning: str
@@ -93,7 +93,7 @@ class Bytes:
 
 @dataclass(eq=False, slots=True)
 class DType:
-    """A dtype. It can be used once its state is set."""
+    """A dtype. Another value may contain it only once its state is set."""
 
     name: str
     has_state: bool = False
@@ -101,7 +101,7 @@ class DType:
 
 @dataclass(eq=False, slots=True)
 class Array:
-    """An array. It can be used once its state is set."""
+    """An array. Another value may contain it only once its state, which says where its bytes are, is set."""
 
     tensor: LegacyTensor | None = None  # without its path, which follows from the root dict
 
@@ -126,7 +126,7 @@ class Dict:
 
 
 def is_dtype_layout(name: str, size: int, alignment: int, flags: int) -> bool:
-    """Whether NumPy writes this size, this alignment and these flags in the state of a dtype."""
+    """Whether these are the size, the alignment and the flags that NumPy writes into the state of a dtype."""
     if name not in EXTENSION_DTYPES:
         return (size, alignment, flags) == (-1, -1, 0)
     # Versions of ml_dtypes differ in NEEDS_PYAPI, USE_GETITEM and USE_SETITEM. Flags of objects are not allowed.

@@ -1,4 +1,4 @@
-"""Tensors of a legacy pickle, with the names and in the layout of Hugging Face.
+"""Tensors of a legacy pickle, with the names and dimension order that they have in a Hugging Face folder.
 
 The file is a Flax tree from an earlier port of Dream. Its kernels have the shape ``[in, out]``. It has no q, k and v
 biases, because the port lost them: they are taken from a Hugging Face folder of the same model, or are zeros.
@@ -64,10 +64,10 @@ def open_legacy(
       layout: layout of the expected model.
       stack: closes the file in the end.
       biases_from: a folder of the same model to take the q, k and v biases from.
-      zero_biases: set them to zero.
+      zero_biases: whether to set these biases to zero instead.
 
     Raises:
-      CheckpointError: the file is not such a pickle, or its biases are missing and nothing replaces them.
+      CheckpointError: the file is not a legacy pickle, or its biases are missing and nothing replaces them.
     """
     pickle = stack.enter_context(LegacyPickle(path))
     found: dict[str, list[StoredTensor]] = {}
@@ -105,7 +105,7 @@ def _read(pickle: LegacyPickle, path: str, transposed: bool, index: Index) -> np
 
 
 def _transpose(data: np.ndarray) -> np.ndarray:
-    # A few rows at a time stay in the processor's cache, which is several times as fast as one copy with NumPy.
+    # A few rows at a time stay in the processor's cache. This is several times as fast as a single copy with NumPy.
     out = np.empty(data.shape[::-1], data.dtype)
     for first in range(0, len(data), _TRANSPOSED_ROWS):
         out[:, first : first + _TRANSPOSED_ROWS] = data[first : first + _TRANSPOSED_ROWS].T

@@ -290,7 +290,7 @@ class _Walker:
         return False
 
     def is_aval(self, aval: Dict) -> bool:
-        """Whether JAX writes this dict beside an array's values. Older versions write ``named_shape``."""
+        """Whether a dict is one that JAX pickles with an array's values. Older versions write ``named_shape``."""
         return all(
             (key == "weak_type" and isinstance(value, bool))
             or (key == "named_shape" and isinstance(value, Dict) and not value.items)
@@ -308,7 +308,7 @@ class _Walker:
         if len(sizes) != len(shape.values) or len(sizes) > MAX_DIMENSIONS:
             self.fail(f"an array's shape is not up to {MAX_DIMENSIONS} sizes", "the file is damaged")
         itemsize = DTYPES[dtype.name].itemsize
-        # Without zeros, because NumPy limits the other sizes of an empty array too.
+        # Zeros are left out of the product, because NumPy limits the other sizes of an empty array too.
         if math.prod(size for size in sizes if size) * itemsize > MAX_TENSOR_BYTES:
             self.fail(f"an array of shape {sizes} is too large", "the file is damaged")
         if math.prod(sizes) * itemsize != data.length:

@@ -21,13 +21,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "me
 def run_facts(
     values: flags.FlagValues, folder: CheckpointFolder, checkpoint: str, batch: Batch, defaults: Defaults
 ) -> dict[str, Any]:
-    """The facts that determine the results and identify a run, as JSON values. The mesh is not among them.
+    """Return the facts that determine the results and identify a run, as JSON values. The mesh is not among them.
 
     Args:
-      values: flags, with those of :func:`launch.flags.model.define_model_flags`.
+      values: parsed flags, with those of :func:`launch.flags.model.define_model_flags`.
       folder: the checkpoint.
-      checkpoint: its fingerprint.
-      batch: the lines of the input.
+      checkpoint: the checkpoint's fingerprint.
+      batch: the contents of the input file.
       defaults: the defaults that the lines were read with.
     """
     digest = hashlib.sha256()

@@ -83,7 +83,7 @@ class BatchFolder:
                     ) from error
 
     def _check_lock(self) -> None:
-        """Check that the lock still keeps others out: where a folder has no lock, the file must not have been removed.
+        """Check that the lock still keeps other processes out: if only the file could be locked, it must still exist.
 
         Raises:
           InputError: the file was removed or replaced, so another process may write too.
@@ -169,7 +169,7 @@ class BatchFolder:
                     raise InputError(
                         f"{path}:{number}: not JSON, so not written by this run; move the file away"
                     ) from error
-                except ValueError:  # not an object, or nested deeply, as nothing that a run writes
+                except ValueError:  # not an object, or nested too deeply: not written by a run
                     record = {}
                 yield line, record
 
@@ -252,7 +252,7 @@ class BatchFolder:
 
 
 def _end_of_last_line(handle: int, size: int) -> int:
-    """Number of bytes up to and including the last line feed."""
+    """Return the number of bytes up to and including the last line feed."""
     end = size
     while end > 0:
         start = max(0, end - (1 << 16))
@@ -264,7 +264,7 @@ def _end_of_last_line(handle: int, size: int) -> int:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Name, old value and new value of each difference, recursively."""
+    """Yield the name, the old value and the new value of each fact that differs, also in nested objects."""
     for name, value in now.items():
         other = before.get(name)
         if isinstance(value, Mapping) and isinstance(other, Mapping):

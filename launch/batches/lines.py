@@ -1,4 +1,4 @@
-"""Read the lines of an input file, plain ones and OpenAI batch requests, and check them before anything runs."""
+"""Read the lines of a batch's input file, plain or OpenAI batch requests, and check them before anything runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from runtime import InputError, RowRequest, row_seed
 
 MAX_LINE_BYTES = 16 << 20
 _PART_BYTES = 1 << 20
-# Lines whose prompts are tokenized in one call, on all cores.
+# Number of lines whose prompts are tokenized in one call, on all cores.
 LINES_TOGETHER = 1024
 _BYTES_TOGETHER = 32 << 20
 MAX_ID = 512
@@ -37,11 +37,11 @@ Form = Literal["plain", "completion", "chat"]
 
 @dataclass(frozen=True, slots=True)
 class Line(Asked):
-    """A valid line.
+    """A valid line of the input file: a request.
 
     Attributes:
       number: line number in the file, from 1.
-      id: unique in the file.
+      id: the request's id, unique in the file.
       form: the format of its results.
     """
 
@@ -50,13 +50,17 @@ class Line(Asked):
     form: Form
 
     def requests(self) -> list[RowRequest]:
-        """A row for each sample. Its seed is a hash of seed, id and sample, independent of the order of lines."""
+        """Return a row for each sample.
+
+        The seed of a row is a hash of the request's seed, its id and the sample's index: the order of lines does not
+        matter.
+        """
         return [self.request(row_seed(self.seed, self.id, sample)) for sample in range(self.samples)]
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """An invalid line; ``id`` is None if it has no id of its own."""
+    """An invalid line; ``id`` is None if the line has no valid id or repeats that of another line."""
 
     number: int
     id: str | None
@@ -81,10 +85,10 @@ class Batch:
 
 
 def read_batch(path: Path, defaults: Defaults) -> Batch:
-    """Read and check every line; blank lines are skipped.
+    """Read and check every line of an input file; blank lines are skipped.
 
     Raises:
-      InputError: the file cannot be read or has no line, or the chat template exceeds its time.
+      InputError: the file cannot be read or has no lines, or the chat template times out too often.
     """
     reader = _Reader(defaults)
     try:
@@ -182,7 +186,7 @@ class _Reader:
         self._tokenizing = drafts, encoded
 
     def finish(self) -> None:
-        """Wait for the prompts that are being tokenized, and add their lines."""
+        """Wait for the prompts that are being tokenized, and add their lines to ``lines`` or ``bad``."""
         if self._tokenizing is None:
             return
         (drafts, encoded), self._tokenizing = self._tokenizing, None
@@ -209,7 +213,17 @@ def _identity(record: Mapping[str, Any]) -> str:
 
 
 def _fields(record: dict[str, Any], ignored: dict[str, None]) -> tuple[Form, dict[str, Any]]:
-    """The form of a line and the fields of its body."""
+    """Return the format of a line's results and the fields of its request, under the names of our parameters.
+
+    The format is ``completion`` or ``chat`` for an OpenAI batch request (with a ``custom_id``), otherwise ``plain``.
+
+    Args:
+      record: the JSON object of the line.
+      ignored: names of unknown fields of ``plain`` lines are added to it, as keys.
+
+    Raises:
+      InputError: a parameter is given twice, or an OpenAI batch request has no body or asks for something unsupported.
+    """
     form: Form = "plain"
     if "custom_id" in record:
         body = record.get("body")

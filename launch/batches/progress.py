@@ -19,7 +19,7 @@ class ProgressReport:
         self._start = self._last = time.monotonic()
 
     def print_if_due(self) -> None:
-        """Print the progress if the last line is at least ``SECONDS_BETWEEN_REPORTS`` old."""
+        """Print the progress if ``SECONDS_BETWEEN_REPORTS`` seconds have passed since the last line."""
         if time.monotonic() - self._last >= SECONDS_BETWEEN_REPORTS:
             self.print()
 

@@ -1,4 +1,4 @@
-"""Output records: plain, in OpenAI's format, EvalPlus samples, and errors. No record contains a time."""
+"""Records of a batch's output files: plain results, OpenAI's format, EvalPlus samples, and errors. None has a time."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ _FENCED = re.compile(r"```[\w+-]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def keys(line: Line) -> list[Key]:
-    """Keys of a line's records: one per sample of a plain line, one for all samples of an OpenAI line."""
+    """Return the keys of a line's records in results.jsonl: (id, index of the completion), or (id, None).
+
+    A line in diffumesh's own format has a record per completion, an OpenAI batch request one record for all of them.
+    """
     return [(line.id, sample) for sample in range(line.samples)] if line.form == "plain" else [(line.id, None)]
 
 
 def key_of(record: Any) -> Key | None:
-    """The key of a record of results.jsonl; None if it is not a result."""
+    """Return the key of a record of results.jsonl; None if it is not a result."""
     if not isinstance(record, dict):
         return None
     identity, index = record.get("custom_id", record.get("id")), record.get("index")
@@ -74,7 +77,7 @@ def is_sealed(record: Any) -> bool:
 def sample_record(
     line: Line, request: RowRequest, result: RowResult, index: int, completions: CompletionBuilder
 ) -> dict[str, Any]:
-    """The plain record of one sample."""
+    """Return the record of one sample in the plain format."""
     completion = completions.build(
         result.sequence,
         line.tokens,
@@ -103,7 +106,7 @@ def sample_record(
 def openai_record(
     line: Line, samples: Sequence[Mapping[str, Any]], tokenizer: TextTokenizer, model_name: str
 ) -> dict[str, Any]:
-    """The record of an OpenAI line in the format of OpenAI's batch results, from the plain records of its samples."""
+    """Return the record of an OpenAI line, in the format of OpenAI's batches, from the plain records of its samples."""
     chat = line.form == "chat"
     choices, made = [], 0
     for sample in samples:
@@ -120,19 +123,19 @@ def openai_record(
 
 
 def error_record(bad: BadLine) -> dict[str, Any]:
-    """The record of an invalid line."""
+    """Return the error record of an invalid line."""
     return {"id": bad.id, "line": bad.number, "error": {"code": "invalid_request", "message": bad.message}}
 
 
 def failure_record(line: Line, key: Key) -> dict[str, Any]:
-    """The record of a result that cannot be computed, because the model's logits are not finite."""
+    """Return the error record of a result that cannot be computed, because the model's logits are not finite."""
     place = {} if key[1] is None else {"index": key[1]}
     error = {"code": "non_finite_logits", "message": NON_FINITE}
     return {"id": line.id, "line": line.number, **place, "error": error}
 
 
 def evalplus_records(record: Mapping[str, Any], chat: bool) -> list[dict[str, str]]:
-    """EvalPlus samples of a record of results.jsonl.
+    """Return the EvalPlus samples for a record of results.jsonl.
 
     A raw completion continues the prompt of the task. A chat's answer is a complete solution: its first fenced code
     block, or the whole answer if it has none.

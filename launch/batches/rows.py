@@ -17,11 +17,11 @@ class LineRows:
     Attributes:
       requests: the rows to generate.
       stops: the stop strings of each row.
-      failed: keys of the records that cannot be computed so far.
+      failed: keys of the records of which a row, so far, ended without a result.
     """
 
     def __init__(self, lines: Sequence[Line], defaults: Defaults) -> None:
-        """Take all lines of the input, and the defaults they were read with."""
+        """Make the rows of all lines of the input; ``defaults`` are those that the lines were read with."""
         self._defaults = defaults
         self.requests: list[RowRequest] = [request for line in lines for request in line.requests()]
         self.stops = [line.stop for line in lines for _ in range(line.samples)]
@@ -30,7 +30,7 @@ class LineRows:
         self._samples: dict[str, dict[int, dict[str, Any]]] = {}  # samples of incomplete OpenAI lines, by line id
 
     def of_records(self, records: Collection[Key]) -> set[int]:
-        """Indices of the rows that belong to these records."""
+        """Return the indices of the rows that belong to the records with these keys."""
         if not records:
             return set()
         return {
@@ -40,7 +40,7 @@ class LineRows:
         }
 
     def failure(self, result: RowResult) -> dict[str, Any] | None:
-        """The record of the error of a row without a result; None if the record it belongs to has failed already."""
+        """Return the error record for a row without a result; None if a row of the same record was reported before."""
         line, sample = self._owners[result.number]
         key = (line.id, sample if line.form == "plain" else None)
         if key in self.failed:
@@ -49,7 +49,7 @@ class LineRows:
         return failure_record(line, key)
 
     def record(self, result: RowResult) -> dict[str, Any] | None:
-        """The record that a finished row completes; None if other samples of its OpenAI line are still missing."""
+        """Return the record that a finished row completes; None if other samples of its line are still missing."""
         (line, sample), defaults = self._owners[result.number], self._defaults
         request, tokenizer = self.requests[result.number], defaults.tokenizer
         own = sample_record(line, request, result, sample, defaults.completions)

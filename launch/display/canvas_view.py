@@ -1,6 +1,6 @@
-"""Convert canvases to text, each position's text and kind, and show them on the terminal and on the HTML page.
+"""Convert canvases to the text and kind of each position, for the terminal and for the HTML page.
 
-Dimension letters: B rows, S the prompts' width, N new tokens.
+Dimension letters: B rows, S positions of the padded prompts, N new tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,20 @@ class CanvasView:
         samples: int,
         suffixes: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Take the prompts ``ids`` and ``mask`` ``[B, S]``, each of which has ``samples`` rows in every canvas.
+        """Take the prompts, before their canvases are converted.
 
-        ``suffixes`` are the tokens that follow the new tokens of each prompt, which canvases do not contain.
+        Args:
+          engine: the engine that generates the canvases.
+          ids: token ids of the left-padded prompts, int32 ``[P, S]``.
+          mask: their attention mask, ``[P, S]``.
+          samples: number of rows that each prompt has in a canvas, so that B is P times ``samples``.
+          suffixes: for each prompt, the tokens that follow its new tokens. Canvases do not contain them.
         """
         self._mask_id = engine.config.mask_token_id
         self._ends = frozenset(engine.end_token_ids)
         self._mask = mask
-        # For each row, which tokens of its prompt are given.
+        self._variable_length = engine.config.family.variable_length
+        # For each row, which tokens of its prompt are given and not masks.
         self._given = unpadded_rows(np.repeat(ids != self._mask_id, samples, axis=0), mask)
         tokenizer = engine.tokenizer
         self._text = functools.cache(lambda token: tokenizer.decode([token], skip_special_tokens=False))
@@ -45,7 +51,11 @@ class CanvasView:
         self._after = [suffix for suffix in after for _ in range(samples)]
 
     def rows(self, canvas: np.ndarray) -> list[list[tuple[str, TokenKind]]]:
-        """(text, kind) of every position except padding, suffixes included; canvas int32 ``[B, S + N]``."""
+        """Return (text, kind) of every position of each row, without padding and with suffixes.
+
+        Args:
+          canvas: int32 ``[B, S + N]``.
+        """
         found: list[list[tuple[str, TokenKind]]] = []
         for number, row in enumerate(unpadded_rows(canvas, self._mask)):
             kinds = self._kinds(number, row)
@@ -56,9 +66,10 @@ class CanvasView:
     def history_rows(
         self, result: GenerationResult, titles: Sequence[str], completions: Sequence[Completion]
     ) -> list[HistoryRow]:
-        """A finished generation for :func:`launch.display.history_html.write_history_html`.
+        """Convert a finished generation to the rows of :func:`launch.display.history_html.write_history_html`.
 
-        A row that ended early has only the steps that it ran and the positions that it reached.
+        A row that ended early, or has a variable length, has only the steps that it ran and the positions that it
+        reached. Positions that were removed are not shown.
         """
         rows = []
         sequences, steps = unpadded_rows(result.sequences, self._mask), unpadded_rows(result.commit_steps, self._mask)
@@ -66,7 +77,7 @@ class CanvasView:
             kinds, width, commit_steps = self._kinds(number, tokens), len(self._given[number]), steps[number].tolist()
             # The text may end at a stop string in the middle of the tokens.
             cut = width + len(completion.tokens) if completion.finish_reason == "stop" else len(tokens)
-            pieces, ended_early = [], False
+            pieces, ended_early = [], self._variable_length
             for place, (token, kind, step) in enumerate(zip(tokens.tolist(), kinds, commit_steps, strict=True)):
                 if place >= width and kind != "mask" and step < 0:
                     ended_early = True
@@ -78,7 +89,7 @@ class CanvasView:
         return rows
 
     def _kinds(self, number: int, row: np.ndarray) -> list[TokenKind]:
-        """The kind of every token of a row without padding."""
+        """Return the kind of every token of a row, which has no padding."""
         given = self._given[number]
         kinds: list[TokenKind] = []
         ended = False
@@ -95,7 +106,7 @@ class CanvasView:
 
 @contextmanager
 def watched(view: CanvasView, titles: Sequence[str]) -> Iterator[tuple[Report, Callable[[int, np.ndarray], None]]]:
-    """Show the canvas on host 0's interactive terminal while the block runs.
+    """Show the canvas on host 0's interactive terminal while the ``with`` block runs.
 
     Yields:
       Two functions: one is called with (steps done, all steps), the other with each step and its canvas, int32
@@ -114,7 +125,7 @@ def watched(view: CanvasView, titles: Sequence[str]) -> Iterator[tuple[Report, C
 
 
 def row_titles(prompts: Sequence[str], samples: int) -> list[str]:
-    """A heading for every row: the first line of its prompt, and the sample's number if there are several samples."""
+    """Return a heading for every row: the first line of its prompt, and the sample's number if there are several."""
     return [
         (prompt.strip().splitlines() or [""])[0][:80] + (f"  [{sample}]" if samples > 1 else "")
         for prompt in prompts

@@ -15,7 +15,7 @@ from runtime import Completion, CompletionBuilder, GenerationResult, GenerationS
 
 
 def summary(completions: Sequence[Completion], stats: GenerationStats, stopped_by: signal.Signals | None) -> str:
-    """One line that sums up a run. Tokens are counted without end tokens and the tokens after them."""
+    """Return one line that sums up a run. Tokens are counted without end tokens and the tokens after them."""
     tokens = sum(len(completion.tokens) for completion in completions)
     decoding = max(stats.seconds - stats.compile_seconds, 1e-9)
     parts = [

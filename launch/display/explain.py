@@ -26,7 +26,10 @@ from runtime import (
 
 
 def explain(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig, spec: MeshSpec | None) -> None:
-    """Print the layout for a mesh, or for the default mesh if ``spec`` is None. A complete mesh needs no devices."""
+    """Print the layout for a mesh, or for the default mesh if ``spec`` is None.
+
+    Devices are used only if ``spec`` is None or one of its sizes is -1.
+    """
     dtype = values.dtype or model.dtype
     quantization = values.quantize if folder.quantization == "none" else folder.quantization
     if spec is None or -1 in dataclasses.astuple(spec):

@@ -37,11 +37,11 @@ class HistoryToken:
 
 @dataclass(frozen=True)
 class HistoryRow:
-    """One row of a batch.
+    """One row of the page.
 
     Attributes:
       title: the row's heading.
-      tokens: the canvas from its first real position to its last, prompt included.
+      tokens: the positions of the row without padding, prompt included.
       steps: number of denoise steps; every token's step is smaller.
     """
 
@@ -65,7 +65,7 @@ def render_history_html(rows: Sequence[HistoryRow], *, title: str, settings: Map
     Args:
       rows: the rows of the batch, which share the slider.
       title: the page's heading.
-      settings: names and values to show below it.
+      settings: names and values to show below the heading.
 
     Returns:
       A complete HTML document; the data in it is ASCII.
@@ -103,7 +103,7 @@ def write_history_html(
       path: the file, in a folder that exists.
       rows: the rows of the batch, which share the slider.
       title: the page's heading.
-      settings: names and values to show below it.
+      settings: names and values to show below the heading.
 
     Raises:
       OSError: the file cannot be written.

@@ -21,7 +21,7 @@ def page_template(package: str, name: str) -> str:
 
 
 def content_security_policy(template: str) -> str:
-    """A policy that allows only the template's own script and style, and no network requests."""
+    """Return a content security policy: only the template's own script and style, and no network requests."""
 
     def digest(element: str) -> str:
         [source] = re.findall(rf"<{element}>(.*?)</{element}>", template, re.DOTALL)

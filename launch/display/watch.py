@@ -31,7 +31,7 @@ HEADING_STYLE = "bold cyan"
 MASK, END = "░", "·"
 END_RUN = 8  # this many consecutive end tokens are shown as one mark
 COMPILING = "compiling: the canvas follows"
-SHARE = 0.1  # the largest share of the time spent on drawing
+SHARE = 0.1  # the largest share of the time that may be spent on drawing
 LINES_PER_ROW = 4  # rows that would get fewer lines, heading included, are counted and not shown
 
 
@@ -47,7 +47,7 @@ class WatchToken(NamedTuple):
 
 @lru_cache(maxsize=1 << 15)
 def printable(text: str, ascii_only: bool = False) -> str:
-    """A token's text without control sequences: newlines are kept, tabs become four spaces.
+    """Return a token's text without control sequences: newlines are kept, tabs become four spaces.
 
     Control characters become their symbols (escape becomes ``␛``); other invisible characters, bidirectional overrides
     and lone surrogates become ``\\ufffd``. Joiners, which emoji and several scripts need, are kept.
@@ -101,13 +101,18 @@ def fold(pieces: Iterator[tuple[str, str]], width: int) -> tuple[list[list[tuple
 
 @dataclass
 class RowView:
-    """State of one row between two drawings: the masked positions, and the first line shown."""
+    """State of one row between two drawings.
+
+    Attributes:
+      masked: whether each position was masked in the last drawing.
+      top: index of the first line that was shown.
+    """
 
     masked: list[bool] = field(default_factory=list)
     top: int = 0
 
     def pieces(self, tokens: Sequence[tuple[str, TokenKind]], ascii_only: bool) -> Iterator[tuple[str, str]]:
-        """The row as (text, style); consecutive end tokens form one piece."""
+        """Yield the row in pieces (text, style); consecutive end tokens form one piece."""
         ends = 0
         for position, (text, kind) in enumerate(tokens):
             if kind == "end":
@@ -131,7 +136,7 @@ class RowView:
             yield end_mark(ends), STYLES["end"]
 
     def lines(self, tokens: Sequence[tuple[str, TokenKind]], width: int, height: int, ascii_only: bool) -> list[Text]:
-        """The part of the row that fits into ``height`` lines. It scrolls no further than the first new token."""
+        """Return the part of the row that fits into ``height`` lines. It is not scrolled past the first new token."""
         every, first_new = fold(self.pieces(tokens, ascii_only), width)
         self.masked = [kind == "mask" for _, kind in tokens]
         inner = max(1, height - 2)
@@ -149,7 +154,7 @@ class RowView:
 
 
 def visible_lines(total: int, height: int, top: int) -> tuple[int, int]:
-    """The range of ``total`` lines to show in ``height``, starting at ``top``: the first, and one after the last.
+    """Return which of ``total`` lines to show in ``height`` from line ``top`` on: the first, and one after the last.
 
     With a height of 3 or more, one line is left free on each side on which lines are cut.
     """
@@ -172,17 +177,17 @@ def as_text(line: list[tuple[str, str]]) -> Text:
 
 
 def end_mark(count: int) -> str:
-    """The mark for ``count`` consecutive end tokens."""
+    """Return the mark that stands for ``count`` consecutive end tokens."""
     return "<end>" if count == 1 else f"<end x{count}>"
 
 
 def cut_mark(count: int, where: str) -> Text:
-    """The mark for ``count`` lines that did not fit."""
+    """Return the mark that stands for ``count`` lines that did not fit."""
     return Text(f"  {plural(count, 'line')} {where}", style="dim italic", no_wrap=True, overflow="crop")
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 more line``, ``2 more lines``."""
+    """Return a count with its noun, such as ``1 more line`` or ``2 more lines``."""
     return f"{count} more {noun}{'' if count == 1 else 's'}"
 
 
@@ -228,7 +233,7 @@ class CanvasWatcher:
         self.steps = steps
         self._titles = titles
         self._console = Console(stderr=True) if console is None else console
-        # The environment can make rich treat a pipe as a terminal, for colours; that does not help drawing.
+        # The environment can make rich treat a pipe as a terminal, for colours; canvases cannot be drawn on a pipe.
         self._active = self._console.is_interactive and self._console.is_terminal
         if console is None:
             self._active = self._active and sys.stderr.isatty()
@@ -301,7 +306,7 @@ class CanvasWatcher:
         self._live.update(self.frame(step, rows), refresh=True)
 
     def frame(self, step: int, rows: Sequence[Sequence[tuple[str, TokenKind]]]) -> Group:
-        """The drawing: progress, then the lines of as many rows as fit into the console."""
+        """Return the drawing: progress, then the lines of as many rows as fit into the console."""
         width, height = self._console.size
         ascii_only = self._console.options.ascii_only
         self._views += [RowView() for _ in range(len(self._views), len(rows))]

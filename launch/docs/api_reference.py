@@ -41,7 +41,7 @@ _SECTION = re.compile(r"(?m)^(Args|Returns|Yields|Raises|Attributes|Example):$")
 
 
 def reference() -> str:
-    """The document: a section for each class, with its public members in the order of their definition."""
+    """Return the document: a section for each class, with its public members in the order of their definition."""
     parts = [
         "# API reference\n\n"
         "Generated from docstrings by `python -m launch.docs.api_reference launch/docs/api.md`. Every name can be "
@@ -74,7 +74,7 @@ def _class(found: type) -> Iterator[str]:
 
 
 def _members(found: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties with a docstring, base classes first."""
+    """Yield names and objects of public methods and properties that have a docstring, base classes first."""
     seen = {}
     for base in reversed(found.__mro__[:-1]):
         for name, member in vars(base).items():
@@ -86,7 +86,7 @@ def _members(found: type) -> Iterator[tuple[str, Any]]:
 
 
 def _wrapped(signature: str) -> str:
-    """A signature, one parameter per line if it is long."""
+    """Return a signature, with one parameter per line if it is long."""
     if len(signature) < 90:
         return signature
     inside, _, returned = signature[1:].rpartition(")")
@@ -95,7 +95,7 @@ def _wrapped(signature: str) -> str:
 
 
 def _prose(docstring: str | None) -> str:
-    """A docstring in Google style as Markdown."""
+    """Convert a docstring in Google style to Markdown."""
     text = inspect.cleandoc(docstring or "")
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`")
     lines, in_section = [], False

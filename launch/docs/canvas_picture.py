@@ -23,7 +23,7 @@ _STEP_SECONDS, _PAUSE_SECONDS = 0.15, 3.0
 
 
 def run_demo() -> HistoryRow:
-    """Generate on one device, positions in random order (``origin``), and return the step that set each token."""
+    """Complete the prompt on one device, positions in random order (``origin``). Returns each token with its step."""
     engine = Engine.load(DEMO, mesh="tensor=1")
     config = engine.with_end_tokens(
         engine.published(max_new_tokens=NEW_TOKENS, steps=NEW_TOKENS, algorithm="origin", seed=0)
@@ -35,7 +35,7 @@ def run_demo() -> HistoryRow:
 
 
 def draw(row: HistoryRow) -> str:
-    """The SVG. Without an animation it shows the finished text."""
+    """Return the SVG. A viewer that does not animate it shows the finished text."""
     tokens = [token for token in row.tokens if not token.end]
     duration = row.steps * _STEP_SECONDS + _PAUSE_SECONDS
     places = list(_layout(tokens))
@@ -55,7 +55,7 @@ def draw(row: HistoryRow) -> str:
 
 
 def _layout(tokens: list[HistoryToken]) -> Iterator[tuple[HistoryToken, int, int]]:
-    """Column and line at which each token begins."""
+    """Yield each token with the column and line at which it begins."""
     column = line = 0
     for token in tokens:
         yield token, column, line
@@ -65,7 +65,7 @@ def _layout(tokens: list[HistoryToken]) -> Iterator[tuple[HistoryToken, int, int
 
 
 def _token(token: HistoryToken, column: int, line: int, duration: float) -> Iterator[str]:
-    """A token's text, and the mask that hides it until the step that sets it."""
+    """Yield the SVG elements of a token: its text, and the mask that hides it until the step that commits it."""
     left, top = _MARGIN + column * _WIDTH, _MARGIN + line * _HEIGHT
     text = token.text.replace("\n", " ").rstrip()
     given = token.step is None or token.step < 0

@@ -17,10 +17,11 @@ _TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
 
 
 def families() -> str:
-    """A Markdown table with a row per model family, from the ``Family`` records."""
+    """Return a Markdown table with a row per model family, from the ``Family`` records."""
     lines = []
     for family in FAMILIES:
-        cells = (f"`{family.model_type}`", family.objective, family.attention, str(family.prediction_offset))
+        kind = f"`{family.model_type}`" + (f" with `{family.config_key}`" if family.config_key else "")
+        cells = (kind, family.objective, family.attention, str(family.prediction_offset))
         algorithms = _codes(family.algorithms)
         rules = _codes(family.parallel_rules) if algorithms else ""
         lines.append((*cells, algorithms, rules, _codes(family.presets), family.verified))
@@ -29,7 +30,7 @@ def families() -> str:
 
 
 def heads() -> str:
-    """A Markdown table of the ``kv x group`` split, and the query heads per device, by tensor size and head counts."""
+    """Return a Markdown table of the ``kv x group`` split and the query heads per device, by tensor size and heads."""
     models: dict[tuple[int, int], list[str]] = {}
     for name in PRESETS:
         config = preset(name)
@@ -43,7 +44,7 @@ def heads() -> str:
 
 
 def formats() -> str:
-    """A Markdown table with a row per checkpoint format."""
+    """Return a Markdown table with a row per checkpoint format."""
     head = ("format", "recognized by", "dtypes", "loads directly", "manifest", "written by")
     return _markdown(
         head,
@@ -69,7 +70,7 @@ TABLES = {
 
 
 def write(page: str, text: str) -> str:
-    """Regenerate the table between the markers of a page, given its path and text.
+    """Return a page, given its path and text, with the table between its markers regenerated.
 
     Raises:
       ValueError: the page has no markers.

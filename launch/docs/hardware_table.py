@@ -22,7 +22,7 @@ _MARKED = re.compile(r"(<!-- machines -->\n).*?(<!-- end of machines -->)", re.D
 
 
 def table() -> str:
-    """A row per machine; for each workload the mesh that the planner ranks first, and its estimates."""
+    """Return a Markdown table with a row per machine: for each workload the mesh ranked first, and its estimates."""
     head = ["machine", "usable GB per device", "weights"]
     head += [f"{rows} x ({prompt} + {new})" for rows, prompt, new in WORKLOADS]
     lines = [head, ["---"] * len(head)]

@@ -19,7 +19,7 @@ _HEAD = ("parameter", "models", "values", "default", "compiled in", "requires", 
 
 
 def table(configs: dict[str, type] = _CONFIGS) -> str:
-    """A Markdown table with a row for every parameter.
+    """Return a Markdown table with a row for every parameter.
 
     Args:
       configs: configuration classes by kind of model; equal declarations share a row.
@@ -34,7 +34,7 @@ def table(configs: dict[str, type] = _CONFIGS) -> str:
 
 
 def write(text: str) -> str:
-    """Regenerate the table between the markers of a document.
+    """Return a document with the table between its markers regenerated.
 
     Raises:
       InputError: the document has no markers.

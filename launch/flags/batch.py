@@ -1,4 +1,4 @@
-"""Flags of a batch, and its input read with them."""
+"""Flags of ``diffumesh batch``, and the function that reads its input with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAD_LINES_SHOWN = 20
 
 
 def define_batch_flags(values: flags.FlagValues) -> None:
-    """Define the flags of a batch."""
+    """Define the flags for the input, the output and the requests of a batch."""
     flags.DEFINE_string("input", None, "File of prompts, one JSON object per line.", flag_values=values)
     flags.DEFINE_string("output_dir", None, "Folder for the results; created if needed.", flag_values=values)
     flags.DEFINE_enum("format", "results", FORMATS, f"evalplus: also write {SAMPLES} for EvalPlus.", flag_values=values)
@@ -37,7 +37,7 @@ def check_paths(values: flags.FlagValues) -> None:
     """Check that the input and the output folder are named.
 
     Raises:
-      InputError: one is not, or the output is not a local folder.
+      InputError: one of them is not named, or the output is not a local folder.
     """
     for name in ("input", "output_dir"):
         if not values[name].value:
@@ -47,10 +47,10 @@ def check_paths(values: flags.FlagValues) -> None:
 
 
 def read_input(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> tuple[Batch, Defaults]:
-    """Read and check the lines of the input; returns them with the defaults they were read with.
+    """Read and check the lines of the input. Returns them, and the defaults that they were read with.
 
     Raises:
-      InputError: a flag is invalid, or a line is and ``--skip_bad`` is not set.
+      InputError: a flag is invalid, or a line is invalid and ``--skip_bad`` is not set.
     """
     config = decoding_config(values, folder, model)
     if not isinstance(config.seed, int):

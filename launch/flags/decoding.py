@@ -27,7 +27,7 @@ from runtime import (
     with_model_blocks,
 )
 
-# New tokens if neither a flag nor the checkpoint sets a number.
+# Number of new tokens if neither a flag nor the checkpoint sets it.
 _NEW_TOKENS = 64
 
 
@@ -63,7 +63,7 @@ def define_flag(parameter: Parameter, values: flags.FlagValues) -> None:
 
 
 def given_flags(values: flags.FlagValues) -> dict[str, Any]:
-    """Flags with other values than their defaults, by parameter name, not yet checked.
+    """Return the decoding flags that do not have their default values, by parameter name. Bounds are not checked.
 
     Raises:
       InputError: a value cannot be parsed.
@@ -91,15 +91,15 @@ def steps_follow_tokens(values: flags.FlagValues, folder: CheckpointFolder) -> b
 def decoding_config(
     values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig
 ) -> DiffusionConfig | SamplingConfig:
-    """The decoding configuration: flags override the checkpoint's generation config, which overrides the preset.
+    """Return the decoding configuration: flags override the checkpoint's generation config, which overrides the preset.
 
     ``early_stop`` comes from the flag. End tokens are added later by ``with_end_tokens``, because a request may set
     ``early_stop`` differently.
 
     Args:
-      values: flags as :func:`define_decoding_flags` defines them.
+      values: parsed flags, as :func:`define_decoding_flags` defines them.
       folder: the checkpoint.
-      model: its architecture, which decides the decoder.
+      model: its architecture, which determines the class of the configuration.
 
     Raises:
       InputError: a parameter is out of its range or does not apply to this model.
@@ -126,9 +126,12 @@ def _diffusion_config(
     defaults = DiffusionConfig()
     if values.preset == "published":
         said = _generation_config(folder, DiffusionConfig)
+        if model.family.variable_length:
+            fixed = {one.name for one in declared_parameters(DiffusionConfig) if one.variable_length is False}
+            said = {name: value for name, value in said.items() if name not in fixed}
         defaults = DiffusionConfig.published_for(model.family, folder.model_names, max_new_tokens=_NEW_TOKENS)
     fields = said | given
-    if steps_follow_tokens(values, folder):
+    if steps_follow_tokens(values, folder) or (model.family.variable_length and "steps" not in fields):
         fields["steps"] = min(MAX_STEPS, max(1, fields.get("max_new_tokens", defaults.max_new_tokens)))
     config = with_model_blocks(defaults.replace(**fields), model)
     check_given(config, given)
@@ -149,7 +152,7 @@ def _sampling_config(values: flags.FlagValues, folder: CheckpointFolder, given: 
             field=wrong[0],
         )
     said: dict[str, Any] = {"max_new_tokens": _NEW_TOKENS}
-    # The authors' sampling parameters apply only if they sample.
+    # The checkpoint's sampling parameters apply only if it sets do_sample.
     if values.preset == "published" and folder.generation_config.get("do_sample") is True:
         said |= {"temperature": 1.0} | _generation_config(folder, SamplingConfig)
     return SamplingConfig(**(said | fields), use_cache=use_cache)
@@ -163,6 +166,6 @@ def _generation_config(folder: CheckpointFolder, kind: type) -> dict[str, Any]:
 
 
 def describe(config: DiffusionConfig | SamplingConfig) -> str:
-    """One line with the effective decoding parameters."""
+    """Return one line with the effective decoding parameters."""
     fields = dataclasses.asdict(config)
     return "decoding: " + ", ".join(f"{name}={value}" for name, value in fields.items())

@@ -26,13 +26,13 @@ from runtime import (
 
 
 def default_name(folder: CheckpointFolder) -> str:
-    """The served name of a checkpoint: the whole Hub name, or the last part of a folder or URL."""
+    """Return the name under which a checkpoint is served: its Hub name, or the last part of its folder or URL."""
     local = Path(folder.name).expanduser()
     return local.absolute().name if "://" in folder.name or local.is_dir() else folder.name
 
 
 def define_model_flags(values: flags.FlagValues) -> None:
-    """Define the model flags."""
+    """Define the flags that select a model and its mesh."""
 
     def string(name: str, default: str | None, text: str) -> None:
         flags.DEFINE_string(name, default, text, flag_values=values)
@@ -78,10 +78,12 @@ def read_mesh(values: flags.FlagValues) -> MeshSpec | None:
 
 
 def open_checkpoint(values: flags.FlagValues) -> tuple[CheckpointFolder, ModelConfig]:
-    """Open the checkpoint folder, with its adapter, and parse its model. No weights are loaded, no device is used.
+    """Open the checkpoint folder, with its adapter if there is one, and parse the model's configuration.
+
+    No weights are loaded, and no device is used.
 
     Raises:
-      InputError: a folder does not exist, or the checkpoint is not a model's.
+      InputError: a folder does not exist, or the checkpoint folder does not contain a supported model.
     """
     check_named(values)
     folder = open_folder(values.checkpoint, revision=values.revision, offline=values.offline, lora=read_lora(values))
@@ -106,11 +108,11 @@ def load_engine(
     """Load the model onto its mesh, after :func:`launch.process.startup.start_devices`. Every host calls this.
 
     Args:
-      values: parsed :func:`define_model_flags`.
+      values: parsed flags, as :func:`define_model_flags` defines them.
       folder: the checkpoint.
-      mesh: the mesh of :func:`read_mesh`; None chooses one.
+      mesh: the result of :func:`read_mesh`; if None, a default mesh is chosen.
       rows: number of rows, for the choice of the default mesh.
-      max_batch: rows on the devices at a time; None for as many as memory allows.
+      max_batch: maximum number of rows on the devices at a time; None for as many as memory allows.
     """
     with progress_bar("loading weights", of_bytes=True) as progress:
         engine = Engine.load(
@@ -136,7 +138,7 @@ def load_engine(
 
 
 def describe_loaded(engine: Engine, loaded: LoadedBytes) -> str:
-    """One line with the size of the weights, stored and in memory, and each host's share. All hosts call this."""
+    """Describe the size of the weights, stored and in memory, and each host's share. All hosts call this."""
     sizes = this_host().gather("loaded", [loaded.bytes_read / 1e9, loaded.bytes_held / 1e9])
     dtype = np.dtype(engine.dtype).name if engine.layout.quantization == "none" else engine.layout.quantization
     line = (

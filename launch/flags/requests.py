@@ -1,4 +1,4 @@
-"""Defaults of requests in OpenAI's format, from flags, for the server and for batches."""
+"""The values that flags set for fields that a request does not set, for the server and for batches."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def request_defaults(
     samples: int = 1,
     stop: Sequence[str] = (),
 ) -> Defaults:
-    """Make the values of fields that a request does not set.
+    """Return the values of fields that a request does not set.
 
     Args:
-      values: flags, with those of :func:`launch.flags.decoding.define_decoding_flags`.
+      values: parsed flags, with those of :func:`launch.flags.decoding.define_decoding_flags`.
       folder: the checkpoint.
       model: its architecture.
       config: the decoding parameters, from :func:`launch.flags.decoding.decoding_config`.

@@ -30,12 +30,12 @@ from runtime import (
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 _DEFAULT_CANVAS = 512
 _DEFAULT_SLOTS = 8
-# Decoding flags that are request fields instead: flag and field.
+# Decoding flags that a server refuses, because each request sets its own value: flag, and field of the request.
 _REQUEST_ONLY = {"seed": "seed", "log_probabilities": "logprobs"}
 
 
 def define_server_flags(values: flags.FlagValues) -> None:
-    """Define the flags of the server."""
+    """Define the flags of the HTTP server, its slots and its modes."""
 
     def string(name: str, default: str | None, text: str) -> None:
         flags.DEFINE_string(name, default, text, flag_values=values)
@@ -96,7 +96,7 @@ def read_limits(values: flags.FlagValues) -> Limits:
     """Read the limits from flags.
 
     Raises:
-      InputError: a request could never be queued.
+      InputError: a request with the most rows would not fit into the queue.
     """
     if values.max_rows > values.max_queue:
         raise InputError(f"--max_rows={values.max_rows} must not exceed --max_queue={values.max_queue}")
@@ -115,10 +115,10 @@ def read_limits(values: flags.FlagValues) -> Limits:
 
 
 def read_keys(values: flags.FlagValues) -> Keys:
-    """Read the API keys that flags name.
+    """Read the API keys from the file that a flag names.
 
     Raises:
-      InputError: the server is open to the network without keys.
+      InputError: the file is invalid, or the server would be open to the network without keys.
     """
     if values.api_key_file is not None:
         return Keys.read(Path(values.api_key_file))
@@ -128,7 +128,7 @@ def read_keys(values: flags.FlagValues) -> Keys:
 
 
 def allowed_hosts(values: flags.FlagValues) -> Sequence[str]:
-    """The host names that requests may use; empty for any."""
+    """Return the host names that requests may use; if empty, they may use any name."""
     return values.allowed_hosts or (LOOPBACK if values.host in LOOPBACK else ())
 
 
@@ -139,7 +139,7 @@ def mark_request_fields(values: flags.FlagValues) -> None:
 
 
 def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> Defaults:
-    """Return the settings of requests that do not set their own: the decoding flags, and the tokenizer's end tokens.
+    """Return the values of fields that a request does not set, from the decoding flags and the checkpoint.
 
     Raises:
       InputError: there is no tokenizer, or a decoding flag is invalid or only allowed in requests.
@@ -152,7 +152,7 @@ def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: Mod
 
 
 def read_modes(texts: Sequence[str], defaults: Defaults) -> list[DiffusionConfig | SamplingConfig]:
-    """The decoding modes: the one of the flags, and those of --mode.
+    """Return the configuration of each mode: the decoding flags make the first, and each ``--mode`` another.
 
     Raises:
       InputError: a mode is invalid or does not apply to this model.
@@ -176,10 +176,10 @@ def read_modes(texts: Sequence[str], defaults: Defaults) -> list[DiffusionConfig
 def read_pool_shapes(
     values: flags.FlagValues, model: ModelConfig, configs: Sequence[DiffusionConfig | SamplingConfig]
 ) -> list[PoolShape]:
-    """The shape of the pool of slots of each mode.
+    """Return the shape of each mode's pool, given the configurations of the modes.
 
     Raises:
-      InputError: the model does not allow a canvas, or a request with default lengths does not fit.
+      InputError: a canvas is too wide for the model, or a request with default lengths does not fit.
     """
     widths = sorted(set(values.canvas)) or [min(_DEFAULT_CANVAS, model.max_positions)]
     if widths[-1] > model.max_positions:

@@ -1,1 +1,1 @@
-"""Model folders that commands name: opened, prepared for writing, and legacy pickles."""
+"""The folders that commands read and write: model folders, output folders, and legacy pickles."""

@@ -12,7 +12,7 @@ _LARGEST_MESH = 64
 
 
 def print_architecture(layout: ModelLayout) -> None:
-    """Print the model's sizes."""
+    """Print the sizes of the model's architecture."""
     config = layout.config
     print(f"architecture  {config.family.name}: {config.num_layers} layers, {config.hidden_size} wide,")
     print(f"              {config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim},")
@@ -20,7 +20,7 @@ def print_architecture(layout: ModelLayout) -> None:
 
 
 def print_tensors(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], digests: str) -> None:
-    """Print the totals of tensors, given by name, dtype, shape and bytes."""
+    """Print the totals of tensors, which are given as (name, dtype, shape, bytes), and a text about their digests."""
     print(f"parameters    {sum(math.prod(shape) for _, _, shape, _ in tensors):,} in {len(tensors)} tensors")
     dtypes = sorted({dtype for _, dtype, _, _ in tensors})
     print(f"weights       {sum(size for _, _, _, size in tensors):,} bytes, {', '.join(dtypes)}")
@@ -28,14 +28,14 @@ def print_tensors(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], dige
 
 
 def print_meshes(layout: ModelLayout, dtypes: set[str], gigabytes: float | None) -> None:
-    """Print the sizes of the tensor axis that divide the model, with the weights of one device in GB."""
+    """Print the sizes of the tensor axis that the model can be sharded over, with the weights per device in GB."""
     print("meshes        tensor axes that divide the model, GB of weights per device as stored:")
     for size in tensor_sizes(layout.config, layout.weights_class, _LARGEST_MESH):
         print(f"              {_mesh_line(layout, size, max(dtypes), gigabytes)}")
 
 
 def print_names(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
-    """Print every tensor with its dtype and shape."""
+    """Print every tensor, given as (name, dtype, shape), sorted by name."""
     for name, dtype, shape in sorted(tensors):
         print(f"{printable(name)}  {dtype} {list(shape)}")
 

@@ -10,7 +10,7 @@ from runtime import InputError, ModelLayout, model_layout, parse_config
 
 
 def define_lora_flag(values: flags.FlagValues) -> None:
-    """Define the flag of commands that can merge an adapter into the weights of a model."""
+    """Define ``--lora``, for commands that can merge an adapter into the weights of a model."""
     flags.DEFINE_string(
         "lora", None, "LoRA adapter in PEFT's layout to merge: folder, URL or Hub name.", flag_values=values
     )
@@ -29,7 +29,7 @@ def read_lora(values: flags.FlagValues) -> str | None:
 
 
 def open_model(path: str | None, flag: str, **options: object) -> tuple[CheckpointFolder, ModelLayout]:
-    """Open the folder that a flag names.
+    """Open the model folder that a flag names.
 
     Args:
       path: the value of the flag.
@@ -40,7 +40,7 @@ def open_model(path: str | None, flag: str, **options: object) -> tuple[Checkpoi
       The folder, and the layout of its model without a mesh.
 
     Raises:
-      InputError: the flag is missing, or the folder is not a model's.
+      InputError: the flag is missing, or the folder does not contain a supported model.
     """
     if not path:
         raise InputError(f"--{flag} is missing: name the folder of a model")

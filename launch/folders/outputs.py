@@ -10,13 +10,13 @@ from runtime import InputError
 
 
 def define_output_flags(values: flags.FlagValues) -> None:
-    """Flags of a command that writes a checkpoint."""
+    """Define the flags of a command that writes a checkpoint."""
     flags.DEFINE_string("output", None, "Folder to write; convert also writes to gs://.", flag_values=values)
     flags.DEFINE_bool("overwrite", False, "Replace the output if it exists.", flag_values=values)
 
 
 def prepare_output(values: flags.FlagValues, everyone: Processes) -> Output:
-    """Prepare the output for writing by all processes.
+    """Prepare the folder that ``--output`` names for writing by all processes.
 
     Raises:
       InputError: the flag is missing, or the output exists and may not be replaced.
@@ -35,7 +35,7 @@ def prepare_output(values: flags.FlagValues, everyone: Processes) -> Output:
 
 
 def all_hosts() -> Processes:
-    """The hosts of this run, as the processes of one conversion."""
+    """Return the hosts of this run, as the processes that share a conversion."""
     host = this_host()
     return Processes(
         host.process_index, host.count, lambda text: [str(said) for said in host.gather("conversion", text)]

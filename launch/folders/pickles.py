@@ -13,7 +13,7 @@ from launch.folders.models import layout_of
 
 
 def define_pickle_flags(values: flags.FlagValues) -> None:
-    """Flags that supply the configuration and biases that a params.pkl lacks."""
+    """Define the flags that supply the configuration and biases that a params.pkl lacks."""
     define_config_flag(values)
     flags.DEFINE_string(
         "biases_from", None, "For a params.pkl: model folder to take the q, k and v biases from.", flag_values=values
@@ -22,7 +22,7 @@ def define_pickle_flags(values: flags.FlagValues) -> None:
 
 
 def define_config_flag(values: flags.FlagValues) -> None:
-    """The flag of a params.pkl's configuration."""
+    """Define the flag that names the configuration for a params.pkl."""
     flags.DEFINE_string(
         "config",
         None,
@@ -35,7 +35,7 @@ def inspect_pickle(path: Path, values: flags.FlagValues) -> None:
     """Print the contents of a legacy params.pkl. It is indexed: nothing in it is executed, and no array is read.
 
     Raises:
-      InputError: it is not such a pickle, or not of the model that ``--config`` describes.
+      InputError: the file is not a legacy params.pkl, or its arrays are not those of the model in ``--config``.
     """
     with LegacyPickle(path) as pickle:
         arrays = list(pickle.tensors.values())

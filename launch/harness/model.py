@@ -17,7 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from checkpoints import DEMO
 from runtime import CompletionBuilder, DiffusionConfig, Engine, InputError, RowRequest, SamplingConfig, row_seed
 
-# Parameters of a task that samples. The harness and the schema have the same names for them.
+# Sampling parameters of a task. The harness and the schema have the same names for them.
 _SAMPLING = ("temperature", "top_p", "top_k")
 _DEFAULT_NEW_TOKENS = 256
 
@@ -43,6 +43,17 @@ class HarnessModel(LM):
     ) -> None:
         """Load the model. The harness's ``batch_size`` and ``device`` are ignored: use ``slots`` and ``mesh``.
 
+        Args:
+          checkpoint: model folder, URL or Hub name.
+          mesh: axis sizes such as ``data=2;tensor=4``, because commas separate the harness's arguments; None for the
+            default mesh.
+          dtype, quantize, kv_cache, lora: as in :meth:`runtime.Engine.load`.
+          slots: maximum number of rows on the devices at a time; None for as many as memory allows.
+          seed: seed of samples and of Monte Carlo estimates.
+          mc_samples: number of samples of each Monte Carlo estimate.
+          batch_size, max_batch_size, device: ignored.
+          decoding: decoding parameters, which override those of a task.
+
         Raises:
           InputError: a parameter is invalid or does not apply to this model.
         """
@@ -65,7 +76,7 @@ class HarnessModel(LM):
     # ---- likelihoods ------------------------------------------------------------------------------------------
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of a context and its continuation. Spaces at the end of the context belong to the continuation."""
+        """Return the tokens of a context and its continuation, to which spaces at the end of the context belong."""
         end = self.engine.end_token_ids[0]
         bare = context.rstrip()
         whole, before = (self.engine.tokenizer.encode(text) for text in (context + continuation, bare))
@@ -76,7 +87,10 @@ class HarnessModel(LM):
         return (before or [end])[-max(1, room) :], new
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Log-likelihood of each (context, continuation), and whether greedy decoding yields the continuation."""
+        """Return the log-likelihood of each continuation in its context, and whether greedy decoding yields it.
+
+        For a diffusion model the latter is not computed and always False.
+        """
         pairs = [self._pair(*request.args) for request in requests]
         if self.engine.config.objective == "autoregressive":
             return self.engine.log_likelihoods(pairs)
@@ -84,7 +98,7 @@ class HarnessModel(LM):
         return [(value, False) for value in found]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Log-likelihood of whole texts, window by window.
+        """Return the log-likelihood of each whole text, summed over its windows.
 
         Raises:
           InputError: the model is a diffusion model, for which rolling likelihoods are not defined.
@@ -130,7 +144,7 @@ class HarnessModel(LM):
 
     @staticmethod
     def _asked(parameters: dict[str, Any]) -> dict[str, Any]:
-        """A task's parameters by our names; sampling parameters apply only if the task samples."""
+        """Return a task's parameters by their names in the schema; those of sampling only if the task samples."""
         names = _SAMPLING if parameters.get("do_sample") else ()
         fields = {name: parameters[name] for name in names if parameters.get(name) is not None}
         if parameters.get("max_gen_toks") is not None:
@@ -145,7 +159,7 @@ class HarnessModel(LM):
         return self._name.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The checkpoint's chat template, for the harness's records."""
+        """Return the checkpoint's chat template, which the harness records; empty if ``chat_template`` is False."""
         return self.engine.tokenizer.chat_template if chat_template else ""
 
     def apply_chat_template(self, chat_history: Iterable[dict[str, str]], add_generation_prompt: bool = True) -> str:

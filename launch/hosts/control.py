@@ -67,7 +67,7 @@ class ControlServer:
             ) from error
 
     async def watch(self) -> Fault | None:
-        """Wait until all hosts are done (returns None) or the run has failed, and tell all hosts."""
+        """Wait until all hosts are done or the run has failed, and tell all hosts. Returns the fault, or None."""
         waiting = asyncio.ensure_future(self._report_waiting())
         try:
             fault = await self._hub.watch()
@@ -164,7 +164,7 @@ class ControlServer:
                 writer.write(line)
 
     async def _close(self) -> None:
-        """Wait until every host has read its messages, then close."""
+        """Give every host ``_CLOSE_WAIT`` seconds to read its messages and to disconnect, then stop listening."""
         deadline = time.monotonic() + _CLOSE_WAIT
         while time.monotonic() < deadline and not all(one.is_closing() for one in self._writers.values()):
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Exchanges of values between hosts, kept by host 0: each host contributes a value, and all get the values of all.
+"""Exchanges of values between hosts, through host 0: each host contributes a value, and all get the values of all.
 
 The hosts compare versions, flags, inputs and programs in this way before they run, and a batch asks after each step
 whether a host received SIGTERM. An exchange needs no device, so it can name the hosts that are late or that differ.
@@ -37,7 +37,7 @@ class Exchanges:
     """The exchanges that some hosts have begun and others have not."""
 
     def __init__(self, hosts: int, names: Callable[[Iterable[int]], str]) -> None:
-        """Take the number of hosts, and the function that names hosts in messages."""
+        """Take the number of hosts, and a function that returns the names of hosts for messages."""
         self._hosts = hosts
         self._names = names
         self._open: dict[Topic, _Exchange] = {}
@@ -67,7 +67,10 @@ class Exchanges:
         return [exchange.values[each] for each in range(self._hosts)]
 
     def _compare(self, topic: Topic) -> Fault | None:
-        """Find the hosts that make another exchange than most. Hosts make the same exchanges in the same order."""
+        """Return a fault if hosts have begun different exchanges under the same number.
+
+        Hosts must make the same exchanges in the same order. The result is None until all hosts have begun.
+        """
         _, number = topic
         begun = [(name, exchange) for (name, its_number), exchange in self._open.items() if its_number == number]
         here = {name: sorted(exchange.values) for name, exchange in begun}
@@ -85,7 +88,7 @@ class Exchanges:
         return Fault("differ", text, EXIT_USER_ERROR, here[common][0], differing=named)
 
     def late(self, now: float, interval: float) -> Iterator[str]:
-        """Yield messages about exchanges before the run that take long, each again after ``interval`` seconds."""
+        """Yield messages about exchanges before the run that take long. Each is repeated every ``interval`` seconds."""
         for (name, _), exchange in self._open.items():
             if name in _BEFORE_THE_RUN and now - exchange.reported > interval:
                 exchange.reported = now

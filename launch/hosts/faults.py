@@ -15,11 +15,11 @@ EXIT_USER_ERROR = 2
 EXIT_RESTART = 42
 EXIT_INTERRUPTED = 130
 
-# The last three may be consequences of another host's end: this host stops too, its collectives fail, or JAX aborts
-# its process.
+# Kinds of faults. The last three may be consequences of the end of another host: this host stops too, its collectives
+# fail, or JAX aborts its process.
 FaultKind = Literal[
-    "input",  # the user can fix it
-    "differ",  # every host finds it
+    "input",  # an error that the user can fix
+    "differ",  # the hosts differ, and each of them notices it
     "exception",
     "killed",
     "ended",
@@ -49,7 +49,14 @@ class HostsDifferError(InputError):
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds after which a host counts as missing, as dead or as not ending, and a run counts as stalled."""
+    """How long hosts wait for each other, in seconds.
+
+    Attributes:
+      initialization: after this, a host that has not joined counts as missing.
+      heartbeat: without a heartbeat for this long, a host counts as dead.
+      shutdown: a host whose command is done must end within this time.
+      stall: without progress on any host for this long, the run counts as stalled.
+    """
 
     initialization: float
     heartbeat: float
@@ -59,14 +66,14 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Fault:
-    """The reason for which a run ends early.
+    """The reason why a run ends early.
 
     Attributes:
       kind: what happened.
       text: a sentence or a traceback.
       code: exit code of all hosts.
       host: process index of the host at fault; None if no single host is.
-      who: index and name of the host or hosts.
+      who: index and name of the host or hosts at fault, for messages.
       differing: process indices of the hosts that differ from most, if ``kind`` is ``differ``.
     """
 
@@ -86,11 +93,11 @@ class Fault:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether another host's end may have caused it."""
+        """Whether the end of another host may have caused this fault."""
         return self.kind in CONSEQUENCES
 
     def fields(self) -> Message:
-        """The fields of the message that reports this fault."""
+        """Return the fields of the message that reports this fault."""
         return {
             "fault": self.kind,
             "text": self.text,
@@ -114,7 +121,7 @@ class Fault:
         )
 
     def describe(self) -> str:
-        """One line with the host and the fault."""
+        """Return one line that names the host and the fault."""
         lines = self.text.strip().splitlines() or ["no more is known"]
         if self.kind == "differ":
             return lines[0].removeprefix("error: ").rstrip(":")
@@ -122,12 +129,12 @@ class Fault:
 
 
 def host_name(process_index: int, name: str | None) -> str:
-    """``host 2 (worker-2)``."""
+    """Return the name of a host for messages, such as ``host 2 (worker-2)``."""
     return f"host {process_index} ({name})" if name else f"host {process_index}"
 
 
 def fault_of_status(status: int) -> Fault:
-    """The fault that the exit status of a worker indicates when the worker itself reported none.
+    """Return the fault that the exit status of a worker indicates when the worker itself reported none.
 
     Args:
       status: as :func:`os.waitpid` gives it, not 0.

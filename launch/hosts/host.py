@@ -36,13 +36,16 @@ _LEAST_JAX_HEARTBEAT = 100
 
 
 class Host:
-    """The only host of a run. As a context manager it handles SIGTERM and detects stalls."""
+    """The only host of a run. As a context manager it handles SIGTERM and detects stalls.
+
+    :class:`Member`, one of several hosts, has the same methods.
+    """
 
     process_index = 0
     count = 1
 
     def __init__(self, stall_timeout: float = math.inf) -> None:
-        """Set the seconds without progress after which the process exits."""
+        """Create the host. The process exits after ``stall_timeout`` seconds without progress."""
         self._terminated = False
         self._stall_timeout = stall_timeout
         self._moved = math.inf  # infinite until the first progress
@@ -53,7 +56,8 @@ class Host:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            # Python runs signal handlers in the main thread, which may be waiting for devices: a thread reads a pipe.
+            # Python runs signal handlers in the main thread, which may be waiting for devices. A thread therefore reads
+            # the signals from a pipe.
             self._wakeup = os.pipe()
             os.set_blocking(self._wakeup[1], False)
             signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
@@ -120,7 +124,7 @@ class Host:
             self._end_by = min(self._end_by, time.monotonic() + seconds)
 
     def before_end(self, tell: Callable[[], None]) -> None:
-        """Register a call for the seconds before a fault of any host ends this process; another thread makes it."""
+        """Register a callback that runs, in another thread, shortly before a fault on any host ends this process."""
 
     def finish(self) -> None:
         """Note that the command has finished on this host."""
@@ -182,22 +186,22 @@ class Member(Host):
         return self
 
     def mark(self) -> None:
-        """Note progress."""
+        """Note progress, in memory that the supervisor reads."""
         self._shared.advance(1)
 
     def gather(self, topic: str, value: Any) -> list[Any]:
-        """Exchange a value with all hosts; returns the values by process index."""
+        """Exchange a JSON value with all hosts through host 0. Returns the values by process index."""
         self._asked += 1
         self.mark()
         self._send(encode("gather", topic=topic, number=self._asked, value=value))
         return self._answers.get()
 
     def end_within(self, seconds: float) -> None:
-        """Pass the limit to the supervisor, which handles the signal."""
+        """Pass the limit to the supervisor, which handles SIGTERM."""
         self._send(encode("grace period", seconds=seconds))
 
     def before_end(self, tell: Callable[[], None]) -> None:
-        """Register the call; the supervisor waits for it."""
+        """Register the callback. The supervisor waits a few seconds for it before it ends this process."""
         self._tell = tell
         self._send(encode("last words"))
 
@@ -249,7 +253,10 @@ class Member(Host):
 
 
 def _keep_stdout_for_results() -> None:
-    """Redirect the file descriptor of standard output, because C++ libraries (gloo, NCCL) write notes to it."""
+    """Keep the notes of C++ libraries (gloo, NCCL) out of standard output.
+
+    They write to descriptor 1, which becomes standard error; ``sys.stdout`` writes to the original standard output.
+    """
     results = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(results, "w", 1, "utf-8")

@@ -18,9 +18,9 @@ from launch.hosts.messages import Message, shorten
 
 _TICK = 0.25
 WAITING_REPORT_SECONDS = 5.0  # between two messages about hosts that the others wait for
-GRACE_PERIOD_SECONDS = 3.0  # how long a possible consequence waits for its cause
-_STILL = 5.0  # when others fail, a worker without progress for this long is the cause
-_STACKS_WAIT = 5.0
+GRACE_PERIOD_SECONDS = 3.0  # how long a fault that may be a consequence waits for its cause to be reported
+_STILL = 5.0  # seconds: when other hosts fail, a worker that has not run for this long is the cause
+_STACKS_WAIT = 5.0  # seconds to wait for the stacks of all hosts
 # Faults that are kept per host. The first ones explain a failure, and a faulty host may report without end.
 _FAULTS_PER_HOST = 16
 
@@ -41,7 +41,7 @@ class Hub:
     def __init__(
         self, hosts: int, timeouts: Timeouts, say: Callable[[str], None], tell_all: Callable[..., None]
     ) -> None:
-        """Create the hub.
+        """Create the fault hub, which finds the cause when a host of the run fails.
 
         Args:
           hosts: number of hosts of the run.
@@ -60,7 +60,7 @@ class Hub:
         self._marks = 0
 
     async def watch(self) -> Fault | None:
-        """Wait until all hosts are done (returns None) or the run has failed, and tell all hosts."""
+        """Wait until all hosts are done or the run has failed, and tell all hosts. Returns the fault, or None."""
         while True:
             await asyncio.sleep(_TICK)
             now = time.monotonic()
@@ -83,7 +83,7 @@ class Hub:
         self._members[host] = _Member(name, time.monotonic())
 
     def take(self, host: int, message: Message) -> None:
-        """Take a message of a host; every kind of message shows that it is running."""
+        """Handle a message from a host; a message of any kind shows that the host is running."""
         member = self._members[host]
         member.heard = time.monotonic()
         match message["kind"]:
@@ -130,7 +130,7 @@ class Hub:
                 self.report(Fault("gone", f"no heartbeat for {now - member.heard:.0f} s"), host)
 
     def _cause(self, now: float) -> Fault | None:
-        """The fault to end the run with; None if there is none yet."""
+        """Return the fault to end the run with; None if there is none yet."""
         for _, fault in self._faults:
             if not fault.is_consequence:
                 return fault
@@ -150,7 +150,7 @@ class Hub:
         return first
 
     def _behind(self) -> list[int]:
-        """Hosts with less progress than others."""
+        """Return the hosts with the least progress; no host if all have made the same progress."""
         marks = {host: member.marks for host, member in self._members.items()}
         least = min(marks.values(), default=0)
         return (
@@ -164,7 +164,7 @@ class Hub:
         return now - self._moved > self._timeouts.stall
 
     async def _stall(self) -> Fault:
-        """Collect and print the stacks of all hosts; the fault names the host with the least progress."""
+        """Collect and print the stacks of all hosts. Returns a fault that names the hosts with the least progress."""
         stalled = time.monotonic() - self._moved
         self._tell_all("dump")
         deadline = time.monotonic() + _STACKS_WAIT

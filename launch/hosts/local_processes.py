@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 def environment(process_index: int, count: int, port: int, devices: int, secret: str) -> dict[str, str]:
-    """Environment variables of one process; all processes of a run share the secret."""
+    """Return the environment variables for one process; all processes of a run share the secret."""
     around = {name: value for name, value in os.environ.items() if name != SECRET_FILE}
     return around | {
         SECRET: secret,
@@ -52,7 +52,7 @@ def environment(process_index: int, count: int, port: int, devices: int, secret:
 
 
 def worst(codes: Sequence[int]) -> int:
-    """The most severe exit code: an error before one that a restart may fix, before 0."""
+    """Return the most severe exit code: any other error comes before one that a restart may fix, and that before 0."""
     return max(codes, key=lambda code: (code != 0, code != EXIT_RESTART, code))
 
 
@@ -61,6 +61,12 @@ class Processes:
 
     def __init__(self, command: Sequence[str], count: int, devices: int, port: int) -> None:
         """Start the processes.
+
+        Args:
+          command: the command that each process runs.
+          count: number of processes.
+          devices: simulated CPU devices per process.
+          port: port of the coordinator, which process 0 runs.
 
         Raises:
           InputError: the command does not exist.
@@ -125,7 +131,7 @@ def _pass_on(stream: IO[bytes], process_index: int | None) -> None:
     out = sys.stdout.buffer if process_index is None else sys.stderr.buffer
     prefix = b"" if process_index is None else f"[{process_index}] ".encode()
     try:
-        # If our own reader is gone, close the pipe, so that the process gets an error and does not block.
+        # If nobody reads our output any more, close the pipe, so that the process gets an error and does not block.
         with stream:
             for line in stream:
                 out.write(prefix + line)

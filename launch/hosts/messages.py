@@ -9,8 +9,8 @@ from typing import Any
 from runtime import parse_json_object
 
 MAX_BYTES = 64 << 20
-MAX_TEXT = 64 << 10  # characters of a traceback
-MAX_GREETING = 4 << 10  # bytes of a message before authentication
+MAX_TEXT = 64 << 10  # maximum characters of a traceback
+MAX_GREETING = 4 << 10  # maximum bytes of a message before authentication
 
 Message = dict[str, Any]
 
@@ -21,7 +21,7 @@ def encode(kind: str, **fields: Any) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """Decode a line.
+    """Decode a line that :func:`encode` made.
 
     Raises:
       ValueError: the line is not a message.

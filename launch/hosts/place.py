@@ -99,8 +99,8 @@ def find_place(values: flags.FlagValues, environment: Mapping[str, str] | None =
     TPU JAX's detection; torchrun; SkyPilot; LeaderWorkerSet; JAX's detection elsewhere (Open MPI, Slurm, Kubernetes).
 
     Args:
-      values: parsed :func:`define_place_flags`.
-      environment: default ``os.environ``. JAX's own detection always looks at the real one.
+      values: parsed flags, as :func:`define_place_flags` defines them.
+      environment: environment variables; default ``os.environ``. JAX's own detection always looks at the real one.
 
     Raises:
       InputError: flags or variables are invalid or incomplete.
@@ -141,7 +141,7 @@ _Found = tuple[int, int, str, str]
 
 
 def _from_variables(around: Mapping[str, str]) -> _Found | None:
-    """Host, hosts, address and source, from variables that JAX itself does not read."""
+    """Return host, hosts, address and source of a place, from environment variables; None if they are not set."""
     if found := _variables(around, "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS", "JAX_* variables"):
         return found
     if _on_tpu_vm():
@@ -175,7 +175,10 @@ def _on_tpu_vm() -> bool:
 
 
 def _from_jax(values: flags.FlagValues) -> _Found | None:
-    """JAX's own detection. There is no public call for it that does not also connect."""
+    """Return host, hosts, address and source of a place from JAX's cluster detection; None if it finds no cluster.
+
+    JAX has no public function for it that does not also connect the hosts.
+    """
     from jax._src import clusters
 
     simulated = ("devices" in values and values.devices is not None) or os.environ.get("JAX_PLATFORMS") == "cpu"

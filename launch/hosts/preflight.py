@@ -37,7 +37,7 @@ _OWN_FLAGS = ("compile_cache", "watch", "history_html", "json")
 
 
 def code_digest() -> str:
-    """A digest of the source code on this host; a host with another version of the code differs in it."""
+    """Return a digest of the source code on this host, which differs if the hosts have different code."""
     root = Path(__file__).parent.parent.parent
     state = hashlib.sha256()
     for folder in _SOURCES:
@@ -47,7 +47,7 @@ def code_digest() -> str:
 
 
 def version_facts() -> Facts:
-    """Versions of Python, the code and the packages."""
+    """Return the versions of Python, the code and the packages on this host."""
     facts = {"python": platform.python_version(), "code": code_digest()}
     for package in _PACKAGES:
         try:
@@ -58,7 +58,7 @@ def version_facts() -> Facts:
 
 
 def flag_facts(values: flags.FlagValues) -> Facts:
-    """Flags with other values than their defaults, except those in which hosts may differ."""
+    """Return the flags that do not have their default values, except those in which hosts may differ."""
     own = flags.FlagValues()
     define_place_flags(own)
     return {
@@ -70,7 +70,7 @@ def flag_facts(values: flags.FlagValues) -> Facts:
 
 
 def memory_facts() -> dict[str, float]:
-    """Free memory and disk of this host in gigabytes; hosts may differ in them."""
+    """Return the free memory and disk space of this host in gigabytes; hosts may differ in them."""
     pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
     free = shutil.disk_usage(Path.home() if Path.home().exists() else Path("/")).free
     return {
@@ -80,7 +80,7 @@ def memory_facts() -> dict[str, float]:
 
 
 def device_facts() -> tuple[Facts, dict[str, float]]:
-    """This host's devices: facts that must be the same on every host, and facts that may differ."""
+    """Return facts about this host's devices: those that must be the same on every host, and those that may differ."""
     devices = jax.local_devices()
     same = {"devices": f"{len(devices)} x {devices[0].device_kind}", "all devices": str(jax.device_count())}
     stats = [stats for device in devices if (stats := device.memory_stats())]
@@ -89,7 +89,7 @@ def device_facts() -> tuple[Facts, dict[str, float]]:
 
 
 def digest(text: str | bytes) -> str:
-    """A short digest, for comparisons and messages."""
+    """Return a short digest, for comparisons and messages."""
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:16]
 
 
@@ -127,7 +127,7 @@ def differences(facts: Sequence[Facts], names: Sequence[str]) -> list[Difference
 
 
 def table(facts: Sequence[Facts], free: Sequence[Mapping[str, float]], names: Sequence[str]) -> Table:
-    """A table with a column for each group of equal hosts; free memory as a range."""
+    """Return a table with a column for each group of hosts with equal facts; free memory is shown as a range."""
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for host, one in enumerate(facts):
         groups.setdefault(tuple(sorted(one.items())), []).append(host)
@@ -145,7 +145,7 @@ def table(facts: Sequence[Facts], free: Sequence[Mapping[str, float]], names: Se
 
 
 def _cell(text: str) -> Text:
-    """A text of any host as it is: brackets are no markup, and control characters are escaped."""
+    """Return a cell that shows a host's text literally: brackets are no markup, and control characters are escaped."""
     return Text(printable(text))
 
 
@@ -156,7 +156,7 @@ def _span(values: Sequence[float]) -> str:
 
 
 def _ranges(hosts: Sequence[int]) -> str:
-    """``hosts 0-3, 5``."""
+    """Describe hosts as ranges, such as ``hosts 0-3, 5``."""
     parts: list[list[int]] = []
     for host in hosts:
         if parts and host == parts[-1][-1] + 1:
@@ -171,8 +171,8 @@ def check(host: Host, values: flags.FlagValues, inputs: Mapping[str, str], show:
 
     Args:
       host: this host.
-      values: its flags.
-      inputs: digests of its inputs by name, for example of the checkpoint.
+      values: the flags.
+      inputs: digests of this host's inputs by name, for example of the checkpoint.
       show: prints the table, on host 0 only.
 
     Raises:
@@ -204,7 +204,7 @@ def agree_on_programs(host: Host) -> Callable[[Any], None]:
     """Make the function to call before each run of a program: hosts compare a new program before it is compiled.
 
     Returns:
-      A function of the lowered program if it is new, else of None.
+      A function that takes the lowered program if it is new, and None otherwise.
     """
 
     def before_run(lowered: jax.stages.Lowered | None) -> None:
@@ -219,6 +219,6 @@ def agree_on_programs(host: Host) -> Callable[[Any], None]:
 
 
 def print_table(made: Table) -> None:
-    """Print the table on standard error."""
+    """Print a table on standard error."""
     console = Console(stderr=True)
     Console(stderr=True, width=console.width if sys.stderr.isatty() else 160).print(made)

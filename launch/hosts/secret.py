@@ -58,10 +58,10 @@ def read_secret(environment: Mapping[str, str] | None = None) -> bytes:
 
 
 def proof(secret: bytes, *said: object) -> str:
-    """HMAC of a message under the secret."""
+    """Return the HMAC of a message, given as JSON values, under the secret."""
     return hmac.new(secret, json.dumps(said).encode(), hashlib.sha256).hexdigest()
 
 
 def is_proof(given: object, secret: bytes, *said: object) -> bool:
-    """Check a proof in constant time."""
+    """Return whether ``given`` is the proof of a message. The comparison takes constant time."""
     return isinstance(given, str) and hmac.compare_digest(given.encode(), proof(secret, *said).encode())

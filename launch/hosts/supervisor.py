@@ -32,16 +32,16 @@ from launch.hosts.place import Place
 from launch.hosts.secret import SECRET, SECRET_FILE, is_proof, nonce, proof, read_secret
 from runtime import InputError
 
-# The last exchange between hosts before the work begins.
+# Name of the last exchange between hosts before the work begins.
 BEGUN = "devices"
 
 _HEARTBEAT_SECONDS = 0.5
-_RETRY = 0.5
-_SAY_EVERY = 5.0
-_VERDICT_WAIT = 10.0
-_REAP_WAIT = 5.0
-_DUMP_WAIT = 1.0
-_LAST_WORDS_WAIT = 3.0
+_RETRY = 0.5  # seconds between attempts to connect to host 0
+_SAY_EVERY = 5.0  # seconds between messages about waiting for host 0
+_VERDICT_WAIT = 10.0  # seconds to wait for the fault that host 0 chooses
+_REAP_WAIT = 5.0  # seconds to wait for the end of a killed worker
+_DUMP_WAIT = 1.0  # seconds to wait for the worker's stacks
+_LAST_WORDS_WAIT = 3.0  # seconds to wait for the callback of Host.before_end
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Shared:
     """State that a worker shares with its supervisor, besides their socket.
 
     Attributes:
-      page: two counters: one advances while the worker runs, one with its progress.
+      page: memory with two counters: 0 advances while the worker's process runs, 1 with its progress.
       stacks: the file to which the worker writes its stacks on SIGUSR1.
     """
 
@@ -58,7 +58,7 @@ class Shared:
 
     @classmethod
     def create(cls) -> Shared:
-        """Create the shared state, before the fork."""
+        """Create the shared state. This must happen before the fork."""
         return cls(mmap.mmap(-1, 16), tempfile.TemporaryFile())
 
     def read(self, counter: int) -> int:
@@ -149,7 +149,7 @@ class Supervisor:
     def __init__(
         self, place: Place, timeouts: Timeouts, pid: int, link: socket.socket, shared: Shared, secret: bytes
     ) -> None:
-        """Take the worker that was just forked, and the secret of the run."""
+        """Take the worker that was just forked: its process id, the socket to it, and the state that it shares."""
         self._place = place
         self._secret = secret
         self._timeouts = timeouts
@@ -174,7 +174,7 @@ class Supervisor:
         print(printable(text), file=sys.stderr, flush=True)
 
     async def run(self) -> int:
-        """Run until all hosts are done or have failed. Returns the exit code."""
+        """Supervise the worker until all hosts are done or the run has failed. Returns the exit code."""
         loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[Fault | None] = loop.create_future()
         self._worker_ended: asyncio.Future[int] = loop.create_future()

@@ -16,7 +16,7 @@ DECIMALS = 5
 def answer(
     identity: str, created: int, model_name: str, choices: Sequence[dict[str, Any]], chat: bool
 ) -> dict[str, Any]:
-    """A completion without its usage.
+    """Return the body of a completion or a chat, without its usage.
 
     Args:
       identity: the completion's id.
@@ -37,13 +37,13 @@ def answer(
 def choice(
     index: int, text: str, finish_reason: str, log_probabilities: dict[str, Any] | None, chat: bool
 ) -> dict[str, Any]:
-    """One choice of a completion."""
+    """Return one entry of ``choices``: the text of one sample and why it ended."""
     said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
     return {"index": index, **said, "finish_reason": finish_reason, "logprobs": log_probabilities}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """The token counts of a completion."""
+    """Return the ``usage`` of a completion: its token counts."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -53,12 +53,12 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=1 << 18)
 def token_text(tokenizer: TextTokenizer, token: int) -> str:
-    """The text of a single token, cached because the same tokens occur again and again."""
+    """Return the text of a single token, cached because the same tokens occur again and again."""
     return tokenizer.decode([token], skip_special_tokens=False)
 
 
 def logprobs(tokenizer: TextTokenizer, tokens: Sequence[int], values: Sequence[float], chat: bool) -> dict[str, Any]:
-    """Rounded log-probabilities of the tokens of a completion."""
+    """Return the ``logprobs`` of a choice: the tokens of its completion with their log-probabilities, rounded."""
     texts = [token_text(tokenizer, token) for token in tokens]
     rounded = [round(float(value), DECIMALS) for value in values]
     if chat:

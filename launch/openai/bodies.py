@@ -57,14 +57,14 @@ class Defaults:
     """The model, its tokenizer, and the values of fields that a request does not set.
 
     Attributes:
-      model_name: the model's name in OpenAI's format.
-      model: the architecture.
+      model_name: the model's name in the API.
+      model: the model's architecture.
       tokenizer: the checkpoint's tokenizer.
       config: the default decoding parameters.
-      steps_follow_tokens: a request that sets only its number of new tokens gets as many denoise steps.
+      steps_follow_tokens: whether a request that sets ``max_new_tokens`` but not ``steps`` gets one step per new token.
       end_token_ids: tokens that end a completion.
       seed: the default seed.
-      chat: treat a plain prompt as a message of a user.
+      chat: whether a plain prompt is treated as a user's message in a chat.
       samples: the default number of completions per prompt.
       stop: the default strings that end a completion.
     """
@@ -84,7 +84,7 @@ class Defaults:
     )
 
     def decoding(self, fields: Mapping[str, Any]) -> DiffusionConfig | SamplingConfig:
-        """The decoding parameters of a body. Bodies with equal parameters share one configuration object.
+        """Return the decoding parameters of a request. Requests with equal parameters share one configuration object.
 
         Raises:
           InputError: a parameter is invalid, or this model's decoder does not have it.
@@ -99,7 +99,7 @@ class Defaults:
 
     @cached_property
     def settings(self) -> Settings:
-        """The settings of a request that sets only texts; cached, because most lines of a batch are such requests."""
+        """Settings of a request with only prompt, messages or suffix; cached: most lines of a batch are like that."""
         return _settings({}, self)
 
     @property
@@ -131,7 +131,7 @@ class Asked:
     stop: tuple[str, ...]
 
     def request(self, seed: int) -> RowRequest:
-        """The row of one sample, with its own seed."""
+        """Return the row of one sample of this request, which has its own seed."""
         return RowRequest(self.tokens, self.config, seed, self.suffix)
 
 
@@ -160,7 +160,7 @@ def parse_object(raw: bytes, names: int | None = None) -> dict[str, Any]:
 
 
 def by_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A body with aliases replaced by the names of parameters, and without fields that are null.
+    """Return a body with aliases replaced by the names of parameters, and without fields that are null.
 
     Raises:
       InputError: two names of the same parameter are present.
@@ -176,12 +176,12 @@ def by_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a body, named as parameters, that :func:`read_asked` reads."""
+    """Return those fields of a body, after :func:`by_our_names`, that :func:`read_asked` reads."""
     return {name: value for name, value in changes.items() if name in _READ}
 
 
 def is_read(name: str) -> bool:
-    """Whether :func:`read_asked` reads a field of a body. ``name`` may be an alias."""
+    """Return whether :func:`read_asked` reads the field of a body with this name, which may be an alias."""
     return _OWN_NAMES.get(name, name) in _READ
 
 
@@ -222,7 +222,7 @@ class Draft(NamedTuple):
         return isinstance(self.prompt, list) and isinstance(self.prompt[0], int)
 
     def messages(self, chat: bool) -> list[dict[str, str]] | None:
-        """The messages of a chat, or None. With ``chat``, a plain prompt becomes the first message of a user."""
+        """Return the messages of a chat; None for any other prompt. With ``chat``, a text becomes a user's message."""
         if isinstance(self.prompt, str):
             return [{"role": "user", "content": self.prompt}] if chat else None
         return None if self.has_tokens else self.prompt  # type: ignore[return-value]
@@ -256,10 +256,10 @@ def encode_drafts(
 ) -> list[Encoded | InputError]:
     """Tokenize prompt and suffix of several requests. A text that is too long gives an error in place of the token ids.
 
-    ``timeouts`` limits timeouts of the chat template, as for :meth:`runtime.TextTokenizer.render_batch`.
+    ``timeouts`` are earlier timeouts of the chat template, see :meth:`runtime.TextTokenizer.render_batch`.
 
     Raises:
-      CheckpointError: there are too many timeouts.
+      CheckpointError: the chat template timed out too often.
     """
     tokenizer, positions = defaults.tokenizer, defaults.model.max_positions
     found: dict[int, Any] = {number: draft.prompt for number, draft in enumerate(drafts)}
@@ -301,7 +301,7 @@ def finish(
     tokens, suffix = place_suffix(defaults.tokenizer, defaults.model, given, encoded[1], chat=chat)
     # A cheap check for almost all requests: a batch may have millions of lines.
     room = defaults.model.max_positions - len(tokens)
-    if suffix or not 0 < draft.config.max_new_tokens <= room:
+    if suffix or defaults.model.family.variable_length or not 0 < draft.config.max_new_tokens <= room:
         check_request(RowRequest(tokens, draft.config, 0, suffix).rows, defaults.model, draft.config)
     prompt = draft.prompt if isinstance(draft.prompt, str) else ""
     if draft.has_tokens:
@@ -310,7 +310,7 @@ def finish(
 
 
 def nothing_else(fields: Mapping[str, Any], silent: str = " ".join(_SILENT)) -> None:
-    """Check that fields which are not read are empty or off. Fields named in ``silent`` may have any value.
+    """Check that fields which are not read are empty or off. Those named in ``silent`` may have any value.
 
     Raises:
       InputError: a field asks for something that is not supported.
@@ -343,7 +343,7 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
     for name in [name for name in fields if fields[name] != getattr(config, name)]:
         fields = {one.name: one.default for one in dependents(type(config), name)} | fields
     tokens = fields.get("max_new_tokens")
-    follows = defaults.steps_follow_tokens and isinstance(config, DiffusionConfig)
+    follows = isinstance(config, DiffusionConfig) and (defaults.steps_follow_tokens or config.variable_length)
     if follows and "steps" not in fields and isinstance(tokens, int):
         fields["steps"] = min(MAX_STEPS, max(1, tokens))
     made = with_model_blocks(config.replace(**fields), defaults.model)
@@ -352,7 +352,7 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
 
 
 def _log_probabilities(wanted: Any) -> bool:
-    # In OpenAI's completions logprobs is the number of alternatives. Only the chosen token is supported, which is 0.
+    # In OpenAI's completions, logprobs is the number of alternative tokens to return. Only 0 is supported.
     if not isinstance(wanted, (bool, int)) or (wanted is not True and wanted != 0):
         raise InputError(
             f"logprobs is {wanted!r:.80}; expected true, false, or 0: there are no alternatives", field="logprobs"
@@ -397,7 +397,7 @@ def check_prompt_size(prompt: str | Sequence[int], positions: int, field: str = 
 
 
 def _prompt(changes: Mapping[str, Any], defaults: Defaults) -> Any:
-    """The prompt of a request (a text, token ids or messages), checked as far as possible before tokenizing."""
+    """Return the prompt of a request (a text, token ids or messages), checked as far as possible before tokenizing."""
     if ("prompt" in changes) == ("messages" in changes):
         raise InputError("expected either a prompt or messages", field="prompt")
     if "messages" in changes:
@@ -417,7 +417,7 @@ def _prompt(changes: Mapping[str, Any], defaults: Defaults) -> Any:
 
 
 def _suffix(changes: Mapping[str, Any], defaults: Defaults) -> str:
-    """The text that follows the completion, checked as far as possible before tokenizing."""
+    """Return the text that follows the completion, checked as far as possible before tokenizing."""
     suffix = changes.get("suffix", "")
     if not isinstance(suffix, str):
         raise InputError("suffix: expected a string", field="suffix")

@@ -1,4 +1,4 @@
-"""The picture behind ``--plot``: a row for each mesh with bars of time, memory, and rate or cost."""
+"""The picture of ``--plot``: a row for each mesh with bars of time, memory, and rate or cost."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def draw_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pri
 
 @dataclass(frozen=True)
 class _Bar:
-    """A mesh in the figure."""
+    """A mesh in the figure: its label, its estimate, whether it fits, usable bytes per chip, and its colour."""
 
     name: str
     found: Estimate
@@ -125,7 +125,7 @@ def _bars(plans: Sequence[TopologyPlan]) -> Iterator[_Bar]:
 
 
 def _color(plan: TopologyPlan, plans: Sequence[TopologyPlan]) -> str:
-    """The colour of a machine's kind of chip."""
+    """Return the colour for the kind of chip of a machine."""
     kinds = sorted({one.topology.chip.name for one in plans})
     return f"C{kinds.index(plan.topology.chip.name) % 10}"
 
@@ -138,7 +138,10 @@ def _draw_panel(
     labels: Sequence[str],
     ends: Sequence[float] | None = None,
 ) -> None:
-    """Draw a bar per row with its number, to the right of ``ends`` if something longer is drawn there."""
+    """Draw a bar for each mesh, with its label to the right.
+
+    ``ends`` are where the labels start, if something longer than the bars is drawn in the panel.
+    """
     axes.barh(range(len(bars)), lengths, color=[bar.color for bar in bars], height=0.6)
     longest = max(ends or lengths)
     for row, (end, label) in enumerate(zip(ends or lengths, labels, strict=True)):

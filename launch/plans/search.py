@@ -35,12 +35,12 @@ def plan_topology(
       workload: the workload.
       topology: the machine.
       spec: the only mesh to plan; None for all meshes.
-      values: flags.
+      values: parsed flags.
       compile_best: number of meshes to compile.
-      everything: several machines are planned, so that an impossible mesh on one of them is a note.
+      everything: whether several machines are planned. If so, a mesh that is impossible on this one is no error.
 
     Raises:
-      MeshError: the only mesh is impossible, or the compiler refuses it.
+      MeshError: ``spec`` is impossible on the only machine, or the compiler refuses it.
     """
     if spec is not None:
         try:
@@ -70,9 +70,9 @@ def compile_plan(workload: Workload, plan: TopologyPlan, values: flags.FlagValue
     Args:
       workload: the workload.
       plan: the plan of one machine.
-      values: flags.
+      values: parsed flags.
       count: number of meshes to compile.
-      only: the plan has one mesh only.
+      only: whether no other mesh is planned, so that it is an error if the compiler refuses this one.
 
     Raises:
       MeshError: the compiler refuses the only mesh.

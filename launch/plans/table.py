@@ -22,7 +22,7 @@ from runtime.planner import (
 
 
 def describe_plans(workload: Workload, plans: Sequence[TopologyPlan], price: float | None) -> dict[str, Any]:
-    """The workload and its plans as plain objects."""
+    """Return the workload and its plans as plain objects. ``price`` is in dollars per chip-hour."""
     names = ("dtype", "batch", "prompt", "new_tokens", "steps", "cache", "block_length", "quantization")
     return {
         "workload": {name: getattr(workload, name) for name in names},
@@ -42,7 +42,7 @@ def describe_plans(workload: Workload, plans: Sequence[TopologyPlan], price: flo
 
 
 def print_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], price: float | None) -> None:
-    """Print a table of the plans."""
+    """Print a table: the meshes of one machine, or the best mesh of each of several machines."""
     several = len(plans) > 1
     title = (
         f"{name}, {workload.dtype}, batch {workload.batch}, {workload.prompt} + {workload.new_tokens} tokens"
@@ -107,11 +107,11 @@ def _why_not(plan: TopologyPlan) -> str:
 
 
 def _lines_below(plan: TopologyPlan, several: bool) -> Iterator[str]:
-    """Lines below the table: meshes that do not fit and what would help, the reason for the best one, compiler results.
+    """Yield the lines below the table: meshes that do not fit, why the best mesh is best, and the compiler's results.
 
     Args:
       plan: the plan of one machine.
-      several: the table shows several machines, so each line names its machine.
+      several: whether the table shows several machines; if so, each line names its machine.
     """
     machine = f"{plan.topology}, " if several else ""
     if several and not plan.fitting:
@@ -127,7 +127,7 @@ def _lines_below(plan: TopologyPlan, several: bool) -> Iterator[str]:
 
 
 def _compiled_in_words(found: Estimate, one: dict[str, Any]) -> str:
-    """One line with the compiler's results for one pass of a mesh."""
+    """Return one line with the compiler's results for one kind of forward pass on a mesh."""
     counts = ", ".join(f"{count:g} {kind}" for kind, count in one["collectives_of_a_pass"].items())
     moved = sum(entry["bytes"] for entry in one["collective_bytes_of_a_pass"])
     widths = one["window_widths_in_the_program"]

@@ -7,12 +7,22 @@ from runtime.planner import CompiledPhase, Estimate, Topology, out_of_memory
 
 
 class TopologyPlan:
-    """The ranked meshes of one machine, the compiler's results for the best of them, and a verdict."""
+    """The ranked meshes of one machine, the compiler's results for the best of them, and a verdict.
+
+    Attributes:
+      topology: the machine.
+      fitting: the estimates of the meshes that fit, best first.
+      others: the estimates of the meshes that do not fit.
+      why_none: why the requested mesh is impossible or does not fit; None otherwise.
+      compiled: the compiler's results, by index in ``fitting``.
+      refused: for each mesh that the compiler refused, a line that says why.
+      notes: lines for the user.
+    """
 
     def __init__(
         self, topology: Topology, fitting: list[Estimate], others: list[Estimate], why_none: str | None = None
     ) -> None:
-        """Create the plan from ranked meshes; ``why_none`` says why the requested mesh is impossible, if it is."""
+        """Create the plan from ranked meshes, of which none has been compiled."""
         self.topology, self.fitting, self.others = topology, fitting, others
         self.why_none = why_none
         self.compiled: dict[int, list[CompiledPhase]] = {}
@@ -20,7 +30,7 @@ class TopologyPlan:
         self.notes: list[str] = []
 
     def refuse(self, number: int, reason: str) -> None:
-        """Move a mesh to those that do not fit, because the compiler refused it."""
+        """Move the mesh with this index in ``fitting`` to ``others``, because the compiler refused it."""
         found = self.fitting.pop(number)
         self.others.insert(0, found)
         self.refused[found.spec] = f"{found.spec}: {reason}"

@@ -20,7 +20,7 @@ _REPEATS = 5
 
 
 def probe_mesh(given: MeshSpec | None, devices: Sequence[Any]) -> Mesh:
-    """The mesh to test: the given one, or ``data`` over hosts and ``tensor`` over the devices of each host.
+    """Return the mesh to test: the given one, or ``data`` over hosts and ``tensor`` over the devices of each host.
 
     Raises:
       MeshError: the mesh does not fit the devices.
@@ -34,7 +34,9 @@ def probe_mesh(given: MeshSpec | None, devices: Sequence[Any]) -> Mesh:
 
 
 def collective_lines(mesh: Mesh, megabytes: float) -> Iterator[str]:
-    """Run an all-reduce over each axis; report its time and bandwidth (bytes that a ring moves), and check the sum.
+    """Run and check an all-reduce over each axis, and yield a line with its time and bandwidth.
+
+    The bandwidth counts the bytes that a device sends if the all-reduce is a ring.
 
     Raises:
       RuntimeError: a sum is wrong.
@@ -59,7 +61,7 @@ def collective_lines(mesh: Mesh, megabytes: float) -> Iterator[str]:
 
 
 def _all_reduce(mesh: Mesh, axis: str, count: int) -> tuple[float, bool]:
-    """Median seconds of an all-reduce of ``count`` floats over an axis, and whether every device has the right sum."""
+    """Return the median seconds of an all-reduce of ``count`` floats over an axis, and whether all sums are right."""
     every = PartitionSpec(tuple(mesh.axis_names))
 
     @partial(jax.jit, out_shardings=jax.NamedSharding(mesh, every))

@@ -34,7 +34,7 @@ class Interruption:
     """
 
     def __init__(self, rows: int, show: Callable[[Sequence[Sequence[int]]], None]) -> None:
-        """Take the number of rows, and a function that prints their new tokens when the generation itself cannot."""
+        """Take the number of rows, and a function that prints their new tokens if the generation is too slow to end."""
         self.signal: signal.Signals | None = None
         self._show = show
         self._latest: list[Sequence[int]] = [() for _ in range(rows)]

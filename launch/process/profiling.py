@@ -16,7 +16,7 @@ from runtime import InputError, replace_file
 
 
 def define_profiling_flags(values: flags.FlagValues) -> None:
-    """Define the two flags."""
+    """Define ``--profile_dir`` and ``--dump_hlo``."""
     flags.DEFINE_string(
         "profile_dir",
         None,
@@ -32,7 +32,7 @@ def define_profiling_flags(values: flags.FlagValues) -> None:
 
 
 def check_profiling(values: flags.FlagValues) -> None:
-    """Check the folders before a device is used.
+    """Check the folders that the flags name. Commands call this before they use a device.
 
     Raises:
       InputError: a folder cannot be created or written.
@@ -62,14 +62,14 @@ def check_folder(name: str, path: str) -> None:
 
 
 def given_profiling(values: flags.FlagValues) -> list[str]:
-    """The flags that are set, as arguments for a child process."""
+    """Return those of the two flags that are set, as arguments for a child process."""
     names = ("profile_dir", "dump_hlo")
     return [f"--{name}={values[name].value}" for name in names if values[name].value is not None]
 
 
 @contextlib.contextmanager
 def traced(values: flags.FlagValues, label: str = "") -> Iterator[None]:
-    """Trace the devices while the block runs, if ``--profile_dir`` is set. Every host writes its own part.
+    """Trace the devices while the ``with`` block runs, if ``--profile_dir`` is set. Every host writes its own part.
 
     Args:
       values: the flags.

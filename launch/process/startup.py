@@ -63,12 +63,12 @@ _host = Host()
 
 
 def this_host() -> Host:
-    """The host that the running command is on."""
+    """Return the object for the host that this command runs on."""
     return _host
 
 
 def version() -> str:
-    """The installed version of diffumesh."""
+    """Return the installed version of diffumesh."""
     try:
         return metadata.version("diffumesh")
     except metadata.PackageNotFoundError:
@@ -152,7 +152,7 @@ def _end_with_traceback(error: Exception) -> NoReturn:
 
 
 def _message_to_user(error: Exception) -> str | None:
-    """The message for an error that the user can fix and a restart cannot; None for other errors."""
+    """Return the message for an error that the user can fix and a restart cannot; None for other errors."""
     if isinstance(error, (InputError, flags.Error)):
         return str(error)
     if isinstance(error, OSError) and error.errno in _OF_USERS:
@@ -197,8 +197,8 @@ def _find_host(argv: Sequence[str], together: bool) -> Host:
     """Find out which host this is, and join the others if the command runs on all hosts together.
 
     Only the flags that describe the cluster are read here. If another flag is wrong, all hosts must be told, so it is
-    parsed after joining. Exits with 2 if these flags are wrong or another error is the user's, and with 42 if the
-    cluster does not answer.
+    parsed after joining. Exits with 2 if these flags are wrong or for another error that the user can fix, and with 42
+    if the cluster does not answer.
     """
     values = flags.FlagValues()
     define_device_flags(values)
@@ -246,7 +246,9 @@ def define_device_flags(values: flags.FlagValues) -> None:
 def start_devices(
     values: flags.FlagValues, inputs: Mapping[str, str] | None = None, *, end_within: float | None = None
 ) -> None:
-    """Apply :func:`define_device_flags` to JAX and compare all hosts. Call this before the first device is used.
+    """Configure JAX as the flags of :func:`define_device_flags` say, and compare all hosts.
+
+    Call this before the first device is used.
 
     Args:
       values: the flags.
@@ -298,7 +300,7 @@ def compile_only() -> None:
 
 
 def _private_folder(path: str) -> Path | None:
-    """The private folder for compiled programs; if it cannot be used, None and a printed warning."""
+    """Return the private folder for compiled programs. If it cannot be used, print a warning and return None."""
     # Compiled programs are code: no other user may be able to write them.
     try:
         folder = Path(path).expanduser()

@@ -14,7 +14,7 @@ _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # in the order of
 
 
 class _Lossy(io.FileIO):
-    """A file that loses what cannot be written."""
+    """A file that discards what cannot be written."""
 
     def write(self, data: Any, /) -> int:
         """Write bytes, and claim that all are written if the file takes none."""
@@ -25,10 +25,10 @@ class _Lossy(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """Open the null device in place of closed standard streams, and lose what standard error does not take.
+    """Open the null device in place of closed standard streams, and discard what standard error does not take.
 
-    Without it a message that cannot be printed would replace the exit code, and the next file that is opened would get
-    the descriptor of standard output, to which libraries in C++ write.
+    Without this, a message that cannot be printed would replace the exit code, and the next file that is opened would
+    get the descriptor of standard output, to which libraries in C++ write.
     """
     for descriptor, (name, mode) in enumerate(_STREAMS):
         if getattr(sys, name) is None:

@@ -40,7 +40,7 @@ class Answering:
         self._made = 0
 
     async def whole(self) -> dict[str, Any]:
-        """Wait for all rows and return the whole completion.
+        """Wait for all rows and return the whole response.
 
         Raises:
           ApiError: the request ended with an error.
@@ -52,11 +52,11 @@ class Answering:
         return self._answer(choices) | {"usage": self._usage()}
 
     async def stream(self, include_usage: bool, canvas: bool) -> AsyncIterator[bytes]:
-        """Yield the completion as server-sent events. If the request fails, the last event is the error.
+        """Yield the response as server-sent events. If the request fails, the last event is the error.
 
         Args:
-          include_usage: end with a chunk that contains the token counts.
-          canvas: add all new positions to each chunk, with empty texts after the end of a row.
+          include_usage: whether to end with a chunk that contains the token counts.
+          canvas: whether to add the texts of all new positions to each chunk. They are empty after the end of a row.
         """
         reading, responses = self._reading, self._responses
         texts = [self._text_stream(row) for row in range(len(reading.rows))]
@@ -98,7 +98,7 @@ class Answering:
         return result.sequence[len(self._reading.rows[row].tokens) :].tolist()
 
     def _last(self, row: int, text: TextStream, canvas: bool) -> list[dict[str, Any]]:
-        """The last chunks of a row: the rest of its text, then its finish reason."""
+        """Return the choices of a row's last chunks: the rest of its text, then its finish reason."""
         result = self._responses.results[row]
         completion, tokens = self._completion(row, result), self._new_tokens(row, result)
         whole = self._choice(row, completion)
@@ -112,9 +112,9 @@ class Answering:
         return [*pieces, self._piece(row, self._said("", empty=True)) | more]
 
     def _end(self, row: int, completion: Completion, tokens: list[int]) -> int:
-        """Number of new tokens up to the end of a row, which is before a stop string or after an end token.
+        """Return the number of new tokens up to the end of a row: before its stop string, or after its end token.
 
-        If the row has neither, or an end token and ``early_stop: false``, all new tokens count.
+        All new tokens count if the row has neither, or if it has an end token and ``early_stop`` is false.
         """
         kept = len(completion.tokens)
         if completion.finish_reason != "stop":
@@ -157,7 +157,7 @@ class Answering:
         )
 
     def _choice(self, row: int, completion: Completion) -> dict[str, Any]:
-        """The choice of a finished row, which is also counted in the metrics."""
+        """Return the entry of ``choices`` for a finished row, and count the row in the metrics."""
         asked, request, defaults = self._reading.of(row), self._reading.rows[row], self._defaults
         self._made += len(completion.tokens)
         self._metrics.completed(completion.finish_reason, len(completion.tokens))
@@ -175,12 +175,12 @@ class Answering:
         return found
 
     def _shown(self, canvas: np.ndarray) -> list[str | None]:
-        """The text of every position, None for a masked position."""
+        """Return the text of each position of a canvas; None for a masked one."""
         tokenizer, open_places = self._defaults.tokenizer, (-1, self._defaults.model.mask_token_id)
         return [None if token in open_places else token_text(tokenizer, token) for token in canvas.tolist()]
 
 
 def certain(canvas: np.ndarray) -> list[int]:
-    """The tokens before the first masked position."""
+    """Return the tokens before the first open position, which no later step changes."""
     tokens: list[int] = canvas.tolist()
     return tokens[: tokens.index(-1)] if -1 in tokens else tokens

@@ -18,7 +18,7 @@ from launch.serving.routes import router
 
 
 class Application(FastAPI):
-    """The routes, with every error in OpenAI's format."""
+    """A FastAPI application with the server's routes, which returns every error in OpenAI's format."""
 
     def __init__(self, version: str) -> None:
         """Declare the routes. Requests need a backend, which :func:`application` sets."""
@@ -29,14 +29,14 @@ class Application(FastAPI):
             version=version,
             docs_url=None,
             redoc_url=None,
-            # A redirect would go to an address made from the Host header.
+            # A redirect would go to an address taken from the Host header, which the client chooses.
             redirect_slashes=False,
             exception_handlers=handlers,
         )
         self.include_router(router)
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, generated on first use and cached."""
+        """Return the OpenAPI document, generated on first use and cached."""
         if self.openapi_schema is None:
             self.openapi_schema = complete(super().openapi())
         return self.openapi_schema
@@ -49,14 +49,14 @@ class Application(FastAPI):
 
 
 def application(backend: Backend) -> Application:
-    """The application that serves a backend. It checks neither API keys nor sizes; see :mod:`launch.serving.guard`."""
+    """Return an application that serves ``backend``, without the checks of :mod:`launch.serving.guard`."""
     app = Application(backend.version)
     app.state.backend = backend
     return app
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """The response to a request that raised an exception."""
+    """Return the response to a request that raised an exception."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=400)
     refusal = as_api_error(error)

@@ -22,7 +22,8 @@ from launch.serving.readers import Readers
 from launch.serving.reading import Reader
 from runtime import InputError, RequestHandle
 
-# Threads that read bodies. Chats have their own threads, so that a chat template that never returns delays only chats.
+# Numbers of threads that read bodies. Chats have threads of their own, so that a chat template that never returns
+# delays only chats.
 _READERS, _CHAT_READERS = 2, 2
 
 Kind = TypeVar("Kind", bound=RequestBody)
@@ -37,7 +38,7 @@ class ReadRequest(Generic[Kind, Read]):
       arrived: when its head arrived, on the monotonic clock.
       deadline: when it must be finished, on the same clock.
       body: its validated body.
-      reading: the rows to generate, or the passes to score, that the engine runs for the body.
+      reading: what the engine has to run for it: the rows to generate, or the scoring passes.
     """
 
     arrived: float
@@ -47,14 +48,14 @@ class ReadRequest(Generic[Kind, Read]):
 
 
 class Backend:
-    """Everything behind the routes.
+    """What the routes need to answer requests: the engine, readers of bodies, defaults, metrics and limits.
 
     Attributes:
-      serving: the engine's thread.
+      serving: the interface to the engine's thread.
       reader: turns bodies into rows for the engine.
       defaults: decoding parameters of requests that do not set them.
-      metrics: counters in Prometheus format.
-      version: the installed version.
+      metrics: the server's metrics.
+      version: the installed version of diffumesh.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Backend:
         self._chat_readers = Readers(_CHAT_READERS, limits.queue, "chat-reader")
 
     def close(self) -> None:
-        """Stop reading bodies."""
+        """Stop the threads that read bodies."""
         for readers in (self._readers, self._chat_readers):
             readers.close()
 
@@ -91,7 +92,7 @@ class Backend:
         return False, {"status": state}
 
     def model(self) -> dict[str, Any]:
-        """The served model as an entry of ``/v1/models``."""
+        """Return the served model as an entry of ``/v1/models``."""
         return {
             "id": self.defaults.model_name,
             "object": "model",
@@ -110,8 +111,8 @@ class Backend:
         Args:
           request: the HTTP request.
           kind: the model of its body.
-          read: what to compute from the body, such as token ids.
-          chat: use the threads for chats.
+          read: called in the reader thread; computes from the body what the engine has to run.
+          chat: whether to use the threads for chats.
 
         Raises:
           ApiError: the server is busy or shutting down, the body is not JSON, or a value is wrong.
@@ -142,7 +143,7 @@ class Backend:
         return ReadRequest(arrived, deadline, body, reading)
 
     async def unless_gone(self, request: Request, handle: RequestHandle, work: Coroutine[Any, Any, Any]) -> Any:
-        """Return the result of ``work``, or abort the request when its client disconnects first.
+        """Wait for ``work`` and return its result. Abort the request if its client disconnects first.
 
         Raises:
           ClientDisconnect: the client has disconnected.

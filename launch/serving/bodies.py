@@ -71,7 +71,7 @@ class StreamOptions(Body):
 
 
 def annotation(parameter: Parameter) -> Any:
-    """The type of a decoding parameter in a body, with its bounds and its description."""
+    """Return the type of a decoding parameter's field for pydantic, with its bounds and its description."""
     kind: Any = parameter.kind
     if isinstance(kind, Seeds):
         kind = kind.seed
@@ -91,7 +91,7 @@ def annotation(parameter: Parameter) -> Any:
 
 
 def decoding_body(parameters: Iterable[Parameter]) -> type[RequestBody]:
-    """A model with a field for every parameter that OpenAI's request format does not define itself."""
+    """Make a model with a field for each of these parameters that OpenAI's request format does not define itself."""
     fields: Any = {one.http_name: (annotation(one), None) for one in parameters if one.http is not None}
     return create_model("Decoding", __base__=RequestBody, **fields)
 
@@ -103,10 +103,10 @@ else:
 
 
 class Generate(Decoding):
-    """Fields of completions and chats. A field that is null counts as absent.
+    """Fields that requests for completions and chats share. A field that is null counts as absent.
 
     Attributes:
-      canvas: add all new positions to each chunk of a stream, with ``null`` for masked positions.
+      canvas: add the texts of all new positions to each chunk of a stream, with ``null`` for masked positions.
     """
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
@@ -130,7 +130,7 @@ class Generate(Decoding):
         return self
 
     def decoding(self) -> dict[str, Any]:
-        """The fields that the request sets and :func:`launch.openai.bodies.read_asked` reads."""
+        """Return the fields that the request sets and that :func:`launch.openai.bodies.read_asked` reads."""
         return {name: value for name, value in self.model_dump(exclude_unset=True).items() if is_read(name)}
 
 
@@ -178,7 +178,7 @@ class ResponseFormat(Body):
 
 if TYPE_CHECKING:
     GenerateChat = Generate
-else:  # OpenAI's chats have a second name for max_tokens
+else:  # OpenAI's chat requests have a second name for max_tokens
     _LENGTH = EXPOSED_PARAMETERS["max_new_tokens"]
     _NAMES = [name for name in _LENGTH.aliases if name != _LENGTH.http_name]
     GenerateChat = create_model("GenerateChat", __base__=Generate, **dict.fromkeys(_NAMES, (annotation(_LENGTH), None)))

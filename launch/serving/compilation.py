@@ -23,7 +23,7 @@ class Compilation:
     """The programs that this host still has to compile, and the buckets that the scheduler may use.
 
     Attributes:
-      remaining: number of buckets whose programs some host has not compiled yet.
+      remaining: number of buckets whose programs at least one host has not compiled yet.
       is_cached: whether the last programs came from the persistent cache, so that the next ones may be there too.
     """
 
@@ -43,7 +43,7 @@ class Compilation:
         return [one.fingerprint for one in self._compiler.done]
 
     def choose(self, scheduler: Scheduler) -> Programs | None:
-        """Choose the programs to compile next, those that rows would have used most often. Host 0 calls this.
+        """Choose the programs to compile next: those that rows would have used most often so far. Host 0 calls this.
 
         Returns:
           The programs; None if all are compiled or the compiler is still busy.
@@ -60,13 +60,16 @@ class Compilation:
         return chosen
 
     def load(self) -> None:
-        """Load the next programs from the persistent cache, or compile them, and wait. All hosts call this."""
+        """Load the next programs from the persistent cache, or compile them; return when they are ready.
+
+        All hosts call this.
+        """
         before = self._executor.cached_programs
         self.begin(self._left.pop(0)).wait()
         self.is_cached = bool(self._left) and self._executor.cached_programs > before
 
     def begin(self, programs: Programs) -> threading.Event:
-        """Start to compile these programs on this host. The returned event is set when they are compiled."""
+        """Start to compile these programs on this host. Returns an event that is set when they are compiled."""
         self._order.append(programs)
         return self._compiler.put(str(programs), lambda: self._executor.compile(programs))
 
@@ -75,7 +78,7 @@ class Compilation:
 
         Args:
           reports: the report of each host.
-          scheduler: chooses among the buckets that it may use.
+          scheduler: the scheduler, which chooses the bucket of each row.
           say: prints a line for the user.
 
         Raises:

@@ -1,8 +1,8 @@
-"""Bounds of TCP connections that uvicorn does not have.
+"""Limits on TCP connections that uvicorn does not have.
 
-uvicorn bounds the size of an incomplete head and the time that a connection may be idle. This module adds the number of
-connections, the time in which a head must arrive, and the time in which a client must read what was sent to it. It
-wraps the protocol that uvicorn makes for a connection, and uses only asyncio's interface of it.
+uvicorn limits the size of an incomplete head and the time that a connection may be idle. This module limits the number
+of connections, the time in which a head must arrive, and the time in which a client must read what was sent to it. It
+wraps the protocol object that uvicorn makes for a connection, and uses only methods that asyncio defines for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Connections:
         config.http_protocol_class = connection  # type: ignore[assignment]  # uvicorn only calls it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, and tell the connection how far the request and its response are."""
+        """Run the application, and tell the connection when the request and its response are complete."""
         connection = self._open.get(tuple(scope.get("client") or ()))
         if connection is None:  # the client has gone
             await self._app(scope, receive, send)
@@ -59,7 +59,7 @@ class Connections:
 
 
 class Connection(asyncio.Protocol):
-    """One connection: forwards to uvicorn's protocol, and closes the connection when a bound is exceeded."""
+    """One connection: forwards to uvicorn's protocol, and closes the connection when a limit is exceeded."""
 
     def __init__(self, protocol: asyncio.Protocol, connections: dict[tuple[str, int], Connection], limits: Limits):
         """Wrap ``protocol``; ``connections`` holds all open connections by the client's address and port."""
@@ -87,10 +87,11 @@ class Connection(asyncio.Protocol):
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        """Forward ``data``; hold it back while a complete request is answered.
+        """Forward ``data``, or hold it back while a complete request is being answered.
 
-        At the first byte after a request uvicorn would stop reading, and not notice that the client closes the
-        connection. At most the size of a head is held, which bounds the memory of a client that keeps sending.
+        uvicorn would stop reading at the first byte after a request, and so not notice that the client closes the
+        connection. Once more than the size of a head is held back, reading pauses, so that a client that keeps sending
+        cannot fill the memory.
         """
         if self._request_complete:
             self._held += data
@@ -103,19 +104,19 @@ class Connection(asyncio.Protocol):
             self._expect_head()
 
     def request_started(self) -> None:
-        """A whole head has arrived and the application runs."""
+        """Stop the timer for the head: it has arrived and the application runs."""
         self._answering, self._request_complete = True, False
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
     def request_complete(self) -> None:
-        """The application has received the whole body."""
+        """Note that the application has received the whole body."""
         self._request_complete = True
         self._transport.resume_reading()
 
     def response_complete(self) -> None:
-        """The application has sent the whole response. Forward what was received meanwhile."""
+        """Forward what was received while the request was answered: the application has sent the whole response."""
         self._answering = self._request_complete = False
         held, self._held = self._held, b""
         if held and not self._transport.is_closing():
@@ -123,7 +124,7 @@ class Connection(asyncio.Protocol):
             self.data_received(held)
 
     def pause_writing(self) -> None:
-        """Close the connection if the client leaves the response unread for too long."""
+        """Start the timer that closes the connection if the client leaves the response unread for too long."""
         self._protocol.pause_writing()
         self._write_timer = self._loop.call_later(self._limits.write_seconds, self._transport.abort)
 
@@ -163,7 +164,10 @@ class _Transport:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Send ``data``. The application sends no plain text with status 400, so that one is uvicorn's."""
+        """Send ``data``, or the error object in place of uvicorn's response.
+
+        The application sends no plain text with status 400, so such a response is from uvicorn.
+        """
         if self._replaced:
             return
         if data.startswith(b"HTTP/1.1 400 ") and b"\r\ncontent-type: text/plain" in data:

@@ -43,8 +43,8 @@ _REFUSALS = {"warming up": "The server is warming up.", "draining": "The server 
 
 _IDLE_SECONDS = 0.25  # between two steps without work
 _REPORT_SECONDS = 0.5  # between two reports of the hosts, unless host 0 has compiled something meanwhile
-_COMPILER_SECONDS = 10.0  # for what is being compiled when the server ends
-_RATE_SAMPLES = 64  # rows over which the rate of service is measured
+_COMPILER_SECONDS = 10.0  # to wait for a compilation that is running when the server ends
+_RATE_SAMPLES = 64  # number of finish times from which the rate of service is estimated
 _MAX_RETRY_SECONDS = 60
 
 
@@ -65,13 +65,13 @@ class HostStep:
     last: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The step as JSON values, for the other hosts."""
+        """Return the step as JSON values, for the other hosts."""
         compiled = None if self.compile is None else self.compile.to_json()
         return {"plan": self.plan.to_json(), "compile": compiled, "report": self.report, "last": self.last}
 
     @classmethod
     def from_json(cls, step: Any) -> HostStep:
-        """The step that :meth:`to_json` wrote."""
+        """Return the step that :meth:`to_json` wrote."""
         compiled = None if step["compile"] is None else Programs.from_json(step["compile"])
         return cls(StepPlan.from_json(step["plan"]), compiled, step["report"], step["last"])
 
@@ -87,7 +87,7 @@ def _is_non_finite(event: Event) -> bool:
 
 
 def take_turn(turns: Turns, hosts: Hosts, step: HostStep | None) -> HostStep:
-    """Send the step that host 0 has decided on to all hosts; the others pass None. Returns the step."""
+    """Send the step that host 0 has decided on to all hosts, and return it. The other hosts pass None."""
     if hosts.count == 1:
         assert step is not None
         hosts.mark()
@@ -97,17 +97,17 @@ def take_turn(turns: Turns, hosts: Hosts, step: HostStep | None) -> HostStep:
 
 
 def exchange_reports(turns: Turns, hosts: Hosts, compiled: Report) -> tuple[bool, list[Report]]:
-    """Exchange what each host knows by itself.
+    """Tell all hosts whether this one received SIGTERM and what it has compiled, and receive the same from them.
 
     Returns:
-      Whether some host received SIGTERM, and what each host has compiled.
+      Whether any host received SIGTERM, and the report of each host.
     """
     said = turns.gather([hosts.terminated, list(compiled)])
     return any(terminated for terminated, _ in said), [own for _, own in said]
 
 
 def load_cached(compilation: Compilation, turns: Turns) -> list[Report]:
-    """Load programs that all hosts have in their persistent caches, before requests come.
+    """Load the programs that all hosts have in their persistent caches, before requests are accepted.
 
     Returns:
       The report of each host.
@@ -118,7 +118,7 @@ def load_cached(compilation: Compilation, turns: Turns) -> list[Report]:
 
 
 def follow(executor: Executor, hosts: Hosts) -> None:
-    """Execute the steps that host 0 decides on, until the last one."""
+    """Execute the steps that host 0 decides on, until the last one. All hosts except host 0 call this."""
     turns = Turns(hosts)
     turns.warm_up()
     if not executor.warm_up(turns.draining):
@@ -257,7 +257,7 @@ class ServingEngine:
             self._lock.notify()
 
     def healthy(self, timeout: float) -> bool:
-        """Whether the engine's thread lives and has not been busy with one step for more than ``timeout`` seconds."""
+        """Whether the engine's thread is alive and has spent at most ``timeout`` seconds on its present step."""
         return self.state in ("ready", "draining") and time.monotonic() - self._heartbeat < timeout
 
     def fail(self, error: ApiError) -> None:
@@ -289,8 +289,8 @@ class ServingEngine:
 
         Args:
           executor: runs the rows in the slots.
-          alive: returns whether the HTTP server still runs.
-          ready: called when requests are accepted.
+          alive: returns whether the HTTP server is still running.
+          ready: called when the server begins to accept requests.
         """
         try:
             self._turns.warm_up()

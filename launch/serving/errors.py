@@ -11,9 +11,9 @@ from starlette.exceptions import HTTPException
 
 from runtime import EXPOSED_PARAMETERS, NON_FINITE, InputError, ParameterError
 
-# Characters of a client's field name that an error repeats.
+# Maximum number of characters of a client's field name that an error message repeats.
 _SHOWN = 100
-# Maximum number of a field's alternatives that an error message describes.
+# For a field that accepts several types: the maximum number of them that an error message describes.
 _MOST_FORMS = 3
 
 
@@ -22,9 +22,9 @@ class ErrorDetail(BaseModel):
 
     Attributes:
       message: a sentence for people.
-      type: the class of the error.
+      type: the class of the error, such as ``invalid_request_error``.
       param: the field of the request that is wrong, if it is one field.
-      code: a name for programs.
+      code: a fixed name of the error, for programs.
     """
 
     message: str
@@ -45,7 +45,7 @@ class ApiError(Exception):
     Attributes:
       status: the HTTP status.
       message: a sentence for people. It never repeats the text of an internal error.
-      code: a name for programs.
+      code: a fixed name of the error, for programs.
       param: the field of the request that is wrong, if it is one field.
       headers: additional response headers.
     """
@@ -63,7 +63,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON body of the response."""
+        """Return the JSON body of the response."""
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
         kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -91,18 +91,24 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
-    """400: the request itself is wrong."""
+    """Return a 400 error: the request itself is wrong."""
     return ApiError(400, message, "invalid_request", param)
 
 
 def from_input_error(error: InputError) -> ApiError:
-    """400 for a wrong input, with parameters named as in request bodies. A library's own text is left out."""
+    """Return a 400 error for an InputError, with parameters named as in request bodies.
+
+    ``error.detail``, the message of a library, is left out.
+    """
     text = error.spelled(_http_name) if isinstance(error, ParameterError) else error.message
     return invalid(text, None if error.field is None else _http_name(error.field))
 
 
 def from_validation_error(error: ValidationError) -> ApiError:
-    """400 for a body that pydantic refused. It names fields and bounds, and repeats no value that the client sent."""
+    """Return a 400 error for a body that pydantic refused.
+
+    The message names fields and bounds, and repeats no value that the client sent.
+    """
     details = error.errors(include_url=False, include_input=False)
     first = details[0]
     if first["type"] == "value_error":  # raised by a validator of launch.serving.bodies
@@ -112,13 +118,16 @@ def from_validation_error(error: ValidationError) -> ApiError:
         return invalid(first["msg"])
     if first["type"] in ("extra_forbidden", "missing"):
         return invalid(f"{'.'.join(path):.{_SHOWN}}: {first['msg']}", path[0][:_SHOWN])
-    # A field of several forms has an error for each of them.
+    # For a field that accepts several types, pydantic reports an error for each of them.
     said = dict.fromkeys(detail["msg"] for detail in details if detail["loc"][:1] == first["loc"][:1])
     return invalid(f"{path[0]:.{_SHOWN}}: {'; or: '.join(list(said)[:_MOST_FORMS])}", path[0][:_SHOWN])
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The error that a client receives for an exception of a route. An unexpected exception is only logged."""
+    """Return the error that a client receives when a route raises an exception.
+
+    The text of an unexpected exception is not sent to the client.
+    """
     match error:
         case ApiError():
             return error
@@ -140,7 +149,7 @@ def _http_name(name: str) -> str:
 
 
 def busy(seconds: int) -> ApiError:
-    """429: the queue is full."""
+    """Return a 429 error: the queue is full. The client may try again after ``seconds``."""
     return ApiError(
         429,
         "Too many requests are waiting. Try again later.",
@@ -150,12 +159,15 @@ def busy(seconds: int) -> ApiError:
 
 
 def unavailable(message: str, seconds: int = 1) -> ApiError:
-    """503: the server is warming up, is shutting down, or has lost its engine."""
+    """Return a 503 error: the server is warming up or shutting down. The client may try again after ``seconds``."""
     return ApiError(503, message, "unavailable", headers={"Retry-After": str(seconds)})
 
 
 def too_late(seconds: float) -> ApiError:
-    """408: the request's deadline has passed. The header keeps OpenAI's client from trying again on its own."""
+    """Return a 408 error: the request was not finished within ``seconds``.
+
+    Its header keeps OpenAI's client from trying again on its own.
+    """
     return ApiError(
         408,
         f"The request was not finished within {seconds:g} s.",
@@ -164,7 +176,7 @@ def too_late(seconds: float) -> ApiError:
     )
 
 
-# A fault of the checkpoint or its dtype. OpenAI's client would try again, with the same result.
+# The cause is the checkpoint or its dtype. Without the header OpenAI's client would try again, with the same result.
 NON_FINITE_LOGITS = ApiError(
     500,
     f"There is no result: {NON_FINITE}.",

@@ -31,15 +31,15 @@ async def send_error(error: ApiError, send: Send) -> None:
 
 
 class Guard:
-    """An ASGI application behind these checks."""
+    """An ASGI application that checks each request, then passes it to another application."""
 
     def __init__(self, app: ASGIApp, keys: Keys, limits: Limits, hosts: Collection[str]) -> None:
-        """Guard ``app``; ``hosts`` are the accepted names of the Host header, empty for any."""
+        """Guard ``app``. ``hosts`` are the accepted names in the Host header; if empty, any name is accepted."""
         self._app, self._keys, self._limits = app, keys, limits
         self._hosts = {host.lower().encode() for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check a request and run the application, with the request's owner (key or address) in ``state.owner``."""
+        """Check a request, then run the application with the request's owner (key or address) in ``state.owner``."""
         if scope["type"] != "http":
             return
         state: dict[str, bool] = {"read": False}
@@ -60,7 +60,7 @@ class Guard:
         await self._app(scope, self._limited(receive, state), closing_send)
 
     def _check(self, scope: MutableMapping[str, Any], headers: list[tuple[bytes, bytes]]) -> object:
-        # h11 bounds incomplete heads only. A head that arrives in a single packet is measured here.
+        # h11 limits the size of incomplete heads only. A head that arrives in a single packet is measured here.
         size = len(scope["raw_path"]) + len(scope["query_string"])
         size += sum(len(name) + len(value) + len(": \r\n") for name, value in headers)
         if size > self._limits.headers:

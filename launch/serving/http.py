@@ -36,13 +36,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address(own: socket.socket) -> str:
-    """The URL of a socket that :func:`listen` bound."""
+    """Return the URL of a socket that :func:`listen` bound."""
     host, port = own.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class HttpServer:
-    """uvicorn, started and stopped by the launcher."""
+    """uvicorn in a thread of its own, which the caller starts and stops."""
 
     def __init__(self, app: ASGIApp, own: socket.socket, limits: Limits) -> None:
         """Prepare to serve ``app`` on a socket that :func:`listen` bound."""
@@ -81,10 +81,10 @@ class HttpServer:
         self._thread.start()
 
     def alive(self) -> bool:
-        """Whether the server's thread runs."""
+        """Whether the server's thread is running."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Send the responses that have begun, for a few seconds at most, then stop."""
+        """Stop the server. Responses that have begun get a few seconds to finish."""
         self._server.should_exit = True
         self._thread.join(2 * _FLUSH_SECONDS)

@@ -24,10 +24,10 @@ class Keys:
 
     @classmethod
     def read(cls, path: Path) -> Keys:
-        """Read a file with one key per line. Blank lines and lines that begin with # are ignored.
+        """Read the keys from a file with one key per line. Blank lines and lines that begin with # are ignored.
 
         Raises:
-          InputError: the file cannot be read, other users can read it, or a line is not a key.
+          InputError: the file cannot be read, other users can read it, it has no key, or a line is not a key.
         """
         flag = f"--api_key_file={path}"
         try:
@@ -50,7 +50,7 @@ class Keys:
         return bool(self._digests)
 
     def whose(self, authorization: bytes | None) -> int | None:
-        """The index of the key in an ``Authorization`` header, or None if the header has no valid key.
+        """Return the index of the key in an ``Authorization`` header, or None if the header has no valid key.
 
         The header is ``Bearer KEY`` or, for browsers, ``Basic`` with any user name and the key as the password. The
         given key is compared with every key, each time in constant time.

@@ -1,4 +1,4 @@
-"""Limits of requests and connections, set by flags, and the open files that connections take."""
+"""Limits on requests and connections, set by flags, and the limit on open files that the connections need."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 from runtime import InputError
 
-# Open files besides connections: weights, devices, logs.
+# Number of open files besides connections: weights, devices, logs.
 _OTHER_FILES = 128
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of everything that clients send, and of time.
+    """Limits on what clients may send and on how long things may take.
 
     Attributes:
-      body: maximum bytes of a request's body.
-      headers: maximum bytes of a request's head.
-      rows: maximum completions or scored rows per request.
-      queue: maximum rows that wait for a slot.
-      connections: maximum open connections.
+      body: maximum size of a request's body in bytes.
+      headers: maximum size of a request's head (path, query and headers) in bytes.
+      rows: maximum number of completions or scored rows per request.
+      queue: maximum number of rows that wait for a slot, over all requests.
+      connections: maximum number of open connections.
       request_seconds: maximum seconds from the arrival of a request to its end. A request can set a shorter timeout.
       read_seconds: seconds in which a request's head must arrive, and then its body.
       write_seconds: seconds for which a client may leave a response unread.
-      stall_seconds: seconds of one engine step, or of reading one body, after which ``/health`` reports a stall.
-      grace_period: seconds to finish accepted requests after SIGTERM.
+      stall_seconds: seconds that one engine step, or reading one body, may take before ``/health`` reports a stall.
+      grace_period: seconds in which to finish accepted requests after SIGTERM.
     """
 
     body: int = 1 << 20
@@ -41,10 +41,13 @@ class Limits:
 
 
 def allow_files(connections: int) -> None:
-    """Raise the limit of open files as far as allowed, and check that it suffices for the connections.
+    """Raise this process's limit on open files as far as allowed, and check that it suffices.
+
+    Args:
+      connections: maximum number of open connections, each of which takes one file.
 
     Raises:
-      InputError: the limit is too low.
+      InputError: the limit is too low for the connections.
     """
     if sys.platform == "win32":  # no such limit
         return

@@ -79,7 +79,12 @@ class Metrics:
         self._aborted.labels(**self._labels, reason=reason).inc()
 
     def inserted(self, prompt_tokens: int, waited: float) -> None:
-        """Count a row that was inserted into a slot after waiting for ``waited`` seconds."""
+        """Count a row that was inserted into a slot.
+
+        Args:
+          prompt_tokens: number of tokens of its prompt.
+          waited: seconds that it waited for the slot.
+        """
         self._prompt.inc(prompt_tokens)
         self._prompts.observe(prompt_tokens)
         self.queued.observe(waited)
@@ -92,11 +97,11 @@ class Metrics:
         """Count a finished row.
 
         Args:
-          committed: its committed tokens.
-          steps: its denoise steps or decoded tokens.
+          committed: number of tokens that were committed to its canvas.
+          steps: number of its denoise steps or decoded tokens.
           denoised: whether they were denoise steps.
-          seconds: time that it spent in its slot.
-          accepted: its steps without a forward pass of their own.
+          seconds: time that the row spent in its slot.
+          accepted: number of its steps without a forward pass of their own.
         """
         self._committed.inc(committed)
         if denoised:
@@ -107,11 +112,11 @@ class Metrics:
             self._tokens_per_forward.observe(committed / passes)
 
     def completed(self, reason: str, tokens: int) -> None:
-        """Count a completion that was returned to a client."""
+        """Count a completion of ``tokens`` tokens that was returned to a client, with its finish reason."""
         self._requests.labels(**self._labels, finished_reason=reason).inc()
         self._generated.inc(tokens)
         self._lengths.observe(tokens)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)

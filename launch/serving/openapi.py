@@ -16,13 +16,13 @@ _SCHEMAS = "#/components/schemas/{model}"
 
 
 def request_body(kind: type[RequestBody]) -> dict[str, Any]:
-    """The declaration of a JSON body, for ``openapi_extra`` of a route."""
+    """Return the OpenAPI declaration of a JSON request body, for the argument ``openapi_extra`` of a route."""
     schema = {"$ref": _SCHEMAS.format(model=kind.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def complete(document: dict[str, Any]) -> dict[str, Any]:
-    """Add the models of bodies and the API key to FastAPI's document."""
+    """Add the models of request bodies and the API key to the OpenAPI document that FastAPI generated."""
     kinds: list[type[RequestBody]] = [CompletionBody, ChatBody, ScoreBody]
     _, models = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_SCHEMAS)
     components = document["components"]

@@ -1,7 +1,7 @@
 """Threads that read request bodies, shared fairly among the owners of requests.
 
-Tokenizing a long prompt or rendering a chat template can take long. Neither may delay the event loop, requests of other
-owners, or the end of the process.
+The owner of a request is the API key or the address that it came from. Tokenizing a long prompt or rendering a chat
+template can take long. Neither may delay the event loop, requests of other owners, or the end of the process.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def _ending() -> ApiError:
 
 
 class Readers:
-    """A pool of daemon threads that serves the owners of waiting requests in turn.
+    """Daemon threads that read waiting requests, taking one request of each owner in turn.
 
-    Python waits for the threads of concurrent.futures when it exits, so one that hangs would keep the process alive.
-    Daemon threads do not.
+    Python waits for the threads of concurrent.futures when it exits, so a thread that hangs would keep the process
+    alive. It does not wait for daemon threads.
     """
 
     def __init__(self, threads: int, waiting: int, name: str) -> None:
@@ -68,7 +68,7 @@ class Readers:
         self._waiting: dict[Hashable, int] = {}
         self._changed = threading.Condition()
         self._closed = False
-        self._since: dict[int, float] = {}  # by thread, when it began its present request
+        self._since: dict[int, float] = {}  # when each busy thread began its request, by the thread's number
         for number in range(threads):
             threading.Thread(target=self._work, args=(number,), name=f"{name}-{number}", daemon=True).start()
 
@@ -91,7 +91,7 @@ class Readers:
         return await future
 
     def busy_seconds(self) -> float:
-        """Seconds that the longest-running read has taken; 0 if none is running."""
+        """Return for how many seconds the longest of the reads in progress has run; 0 if there is none."""
         now = time.monotonic()
         return max((now - since for since in list(self._since.values())), default=0.0)
 

@@ -47,12 +47,12 @@ class Reading:
     pool: int
 
     def stop_tests(self, defaults: Defaults) -> list[StopTest | None]:
-        """For each row, the test that ends it at its stop strings."""
+        """Return, for each row, the test that ends it at its stop strings; None if it has none."""
         stops = [self.of(row).stop for row in range(len(self.rows))]
         return stop_tests(defaults.tokenizer, defaults.end_token_ids, stops)
 
     def of(self, index: int) -> Asked:
-        """The validated request of a row."""
+        """Return the validated request that a row belongs to, given the row's index."""
         return self.asked[index // self.asked[0].samples]
 
 
@@ -61,8 +61,8 @@ class Mode:
     """A set of decoding parameters that the server has compiled programs for.
 
     Attributes:
-      config: the parameters. A request can use the mode if its compiled parameters are the same.
-      pool: index of the pool of slots of this mode.
+      config: the parameters. A request can use the mode if programs compiled for them can run it.
+      pool: index of the mode's pool in the executor.
     """
 
     config: DiffusionConfig | SamplingConfig
@@ -70,7 +70,7 @@ class Mode:
 
 
 class Reader:
-    """Turns bodies into rows. Tokenizing a long prompt takes time, so this must not run on the event loop."""
+    """Turns request bodies into rows. Tokenizing a long prompt takes time, so this must not run on the event loop."""
 
     def __init__(self, defaults: Defaults, modes: Sequence[Mode], limits: Limits) -> None:
         """Read requests with these defaults, modes and limits. :meth:`serve` must be called before the first one."""
@@ -84,7 +84,7 @@ class Reader:
         return [compiled_values(mode.config) for mode in self._modes]
 
     def serve(self, executor: Executor) -> None:
-        """Read requests for the slots of this executor."""
+        """Set the executor whose slots will decode the requests."""
         self._executor = executor
         self.widest = max(pool.width for pool in executor.pools)
 
@@ -97,7 +97,7 @@ class Reader:
             return False
 
     def generation(self, body: CompletionBody | ChatBody) -> Reading:
-        """The rows of a completion or a chat.
+        """Return the rows that a request for completions or a chat asks for.
 
         Raises:
           ApiError: the request is invalid or too large, or no mode can decode it.
@@ -133,7 +133,7 @@ class Reader:
         return Reading(asked, rows, pool)
 
     def scoring(self, body: ScoreBody) -> tuple[list[list[int]], list[ScorePass]]:
-        """The rows of a scoring request as token ids, and the forward passes that score them.
+        """Return the rows of a scoring request as token ids, and the forward passes that score them.
 
         Raises:
           ApiError: the request is invalid or too large.
@@ -158,7 +158,11 @@ class Reader:
         return rows, passes
 
     def _tokens(self, row: str | list[int], name: str) -> list[int]:
-        """The token ids of one row of the field ``name`` of a scoring request.
+        """Return the token ids of one row of a scoring request.
+
+        Args:
+          row: the row, as text or token ids.
+          name: the field that it is from, for messages.
 
         Raises:
           ApiError: the row is empty, too long or cannot be tokenized, or the model does not have one of its token ids.
@@ -177,10 +181,10 @@ class Reader:
         return row
 
     def check_model(self, name: str | None) -> None:
-        """Check that a request names the served model, or none.
+        """Check that a request names the served model or no model.
 
         Raises:
-          ApiError: 404 for any other model.
+          ApiError: it names another model (404).
         """
         if name is not None and name != self._defaults.model_name:
             raise ApiError(404, "The model does not exist. See /v1/models.", "model_not_found", "model")
@@ -202,10 +206,10 @@ class Reader:
             check_prompt_size(text, self.widest, "messages" if "messages" in changes else "prompt")
 
     def _pool(self, asked: Asked) -> int:
-        """Index of the pool whose slots can decode a row.
+        """Return the index of the pool whose slots can decode the rows of a request.
 
         Raises:
-          ApiError: no pool can.
+          ApiError: there is none.
         """
         assert self._executor is not None
         length = asked.request(0).canvas_length
@@ -227,7 +231,7 @@ class Reader:
 
 
 def describe(config: DiffusionConfig | SamplingConfig) -> str:
-    """The compiled parameters of a configuration in the form of ``--mode``, such as ``cache=dual, parallel=none``."""
+    """Return the compiled parameters of a configuration as text, such as ``cache=dual, parallel=none``."""
     named = {one.name: one for one in declared_parameters(type(config))}
     # Choices are always listed, other parameters where they differ from the default.
     said = {
@@ -241,18 +245,21 @@ def describe(config: DiffusionConfig | SamplingConfig) -> str:
 
 
 def not_offered(config: DiffusionConfig | SamplingConfig, modes: Sequence[Mode]) -> str:
-    """The parameter that a request has to change for the most similar mode: one that differs from the default mode."""
+    """Return the parameter that a request, which no mode can decode, must change to fit the most similar mode.
+
+    It is always one in which the request differs from the default mode.
+    """
     wanted, default = compiled_values(config), modes[0].config
     changed = [name for name in wanted if getattr(config, name) != getattr(default, name)]
     wrong = []
     for mode in modes:
         theirs = compiled_values(mode.config)
         names = [name for name in changed if name not in theirs or theirs[name] != wanted[name]]
-        # Parameters that both compile come first, because the others follow from them.
+        # Parameters that the request and the mode both have come first, because the others follow from them.
         wrong.append(sorted(names, key=lambda name: name not in theirs))
     return min(filter(None, wrong), key=len)[0]
 
 
 def _several(prompt: Any) -> list[Any]:
-    """A list of prompts, each a text or a list of token ids, from one prompt or a list."""
+    """Return a list of prompts, each a text or a list of token ids, given one prompt or a list of prompts."""
     return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]

@@ -12,7 +12,7 @@ import numpy as np
 from launch.serving.errors import ApiError, too_late
 from runtime import RowResult
 
-# The engine's thread aborts requests at their deadline. The coroutine waits so much longer before it does so itself.
+# Seconds. The engine's thread aborts a request at its deadline; the coroutine gives up this much later.
 _DEADLINE_SLACK = 1.0
 
 
@@ -22,9 +22,10 @@ class ResponseStream:
     Only the newest canvas of each row is kept, so a slow client does not use more memory.
 
     Attributes:
-      canvases: int32 ``[N]``, the new tokens of each unfinished row, by the row's index in the request.
-      results: the result of each finished row, by index.
-      scores: float32, log-probabilities of each scored row, by index.
+      canvases: the new tokens of each unfinished row, int32 ``[N]`` with -1 at open positions, by the row's index in
+        the request.
+      results: the result of each finished row, by the row's index.
+      scores: the log-probabilities of each scored row, float32, by the row's index.
       error: the error that ended the request, if any.
     """
 
@@ -45,7 +46,7 @@ class ResponseStream:
         self.error: ApiError | None = None
 
     async def wait(self) -> None:
-        """Wait for results that were put after the last call.
+        """Wait until results have arrived since the last call.
 
         Raises:
           ApiError: the request ended with an error, or its deadline has passed.
@@ -66,7 +67,7 @@ class ResponseStream:
         scores: Mapping[int, np.ndarray] | None = None,
         error: ApiError | None = None,
     ) -> None:
-        """Add results from any thread. Only the first error is kept."""
+        """Add results, or the error that ends the request. Any thread may call this. Only the first error is kept."""
 
         def add() -> None:
             self.canvases |= canvases or {}

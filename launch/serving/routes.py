@@ -24,7 +24,7 @@ from launch.serving.reading import Reading
 from launch.serving.response_stream import ResponseStream
 from runtime import RequestHandle, ScorePass
 
-# Errors that the server sends are declared once, for all routes.
+# The errors of all routes are declared here once, for the OpenAPI document.
 router = APIRouter(responses=RESPONSES)
 _GENERATED: dict[int | str, dict[str, Any]] = {
     200: {
@@ -100,13 +100,13 @@ async def version(server: Server) -> Response:
 
 @router.get("/v1/models")
 async def models(server: Server) -> Response:
-    """A list of the one model that the server has."""
+    """A list that contains the served model, the only one of this server."""
     return JSONResponse({"object": "list", "data": [server.model()]})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, server: Server) -> Response:
-    """The model with this name."""
+    """The served model. Any other name is not found."""
     server.reader.check_model(name)
     return JSONResponse(server.model())
 
@@ -152,7 +152,7 @@ async def _generate(request: Request, server: Backend, read: Generation, chat: b
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events; ``over`` is called however the response ends."""
+    """A response of server-sent events. It calls ``over`` when it ends, for whatever reason."""
 
     def __init__(self, events: AsyncIterator[bytes], over: Callable[[], None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -21,7 +21,7 @@ from runtime import Executor
 
 
 class Server:
-    """The HTTP server and the engine behind it. HTTP answers from the start, before the engine is loaded.
+    """The HTTP server and the engine behind it. The HTTP server answers requests even before the engine is loaded.
 
     Attributes:
       serving: the interface to the engine's thread.
@@ -43,12 +43,12 @@ class Server:
         """Start the HTTP server. Until :meth:`run`, it answers that the server is warming up.
 
         Args:
-          own: a socket of :func:`launch.serving.http.listen`.
+          own: a socket that :func:`launch.serving.http.listen` bound.
           defaults: decoding parameters of requests that do not set them.
-          modes: the modes of decoding, each with the index of its pool in the executor.
+          modes: the modes that requests can use, each with the index of its pool in the executor.
           limits: limits of requests and connections.
           keys: the accepted API keys.
-          names: accepted names in the Host header; empty for any.
+          names: accepted names in the Host header; if empty, any name is accepted.
           hosts: the connection to the other hosts.
           version: the version that ``/version`` reports.
         """
@@ -66,8 +66,8 @@ class Server:
         """Serve until the server is told to stop. When this returns or raises, every request has been answered.
 
         Args:
-          executor: the slots that decode requests.
-          ready: called when the server accepts requests.
+          executor: has the slots, and runs the rows in them.
+          ready: called when the server begins to accept requests.
         """
         self.reader.serve(executor)
         self._hosts.before_end(self.fail)

@@ -1,13 +1,13 @@
-"""Messages between the hosts of a server: JSON values that travel through collectives of the devices.
+"""Messages between the hosts of a server: JSON values that travel between the devices, through collectives.
 
 A server takes turns: host 0 decides on a step, and all hosts execute it. Steps travel through
 ``multihost_utils.broadcast_one_to_all``, reports of the hosts through ``process_allgather``. Both carry a buffer of a
-fixed size, so that each is one program, which is compiled at warm-up. A longer message takes several rounds.
+fixed size, so that each is a single program, which is compiled at warm-up. A longer message takes several rounds.
 
-Host 0 begins a turn at least every 0.25 s, even if there is nothing to do. No turn therefore comes near the timeout of
-a collective unless host 0 is held up, which the fault hub notices first (:mod:`launch.hosts.hub`). A host that waits in
-a collective cannot be interrupted. Its supervisor ends it when another host has failed or the grace period is over;
-before that, a thread of host 0 answers all requests.
+Host 0 begins a turn at least every 0.25 s, even if there is nothing to do. No host therefore waits so long that a
+collective times out, unless host 0 is held up; the fault hub (:mod:`launch.hosts.hub`) notices that first. A host
+that waits in a collective cannot be interrupted. Its supervisor ends it when another host has failed or the grace
+period is over; before that, a thread of host 0 answers all requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ _LENGTH_BYTES = 4  # the length of the message, little-endian, before the messag
 
 
 class Hosts(Protocol):
-    """The part of :class:`launch.hosts.host.Host` that the server uses."""
+    """The part of :class:`launch.hosts.host.Host` that the server uses.
+
+    Attributes:
+      process_index: the index of this host.
+      count: the number of hosts.
+    """
 
     process_index: int
     count: int
@@ -34,26 +39,26 @@ class Hosts(Protocol):
         """Whether this host received SIGTERM."""
 
     def mark(self) -> None:
-        """Note progress."""
+        """Note that this host makes progress, so that it does not count as stalled."""
 
     def before_end(self, tell: Callable[[], None]) -> None:
-        """Register a call for the seconds before a fault of any host ends this process."""
+        """Register a callback that runs, in another thread, shortly before a fault on any host ends this process."""
 
 
 class Turns:
-    """Messages between all hosts. Each host makes the same calls in the same order, in one thread."""
+    """Exchanges messages between all hosts. Each host makes the same calls in the same order, in one thread."""
 
     def __init__(self, hosts: Hosts) -> None:
-        """Take the place of this host among all."""
+        """Exchange messages on behalf of the host that ``hosts`` describes."""
         self._hosts = hosts
 
     def warm_up(self) -> None:
-        """Compile both collectives."""
+        """Compile both collectives, by running each of them once."""
         self.broadcast(None)
         self.gather(None)
 
     def broadcast(self, value: Any) -> Any:
-        """Send a JSON value from host 0 to all hosts. The value of other hosts is ignored; all get that of host 0."""
+        """Send a JSON value from host 0 to all hosts and return it. What other hosts pass as ``value`` is ignored."""
         self._hosts.mark()
         if self._hosts.count == 1:
             return value
@@ -65,7 +70,7 @@ class Turns:
         return _in_rounds(message, exchange)[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Exchange a JSON value of each host. Returns the values by process index."""
+        """Send the JSON value of each host to all hosts. Returns the values of all hosts, by process index."""
         self._hosts.mark()
         if self._hosts.count == 1:
             return [value]
@@ -97,12 +102,14 @@ def _bytes(buffer: Any) -> bytes:
 
 
 def _in_rounds(message: bytes, exchange: Callable[[bytes], list[bytes]]) -> list[Any]:
-    """Exchange framed messages part by part. The lengths in the first part tell all hosts how many rounds there are.
+    """Exchange messages in rounds of ``BUFFER_BYTES`` bytes, and return the values in the messages that arrive.
+
+    Each message begins with its length, so after the first round all hosts know how many rounds there are.
 
     Args:
-      message: the framed message of this host; empty if it only receives.
-      exchange: one round: sends a part of this host's message, and returns the parts that arrive, padded to
-        ``BUFFER_BYTES``.
+      message: the message of this host, as :func:`_frame` returns it; empty if this host only receives.
+      exchange: does one round: sends a piece of this host's message and returns the pieces that arrive, each padded
+        to ``BUFFER_BYTES``.
     """
     arrived = exchange(message[:BUFFER_BYTES])
     lengths = [_LENGTH_BYTES + int.from_bytes(one[:_LENGTH_BYTES], "little") for one in arrived]

@@ -1,1 +1,1 @@
-"""Decoding loops, each compiled into one device program that runs a whole generation."""
+"""Decoding: its parameters, sampling, and loops that each compile into one device program for a whole generation."""

@@ -79,14 +79,14 @@ class DecodeState:
 
     Attributes:
       tokens: int32 ``[B, T]``, start-aligned; positions that are not generated yet hold a filler token.
-      lengths: int32 ``[B]``, tokens of each row so far, prompt included.
+      lengths: int32 ``[B]``, number of tokens of each row so far, prompt included.
       read: int32 ``[B]``, number of prompt tokens of each row whose keys and values are in the cache. A row gets new
         tokens only after its whole prompt has been read. Without a cache, this is the length of the prompt.
       done: bool ``[B]``, rows that have ended.
       non_finite: bool ``[B]``, rows that have ended because the model's logits were NaN or infinite.
       iteration: int32, iterations so far. Each iteration adds one token to every row that is not done.
-      log_probabilities: float32 ``[B, T]``, or None.
-      cache: the KV cache, see :data:`runtime.models.kv_cache.Cache`; None runs without one.
+      log_probabilities: float32 ``[B, T]``, log-probabilities of the generated tokens, or None.
+      cache: the KV cache, see :data:`runtime.models.kv_cache.Cache`; None to run without one.
     """
 
     tokens: Leaf = array("batch", "positions", dtype=jnp.int32)
@@ -209,18 +209,18 @@ def prefill_chunks(
 
 
 def _next_chunk(chunk: int, waiting: Array, tokens: Array, read: Array, prompts: Array) -> tuple[Array, ...]:
-    """Return the next chunk of the first row of a shard that waits for its prompt to be read.
+    """Return the next chunk of a shard's first row whose prompt has not been read to its end.
 
     Args:
       chunk: C, number of positions per chunk.
       waiting: bool ``[B]``, rows whose prompts have not been read to their end.
       tokens: int32 ``[B, T]``.
-      read, prompts: int32 ``[B]``, number of prompt tokens that have been read, and that there are.
+      read, prompts: int32 ``[B]``, number of prompt tokens that have been read, and their total.
 
     Returns:
-      A mask of the row, bool ``[B]``, its index ``[1]``, the tokens of the chunk ``[1, C]``, the first position of the
-      chunk ``[1]``, the position after its last ``[1]``, and the length of the prompt ``[1]``. If no row waits, the
-      mask is false everywhere and the chunk ends at position 0, so nothing is written.
+      The one-hot mask of the row, bool ``[B]``; its index ``[1]``; the tokens of the chunk ``[1, C]``; the first
+      position of the chunk ``[1]``; the position after its last ``[1]``; and the length of the prompt ``[1]``. If no
+      row waits, the mask is false everywhere and the chunk ends at position 0, so nothing is written.
     """
     row = jnp.argmax(waiting)
     reads = (jnp.arange(len(waiting)) == row) & waiting
@@ -232,7 +232,18 @@ def _next_chunk(chunk: int, waiting: Array, tokens: Array, read: Array, prompts:
 
 
 def _keep_last(reads: Array, hidden: Array, start: Array, stop: Array, last: Array, read: Array) -> tuple[Array, Array]:
-    """Update the row of a chunk: its hidden state at the last position ``[B, 1, D]``, and its tokens read ``[B]``."""
+    """Update the entries of the row whose chunk has just been read.
+
+    Args:
+      reads: bool ``[B]``, one-hot mask of the row.
+      hidden: activations of the chunk, ``[1, C, D]``.
+      start, stop: int32 ``[1]``, first position of the chunk, and the position after its last.
+      last: activations of each row at the last prompt position that it has read, ``[B, 1, D]``.
+      read: int32 ``[B]``, number of prompt tokens that each row has read.
+
+    Returns:
+      The new ``last`` and ``read``.
+    """
     own = jax.lax.dynamic_slice_in_dim(hidden, jnp.maximum(stop[0] - start[0] - 1, 0), 1, axis=1)
     return jnp.where(reads[:, None, None], own, last), jnp.where(reads, stop, read)
 

@@ -37,8 +37,8 @@ def block_demand(
       in_block: bool ``[B, S]``, positions of each row's current block.
 
     Returns:
-      The positions that the step chooses tokens for, bool ``[B, S]``; how many of them it commits at least, int32
-      ``[B]``; and the number of masks of the block that are left before the row's end, int32 ``[B]``.
+      The positions that the step chooses tokens for, bool ``[B, S]``; the number of them that it commits at least,
+      int32 ``[B]``; and the number of masks of the block that are left before the row's end, int32 ``[B]``.
     """
     places = jnp.arange(state.canvas.shape[1])
     start = block_start(request, state.block)
@@ -68,7 +68,7 @@ def _is_masked_at(masked: Array, place: Array) -> Array:
 
 
 def begins_masked(mask_token: int, request: DenoiseRequest, state: DenoiseState, block: Array) -> Array:
-    """Return whether the first position of each row's block with this number ``[B]`` is masked: bool ``[B]``."""
+    """Return whether block ``block`` ``[B]`` of each row starts with a mask: bool ``[B]``."""
     return _is_masked_at(state.canvas == mask_token, block_start(request, block))
 
 
@@ -93,7 +93,7 @@ def window_bounds(
         first, last = _sub_block(request, start, wanted)
         begun = jnp.take_along_axis(state.commit_steps, jnp.minimum(start, wanted.shape[1] - 1)[:, None], axis=1)
         passes = state.step_in_block - (program.first_alone & (begun[:, 0] >= 0))
-        # This is an approximation: keys and values of the rest of the block are those of its last whole pass.
+        # This is an approximation: the rest of the block keeps keys and values of the last pass over the whole block.
         alone = ~stale & (passes > 0) & ~_is_masked_at(wanted, first)
         before, end = jnp.where(alone, first, before), jnp.where(alone, last, end)
     return before, jnp.minimum(end, request.lengths)

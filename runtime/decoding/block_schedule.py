@@ -11,14 +11,17 @@ def block_schedule(config: DiffusionConfig, width: int) -> tuple[int, int]:
     """Return the number of positions per block, and the maximum number of steps per block.
 
     A parallel rule commits at least one token per step, so a block has at most as many steps as positions. Otherwise
-    ``config.steps`` is divided among the blocks of new tokens.
+    ``config.steps`` is divided among the blocks of new tokens. A canvas of variable length is a single block, and the
+    limit of its steps is each row's own, see :func:`runtime.execution.row_request.most_steps_of_row`.
 
     Args:
       config: decoding parameters of the rows.
-      width: positions of the canvas.
+      width: number of positions of the canvas.
     """
+    if config.variable_length:
+        return width, 1
     if config.attention_block_length:
-        # Every step commits one position at least, unless the model predicts MASK.
+        # Every step commits at least one position, unless the model predicts the mask token.
         return config.attention_block_length, config.attention_block_length
     length = config.block_length or (width if config.cache == "none" else DEFAULT_BLOCK_LENGTH)
     length = min(length, width)
@@ -28,12 +31,12 @@ def block_schedule(config: DiffusionConfig, width: int) -> tuple[int, int]:
 
 
 def steps_of_a_block(config: DiffusionConfig, length: int) -> int:
-    """Return the number of the request's steps per block of ``length`` positions of its new tokens."""
+    """Return the number of steps per block if ``config.steps`` is divided among blocks of ``length`` new tokens."""
     return max(1, math.ceil(config.steps / max(1, math.ceil(config.max_new_tokens / length))))
 
 
 def canvas_length(given: int, config: DiffusionConfig | SamplingConfig) -> int:
-    """Return the canvas length of given tokens and new tokens: whole blocks if attention is block-causal."""
+    """Return the canvas length for ``given`` and new tokens: whole blocks if attention is block-causal."""
     length = given + config.max_new_tokens
     block = config.attention_block_length if isinstance(config, DiffusionConfig) else 0
     return math.ceil(length / block) * block if block else length
@@ -56,7 +59,7 @@ def window_widths(
       refresh_blocks: refresh on entering every n-th block; 0 refreshes only for the first block.
       offset: number of positions before the block that a window must include to predict the block's first token, see
         :attr:`runtime.models.config.Family.prediction_offset`.
-      sub_block: positions of sub-blocks that are run alone, None for none.
+      sub_block: number of positions of a sub-block if sub-blocks are computed alone; otherwise None.
     """
     if cache == "none":
         return ()

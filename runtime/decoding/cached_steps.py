@@ -39,7 +39,7 @@ def refresh_chunk(chunk: int, block_length: int, sequence: int) -> int:
     The step of a refresh needs the logits of one block only, so the chunk need not be larger than a block.
 
     Args:
-      chunk: the chunk for steps that may need the whole canvas; an upper bound.
+      chunk: number of positions per row at a time in steps that may need the whole canvas; an upper bound.
       block_length: positions per block.
       sequence: size of the ``sequence`` mesh axis. A block is rounded up to a multiple of it.
     """
@@ -67,7 +67,7 @@ class CachedStep:
     counts: Array
 
     def run(self, state: DenoiseState) -> DenoiseState:
-        """Refresh the rows that are due for a refresh, run windows for the other rows, and commit tokens of both."""
+        """Refresh the rows that are due for a refresh, run windows for the other rows, and commit tokens in both."""
         active = self.wanted.any(axis=1)
         due = active & (state.steps_until_refresh == 0)
         state = self._refresh(state, due)
@@ -105,7 +105,7 @@ class CachedStep:
         return jax.lax.while_loop(lambda carry: carry[1].any(), one_each, (state, due))[0]
 
     def _decide(self, state: DenoiseState, hidden: Array, source: Array, sharing: Array) -> DenoiseState:
-        """Commit a step of every row that shares a refresh, and copy the refreshed cache row to each of them.
+        """Commit tokens in every row that shares a refresh, and copy the refreshed cache row to each of them.
 
         Args:
           state: the state; its cache holds the refreshed row ``source``.
@@ -167,7 +167,7 @@ class CachedStep:
         return state
 
     def _window_bounds(self, state: DenoiseState, wanted: Array) -> tuple[Array, Array]:
-        """First position of each row's window, and the one after its last: int32 ``[B]``."""
+        """Return the first position of each row's window, and the position after its last: int32 ``[B]`` each."""
         request, offset = self.request, self.forward.config.family.prediction_offset
         if self.program.attention_block_length:
             return window_bounds(self.program, request, state, wanted)
@@ -203,7 +203,7 @@ class CachedStep:
 
 
 def _first(rows: Array) -> tuple[Array, Array]:
-    """Return the index of the first true row, int32 ``[1]`` (-1 without one), and its one-hot mask, bool ``[B]``."""
+    """Return the index of the first true row, int32 ``[1]`` (-1 if none is), and its one-hot mask, bool ``[B]``."""
     row = jnp.argmax(rows)
     return jnp.where(rows.any(), row, -1)[None].astype(jnp.int32), (jnp.arange(len(rows)) == row) & rows
 

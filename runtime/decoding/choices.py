@@ -3,8 +3,8 @@
 The rows of a ``data`` shard share their chunks, so a row with few masks does not compute as many positions as the row
 with the most.
 
-Dimension letters: B batch, S canvas, R rows of a ``data`` shard, P positions of one chunk of the output head divided by
-the rows, D embed, V vocab. Arrays of a chunk are ``[B, P]``, and their positions belong to any rows of the same shard.
+Dimension letters: B batch, S canvas, R rows of a ``data`` shard, P positions of a chunk divided by R, D embed, V vocab.
+Arrays of a chunk are ``[B, P]``, and their positions belong to any rows of the same shard.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from runtime.decoding.sampling import (
     position_keys,
 )
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState
+from runtime.decoding.variable_length import without_expansion
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
 from runtime.models.transformer import pick_positions, project_logits
 
 Array = jax.Array
 
-# Fields of a request that the choice of a token may depend on. Programs do not gather those that they do not read.
-_PER_ROW = ("seeds", *row_names(DiffusionConfig))
+# Request fields that the choice of a token may depend on. They are gathered for each position of a chunk, except those
+# that the program does not read.
+_PER_ROW = ("seeds", "expand_budget", *row_names(DiffusionConfig))
 
 
 @flax.struct.dataclass
 class Choices:
-    """Tokens chosen for canvas positions: arrays ``[B, S]``, or ``[B, P]`` for one head chunk.
+    """Tokens chosen for canvas positions: arrays ``[B, S]``, or ``[B, P]`` for one chunk.
 
     Attributes:
       tokens: int32, -1 at positions whose logits are not finite.
@@ -68,8 +70,11 @@ def choose(
       positions: int32 ``[B, P]``.
     """
     keys = position_keys(request.seeds, step, TOKEN_STREAM, positions)
+    allowed = logits
+    if program.variable_length:
+        allowed = without_expansion(forward.config, logits, request.expand_budget)
     tokens, confidences = choose_tokens(
-        forward, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
+        forward, program.sampling, allowed, keys, request.temperature, request.top_p, request.top_k
     )
     if program.algorithm == "random" and program.parallel == "none":
         draws = position_keys(request.seeds, step, TRANSFER_STREAM, positions)
@@ -109,7 +114,7 @@ def without_prompt(forward: Forward, request: DenoiseRequest, state: DenoiseStat
 
 @flax.struct.dataclass
 class _Chunk:
-    """Positions of one head chunk.
+    """The positions of one chunk, on which the output head runs at once.
 
     Attributes:
       rows: int32 ``[B, P]``, index of each position's row within its shard.
@@ -125,7 +130,7 @@ class _Chunk:
 
 
 def _in_order(wanted: Array) -> tuple[Array, Array, Array]:
-    """Sort the positions of the rows of one shard.
+    """Sort the positions of each row of a shard, with those that need a token first.
 
     Returns:
       For each row, the wanted positions in ascending order, then the others: int32 ``[R, S]``; the number of wanted
@@ -137,7 +142,7 @@ def _in_order(wanted: Array) -> tuple[Array, Array, Array]:
 
 
 def _cut_chunk(size: int, order: Array, ends: Array, values: Any, number: Array) -> _Chunk:
-    """Return chunk ``number`` of one shard: ``size`` positions per row, counted row by row."""
+    """Return chunk ``number`` of a shard: its next R * ``size`` wanted positions, taken row by row."""
     count, width = order.shape
     numbers = (number * count + jnp.arange(count, dtype=jnp.int32)[:, None]) * size + jnp.arange(size, dtype=jnp.int32)
     rows = (numbers[..., None] >= ends).sum(axis=-1, dtype=jnp.int32)
@@ -206,7 +211,7 @@ def choose_on_canvas(
         return choose_at(positions, None, step, offset[:, None])
     values = {"step": step, "offset": offset, **{name: getattr(request, name) for name in _PER_ROW}}
     order, ends, totals = forward.on_rows(_in_order, wanted)
-    size = program.chunk * (len(wanted) // len(totals))  # of a chunk, all rows of a shard together
+    size = program.chunk * (len(wanted) // len(totals))  # positions of a chunk
 
     def body(number: Array, filled: Choices) -> Choices:
         chunk = forward.on_rows(partial(_cut_chunk, program.chunk), order, ends, values, number)

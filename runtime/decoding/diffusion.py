@@ -6,8 +6,8 @@ decoding is a single block without a cache. Block decoding divides a row into bl
 fills one block after another; its schedule follows Fast-dLLM (Wu et al., 2025). Every row advances through its own
 blocks and steps.
 
-The ``while_loop`` has run-time limits. The same compiled program therefore runs a whole generation, a streamed chunk, a
-single step with a hook, and the iterations of a server.
+The limits of the ``while_loop`` are run-time arguments. The same compiled program therefore runs a whole generation,
+the steps between two updates of a stream, a single step with a hook, and the iterations of a server.
 
 Dimension letters: B batch, S canvas, V vocab.
 """
@@ -25,6 +25,7 @@ from runtime.decoding.commit import commit
 from runtime.decoding.drafts import drafted_pass
 from runtime.decoding.progress import next_step
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, row_steps
+from runtime.decoding.variable_length import current_request, move_positions
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
 from runtime.models.transformer import hidden_states
@@ -48,7 +49,9 @@ def denoise(
             if program.drafts:
                 state, wanted, counts = drafted_pass(forward, program, weights, request, state, wanted, counts)
                 return replace(state, iteration=state.iteration + 1), wanted, counts
-            if state.cache is None:
+            if program.variable_length:
+                state = _step_of_variable_length(forward, program, weights, request, state, wanted, counts)
+            elif state.cache is None:
                 state = _whole_step(forward, program, weights, request, state, wanted, counts)
             else:
                 state = CachedStep(forward, program, weights, request, wanted, counts).run(state)
@@ -80,6 +83,24 @@ def _whole_step(
     choices = choose_on_canvas(forward, program, weights, request, steps, hidden, wanted, unconditional=without)
     state = replace(state, refreshes=state.refreshes + wanted.any(axis=1) * (1 + program.guided))
     return commit(forward, program, request, state, choices, wanted, counts)
+
+
+def _step_of_variable_length(
+    forward: Forward,
+    program: DenoiseProgram,
+    weights: Weights,
+    request: DenoiseRequest,
+    state: DenoiseState,
+    wanted: Array,
+    counts: Array,
+) -> DenoiseState:
+    """Run one forward pass over the canvas of every row as long as it is now, commit tokens, and move positions."""
+    own = current_request(request, state)
+    computed = state.window_positions + jnp.where(wanted.any(axis=1), state.lengths, 0)
+    made = _whole_step(forward, program, weights, own, state, wanted, counts)
+    # Positions are counted as those of windows, because a pass over a whole canvas differs from step to step.
+    made = replace(made, refreshes=state.refreshes, window_positions=computed)
+    return move_positions(forward, request, made, wanted)
 
 
 def denoise_with_logits(

@@ -1,7 +1,8 @@
 """The decoding parameters, each declared once and checked before anything is compiled.
 
 To add a parameter, add a field here and use it in the decoding loop; see :mod:`runtime.decoding.schema`. A field with
-``in_loop`` reaches the loop without further code.
+``in_loop`` reaches the loop without further code. The fields that autoregressive decoding has too are declared in
+:mod:`runtime.decoding.autoregressive_parameters`, whose names other packages import from here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from runtime.decoding.autoregressive_parameters import MAX_NEW_TOKENS as MAX_NEW_TOKENS
+from runtime.decoding.autoregressive_parameters import MAX_SEED as MAX_SEED
+from runtime.decoding.autoregressive_parameters import MAX_STOP_TOKENS as MAX_STOP_TOKENS
+from runtime.decoding.autoregressive_parameters import MAX_TEMPERATURE as MAX_TEMPERATURE
+from runtime.decoding.autoregressive_parameters import MIN_TEMPERATURE as MIN_TEMPERATURE
+from runtime.decoding.autoregressive_parameters import TEMPERATURE
+from runtime.decoding.autoregressive_parameters import SamplingConfig as SamplingConfig
+from runtime.decoding.early_stop import decide_early_stop
 from runtime.decoding.sampling import ALGORITHMS, CONFIDENCE_ALGORITHMS
 from runtime.decoding.schema import (
     Boolean,
@@ -17,8 +26,6 @@ from runtime.decoding.schema import (
     Integer,
     Real,
     Requirement,
-    Seeds,
-    TokenIds,
     exposed_parameters,
     parameter,
     same_as,
@@ -29,15 +36,8 @@ from runtime.models.dream import DREAM
 from runtime.models.masks import MAX_BLOCK_LENGTH
 
 MAX_STEPS = 1 << 16
-MAX_NEW_TOKENS = 1 << 20
 # A pass over more canvases is slower than the steps it could save, on any device that the planner knows.
 MAX_DRAFT_STEPS = 63
-MIN_TEMPERATURE = 1e-4
-MAX_TEMPERATURE = 1e4
-MAX_SEED = (1 << 63) - 1
-MAX_STOP_TOKENS = 64
-# No vocabulary has as many tokens, so this value keeps all of them.
-MAX_TOP_K = 1 << 30
 # The refresh interval of rows that refresh only on entering a block. No row has as many steps.
 NEVER = 1 << 30
 CACHES = ("none", "prefix", "dual", "exact")
@@ -46,9 +46,6 @@ DEFAULT_BLOCK_LENGTH = 32
 CONFIDENCE_DTYPES = ("float32", "model")
 DRAFT_AXES = ("none", "data")
 
-# In float32, sampling at a temperature below the smallest allowed one is the same as temperature 0.
-_TEMPERATURE = Real(0.0, MAX_TEMPERATURE, smallest=MIN_TEMPERATURE)
-_TOKEN_IDS = TokenIds(MAX_STOP_TOKENS, 1 << 30)
 _WITH_CACHE = Requirement("cache", ("dual", "prefix"))
 _EXACT_CACHE = Requirement("cache", ("exact",))
 _SCHEDULED = Requirement("parallel", ("none",))
@@ -56,7 +53,7 @@ _SCHEDULED = Requirement("parallel", ("none",))
 
 @dataclass(frozen=True)
 class _Steps(Requirement):
-    """The requirement that the parallel rule uses the schedule: none, and with block-causal attention two others."""
+    """The requirement that ``parallel`` uses the schedule: ``none``, or two more values with block-causal attention."""
 
     def met(self, config: Any) -> bool:
         """Return whether the configuration's rule uses the schedule."""
@@ -66,105 +63,8 @@ class _Steps(Requirement):
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
-    """Parameters of autoregressive decoding."""
-
-    max_new_tokens: int = parameter(
-        32,
-        Integer(1, MAX_NEW_TOKENS),
-        "Maximum number of new tokens.",
-        aliases=("max_tokens", "max_completion_tokens"),
-        http="max_tokens",
-    )
-    temperature: float = parameter(
-        0.0,
-        _TEMPERATURE,
-        "Sampling temperature; 0 takes the most probable token.",
-        in_checkpoint="temperature",
-        in_loop=True,
-        general=1.0,
-    )
-    top_p: float | None = parameter(
-        None,
-        Real(0.0, 1.0),
-        "Nucleus sampling: keep the most probable tokens up to and including the one at which their total probability "
-        "crosses this value; 1 keeps all.",
-        optional=True,
-        in_checkpoint="top_p",
-        in_loop=True,
-        off=1.0,
-        general=0.5,  # programs that filter by top_p also filter by top_k
-    )
-    top_k: int | None = parameter(
-        None,
-        Integer(1, MAX_TOP_K),
-        "Keep this many of the most probable tokens, and tokens tied with the last of them; 0 keeps all.",
-        optional=True,
-        in_checkpoint="top_k",
-        zero_is_none=True,
-        in_loop=True,
-        off=MAX_TOP_K,
-    )
-    seed: int | Sequence[int] = parameter(
-        0,
-        Seeds(Integer(0, MAX_SEED)),
-        "Random seed: one for the batch, or one per row.",
-        flag_default="0",
-        flag_help="Separate several seeds by commas.",
-    )
-    early_stop: bool | None = parameter(
-        None,
-        Boolean(),
-        "Stop generating a row once an end token of the model and all tokens before it are final. If off, the row "
-        "is generated to its full length; its text still ends at the end token.",
-        optional=True,
-        mode=True,
-        flag_default=True,
-    )
-    stop_token_ids: Sequence[int] = parameter(
-        (),
-        _TOKEN_IDS,
-        "Stop generating a row once one of these tokens and all tokens before it are final, regardless of early_stop.",
-        exposed=False,
-    )
-    log_probabilities: bool = parameter(
-        False,
-        Boolean(),
-        "Return the log-probability of every generated token.",
-        aliases=("logprobs",),
-        http=None,
-        flag_default=False,
-        flag_help="With --json.",
-        general=True,
-    )
-    use_cache: bool = parameter(
-        True,
-        Boolean(),
-        "Use a KV cache. Without one, every token costs a forward pass over the whole sequence before it.",
-        compiled=True,
-        exposed=False,
-    )
-
-    def __post_init__(self) -> None:
-        validate(self)
-
-    @classmethod
-    def published_for(cls, family: Family, checkpoint_name: str, **overrides: Any) -> SamplingConfig:
-        """Return the settings that a family's authors publish for a checkpoint of this name, with these changes."""
-        return cls(**(family.published_settings(checkpoint_name) | overrides))
-
-    def replace(self, **changes: Any) -> SamplingConfig:
-        """Return a copy with these fields changed, after validating it."""
-        return replace(self, **changes)
-
-    def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> SamplingConfig:
-        """Return a copy with ``early_stop`` and stop tokens decided; see :func:`decide_early_stop`."""
-        return replace(self, **decide_early_stop(self, end_token_ids, default))
-
-
-@dataclass(frozen=True)
 class DiffusionConfig:
-    """Parameters of masked-diffusion decoding, named and defaulted as in Dream's ``DreamGenerationConfig``."""
+    """Parameters of masked-diffusion decoding. Defaults are those of ``DreamGenerationConfig`` if it has them."""
 
     max_new_tokens: int = parameter(
         256,
@@ -180,6 +80,7 @@ class DiffusionConfig:
         Integer(1, MAX_STEPS),
         "Number of denoise steps, divided evenly among the blocks of new tokens.",
         requires=(_Steps("parallel", ("none",), when_given=True),),
+        variable_length=False,
         in_checkpoint="steps",
         flag_help="Default: as many as new tokens.",
     )
@@ -199,7 +100,7 @@ class DiffusionConfig:
     top_k: int | None = same_as(SamplingConfig, "top_k")
     alg_temp: float | None = parameter(
         None,
-        _TEMPERATURE,
+        TEMPERATURE,
         "Temperature for sampling the positions to fill by confidence; 0 takes the most confident ones.",
         optional=True,
         idle=(0.0,),
@@ -215,6 +116,7 @@ class DiffusionConfig:
         "Time at which the linear noise schedule ends (it starts at 1).",
         in_checkpoint="eps",
         requires=(Requirement("parallel", ("none",), when_given=True),),
+        variable_length=False,
     )
     seed: int | Sequence[int] = same_as(SamplingConfig, "seed")
     confidence_dtype: str = parameter(
@@ -239,6 +141,7 @@ class DiffusionConfig:
         optional=True,
         compiled=_WITH_CACHE,
         off=DEFAULT_BLOCK_LENGTH,
+        variable_length=False,
         mode=True,
     )
     sub_block_length: int | None = parameter(
@@ -294,7 +197,7 @@ class DiffusionConfig:
         "Refresh the cache on entering every n-th block; 0 refreshes only for the first block. If a block is entered "
         "without a refresh, its first forward pass also recomputes the previous block.",
         compiled=Requirement("cache", ("dual",)),
-        variant=True,  # programs with the wide window, which also recomputes the previous block, have both windows
+        variant=True,  # programs with the wide window, which includes the previous block, also have the narrow one
         requires=(_WITH_CACHE,),
         mode=True,
     )
@@ -361,13 +264,55 @@ class DiffusionConfig:
         "Guess the canvases after this many further steps, and compute them in the same forward pass. The pass then "
         "makes one step, and one more for each guess that was right. The tokens do not change. In requests of a "
         "server, which compiles its own number, this is an upper bound.",
+        idle=(0,),
         requires=(Requirement("cache", ("none",)),),
+        variable_length=False,
     )
     draft_axis: str = parameter(
         "none",
         Choice(DRAFT_AXES),
         "Divide the drafts of a row over this axis of the mesh, so that a few rows use all of its devices: data, or "
         "none, where each row's drafts are with the row. The tokens do not change.",
+        variable_length=False,
+    )
+    initial_masks: int = parameter(
+        4,
+        Integer(1, MAX_NEW_TOKENS),
+        "DreamOn: number of masks that a row starts with if its prompt has none; at most max_new_tokens.",
+        variable_length=True,
+        mode=True,
+    )
+    number_transfer_tokens: int = parameter(
+        1,
+        Integer(1, MAX_NEW_TOKENS),
+        "DreamOn: number of tokens that each step commits.",
+        variable_length=True,
+        mode=True,
+    )
+    expand_budget: int | None = parameter(
+        None,
+        Integer(0, MAX_NEW_TOKENS),
+        "DreamOn: how many times a mask may become two. Default: twice the number of positions from the first mask to "
+        "the end of a canvas that has reached its limit.",
+        optional=True,
+        variable_length=True,
+        mode=True,
+    )
+    pad_delete_to_right: bool = parameter(
+        False,
+        Boolean(),
+        "DreamOn: once the canvas has a delete token, delete all masks after it too.",
+        variable_length=True,
+        mode=True,
+        flag_default=False,
+    )
+    variable_length: bool = parameter(
+        False,
+        Boolean(),
+        "Whether the model's canvases have a variable length, set from the model.",
+        compiled=True,
+        in_loop=True,
+        exposed=False,
     )
     early_stop: bool | None = same_as(SamplingConfig, "early_stop")
     stop_token_ids: Sequence[int] = same_as(SamplingConfig, "stop_token_ids")
@@ -386,8 +331,8 @@ class DiffusionConfig:
     ) -> DiffusionConfig:
         """Return the settings that the authors of Dream and DiffuCoder publish, with one step per token.
 
-        Without a temperature, it is the one of base models; Instruct and cpGRPO checkpoints have others. For a loaded
-        model of any family, see :meth:`runtime.Engine.published`.
+        The default temperature is that of base models; Instruct and cpGRPO checkpoints have others. For a loaded model
+        of any family, see :meth:`runtime.Engine.published`.
         """
         given: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
         return cls.published_for(DREAM, "", max_new_tokens=max_new_tokens, **given, **overrides)
@@ -396,7 +341,7 @@ class DiffusionConfig:
     def published_for(
         cls, family: Family, checkpoint_name: str, *, max_new_tokens: int = 256, **overrides: Any
     ) -> DiffusionConfig:
-        """Return the settings that a family's authors publish for a checkpoint of this name, with these changes.
+        """Return a family's published settings for a checkpoint of this name, changed by ``overrides``.
 
         All families publish one step per token. Parameters that the family's record does not set have the defaults of
         this class. An empty name stands for base models.
@@ -410,28 +355,9 @@ class DiffusionConfig:
 
     def with_end_tokens(self, end_token_ids: Sequence[int], default: bool) -> DiffusionConfig:
         """Return a copy with ``early_stop`` and stop tokens decided; see :func:`decide_early_stop`."""
-        return replace(self, **decide_early_stop(self, end_token_ids, default))
+        return replace(self, **decide_early_stop(self.early_stop, self.stop_token_ids, end_token_ids, default))
 
 
-def decide_early_stop(
-    config: DiffusionConfig | SamplingConfig, end_token_ids: Sequence[int], default: bool
-) -> dict[str, Any]:
-    """Decide whether rows stop early, and with which stop tokens.
-
-    Args:
-      config: the caller's configuration. Its ``early_stop`` decides, unless it is None.
-      end_token_ids: tokens that end a completion of the model. They are added to the stop tokens if rows stop early.
-      default: used if ``config.early_stop`` is None. Calls that generate text pass True; calls that reproduce the
-        original algorithm pass False.
-
-    Returns:
-      The fields ``early_stop`` and ``stop_token_ids`` of the configuration to run.
-    """
-    ends = default if config.early_stop is None else config.early_stop
-    stops = [*config.stop_token_ids, *(end_token_ids if ends else ())]
-    return {"early_stop": ends, "stop_token_ids": tuple(dict.fromkeys(stops))}
-
-
-# The parameters that flags and requests can set: of any model, and of an autoregressive model.
+# The parameters that flags and requests can set: for models of any kind, and for autoregressive models.
 EXPOSED_PARAMETERS = exposed_parameters(DiffusionConfig, SamplingConfig)
 AUTOREGRESSIVE_PARAMETERS = exposed_parameters(SamplingConfig)

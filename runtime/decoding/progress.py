@@ -1,4 +1,5 @@
 """Advancing rows through blocks and steps: which step each row runs next, decided before the forward pass.
+
 Dimension letters: B batch, S canvas.
 """
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from runtime.decoding.block_causal import begins_masked, block_demand
 from runtime.decoding.sampling import draw_per_position
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, block_start, row_steps
+from runtime.decoding.variable_length import masks_to_fill
 from runtime.models.arrays import only_row_fields, row_fields
 from runtime.models.forward import Forward
 
@@ -30,7 +32,7 @@ def next_step(
       no token.
     """
     advance = partial(_advance, program, forward.config.mask_token_id)
-    rows = replace(only_row_fields(state), log_probabilities=None, drafts=None)
+    rows = replace(only_row_fields(state), log_probabilities=None, entries=None, drafts=None)
     rows, wanted, counts = forward.on_rows(advance, request, rows)
     return replace(state, **row_fields(rows)), wanted, counts
 
@@ -38,8 +40,13 @@ def next_step(
 def _advance(
     program: DenoiseProgram, mask_token: int, request: DenoiseRequest, state: DenoiseState
 ) -> tuple[DenoiseState, Array, Array]:
-    """:func:`next_step` for the rows of one shard."""
-    state = replace(state, done=state.done | _has_ended(mask_token, request, state))
+    """Do the work of :func:`next_step` for the rows of one shard."""
+    ended = _has_ended(mask_token, request, state)
+    if program.variable_length:
+        # A prompt with masks is filled completely, because its positions move.
+        ended &= request.first >= request.prompts
+        return masks_to_fill(mask_token, request, replace(state, done=state.done | ended))
+    state = replace(state, done=state.done | ended)
 
     def move(carry: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:
         state, moving = carry

@@ -23,7 +23,7 @@ from runtime.models.forward import Forward
 
 Array = jax.Array
 
-# The four of Dream, then the two of LLaDA. A family's record says which of them the family's original code has.
+# Four algorithms of Dream, then two of LLaDA. ``Family.algorithms`` has those that the family's original code has.
 ALGORITHMS = ("origin", "maskgit_plus", "topk_margin", "entropy", "low_confidence", "random")
 # The algorithms that choose positions by the model's confidence.
 CONFIDENCE_ALGORITHMS = ("maskgit_plus", "topk_margin", "entropy", "low_confidence")
@@ -125,7 +125,7 @@ def pick(values: Array, index: Array) -> Array:
 
 
 def _ordered_integers(values: Array, dtype: Any) -> Array:
-    """Map float32 values rounded to ``dtype`` to int32 values of the same order.
+    """Map float32 values rounded to ``dtype`` to int32 values in the same order.
 
     For a 16-bit ``dtype`` only the high 16 bits of the result are used.
     """
@@ -243,7 +243,7 @@ def position_keys(seeds: Array, step: Array, stream: int, positions: Array) -> A
 
     Args:
       seeds: uint32 ``[B, 2]``, each row's PRNG key data, or ``[B, P, 2]``, that of each position's row.
-      step: int32, one for all rows, ``[B]`` or ``[B, P]``.
+      step: int32, a scalar for all rows, ``[B]`` or ``[B, P]``.
       stream: ``TOKEN_STREAM`` or ``TRANSFER_STREAM``.
       positions: int32 ``[B, P]``.
     """

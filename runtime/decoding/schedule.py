@@ -1,6 +1,6 @@
-"""The unmasking schedules on the host: the ratios of linear time, and the masks that each step commits.
+"""Unmasking schedules, computed on the host: how many masks each step commits.
 
-The ratios are bit-identical to those that PyTorch computes on CPU.
+The ratios of ``linear_time`` are bit-identical to those that PyTorch computes on CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from runtime.models.config import UnmaskingSchedule
 
 @functools.lru_cache(maxsize=256)
 def transfer_ratios(steps: int, eps: float) -> np.ndarray:
-    """Return the fraction of the remaining masks that each step commits.
+    """Return the fraction of the remaining masks that each step of the schedule ``linear_time`` commits.
 
     The fraction is ``1 - t[i+1] / t[i]`` for ``t = linspace(1, eps)``; in the last step it is 1. ``torch.linspace``
     computes float32 values from both ends, with a step size rounded to float32. ``jnp.linspace`` and ``np.linspace``
@@ -42,7 +42,7 @@ def transfer_ratios(steps: int, eps: float) -> np.ndarray:
 def padded_steps(steps: int, width: int) -> int:
     """Return R, the padded length of a ratio table, so that most requests on a canvas of this width share a shape.
 
-    R is the larger of ``width`` and ``steps`` rounded up to a power of two.
+    R is ``steps`` rounded up to a power of two, or ``width`` if that is larger.
     """
     return max(width, 1 << (steps - 1).bit_length())
 
@@ -50,7 +50,7 @@ def padded_steps(steps: int, width: int) -> int:
 def transfer_table(schedule: UnmaskingSchedule, steps: int, eps: float) -> np.ndarray:
     """Return the ratio table of a family's schedule: float32 ``[steps]``.
 
-    Entry i is the fraction of a block's remaining masks that step i commits. The even schedules do not use the table,
+    Entry i is the fraction of a block's remaining masks that step i commits. The other schedules do not use the table,
     see :mod:`runtime.decoding.progress`; their entries are 0.
     """
     return transfer_ratios(steps, eps) if schedule == "linear_time" else np.zeros(steps, np.float32)
@@ -59,18 +59,19 @@ def transfer_table(schedule: UnmaskingSchedule, steps: int, eps: float) -> np.nd
 def masks_per_step(
     schedule: UnmaskingSchedule, masks: int, steps: int, *, eps: float, block_length: int
 ) -> tuple[int, ...]:
-    """Return how many masks of a block each of its steps commits, as the denoise loop does.
+    """Return how many masks of a block each of its steps commits according to the schedule.
 
-    It commits the numbers of the schedule alone if no parallel rule applies, the model predicts no mask token, and
-    neither sub-blocks nor a block's first position (``prediction_offset``) restrict what a step commits. The
-    algorithm ``origin`` draws its numbers at random.
+    The denoise loop commits exactly these numbers if no parallel rule applies, the model predicts no mask token, and
+    a step is limited neither to a sub-block nor to a block's first position (``prediction_offset``). With the
+    algorithm ``origin``, it draws the numbers at random instead. The
+    schedule ``constant`` takes the number from the request; here it is 1.
 
     Args:
       schedule: the schedule of the model's family.
-      masks: masks of the block when its first step starts.
-      steps: steps of the block.
+      masks: number of masks in the block when its first step starts.
+      steps: number of steps of the block.
       eps: time at which ``linear_time`` ends.
-      block_length: positions of the block, masked or not; only ``even_block`` uses it.
+      block_length: number of positions of the block, masked or not; only ``even_block`` uses it.
 
     Returns:
       One number per step. Steps with 0 run no forward pass.
@@ -84,6 +85,8 @@ def masks_per_step(
                 count = masks // steps + (step < masks % steps)
             case "even_block":
                 count = min(left, max(1, block_length // steps + (step < block_length % steps)))
+            case "constant":
+                count = min(left, 1)
         counts.append(count)
         left -= count
     return tuple(counts)

@@ -297,7 +297,7 @@ class Parameter:
     """One decoding parameter.
 
     Attributes:
-      kind: type and bounds.
+      kind: type and bounds of the value.
       help: what the parameter does, in a sentence or two.
       aliases: other names that batch lines and HTTP requests may use.
       optional: None is a valid value.
@@ -305,12 +305,13 @@ class Parameter:
       idle: values that have no effect, besides the default. Requirements are not checked for them.
       compiled: whether the value is part of the compiled program. A :class:`Requirement` here means "only with that
         setting of another parameter". Otherwise the value is a run-time argument of each row.
-      variant: programs differ only in whether the value is the default, and those of other values run the default too.
-      general: value whose programs run every other value at little cost; slots are compiled for it.
+      variant: there is one program for the default, and one for all other values, which runs the default too.
+      general: value whose program also runs every other value, at little cost; slots are compiled for it.
       in_loop: the decoding loops read the value under the parameter's name: in the compiled settings if ``compiled`` is
         True, otherwise as an array with one value per row; see :mod:`runtime.decoding.loop_parameters`.
       off: value that stands for None in that array, and among compiled values.
       requires: settings of other parameters without which this one has no effect.
+      variable_length: whether it is for models whose canvas changes its length, or for the others; None for both.
       mode: a server's ``--mode`` can set it.
       exposed: flags and requests can set it. Otherwise only Python code can.
       flag_default: value of the flag when it is not given; None leaves the value to the preset and the checkpoint.
@@ -333,6 +334,7 @@ class Parameter:
     in_loop: bool = False
     off: Any = None
     requires: tuple[Requirement, ...] = ()
+    variable_length: bool | None = None
     mode: bool = False
     exposed: bool = True
     flag_default: Any = None
@@ -376,7 +378,7 @@ def parameter(default: Any, kind: Kind, help: str, **more: Any) -> Any:
 
 
 def same_as(config: type, name: str) -> Any:
-    """Declare a field exactly as another configuration declares the field of that name."""
+    """Declare a field exactly like the field ``name`` of another configuration class."""
     (found,) = (one for one in dataclasses.fields(config) if one.name == name)
     return dataclasses.field(default=found.default, metadata=found.metadata)
 
@@ -427,6 +429,8 @@ def check_given(config: Any, names: Iterable[str]) -> None:
     for one in declared_parameters(type(config)):
         if one.name in given and getattr(config, one.name) not in one.idle:
             _check_requirements(one, config, when_given=True)
+            if one.variable_length is False and config.variable_length:
+                raise ParameterError(one.name, "is not available for models whose canvas changes its length")
 
 
 def _check_requirements(one: Parameter, config: Any, when_given: bool) -> None:

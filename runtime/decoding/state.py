@@ -1,4 +1,5 @@
 """Inputs and state of the masked-diffusion loop: compiled settings, run-time arguments, and the loop's carry.
+
 Dimension letters: B batch, S canvas, R padded steps of a block, E stop tokens, K drafts.
 """
 
@@ -17,6 +18,8 @@ from runtime.models.arrays import Leaf, array
 from runtime.models.config import UnmaskingSchedule
 
 _INTEGER, _REAL = jnp.int32, jnp.float32
+# Canvases that a step of a row with a variable length may leave in a history, see :attr:`DenoiseState.entries`.
+ENTRIES_PER_STEP = 3
 _Rows: Any = row_arrays(DiffusionConfig)
 _Settings: Any = compiled_settings(DiffusionConfig)
 
@@ -25,8 +28,8 @@ _Settings: Any = compiled_settings(DiffusionConfig)
 class DenoiseProgram(_Settings):
     """Settings of a generation that are compiled into the program.
 
-    The compiled parameters of :class:`DiffusionConfig` that the loop reads are fields too: ``algorithm``, ``parallel``
-    and ``attention_block_length`` (0 if attention is not block-causal).
+    The compiled parameters of :class:`DiffusionConfig` that the loop reads are fields too: ``algorithm``, ``parallel``,
+    ``attention_block_length`` (0 if attention is not block-causal) and ``variable_length``.
 
     Attributes:
       sampling: how tokens are chosen.
@@ -39,7 +42,7 @@ class DenoiseProgram(_Settings):
       windows: window widths of cached steps, in descending order; empty without a cache.
       within_block: a window ends at the end of the row's block (dual cache); otherwise at the end of the row (prefix
         cache).
-      first_alone: the previous block predicts the first position of a block, which is therefore committed alone.
+      first_alone: commit the first position of a block alone, because the previous block's last output predicts it.
       sub_block_window: compute only the current sub-block once its first position is committed.
       drafts: K, guessed canvases that a pass computes after each row's own; see :mod:`runtime.decoding.drafts`.
       over_data: the canvases of a pass are divided over the ``data`` axis, and the rows are on all of its shards.
@@ -68,7 +71,7 @@ class DenoiseRequest(_Rows):
 
     Attributes:
       lengths: int32 ``[B]``, length of each row's canvas: prompt, new tokens and suffix, rounded up to whole blocks if
-        attention is block-causal.
+        attention is block-causal. If canvases have a variable length, this is its limit.
       ends: int32 ``[B]``, prompt plus new tokens. A row is done when no mask is left before this position.
       prompts: int32 ``[B]``, length of each prompt, masks inside it included.
       first: int32 ``[B]``, position at which each row's first block starts.
@@ -81,6 +84,10 @@ class DenoiseRequest(_Rows):
       refresh_blocks: int32 ``[B]``, refresh on entering every n-th block; 0 refreshes only for the first block.
       stop_tokens: int32 ``[B, E]``, padded with -1. A row is done when one of these is among its new tokens and no mask
         is left before it.
+      number_transfer_tokens: int32 ``[B]``, tokens that a step commits. This and the next two are None if canvases
+        have a fixed length.
+      pad_delete_to_right: bool ``[B]``, whether a delete token also deletes the masks after it.
+      expand_budget: int32 ``[B]``, how many masks may become two.
       draft_steps: int32 ``[B]``, most steps of a pass after its first; None without drafts.
       max_iterations: int32, the loop ends after this many iterations.
       step_limit: int32, no row starts a step with this number or a later one. Steps count from 0 in each row.
@@ -100,6 +107,9 @@ class DenoiseRequest(_Rows):
     stop_tokens: Leaf = array("batch", "stop_tokens", dtype=_INTEGER)
     max_iterations: Leaf = array(dtype=_INTEGER)
     step_limit: Leaf = array(dtype=_INTEGER)
+    number_transfer_tokens: Leaf = array("batch", dtype=_INTEGER, optional=True)
+    pad_delete_to_right: Leaf = array("batch", dtype=jnp.bool_, optional=True)
+    expand_budget: Leaf = array("batch", dtype=_INTEGER, optional=True)
     draft_steps: Leaf = array("batch", dtype=_INTEGER, optional=True)
 
 
@@ -121,6 +131,10 @@ class DenoiseState:
       non_finite: bool ``[B]``, rows that have ended because the model's logits were NaN or infinite.
       iteration: int32, iterations so far.
       log_probabilities: float32 ``[B, S]``, log-probabilities of committed tokens, or None.
+      lengths: int32 ``[B]``, current length of each row's canvas, or None if canvases have a fixed length.
+      expansions_left: int32 ``[B]``, how many masks may still become two, or None if canvases have a fixed length.
+      entries: int32 ``[B, 3, S]``, each row's canvas in the last iteration after the commit, after deletions and after
+        expansions; -1 beyond its length, and everywhere if nothing happened. None unless a history is recorded.
       drafts: int32 ``[B, K, S]``, guesses of each row's canvases after its next steps, or None without drafts.
       made_steps: int32 ``[B]``, denoise steps so far, or None without drafts.
       cache: the KV cache, see :data:`runtime.models.kv_cache.Cache`, or None.
@@ -138,6 +152,9 @@ class DenoiseState:
     non_finite: Leaf = array("batch", dtype=jnp.bool_)
     iteration: Leaf = array(dtype=_INTEGER)
     log_probabilities: Leaf = array("batch", "positions", dtype=_REAL, optional=True)
+    lengths: Leaf = array("batch", dtype=_INTEGER, optional=True)
+    expansions_left: Leaf = array("batch", dtype=_INTEGER, optional=True)
+    entries: Leaf = array("batch", "entries", "positions", dtype=_INTEGER, optional=True)
     drafts: Leaf = array("batch", "drafts", "positions", dtype=_INTEGER, optional=True)
     made_steps: Leaf = array("batch", dtype=_INTEGER, optional=True)
     cache: Leaf = None

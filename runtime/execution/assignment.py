@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from runtime.execution.buckets import Bucket, pack
 
-# Rows move if this makes a pass over all of them cheaper by at least this fraction, see :attr:`Choice.gain`.
+# Default of :attr:`Choice.gain`: rows move only if a pass over all rows gets cheaper by at least this fraction.
 MOVE_GAIN = 0.1
 
 
@@ -19,8 +19,8 @@ class Need:
     """How wide a row's bucket must be, in positions.
 
     Attributes:
-      least: width at which the row may stay in its bucket.
-      wanted: width of a bucket that the row is put into.
+      least: smallest width of a bucket in which the row may stay.
+      wanted: smallest width of a bucket into which the row may be put.
     """
 
     least: int
@@ -29,7 +29,7 @@ class Need:
 
 @dataclass
 class OpenBucket:
-    """A bucket in use.
+    """A bucket in use: slots of one shape, and the rows in them.
 
     Attributes:
       number: identifies the bucket within its pool; numbers are never reused.
@@ -50,7 +50,7 @@ class OpenBucket:
         return [row for row in self.slots if row is not None]
 
     def without(self, rows: Collection[int]) -> OpenBucket:
-        """The bucket without some rows."""
+        """Return the bucket without these rows, whose slots are then free."""
         if not set(rows) & set(self.rows):
             return self
         return OpenBucket(self.number, self.bucket, [None if row in rows else row for row in self.slots])
@@ -69,14 +69,14 @@ class OpenBucket:
 
 @dataclass(frozen=True)
 class Choice:
-    """The buckets that rows may be put into.
+    """The buckets that :func:`assign` may put rows into, their costs, and when rows move.
 
     Attributes:
       buckets: shapes whose programs may be used; the first one holds a row of any length.
-      price: cost of one pass of a bucket.
+      price: cost of one pass over a bucket.
       most_positions: limit on the positions of all open buckets together.
       data: size of the data axis.
-      gain: rows move if this makes a pass over all of them cheaper by at least this fraction.
+      gain: rows move only if a pass over all rows gets cheaper by at least this fraction.
     """
 
     buckets: Sequence[Bucket]
@@ -91,8 +91,9 @@ def assign(
 ) -> list[OpenBucket]:
     """Give every row a slot.
 
-    New rows take free slots that are wide enough, or slots of new buckets. If distributing all rows over buckets anew
-    makes a pass over them cheaper by at least the fraction ``choice.gain``, rows move.
+    New rows take free slots that are wide enough, or slots of new buckets. All rows are distributed over buckets anew,
+    and some may move, if this makes a pass over all rows cheaper by at least the fraction ``choice.gain``, or if the
+    buckets would otherwise exceed ``choice.most_positions``.
 
     Args:
       there: the open buckets, without rows that are done or aborted.
@@ -118,14 +119,14 @@ def assign(
     if not too_many and price(shapes) >= (1 - choice.gain) * price(now):
         return kept
     if positions(shapes) > choice.most_positions:
-        # Memory is planned for this case: every row in a bucket as wide as the first, which holds any row.
+        # Buckets with the fewest rows stay within the limit: it has room for every slot at the largest width.
         same = [bucket for bucket in choice.buckets if bucket.rows == choice.buckets[0].rows]
         groups = pack([needs[row].wanted for row in order], same, choice.price)
     return _regroup(there, order, groups, choice.data, numbers)
 
 
 def _descending(needs: Mapping[int, Need], there: Sequence[OpenBucket]) -> list[int]:
-    """Sort rows by length, longest first. Among equal rows, those of one bucket are adjacent."""
+    """Sort rows by length, longest first. Rows of equal length that share a bucket are adjacent."""
     places = {row: one.number for one in there for row in one.rows}
     return sorted(needs, key=lambda row: (-needs[row].wanted, places.get(row, -1), row))
 

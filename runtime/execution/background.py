@@ -1,4 +1,4 @@
-"""Compilation in a background thread, while rows run."""
+"""Compilation of programs in a background thread, while the devices run other programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Compiled:
     Attributes:
       name: name of the task.
       seconds: time that it took.
-      fingerprint: fingerprint of the compiled programs; None if the task failed.
+      fingerprint: hash of the compiled programs, as the task returned it; None if the task failed.
       error: why the task failed; empty if it did not.
     """
 
@@ -62,7 +62,7 @@ class BackgroundCompiler:
         self._thread.join(timeout)
 
     def _work(self) -> None:
-        # Tracing holds Python's global lock. A shorter switch interval lets the thread that runs rows continue sooner.
+        # Tracing holds Python's GIL. With a shorter switch interval, the thread that runs rows gets it sooner.
         sys.setswitchinterval(_SWITCH_SECONDS)
         while (given := self._tasks.get()) is not None and not self._stopped.is_set():
             name, task, finished = given

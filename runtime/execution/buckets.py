@@ -1,4 +1,4 @@
-"""Buckets: the shapes that programs are compiled for, the cost of a pass of each, and how rows are distributed.
+"""Buckets: the shapes that programs are compiled for, the cost of a pass over each, and how rows are put into them.
 
 A bucket is a number of rows times a width. Programs exist for a limited set of buckets. Rows of similar length share a
 bucket, so that little padding is computed. All functions here are pure and use no clock, so every host makes the same
@@ -17,7 +17,7 @@ MAX_PROGRAMS = 24
 # While rows move between buckets, caches may hold this many times the positions of all slots.
 MOVE_ROOM = 2
 
-# Passes with more positions than this multiple of their floor, or of their overhead, gain nothing from more rows.
+# Passes with more positions than these multiples of their floor and overhead (see PassCost) gain little from more rows.
 _SATURATED_FLOORS = 8
 _SATURATED_OVERHEADS = 4
 # Fractions by which each width exceeds the next smaller one (or by one step, if that is more), finest first.
@@ -42,10 +42,10 @@ class PassCost:
     """Cost model of a forward pass. The unit is the time that one additional position takes.
 
     Attributes:
-      floor: number of positions up to which reading the weights dominates, so that a pass costs the same.
+      floor: number of positions up to which all passes cost the same, because reading the weights dominates.
       overhead: cost that every pass has, regardless of its shape.
       window: positions per row that a pass computes; None for all.
-      share: with a window, cost per position of the bucket, for refreshes or for reading keys and values.
+      share: with a window, additional cost per position of the bucket, for refreshes or for reading keys and values.
       canvases: without a window, canvases of each row that a pass computes, see :mod:`runtime.decoding.drafts`.
     """
 
@@ -56,7 +56,7 @@ class PassCost:
     canvases: int = 1
 
     def __call__(self, bucket: Bucket) -> float:
-        """Return the cost of one pass of a bucket."""
+        """Return the cost of one pass over a bucket."""
         if self.window is None:
             return self.overhead + max(self.floor, self.canvases * bucket.positions)
         computed = bucket.rows * min(self.window, bucket.width)
@@ -108,8 +108,8 @@ def make_grid(
 ) -> Grid:
     """Choose the buckets for a number of slots and a canvas.
 
-    Numbers of rows are powers of two times the data axis, so any number of rows is a sum of them. There are no buckets
-    so large that a pass costs no less than two passes of half the rows.
+    Numbers of rows are powers of two times the data axis, so any number of rows is a sum of them. A bucket is left out
+    if it is so large that one pass over it costs about as much as two passes over half of its rows.
 
     Args:
       slots: maximum number of rows at a time, a multiple of ``data``.
@@ -120,8 +120,8 @@ def make_grid(
       widths: the widths to use, including the canvas; None generates them with :func:`ladder`.
       limit: maximum number of buckets.
       grows: see :class:`Grid`.
-      saturation: number of positions per pass beyond which more rows gain little, as a multiple of the cost
-        model's own. It is above 1 if there are always enough rows to fill large buckets.
+      saturation: factor by which to raise the cost model's number of positions per pass beyond which more rows gain
+        little. It is above 1 if there are always enough rows to fill large buckets.
     """
     saturated = saturation * max(_SATURATED_FLOORS * cost.floor, _SATURATED_OVERHEADS * cost.overhead)
     doubling = [data << power for power in range((slots // data).bit_length())]
@@ -137,7 +137,8 @@ def make_grid(
     smallest = Bucket(data, canvas)
     found = [smallest]
     most = (doubling[-1], *reversed(doubling[1:3]), data)
-    # If passes compute windows, the width has little influence on their cost, so use fewer widths before fewer rows.
+    # If passes compute windows, the width has little influence on their cost, so try all settings with fewer widths
+    # before buckets with fewer rows.
     tries = [(growth, rows) for growth in _GROWTH for rows in most]
     if cost.window is not None:
         tries.sort(key=lambda one: -one[1])
@@ -149,12 +150,12 @@ def make_grid(
 
 
 def _coarser(canvas: int, rows: int, step: int) -> list[tuple[float, int, int]]:
-    """Return settings ``(growth, most_rows, step)`` for very small limits on buckets; the step doubles each time."""
+    """Return settings ``(growth, most_rows, step)`` for a very small limit on buckets, each with double the step."""
     return [(_GROWTH[-1], rows, step << power) for power in range(1, canvas.bit_length())]
 
 
 def _by_need(buckets: Sequence[Bucket], first: Bucket) -> list[Bucket]:
-    """Sort buckets by how useful they are likely to be while nothing is known about the requests.
+    """Sort buckets by how useful they are likely to be, as long as nothing is known about the requests.
 
     Buckets with few rows come first. Among them, each width halves a gap between the widths before it.
     """

@@ -72,7 +72,7 @@ class CallerRows:
         return self.align(self._stack([one.sequence for one in results], 0))
 
     def commit_steps(self, results: Sequence[RowResult]) -> np.ndarray:
-        """Return the step that committed each position, int32 ``[B, S + N]``; -1 at positions that none committed."""
+        """Return the step that committed each position, int32 ``[B, S + N]``; -1 where no step has."""
         return self.align(self._stack([one.commit_steps for one in results], -1), np.full_like(self.padding, -1))
 
     def log_probabilities(self, results: Sequence[RowResult]) -> np.ndarray | None:

@@ -81,7 +81,7 @@ class Executor:
 
     @property
     def cached_programs(self) -> int:
-        """Number of these programs that were read from JAX's persistent compilation cache."""
+        """Number of compiled programs that were read from JAX's persistent compilation cache."""
         return self._runner.programs.cached
 
     # ---- programs ---------------------------------------------------------------------------------------------
@@ -110,10 +110,12 @@ class Executor:
         self.score_widths = sorted({*self.score_widths, width})
 
     def warm_up(self, stop: Callable[[], bool]) -> bool:
-        """Run the first bucket of each pool, which holds any row, and one score pass. Then requests can be served.
+        """Run one row in the first bucket of each pool, which holds any row, and one score pass.
+
+        After that, requests can be served.
 
         Args:
-          stop: called between programs, on all hosts alike; returns whether to stop the warm-up.
+          stop: called between programs, at the same points on all hosts; returns whether to stop the warm-up.
 
         Returns:
           True when the warm-up is complete; False if ``stop`` ended it.

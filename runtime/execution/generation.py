@@ -22,7 +22,7 @@ from runtime.execution.offline import OfflineScheduler
 from runtime.execution.pool import canvases_of, runner_for, steps_per_block, uses_cache
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, masks_left
-from runtime.execution.row_request import RowResult, block_span, final_tokens
+from runtime.execution.row_request import RowResult, block_span, final_tokens, most_steps_of_row
 from runtime.execution.runner import Runner
 from runtime.execution.slot_kinds import DiffusionSlots, longest_span, open_slots_for
 from sharding.errors import InputError, NonFiniteError
@@ -67,6 +67,8 @@ class Observers:
         """
         if isinstance(config, SamplingConfig) and (self.hooked or self.history):
             raise InputError("hooks and history require a diffusion model; this checkpoint is autoregressive")
+        if isinstance(config, DiffusionConfig) and config.variable_length and self.hooked:
+            raise InputError("hooks are not available for models whose canvas changes its length")
         if isinstance(config, DiffusionConfig) and (config.in_blocks or config.stop_token_ids) and self.hooked:
             raise InputError("hooks require exact decoding, without cache, block_length, parallel and stop tokens")
         if isinstance(config, DiffusionConfig) and config.draft_steps and self.hooked:
@@ -86,7 +88,14 @@ class WatchedBatch:
       rows: the caller's rows.
     """
 
-    def __init__(self, runner: Runner, rows: CallerRows, config: DiffusionConfig | SamplingConfig, width: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        rows: CallerRows,
+        config: DiffusionConfig | SamplingConfig,
+        width: int,
+        entries: bool = False,
+    ) -> None:
         """Put the rows into slots.
 
         Args:
@@ -94,6 +103,7 @@ class WatchedBatch:
           rows: the caller's rows, at most as many as fit into memory.
           config: decoding parameters of all rows.
           width: bucket of the canvases.
+          entries: record a history of canvases of variable length, see :meth:`history`.
 
         Raises:
           InputError: there are more rows than fit into memory.
@@ -107,16 +117,17 @@ class WatchedBatch:
             raise InputError(f"{count} rows do not fit into memory on this mesh (at most {size}). Pass fewer rows")
         self.rows, self.steps = rows, most_steps(runner, rows, config, width)
         steps, span = steps_per_block(config, width), longest_span(runner, rows.requests)
-        self.slots = open_slots_for(runner, config, width, size, steps, span)
+        self.slots = open_slots_for(runner, config, width, size, steps, span, entries)
         self.slots.insert(dict(enumerate(rows.requests)))
-        # In exact decoding, a step is the same denoise step of every row. Otherwise it is an iteration of the loop, in
-        # which each row runs a step of its own.
+        # In exact decoding, a step means that all rows run the same denoise step. Otherwise, it is an iteration of the
+        # loop, in which each row runs a denoise step of its own.
         self._denoise_steps = isinstance(config, DiffusionConfig) and not config.in_blocks
-        # Exact decoding without stop tokens always counts all of its steps.
-        self._may_end = bool(config.stop_token_ids)
+        # Without stop tokens, exact decoding never ends early: steps that commit nothing are counted too.
+        self._may_end = bool(config.stop_token_ids) or (isinstance(config, DiffusionConfig) and config.variable_length)
+        self._entries: list[np.ndarray] | None = [] if entries else None
 
     def advance_by(self, steps: int) -> Iterator[int]:
-        """Run to the end, ``steps`` steps at a time, and yield the number of steps done after each.
+        """Run to the end, ``steps`` steps at a time, and yield the number of steps done so far after each run.
 
         Raises:
           NonFiniteError: the model's logits are not finite.
@@ -129,15 +140,31 @@ class WatchedBatch:
             else:
                 done = self.slots.run(max_iterations=limit - made).all()
             self._check()
+            if self._entries is not None:
+                assert isinstance(self.slots, DiffusionSlots)
+                self._entries += list(self.slots.entries().transpose(1, 0, 2))
             made = self.steps if done else limit
             yield made
+
+    def history(self) -> np.ndarray:
+        """Return the canvases of variable length, suffixes included, after each change: int32 ``[entries, B, C]``.
+
+        A step leaves one entry, one more if it deletes positions, and one more if it expands masks. Each row's own
+        entries come first; -1 fills the others, and the positions beyond a row's length.
+        """
+        count = len(self.rows.requests)
+        rows = [[one[row] for one in self._entries or () if (one[row] >= 0).any()] for row in range(count)]
+        found = np.full((max(map(len, rows)), count, self.slots.width), -1, np.int32)
+        for row, own in enumerate(rows):
+            found[: len(own), row] = own
+        return found
 
     def canvas(self) -> np.ndarray:
         """Return the current canvas in the caller's layout, int32 ``[B, S + N]``."""
         return self.rows.canvas(self.slots.canvas())
 
     def have_stopped(self, tests: Sequence[StopTest | None]) -> bool:
-        """Return whether every row has a stop test, and all of them have ended their rows."""
+        """Return whether every row has a stop test that has ended it."""
         if not tests or not all(tests):
             return False
         stopped = True
@@ -165,6 +192,8 @@ def most_steps(runner: Runner, rows: CallerRows, config: DiffusionConfig | Sampl
     """Return the maximum number of steps of any row: denoise steps, or new tokens of an autoregressive model."""
     if isinstance(config, SamplingConfig):
         return config.max_new_tokens
+    if config.variable_length:
+        return max(most_steps_of_row(request, runner.layout.config) for request in rows.requests)
     if not config.in_blocks:
         return config.steps
     length, steps = block_schedule(config, width)
@@ -197,13 +226,15 @@ def generate_rows(
     own = CallerRows(rows, config, seeds, runner.layout.config, width)
     stats = GenerationStats(steps=most_steps(runner, own, config, width))
     history: np.ndarray | None = None
-    if observers.hooked or observers.watch is not None:
-        batch = WatchedBatch(runner, own, config, width)
+    entries = observers.history and isinstance(config, DiffusionConfig) and config.variable_length
+    if observers.hooked or entries or observers.watch is not None:
+        batch = WatchedBatch(runner, own, config, width, entries)
         if observers.hooked:
             assert isinstance(batch.slots, DiffusionSlots)
             steps = HookedSteps(runner, own, batch.slots, stats.steps)
             history = steps.run(observers.tokens_hook, observers.logits_hook, observers.history)
         stopped = not observers.hooked and _watch(batch, observers)
+        history = batch.history() if entries else history
         results, stats.forwards, stats.batches = batch.results(stopped), batch.slots.forwards, 1
     else:
         results = _schedule(runner, own, config, width, stats, observers)
@@ -242,14 +273,15 @@ def _counted(
 def _watch(batch: WatchedBatch, observers: Observers) -> bool:
     """Run a batch step by step and call the observers; return whether stop tests ended all rows early."""
     watch, progress = observers.watch, observers.progress
-    assert watch is not None
     if progress is not None:
         progress(0, batch.steps)
-    watch(0, batch.canvas())
+    if watch is not None:
+        watch(0, batch.canvas())
     for done in batch.advance_by(1):
         if progress is not None:
             progress(done, batch.steps)
-        watch(done, batch.canvas())
+        if watch is not None:
+            watch(done, batch.canvas())
         if done < batch.steps and batch.have_stopped(observers.stop_tests):
             return True
     return False

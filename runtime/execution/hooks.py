@@ -67,7 +67,7 @@ class HookedSteps:
         return self._rows.canvas(self._slots.canvas())
 
     def _resume(self, step: int, changed: np.ndarray | None) -> None:
-        """Continue every row at this step, with the canvas that a hook returned or with its own."""
+        """Continue all rows at this step, with the canvases that a hook returned; None leaves them as they are."""
         slots, count = self._slots, len(self._rows.lengths)
         canvas = fetch(slots.state.canvas)
         if changed is not None:

@@ -1,6 +1,7 @@
 """Conversion of a caller's left-padded batch to start-aligned rows, and back.
 
-Inside the runtime, every row starts at position 0 and has a length. Left padding exists only at this edge.
+Inside the runtime, every row starts at position 0 and has a length. Left padding exists only in the arrays that
+callers pass in and get back.
 
 Dimension letters: B batch, S the caller's width.
 """
@@ -87,7 +88,7 @@ class Rows:
         return np.arange(width) >= _starts(self.lengths, width)[:, None]
 
     def real_canvas(self, new: int) -> np.ndarray:
-        """:attr:`real` for rows that are followed by ``new`` new tokens: bool ``[B, S + new]``."""
+        """Return :attr:`real`, extended by ``new`` new tokens in each row: bool ``[B, S + new]``."""
         return np.pad(self.real, ((0, 0), (0, new)), constant_values=True)
 
 
@@ -102,7 +103,7 @@ def read_rows(input_ids: Any, attention_mask: Any, config: ModelConfig, suffixes
 
     Raises:
       InputError: the shape or dtype is wrong, an id is outside the vocabulary, padding is not on the left, a row has
-        no tokens, or the number of suffixes is not that of the rows.
+        no tokens, or the number of suffixes differs from the number of rows.
     """
     try:
         ids = np.asarray(input_ids)

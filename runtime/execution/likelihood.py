@@ -1,7 +1,4 @@
-"""Log-likelihoods of continuations: exact for autoregressive models, a Monte Carlo estimate for diffusion models.
-
-Dimension letters: R rows of one call, S the longest of them.
-"""
+"""Log-likelihoods of continuations: exact for autoregressive models, a Monte Carlo estimate for diffusion models."""
 
 from __future__ import annotations
 

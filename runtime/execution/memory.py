@@ -1,9 +1,10 @@
 """Estimate of a device's memory, listed by the tensors that are alive when memory use is highest.
 
 Resident tensors (weights, cache, tokens) follow from the declarations. At its peak, a forward pass adds either the
-arrays that a layer states it holds (:class:`runtime.models.costs.LayerCost`) or the arrays of one head chunk. Which of
-these arrays the compilers keep in memory was determined from the live ranges of compiled programs. Tests in
-``tests/runtime/planner`` check that the sum is within 5 % of what the compilers for TPU and GPU report.
+arrays that a layer states it holds (:class:`runtime.models.costs.LayerCost`) or the arrays of one head chunk (the
+positions whose logits are computed at a time). Which of these arrays the compilers keep in memory was determined from
+the live ranges of compiled programs. Tests in ``tests/runtime/planner`` check that the sum is within 5 % of what the
+compilers for TPU and GPU report.
 
 Dimension letters, all per device: B rows, S positions, T keys, P positions of one head chunk.
 """
@@ -24,7 +25,7 @@ from runtime.models.splash_blocks import splash_running_sums
 from runtime.models.xla_attention import query_block
 
 _FLOAT = 4
-# Width of a TPU register in numbers.
+# Lanes of a TPU register: the number of array elements in its minor dimension.
 _LANES = 128
 _LESS_CACHE = "fewer rows, a larger sequence axis, int8"
 _FEWER_POSITIONS = "fewer rows, a larger data or sequence axis"
@@ -52,7 +53,7 @@ _Arrays = tuple[str, int, int, str]
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one device.
+    """The estimated memory use of one device, tensor by tensor.
 
     Attributes:
       resident: tensors that are in memory all the time.
@@ -104,7 +105,7 @@ class Device:
     """The properties of a device that the memory estimate depends on.
 
     Attributes:
-      platform: JAX's name of the platform, because compilers keep different arrays.
+      platform: JAX's name of the platform. Each platform's compiler keeps different arrays in memory.
       fast_memory_bytes: on-chip memory in which the TPU compiler keeps arrays; 0 for none.
     """
 
@@ -129,7 +130,7 @@ def memory_of_passes(
       device: the device.
       rows: rows per device.
       canvas: S, positions per row before sharding over ``sequence``.
-      passes: the kinds of forward passes of the generation.
+      passes: shapes of the forward passes that the generation consists of.
       cache_dtype: dtype of the KV cache; None without a cache.
     """
     wider = "bfloat16" if jnp.dtype(dtype).itemsize > 2 else "int8"
@@ -165,9 +166,9 @@ def _narrow_head_copies(kept: int, head_dim: int, device: Device) -> tuple[Tenso
 
 
 def _live(arrays: Iterable[LiveArrays], positions: int, item: int, smaller_by: str) -> list[_Arrays]:
-    """Return a layer's activation arrays for ``positions`` positions of ``item`` bytes per element.
+    """Return a layer's activation arrays for this many positions, with ``item`` bytes per element.
 
-    Each entry is (name, count, bytes of each, what shrinks them).
+    Each entry is (name, count, bytes of each, what would make them smaller).
     """
     return [(one.name, one.count, positions * one.numbers_per_position * item, smaller_by) for one in arrays]
 
@@ -218,7 +219,7 @@ def _attention_operands(layout: ModelLayout, item: int, shape: PassShape) -> lis
 
 
 def _scores(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> list[_Arrays]:
-    """Return the arrays of XLA attention: all scores, or the scores of one block and the arrays that it loops over."""
+    """Return the arrays of XLA attention: all scores, or one block's scores and the arrays that all blocks read."""
     heads, positions = layout.query_heads_per_device, shape.computed * shape.positions
     block = query_block(device.platform, shape.computed, heads, shape.positions, shape.keys)
     if block is None:

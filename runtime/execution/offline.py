@@ -25,10 +25,11 @@ from runtime.execution.slots import Slots
 from runtime.execution.specialization import program_key
 from runtime.execution.step_plan import StepOutcome
 
-# Default number of slots per ``data`` shard: enough to fill a device, and few enough that the last rows end together.
+# Default number of slots per ``data`` shard: enough to fill a device, and few enough that slots do not stay empty
+# for long at the end, when no rows wait.
 DEFAULT_SLOTS = 32
 
-# Maximum number of buckets to choose from, and factor for the rows per pass: many rows wait, so wide passes stay full.
+# Maximum number of buckets to choose from, and ``saturation`` of ``make_grid``: enough rows wait to fill large buckets.
 _CANDIDATES = 96
 _SATURATION = 4
 
@@ -39,8 +40,8 @@ _MAX_ITERATIONS = 16
 # Number of rows that are queued together. There may be millions of rows, and queueing all of them takes seconds.
 QUEUED_ROWS = 4096
 
-# Rows without a cache move if a pass becomes cheaper by this fraction. All rows get as much time, so moving a few small
-# arrays pays for itself within a step.
+# Rows without a cache move if a pass becomes cheaper by this fraction. Their arrays are few and small, and every step
+# runs all rows, so a move pays for itself within a step.
 _MOVE_GAIN = 0.03
 
 
@@ -161,8 +162,8 @@ class OfflineScheduler:
           iterations: maximum number of iterations per step. The default is a fraction of the iterations of a row.
 
         Yields:
-          After each step, the rows that are done, which may be none. Their numbers are those of the requests. A row
-          with ``non_finite`` has no result; :meth:`RowResult.check` makes this an error.
+          After each step, the rows that are done; the list may be empty. A row's ``number`` is that of its request.
+          A row with ``non_finite`` has no result; :meth:`RowResult.check` makes this an error.
         """
         admit = True
         for group in self._groups:

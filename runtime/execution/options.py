@@ -1,4 +1,4 @@
-"""Checks of the options of an engine that have a fixed set of values, before anything is read."""
+"""Checks of the engine's options that have a fixed set of values. They run before any file is read."""
 
 from __future__ import annotations
 

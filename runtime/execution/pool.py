@@ -29,7 +29,7 @@ from runtime.models.kv_cache import cache_bytes_per_device
 from sharding.errors import InputError
 
 GenerationConfig = DiffusionConfig | SamplingConfig
-# Number of a bucket, and index of a slot in it.
+# Where a row is: the number of a bucket, and the index of a slot in it.
 Place = tuple[int, int]
 
 
@@ -53,11 +53,11 @@ class PoolShape:
     """The specification of a pool.
 
     Attributes:
-      config: determines what is compiled. Rows may differ in all other parameters.
+      config: decoding parameters. The compiled ones hold for all rows; rows may differ in the others.
       canvas: S of the widest bucket, prompt and new tokens together; rounded up to a bucket.
       slots: maximum number of rows at a time, rounded down to a multiple of the data axis and limited by memory.
       max_steps: maximum number of denoise steps per block; None for the larger of S and the steps of ``config``.
-      widths: widths of the other buckets, rounded up likewise; None generates them.
+      widths: widths of the other buckets, rounded up likewise; None chooses them automatically.
       max_programs: maximum number of buckets.
     """
 
@@ -192,7 +192,7 @@ def pool_grid(
       config: decoding parameters that are compiled.
       canvas: S of the widest bucket.
       slots: maximum number of rows at a time.
-      widths: widths of the other buckets; None generates them.
+      widths: widths of the other buckets; None chooses them automatically.
       limit: maximum number of buckets.
       saturation: see :func:`runtime.execution.buckets.make_grid`.
     """
@@ -231,7 +231,7 @@ class Pool:
           config: decoding parameters that are compiled.
           grid: the buckets.
           max_steps: number of denoise steps per block that slots support.
-          make: creates free slots for a bucket.
+          make: function that creates the free slots of a bucket.
           data: rows are multiples of this, see :attr:`runtime.execution.runner.Runner.row_unit`.
         """
         self.config, self.grid, self.max_steps, self._make, self._data = config, grid, max_steps, make, data
@@ -268,7 +268,7 @@ class Pool:
 
     @property
     def limits(self) -> PoolLimits:
-        """The state that a scheduler needs for the pool."""
+        """The pool's buckets and limits, for a scheduler."""
         most = self.count * self.width if uses_cache(self.config) else math.inf
         return PoolLimits(self.grid, most, self._data, canvases_of(self.config))
 
@@ -278,7 +278,7 @@ class Pool:
         return [row for one in self._open.values() for row, _ in one.held.values()]
 
     def compile(self, bucket: Bucket) -> None:
-        """Compile all programs of a bucket, from any thread."""
+        """Compile all programs of a bucket. May be called from any thread."""
         slots = self._make(bucket)
         slots.compile()
         slots.compile_moves(self.grid.canvas)

@@ -47,7 +47,7 @@ class PoolState:
       seconds: average time of an iteration, by bucket.
       rate: most recent number of seconds per unit of cost; 0 if nothing has run.
       received: device time per row that each open bucket has received, by the bucket's number.
-      numbers: numbers for new buckets.
+      numbers: iterator of numbers for new buckets.
     """
 
     limits: PoolLimits
@@ -67,11 +67,11 @@ class PoolState:
 
     @property
     def held(self) -> dict[int, list[int | None]]:
-        """Slots of the buckets that have rows; one without is closed when something else changes."""
+        """Slots of the buckets that have rows. Others are left out: they are closed when something else changes."""
         return {one.number: one.slots for one in self.buckets if one.rows}
 
     def estimate(self, bucket: Bucket) -> float:
-        """Estimate the seconds of an iteration; 0 if nothing has been measured."""
+        """Estimate the seconds of an iteration of a bucket; 0 if nothing has been measured."""
         return self.seconds.get(bucket) or self.rate * self.limits.grid.cost(bucket)
 
     def estimate_alone(self, length: int) -> float:
@@ -79,7 +79,7 @@ class PoolState:
         return self.estimate(Bucket(self.limits.data, self.limits.grid.width_for(length)))
 
     def measured(self, bucket: Bucket, seconds: float) -> None:
-        """Record the measured time of an iteration."""
+        """Record the measured time of an iteration of a bucket."""
         old = self.seconds.get(bucket)
         self.seconds[bucket] = seconds if old is None else old + _NEWEST * (seconds - old)
         self.rate = self.seconds[bucket] / self.limits.grid.cost(bucket)

@@ -1,10 +1,10 @@
 """Lowering and caching of the compiled programs.
 
-Every program is lowered from a layout and shapes only, without data. So the same program that generates can also be
-compiled ahead of time for a machine that is not attached.
+Every program is lowered from a layout and shapes only, without data. So the program that a machine would run can also
+be compiled ahead of time, without the machine.
 
 Dimension letters: B batch, S canvas, T cache length, P positions of one chunk of the output head, D embed, V vocab, R
-padded steps of a block.
+length of a row's ratio table (the steps of a block, padded).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from runtime.decoding.autoregressive import DecodeProgram, DecodeRequest, Decode
 from runtime.decoding.diffusion import denoise, denoise_with_logits
 from runtime.decoding.parameters import MAX_STOP_TOKENS
 from runtime.decoding.sampling import log_probabilities, mark_non_finite
-from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState
+from runtime.decoding.state import ENTRIES_PER_STEP, DenoiseProgram, DenoiseRequest, DenoiseState
 from runtime.models.arrays import abstract, shardings
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights
@@ -40,8 +40,10 @@ Request = TypeVar("Request", DenoiseRequest, DecodeRequest)
 State = TypeVar("State", DenoiseState, DecodeState)
 
 _SEED_WORDS = 2
-# Optional arrays of a request and a state: with log-probabilities, and with drafts.
+# Optional arrays of a request and a state: with log-probabilities, with drafts, and of rows whose canvas has a variable
+# length. Only a history has ``entries``.
 _KEPT, _DRAFTED = ("log_probabilities",), ("draft_steps", "drafts", "made_steps")
+_OF_VARIABLE_LENGTH = ("number_transfer_tokens", "pad_delete_to_right", "expand_budget", "lengths", "expansions_left")
 # JAX's monitoring event for a program found in its persistent cache.
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -131,6 +133,7 @@ def request_sizes(batch: int, positions: int, steps: int = 1, drafts: int = 0) -
         "drafts": drafts,
         "stop_tokens": MAX_STOP_TOKENS,
         "seed_words": _SEED_WORDS,
+        "entries": ENTRIES_PER_STEP,
     }
 
 
@@ -141,6 +144,7 @@ def _abstract_loop(
     cache_dtype: Any,
     optional: Collection[str],
 ) -> tuple[Request, State]:
+    """Return request and state of a loop; ``optional`` names their optional arrays."""
     request, state = kinds
     cache = None if cache_dtype is None else abstract_cache(layout, sizes["batch"], sizes["positions"], cache_dtype)
     arguments = abstract(layout, request, sizes, optional=optional)
@@ -165,11 +169,12 @@ def abstract_denoise(
       canvas: S, a multiple of the sequence axis.
       steps: R.
       cache_dtype: dtype of the cache, see :func:`runtime.models.kv_cache.abstract_cache`; None for no cache.
-      log_probabilities: the state records log-probabilities.
+      log_probabilities: whether the state records log-probabilities.
       drafts: K, guessed canvases of each row.
     """
     sizes = request_sizes(batch, canvas, steps, drafts)
     optional = [*_KEPT * log_probabilities, *_DRAFTED * (drafts > 0)]
+    optional += _OF_VARIABLE_LENGTH * layout.config.family.variable_length
     return _abstract_loop(layout, (DenoiseRequest, DenoiseState), sizes, cache_dtype, optional)
 
 
@@ -183,7 +188,7 @@ def abstract_decode(
       batch: B, a multiple of the data axis.
       length: T, a multiple of the sequence axis.
       cache_dtype: see :func:`abstract_denoise`.
-      log_probabilities: the state records log-probabilities.
+      log_probabilities: whether the state records log-probabilities.
     """
     sizes = request_sizes(batch, length)
     return _abstract_loop(layout, (DecodeRequest, DecodeState), sizes, cache_dtype, _KEPT * log_probabilities)
@@ -218,14 +223,14 @@ def lower_prefill_chunks(
     state: DecodeState,
     chunks: Array,
 ) -> jax.stages.Lowered:
-    """Lower the prefill in chunks of ``chunk`` positions, with a maximum number of ``chunks`` per ``data`` shard."""
+    """Lower the prefill in chunks of ``chunk`` positions; each ``data`` shard reads at most ``chunks`` chunks."""
     return _lower_step(partial(prefill_chunks, forward, program, chunk), forward, weights, request, state, chunks)
 
 
 def lower_decode(
     forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState
 ) -> jax.stages.Lowered:
-    """Lower the loop over new tokens."""
+    """Lower the loop over the new tokens of an autoregressive model."""
     return _lower_step(partial(decode, forward, program), forward, weights, request, state)
 
 
@@ -328,7 +333,7 @@ class ProgramCache:
 
     Attributes:
       compiled: number of programs compiled so far, or read from JAX's persistent cache.
-      cached: number of those that were read from JAX's persistent cache.
+      cached: number of these programs that were read from JAX's persistent cache.
       seconds: time spent on compiling and reading.
       before_run: called before each run of a program; with its lowering if the program has to be compiled first,
         otherwise with None.

@@ -16,7 +16,7 @@ from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.step_plan import ScorePass
 
 # A test that ends a row where no stop token does, for example at a stop string. It is called with the row's final new
-# tokens so far (each call extends the tokens of the previous one), and with whether there will be no more. It returns
+# tokens so far (each call extends the tokens of the previous one), and with whether these are all of them. It returns
 # how many of the tokens count, or None while the row should continue.
 StopTest = Callable[[Sequence[int], bool], int | None]
 
@@ -33,7 +33,7 @@ class RequestHandle:
       arrived: time at which the request arrived.
       deadline: time at which the request is aborted.
       stream: whether to report the canvases of unfinished rows.
-      stop_tests: one per row, None for a row without; empty if no row has one.
+      stop_tests: one per row, None for a row without a stop test; empty if no row has one.
       remaining: number of rows and passes that are not done.
       closed: whether the request is finished or aborted.
     """
@@ -101,10 +101,17 @@ class ScheduledRow:
 
 
 def iterations_of(request: RowRequest) -> int:
-    """Return the maximum number of iterations that a row takes, not counting masks in its prompt."""
+    """Return the maximum number of iterations that a row takes, not counting masks in its prompt.
+
+    If its canvas has a variable length, this is the number without deletions.
+    """
     config = request.config
+    if isinstance(config, DiffusionConfig) and config.variable_length:
+        # Twice the tokens that a canvas at its limit has: each may take an expansion.
+        return max(1, 2 * config.max_new_tokens)
     if not isinstance(config, DiffusionConfig) or config.parallel != "none" or config.attention_block_length:
-        # The last block may be filled from its end.
+        # An iteration may commit only one token. With block-causal attention, the last block may reach beyond the row's
+        # end, and the positions there may be filled before the others.
         return max(1, request.canvas_length - request.given)
     return max(1, min(config.steps, config.max_new_tokens or config.steps))
 
@@ -129,7 +136,7 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class PrefixGrown:
-    """Event: a streamed row has more tokens before its first open position, ``seconds`` after the last such event."""
+    """Event: more tokens precede the first open position of a streamed row, ``seconds`` after the number last grew."""
 
     handle: RequestHandle
     index: int

@@ -1,9 +1,11 @@
 """Conversion of row requests to the host arrays that the decoding loops take: run-time arguments and initial state.
 
-Dimension letters: S canvas, R padded steps of a block, T cache length.
+Dimension letters: S canvas, R length of a row's ratio table (the steps of a block, padded), T cache length.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,7 +15,14 @@ from runtime.decoding.loop_parameters import row_values
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.decoding.schedule import transfer_table
 from runtime.decoding.state import DenoiseRequest, DenoiseState
-from runtime.execution.row_request import RowRequest, first_position
+from runtime.execution.row_request import (
+    RowRequest,
+    expansion_limit,
+    first_masks,
+    first_position,
+    length_limit,
+    most_steps_of_row,
+)
 from runtime.execution.rows import make_canvas, seed_words, stop_rows
 from runtime.models.arrays import one_row
 from runtime.models.config import ModelConfig
@@ -23,7 +32,7 @@ UNLIMITED = int(np.iinfo(np.int32).max)
 
 
 def filler_token(model: ModelConfig) -> int:
-    """Return a token that is not the mask token, so that a row of it has nothing to denoise."""
+    """Return a token that is not the mask token, so that a row of this token has nothing to denoise."""
     return 0 if model.mask_token_id != 0 else 1
 
 
@@ -49,49 +58,71 @@ def diffusion_row(
     row = request or empty_row(model, default)
     config = row.config
     assert isinstance(config, DiffusionConfig)
-    new = row.canvas_length - row.given if request else 0
+    new = first_masks(row, model) if request else 0
     (canvas,), (length,) = make_canvas(row.rows, model, new, width)
     first = length if request is None else first_position(request, model)
     block_length, steps_per_block = block_schedule(config, width)
     ratios = np.zeros(steps, np.float32)
     assert model.family.schedule is not None, "a family that denoises has a schedule"
     ratios[:steps_per_block] = transfer_table(model.family.schedule, steps_per_block, float(config.eps))
-    return one_row(
-        DenoiseRequest,
-        lengths=length + len(row.suffix),
-        ends=length if request is None else row.length,
-        prompts=len(row.tokens),
-        first=first,
-        seeds=seed_words([row.seed])[0],
-        ratios=ratios,
-        block_length=block_length,
-        sub_block_length=min(config.sub_block_length or block_length, block_length),
-        steps_per_block=steps_per_block,
-        block_steps=steps_of_a_block(config, block_length),
-        refresh_blocks=0 if config.cache == "exact" else config.refresh_blocks,
-        stop_tokens=stop_rows(config.stop_token_ids, 1)[0],
-        **row_values(config),
-        max_iterations=UNLIMITED,
-        step_limit=UNLIMITED,
-        draft_steps=config.draft_steps if default.draft_steps else None,
-    ), one_row(
-        DenoiseState,
-        canvas=canvas,
-        commit_steps=np.full(width, -1),
-        block=0,
-        step_in_block=0,
-        steps_until_refresh=0,
-        previous_block_stale=0,
-        refreshes=0,
-        window_positions=0,
-        done=first >= length,
-        non_finite=False,
-        iteration=0,
-        log_probabilities=np.zeros(width) if default.log_probabilities else None,
-        # Before the first pass there are no guesses.
-        drafts=np.tile(canvas, (default.draft_steps, 1)) if default.draft_steps else None,
-        made_steps=0 if default.draft_steps else None,
+    made = (
+        one_row(
+            DenoiseRequest,
+            lengths=length + len(row.suffix),
+            ends=length if request is None else row.length,
+            prompts=len(row.tokens),
+            first=first,
+            seeds=seed_words([row.seed])[0],
+            ratios=ratios,
+            block_length=block_length,
+            sub_block_length=min(config.sub_block_length or block_length, block_length),
+            steps_per_block=steps_per_block,
+            block_steps=steps_of_a_block(config, block_length),
+            refresh_blocks=0 if config.cache == "exact" else config.refresh_blocks,
+            stop_tokens=stop_rows(config.stop_token_ids, 1)[0],
+            **row_values(config),
+            max_iterations=UNLIMITED,
+            step_limit=UNLIMITED,
+            draft_steps=config.draft_steps if default.draft_steps else None,
+        ),
+        one_row(
+            DenoiseState,
+            canvas=canvas,
+            commit_steps=np.full(width, -1),
+            block=0,
+            step_in_block=0,
+            steps_until_refresh=0,
+            previous_block_stale=0,
+            refreshes=0,
+            window_positions=0,
+            done=first >= length,
+            non_finite=False,
+            iteration=0,
+            log_probabilities=np.zeros(width) if default.log_probabilities else None,
+            # Before the first pass there are no guesses.
+            drafts=np.tile(canvas, (default.draft_steps, 1)) if default.draft_steps else None,
+            made_steps=0 if default.draft_steps else None,
+        ),
     )
+    return _of_variable_length(row, model, *made) if model.family.variable_length else made
+
+
+def _of_variable_length(
+    row: RowRequest, model: ModelConfig, request: DenoiseRequest, state: DenoiseState
+) -> tuple[DenoiseRequest, DenoiseState]:
+    """Return request and state of a row whose canvas has a variable length: its limits, and its length at the start."""
+    limit = length_limit(row, model)
+    assert isinstance(row.config, DiffusionConfig)
+    budget = np.array([expansion_limit(row, model)], np.int32)
+    numbers = {
+        "lengths": limit,
+        "ends": limit - len(row.suffix),
+        "steps_per_block": most_steps_of_row(row, model),
+        "number_transfer_tokens": row.config.number_transfer_tokens,
+    }
+    changed = {name: np.array([value], np.int32) for name, value in numbers.items()}
+    changed |= {"expand_budget": budget, "pad_delete_to_right": np.array([row.config.pad_delete_to_right])}
+    return replace(request, **changed), replace(state, lengths=request.lengths, expansions_left=budget)
 
 
 def autoregressive_row(

@@ -52,7 +52,7 @@ class RowRequest:
 
     @property
     def canvas_length(self) -> int:
-        """The length of its canvas: that with the suffix, rounded up to whole blocks if attention is block-causal."""
+        """The length of the row's canvas: suffix included, rounded up to whole blocks if attention is block-causal."""
         return canvas_length(self.given, self.config)
 
     @property
@@ -78,8 +78,42 @@ def first_position(request: RowRequest, model: ModelConfig) -> int:
     return prompt.index(model.mask_token_id)
 
 
+def masks_inside(request: RowRequest, model: ModelConfig) -> int:
+    """Return the number of masks in the prompt of a request."""
+    return list(request.tokens).count(model.mask_token_id)
+
+
+def first_masks(request: RowRequest, model: ModelConfig) -> int:
+    """Return how many masks follow the prompt of a diffusion request at its start.
+
+    They are the new tokens, rounded up to whole blocks if attention is block-causal. A canvas of variable length starts
+    with ``initial_masks``, or with those of the prompt.
+    """
+    config = request.config
+    if not (isinstance(config, DiffusionConfig) and model.family.variable_length):
+        return request.canvas_length - request.given
+    return 0 if masks_inside(request, model) else min(config.initial_masks, config.max_new_tokens)
+
+
+def length_limit(request: RowRequest, model: ModelConfig) -> int:
+    """Return the limit of a canvas of variable length: ``max_new_tokens`` limits the masks and what fills them."""
+    return request.length_with_suffix - masks_inside(request, model)
+
+
+def expansion_limit(request: RowRequest, model: ModelConfig) -> int:
+    """Return how often a mask of a canvas of variable length may become two."""
+    assert isinstance(request.config, DiffusionConfig)
+    found = request.config.expand_budget
+    return 2 * (length_limit(request, model) - first_position(request, model)) if found is None else found
+
+
+def most_steps_of_row(request: RowRequest, model: ModelConfig) -> int:
+    """Return the limit of the steps of a row of variable length."""
+    return 2 * (length_limit(request, model) - first_position(request, model) + expansion_limit(request, model))
+
+
 def block_span(request: RowRequest, model: ModelConfig) -> int:
-    """Return the number of positions from the first to the last block of a request; 0 if there is nothing to fill.
+    """Return the number of positions in all blocks of a request together; 0 if there is nothing to fill.
 
     Blocks end before the suffix.
     """
@@ -103,7 +137,8 @@ class RowResult:
 
     Attributes:
       number: number of the request.
-      sequence: int32 ``[S]``, the tokens; padding after the end of a row that stopped early.
+      sequence: int32 ``[S]``, the tokens; padding after the end of a row that stopped early or is shorter than
+        its limit.
       commit_steps: int32 ``[S]``, the row's step that committed each position; -1 if none has.
       log_probabilities: float32 ``[S]``, or None if they were not requested.
       positions: number of positions that forward passes computed for the row, prompt included.
@@ -123,7 +158,7 @@ class RowResult:
         """Check that the row has a result.
 
         Raises:
-          NonFiniteError: it has none.
+          NonFiniteError: the model's logits were not finite, so the row has no result.
         """
         if self.non_finite:
             raise NonFiniteError([self.number])

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from runtime.decoding.parameters import MAX_STOP_TOKENS, DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import MAX_STEPS, MAX_STOP_TOKENS, DiffusionConfig, SamplingConfig
+from runtime.decoding.schema import declared_parameters
 from runtime.execution.left_padding import Rows, read_rows
 from runtime.models.config import ModelConfig
 from sharding.errors import InputError
@@ -19,7 +20,7 @@ ConfigT = TypeVar("ConfigT", DiffusionConfig, SamplingConfig, DiffusionConfig | 
 
 MAX_SAMPLES = 1 << 16
 
-# Canvas lengths are rounded up to buckets of at least this many positions; longer ones grow by at most a quarter.
+# Canvas lengths are rounded up to multiples of at least this number. Above 256, rounding adds at most a quarter.
 MIN_BUCKET = 64
 
 
@@ -80,7 +81,12 @@ def config_kind(model: ModelConfig) -> type[DiffusionConfig | SamplingConfig]:
 
 
 def with_model_blocks(config: ConfigT, model: ModelConfig) -> ConfigT:
-    """Set the block length of block-causal attention: the configuration's own, or the model's if it has none."""
+    """Set what depends on the model: the block length of block-causal attention, and ``variable_length``.
+
+    The block length is the configuration's own, or the model's if it has none.
+    """
+    if isinstance(config, DiffusionConfig) and model.family.variable_length:
+        return config.replace(variable_length=True)
     if not isinstance(config, DiffusionConfig) or model.family.attention != "block_causal":
         return config
     length = config.block_length or model.attention_block_length
@@ -124,8 +130,8 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
     """Check that decoding parameters match the model's objective and family.
 
     Raises:
-      InputError: the parameters are for the other objective, or ask for an algorithm or for guidance that the family
-        does not have.
+      InputError: the parameters are for the other objective, or ask for something that the family does not have: a
+        cache, sub-blocks, a parallel rule, guidance or an algorithm.
     """
     wanted = config_kind(config)
     if not isinstance(request, wanted):
@@ -136,6 +142,7 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
     if not isinstance(request, DiffusionConfig):
         return
     check_blocks(config, request)
+    check_canvas_length(config, request)
     if request.parallel not in config.family.parallel_rules:
         raise InputError(
             f"parallel={request.parallel} is not available for {config.family.name} models; use one of "
@@ -156,11 +163,12 @@ def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
     """Check that the model's attention supports the requested cache and sub-blocks.
 
     Raises:
-      InputError: it does not.
+      InputError: the model's attention does not support them.
     """
     in_blocks, name, caches = config.family.attention == "block_causal", config.family.name, config.family.caches
     if request.cache not in caches:
-        why = f"; use {' or '.join(caches)}" if in_blocks else ": it is for block-causal attention"
+        named = in_blocks or config.family.variable_length
+        why = f"; use {' or '.join(caches)}" if named else ": it is for block-causal attention"
         raise InputError(f"cache={request.cache} is not available for {name} models{why}", field="cache")
     if not in_blocks and request.sub_block_length is not None:
         raise InputError(f"sub_block_length is not available for {name} models", field="sub_block_length")
@@ -168,12 +176,31 @@ def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
         raise InputError("sub_block_cache requires sub_block_length", field="sub_block_cache")
 
 
+def check_canvas_length(config: ModelConfig, request: DiffusionConfig) -> None:
+    """Check parameters that are only for canvases of a fixed length, or only for those of a variable length.
+
+    Raises:
+      InputError: one of the other kind is set.
+    """
+    # Where nothing sets the number of steps, it is the default, or follows the number of new tokens.
+    follows = {"steps": min(max(request.max_new_tokens, 1), MAX_STEPS)}
+    for one in declared_parameters(type(request)):
+        value = getattr(request, one.name)
+        if one.variable_length == (not config.family.variable_length) and value not in (
+            one.default,
+            follows.get(one.name, one.default),
+        ):
+            hint = "; leave it out, or equal to max_new_tokens" if one.name in follows else ""
+            raise InputError(f"{one.name} is not available for {config.family.name} models{hint}", field=one.name)
+
+
 def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig | SamplingConfig) -> None:
     """Check that the rows fit the model and have something to generate.
 
     Raises:
       InputError: the parameters do not match the model, a row is longer than the model allows, the model cannot see a
-        suffix, or there are neither new tokens nor masks in a prompt.
+        suffix, there are neither new tokens nor masks in a prompt, or a canvas of variable length starts with more
+        masks than its limit allows.
     """
     check_kind(config, request)
     check_suffixes(rows.suffixes, config)
@@ -194,13 +221,28 @@ def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig | Sa
             "max_new_tokens is 0 and no prompt contains the mask token: there is nothing to fill",
             field="max_new_tokens",
         )
+    if config.family.variable_length:
+        _check_window(rows, config, request.max_new_tokens)
+
+
+def _check_window(rows: Rows, config: ModelConfig, limit: int) -> None:
+    for row, length in enumerate(rows.lengths):
+        tokens = rows.tokens[row, :length]
+        masks = int((tokens == config.mask_token_id).sum())
+        if masks > limit or (limit == 0 and masks == 0):
+            raise InputError(
+                f"row {row}: the prompt has {masks} masks; max_new_tokens, the limit of what fills them, is {limit}",
+                field="max_new_tokens",
+            )
+        if masks == 0 and config.expand_token_id in tokens:
+            raise InputError(f"row {row}: its prompt has the expand token ({config.expand_token_id}), but no mask")
 
 
 def check_suffixes(suffixes: Sequence[Sequence[int]], config: ModelConfig) -> None:
-    """Check that new tokens see the tokens after them, and that no mask is among these.
+    """Check that the model's new tokens see the suffix after them, and that no suffix contains a mask.
 
     Raises:
-      InputError: attention is causal or block-causal, or a suffix has a mask token.
+      InputError: attention is causal or block-causal, or a suffix has a mask token or an expand token.
     """
     if suffixes and config.family.attention != "bidirectional":
         attention = config.family.attention.replace("_", "-")
@@ -211,6 +253,8 @@ def check_suffixes(suffixes: Sequence[Sequence[int]], config: ModelConfig) -> No
         )
     if any(config.mask_token_id in suffix for suffix in suffixes):
         raise InputError("the suffix contains the mask token; only a prompt may contain masks", field="suffix")
+    if any(config.expand_token_id in suffix for suffix in suffixes):
+        raise InputError("the suffix contains the expand token, which becomes two masks", field="suffix")
 
 
 def make_canvas(rows: Rows, config: ModelConfig, new_tokens: int, width: int) -> tuple[np.ndarray, np.ndarray]:

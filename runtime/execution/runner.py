@@ -64,7 +64,7 @@ class Runner:
       cache_dtype: dtype of the KV cache.
       platform: ``cpu``, ``gpu`` or ``tpu``.
       programs: the compiled programs.
-      buckets: buckets that have been used, by everything else that their programs depend on.
+      buckets: the buckets that have been used, by a key of everything else that their programs depend on.
       row_unit: the number of rows on the devices is a multiple of this.
     """
 
@@ -227,7 +227,7 @@ class Runner:
 
 
 def canvas_bucket(length: int, layout: ModelLayout, platform: str) -> int:
-    """Round a length up to a bucket: a multiple of the sequence axis and, on TPU, of attention blocks per shard."""
+    """Round a length up to a bucket that the sequence axis divides; on TPU, into shards of whole attention blocks."""
     block = 128 if platform == "tpu" else 1
     return bucket_length(length, block * layout.spec.sequence)
 

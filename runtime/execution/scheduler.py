@@ -12,7 +12,7 @@ The policy:
 * A bucket runs as many iterations as fit into its share of the step, but stops when its first row is done. While a new
   row in it has not shown a token yet, it runs one iteration per step.
 
-:meth:`Scheduler.schedule` returns a plan, the devices execute it, and :meth:`Scheduler.update` takes its outcome. The
+:meth:`Scheduler.schedule` returns a plan, the devices execute it, and :meth:`Scheduler.update` takes the outcome. The
 scheduler has no threads, clock or devices of its own. Its decisions do not change the tokens of a row: each row yields
 the same tokens as in a batch of one, see :mod:`runtime.execution.slots`.
 """
@@ -50,7 +50,7 @@ from runtime.execution.step_plan import BucketPlan, Insertion, PoolOutcome, Pool
 
 # When a growing row moves, its new bucket has room for this many more positions than it needs next.
 _ROOM_TO_GROW = 64
-# Number of first iterations of a row after each of which its canvas is fetched, until a token has been seen.
+# The canvas of a new row is fetched after each of its first iterations, at most this many, until a token has been seen.
 _FIRST_FETCHES = 2
 
 
@@ -64,7 +64,7 @@ class SchedulerPolicy:
         every bucket.
       first_tokens: whether to report the first token of every row, even of rows that are not streamed.
       chunks: maximum number of prompt chunks that each ``data`` shard of a bucket reads per step; None for no limit.
-      move_gain: rows move if this makes a pass over all of them cheaper by at least this fraction.
+      move_gain: rows move only if a pass over all rows gets cheaper by at least this fraction.
     """
 
     max_iterations: int = 16
@@ -212,7 +212,7 @@ class Scheduler:
         return ended
 
     def _admit(self, pool: PoolState, now: float) -> list[Insertion]:
-        """Take waiting rows from the queue, as many as there are free slots, or as the prefill limit allows."""
+        """Take as many waiting rows from the queue as there are free slots."""
         insertions = []
         for _ in range(pool.limits.grid.slots - len(pool.rows)):
             row = pool.queue.pop()
@@ -253,7 +253,7 @@ class Scheduler:
         return Need(min(length, written), min(length, written + _ROOM_TO_GROW))
 
     def _share_step(self) -> dict[tuple[int, int], int]:
-        """Decide how many iterations each bucket runs in this step, by pool and number of the bucket."""
+        """Decide how many iterations each bucket runs in this step, by the numbers of its pool and of the bucket."""
         policy, found = self.policy, {}
         waiting = [
             (not self._awaits_first_token(one), pool.received[one.number], number, one)
@@ -307,7 +307,7 @@ class Scheduler:
         watched = self.policy.first_tokens
         return any(row.handle.stream or row.stop_test or (watched and row.first_token is None) for row in rows)
 
-    # ---- its outcome ------------------------------------------------------------------------------------------
+    # ---- the outcome of a step --------------------------------------------------------------------------------
 
     def update(self, outcome: StepOutcome, now: float) -> list[Event]:
         """Process the outcome of a step.

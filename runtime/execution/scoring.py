@@ -32,7 +32,7 @@ def check_length(runner: Runner, rows: Rows) -> None:
     """Check that rows are not longer than the model allows.
 
     Raises:
-      InputError: they are.
+      InputError: a row is too long.
     """
     width, limit = rows.tokens.shape[1], runner.layout.config.max_positions
     if width > limit:
@@ -78,8 +78,8 @@ def logits_of_rows(runner: Runner, rows: Rows, block_length: int | None = None) 
 
     Args:
       runner: the model on its mesh.
-      rows: start-aligned rows, and the caller's own.
-      block_length: block length of block-causal attention; None for the model's.
+      rows: the rows, start-aligned and as the caller gave them.
+      block_length: block length of block-causal attention; None for the model's own.
 
     Raises:
       InputError: the rows do not fit the model, or ``block_length`` is given for a model without blocks.
@@ -105,9 +105,10 @@ def logits_of_rows(runner: Runner, rows: Rows, block_length: int | None = None) 
 def score_rows(
     runner: Runner, rows: Rows, targets: Rows, temperature: float, width: int | None = None, batch: int | None = None
 ) -> np.ndarray:
-    """Compute log-probabilities float32 ``[B, S]`` of ``targets`` under the shifted predictions, zero at padding.
+    """Compute log-probabilities float32 ``[B, S]`` of ``targets``, zero at padding.
 
-    They are not finite where the model's logits are not; :func:`check_scores` makes this an error.
+    Each target is scored with the output that predicts its position. Log-probabilities are not finite where the model's
+    logits are not; :func:`check_scores` makes this an error.
 
     Args:
       runner: the model on its mesh.

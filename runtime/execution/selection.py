@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from runtime.execution.buckets import Bucket, pack
 
-# Number of intervals into which the run is divided, and its end, where fewer and fewer rows are left.
+# Number of intervals into which the estimate divides the time with all slots occupied, and the time after it.
 _PIECES = 8
 # A bucket is added if it lowers the total cost by at least this fraction.
 _GAIN = 0.01
@@ -69,10 +69,10 @@ def select(
 
 
 def _full_intervals(rows: Sequence[Work], slots: int) -> list[tuple[list[int], int]]:
-    """Divide the rows up to the last ``slots``, during which all slots are occupied, into intervals.
+    """Divide all rows except the last ``slots`` into intervals. All slots are occupied while these rows run.
 
     Returns:
-      For each interval, the lengths of the rows in the slots at its start, and the iterations of its rows together.
+      For each interval, the lengths of the rows in the slots at its start, and the sum of the iterations of its rows.
     """
     first = max(0, len(rows) - slots)
     size = max(1, -(-first // _PIECES))
@@ -95,7 +95,7 @@ def _total(
 ) -> float:
     """Estimate the cost of all rows with these buckets: while all slots are occupied, and while the last rows end.
 
-    ``intervals`` are those of :func:`_full_intervals`; ``last`` are the other rows, those of most iterations first.
+    ``intervals`` are those of :func:`_full_intervals`; ``last`` are the other rows, with the most iterations first.
     """
     used: set[Bucket] = set()
 
@@ -104,7 +104,7 @@ def _total(
         used.update(found)
         return sum(map(price, found))
 
-    # While all slots are occupied, rows that follow one another share them.
+    # While all slots are occupied, a pass is an iteration of ``slots`` rows, so each row bears its share of the price.
     total = sum(passes(lengths) / slots * iterations for lengths, iterations in intervals)
     made, size = 0, -(-len(last) // _PIECES)
     for start in range((len(last) - 1) // size * size, -1, -size):

@@ -18,6 +18,7 @@ import numpy as np
 from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.decoding.schedule import padded_steps
+from runtime.decoding.state import ENTRIES_PER_STEP
 from runtime.execution.canvas import pad_after_end
 from runtime.execution.programs import (
     abstract_decode,
@@ -48,18 +49,21 @@ class DiffusionSlots(Slots):
         count: int,
         steps: int = 1,
         span: int | None = None,
+        entries: bool = False,
     ) -> None:
         """Create free slots.
 
         Args:
           runner: the model on its mesh.
-          config: determines what is compiled. All requests must have the same
+          config: decoding parameters that determine what is compiled. All requests must have the same
             :func:`runtime.execution.specialization.program_key`.
           width: bucket of the canvases.
           count: B, a multiple of the data axis.
-          steps: maximum number of steps per block of any request; at least that of ``config`` is always supported.
+          steps: maximum number of steps per block of any request; the steps of ``config`` are always supported.
           span: the largest distance in any row from its first mask to its end, in positions; None for ``width``.
+          entries: keep the canvases that the last iteration made, for :meth:`entries` (variable length).
         """
+        self._entries = entries
         # The ratio table must have the same size for all rows, including empty slots, which have this configuration.
         self._config, self._steps = config, padded_steps(max(steps, block_schedule(config, width)[1]), width)
         self.forward = runner.forward(width, config.attention_block_length)
@@ -70,7 +74,11 @@ class DiffusionSlots(Slots):
         super().__init__(runner, width, count, config.cache != "none")
 
     def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
-        return diffusion_row(request, self._config, self._runner.layout.config, self.width, self._steps)
+        model = self._runner.layout.config
+        row, state = diffusion_row(request, self._config, model, self.width, self._steps)
+        if self._entries:
+            state = replace(state, entries=np.full((1, ENTRIES_PER_STEP, self.width), -1, np.int32))
+        return row, state
 
     def _abstract(self) -> tuple[Any, Any]:
         return abstract_denoise(
@@ -128,12 +136,38 @@ class DiffusionSlots(Slots):
         """Return canvases, padded after the end of rows that stopped early, and commit steps, both int32 ``[B, S]``."""
         canvas, commit_steps = fetch(self.state.canvas), fetch(self.state.commit_steps)
         prompts, stop_tokens = fetch(self.request.prompts), fetch(self.request.stop_tokens)
+        if self.program.variable_length:
+            # Results have no suffix, and no stop token ends a prompt with masks.
+            suffixes = fetch(self.request.lengths) - fetch(self.request.ends)
+            inside = np.arange(self.width) < (fetch(self.state.lengths) - suffixes)[:, None]
+            canvas = np.where(inside, canvas, self._runner.layout.config.pad_token_id)
+            commit_steps = np.where(inside, commit_steps, -1)
+            prompts = np.where(self._moving_prompts, self.width, prompts)
         return pad_after_end(canvas, commit_steps, prompts, stop_tokens, self._runner.layout.config), commit_steps
 
     def canvas(self) -> np.ndarray:
-        """Return the slots' tokens; see :meth:`Slots.canvas`. Masks inside a prompt are -1 too."""
+        """Return the slots' tokens; see :meth:`Slots.canvas`. Masks inside a prompt are -1 too.
+
+        If canvases have a variable length, padding follows the tokens that a row has now. What follows a prompt whose
+        positions still move is -1.
+        """
         canvas, _ = self._canvases()
-        return np.where(canvas == self._runner.layout.config.mask_token_id, -1, canvas)
+        canvas = np.where(canvas == self._runner.layout.config.mask_token_id, -1, canvas)
+        if self.program.variable_length:
+            moving = self._moving_prompts & ~fetch(self.state.done)
+            after = np.arange(self.width) >= fetch(self.request.prompts)[:, None]
+            canvas = np.where(moving[:, None] & after, -1, canvas)
+        return canvas
+
+    @property
+    def _moving_prompts(self) -> np.ndarray:
+        """The rows whose prompt has masks, so that its positions move if the canvas has a variable length: ``[B]``."""
+        moving: np.ndarray = fetch(self.request.first) < fetch(self.request.prompts)
+        return moving
+
+    def entries(self) -> np.ndarray:
+        """Return the canvases that the last iteration made; see :attr:`DenoiseState.entries`."""
+        return fetch(self.state.entries)
 
     def collect(self, taken: Mapping[int, tuple[int, RowRequest]], ended_early: bool = False) -> list[RowResult]:
         """Return the results of rows; see :meth:`Slots.collect`."""
@@ -175,13 +209,13 @@ class AutoregressiveSlots(Slots):
 
         Args:
           runner: the model on its mesh.
-          config: determines what is compiled. All requests must have the same
+          config: decoding parameters that determine what is compiled. All requests must have the same
             :func:`runtime.execution.specialization.program_key`.
           width: bucket of prompts with their new tokens.
           count: B, a multiple of the data axis.
           prompt: number of tokens of the longest prompt.
-          together: whether one pass prefills all rows of the first insertion, and each prompt that adjacent rows share
-            only once. All other prompts are read in chunks.
+          together: whether one pass prefills all rows of the first insertion, and reads a prompt that adjacent rows
+            share only once. All other prompts are read in chunks.
         """
         self._config, self._prompt = config, min(width, runner.bucket(prompt))
         self._chunk = min(width, runner.prompt_chunk)
@@ -350,7 +384,10 @@ def _at_length(values: np.ndarray, length: int, fill: float) -> np.ndarray:
 
 
 def _shared_prompt_group(prompts: Sequence[Sequence[int]], slots: int) -> int:
-    """Return the size of groups whose rows share a prompt, such that no group crosses a shard of ``slots`` rows."""
+    """Return the largest size of equal groups of adjacent rows such that the rows of each group share a prompt.
+
+    No group crosses a shard of ``slots`` rows.
+    """
     runs = [len(list(same)) for _, same in itertools.groupby(prompts, key=tuple)]
     return math.gcd(*runs, slots) if runs else 1
 
@@ -365,14 +402,23 @@ def open_slots(
 
 
 def longest_span(runner: Runner, requests: Sequence[RowRequest]) -> int:
-    """Return the longest prompt (autoregressive) or distance from a first block to a row's end, rounded to a bucket."""
+    """Return the longest distance from a row's first block to its end, or the longest prompt if autoregressive.
+
+    It is rounded up to a bucket.
+    """
     if isinstance(requests[0].config, SamplingConfig):
         return runner.bucket(max(len(request.tokens) for request in requests))
     return runner.bucket(max(block_span(row, runner.layout.config) + len(row.suffix) for row in requests))
 
 
 def open_slots_for(
-    runner: Runner, config: DiffusionConfig | SamplingConfig, width: int, count: int, steps: int, span: int
+    runner: Runner,
+    config: DiffusionConfig | SamplingConfig,
+    width: int,
+    count: int,
+    steps: int,
+    span: int,
+    entries: bool = False,
 ) -> Slots:
     """Create free slots for rows that are all known and have the same compiled settings.
 
@@ -383,7 +429,8 @@ def open_slots_for(
       count: B, a multiple of the data axis.
       steps: maximum number of steps per block of any row; not used if autoregressive.
       span: :func:`longest_span` of the rows.
+      entries: see :class:`DiffusionSlots`.
     """
     if isinstance(config, SamplingConfig):
         return AutoregressiveSlots(runner, config, width, count, span)
-    return DiffusionSlots(runner, config, width, count, steps, min(width, span))
+    return DiffusionSlots(runner, config, width, count, steps, min(width, span), entries)

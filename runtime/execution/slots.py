@@ -70,7 +70,7 @@ class Slots(abc.ABC):
     state: Any = None
 
     def __init__(self, runner: Runner, width: int, count: int, cached: bool) -> None:
-        """Create ``count`` free slots for rows of up to ``width`` positions; see the class."""
+        """Create ``count`` free slots for rows of up to ``width`` positions, with a KV cache if ``cached``."""
         self._runner, self.width, self.count, self._cached = runner, width, count, cached
         self.forwards = self.iterations = 0
         self.prefill_seconds = 0.0
@@ -139,7 +139,8 @@ class Slots(abc.ABC):
         else:
             parts = self._fetch_rows()
             free, cache = (self.request, self.state), self.state.cache
-        # Masked positions have weight 0 in attention, but 0 times NaN is NaN: the next row would meet old values.
+        # Masked positions have weight 0 in attention, but 0 times NaN is NaN, so NaN in the cache of the old row would
+        # spread to the new one.
         to_clear = [slot for slot in rows if self._cached and parts[1].non_finite[slot]]
         for slot, row in rows.items():
             for values, own in zip(jax.tree.leaves(parts), jax.tree.leaves(self._row_arrays(row)), strict=True):
@@ -200,7 +201,7 @@ class Slots(abc.ABC):
     ) -> jax.stages.Compiled:
         """Return the compiled program for these arguments.
 
-        Abstract arguments mean that it is compiled in advance, so ``before_run`` of the programs is not called.
+        With abstract arguments, it is compiled in advance, so :attr:`ProgramCache.before_run` is not called.
         """
         programs, key = self._runner.programs, (key, shapes_of(arguments))
         there = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arguments))
@@ -224,7 +225,10 @@ class Slots(abc.ABC):
         return runner.programs.prepare(key, lower, counts=False)
 
     def compile_moves(self, length: int) -> None:
-        """Compile the programs that move rows to and from slots of up to ``length`` positions, from any thread."""
+        """Compile the programs that move rows to and from slots of up to ``length`` positions.
+
+        May be called from any thread.
+        """
         request, state = self._abstract()
         if jax.process_count() > 1:
             trees = _only_rows((request, state))

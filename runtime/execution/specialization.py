@@ -1,4 +1,4 @@
-"""The compiled part of a request: from its decoding parameters to the settings of a program."""
+"""Conversion of a request's decoding parameters to the settings that are compiled into a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of the work that the devices do in one scheduler step, and the outcomes. Plans are sent between hosts as JSON.
+"""Plans of the work that the devices do in one scheduler step, and its outcome. Plans are sent between hosts as JSON.
 
 Dimension letters: S positions of a slot.
 """

@@ -30,7 +30,7 @@ GenerationConfig = DiffusionConfig | SamplingConfig
 
 
 class TokenEngine:
-    """Token-level calls of a model on a mesh.
+    """A model on a mesh, with calls that take and return tokens.
 
     Attributes:
       runner: the weights and the compiled programs.
@@ -46,7 +46,7 @@ class TokenEngine:
 
     @property
     def platform(self) -> str:
-        """``cpu``, ``gpu`` or ``tpu``."""
+        """Platform of the devices: ``cpu``, ``gpu`` or ``tpu``."""
         return self.runner.platform
 
     @property
@@ -140,7 +140,7 @@ class TokenEngine:
           ``every`` steps (tokens, for an autoregressive model). The last canvas is the result.
 
         Raises:
-          InputError: an error of :meth:`generate_tokens`, or there are more rows than fit into memory.
+          InputError: as for :meth:`generate_tokens`, or there are more rows than fit into memory.
         """
         config = self._with_early_stop(config)
         if every < 1:
@@ -177,7 +177,8 @@ class TokenEngine:
             is_new = id(request.config) not in configs
             try:
                 room = self.config.max_positions - request.given
-                if is_new or request.suffix or not 0 < request.config.max_new_tokens <= room:
+                by_row = bool(request.suffix) or self.config.family.variable_length
+                if is_new or by_row or not 0 < request.config.max_new_tokens <= room:
                     check_request(request.rows, self.config, request.config)
             except InputError as error:
                 raise InputError(f"request {number}: {error}", field=error.field) from error
@@ -198,8 +199,8 @@ class TokenEngine:
 
         Args:
           input_ids: integers ``[B, S]``.
-          attention_mask: ``[B, S]``, left padding; None for none.
-          block_length: block length of block-causal attention; None for the model's.
+          attention_mask: ``[B, S]``, 1 for tokens and 0 for padding on the left; None for no padding.
+          block_length: block length of block-causal attention; None for the model's own.
 
         Raises:
           InputError: the rows do not fit the model, or ``block_length`` is given for a model without blocks.

@@ -88,7 +88,7 @@ def one_row(struct: type[Struct], **values: Any) -> Struct:
       values: by field name, a number or an array without the row's axis. Optional fields may be left out or None.
 
     Raises:
-      TypeError: a value is of another kind than its declaration, such as a fraction for an integer array.
+      TypeError: a value has another kind of dtype than its declaration, such as float for an integer array.
     """
     found: dict[str, Any] = {}
     for name, declared in declarations(struct).items():

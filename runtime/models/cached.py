@@ -82,8 +82,8 @@ def run_window(
         applies as well.
       stops: int32 ``[B]``. Positions at or after them are not written to the cache, and their activations are
         meaningless. None writes the whole window.
-      row: int32 ``[data]``, index within each ``data`` shard of the one row that the window is of; B is the number of
-        shards then. None for windows of every row.
+      row: int32 ``[data]``, index within each ``data`` shard of the only row that has a window; B is then the number of
+        shards. None for a window of every row.
 
     Returns:
       Activations after the final norm, ``[B, W, D]``, and the updated cache.

@@ -17,7 +17,8 @@ Reference = Literal["original code", "transformers"]
 # How many masks each denoise step fills. ``linear_time``: time t falls linearly from 1 to eps, and a step fills the
 # fraction 1 - t[i+1] / t[i] of the remaining masks. ``even``: each step of a block fills an equal number of masks, and
 # the first steps take the remainder. ``even_block``: the same, for a whole block even if part of it is already filled.
-UnmaskingSchedule = Literal["linear_time", "even", "even_block"]
+# ``constant``: every step fills the number of masks that the request gives.
+UnmaskingSchedule = Literal["linear_time", "even", "even_block", "constant"]
 # Values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel`, without and with block-causal attention.
 BIDIRECTIONAL_RULES = ("none", "threshold", "factor")
 BLOCK_CAUSAL_RULES = ("none", "threshold", "sequential", "entropy_sum")
@@ -60,10 +61,11 @@ class Family:
     Attributes:
       name: name of the family in messages.
       model_type: ``model_type`` in its ``config.json``.
+      config_key: a key that its ``config.json`` has and those of other families with the same ``model_type`` lack.
       parse: builds the model configuration from a parsed ``config.json``; raises :class:`ConfigError`.
       weights: the dataclass that declares the weights of a model with an untied head, with their tensor names and the
         cost of a layer; None if the family has no such models.
-      tied_weights: the same for models whose head is the embedding (tied).
+      tied_weights: the dataclass for models whose head is the embedding (tied); None if the family has no such models.
       attention: which keys a position attends to.
       objective: ``masked_diffusion`` fills mask tokens, ``autoregressive`` predicts the next token.
       prediction_offset: the model's output at ``i - prediction_offset`` predicts position i. The first
@@ -71,8 +73,10 @@ class Family:
       schedule: how many masks a denoise step fills; None for autoregressive families.
       algorithms: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.algorithm` that the family's original
         code defines.
-      parallel_rules: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel` that it supports.
+      parallel_rules: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel` for this family.
       guidance: whether the original code defines classifier-free guidance (``cfg_scale``).
+      variable_length: the model also predicts tokens that add a mask to the canvas or remove one, see
+        :mod:`runtime.decoding.variable_length`.
       mask_token_id: mask token of checkpoints whose configuration does not name one.
       end_token_ids: end tokens of checkpoints whose configuration does not name any.
       transformers_class: name of the model class of transformers with the same layers, configuration keys and tensor
@@ -83,7 +87,7 @@ class Family:
       presets: ``config.json`` of published checkpoints by name, for planning without a download.
       reference: the code whose logits and tokens tests compare the family with, on small random weights.
       golden_cases: number of the reference's generations that are recorded in ``tests/golden``, and that tests compare
-        token by token on several meshes. Without any, tests run the reference.
+        token by token on several meshes. If it is 0, tests run the reference itself.
     """
 
     name: str
@@ -98,6 +102,8 @@ class Family:
     algorithms: tuple[str, ...] = ()
     parallel_rules: tuple[str, ...] = BIDIRECTIONAL_RULES
     guidance: bool = False
+    variable_length: bool = False
+    config_key: str = ""
     mask_token_id: int | None = None
     end_token_ids: tuple[int, ...] = ()
     transformers_class: str | None = None
@@ -112,11 +118,13 @@ class Family:
         """The values of :attr:`runtime.decoding.parameters.DiffusionConfig.cache` that its attention supports."""
         if self.objective == "autoregressive":
             return ()
+        if self.variable_length:
+            return ("none",)
         return ("none", "exact") if self.attention == "block_causal" else ("none", "prefix", "dual")
 
     @property
     def verified(self) -> str:
-        """How tests verify the family, for people."""
+        """What tests compare the family with, in words."""
         if self.golden_cases:
             return f"logits and {self.golden_cases} recorded generations: {self.reference}"
         return f"logits and greedy tokens: {self.reference}"
@@ -147,6 +155,8 @@ class ModelConfig:
       pad_token_id: the token that fills positions beyond a row's length.
       end_token_ids: tokens that end a text.
       attention_block_length: positions per block of block-causal attention; 0 for other kinds of attention.
+      expand_token_id: the token that becomes two masks; -1 for a model without one.
+      delete_token_id: the token whose position is removed from the canvas; -1 for a model without one.
     """
 
     family: Family
@@ -166,6 +176,8 @@ class ModelConfig:
     pad_token_id: int
     end_token_ids: tuple[int, ...]
     attention_block_length: int = 0
+    expand_token_id: int = -1
+    delete_token_id: int = -1
 
     @property
     def objective(self) -> Objective:

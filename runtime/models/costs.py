@@ -1,7 +1,7 @@
 """The cost of one layer of a model, as its family states it. The planner and the memory estimate read it.
 
-All counts are for one device of a mesh, padding included. Sizes are numbers of array elements, which
-the planner and the memory estimate multiply by the bytes of the dtype in use.
+All counts are for one device of a mesh, padding included. Sizes are numbers of array elements, which the planner and
+the memory estimate multiply by the bytes of the dtype in use.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LayerCost:
     Attributes:
       flops_per_position: floating-point operations of the layer's matrix products, per position.
       attention_flops_per_pair: floating-point operations of attention, per visible pair of a query and a key position.
-      activations_per_position: activation numbers read from and written to device memory, per position.
+      activations_per_position: activation elements read from and written to device memory, per position.
       live_in_attention: arrays in memory between the projections and attention, without the residual.
       live_in_mlp: arrays in memory during the MLP, or whatever the family has in its place, without the residual.
       tensor_collectives: collectives over the tensor axis, if it has more than one device.

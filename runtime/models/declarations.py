@@ -148,7 +148,7 @@ class WeightLeaf:
 
 
 def _fields(weights_class: type) -> Iterator[tuple[str, WeightDeclaration, str]]:
-    """Yield the name and declaration of every weight, and the name of the layers field if it is part of a layer."""
+    """Yield every weight's name, its declaration, and the name of the layers field that it is in (empty if none)."""
     for field in dataclasses.fields(weights_class):
         if "layers" in field.metadata:
             for name, declaration, _ in _fields(field.metadata["layers"]):

@@ -10,6 +10,7 @@ import jax
 from runtime.models.config import ConfigError, Family, ModelConfig
 from runtime.models.declarations import ModelLayout
 from runtime.models.dream import DREAM
+from runtime.models.dreamon import DREAMON
 from runtime.models.fast_dllm_v2 import FAST_DLLM_V2
 from runtime.models.forward import Forward
 from runtime.models.gpt2 import GPT2
@@ -22,7 +23,7 @@ from sharding.mesh import MeshSpec
 Array = jax.Array
 
 # To add a family, write its module and add its record here.
-FAMILIES: tuple[Family, ...] = (DREAM, LLADA, FAST_DLLM_V2, SDAR, QWEN2, QWEN3, GPT2)
+FAMILIES: tuple[Family, ...] = (DREAM, DREAMON, LLADA, FAST_DLLM_V2, SDAR, QWEN2, QWEN3, GPT2)
 
 
 class Weights(Protocol):
@@ -39,7 +40,7 @@ class Weights(Protocol):
         """Embed int32 tokens ``[B, S]`` at positions ``[S]`` or ``[B, S]`` -> ``[B, S, D]``."""
 
     def position_tables(self, forward: Forward, positions: Array, dtype: Any) -> Any:
-        """Compute position tables that all layers share, from positions ``[S]`` or ``[B, S]``."""
+        """Compute tables for all layers, such as rotary cosines and sines, from positions ``[S]`` or ``[B, S]``."""
 
     def normalize(self, forward: Forward, x: Array) -> Array:
         """Apply the norm before the head: ``[B, S, D]`` -> ``[B, S, D]``."""
@@ -55,10 +56,11 @@ def find_family(raw: Mapping[str, Any]) -> Family:
       ConfigError: the model type is not supported.
     """
     kind = raw.get("model_type")
-    for family in FAMILIES:
-        if family.model_type == kind:
+    # A family with a key of its own comes before the others of its model type.
+    for family in sorted(FAMILIES, key=lambda family: not family.config_key):
+        if family.model_type == kind and (not family.config_key or raw.get(family.config_key) is not None):
             return family
-    names = ", ".join(sorted(family.model_type for family in FAMILIES))
+    names = ", ".join(sorted({family.model_type for family in FAMILIES}))
     raise ConfigError(
         f"config.json: model_type {kind!r:.200} (architectures {raw.get('architectures')!r:.200}) is not "
         f"supported; supported: {names}"

@@ -1,15 +1,15 @@
 """Fast-dLLM v2 (Wu et al., 2025): Qwen2.5 with block-causal attention, trained to fill masks block by block.
 
-The output at one position predicts the next. The finished block before a block therefore predicts its first token,
-which is committed before the others.
+The output at one position predicts the token at the next. The first token of a block is therefore predicted by the
+finished block before it, and committed before the other tokens of the block.
 
 Decoding follows ``generate`` of the published modelling code, with these differences:
 
 * A prompt of exactly one block stays in the context. The original drops it from its cache.
-* Batches are padded on the left. The original's attention mask does not exclude padding.
+* Attention excludes the padding on the left of a batch. The original's attention mask does not.
 * The number of new tokens is an exact limit. The original counts blocks, and adds one token after the last block.
-* With ``sub_block_cache``, each row decides whether to compute only its sub-block. The original asks whether any row of
-  the batch has a mask at the sub-block's first position.
+* With ``sub_block_cache``, each row decides on its own whether to compute only its sub-block. The original decides for
+  the whole batch: by whether any row has a mask at the sub-block's first position.
 """
 
 from __future__ import annotations

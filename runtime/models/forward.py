@@ -46,7 +46,7 @@ def residual_over_tensor(layout: ModelLayout, devices: np.ndarray, rows: int, po
 
     Args:
       layout: the model on its mesh.
-      devices: the mesh's devices ``[data, sequence, kv, group]``, or their places.
+      devices: the mesh's devices ``[data, sequence, kv, group]``, or a :class:`sharding.topology.Place` for each.
       rows: number of rows in all ``data`` shards together.
       positions: positions of each row that are computed together.
     """
@@ -82,7 +82,7 @@ class Forward:
         return replace(self, layout=replace(self.layout, rules=replace(self.layout.rules, batch=("data",))))
 
     def with_blocks(self, length: int) -> Forward:
-        """The same with blocks of this many positions in block-causal attention; 0 for the model's own."""
+        """Return this context with blocks of ``length`` positions in block-causal attention; 0 keeps the model's."""
         if length in (0, self.config.attention_block_length):
             return self
         config = replace(self.config, attention_block_length=length)
@@ -95,7 +95,7 @@ class Forward:
         return mesh is not None and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
 
     def for_rows(self, rows: int, positions: int) -> Forward:
-        """The context for whole rows ``[rows, positions]``; see :func:`residual_over_tensor`."""
+        """Return the context for whole rows ``[rows, positions]``; see :func:`residual_over_tensor`."""
         layout = self.layout
         if layout.mesh is None or not residual_over_tensor(layout, layout.mesh.devices, rows, positions):
             return self

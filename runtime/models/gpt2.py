@@ -84,7 +84,7 @@ class GPT2Layer:
         return x + self.mlp(forward, layer_norm(x, self.mlp_norm, self.mlp_norm_bias, forward.config.norm_eps))
 
     def mlp(self, forward: Forward, x: Array) -> Array:
-        """MLP with the tanh approximation of GELU: ``[B, S, D]`` -> ``[B, S, D]``."""
+        """Apply the MLP, with the tanh approximation of GELU: ``[B, S, D]`` -> ``[B, S, D]``."""
         with jax.named_scope("mlp"):
             hidden = jax.nn.gelu(forward.einsum("bsd,fd->bsf", x, self.up_proj) + self.up_bias, approximate=True)
             hidden = forward.constrain(hidden, "batch", "canvas", "mlp")
@@ -158,7 +158,7 @@ def _with_common_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     return common
 
 
-# The first published GPT-2 folders have no "transformer." prefix, and store the causal masks as tensors.
+# In the first published GPT-2 folders, tensor names lack the prefix "transformer.", and causal masks are tensors too.
 _BARE = re.compile(r"(h\.\d+|wte|wpe|ln_f)\.")
 _CAUSAL_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
 

@@ -104,7 +104,7 @@ def _on_shards(layout: ModelLayout, write: Callable[..., Array], where: Array, *
     Args:
       layout: the model on its mesh.
       write: called as ``write(shard, stack, where, *new)``; ``shard`` is the device's index on the ``sequence`` axis.
-      where: places to write to: ``[B, ...]``, or one entry per ``data`` shard.
+      where: rows or positions to write to: ``[B, ...]``, or one entry per ``data`` shard.
       new: arrays to write, ``[B or R, S, K, ...]``, or scalars.
     """
 
@@ -207,7 +207,7 @@ def write_rows(layout: ModelLayout, cache: KVCache, layer: Array | int, k: Array
 
 
 def _copy_row(shard: Any, stack: Array, rows: Array) -> Array:
-    """Copy row ``rows[0, 0]`` of this shard over row ``rows[0, 1]``."""
+    """Copy row ``rows[0, 0]`` of this shard over row ``rows[0, 1]``; nothing if one of them is -1."""
     del shard
     source, target = jnp.maximum(rows[0, 0], 0), jnp.maximum(rows[0, 1], 0)
     piece = jax.lax.dynamic_slice_in_dim(stack, jnp.where(rows[0].min() < 0, target, source), 1, axis=1)
@@ -220,8 +220,8 @@ def copy_row(layout: ModelLayout, cache: Cache, source: Array, target: Array) ->
     Args:
       layout: the model on its mesh.
       cache: the cache to update.
-      source: int32 ``[data]``, index of the row to copy within each ``data`` shard; -1 copies nothing.
-      target: int32 ``[data]``, index of the row to replace, likewise.
+      source: int32 ``[data]``, index within each ``data`` shard of the row to copy; -1 copies nothing.
+      target: int32 ``[data]``, index within each ``data`` shard of the row to replace; -1 copies nothing.
     """
     with jax.named_scope("cache_copy"):
         copied: Cache = jax.tree.map(
@@ -290,7 +290,7 @@ def take_row(layout: ModelLayout, cache: Cache, row: Array, length: int) -> Arra
       layout: the model on its mesh.
       cache: the cache to read.
       row: int32, index of the row among all rows.
-      length: number of positions of the copy, at least that of the cache. Additional positions are zero.
+      length: number of positions of the copy, at least as many as in the cache. Additional positions are zero.
 
     Returns:
       All arrays of the row, concatenated: ``[L, 1, K, length, ...]``.

@@ -189,7 +189,7 @@ def vocabulary_logits(forward: Forward, hidden: Array, head: Matrix) -> Array:
 def dense_layer_cost(layout: ModelLayout, *, gated: bool = True) -> LayerCost:
     """Return the cost of a dense layer: attention followed by an MLP, with all weights used at every position.
 
-    Each weight number counts as one multiplication and one addition per position.
+    Each element of a weight counts as one multiplication and one addition per position.
 
     Args:
       layout: the model's layout.

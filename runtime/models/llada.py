@@ -65,7 +65,7 @@ class LLaDALayer:
     down_proj: Matrix = mlp_out_matrix(_LAYER + "ff_out.weight")
 
     def project_qkv(self, forward: Forward, x: Array, rotary: Rotary) -> tuple[Array, Array, Array]:
-        """Project ``[B, S, D]`` to rotated queries ``[B, S, K, G, H]``, rotated keys and values ``[B, S, K, H]``."""
+        """Project ``[B, S, D]`` to queries ``[B, S, K, G, H]``, keys and values ``[B, S, K, H]``; rotate q and k."""
         normal = rms_norm(x, self.input_norm, forward.config.norm_eps)
         return grouped_query_projections(forward, normal, rotary, self.q_proj, self.k_proj, self.v_proj)
 

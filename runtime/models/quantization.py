@@ -139,7 +139,7 @@ def _blocks_of_channels(left: Array, values: Array) -> Array:
 
 
 def _blocks_of_sum(left: Array, values: Array) -> Array:
-    """Multiply ``[..., F]`` by int8 ``[F, D]``, one block of the sum at a time -> float32 ``[..., D]``."""
+    """Multiply ``[..., F]`` by int8 ``[F, D]``, one block of F at a time -> float32 ``[..., D]``."""
     rows = _block_rows(values)
     count = len(values) // rows
 
@@ -161,7 +161,7 @@ def _block_rows(matrix: Array) -> int:
 
 
 def take_rows(table: Matrix, index: Array, dtype: Any) -> Array:
-    """Look up rows of an embedding ``[V, D]``: int32 ``[...]`` -> ``[..., D]``, a quantized one in ``dtype``."""
+    """Look up rows of an embedding ``[V, D]``: int32 ``[...]`` -> ``[..., D]``, in ``dtype`` if it is quantized."""
     if isinstance(table, Quantized):
         if index.size == 1:
             # For a lookup of a single int8 row, the TPU compiler copies the whole table.

@@ -68,7 +68,7 @@ class Qwen2Layer:
     down_proj: Matrix = mlp_out_matrix(_LAYER + "mlp.down_proj.weight")
 
     def project_qkv(self, forward: Forward, x: Array, rotary: Rotary) -> tuple[Array, Array, Array]:
-        """Project ``[B, S, D]`` to rotated queries ``[B, S, K, G, H]``, rotated keys and values ``[B, S, K, H]``."""
+        """Project ``[B, S, D]`` to queries ``[B, S, K, G, H]``, keys and values ``[B, S, K, H]``; rotate q and k."""
         return grouped_query_projections(
             forward,
             rms_norm(x, self.input_norm, forward.config.norm_eps),

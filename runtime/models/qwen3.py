@@ -54,7 +54,7 @@ class Qwen3Layer:
     down_proj: Matrix = mlp_out_matrix(_LAYER + "mlp.down_proj.weight")
 
     def project_qkv(self, forward: Forward, x: Array, rotary: Rotary) -> tuple[Array, Array, Array]:
-        """Compute rotated queries ``[B, S, K, G, H]``, rotated keys and values ``[B, S, K, H]`` from the residual."""
+        """Project ``[B, S, D]`` to queries ``[B, S, K, G, H]``, keys and values ``[B, S, K, H]``; rotate q and k."""
         return grouped_query_projections(
             forward,
             rms_norm(x, self.input_norm, forward.config.norm_eps),

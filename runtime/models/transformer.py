@@ -1,6 +1,7 @@
 """The transformer that all families share: layers over a whole canvas, and the output head on selected positions.
 
-Dimension letters: B batch, S sequence, P positions of one chunk of the output head, D embed, V vocab.
+Dimension letters: B batch, S sequence, P positions of one chunk of the output head, D embed, K kv heads, H head dim,
+V vocab.
 
 Rows are start-aligned: a row's tokens are at positions ``0 .. length - 1``, followed by filler. So positions are
 ``arange(S)``, and a ``lengths`` vector describes the padding.

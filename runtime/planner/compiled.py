@@ -34,7 +34,7 @@ from runtime.planner.workload import Phase, Workload
 from sharding.errors import MeshError, OutOfMemoryError
 from sharding.mesh import MeshSpec
 
-# A cuDNN version that has attention; it matches the target that GPU programs are compiled for.
+# The cuDNN version that compilation assumes, 9.10: its attention supports the GPUs that programs are compiled for.
 _CUDNN_VERSION = 91000
 
 
@@ -87,19 +87,20 @@ class CompiledPhase:
         return count_by_kind(*self._collectives_in_pass(phase))
 
     def _collectives_in_pass(self, phase: Phase) -> tuple[list[HloCollective], list[float]]:
-        """Return the collectives of a pass, and how many times it runs those inside 0, 1, 2, ... open loops.
+        """Return the collectives of a pass, and how often one pass runs those that are inside 0, 1, 2, ... open loops.
 
         An open loop is one whose trip count is known only at run time.
         """
-        # Code outside any open loop is preparation. The outer open loop is over passes, the inner one over head chunks.
+        # Code outside all open loops only prepares. The outer open loop is over passes, the inner one over head chunks.
         lengths = [1.0] if phase.name == "prefill" else [0.0, 1.0, phase.chunks]
         if phase.canvases:
             # Inside the loop over passes, there is one over the steps that a pass makes: here a single one.
             lengths = [0.0, 1.0, 1.0, phase.chunks]
         if self.name != "blocks":
             return list(self.collectives), lengths
-        # Inside the loop over steps, windows run in a branch, and refreshes in a loop. In that loop, another one runs
-        # the head for each row that shares the refresh, which is one row unless prompts are equal.
+        # In the loop over steps, block steps are a branch of a conditional, and refreshes are a loop of their own.
+        # Inside the latter, a third loop runs the head for each row that shares the refresh: a single row, unless
+        # several rows have the same prompt.
         refresh = phase.name == "refresh"
         found = [one for one in self.collectives if (one.within[:2] == ("loop", "loop")) == refresh]
         return found, [0.0, 0.0, 1.0, 1.0, phase.chunks] if refresh else lengths
@@ -114,7 +115,8 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
       devices: attached devices or those of an AOT topology, at least as many as the mesh has.
 
     Raises:
-      MeshError: compilation fails, usually because a device has too little memory. The message contains the compiler's.
+      OutOfMemoryError: a device has too little memory for a program.
+      MeshError: compilation fails for another reason. Either message contains the compiler's error.
     """
     config, platform = workload.config, devices[0].platform
     layout = workload.layout(spec, devices)
@@ -154,10 +156,10 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether a compiler or a device raised an error because memory is too small.
+    """Return whether an error of a compiler or a device says that its memory is too small.
 
-    JAX's exceptions carry no status code. The status is the beginning of XLA's message, and some compilers write the
-    cause in words alone, so this function reads the text.
+    JAX's exceptions carry no status code, so this function reads the message: XLA's messages begin with the status, and
+    some compilers state the cause only in words.
     """
     text = str(error)
     return "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
@@ -203,7 +205,7 @@ def _assumed_cudnn() -> Iterator[None]:
 
 
 def collectives_agree(found: PhaseEstimate, compiled: CompiledPhase, layout: ModelLayout) -> bool:
-    """Return whether estimate and compiled program move the same bytes, for each kind of collective and mesh axes."""
+    """Return whether estimate and compiler agree on the bytes of each kind of collective over each set of mesh axes."""
     sizes = layout.mesh_axis_sizes
     estimated: dict[tuple[str, tuple[str, ...]], float] = {}
     for one in found.collectives:

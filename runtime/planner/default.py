@@ -1,4 +1,4 @@
-"""Choosing a model's layout: on the mesh that the caller gives, or on the one that the planner estimates as fastest."""
+"""Chooses a model's layout: on the mesh that the caller gives, or on the mesh that the planner estimates as fastest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sharding.topology import CHIPS, Chip, Topology
 # Prompt tokens and new tokens per row that a default mesh is chosen for, because the prompts are not known yet.
 _PROMPT, _NEW_TOKENS = 256, 256
 
-# Stands in for a chip that is not in the list. Only the ratios of its rates matter for ranking meshes.
+# Stands in for a chip that is not in CHIPS. Only the ratios of its rates matter for ranking meshes.
 _UNKNOWN = Chip("unknown", "gpu", "unknown", 0, 0, 0, 1e12, 2e14, 4e14, 5e10, 1e10, 1 << 20, 0)
 
 
@@ -95,7 +95,7 @@ def choose_layout(
     Raises:
       MeshError: the model cannot be divided over the mesh, or its weights do not fit.
     """
-    # This checks the mesh, so that one that cannot work is rejected before a device is touched.
+    # The layout is made here if it can be, because that checks the mesh before a device is touched.
     known = None if spec is None or spec.tensor == -1 else model_layout(config, spec, quantization=quantize)
     found = list(jax.devices() if devices is None else devices)
     platform, notes = found[0].platform, []

@@ -103,8 +103,9 @@ def _compiled(found: Estimate, one: CompiledPhase, phase: PhaseEstimate) -> dict
         "estimate_over_compiler": round(found.memory.total / one.memory_bytes, 4),
         "collectives_of_a_pass": {kind: round(number, 2) for kind, number in counts.items()},
         "collective_bytes_of_a_pass": _moved(one.bytes_by_axis(found.layout, phase.phase)),
-        # The program contains windows of several widths for a prefix cache, of which a pass runs one. With drafts, the
-        # number of steps that a pass makes depends on the text.
+        # For a prefix cache, the program contains windows of several widths, and each pass runs one of them. The bytes
+        # of all widths are then counted together, and cannot be compared with the estimate. Nor can they with drafts,
+        # because the number of steps that a pass makes depends on the text.
         "window_widths_in_the_program": widths,
         "collective_bytes_equal_the_estimate": None
         if widths > 1 or drafted

@@ -19,7 +19,8 @@ _ITEM = {
     "u64": 8, "f64": 8,
 }  # fmt: skip
 
-# Instructions whose result is an operand, or part of one, at another place in memory.
+# Operations that compute nothing: their result is an operand or a part of one, possibly elsewhere in memory or on
+# another device.
 _PASSED_ON = ("collective-permute", "copy", "bitcast", "get-tuple-element")
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
@@ -37,8 +38,8 @@ class HloCollective:
 
     Attributes:
       kind: name of the HLO operation; ``send`` for a transfer between TPU slices.
-      payload: bytes of the array that one device ends with or, for a reduce-scatter, starts with. Arrays that the
-        compiler combined into one collective are added up.
+      payload: bytes of the array that one device ends with or, for a reduce-scatter, starts with. If the compiler
+        combined several arrays into one collective, this is their sum.
       group: partitions of the first replica group, as indices into the mesh's devices.
       repeats: product of the trip counts of the enclosing loops whose trip count is known.
       within: the enclosing constructs that are decided at run time, outermost first: ``loop`` for a loop of unknown
@@ -155,7 +156,7 @@ def read_collectives(text: str) -> list[HloCollective]:
         seen.add(gathered)
 
     def ends_loop(name: str, permute: Instruction) -> bool:
-        # The last iteration may come after the loop, without the metadata of the others.
+        # The compiler may move the last iteration behind the loop; it then lacks the metadata that the others have.
         source = _source(permute, {one.name: one for one in module.computations[name]})
         return source is not None and source.operation == "while" and bool(read_windowed_product(module, source))
 
@@ -221,8 +222,8 @@ def read_unrolled_products(
 ) -> list[HloCollective]:
     """Return the collectives of the windowed matrix products whose loops the compiler unrolled into a computation.
 
-    The pieces of a reduce-scatter are partial sums, which the product itself computes. Those of an all-gather are parts
-    of its operand.
+    What is passed around the ring tells the kinds apart: for a reduce-scatter, partial sums that the product itself
+    computes; for an all-gather, parts of its operand.
     """
     instructions = module.computations.get(computation, ())
     named = {one.name: one for one in instructions}
@@ -246,7 +247,7 @@ def read_unrolled_products(
 
 
 def _source(permute: Instruction, named: Mapping[str, Instruction]) -> Instruction | None:
-    """Return the instruction that computes what is permuted, if it is in the same computation."""
+    """Return the instruction that computes the operand of a permutation; None if it is not in the same computation."""
     at: Instruction | None = permute
     while at is not None and (at is permute or at.operation.startswith(_PASSED_ON)):
         at = named.get(at.operands[0]) if at.operands else None
@@ -297,7 +298,7 @@ def count_by_kind(collectives: Sequence[HloCollective], open_lengths: Sequence[f
 
 
 def _run(collectives: Sequence[HloCollective], open_lengths: Sequence[float]) -> Iterator[tuple[HloCollective, float]]:
-    """Yield the collectives that run on more than one device, and how many times each runs."""
+    """Yield the collectives that run at least once and on several devices, and how many times each of them runs."""
     for one in collectives:
         times = one.repeats * open_lengths[min(one.open_loops, len(open_lengths) - 1)]
         if times and len(one.group) != 1:

@@ -14,7 +14,7 @@ from sharding.topology import Chip
 
 
 def estimate_memory(workload: Workload, layout: ModelLayout, chip: Chip) -> Memory:
-    """Estimate the memory that a generation needs on one device. ``layout`` may be without a mesh."""
+    """Estimate the memory that a generation needs on one device. ``layout`` needs no devices."""
     dtype = jnp.dtype(workload.dtype)
     return memory_of_passes(
         layout,

@@ -20,13 +20,13 @@ from sharding.links import Wiring
 _INTEGER = _FLOAT = 4
 # Number of reductions over the vocabulary that run in sequence, besides those of the threshold search.
 _SERIAL_SUMS = 9
-# Fractions of the time of collectives that overlap with matrix products, if the residual is sharded over tensor: of
-# reduce-scatters (the one after the MLP overlaps with the product before that reduce-scatter), and of all-gathers (the
-# one before the MLP overlaps if the axis has at least _LONG_AXIS devices).
+# If the residual is sharded over tensor, a part of the collectives' time overlaps with matrix products. This is the
+# fraction for reduce-scatters (the one after the MLP overlaps with the product before it) and for all-gathers (the one
+# before the MLP overlaps, but only if the axis has at least _LONG_AXIS devices).
 _HIDDEN_SCATTER, _HIDDEN_GATHER, _LONG_AXIS = 0.4, 0.5, 8
 # Transfers between slices are padded to this many bytes.
 _SLICE_BYTES = 512
-# Width of a TPU register in numbers.
+# Lanes of a TPU vector register: the numbers in one of its rows.
 _LANES = 128
 # A sum over the vocabulary consists of this many integer sums.
 _DIGITS = 3
@@ -86,8 +86,8 @@ def phase_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, p
     Args:
       workload: the workload.
       layout: the model's layout on the mesh.
-      wiring: the mesh on its chips. What the compiler does with the residual and with selected positions depends on
-        them. Values that cross slices are first reduced within each slice, then padded to 512 bytes and sent.
+      wiring: the mesh mapped onto chips. How the compiler shards the residual and gathers selected positions depends on
+        the chips. Values that cross slices are first reduced within each slice, then padded to 512 bytes and sent.
       phase: the phase.
     """
     platform = wiring.topology.chip.platform
@@ -111,16 +111,16 @@ def phase_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, p
 
 
 def _tensor_collectives(workload: Workload, layout: ModelLayout, positions: int, divided: bool) -> list[Collective]:
-    """Return the collectives of the transformer over the tensor axis: of its layers and of the embedding lookup.
+    """Return the transformer's collectives over the tensor axis: those of its layers and of the embedding lookup.
 
-    The layers declare theirs. Vectors of an int8 embedding are summed as int8 values with one scale per vector, before
-    they are converted and sharded like the residual.
+    Those of the layers are in ``layout.layer_cost``. Vectors of an int8 embedding are all-reduced as int8 values with
+    one scale per vector, and only then converted and sharded like the residual.
 
     Args:
       workload: the workload.
       layout: the model's layout on the mesh.
       positions: number of positions that the device computes, over all its rows.
-      divided: whether the residual is sharded over tensor. If so, each sum of the residual's dtype is a
+      divided: whether the residual is sharded over tensor. If so, each all-reduce in the residual's dtype becomes a
         reduce-scatter, and the next matrix product starts with an all-gather.
     """
     if layout.spec.tensor == 1:
@@ -150,7 +150,7 @@ def _tensor_collectives(workload: Workload, layout: ModelLayout, positions: int,
 
 
 def _whole_row_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, phase: Phase) -> list[Collective]:
-    """Return the collectives of the transformer over whole rows, including the all-gather of K and V over sequence."""
+    """Return the transformer's collectives in a pass over whole rows, with the all-gather of K and V over sequence."""
     sequence, layers = layout.spec.sequence, workload.config.num_layers
     rows = phase.computed
     divided = residual_over_tensor(layout, wiring.chips, rows * layout.spec.data, phase.positions)
@@ -167,11 +167,12 @@ def _whole_row_collectives(workload: Workload, layout: ModelLayout, wiring: Wiri
 
 
 def _window_collectives(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
-    """Return the collectives of the transformer over windows with a cache: in decoding, or in a block step."""
+    """Return the transformer's collectives in a pass over windows with a cache: a decode pass or a block step."""
     positions = phase.rows * phase.positions
     found = _tensor_collectives(workload, layout, positions, divided=False)
     if layout.spec.sequence > 1:
-        # The cache is sharded over sequence. Each shard attends to its own keys; outputs, sums and maxima are reduced.
+        # The cache is sharded over sequence. Each shard attends to its own keys; then the partial outputs and the
+        # softmax's sums and maxima are reduced.
         head = layout.size_per_device("head_dim") * workload.item + 2 * _FLOAT
         partial = positions * layout.query_heads_per_device * head
         found.append(Collective("all-reduce", ("sequence",), partial, workload.config.num_layers, "partial attention"))
@@ -209,9 +210,9 @@ def _picked_position_collectives(
     return found
 
 
-# Values that all rows agree on in each pass, by phase: (integers, booleans). They say whether any row has work left,
-# and for refreshes also whether any row still shares the current refresh. The number of head chunks is one more
-# integer.
+# Numbers that each pass reduces over the data axis for its loop conditions, by phase: (integers, booleans). They say
+# whether any row has work left, and for refreshes also whether any row still shares the current refresh. The number of
+# head chunks is one more integer.
 _AGREED = {"denoise step": (1, 0), "refresh": (0, 2), "block step": (0, 2), "prefill": (0, 0), "decode": (0, 1)}
 
 

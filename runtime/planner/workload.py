@@ -37,7 +37,7 @@ from sharding.errors import InputError
 from sharding.mesh import MeshSpec
 
 MAX_BATCH = 1 << 20
-# Fields of a workload that are not decoding parameters of the same name.
+# Types and bounds of a workload's fields, except decoding parameters, whose bounds are in EXPOSED_PARAMETERS.
 _KINDS: dict[str, Kind] = {
     "batch": Integer(1, MAX_BATCH),
     "prompt": Integer(1, 1 << 24),
@@ -100,10 +100,11 @@ class Workload:
       batch: B, rows that are generated together.
       prompt: tokens per prompt.
       new_tokens: tokens to generate per row.
-      steps: denoise steps of masked diffusion, divided among the blocks.
+      steps: denoise steps of masked diffusion, divided among the blocks. A canvas of variable length has as many as it
+        takes to reach its limit.
       cache: ``none``, ``prefix`` or ``dual`` for masked diffusion, ``none`` or ``exact`` with block-causal attention;
         autoregressive models always use a cache.
-      block_length: positions per block, used with a cache; without one, blocks are those of the published settings.
+      block_length: positions per block with a cache; without a cache, the published settings determine the blocks.
       quantization: quantization of the weights, ``none`` or ``int8``.
       draft_steps: drafts per row of masked diffusion. The plan assumes that none is accepted, because the steps that
         drafts save depend on the text.
@@ -131,6 +132,8 @@ class Workload:
                 f"block_length is {self.block_length}; expected 1 to new_tokens ({self.new_tokens})",
                 field="block_length",
             )
+        if self.config.family.variable_length and self.steps not in (Workload.steps, self.new_tokens):
+            raise InputError(f"steps is not available for {self.config.family.name} models", field="steps")
         check_kind(self.config, self.sampling() if self.config.objective == "autoregressive" else self.decoding())
         if self.prompt + self.new_tokens > self.config.max_positions:
             raise InputError(
@@ -190,9 +193,9 @@ class Workload:
         changes |= {"draft_steps": self.draft_steps, "draft_axis": self.draft_axis}
         if self.cache != "none":
             changes["block_length"] = self.block_length
-        made = DiffusionConfig.published_for(
-            self.config.family, "", max_new_tokens=self.new_tokens, steps=self.steps, **changes
-        )
+        if not self.config.family.variable_length:
+            changes["steps"] = self.steps
+        made = DiffusionConfig.published_for(self.config.family, "", max_new_tokens=self.new_tokens, **changes)
         return with_model_blocks(made, self.config)
 
     def masks_of_blocks(self, canvas: int) -> list[tuple[int, ...]]:
@@ -202,6 +205,10 @@ class Workload:
           canvas: S, positions of the canvas.
         """
         decoding, schedule = self.decoding(), self.config.family.schedule
+        if self.config.family.variable_length:
+            # Every new token is committed. All but those that a row starts with were expansions before.
+            least = min(decoding.initial_masks, self.new_tokens)
+            return [(*range(least, self.new_tokens), *range(self.new_tokens, 0, -1))]
         assert schedule is not None, "a family that denoises has a schedule"
         length, _ = block_schedule(decoding, canvas)
         steps = steps_of_a_block(decoding, length)
@@ -245,7 +252,7 @@ class Workload:
         chunk = self.chunk(layout, platform)
 
         def chunks(masks: Sequence[int], chunk: int) -> float:
-            # The head runs on whole chunks, which the rows of a shard share. Here all rows have equally many masks.
+            # The head runs on a chunk of every row of a shard at once. Here all rows have equally many masks.
             return sum(math.ceil(count / chunk) for count in masks) / max(1, len(masks))
 
         if self.cache == "none":
@@ -285,8 +292,9 @@ class Workload:
     def _exact_phases(self, layout: ModelLayout, platform: str, widest: bool) -> list[Phase]:
         """Return the phases of a generation with block-causal attention and its exact cache.
 
-        The first pass computes the whole row, and each later pass computes one block. The first pass of a block also
-        computes the block before it, or only that one if it alone predicts the first position.
+        The first pass computes the whole row, and each later pass computes one block. The first pass of a block is
+        different: it also computes the block before it. With a shifted output, it computes only the block before it,
+        whose last position predicts the block's first token.
         """
         canvas, rows = self.canvas(layout, platform), self.rows_per_shard(layout.spec.data)
         length, widths = self.block_length, self.windows(layout, platform)

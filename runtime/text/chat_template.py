@@ -108,7 +108,7 @@ class _Child:
         own = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "OPENBLAS_NUM_THREADS": "1"}
         try:
             self._process = subprocess.Popen(
-                # -P keeps the program's folder off the path, where its modules would shadow others.
+                # -P keeps the program's folder off Python's path, where its modules would shadow others.
                 [sys.executable, "-P", str(_PROGRAM)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

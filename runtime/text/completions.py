@@ -120,13 +120,13 @@ class CompletionBuilder:
 
         Args:
           sequence: int32 ``[S]``, prompt and new tokens without padding.
-          prompt_tokens: tokens before the new tokens as given.
+          prompt_tokens: tokens before the new tokens as they were given, with masks that were not filled yet.
           prompt: text of the prompt.
-          suffix: text that follows the completion.
+          suffix: text that follows the completion; empty for none.
           index: index of the completion among those of the prompt.
           seed: the row's seed.
           stop: strings that end a completion.
-          log_probabilities: float32 ``[S]``, or None if they were not requested.
+          log_probabilities: float32 ``[S]``, one per token of ``sequence``; None if they were not requested.
           drafts: the row's passes and accepted steps, or None.
         """
         width = len(prompt_tokens)
@@ -282,7 +282,7 @@ class TextStream:
         return piece
 
     def _final_length(self, text: str) -> int:
-        """Return how many characters of a text precede a possible beginning of a stop string at its end."""
+        """Return how many characters of a text are final: those before what may be the beginning of a stop string."""
         places = range(max(0, len(text) - self._margin), len(text))
         return next((place for place in places if any(own.startswith(text[place:]) for own in self._stop)), len(text))
 

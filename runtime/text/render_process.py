@@ -1,9 +1,9 @@
 """The program of the child process that renders chat templates; :mod:`runtime.text.chat_template` starts it.
 
 A template that loops forever or fills the memory ends only this process. The program reads one JSON object per line
-from standard input: the arguments of transformers' ``render_jinja_template``, and a time limit ``seconds``. For each it
-writes one line with a JSON object that has ``texts`` or an ``error``. An empty object at the start says that the
-process is ready.
+from standard input: the arguments of transformers' ``render_jinja_template``, and a time limit ``seconds``. For each
+of them, it writes one line with a JSON object that has ``texts`` or an ``error``. An empty object at the start says
+that the process is ready.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ END_TOKENS = ("<|im_end|>", "<|dlm_pad|>", "<|endoftext|>")
 # The tokens of Qwen2.5-Coder (Hui et al., 2024) before a prompt, before its suffix, and before the text between them.
 FIM_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 
-# In Qwen2.5-Coder's example, these tokens end the text between prompt and suffix too.
+# In Qwen2.5-Coder's infilling example, these tokens end the text between prompt and suffix too.
 FIM_END_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 
 # If more conversations of a file than this time out, the chat template itself is considered broken.
@@ -60,7 +60,7 @@ class TextTokenizer:
         loader = PreTrainedTokenizerFast if has_json else Qwen2TokenizerFast
         try:
             return cls(loader.from_pretrained(str(folder.path), local_files_only=True), folder.name)
-        except BaseException as error:  # the library raises many kinds for a damaged file
+        except BaseException as error:  # the library raises many kinds of errors for a damaged file
             if not _is_library_error(error):
                 raise
             raise CheckpointError(f"{folder.path}: the tokenizer cannot be read ({error!s:.300})") from error
@@ -143,8 +143,8 @@ class TextTokenizer:
 
         Args:
           conversations: the messages of each conversation.
-          timeouts: the timeouts of earlier calls for the same file. This call adds its own, and gives up when there are
-            too many. None sets no limit.
+          timeouts: the timeout errors of earlier calls for the same file. This call adds its own, and gives up when
+            there are too many. None sets no limit.
 
         Raises:
           CheckpointError: there are too many timeouts.
@@ -173,7 +173,7 @@ class TextTokenizer:
         """Encode texts on all CPU cores, with an error in place of the ids of each text that cannot be encoded."""
 
         def encode(some: Sequence[str]) -> list[list[int]]:
-            # The library's own batch call: other threads of Python run meanwhile, and no offsets are computed.
+            # The library's own batch call lets other Python threads run meanwhile, and computes no offsets.
             library = self._tokenizer.backend_tokenizer
             if library.truncation is not None:
                 library.no_truncation()
@@ -306,7 +306,7 @@ def place_suffix(
     """Place the tokens of a suffix where the model sees them while it generates the tokens before it.
 
     For a diffusion model, they are on the canvas after the new tokens. An autoregressive model reads them in its
-    prompt, between the tokens of fill-in-the-middle training (Bavarian et al., 2022). No suffix changes nothing.
+    prompt, between the tokens of fill-in-the-middle training (Bavarian et al., 2022). An empty suffix is ignored.
 
     Returns:
       The tokens before and after the new tokens.
@@ -332,6 +332,6 @@ def end_tokens(config: ModelConfig, folder: CheckpointFolder, tokenizer: TextTok
     ids = [*config.end_token_ids, *token_ids(folder.generation_config, "eos_token_id", config.vocab_size - 1)]
     if tokenizer is not None:
         ids += tokenizer.end_token_ids
-        # The tokens between which an autoregressive model reads a suffix are never part of a completion.
+        # Autoregressive models: the tokens of the fill-in-the-middle format are never part of a completion.
         ids += tokenizer.fim_end_token_ids if config.objective == "autoregressive" else ()
     return tuple(dict.fromkeys(ids))

@@ -188,7 +188,7 @@ def test_damage_is_detected_or_harmless(kind: str, count: int, micro: Path, cano
 
 
 def test_one_group_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group has at most its size, or one tensor, and its arrays are gone before the next group is saved."""
+    """Groups of tensors have at most ``GROUP_BYTES``, or one tensor; each is freed before the next one is saved."""
     monkeypatch.setattr(writing, "GROUP_BYTES", 1 << 20)
     save, groups = orbax.save_group, []
     references: list[weakref.ref[jax.Array]] = []

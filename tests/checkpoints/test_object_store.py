@@ -218,6 +218,16 @@ def test_killed_at_any_point(kills: int, url: str, micro: Path, server: ObjectSt
     assert contents(url) == expected
 
 
+def test_temporary_files_of_a_killed_writer_are_removed(tmp_path: Path, micro: Path) -> None:
+    url = f"file://{tmp_path}/checkpoint"
+    to_store(micro, url)
+    temporary = tmp_path / "checkpoint" / "weights" / "state" / "d" / "c1403acf.__lock"
+    temporary.write_bytes(b"half")
+    to_store(micro, url, overwrite=True)
+    assert not temporary.exists()
+    assert contents(url) == contents(micro)
+
+
 def test_a_leftover_is_no_checkpoint(url: str, micro: Path) -> None:
     to_store(micro, url)
     Storage.at(url).delete([MANIFEST_FILE])

@@ -1,4 +1,4 @@
-"""Hosts as real processes with gloo between them: the tokens equal those of one process, and errors name faults."""
+"""Hosts as real processes connected by gloo: the tokens equal those of one process, and errors name the fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from launch.hosts.local_processes import free_port, worst
 
 PROMPTS = ["--prompt=def add(a, b):\n", "--prompt=def is_even(number):\n"]
 GENERATE = [*PROMPTS, "--max_new_tokens=16", "--json", "--compile_cache="]
-BOUND = 15.0  # seconds until all processes have ended, with these timeouts
+BOUND = 15.0  # maximum seconds from a fault until all processes have ended, with the timeouts of ``run_case``
 
 
 def local(*command: str, processes: int, devices: int) -> subprocess.CompletedProcess[str]:
@@ -115,7 +115,7 @@ def check_fault(case: str, host: int) -> None:
     code = 2 if case in ("flag", "checkpoint") else 42
     assert set(outcome.survivors) == {code}, outcome.logs
     assert outcome.named, outcome.logs
-    # A frozen host answers no verdict, so the others wait before they end.
+    # A frozen host does not react to the message about the fault, so the others wait for it before they end.
     bound = STALL + 10 if case == "stuck" else BOUND + 10 if case == "freeze" else BOUND
     assert outcome.seconds <= bound, f"{outcome.seconds} s for {case} on host {host}"
     if case == "exception":
@@ -190,8 +190,8 @@ def test_a_second_sigterm_ends_all_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_a_host_alone(tmp_path: Path, fault: str, code: int) -> None:
-    """A single host has the same exit codes and messages."""
-    # Few tokens, so that those after SIGTERM take less than the time to finish, even on a busy machine.
+    """A single host has the same exit codes and messages as several."""
+    # Few tokens, so that they are finished within the grace period after SIGTERM, even on a busy machine.
     more = [f"--fault={fault}", "--max_new_tokens=10"]
     command = generate_command(*more, module="benchmarks.fault_injection")
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -292,7 +292,7 @@ class TestLocal:
             assert process.wait(30) == 5
 
     def test_a_reader_that_goes_away(self, tmp_path: Path) -> None:
-        """A closed pipe (as with `| head -1`) reaches the process, which must not wait on a full pipe."""
+        """When the reader closes the pipe (as with `| head -1`), the process must fail, not hang on a full pipe."""
         code = "import os\nif os.environ['JAX_PROCESS_ID'] == '0':\n    while True: print('line' * 100)"
         command = [sys.executable, "-m", "launch.local", "--num_processes=2", "--", sys.executable, "-c", code]
         with (tmp_path / "errors").open("w") as errors:

@@ -1,4 +1,7 @@
-"""The hub finds the cause of a fault; tests play the supervisors with scripted connections."""
+"""The fault hub on host 0 tells the cause of a fault from its consequences on other hosts.
+
+The tests connect to it in place of the supervisors, the processes that report to it from each host.
+"""
 
 from __future__ import annotations
 

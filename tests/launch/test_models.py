@@ -9,7 +9,8 @@ import pytest
 
 from launch import models
 from launch.main import LAUNCHERS
-from runtime.models.families import FAMILIES
+from runtime.models.config import Family
+from runtime.models.families import FAMILIES, find_family
 from tests import golden_cases
 from tests.runtime.decoding import test_autoregressive
 
@@ -20,25 +21,28 @@ def listed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
     return found
 
 
+def family_of(golden: golden_cases.Golden) -> Family:
+    return find_family(json.loads((golden.folder / "config.json").read_text()))
+
+
 def test_the_records_say_how_many_golden_cases_there_are() -> None:
     counted: Counter[str] = Counter()
     for golden in golden_cases.golden_folders({}):
-        counted[golden.family] += len(golden.cases)
-    assert {family.model_type: family.golden_cases for family in FAMILIES} == {
-        family.model_type: counted[family.model_type] for family in FAMILIES
+        counted[family_of(golden).name] += len(golden.cases)
+    assert {family.name: family.golden_cases for family in FAMILIES} == {
+        family.name: counted[family.name] for family in FAMILIES
     }
-    assert counted.keys() <= {family.model_type for family in FAMILIES}
+    assert counted.keys() <= {family.name for family in FAMILIES}
 
 
 def test_the_records_name_the_code_that_made_the_golden_cases() -> None:
     """``made_with`` of a golden folder names transformers if the reference is transformers, as the code does."""
-    by_type = {family.model_type: family for family in FAMILIES}
     seen = 0
     for golden in golden_cases.golden_folders({}):
         stored = json.loads((golden.folder / "cases.json").read_text())
         if isinstance(stored, dict):
             reference = "transformers" if "transformers" in stored["about"]["made_with"] else "original code"
-            assert by_type[golden.family].reference == reference
+            assert family_of(golden).reference == reference
             seen += 1
     assert seen >= 5
     # A family without golden cases is compared with transformers, by a test that runs it.

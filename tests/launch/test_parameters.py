@@ -60,12 +60,16 @@ FLAGS = {
     "cfg_scale": None,
     "draft_steps": None,
     "draft_axis": None,
+    "initial_masks": None,
+    "number_transfer_tokens": None,
+    "expand_budget": None,
+    "pad_delete_to_right": False,
     "early_stop": True,
 }
 MODES = [
     *("algorithm", "confidence_dtype", "suppress_mask", "block_length", "sub_block_length", "sub_block_cache", "cache"),
     *("refresh_interval", "refresh_blocks", "parallel", "threshold", "factor", "entropy_limit", "greedy", "cfg_scale"),
-    "early_stop",
+    *("initial_masks", "number_transfer_tokens", "expand_budget", "pad_delete_to_right", "early_stop"),
 ]
 
 

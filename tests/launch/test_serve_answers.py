@@ -1,4 +1,4 @@
-"""Responses: OpenAI's client, tokens that equal those offline with and without load, and refused requests."""
+"""Responses to OpenAI's client: the same tokens as offline, whatever the load; and requests that are refused."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_suffix(there: Served) -> None:
     chunks = [chunk.choices[0].model_dump() for chunk in stream]
     assert "".join(chunk["text"] for chunk in chunks) == expected[0].text
     assert {len(chunk["canvas"]) for chunk in chunks if "canvas" in chunk} == {8}
-    # An empty suffix is none.
+    # An empty suffix is the same as no suffix.
     empty = there.post("/v1/completions", body | {"suffix": ""}).json()["choices"][0]["text"]
     assert empty == without[0].text
 

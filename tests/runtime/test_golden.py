@@ -90,8 +90,15 @@ def check_case(golden: Golden, mesh: str, name: str, as_released: bool = False) 
         return
     expected = golden.sequences(name, result.sequences.shape[1], model.config.pad_token_id)
     np.testing.assert_array_equal(result.sequences, expected)
-    if history is not None:
-        np.testing.assert_array_equal(result.history, history)
+    if history is None:
+        return
+    if golden.family == "DreamOn":
+        assert result.stats.forwards == golden.cases[name]["forwards"]
+        # One row, whose history is as wide as its longest canvas; the bucket is wider.
+        assert result.history is not None
+        wider = result.history.shape[2] - history.shape[1]
+        history = np.pad(history, ((0, 0), (0, wider)), constant_values=-1)[:, None]
+    np.testing.assert_array_equal(result.history, history)
 
 
 def check_rows(golden: Golden, name: str, sequences: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Logits that are NaN or infinite end a row with an error by name, and change no other row."""
+"""Logits that are NaN or infinite end their row with an error that names it, and change no other row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.runtime.decoding.token_choices import MASK, MESHES, PADDED, VOCAB, ch
 from tests.runtime.engine_rows import SEEDS, rows
 
 NEW = 6
-# The embedding of this token is NaN in the checkpoints of ``POISON``; rows 0 and 2 have it in their prompts.
+# The embedding of this token is NaN in checkpoints changed by ``POISON``; rows 0 and 2 have it in their prompts.
 TOKEN = 17
 PROMPTS = ([5, TOKEN, 9, 40, 41, 42, 43, 44, 45], [8, 7], [TOKEN], [30, 31, 32, 33], [9])
 BAD = [0, 2]
@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[str, DiffusionConfig | SamplingConfig]] = {
     **{name: ("dream_tiny", config) for name, config in DREAM.items()},
     "guided": ("llada_tiny", BASE.replace(algorithm="low_confidence", cfg_scale=1.5)),
     "block": ("sdar_tiny", BASE.replace(cache="exact", algorithm="maskgit_plus", block_length=4)),
+    "growing": ("dreamon_tiny", BASE),
     "decode": ("qwen3_tiny", TOKENS),
     "uncached": ("qwen3_tiny", TOKENS.replace(use_cache=False, temperature=0.7)),
 }
@@ -52,7 +53,7 @@ def _set(place: Any, value: float) -> Change:
     return change
 
 
-# Changes of tensors, by a part of their names.
+# Changes of tensors, by a part of the tensors' names.
 POISON: dict[str, Change] = {"embed_tokens": _set(TOKEN, np.nan), "wte": _set(TOKEN, np.nan)}
 EVERYWHERE: dict[str, dict[str, Change]] = {
     # One element of the head: only one token's logits are wrong, on one device of the mesh.
@@ -82,7 +83,7 @@ def engine(source: str, mesh: str = "data=1") -> Engine:
 
 @contextmanager
 def damaged(own: Engine, folder: Path) -> Iterator[None]:
-    """Exchange the weights of a shared engine, so that it keeps its compiled programs."""
+    """Give a shared engine other weights for a while. It keeps its compiled programs, unlike a new engine."""
     before = own.runner.weights
     own.replace_weights(folder)
     try:
@@ -100,7 +101,7 @@ def gather(own: Engine, asked: Sequence[RowRequest], slots: int) -> dict[int, Ro
 
 
 GRID = [
-    *((kind, "data=1") for kind in ("sampled", "guided", "block", "uncached")),
+    *((kind, "data=1") for kind in ("sampled", "guided", "block", "growing", "uncached")),
     *((kind, "data=2,tensor=2") for kind in ("dual", "decode")),
     *(pytest.param(kind, "sequence=2,tensor=2", marks=pytest.mark.slow) for kind in KINDS if kind != "block"),
 ]
@@ -108,7 +109,7 @@ GRID = [
 
 @pytest.mark.parametrize(("kind", "mesh"), GRID)
 def test_one_row_fails_alone(kind: str, mesh: str, tmp_path: Path) -> None:
-    """Rows share passes, and take over the slots and caches of rows that have failed."""
+    """The other rows share forward passes with the rows that fail, and take over their slots and caches."""
     source, config = KINDS[kind]
     own, asked = engine(source, mesh), requests(config)
     slots = 2 * own.layout.spec.data
@@ -199,7 +200,7 @@ def test_numbers_that_overflow(kind: str, tmp_path: Path) -> None:
 
 
 def test_int8_scales(tmp_path: Path) -> None:
-    """The scale of a channel or of a cached key is infinite, where int8 itself would hide it."""
+    """The int8 scale keeps an infinity of a matrix or of cached values, which int8 numbers alone would hide."""
     ids, mask = rows()
     folder = write("dream_tiny", tmp_path / "matrix", EVERYWHERE["infinity in a matrix"])
     with pytest.raises(NonFiniteError):
@@ -211,7 +212,7 @@ def test_int8_scales(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_tokens_are_below_the_vocabulary(mesh: str) -> None:
-    """Padding of the vocabulary is never chosen, and one wrong logit of a position means no token there."""
+    """Padding of the vocabulary is never chosen, and a position with a NaN or infinite logit gets no token."""
     logits = padded(np.random.default_rng(0).normal(size=(2, 8, VOCAB)) * 1e30)
     assert logits.shape[-1] == PADDED
     wrong = {(0, 1, 5): np.nan, (0, 2, VOCAB - 1): np.inf, (1, 3, 0): -np.inf, (1, 4, MASK): np.nan}

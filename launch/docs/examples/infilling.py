@@ -30,7 +30,7 @@ def fill(engine: Engine, before: str, after: str, lengths: Sequence[int]) -> tup
       lengths: the lengths of the gap to try, in tokens.
 
     Returns:
-      The text of the gap, and its mean log-probability per token: that of the length for which it is highest.
+      The text of the gap and its mean log-probability per token, for the length with the highest such mean.
     """
     tokenizer = engine.tokenizer
     head, tail = tokenizer.encode(before), tokenizer.encode(after)

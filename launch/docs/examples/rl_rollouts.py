@@ -18,7 +18,7 @@ SAMPLES = 4
 
 
 def reward(program: str) -> float:
-    """1 for a program that Python can parse, else 0."""
+    """Return 1 for a program that Python can parse, else 0."""
     try:
         compile(program, "completion", "exec")
     except SyntaxError:
@@ -29,7 +29,9 @@ def reward(program: str) -> float:
 def coupled_scores(
     engine: Engine, sequences: np.ndarray, mask: np.ndarray, completion: np.ndarray, seed: int
 ) -> np.ndarray:
-    """Log-probability of each token of the completions, float32 ``[B, S + N]``, predicted from a masked copy.
+    """Return the log-probability of each token of the completions, float32 ``[B, S + N]``, 0 elsewhere.
+
+    Each token is predicted from a copy of its row in which it is masked.
 
     Args:
       engine: the policy.
@@ -63,7 +65,7 @@ def main(new_tokens: int = 32) -> tuple[np.ndarray, np.ndarray]:
     mask = np.repeat(np.pad(mask, ((0, 0), (0, new_tokens)), constant_values=1), SAMPLES, axis=0)
     scores = coupled_scores(engine, result.sequences, mask, completion, seed=0)
 
-    # After an update of the trainer, its tree of arrays or its checkpoint goes here. Nothing is compiled again.
+    # After an update, the trainer's tree of arrays or its checkpoint goes here. Nothing is compiled again.
     engine.replace_weights(DEMO)
     assert np.array_equal(coupled_scores(engine, result.sequences, mask, completion, seed=0), scores)
 

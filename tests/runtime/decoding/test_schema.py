@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from runtime import DiffusionConfig, SamplingConfig
+from runtime.decoding.compatibility import can_run, compiled_values
 from runtime.decoding.parameters import AUTOREGRESSIVE_PARAMETERS, EXPOSED_PARAMETERS
 from runtime.decoding.schema import (
     Boolean,
@@ -23,7 +24,6 @@ from runtime.decoding.schema import (
     declared_parameters,
     dependents,
 )
-from runtime.decoding.sharing import can_run, compiled_values
 from runtime.execution.specialization import generalized
 
 KINDS: list[tuple[Any, list[Any], list[Any]]] = [

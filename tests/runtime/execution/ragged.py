@@ -35,8 +35,8 @@ def request(mode: str, **changes: Any) -> DiffusionConfig:
 def ragged_rows() -> tuple[np.ndarray, np.ndarray]:
     """Four left-padded rows: a single mask, one that starts with a mask, one without masks, and a long one.
 
-    The first row consists only of masks at the start, so its positions tie up to rounding.
-    The padding has arbitrary values, including mask tokens and ids outside the vocabulary.
+    At the start, the first row consists only of masks, so its confidences are equal up to rounding. The padding has
+    arbitrary values, including mask tokens and ids outside the vocabulary.
     """
     generator = np.random.default_rng(0)
     rows = [generator.integers(0, MASK, length) for length in LENGTHS]
@@ -64,7 +64,7 @@ def alone(row: int) -> np.ndarray:
 
 
 def real(values: np.ndarray, row: int) -> np.ndarray:
-    """Return the part of a row that is not padding: ``[..., 4, S + N]`` -> ``[..., length + N]``."""
+    """Return one of the four rows without its left padding: ``[..., 4, S + N]`` -> ``[..., length + N]``."""
     return values[..., row, max(LENGTHS) - LENGTHS[row] :]
 
 

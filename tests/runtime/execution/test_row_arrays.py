@@ -32,11 +32,11 @@ def layout(folder: str) -> ModelLayout:
     return ModelLayout.create(config, weights_class(config))
 
 
+@pytest.mark.parametrize(("folder", "drafts"), [("dream_tiny", 0), ("dream_tiny", 3), ("dreamon_tiny", 0)])
 @pytest.mark.parametrize("kept", [False, True], ids=["plain", "log_probabilities"])
 @pytest.mark.parametrize("occupied", [False, True], ids=["free", "occupied"])
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_diffusion_rows_are_as_declared(occupied: bool, kept: bool, drafts: int) -> None:
-    own = layout("dream_tiny")
+def test_diffusion_rows_are_as_declared(occupied: bool, kept: bool, folder: str, drafts: int) -> None:
+    own = layout(folder)
     config = DiffusionConfig(max_new_tokens=8, steps=5, temperature=0.3, log_probabilities=kept, draft_steps=drafts)
     request = RowRequest([1, 2, 3], config, seed=(1 << 63) - 1) if occupied else None
     row = diffusion_row(request, config, own.config, WIDTH, STEPS)

@@ -21,7 +21,9 @@ from tests import golden_cases
 
 
 def test_records_are_told_apart() -> None:
-    assert len({family.name for family in FAMILIES}) == len({family.model_type for family in FAMILIES}) == len(FAMILIES)
+    kinds = {(family.model_type, family.config_key) for family in FAMILIES}
+    assert len({family.name for family in FAMILIES}) == len(kinds) == len(FAMILIES)
+    assert len({family.model_type for family in FAMILIES}) == len(FAMILIES) - 1, "Dream and DreamOn share theirs"
     assert sum(len(family.presets) for family in FAMILIES) == len(PRESETS)
 
 

@@ -1,4 +1,4 @@
-"""Which requests can share slots: the decoding parameters that are compiled into programs."""
+"""Which requests a compiled program can run: the compiled values of decoding parameters, and their comparison."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
         for one in declared_parameters(type(config))
         if one.is_compiled(config)
     }
+    # These are set from the model, whose attention may have no blocks.
+    found.pop("variable_length", None)
     if found.get("attention_block_length") == 0:
         del found["attention_block_length"]
     return found
