@@ -11,8 +11,8 @@ of the nats per token under the exact model (Sahoo et al., 2024), with the same 
 
 ``fast_dllm``, the Fast-dLLM baseline, is the dual cache with the threshold rule as published (Wu et al., 2025), batch
 1: a full forward pass at each block's start commits the block's first token, then forward passes over the block alone
-commit the tokens above the threshold. With ``_stop`` it checks for an end token after each block, where our modes of
-that name check after each step.
+commit the tokens that reach the threshold. With ``_stop`` it checks for an end token after each block, where our modes
+of that name check after each step. ``fast_dllm_preset`` is the same rule in our loop.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ MODES = {
     "prefix_32": Mode({"cache": "prefix", "block_length": 32}),
     "threshold": Mode({"block_length": 32, **_THRESHOLD}),
     "fast_dllm": Mode(None),
+    "fast_dllm_preset": Mode({"block_rule": "fast_dllm", "cache": "dual", "block_length": 32, **_THRESHOLD}),
     "fast_dllm_8": Mode(None, baseline_block=8),
     "fast_dllm_8_stop": Mode(None, baseline_block=8, baseline_stops=True),
     "dual_threshold": Mode({"cache": "dual", "block_length": 32, **_THRESHOLD}),
@@ -99,6 +100,10 @@ MODES = {
     "dual_threshold_8_stop": Mode(_STOP),
     "dual_threshold_8_stop_at_0.5": Mode({**_STOP, "threshold": 0.5}),
     "dual_factor_8_stop": Mode({**_STOP, "parallel": "factor"}),
+    "dual_frechet_8_stop": Mode({**_STOP, "parallel": "frechet"}),
+    "dual_entropy_bound_8_stop": Mode({**_STOP, "parallel": "entropy_bound"}),
+    "dual_threshold_8_stop_decay": Mode({**_STOP, "threshold_decay": 0.5}),
+    "dual_threshold_8_stop_suffix": Mode({**_STOP, "suffix_window": 16}),
     "dual_threshold_8_stop_2": Mode({**_STOP, "refresh_blocks": 2}),
     "dual_threshold_8_stop_once": Mode(_ONCE),
     "dual_threshold_8_stop_once_bfloat16": Mode(_ONCE, dtype="bfloat16"),

@@ -1,4 +1,8 @@
-"""Fast-dLLM as published: the baseline for fast decoding, on the same model and machine."""
+"""Fast-dLLM as published: the baseline for fast decoding, on the same model and machine.
+
+It is a second implementation of ``DiffusionConfig.fast_dllm()``, as plain as the original: one row, one loop, without
+slots, run-time parameters and log-probabilities. A test compares the two.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +33,17 @@ class FastDLLMBaseline:
           new_tokens: a multiple of ``block``.
           block: positions of a block.
           ends: tokens that end a row; it stops after the block that contains one.
-          threshold: probability above which a token is committed.
+          threshold: probability from which on a token is committed.
         """
         self._engine, self._new, self._block, self._threshold = engine, new_tokens, block, threshold
         self._ends = tuple(ends)
 
     def _generate(self, weights: Any, canvas: jax.Array, length: jax.Array, cache: Any) -> tuple[Any, ...]:
         forward, mask = self._engine.runner.forward(canvas.shape[1]), self._engine.config.mask_token_id
-        # The outputs from ``offset`` positions before a block predict its tokens.
+        # The output ``offset`` positions before a token predicts it, except for the first one of a window.
         offset = self._engine.config.family.prediction_offset
-        lengths, places = length[None], jnp.arange(self._block + offset)
+        lengths, places = length[None], jnp.arange(self._block)
+        outputs = jnp.maximum(places - offset, 0)
 
         def choose(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
             probabilities = jax.nn.softmax(project_logits(forward, weights, hidden), axis=-1)
@@ -58,11 +63,11 @@ class FastDLLMBaseline:
 
             def window(carry: Any) -> Any:
                 canvas, cache, forwards = carry
-                tokens = jnp.take(canvas, start - offset + places, axis=1)
-                hidden, cache = run_window(forward, weights, cache, tokens, (start - offset)[None], lengths)
-                chosen, certainty = choose(hidden[:, : self._block])
+                tokens = jnp.take(canvas, start + places, axis=1)
+                hidden, cache = run_window(forward, weights, cache, tokens, start[None], lengths)
+                chosen, certainty = choose(hidden[:, outputs])
                 certainty = jnp.where(masked(canvas), certainty, -1.0)
-                kept = (certainty > self._threshold) | (jnp.arange(self._block) == certainty.argmax())
+                kept = (certainty >= self._threshold) | (places == certainty.argmax())
                 block = jax.lax.dynamic_slice_in_dim(canvas[0], start, self._block)
                 block = jnp.where(kept & (certainty >= 0), chosen, block)
                 canvas = jax.lax.dynamic_update_slice(canvas, block[None], (0, start))
@@ -103,8 +108,4 @@ class FastDLLMBaseline:
         canvas_out, counts, _ = program(*arguments)
         full, windows = np.asarray(counts).tolist()
         new = np.asarray(canvas_out)[0, ids.shape[1] : length]
-        return (
-            new,
-            full + windows,
-            full * length + windows * (self._block + self._engine.config.family.prediction_offset),
-        )
+        return new, full + windows, full * length + windows * self._block

@@ -6,6 +6,7 @@ beside this file, and those that the environment variable ``DIFFUMESH_GOLDEN`` n
 
 from __future__ import annotations
 
+import filecmp
 import functools
 import json
 import os
@@ -30,7 +31,23 @@ Case = dict[str, Any]
 
 def diffusion_config(case: Case) -> DiffusionConfig:
     """Return the configuration of one of Dream's cases, where ``alg`` is the algorithm."""
+    if "dual_cache" in case:
+        return fast_dllm_config(case)
     return DiffusionConfig(**{"algorithm" if key == "alg" else key: value for key, value in case.items()})
+
+
+def fast_dllm_config(case: Case) -> DiffusionConfig:
+    """Return the configuration of a case of Fast-dLLM's block decoder for Dream.
+
+    Without a threshold, it commits by a schedule. The case also has the number of forward passes.
+    """
+    same = ("max_new_tokens", "steps", "temperature", "top_p", "top_k", "block_length")
+    if case["alg"] == "confidence_threshold":
+        rule = {"parallel": "threshold", "threshold": case["threshold"]}
+    else:
+        rule = {"parallel": "none", "algorithm": case["alg"]}
+    cache = "dual" if case["dual_cache"] else "prefix"
+    return DiffusionConfig.fast_dllm(**{name: case[name] for name in same}, cache=cache, **rule)
 
 
 def sampling_config(case: Case) -> SamplingConfig:
@@ -129,6 +146,15 @@ class Golden:
         """``model_type`` of the configuration; ``DreamOn`` for Dream with an expand token."""
         config = json.loads((self.folder / "config.json").read_text())
         return "DreamOn" if config.get("expand_token_id") is not None else str(config.get("model_type"))
+
+    @functools.cached_property
+    def forwards(self) -> list[str]:
+        """Names of the forward passes whose logits are recorded."""
+        return [name.removesuffix(".logits") for name in self.arrays if name.endswith(".logits")]
+
+    def has_weights_of(self, other: Golden) -> bool:
+        """Whether the weights are a copy of those of another folder."""
+        return filecmp.cmp(self.folder / "model.safetensors", other.folder / "model.safetensors", shallow=False)
 
     def inputs(self, name: str) -> tuple[np.ndarray, np.ndarray | None]:
         """Return tokens and attention mask of a case, ``[B, S]``. Right-padded rows become left-padded."""

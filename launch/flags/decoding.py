@@ -29,6 +29,8 @@ from runtime import (
 
 # Number of new tokens if neither a flag nor the checkpoint sets it.
 _NEW_TOKENS = 64
+# The value of --preset for which :meth:`DiffusionConfig.fast_dllm` gives the defaults.
+FAST_DLLM = "fast-dllm"
 
 
 def define_decoding_flags(values: flags.FlagValues) -> None:
@@ -36,8 +38,9 @@ def define_decoding_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum(
         "preset",
         "published",
-        ("published", "class"),
-        "Defaults of decoding parameters: those the model's authors publish, or those of the original class.",
+        ("published", "class", FAST_DLLM),
+        "Defaults of decoding parameters: those the model's authors publish, those of the original class, or those of "
+        "Fast-dLLM for Dream. Fast-dLLM decodes a predicted mask token again; here the best other token replaces it.",
         flag_values=values,
     )
     for parameter in EXPOSED_PARAMETERS.values():
@@ -83,9 +86,9 @@ def given_flags(values: flags.FlagValues) -> dict[str, Any]:
 
 def steps_follow_tokens(values: flags.FlagValues, folder: CheckpointFolder) -> bool:
     """Whether the number of denoise steps equals the number of new tokens, because nothing sets it."""
-    if values.preset != "published" or values["steps"].value is not None:
+    if values.preset == "class" or values["steps"].value is not None:
         return False
-    return folder.generation_config.get("steps") is None
+    return values.preset == FAST_DLLM or folder.generation_config.get("steps") is None
 
 
 def decoding_config(
@@ -130,6 +133,8 @@ def _diffusion_config(
             fixed = {one.name for one in declared_parameters(DiffusionConfig) if one.variable_length is False}
             said = {name: value for name, value in said.items() if name not in fixed}
         defaults = DiffusionConfig.published_for(model.family, folder.model_names, max_new_tokens=_NEW_TOKENS)
+    elif values.preset == FAST_DLLM:
+        defaults = DiffusionConfig.fast_dllm(_NEW_TOKENS)
     fields = said | given
     if steps_follow_tokens(values, folder) or (model.family.variable_length and "steps" not in fields):
         fields["steps"] = min(MAX_STEPS, max(1, fields.get("max_new_tokens", defaults.max_new_tokens)))
@@ -139,6 +144,10 @@ def _diffusion_config(
 
 
 def _sampling_config(values: flags.FlagValues, folder: CheckpointFolder, given: dict[str, Any]) -> SamplingConfig:
+    if values.preset == FAST_DLLM:
+        raise InputError(
+            f"--preset={FAST_DLLM} is for diffusion models; {folder.name} is autoregressive", field="preset"
+        )
     fields = dict(given)
     use_cache = fields.get("cache") != "none"
     if not use_cache:

@@ -32,7 +32,10 @@ def block_schedule(config: DiffusionConfig, width: int) -> tuple[int, int]:
 
 def steps_of_a_block(config: DiffusionConfig, length: int) -> int:
     """Return the number of steps per block if ``config.steps`` is divided among blocks of ``length`` new tokens."""
-    return max(1, math.ceil(config.steps / max(1, math.ceil(config.max_new_tokens / length))))
+    blocks = max(1, math.ceil(config.max_new_tokens / length))
+    if config.block_rule == "fast_dllm":
+        return max(1, config.steps // blocks)
+    return max(1, math.ceil(config.steps / blocks))
 
 
 def canvas_length(given: int, config: DiffusionConfig | SamplingConfig) -> int:

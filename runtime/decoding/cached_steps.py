@@ -3,7 +3,12 @@
 A *refresh* is a forward pass over a row's whole canvas; it recomputes the cached keys and values of every position. A
 *window* is the range of positions that a step between refreshes computes: the row's current block (dual cache), or the
 block and everything after it (prefix cache), preceded by the position whose output predicts the block's first token.
-Both kinds of step commit tokens.
+Both kinds of step commit tokens. With ``block_rule="fast_dllm"``, a window begins with the block: the refresh has
+committed the block's first token.
+
+With ``suffix_window``, a block sees a part of the canvas: the positions before it, the next few, and the last one
+(Streaming-dLLM, arXiv 2601.17917). Passes and the cache then hold these positions without a gap, the canvas's last
+position after the others, while rotary embedding uses their positions on the canvas. Blocks are entered with a refresh.
 
 The caches follow Fast-dLLM (Wu et al., 2025). Caching a token's keys and values only once it is committed follows
 dKV-Cache (Ma et al., 2025).
@@ -15,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,7 +34,7 @@ from runtime.models.arrays import only_row_fields
 from runtime.models.cached import fill_rows, run_window
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
-from runtime.models.kv_cache import copy_row
+from runtime.models.kv_cache import Cache, copy_row
 
 Array = jax.Array
 
@@ -70,39 +76,90 @@ class CachedStep:
         """Refresh the rows that are due for a refresh, run windows for the other rows, and commit tokens in both."""
         active = self.wanted.any(axis=1)
         due = active & (state.steps_until_refresh == 0)
-        state = self._refresh(state, due)
-        state = self._run_windows(state, self.wanted & ~due[:, None])
+        state, waiting = self._refresh(state, due)
+        # No row waits for its refresh any more, so this mask is that of the rows without a refresh. Because it depends
+        # on the loop over refreshes, the collectives of both cannot overlap: XLA's CPU runtime would start them in
+        # order, but run them concurrently, in an order that differs between hosts.
+        state = self._run_windows(state, self.wanted & ~(due | waiting)[:, None])
         return replace(state, steps_until_refresh=jnp.maximum(state.steps_until_refresh - active, 0))
+
+    @property
+    def _before(self) -> int:
+        """Positions before the block that its windows include."""
+        return 0 if self.program.block_rule == "fast_dllm" else self.forward.config.family.prediction_offset
 
     def _commit(self, state: DenoiseState, choices: Choices, wanted: Array) -> DenoiseState:
         return commit(self.forward, self.program, self.request, state, choices, wanted, self.counts)
 
     # ---- refreshes --------------------------------------------------------------------------------------------
 
-    def _refresh(self, state: DenoiseState, due: Array) -> DenoiseState:
+    def _refresh(self, state: DenoiseState, due: Array) -> tuple[DenoiseState, Array]:
         """Refresh the rows marked in ``due`` bool ``[B]``, one row per ``data`` shard at a time.
 
         Rows with the same canvas share one forward pass; samples of one prompt start with the same canvas. Each row
         still chooses its own tokens, with its own seed.
+
+        Returns:
+          The state, and the rows that still wait for their refresh, bool ``[B]``: none.
         """
 
         def one_each(carry: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:
             state, waiting = carry
 
-            def take(waiting: Array, canvas: Array, lengths: Array) -> tuple[Array, ...]:
+            def take(waiting: Array, canvas: Array, *sizes: Array) -> tuple[Array, ...]:
                 number, mine = _first(waiting)
-                own, length = (_row(values, waiting) for values in (canvas, lengths))
-                sharing = waiting & (canvas == own).all(axis=1) & (lengths == length)
-                return number, mine, sharing, own, length
+                own, *own_sizes = (_row(values, waiting) for values in (canvas, *sizes))
+                sharing = waiting & (canvas == own).all(axis=1)
+                for size, one in zip(sizes, own_sizes, strict=True):
+                    sharing &= size == one
+                return number, mine, sharing, own, *own_sizes
 
-            number, mine, sharing, canvas, lengths = self.forward.on_rows(
-                take, waiting, state.canvas, self.request.lengths
-            )
-            hidden, cache = fill_rows(self.forward, self.weights, state.cache, canvas, lengths, number)
-            state = replace(state, cache=cache, refreshes=state.refreshes + mine)
+            visible = self._visible(state)
+            sizes = (self.request.lengths,) if visible is None else (self.request.lengths, visible)
+            number, mine, sharing, canvas, *own = self.forward.on_rows(take, waiting, state.canvas, *sizes)
+            if visible is None:
+                hidden, cache = fill_rows(self.forward, self.weights, state.cache, canvas, own[0], number)
+                state = replace(state, cache=cache, refreshes=state.refreshes + mine)
+            else:
+                hidden, cache = self._fill_part(state.cache, canvas, own[0], own[1], number)
+                positions = state.window_positions + jnp.where(mine, visible, 0)
+                state = replace(state, cache=cache, window_positions=positions)
             return self._decide(state, hidden, number, sharing), waiting & ~sharing
 
-        return jax.lax.while_loop(lambda carry: carry[1].any(), one_each, (state, due))[0]
+        return jax.lax.while_loop(lambda carry: carry[1].any(), one_each, (state, due))
+
+    def _visible(self, state: DenoiseState) -> Array | None:
+        """Return how many positions each row's block sees, int32 ``[B]``; None if all rows see their whole canvas."""
+        if not self.program.refresh_widths:
+            return None
+        end = block_start(self.request, state.block + 1)
+        return jnp.minimum(end + self.request.suffix_window + 1, self.request.lengths)
+
+    def _fill_part(
+        self, cache: Cache, canvas: Array, lengths: Array, visible: Array, first: Array
+    ) -> tuple[Array, Cache]:
+        """Refresh rows ``[R, S]`` from the ``visible`` positions of each, int32 ``[R]``.
+
+        All rows have the smallest compiled width that is large enough for every one of them; see :meth:`_run_windows`.
+
+        Returns:
+          Activations ``[R, S, D]``, 0 beyond that width, and the updated cache.
+        """
+        widths, size = self.program.refresh_widths, canvas.shape[1]
+        chosen = jnp.where(jnp.array([width >= visible.max() for width in widths]), jnp.arange(len(widths)), 0).max()
+        norm = self.weights.final_norm
+        carry = jnp.zeros((*canvas.shape, norm.shape[-1]), norm.dtype), cache
+
+        def refresh(width: int, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
+            positions = _text_positions(jnp.arange(width)[None], visible, lengths)
+            tokens = jnp.take_along_axis(canvas, jnp.minimum(positions, size - 1), axis=1)
+            filled = fill_rows(self.forward, self.weights, carry[1], tokens, visible, first, positions=positions)
+            hidden = jnp.pad(filled[0], ((0, 0), (0, size - width), (0, 0)))
+            return self.forward.constrain(hidden, "batch", "canvas", "embed"), filled[1]
+
+        for number, width in enumerate(widths):
+            carry = jax.lax.cond(chosen == number, partial(refresh, width), lambda carry: carry, carry)
+        return carry
 
     def _decide(self, state: DenoiseState, hidden: Array, source: Array, sharing: Array) -> DenoiseState:
         """Commit tokens in every row that shares a refresh, and copy the refreshed cache row to each of them.
@@ -114,8 +171,9 @@ class CachedStep:
           sharing: bool ``[B]``, the rows that share the refresh.
         """
         sequence = self.forward.layout.spec.sequence
-        block_length = self.program.windows[-1] - self.forward.config.family.prediction_offset
-        program = replace(self.program, chunk=refresh_chunk(self.program.chunk, block_length, sequence))
+        # The smallest window is one block, or at most two.
+        wanted = 1 if self.program.block_rule == "fast_dllm" else self.program.windows[-1] - self._before
+        program = replace(self.program, chunk=refresh_chunk(self.program.chunk, wanted, sequence))
 
         def decide(carry: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:
             state, waiting = carry
@@ -168,22 +226,28 @@ class CachedStep:
 
     def _window_bounds(self, state: DenoiseState, wanted: Array) -> tuple[Array, Array]:
         """Return the first position of each row's window, and the position after its last: int32 ``[B]`` each."""
-        request, offset = self.request, self.forward.config.family.prediction_offset
+        request = self.request
         if self.program.attention_block_length:
             return window_bounds(self.program, request, state, wanted)
-        start = jnp.maximum(block_start(request, state.block - state.previous_block_stale) - offset, 0)
+        start = jnp.maximum(block_start(request, state.block - state.previous_block_stale) - self._before, 0)
         if self.program.within_block:
             return start, jnp.minimum(request.ends, block_start(request, state.block + 1))
-        return start, request.lengths
+        visible = self._visible(state)
+        return start, request.lengths if visible is None else visible
 
     def _window(self, width: int, start: Array, stop: Array, wanted: Array) -> Callable[[DenoiseState], DenoiseState]:
         """Return a function that runs windows of one width, over ``[start, stop)`` of each row, and commits tokens."""
 
         def run(state: DenoiseState) -> DenoiseState:
             active = wanted.any(axis=1)
-            tokens, own_wanted = self.forward.on_rows(_cut(width), start, state.canvas, wanted)
+            lengths, visible, canvas, positions = self.request.lengths, self._visible(state), state.canvas, None
+            if visible is not None:
+                canvas = self.forward.on_rows(_pull_last, canvas, lengths, visible)
+                positions = _text_positions(start[:, None] + jnp.arange(width), visible, lengths)
+                lengths = visible
+            tokens, own_wanted = self.forward.on_rows(_cut(width), start, canvas, wanted)
             hidden, cache = run_window(
-                self.forward, self.weights, state.cache, tokens, start, self.request.lengths, stop
+                self.forward, self.weights, state.cache, tokens, start, lengths, stop, positions=positions
             )
             program = replace(self.program, chunk=min(self.program.chunk, width))
             steps = row_steps(self.request, state)
@@ -215,6 +279,23 @@ def _row(values: Array, rows: Array) -> Array:
 
 def _row_of_each(tree: Any, rows: Array) -> Any:
     return jax.tree.map(lambda values: _row(values, rows), tree)
+
+
+def _text_positions(places: Array, visible: Array, lengths: Array) -> Array:
+    """Map indices of visible positions to positions on the canvas: the last visible one is the canvas's last.
+
+    Args:
+      places: int32 ``[B, W]`` or ``[1, W]``.
+      visible: int32 ``[B]``, number of visible positions.
+      lengths: int32 ``[B]``, number of positions of the canvas.
+    """
+    return jnp.where(places == visible[:, None] - 1, lengths[:, None] - 1, places)
+
+
+def _pull_last(canvas: Array, lengths: Array, visible: Array) -> Array:
+    """Put the last token of each canvas ``[B, S]`` after the other visible ones."""
+    last = jnp.take_along_axis(canvas, lengths[:, None] - 1, axis=1)
+    return jnp.where(jnp.arange(canvas.shape[1]) == visible[:, None] - 1, last, canvas)
 
 
 def _cut(width: int) -> Callable[..., tuple[Array, ...]]:

@@ -31,7 +31,7 @@ from runtime.decoding.schema import (
     same_as,
     validate,
 )
-from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES, Family
+from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES, BLOCK_RULES, Family
 from runtime.models.dream import DREAM
 from runtime.models.masks import MAX_BLOCK_LENGTH
 
@@ -49,6 +49,7 @@ DRAFT_AXES = ("none", "data")
 _WITH_CACHE = Requirement("cache", ("dual", "prefix"))
 _EXACT_CACHE = Requirement("cache", ("exact",))
 _SCHEDULED = Requirement("parallel", ("none",))
+_OWN_BLOCK_RULE = Requirement("block_rule", ("default",))
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class DiffusionConfig:
         off=0.0,
         general=1.0,
         in_checkpoint="alg_temp",
-        requires=(_SCHEDULED, Requirement("algorithm", CONFIDENCE_ALGORITHMS, when_given=True)),
+        requires=(_SCHEDULED, _OWN_BLOCK_RULE, Requirement("algorithm", CONFIDENCE_ALGORITHMS, when_given=True)),
     )
     eps: float = parameter(
         1e-3,
@@ -188,7 +189,7 @@ class DiffusionConfig:
         optional=True,
         in_loop=True,
         off=NEVER,
-        requires=(_WITH_CACHE,),
+        requires=(_WITH_CACHE, _OWN_BLOCK_RULE),
         mode=True,
     )
     refresh_blocks: int = parameter(
@@ -198,19 +199,49 @@ class DiffusionConfig:
         "without a refresh, its first forward pass also recomputes the previous block.",
         compiled=Requirement("cache", ("dual",)),
         variant=True,  # programs with the wide window, which includes the previous block, also have the narrow one
-        requires=(_WITH_CACHE,),
+        requires=(_WITH_CACHE, _OWN_BLOCK_RULE),
+        mode=True,
+    )
+    suffix_window: int | None = parameter(
+        None,
+        Integer(0, MAX_NEW_TOKENS),
+        "A block sees everything before it, but only this many positions after it and the last position of the canvas, "
+        "so a refresh computes only these. Positions keep their numbers. This is an approximation. Default: a block "
+        "sees the whole canvas.",
+        optional=True,
+        variant=True,  # programs for parts of a canvas also have passes over the whole canvas
+        in_loop=True,
+        off=NEVER,
+        requires=(_WITH_CACHE, _OWN_BLOCK_RULE),
+        mode=True,
+    )
+    block_rule: str = parameter(
+        "default",
+        Choice(BLOCK_RULES),
+        "How blocks are decoded with a cache: by this library's rule (default), or exactly as Fast-dLLM does for Dream "
+        "(fast_dllm), except that the best other token replaces a predicted mask token. With fast_dllm, a refresh "
+        "commits the first mask of its block alone, windows begin with the block, threshold also commits tokens whose "
+        "probability equals it, and the schedule ranks positions by entropy for every algorithm.",
+        compiled=True,
+        in_loop=True,
+        requires=(
+            _WITH_CACHE,
+            Requirement("parallel", ("none", "threshold")),
+            Requirement("algorithm", CONFIDENCE_ALGORITHMS),
+        ),
         mode=True,
     )
     parallel: str = parameter(
         "none",
         Choice(PARALLEL_RULES),
         "How many tokens a step commits: the number that the schedule gives (none), every token whose certainty is "
-        "above threshold (threshold), or the n most certain ones, with n determined by factor (factor). threshold and "
-        "factor commit at least one token per step: the first position of a block in the block's first step, "
-        "afterwards the most certain one. Certainty follows algorithm: the probability of the chosen token (also for "
-        "origin), the margin between the two best tokens, or exp(-entropy). Block-causal models: threshold also "
-        "commits at least as many tokens as the schedule gives; sequential commits that number of tokens from left to "
-        "right; entropy_sum commits the most certain tokens while their entropies sum to less than entropy_limit.",
+        "above threshold (threshold), or the n most certain ones, with n determined by factor (factor, frechet) or by "
+        "entropy_bound (entropy_bound). threshold, factor and frechet commit at least one token per step: the first "
+        "position of a block in the block's first step, afterwards the most certain one. Certainty follows algorithm: "
+        "the probability of the chosen token (also for origin), the margin between the two best tokens, or "
+        "exp(-entropy). Block-causal models: threshold also commits at least as many tokens as the schedule gives; "
+        "sequential commits that number of tokens from left to right; entropy_sum commits the most certain tokens "
+        "while their entropies sum to less than entropy_limit.",
         compiled=True,
         in_loop=True,
         mode=True,
@@ -223,13 +254,35 @@ class DiffusionConfig:
         requires=(Requirement("parallel", ("threshold",)),),
         mode=True,
     )
+    threshold_decay: float = parameter(
+        0.0,
+        Real(0.0, 1.0),
+        "How far the threshold falls while a block is filled: it is threshold * (1 - threshold_decay * (1 - share)), "
+        "where share is the masked share of the block; 0 keeps it constant.",
+        variant=True,  # a program with a decay leaves the threshold of a row with decay 0 unchanged
+        in_loop=True,
+        requires=(Requirement("parallel", ("threshold",)), _OWN_BLOCK_RULE),
+        mode=True,
+    )
     factor: float = parameter(
         1.0,
         Real(0.0, 1e6),
-        "Commit the n most certain tokens, for the largest n at which the n-th has a certainty of at least "
-        "1 - factor / (n + 1).",
+        "Commit the n most certain tokens. With parallel=factor, n is the largest number at which the n-th has a "
+        "certainty of at least 1 - factor / (n + 1). With parallel=frechet, it is the largest at which a lower bound "
+        "of the probability that all n are right, max(0, sum of the n certainties - (n - 1)), exceeds the n-th's "
+        "uncertainty by more than 1 - factor.",
         in_loop=True,
-        requires=(Requirement("parallel", ("factor",)),),
+        requires=(Requirement("parallel", ("factor", "frechet")),),
+        mode=True,
+    )
+    entropy_bound: float = parameter(
+        0.1,
+        Real(0.0, 1e6),
+        "With parallel=entropy_bound, commit the n tokens of lowest entropy, for the largest n at which the entropies "
+        "of the first n - 1 sum to at most this number of nats. Entropies are those of the distributions after "
+        "temperature and filters.",
+        in_loop=True,
+        requires=(Requirement("parallel", ("entropy_bound",)),),
         mode=True,
     )
     entropy_limit: float = parameter(
@@ -348,6 +401,18 @@ class DiffusionConfig:
         """
         lengths = {"max_new_tokens": max_new_tokens, "steps": max(max_new_tokens, 1)}
         return cls(**(family.published_settings(checkpoint_name) | lengths | overrides))
+
+    @classmethod
+    def fast_dllm(cls, max_new_tokens: int = 256, **overrides: Any) -> DiffusionConfig:
+        """Return the preset of Fast-dLLM for Dream (Wu et al., 2025), changed by ``overrides``.
+
+        They are a dual cache, blocks of 32 and a threshold of 0.9. With ``parallel="none"``, its schedule has one step
+        per token.
+        """
+        own: dict[str, Any] = {"block_rule": "fast_dllm", "cache": "dual", "block_length": DEFAULT_BLOCK_LENGTH}
+        own |= {"algorithm": "maskgit_plus", "parallel": "threshold", "threshold": 0.9}
+        lengths = {"max_new_tokens": max_new_tokens, "steps": max(max_new_tokens, 1)}
+        return cls(**(own | lengths | overrides))
 
     def replace(self, **changes: Any) -> DiffusionConfig:
         """Return a copy with these fields changed, after validating it."""

@@ -52,7 +52,8 @@ def _advance(
         state, moving = carry
         _, counts, left = _step_demand(program, mask_token, request, state)
         over = moving & ((left == 0) | (state.step_in_block >= request.steps_per_block))
-        idle = moving & ~over & (counts == 0)
+        # Fast-dLLM runs a forward pass in each step of its schedule.
+        idle = moving & ~over & (counts == 0) if program.block_rule == "default" else jnp.zeros_like(over)
         block = jnp.where(over, state.block + 1, state.block)
         # Refresh also after a block that ran no step because it had no masks: a window recomputes only one previous
         # block, so the cache would stay stale before that.
@@ -113,19 +114,52 @@ def _step_demand(
         return block_demand(program, mask_token, request, state, in_block)
     masked = (state.canvas == mask_token) & in_block
     left = masked.sum(axis=1, dtype=jnp.int32)
+    if program.block_rule == "fast_dllm":
+        return *_fast_dllm_demand(program, request, state, masked, left), left
     if program.parallel != "none":
         return masked, left, left
     if program.schedule == "even":
         return *_even_demand(program, mask_token, request, state, in_block), left
-    step, ratios = state.step_in_block, request.ratios
-    last = step >= request.steps_per_block - 1
-    ratio = jnp.take_along_axis(ratios, jnp.minimum(step, ratios.shape[1] - 1)[:, None], axis=1)[:, 0]
+    ratio, last = _ratio(request, state)
     if program.algorithm == "origin":
         draws = draw_per_position(jax.random.uniform, request.seeds, row_steps(request, state), state.canvas)
         wanted = masked & ((draws < ratio[:, None]) | last[:, None])
         return wanted, wanted.sum(axis=1, dtype=jnp.int32), left
     counts = jnp.where(last, left, (left.astype(jnp.float32) * ratio).astype(jnp.int32))
     return masked & (counts > 0)[:, None], counts, left
+
+
+def _ratio(request: DenoiseRequest, state: DenoiseState) -> tuple[Array, Array]:
+    """Return the fraction of the remaining masks that each row's step commits, and whether it is the block's last."""
+    step, ratios = state.step_in_block, request.ratios
+    last = step >= request.steps_per_block - 1
+    return jnp.take_along_axis(ratios, jnp.minimum(step, ratios.shape[1] - 1)[:, None], axis=1)[:, 0], last
+
+
+def _fast_dllm_demand(
+    program: DenoiseProgram, request: DenoiseRequest, state: DenoiseState, masked: Array, left: Array
+) -> tuple[Array, Array]:
+    """Return what each row's current step needs in the block decoder of Fast-dLLM for Dream (Wu et al., 2025).
+
+    A block's first step is a refresh, which commits the first mask whatever its confidence. The other steps choose
+    tokens for all masks, even if the schedule commits none of them.
+
+    Args:
+      program: settings that are compiled in.
+      request: run-time arguments.
+      state: state before the step.
+      masked: bool ``[B, S]``, the masks of each row's block.
+      left: int32 ``[B]``, their number.
+
+    Returns:
+      Positions that need a token, bool ``[B, S]``; and the number of commits, int32 ``[B]``.
+    """
+    refresh, counts = state.step_in_block == 0, left
+    if program.parallel == "none":
+        ratio, last = _ratio(request, state)
+        counts = jnp.where(last, left, (left.astype(jnp.float32) * ratio).astype(jnp.int32))
+    first = jnp.arange(masked.shape[1]) == jnp.argmax(masked, axis=1)[:, None]
+    return masked & (first | ~refresh[:, None]), jnp.where(refresh, jnp.minimum(left, 1), counts)
 
 
 def _even_demand(

@@ -56,6 +56,8 @@ class SamplingRule:
       confidence_dtype: dtype in which logits are filtered and ranked, such as ``float32`` or the model's dtype.
       greedy: take the most probable token also in rows whose temperature is above 0. Their confidences are those of the
         distribution at that temperature.
+      replace_mask: choose the best other token where the mask token is the best one. Unlike with ``suppress_mask``, the
+        mask token keeps its share of the probability.
     """
 
     confidence: str
@@ -64,6 +66,7 @@ class SamplingRule:
     suppress_mask: bool
     confidence_dtype: str
     greedy: bool = False
+    replace_mask: bool = False
 
 
 def _blocks(values: Array) -> Array:
@@ -313,6 +316,12 @@ def mark_non_finite(logits: Array, vocab_size: int) -> Array:
     return jnp.where(wrong, jnp.inf, logits)
 
 
+def _without_mask(forward: Forward, logits: Array) -> Array:
+    """Set the mask token's entry to -inf, unless it marks logits that are not finite: ``[..., V]``."""
+    ids = jnp.arange(logits.shape[-1])
+    return jnp.where((ids == forward.config.mask_token_id) & (logits < jnp.inf), -jnp.inf, logits)
+
+
 def choose_tokens(
     forward: Forward,
     rule: SamplingRule,
@@ -345,8 +354,7 @@ def choose_tokens(
     with jax.named_scope("choose_tokens"):
         logits = _round(logits, dtype)
         if rule.suppress_mask:
-            ids = jnp.arange(logits.shape[-1])
-            logits = jnp.where((ids == forward.config.mask_token_id) & (logits < jnp.inf), -jnp.inf, logits)
+            logits = _without_mask(forward, logits)
         plain = logits
         temperature = _per_row(temperature, logits.ndim)
         warm = temperature > 0
@@ -357,7 +365,9 @@ def choose_tokens(
             logits = filter_logits(logits, top_p, top_k, dtype, bits_per_pass)
         sums = _softmax_sums(logits)
         probabilities = _softmax(logits, sums, dtype)
-        largest, tokens = vocab_argmax(probabilities)
+        if rule.replace_mask:
+            logits = _without_mask(forward, logits)
+        largest, tokens = vocab_argmax(_without_mask(forward, probabilities) if rule.replace_mask else probabilities)
         confidence = _confidence(rule, probabilities, largest, tokens)
         if rule.sampled and not rule.greedy:
             # Compute the confidence before the noise, so that the two do not occupy memory over the vocabulary at the

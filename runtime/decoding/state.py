@@ -29,7 +29,7 @@ class DenoiseProgram(_Settings):
     """Settings of a generation that are compiled into the program.
 
     The compiled parameters of :class:`DiffusionConfig` that the loop reads are fields too: ``algorithm``, ``parallel``,
-    ``attention_block_length`` (0 if attention is not block-causal) and ``variable_length``.
+    ``block_rule``, ``attention_block_length`` (0 if attention is not block-causal) and ``variable_length``.
 
     Attributes:
       sampling: how tokens are chosen.
@@ -39,7 +39,10 @@ class DenoiseProgram(_Settings):
       schedule: how many masks a step fills, see :data:`runtime.models.config.UnmaskingSchedule`.
       guided: run a second forward pass without the prompt, for classifier-free guidance of rows that ask for it.
       log_probabilities: record the log-probability of every committed token.
+      decaying: the threshold falls while a block is filled, in rows that ask for it.
       windows: window widths of cached steps, in descending order; empty without a cache.
+      refresh_widths: numbers of positions that refreshes are compiled for, in descending order, if blocks of some rows
+        see a part of the canvas only (``suffix_window``); otherwise empty.
       within_block: a window ends at the end of the row's block (dual cache); otherwise at the end of the row (prefix
         cache).
       first_alone: commit the first position of a block alone, because the previous block's last output predicts it.
@@ -54,7 +57,9 @@ class DenoiseProgram(_Settings):
     schedule: UnmaskingSchedule
     guided: bool = False
     log_probabilities: bool = False
+    decaying: bool = False
     windows: tuple[int, ...] = ()
+    refresh_widths: tuple[int, ...] = ()
     within_block: bool = False
     first_alone: bool = False
     sub_block_window: bool = False
@@ -126,7 +131,7 @@ class DenoiseState:
       previous_block_stale: int32 ``[B]``, 1 if the cached keys and values of the previous block were computed while it
         still had masks, else 0.
       refreshes: int32 ``[B]``, forward passes over the whole canvas so far.
-      window_positions: int32 ``[B]``, positions computed in windows so far.
+      window_positions: int32 ``[B]``, positions computed so far in windows, and in refreshes of a part of the canvas.
       done: bool ``[B]``, rows that have ended.
       non_finite: bool ``[B]``, rows that have ended because the model's logits were NaN or infinite.
       iteration: int32, iterations so far.

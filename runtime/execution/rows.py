@@ -131,7 +131,7 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
 
     Raises:
       InputError: the parameters are for the other objective, or ask for something that the family does not have: a
-        cache, sub-blocks, a parallel rule, guidance or an algorithm.
+        cache, a rule of blocks, sub-blocks, a parallel rule, guidance or an algorithm.
     """
     wanted = config_kind(config)
     if not isinstance(request, wanted):
@@ -160,18 +160,28 @@ def check_kind(config: ModelConfig, request: DiffusionConfig | SamplingConfig) -
 
 
 def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
-    """Check that the model's attention supports the requested cache and sub-blocks.
+    """Check that the model's attention supports the requested cache, rule of blocks, sub-blocks and decay.
 
     Raises:
       InputError: the model's attention does not support them.
     """
     in_blocks, name, caches = config.family.attention == "block_causal", config.family.name, config.family.caches
+    if request.block_rule not in config.family.block_rules:
+        raise InputError(f"block_rule={request.block_rule} is not available for {name} models", field="block_rule")
     if request.cache not in caches:
         named = in_blocks or config.family.variable_length
         why = f"; use {' or '.join(caches)}" if named else ": it is for block-causal attention"
         raise InputError(f"cache={request.cache} is not available for {name} models{why}", field="cache")
     if not in_blocks and request.sub_block_length is not None:
         raise InputError(f"sub_block_length is not available for {name} models", field="sub_block_length")
+    if request.suffix_window is not None and request.refresh_blocks != 1:
+        raise InputError(
+            f"suffix_window requires refresh_blocks=1, not {request.refresh_blocks}: otherwise the next block sees "
+            "positions that no pass has computed",
+            field="suffix_window",
+        )
+    if in_blocks and request.threshold_decay > 0:
+        raise InputError(f"threshold_decay is not available for {name} models", field="threshold_decay")
     if request.sub_block_cache and request.sub_block_length is None:
         raise InputError("sub_block_cache requires sub_block_length", field="sub_block_cache")
 

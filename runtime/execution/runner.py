@@ -120,6 +120,11 @@ class Runner:
         """Round a length up to a bucket; see :func:`canvas_bucket`."""
         return canvas_bucket(length, self.layout, self.platform)
 
+    def part_widths(self, canvas: int) -> tuple[int, ...]:
+        """Return the buckets of one to three quarters of a canvas, in descending order, without the canvas itself."""
+        found = {self.bucket(canvas * quarters // 4) for quarters in (1, 2, 3)}
+        return tuple(sorted((width for width in found if width < canvas), reverse=True))
+
     def forward(self, canvas: int, block_length: int = 0) -> Forward:
         """Return layout and attention implementation for canvases of this many positions.
 

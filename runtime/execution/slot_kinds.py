@@ -68,8 +68,10 @@ class DiffusionSlots(Slots):
         self._config, self._steps = config, padded_steps(max(steps, block_schedule(config, width)[1]), width)
         self.forward = runner.forward(width, config.attention_block_length)
         model, chunk = runner.layout.config, runner.chunk(count, width)
+        span = width if span is None else span
+        parts = runner.part_widths(width)
         self.program = denoise_program(
-            config, model, str(runner.dtype), chunk=chunk, width=width, span=width if span is None else span
+            config, model, str(runner.dtype), chunk=chunk, width=width, span=span, parts=parts
         )
         super().__init__(runner, width, count, config.cache != "none")
 

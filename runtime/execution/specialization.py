@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from runtime.decoding.autoregressive import DecodeProgram
 from runtime.decoding.block_schedule import block_schedule, window_widths
@@ -26,8 +26,10 @@ def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) ->
     # Parallel rules require a confidence, which the random algorithms do not define.
     confidence = config.algorithm
     if config.parallel != "none":
-        confidence = "entropy" if config.parallel == "entropy_sum" else confidence
+        confidence = "entropy" if config.parallel in ("entropy_sum", "entropy_bound") else confidence
         confidence = {"origin": "maskgit_plus", "random": "low_confidence"}.get(confidence, confidence)
+    if config.block_rule == "fast_dllm":
+        confidence = "maskgit_plus" if config.parallel == "threshold" else "entropy"
     return SamplingRule(
         confidence=confidence,
         sampled=config.temperature > 0,
@@ -35,6 +37,7 @@ def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) ->
         suppress_mask=config.suppress_mask,
         confidence_dtype=model_dtype if config.confidence_dtype == "model" else "float32",
         greedy=config.greedy,
+        replace_mask=config.block_rule == "fast_dllm",
     )
 
 
@@ -44,7 +47,14 @@ def divides_drafts(config: DiffusionConfig | SamplingConfig) -> bool:
 
 
 def denoise_program(
-    config: DiffusionConfig, model: ModelConfig, model_dtype: str, *, chunk: int, width: int, span: int
+    config: DiffusionConfig,
+    model: ModelConfig,
+    model_dtype: str,
+    *,
+    chunk: int,
+    width: int,
+    span: int,
+    parts: Sequence[int] = (),
 ) -> DenoiseProgram:
     """Return the compiled settings of a diffusion request.
 
@@ -55,13 +65,15 @@ def denoise_program(
       chunk: number of positions per row that the head runs on at a time.
       width: positions of the canvas.
       span: the largest distance in any row from its first mask to its end, in positions.
+      parts: smaller widths that refreshes are compiled for if blocks see a part of the canvas only.
     """
     length, _ = block_schedule(config, width)
     offset, block = model.family.prediction_offset, config.attention_block_length
     assert (model.family.attention == "block_causal") == bool(block), "block-causal attention has blocks"
     assert model.family.schedule is not None, "a family that denoises has a schedule"
     sub_block = config.sub_block_length if config.sub_block_cache else None
-    widths = window_widths(config.cache, length, span, config.refresh_blocks, offset=offset, sub_block=sub_block)
+    before = 0 if config.block_rule == "fast_dllm" else offset
+    widths = window_widths(config.cache, length, span, config.refresh_blocks, offset=before, sub_block=sub_block)
     return DenoiseProgram(
         **setting_values(config),
         sampling=sampling_rule(config, model.vocab_size, model_dtype),
@@ -70,7 +82,9 @@ def denoise_program(
         schedule=model.family.schedule,
         guided=config.cfg_scale > 0,
         log_probabilities=config.log_probabilities,
+        decaying=config.threshold_decay > 0,
         windows=widths,
+        refresh_widths=() if config.suffix_window is None else (width, *parts),
         within_block=config.cache in ("dual", "exact"),
         first_alone=bool(block and offset),
         sub_block_window=sub_block is not None,

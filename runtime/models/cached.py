@@ -26,6 +26,7 @@ def fill_rows(
     lengths: Array,
     first: Array,
     copies: int = 1,
+    positions: Array | None = None,
 ) -> tuple[Array, Cache]:
     """Run whole rows and write their keys and values into the cache: a prefill, or a refresh.
 
@@ -38,12 +39,14 @@ def fill_rows(
       first: int32 ``[data]``, for each ``data`` shard, the index within the shard of the cache row that its first new
         row replaces; -1 if nothing is to be written.
       copies: number of adjacent cache rows that each of the R rows fills. It is above 1 for samples of one prompt.
+      positions: int32 ``[R, S]``, position of each token in its text; None for its index. The attention mask must be
+        bidirectional.
 
     Returns:
       Activations after the final norm, ``[R, S, D]``, and the updated cache.
     """
     forward = forward.for_rows(*tokens.shape)
-    positions = jnp.arange(tokens.shape[1])
+    positions = jnp.arange(tokens.shape[1]) if positions is None else positions
     with jax.named_scope("embed"):
         x = weights.embed(forward, tokens, positions)
     tables = weights.position_tables(forward, positions, x.dtype)
@@ -67,6 +70,7 @@ def run_window(
     lengths: Array,
     stops: Array | None = None,
     row: Array | None = None,
+    positions: Array | None = None,
 ) -> tuple[Array, Cache]:
     """Run a window of every row with the cache, or of one row of each ``data`` shard.
 
@@ -84,12 +88,14 @@ def run_window(
         meaningless. None writes the whole window.
       row: int32 ``[data]``, index within each ``data`` shard of the only row that has a window; B is then the number of
         shards. None for a window of every row.
+      positions: int32 ``[B, W]``, position of each token in its text; None for its index in the cache. The attention
+        mask must be bidirectional.
 
     Returns:
       Activations after the final norm, ``[B, W, D]``, and the updated cache.
     """
     layout, forward = forward.layout, forward.window
-    positions = starts[:, None] + jnp.arange(tokens.shape[1])
+    positions = starts[:, None] + jnp.arange(tokens.shape[1]) if positions is None else positions
     stops = jnp.full_like(starts, cache_length(cache)) if stops is None else stops
     with jax.named_scope("embed"):
         x = weights.embed(forward, tokens, positions)

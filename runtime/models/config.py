@@ -20,8 +20,10 @@ Reference = Literal["original code", "transformers"]
 # ``constant``: every step fills the number of masks that the request gives.
 UnmaskingSchedule = Literal["linear_time", "even", "even_block", "constant"]
 # Values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel`, without and with block-causal attention.
-BIDIRECTIONAL_RULES = ("none", "threshold", "factor")
+BIDIRECTIONAL_RULES = ("none", "threshold", "factor", "frechet", "entropy_bound")
 BLOCK_CAUSAL_RULES = ("none", "threshold", "sequential", "entropy_sum")
+# Values of :attr:`runtime.decoding.parameters.DiffusionConfig.block_rule`.
+BLOCK_RULES = ("default", "fast_dllm")
 
 # Upper bounds of numbers read from a file: generous for any model, and small enough that nothing overflows or hangs.
 _LIMITS = {
@@ -74,6 +76,7 @@ class Family:
       algorithms: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.algorithm` that the family's original
         code defines.
       parallel_rules: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.parallel` for this family.
+      block_rules: the values of :attr:`runtime.decoding.parameters.DiffusionConfig.block_rule` for this family.
       guidance: whether the original code defines classifier-free guidance (``cfg_scale``).
       variable_length: the model also predicts tokens that add a mask to the canvas or remove one, see
         :mod:`runtime.decoding.variable_length`.
@@ -101,6 +104,7 @@ class Family:
     schedule: UnmaskingSchedule | None = None
     algorithms: tuple[str, ...] = ()
     parallel_rules: tuple[str, ...] = BIDIRECTIONAL_RULES
+    block_rules: tuple[str, ...] = ("default",)
     guidance: bool = False
     variable_length: bool = False
     config_key: str = ""

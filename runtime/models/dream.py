@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.models.config import Family, ModelConfig, PublishedSettings, check_features, transformer_config
+from runtime.models.config import (
+    BLOCK_RULES,
+    Family,
+    ModelConfig,
+    PublishedSettings,
+    check_features,
+    transformer_config,
+)
 from runtime.models.qwen2 import FEATURES, SEVEN_BILLION, Qwen2Weights
 
 # The settings with which DiffuCoder's authors run their checkpoints. The temperature depends on the kind of checkpoint.
@@ -30,11 +37,12 @@ DREAM = Family(
     transformers_class="Qwen2ForCausalLM",
     schedule="linear_time",
     algorithms=("origin", "maskgit_plus", "topk_margin", "entropy"),
+    block_rules=BLOCK_RULES,
     published=(
         PublishedSettings("cpgrpo", _PUBLISHED | {"temperature": 0.4}),
         PublishedSettings("instruct", _PUBLISHED | {"temperature": 0.3}),
         PublishedSettings("", _PUBLISHED | {"temperature": 0.2}),
     ),
     presets={"diffucoder-7b": _SEVEN_BILLION, "dream-7b": _SEVEN_BILLION},
-    golden_cases=13,
+    golden_cases=43,
 )

@@ -49,12 +49,13 @@ def by_hand(engine: Engine, ids: np.ndarray, threshold: float, ends: tuple[int, 
         canvas[0, start] = choose(hidden[:, start - 1 : start])[0][0]
         full += 1
         while (masked := canvas[0, start : start + BLOCK] == mask).any():
-            tokens = jnp.array(canvas[:, start - 1 : start + BLOCK])
-            hidden, cache = run_window(forward, weights, cache, tokens, jnp.array([start - 1]), lengths)
-            chosen, certainty = choose(hidden[:, :BLOCK])
+            tokens = jnp.array(canvas[:, start : start + BLOCK])
+            hidden, cache = run_window(forward, weights, cache, tokens, jnp.array([start]), lengths)
+            # The first position keeps its own output, and has a token since the refresh.
+            chosen, certainty = choose(hidden[:, np.maximum(np.arange(BLOCK) - 1, 0)])
             certainty = np.where(masked, certainty, -1.0)
             for place in np.flatnonzero(masked):
-                if certainty[place] > threshold or place == certainty.argmax():
+                if certainty[place] >= threshold or place == certainty.argmax():
                     canvas[0, start + place] = chosen[place]
             windows += 1
         if np.isin(canvas[0, length - NEW : start + BLOCK], ends).any():
@@ -79,9 +80,22 @@ def test_the_baseline_is_the_published_rule(threshold: float, stops: bool) -> No
     assert full == (1 if stops else NEW // BLOCK)
     assert found.tolist() == expected
     assert passes == full + windows
-    assert positions == full * (ids.shape[1] + NEW) + windows * (BLOCK + 1)
+    assert positions == full * (ids.shape[1] + NEW) + windows * BLOCK
     if threshold < 0.9:
         assert windows < full * (BLOCK - 1), "a window commits several tokens if their probabilities are high enough"
+
+
+@pytest.mark.parametrize("threshold", [0.4, pytest.param(0.9, marks=pytest.mark.slow)])
+def test_the_baseline_is_the_preset(threshold: float) -> None:
+    engine = Engine.load(DEMO, "tensor=1", "float32")
+    config = DiffusionConfig.fast_dllm(NEW, block_length=BLOCK, threshold=threshold)
+    baseline = FastDLLMBaseline(engine, NEW, BLOCK, threshold=threshold)
+    for prompt in ("def is_even(number):\n", "import math\n\n\ndef area(radius):\n"):
+        ids = np.array([engine.tokenizer.encode(prompt)], np.int32)
+        tokens, forwards, positions = baseline(ids)
+        found = engine.generate_tokens(ids, None, config)
+        np.testing.assert_array_equal(found.sequences[0, ids.shape[1] :], tokens)
+        assert (found.stats.forwards, found.stats.positions) == (forwards, positions)
 
 
 def test_speeds_of_rounds() -> None:

@@ -59,9 +59,8 @@ def test_flags_of_the_other_kind(gpt2: Path, capsys: pytest.CaptureFixture[str])
         error = fails(capsys, f"--checkpoint={gpt2}", f"--prompt={PROMPT}", flag)
         assert flag.split("=")[0] in error
         assert "autoregressive" in error
-    assert "autoregressive" in fails(
-        capsys, f"--checkpoint={gpt2}", f"--prompt={PROMPT}", f"--history_html={gpt2 / 'page.html'}"
-    )
+    for flag in (f"--history_html={gpt2 / 'page.html'}", "--preset=fast-dllm"):
+        assert "autoregressive" in fails(capsys, f"--checkpoint={gpt2}", f"--prompt={PROMPT}", flag)
 
 
 def test_blocks_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

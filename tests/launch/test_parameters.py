@@ -52,9 +52,13 @@ FLAGS = {
     "cache": None,
     "refresh_interval": None,
     "refresh_blocks": None,
+    "suffix_window": None,
+    "block_rule": None,
     "parallel": None,
     "threshold": None,
+    "threshold_decay": None,
     "factor": None,
+    "entropy_bound": None,
     "entropy_limit": None,
     "greedy": False,
     "cfg_scale": None,
@@ -68,8 +72,9 @@ FLAGS = {
 }
 MODES = [
     *("algorithm", "confidence_dtype", "suppress_mask", "block_length", "sub_block_length", "sub_block_cache", "cache"),
-    *("refresh_interval", "refresh_blocks", "parallel", "threshold", "factor", "entropy_limit", "greedy", "cfg_scale"),
-    *("initial_masks", "number_transfer_tokens", "expand_budget", "pad_delete_to_right", "early_stop"),
+    *("refresh_interval", "refresh_blocks", "suffix_window", "block_rule", "parallel", "threshold", "threshold_decay"),
+    *("factor", "entropy_bound", "entropy_limit", "greedy", "cfg_scale", "initial_masks", "number_transfer_tokens"),
+    *("expand_budget", "pad_delete_to_right", "early_stop"),
 ]
 
 
@@ -126,6 +131,15 @@ def test_a_parameter_by_flag_by_line_and_by_body(name: str) -> None:
             body = by_our_names({spelled if key == name else key: given for key, given in said.items()})
             assert known(body) == body
             assert getattr(read_config(body, defaults()), name) == value
+
+
+def test_the_preset_of_fast_dllm() -> None:
+    config = of_flags("--preset=fast-dllm", "--block_length=16", "--max_new_tokens=48")
+    assert config == DiffusionConfig.fast_dllm(48, block_length=16, early_stop=True)
+    scheduled = of_flags("--preset=fast-dllm", "--parallel=none", "--cache=prefix")
+    assert (scheduled.steps, scheduled.cache, scheduled.block_rule) == (64, "prefix", "fast_dllm")
+    with pytest.raises(InputError, match="block_rule requires --cache=dual or --cache=prefix"):
+        of_flags("--preset=fast-dllm", "--cache=none")
 
 
 def test_bodies_and_their_document_have_every_parameter() -> None:

@@ -370,10 +370,16 @@ def test_ten_times_too_much_for_a_moment(engine: Engine) -> None:
 def test_ten_times_too_much(folder: Path, tmp_path: Path) -> None:
     flags = [f"--checkpoint={folder}", "--served_model_name=demo", "--mesh=tensor=1"]
     flags += [f"--max_queue={QUEUE}", "--max_rows=1", "--slots=4", "--canvas=128"]
+    asks = [Ask("x", 100, number, stream=True) for number in range(10_000)]
     with started(tmp_path, *flags) as (url, _, _):
-        found = ten_times_too_much(url, 8.0, [Ask("x", 100, number, stream=True) for number in range(10_000)])
-    # Requests in the queue at the end are answered too. The capacity was measured earlier, so 8 and not 10.
-    assert found["refused"] + found["answered"] >= 8 * (found["answered"] - QUEUE)
+        # The load is ten times the capacity of a moment before. If the machine has become faster since, measure again.
+        for _ in range(3):
+            found = ten_times_too_much(url, 8.0, asks)
+            # Requests in the queue at the end are answered too.
+            if found["refused"] + found["answered"] >= 8 * (found["answered"] - QUEUE):
+                break
+        else:
+            pytest.fail("the capacity of this machine changes too much to overload a server tenfold")
     assert found["refusal at most"] <= 0.1
     assert found["recovered"] <= 5
     assert found["watch p99"] <= 0.2

@@ -39,6 +39,8 @@ CASES = [
     pytest.param("dual", "sequence=2,tensor=2", "bfloat16", marks=pytest.mark.slow),
     pytest.param("prefix", "data=2,tensor=4", "bfloat16", marks=pytest.mark.slow),
     pytest.param("dual once", "tensor=8", "bfloat16", marks=pytest.mark.slow),
+    pytest.param("dual part", "tensor=8", "bfloat16", marks=pytest.mark.slow),
+    pytest.param("dual part", "sequence=2,tensor=2", "bfloat16", marks=pytest.mark.slow),
 ]
 
 
@@ -54,8 +56,8 @@ def compiled(kind: str, mesh: str, cache_dtype: str) -> tuple[Any, Any]:
         config = DiffusionConfig(
             algorithm="maskgit_plus", cache=cache, parallel="threshold", refresh_blocks=refresh_blocks
         )
-        config = config.replace(block_length=BLOCK)
-        program = denoise_program(config, DIFFUCODER, "bfloat16", chunk=256, width=T, span=SPAN)
+        config = config.replace(block_length=BLOCK, suffix_window=BLOCK if kind == "dual part" else None)
+        program = denoise_program(config, DIFFUCODER, "bfloat16", chunk=256, width=T, span=SPAN, parts=(T // 2,))
         lowered = lower_denoise(forward, program, weights, *abstract_denoise(layout, B, T, T, cache_dtype))
     else:
         decoding = decode_program(SamplingConfig(temperature=0.7, top_p=0.9), vocab)

@@ -56,6 +56,17 @@ MODES: list[dict[str, Any]] = [
     {"cache": "prefix", "refresh_blocks": 0, "refresh_interval": 9},
     {"cache": "dual", "parallel": "factor", "factor": 1.5, "algorithm": "topk_margin"},
     {"cache": "prefix", "parallel": "threshold", "threshold": 0.3, "stop_token_ids": STOPS},
+    {"cache": "none", "parallel": "frechet", "factor": 1.7, "algorithm": "maskgit_plus"},
+    {"cache": "dual", "parallel": "entropy_bound", "entropy_bound": 3.0, "refresh_interval": 3},
+    {
+        **{"cache": "prefix", "parallel": "threshold", "threshold": 0.5, "threshold_decay": 0.8},
+        **{"algorithm": "maskgit_plus", "stop_token_ids": STOPS},
+    },
+    {
+        **{"cache": "dual", "parallel": "threshold", "threshold": 0.3, "algorithm": "maskgit_plus"},
+        **{"block_rule": "fast_dllm", "stop_token_ids": STOPS},
+    },
+    {"cache": "prefix", "block_rule": "fast_dllm", "steps": 16},
 ]
 
 

@@ -30,6 +30,9 @@ DREAM: dict[str, DiffusionConfig] = {
     "blocks": BASE.replace(block_length=6),
     "threshold": BASE.replace(temperature=0.0, **THRESHOLD),
     "factor in blocks": BASE.replace(block_length=6, **FACTOR),
+    "frechet in blocks": BASE.replace(block_length=6, parallel="frechet", factor=1.5, algorithm="maskgit_plus"),
+    "entropy_bound": BASE.replace(parallel="entropy_bound", entropy_bound=8.0, algorithm="entropy"),
+    "decaying threshold": BASE.replace(block_length=6, threshold_decay=0.5, **THRESHOLD),
     "early stop": BASE.replace(stop_token_ids=STOPS),
     "threshold, early stop": BASE.replace(stop_token_ids=STOPS, block_length=6, **THRESHOLD),
 }

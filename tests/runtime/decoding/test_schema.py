@@ -143,6 +143,8 @@ def test_requirements_name_parameters_and_their_values() -> None:
         "sub_block_cache",
         "refresh_interval",
         "refresh_blocks",
+        "suffix_window",
+        "block_rule",
         "cfg_scale",
         "draft_steps",
     ]
@@ -166,6 +168,7 @@ def test_what_is_compiled_in() -> None:
         "suppress_mask": False,
         "greedy": False,
         "cache": "none",
+        "block_rule": "default",
         "parallel": "none",
     }
     assert compiled_values(dual) == compiled_values(plain) | {"cache": "dual", "block_length": 32, "refresh_blocks": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -232,6 +233,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cache": ({"cache": "dual"}, "cache=dual is not available for dreamon models; use none"),
     "exact": ({"cache": "exact"}, "cache=exact is not available for dreamon models; use none"),
     "parallel": ({"parallel": "threshold"}, "parallel=threshold is not available for dreamon models"),
+    "frechet": ({"parallel": "frechet"}, "parallel=frechet is not available for dreamon models"),
+    "entropy_bound": ({"parallel": "entropy_bound"}, "parallel=entropy_bound is not available for dreamon models"),
+    "threshold_decay": (
+        {"parallel": "threshold", "threshold_decay": 0.5},
+        "parallel=threshold is not available for dreamon models",
+    ),
+    "suffix_window": ({"cache": "dual", "suffix_window": 8}, "cache=dual is not available for dreamon models"),
+    "block_rule": (
+        {"cache": "dual", "block_rule": "fast_dllm"},
+        "block_rule=fast_dllm is not available for dreamon models",
+    ),
     "algorithm": ({"algorithm": "origin"}, "algorithm=origin is not available for dreamon models"),
     "steps": ({"steps": 7}, "steps is not available for dreamon models"),
     "eps": ({"eps": 0.5}, "eps is not available for dreamon models"),
@@ -248,7 +260,7 @@ def test_refused_settings(name: str) -> None:
     changes, message = REFUSED[name]
     with pytest.raises(InputError, match=message) as found:
         golden_engine("data=1", GOLDEN.folder).generate_tokens([[1, 2]], None, PLAIN.replace(**changes))
-    assert found.value.field == (name if name != "exact" else "cache")
+    assert found.value.field == re.split("[= ]", message)[0]
 
 
 @pytest.mark.parametrize(
@@ -358,6 +370,8 @@ def test_flags(tmp_path: Path) -> None:
     for name, value in (("steps", "20"), ("eps", "0.001"), ("block_length", "8"), ("draft_steps", "2")):
         with pytest.raises(InputError, match=f"--{name} is not available for models whose canvas changes its length"):
             decoding_config(flag_values("--max_new_tokens=20", f"--{name}={value}"), folder, model)
+    with pytest.raises(InputError, match="block_rule=fast_dllm is not available for dreamon models"):
+        check_kind(model, decoding_config(flag_values("--preset=fast-dllm"), folder, model))
 
 
 def test_convert_and_export(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""The order of collectives is the same on all hosts.
+
+XLA's CPU runtime starts the collectives of a program in program order, but a loop or conditional that contains
+collectives counts as started when its first instruction is. A collective beside it, which neither needs its result nor
+provides its input, then runs concurrently, and two hosts may pair different collectives. So a data dependency has to
+order them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from runtime import Engine
+from runtime.planner.hlo import Instruction, read_module
+from tests import golden_cases
+from tests.runtime.decoding import block_rows
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def nested(instruction: Instruction) -> Sequence[str]:
+    return [*instruction.called.values(), *instruction.branches]
+
+
+def concurrent(text: str) -> Iterator[tuple[str, str]]:
+    """Yield pairs of instructions with collectives, one of them nested, that no data dependency orders."""
+    computations = read_module(text).computations
+
+    @functools.cache
+    def inside(computation: str) -> bool:
+        return any(map(communicates, computations.get(computation, ())))
+
+    def communicates(one: Instruction) -> bool:
+        return one.operation.startswith(COLLECTIVES) or any(map(inside, nested(one)))
+
+    for instructions in computations.values():
+        needs: dict[str, frozenset[str]] = {}
+        found: list[Instruction] = []
+        for one in instructions:
+            needs[one.name] = frozenset(one.operands).union(*(needs.get(name, ()) for name in one.operands))
+            if communicates(one):
+                for other in found:
+                    flat = all(each.operation.startswith(COLLECTIVES) for each in (one, other))
+                    if not flat and other.name not in needs[one.name]:
+                        yield other.name, one.name
+                found.append(one)
+
+
+def test_pairs_without_a_dependency_are_found() -> None:
+    text = """HloModule example
+
+%body (carry: f32[4]) -> f32[4] {
+  %carry = f32[4]{0} parameter(0)
+  ROOT %sum.1 = f32[4]{0} all-reduce(%carry), to_apply=%add
+}
+
+%condition (carry: f32[4]) -> pred[] {
+  %carry.1 = f32[4]{0} parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main (given: f32[4]) -> f32[4] {
+  %given = f32[4]{0} parameter(0)
+  %loop = f32[4]{0} while(%given), condition=%condition, body=%body
+  %beside = f32[4]{0} all-reduce(%given), to_apply=%add
+  %after = f32[4]{0} all-reduce(%loop), to_apply=%add
+  ROOT %both = f32[4]{0} add(%beside, %after)
+}
+"""
+    assert list(concurrent(text)) == [("loop", "beside")]
+
+
+def assert_ordered(engine: Engine) -> None:
+    """Check all programs that an engine has compiled so far."""
+    texts = engine.program_texts()
+    assert not {name: found for name, text in texts.items() if (found := list(concurrent(text)))}
+    assert any("all-reduce" in text for text in texts.values())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "number"),
+    [
+        ("data=2", 1),
+        *[
+            pytest.param(mesh, number, marks=pytest.mark.slow)
+            for mesh in ("data=2", "data=2,sequence=2,tensor=2")
+            for number in range(len(block_rows.MODES))
+            if (mesh, number) != ("data=2", 1)
+        ],
+    ],
+)
+def test_no_collectives_of_a_denoise_program_are_concurrent(mesh: str, number: int) -> None:
+    block_rows.generate(mesh, block_rows.mode(number))
+    assert_ordered(golden_cases.engine(mesh))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2", "data=2,sequence=2,tensor=2"])
+@pytest.mark.parametrize("golden", golden_cases.golden_folders({}), ids=lambda golden: golden.folder.name)
+def test_no_collectives_of_a_family_are_concurrent(golden: golden_cases.Golden, mesh: str) -> None:
+    engine = golden_cases.engine(mesh, golden.folder)
+    for name in list(golden.cases)[:3]:
+        engine.generate_tokens(*golden.inputs(name), golden.config(name))
+    assert_ordered(engine)
