@@ -26,6 +26,7 @@ from runtime.decoding.choices import Choices, choose_on_canvas, without_prompt
 from runtime.decoding.commit import commit
 from runtime.decoding.progress import next_step
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, row_steps
+from runtime.models.arrays import declarations, row_fields
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
 from runtime.models.transformer import hidden_states
@@ -110,7 +111,7 @@ def _compute(
     if program.guided:
         with jax.named_scope("unconditional"):
             # A draft differs from the canvas only in masks, which are kept.
-            given = without_prompt(forward, request, state) != state.canvas
+            given = forward.constrain(without_prompt(forward, request, state) != state.canvas, "batch", "positions")
             unconditional = run(jnp.where(given[:, None], forward.config.mask_token_id, canvases))
     return _Outputs(canvases, hidden, unconditional)
 
@@ -154,6 +155,25 @@ def _find(canvases: Array, canvas: Array) -> tuple[Array, Array]:
     return jnp.argmax(same, axis=1).astype(jnp.int32), same.any(axis=1)
 
 
+def _commit(
+    forward: Forward,
+    program: DenoiseProgram,
+    request: DenoiseRequest,
+    state: DenoiseState,
+    choices: Choices,
+    wanted: Array,
+    counts: Array,
+) -> DenoiseState:
+    """Commit tokens, see :func:`runtime.decoding.commit.commit`, and leave its arrays divided as they are declared.
+
+    Otherwise the compiler may divide an array further inside a loop, and gather it beside the loop over head chunks.
+    XLA's CPU runtime would run their collectives in an order that differs between hosts.
+    """
+    state, declared = commit(forward, program, request, state, choices, wanted, counts), declarations(DenoiseState)
+    placed = {name: forward.constrain(value, *declared[name].axes) for name, value in row_fields(state).items()}
+    return replace(state, **placed)
+
+
 def _make_steps(
     forward: Forward,
     program: DenoiseProgram,
@@ -180,7 +200,7 @@ def _make_steps(
         own, numbers = wanted & going[:, None], row_steps(request, state)
         hidden, without = _of_canvas(forward, program, outputs, index)
         choices = choose_on_canvas(forward, program, weights, request, numbers, hidden, own, unconditional=without)
-        state = commit(forward, program, request, state, choices, own, counts)
+        state = _commit(forward, program, request, state, choices, own, counts)
         state = replace(state, made_steps=state.made_steps + going)
         state, wanted, counts = next_step(forward, program, request, state)
         last = jnp.where(going, index, last)
@@ -222,7 +242,7 @@ def _guess(
     def step(carry: tuple[DenoiseState, Array, Array], _: None) -> tuple[tuple[DenoiseState, Array, Array], Array]:
         state, wanted, counts = carry
         choices = choose(program, state, wanted) if ranks_at_random else first
-        made = commit(forward, program, request, state, choices, wanted, counts)
+        made = _commit(forward, program, request, state, choices, wanted, counts)
         if program.sampling.sampled and not ranks_at_random:
             committed = made.canvas != state.canvas
             tokens = choose(few, state, committed).tokens
