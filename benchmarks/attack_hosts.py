@@ -74,7 +74,7 @@ async def open_topics(server: ControlServer, port: int, secret: bytes, count: in
             pass
         writer.close()
     fault = await watching
-    return fault is not None and fault.host == 1 and "exchanges at a time" in fault.text
+    return fault is not None and fault.host == 1 and "too many exchanges at once" in fault.text
 
 
 def attack_hosts(connections: int, secrets: int, topics: int) -> dict[str, Any]:

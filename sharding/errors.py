@@ -40,8 +40,9 @@ class NonFiniteError(InputError):
     def __init__(self, rows: Sequence[int]) -> None:
         self.rows = list(rows)
         shown = ", ".join(map(str, self.rows[:_SHOWN])) + (", ..." if len(self.rows) > _SHOWN else "")
+        where = f"row {shown}" if len(self.rows) == 1 else f"rows {shown}"
         super().__init__(
-            f"{NON_FINITE} (row {shown}). `diffumesh verify` names weights with such values; if there are none, "
+            f"{NON_FINITE} in {where}. `diffumesh verify` names weights with such values; if there are none, "
             "numbers overflow in the dtype: use float32, without quantization"
         )
 

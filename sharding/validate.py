@@ -73,5 +73,5 @@ def check_mesh(shapes: Sequence[NamedShape], spec: MeshSpec, num_heads: int, num
     working = working_tensor_sizes(shapes, spec.tensor, num_heads, num_kv_heads)
     suggestion = replace(spec, tensor=working[-1])
     raise MeshError(
-        f"the model cannot be divided over mesh {spec}: {'; '.join(problems)}. Mesh that works: {suggestion}"
+        f"the model cannot be divided over mesh {spec}: {'; '.join(problems)}. A mesh that works: {suggestion}"
     )

@@ -71,5 +71,5 @@ def read_input(values: flags.FlagValues, folder: CheckpointFolder, model: ModelC
         more = len(batch.bad) - len(shown)
         shown += [f"... and {more} more"] if more else []
         advice = "--skip_bad runs the others and writes an error record for each of these"
-        raise InputError("\n".join([f"{len(batch.bad)} of the lines cannot be run ({advice}):", *shown]))
+        raise InputError("\n".join([f"{len(batch.bad)} lines cannot be run ({advice}):", *shown]))
     return batch, defaults

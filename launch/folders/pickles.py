@@ -54,6 +54,6 @@ def inspect_pickle(path: Path, values: flags.FlagValues) -> None:
     if layout is not None:
         print_meshes(layout, {one.dtype for one in arrays}, values.device_memory)
     else:
-        print("meshes        --config=FOLDER/config.json says which fit")
+        print("meshes        unknown; --config=FOLDER/config.json lists the possible sizes of the tensor axis")
     if values.tensors:
         print_names([(one.path, one.dtype, one.shape) for one in arrays])

@@ -58,7 +58,9 @@ class Exchanges:
         begun = sum(host in exchange.values for exchange in self._open.values())
         name, _ = topic
         if begun >= _MAX_OPEN_TOPICS or len(name) > _MAX_TOPIC:
-            return Fault("exception", f"starts {begun + 1} exchanges at a time; {name!r:.80}", host=host)
+            return Fault(
+                "exception", f"makes too many exchanges at once, or one with too long a name: {name!r:.80}", host=host
+            )
         exchange = self._open.setdefault(topic, _Exchange(now, now))
         exchange.values[host] = value
         if len(exchange.values) < self._hosts:

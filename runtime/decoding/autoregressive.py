@@ -95,7 +95,7 @@ class DecodeState:
     done: Leaf = array("batch", dtype=jnp.bool_)
     non_finite: Leaf = array("batch", dtype=jnp.bool_)
     iteration: Leaf = array(dtype=jnp.int32)
-    log_probabilities: Leaf = array("batch", "positions", dtype=jnp.float32, optional=True)
+    log_probabilities: Leaf = array("batch", "positions", dtype=jnp.float32, feature="log_probabilities")
     cache: Leaf = None
 
 

@@ -112,10 +112,10 @@ class DenoiseRequest(_Rows):
     stop_tokens: Leaf = array("batch", "stop_tokens", dtype=_INTEGER)
     max_iterations: Leaf = array(dtype=_INTEGER)
     step_limit: Leaf = array(dtype=_INTEGER)
-    number_transfer_tokens: Leaf = array("batch", dtype=_INTEGER, optional=True)
-    pad_delete_to_right: Leaf = array("batch", dtype=jnp.bool_, optional=True)
-    expand_budget: Leaf = array("batch", dtype=_INTEGER, optional=True)
-    draft_steps: Leaf = array("batch", dtype=_INTEGER, optional=True)
+    number_transfer_tokens: Leaf = array("batch", dtype=_INTEGER, feature="variable_length")
+    pad_delete_to_right: Leaf = array("batch", dtype=jnp.bool_, feature="variable_length")
+    expand_budget: Leaf = array("batch", dtype=_INTEGER, feature="variable_length")
+    draft_steps: Leaf = array("batch", dtype=_INTEGER, feature="drafts")
 
 
 @flax.struct.dataclass
@@ -156,12 +156,12 @@ class DenoiseState:
     done: Leaf = array("batch", dtype=jnp.bool_)
     non_finite: Leaf = array("batch", dtype=jnp.bool_)
     iteration: Leaf = array(dtype=_INTEGER)
-    log_probabilities: Leaf = array("batch", "positions", dtype=_REAL, optional=True)
-    lengths: Leaf = array("batch", dtype=_INTEGER, optional=True)
-    expansions_left: Leaf = array("batch", dtype=_INTEGER, optional=True)
-    entries: Leaf = array("batch", "entries", "positions", dtype=_INTEGER, optional=True)
-    drafts: Leaf = array("batch", "drafts", "positions", dtype=_INTEGER, optional=True)
-    made_steps: Leaf = array("batch", dtype=_INTEGER, optional=True)
+    log_probabilities: Leaf = array("batch", "positions", dtype=_REAL, feature="log_probabilities")
+    lengths: Leaf = array("batch", dtype=_INTEGER, feature="variable_length")
+    expansions_left: Leaf = array("batch", dtype=_INTEGER, feature="variable_length")
+    entries: Leaf = array("batch", "entries", "positions", dtype=_INTEGER, feature="history")
+    drafts: Leaf = array("batch", "drafts", "positions", dtype=_INTEGER, feature="drafts")
+    made_steps: Leaf = array("batch", dtype=_INTEGER, feature="drafts")
     cache: Leaf = None
 
 

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -42,8 +42,6 @@ State = TypeVar("State", DenoiseState, DecodeState)
 _SEED_WORDS = 2
 # Optional arrays of a request and a state: with log-probabilities, with drafts, and of rows whose canvas has a variable
 # length. Only a history has ``entries``.
-_KEPT, _DRAFTED = ("log_probabilities",), ("draft_steps", "drafts", "made_steps")
-_OF_VARIABLE_LENGTH = ("number_transfer_tokens", "pad_delete_to_right", "expand_budget", "lengths", "expansions_left")
 # JAX's monitoring event for a program found in its persistent cache.
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -142,13 +140,13 @@ def _abstract_loop(
     kinds: tuple[type[Request], type[State]],
     sizes: dict[str, int],
     cache_dtype: Any,
-    optional: Collection[str],
+    **features: bool,
 ) -> tuple[Request, State]:
-    """Return request and state of a loop; ``optional`` names their optional arrays."""
+    """Return request and state of a loop that has these features, see :class:`ArrayDeclaration`."""
+    chosen = [name for name, wanted in features.items() if wanted]
     request, state = kinds
     cache = None if cache_dtype is None else abstract_cache(layout, sizes["batch"], sizes["positions"], cache_dtype)
-    arguments = abstract(layout, request, sizes, optional=optional)
-    return arguments, replace(abstract(layout, state, sizes, optional=optional), cache=cache)
+    return abstract(layout, request, sizes, chosen), replace(abstract(layout, state, sizes, chosen), cache=cache)
 
 
 def abstract_denoise(
@@ -172,10 +170,15 @@ def abstract_denoise(
       log_probabilities: whether the state records log-probabilities.
       drafts: K, guessed canvases of each row.
     """
-    sizes = request_sizes(batch, canvas, steps, drafts)
-    optional = [*_KEPT * log_probabilities, *_DRAFTED * (drafts > 0)]
-    optional += _OF_VARIABLE_LENGTH * layout.config.family.variable_length
-    return _abstract_loop(layout, (DenoiseRequest, DenoiseState), sizes, cache_dtype, optional)
+    return _abstract_loop(
+        layout,
+        (DenoiseRequest, DenoiseState),
+        request_sizes(batch, canvas, steps, drafts),
+        cache_dtype,
+        log_probabilities=log_probabilities,
+        drafts=drafts > 0,
+        variable_length=layout.config.family.variable_length,
+    )
 
 
 def abstract_decode(
@@ -190,8 +193,8 @@ def abstract_decode(
       cache_dtype: see :func:`abstract_denoise`.
       log_probabilities: whether the state records log-probabilities.
     """
-    sizes = request_sizes(batch, length)
-    return _abstract_loop(layout, (DecodeRequest, DecodeState), sizes, cache_dtype, _KEPT * log_probabilities)
+    kinds, sizes = (DecodeRequest, DecodeState), request_sizes(batch, length)
+    return _abstract_loop(layout, kinds, sizes, cache_dtype, log_probabilities=log_probabilities)
 
 
 def _lower_step(function: Callable[..., Any], forward: Forward, *arguments: Any) -> jax.stages.Lowered:

@@ -29,12 +29,13 @@ class ArrayDeclaration:
     Attributes:
       axes: logical axes, see :class:`sharding.rules.PartitionRules`. The first is ``batch`` if each row has an entry.
       dtype: dtype of the array; None if it is chosen when the array is created.
-      optional: whether the array is None in programs that do not need it.
+      feature: the feature that needs the array, such as ``log_probabilities``. In programs without it, the array is
+        None. Empty if all programs need the array.
     """
 
     axes: tuple[str, ...]
     dtype: Any = None
-    optional: bool = False
+    feature: str = ""
 
     @property
     def is_row(self) -> bool:
@@ -42,10 +43,10 @@ class ArrayDeclaration:
         return self.axes[:1] == ("batch",)
 
 
-def array(*axes: str, dtype: Any = None, optional: bool = False) -> Any:
-    """Declare an array as a dataclass field. An ``optional`` array is None in programs that do not need it."""
-    metadata = {"array": ArrayDeclaration(axes, dtype, optional)}
-    return flax.struct.field(metadata=metadata, default=None) if optional else flax.struct.field(metadata=metadata)
+def array(*axes: str, dtype: Any = None, feature: str = "") -> Any:
+    """Declare an array as a dataclass field; see :class:`ArrayDeclaration` for the arguments."""
+    metadata = {"array": ArrayDeclaration(axes, dtype, feature)}
+    return flax.struct.field(metadata=metadata, default=None) if feature else flax.struct.field(metadata=metadata)
 
 
 def declarations(struct: type) -> dict[str, ArrayDeclaration]:
@@ -58,7 +59,7 @@ def abstract(
     layout: ModelLayout,
     struct: type[Struct],
     sizes: Mapping[str, int],
-    optional: Collection[str] = (),
+    features: Collection[str] = (),
     dtype: Any = None,
 ) -> Struct:
     """Return a struct of ``ShapeDtypeStruct``, with shardings if the layout has a mesh.
@@ -67,7 +68,7 @@ def abstract(
       layout: the model on its mesh.
       struct: the dataclass to describe.
       sizes: size of every logical axis that the dataclass uses.
-      optional: names of the optional arrays to describe too; the others are None.
+      features: features of the program; the arrays of all others are None.
       dtype: dtype of arrays whose declaration has none.
     """
 
@@ -76,8 +77,8 @@ def abstract(
         chosen = dtype if one.dtype is None else one.dtype
         return jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in one.axes), chosen, sharding=place)
 
-    declared = declarations(struct)
-    return struct(**{name: describe(one) for name, one in declared.items() if name in optional or not one.optional})
+    wanted = {"", *features}
+    return struct(**{name: describe(one) for name, one in declarations(struct).items() if one.feature in wanted})
 
 
 def one_row(struct: type[Struct], **values: Any) -> Struct:

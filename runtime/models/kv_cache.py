@@ -42,8 +42,8 @@ class KVCache:
 
     keys: Leaf = array("layers", "batch", "kv_heads", "length", "head_dim")
     values: Leaf = array("layers", "batch", "kv_heads", "length", "head_dim")
-    key_scales: Leaf = array("layers", "batch", "kv_heads", "length", dtype=jnp.float32, optional=True)
-    value_scales: Leaf = array("layers", "batch", "kv_heads", "length", dtype=jnp.float32, optional=True)
+    key_scales: Leaf = array("layers", "batch", "kv_heads", "length", dtype=jnp.float32, feature="int8")
+    value_scales: Leaf = array("layers", "batch", "kv_heads", "length", dtype=jnp.float32, feature="int8")
 
 
 # The cache of a model: one KVCache for all layers if the layers are scanned, otherwise a tuple with one per layer.
@@ -72,8 +72,8 @@ def abstract_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> 
     """
     layers = layout.config.num_layers
     sizes = layout.config.dimensions | {"batch": batch, "length": length, "layers": layers if layout.scan_layers else 1}
-    scales = ("key_scales", "value_scales") if jnp.dtype(dtype) == jnp.int8 else ()
-    part = abstract(layout, KVCache, sizes, optional=scales, dtype=dtype)
+    features = ("int8",) if jnp.dtype(dtype) == jnp.int8 else ()
+    part = abstract(layout, KVCache, sizes, features, dtype=dtype)
     return part if layout.scan_layers else (part,) * layers
 
 

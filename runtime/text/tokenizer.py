@@ -111,7 +111,7 @@ class TextTokenizer:
         if isinstance(found, dict):  # named templates, of which "default" is for conversations
             found = found.get("default")
         if not found:
-            raise CheckpointError(f"{self._name}: the tokenizer has no chat template; leave --chat off")
+            raise CheckpointError(f"{self._name}: the tokenizer has no chat template; send plain prompts")
         return str(found)
 
     @chat_template.setter

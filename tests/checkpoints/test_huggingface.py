@@ -133,7 +133,7 @@ def test_weights_on_a_mesh_are_those_of_the_file(mesh: str, tensors: dict[str, n
 @pytest.mark.parametrize(
     ("mesh", "parts"),
     [
-        ("tensor=3", ["tensor=3", "512", "Mesh that works"]),
+        ("tensor=3", ["tensor=3", "512", "A mesh that works"]),
         ("tensor=5", ["tensor=5"]),
         ("tensor=32", ["32 devices", "16"]),
         ("data=17", ["17 devices", "16"]),

@@ -204,7 +204,7 @@ def test_bad_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         part = BAD[start : start + 12]
         source = write(tmp_path / "in.jsonl", [{"id": "good", "prompt": "x"}, *(line for line, _ in part)])
         err = fails(capsys, source, tmp_path / "out")
-        assert f"{len(part)} of the lines cannot be run" in err
+        assert f"{len(part)} lines cannot be run" in err
         said = [line for line in err.splitlines() if line.startswith(f"{source}:")]
         for number, ((_, message), line) in enumerate(zip(part, said, strict=True), 2):
             assert line.startswith(f"{source}:{number}: ")

@@ -48,7 +48,7 @@ def test_generate_exits_with_2(
             capsys,
             lambda more=more: generate.run(["generate", *arguments, f"--prompt={prompt}", *more]),  # type: ignore[misc]
         )
-        assert "NaN or infinite (row 0)" in said
+        assert "NaN or infinite in row 0" in said
         assert "diffumesh verify" in said
     with pytest.raises(NonFiniteError):
         engine.generate(prompt, DiffusionConfig(4, steps=4))
