@@ -40,8 +40,6 @@ Request = TypeVar("Request", DenoiseRequest, DecodeRequest)
 State = TypeVar("State", DenoiseState, DecodeState)
 
 _SEED_WORDS = 2
-# Optional arrays of a request and a state: with log-probabilities, with drafts, and of rows whose canvas has a variable
-# length. Only a history has ``entries``.
 # JAX's monitoring event for a program found in its persistent cache.
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
