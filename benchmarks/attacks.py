@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ CHANGES = ("flip", "truncate", "zero", "append", "delete", "swap", "add")
 ADDED = (
     *("chat_template.jinja", "additional_chat_templates/tools.jinja", "added_tokens.json", "special_tokens_map.json"),
     *("model.safetensors", "model-00003-of-00003.safetensors", "pytorch_model.bin", "adapter_config.json"),
-    *("vocab.json", "modeling_dream.py", "tokenizer.model", "LICENSE.txt"),
+    *("vocab.json", "modeling_dream.py", "tokenizer.model", "LICENSE.txt", "LICENSE.md", ".a.json"),
     *("weights/state/d/0", "weights/_METADATA", "weights/.hidden"),
 )
 TEMPLATES = (
@@ -381,3 +381,15 @@ LONG: dict[str, Callable[[], dict[str, Any]]] = {
     "outputs": attack_outputs,
     "local": attack_local,
 }
+
+# What the long forms must keep to: the attack, its figure, and the largest value.
+_GOALS = (("server", "p99_ratio", 5.0), ("batch", "first_result_seconds", 30.0))
+
+
+def missed_goals(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a sentence for each figure of the long forms' results that misses its goal."""
+    return [
+        f"{attack}: {figure} is {results[attack][figure]:g}; at most {most:g} is the goal"
+        for attack, figure, most in _GOALS
+        if not results[attack][figure] <= most
+    ]

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import jax
 from absl import flags
 
+from checkpoints.local_files import replace_file
 from launch.process.startup import this_host
 from sharding.errors import InputError
 
@@ -238,7 +239,8 @@ def write_record(record: Mapping[str, Any], output_dir: str, name: str | None = 
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name or record['benchmark']}.json"
-    path.write_text(json.dumps(record, indent=2, allow_nan=False, default=_plain) + "\n", encoding="utf-8")
+    text = json.dumps(record, indent=2, allow_nan=False, default=_plain) + "\n"
+    replace_file(path, [text.encode()])
     return path
 
 
@@ -278,7 +280,7 @@ def check_output(name: str, path: Path, *, is_file: bool = False) -> None:
     if not there.is_dir():
         raise InputError(f"--{name}={path}: {there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"--{name}={path}: this user may not write in {there}")
+        raise InputError(f"--{name}={path}: permission denied: this user cannot write in {there}")
 
 
 def check_one_host() -> None:

@@ -23,6 +23,7 @@ from absl import flags
 from benchmarks.autoregressive import autoregressive_table
 from benchmarks.compare_torch import comparison_table
 from benchmarks.diffusion_modes import modes_table
+from benchmarks.families import families_table
 from benchmarks.fault_tables import fault_table
 from benchmarks.records import check_output
 from benchmarks.scaling_plots import Group, plot_scaling
@@ -50,6 +51,10 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
         modes_table,
         "which functions work (`benchmarks.demo_quality`); batches; a model of billions of parameters, in which a "
         "threshold may commit more tokens per step.",
+    ),
+    "families": (
+        families_table,
+        "quality, because the weights are random; a GPU or TPU; rules that commit several tokens per step.",
     ),
     "faults": (
         fault_table,

@@ -154,7 +154,7 @@ class _Conversion:
 
     @functools.cached_property
     def _cuts(self) -> dict[str, Cut] | None:
-        """How Orbax shards the tensors; None if TensorStore writes them."""
+        """The shards that Orbax writes of each tensor; None if TensorStore writes them."""
         here = (self.processes.index, self.processes.count) == (jax.process_index(), jax.process_count())
         if not here or not isinstance(self.output, FolderOutput):
             return None

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ QUANTIZATION_KEY = "diffumesh_quantization"
 MAX_SIDE_FILE_BYTES = 64 << 20
 
 # Bytes that are read from a remote file at a time.
-_FETCHED_BYTES = 16 << 20
+FETCHED_BYTES = 16 << 20
 # The folder that a conversion gives to Orbax.
 WEIGHTS_FOLDER = "weights"
 # Where Orbax's arrays may be within a folder: the first is where a conversion saves them, the others are where users of
@@ -167,21 +168,31 @@ class CheckpointFolder:
         except OSError as error:
             raise CheckpointError(f"{self.path / name}: cannot be read ({error.strerror or error})") from error
 
-    def _check_side_file(self, name: str) -> None:
-        """Check that a file is in this folder and not too large.
+    def check_file(self, name: str) -> int:
+        """Check that a file, given its path in the folder, is a regular file of this folder; return its size in bytes.
 
         Contents may be copied, printed or served, so a link must not reach a file elsewhere. Links in a snapshot of the
-        Hub's cache lead to the blobs of that cache.
+        Hub's cache lead to the blobs of that cache. Reading a pipe or a device may never end.
+
+        Raises:
+          CheckpointError: it cannot be read, is not a regular file, or is a link to a file outside of the folder.
         """
         path = self.path / name
         try:
-            real, root, size = path.resolve(strict=True), self.path.resolve(), path.stat().st_size
+            real, root, status = path.resolve(strict=True), self.path.resolve(), path.stat()
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
         if not any(real.is_relative_to(allowed) for allowed in (root, *_hub_blobs(root))):
-            raise CheckpointError(f"{path}: a link to {real}, which is outside of the folder")
+            raise CheckpointError(f"{path}: a link to {real}, which is outside of the folder; expected a copy of it")
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path}: not a regular file; expected a file with contents, or a link to one")
+        return status.st_size
+
+    def _check_side_file(self, name: str) -> None:
+        """Check that a file is in this folder and not too large."""
+        size = self.check_file(name)
         if size > MAX_SIDE_FILE_BYTES:
-            raise CheckpointError(f"{path}: {size} bytes are too many for a {Path(name).name}")
+            raise CheckpointError(f"{self.path / name}: {size} bytes are too many for a {Path(name).name}")
 
     def read_json(self, file: str) -> dict[str, Any] | None:
         """Read a JSON object from a file; None if there is no such file.
@@ -401,7 +412,7 @@ def _download(system: Any, info: dict[str, Any], most: int | None) -> Iterator[b
             if most is not None and max(size, done) > most:
                 file_name = info["name"].rpartition("/")[2]
                 raise CheckpointError(f"{info['name']}: {max(size, done)} bytes are too many for a {file_name}")
-            if not (piece := file.read(_FETCHED_BYTES)):
+            if not (piece := file.read(FETCHED_BYTES)):
                 return
             done += len(piece)
             yield piece

@@ -28,7 +28,7 @@ def _file_names(folder: CheckpointFolder, family: Family) -> tuple[list[str], fr
     if index is None:
         if not (folder.path / SINGLE_FILE).is_file():
             raise IncompleteCheckpointError(
-                f"{folder.path}: neither {INDEX_FILE} nor {SINGLE_FILE}; there are no weights here"
+                f"{folder.path}: no weights found: there is neither {INDEX_FILE} nor {SINGLE_FILE}"
             )
         return [SINGLE_FILE], frozenset()
     claims = index.get("weight_map")
@@ -80,7 +80,7 @@ def open_file(path: Path, count: BytesRead) -> list[StoredTensor]:
                 dtype = _DTYPES.get(view.get_dtype(), view.get_dtype())
                 found.append(StoredTensor(name, tuple(view.get_shape()), dtype, partial(_read, path, name, count)))
     except (SafetensorError, OSError, ValueError) as error:
-        raise CorruptCheckpointError(f"{path}: not a whole safetensors file ({first_line(error)})") from error
+        raise CorruptCheckpointError(f"{path}: truncated or invalid safetensors file ({first_line(error)})") from error
     return found
 
 

@@ -87,11 +87,11 @@ class JsonObjectError(ValueError):
 
 def _unique(pairs: list[tuple[str, Any]], most: int | None) -> dict[str, Any]:
     if most is not None and len(pairs) > most:
-        raise JsonObjectError(f"an object has {len(pairs)} names; at most {most} are allowed")
+        raise JsonObjectError(f"an object has {len(pairs)} keys; at most {most} are allowed")
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise JsonObjectError(f'an object has the same name twice: "{twice:.100}"')
+        raise JsonObjectError(f'an object has a duplicate key: "{twice:.100}"')
     return found
 
 

@@ -46,7 +46,11 @@ def read_manifest(folder: CheckpointFolder) -> Manifest | None:
 
 def _is_a_conversion(folder: CheckpointFolder) -> bool:
     """Whether a conversion wrote, or began to write, an Orbax checkpoint."""
-    return any(folder.storage.read(name, MAX_SIDE_FILE_BYTES) is not None for name in (FILES_FILE, MARK_FILE))
+    names = (FILES_FILE, MARK_FILE)
+    for name in names:
+        if folder.remote is None and (folder.path / name).exists():
+            folder.check_file(name)
+    return any(folder.storage.read(name, MAX_SIDE_FILE_BYTES) is not None for name in names)
 
 
 def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensors:
@@ -151,7 +155,7 @@ def check_files(folder: CheckpointFolder, manifest: Manifest) -> None:
     if folder.remote is None:
         for name, file in weights.items():
             if (size := (folder.path / name).stat().st_size) != file.size:
-                raise CorruptCheckpointError(f"{folder.path / name}: {size} bytes; {file.size} were written")
+                raise CorruptCheckpointError(f"{folder.path / name}: has {size} bytes, but {file.size} were written")
 
 
 def _side_file(folder: CheckpointFolder, name: str) -> bytes:
@@ -186,12 +190,16 @@ def _own_file(folder: CheckpointFolder, name: str) -> str | None:
 def covered_files(folder: CheckpointFolder) -> list[str]:
     """List the files that a manifest covers, by name: all files that a program may read as a part of the model.
 
-    Documents and hidden files are left out, and so are the manifest and the list of files, which contain their own
-    digests.
+    Other documents and hidden files are left out, and so are the manifest and the list of files, which contain their
+    own digests.
     """
     return [
         name
         for name in folder.names()
         if name not in (MANIFEST_FILE, FILES_FILE, MARK_FILE)
-        and (folder.is_weight_file(name) or not (name.startswith(".") or name.lower().endswith(_DOCUMENTS)))
+        and (
+            folder.is_weight_file(name)
+            or is_side_file(name)  # a licence may be a document
+            or not (name.startswith(".") or name.lower().endswith(_DOCUMENTS))
+        )
     ]

@@ -104,7 +104,7 @@ class FolderOutput:
             if self._set_aside.exists() and not self.path.exists():
                 self._set_aside.rename(self.path)
                 said.append(
-                    f"an earlier conversion was interrupted while it replaced {self.path}: the old checkpoint is back"
+                    f"an earlier conversion was interrupted while it replaced {self.path}: restored the old checkpoint"
                 )
             for path in (self.staging, self._removing, self._set_aside):
                 if path.exists():
@@ -123,7 +123,7 @@ class FolderOutput:
             try:
                 self.staging.mkdir()
             except FileExistsError as error:
-                raise CheckpointError(f"{self.path}: another conversion to it has begun ({self.staging})") from error
+                raise CheckpointError(f"{self.path}: another conversion is writing to it ({self.staging})") from error
             self._mark = (self.staging / MARK_FILE).open("xb")
             self._lock(self._mark)
             self._mark.write(mark.encode())
@@ -176,7 +176,7 @@ class FolderOutput:
         with contextlib.suppress(OSError):  # a file system without locks
             if not lock(mark.fileno()):
                 raise CheckpointError(
-                    f"{self.path}: another conversion to it is running; wait for it, or name another output"
+                    f"{self.path}: another conversion is writing to it; wait for that, or name another output"
                 )
 
     @contextlib.contextmanager
@@ -219,9 +219,13 @@ class ObjectOutput:
             return [f"an earlier conversion was interrupted: removed what it left in {self.place}"]
         if not overwrite:
             raise CheckpointError(f"{self.place} exists; name another output, or pass --overwrite to replace it")
+        why = "nothing can be renamed there"
+        if self.storage.spec["driver"] == "file":
+            path = self.storage.spec["path"].rstrip("/")
+            why = f"a file:// URL is written like an object store (--output={path} would replace it in one step)"
         return [
-            f"{self.place} is replaced: nothing can be renamed there, so its manifest is removed first, and until the "
-            "new one is written there is no checkpoint"
+            f"{self.place} is replaced: {why}, so its manifest is removed first, and until the new one is written "
+            "there is no checkpoint"
         ]
 
     def begin(self, mark: str) -> None:
@@ -249,6 +253,8 @@ Output = FolderOutput | ObjectOutput
 
 def output_at(place: str | Path) -> Output:
     """Return the output at a path or a URL (``gs://bucket/folder``).
+
+    A URL with ``file://`` is written like an object store. Only a checkpoint at a path is replaced in one step.
 
     Raises:
       CheckpointError: the URL cannot be written to, or the path contains an unknown user's home.

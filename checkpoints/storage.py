@@ -128,7 +128,7 @@ class Storage:
             raise CheckpointError(f"{self.place}/{name}: cannot be read ({first_line(error)})") from error
         if found.state == "value":
             file = name.rpartition("/")[2]
-            raise CheckpointError(f"{self.place}/{name}: more than {most} bytes are too many for a {file}")
+            raise CheckpointError(f"{self.place}/{name}: larger than {most} bytes, the limit for a {file}")
 
     def digest(self, name: str) -> tuple[int, str]:
         """Return a file's size in bytes and its XXH3-128 digest in hexadecimal.

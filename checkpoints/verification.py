@@ -32,6 +32,10 @@ def write_manifest(folder: CheckpointFolder, layout: ModelLayout, *, progress: P
     """
     storage = Storage.at(folder.path)
     manifest = read_manifest(folder) if folder.is_orbax else None
+    covered = covered_files(folder)
+    for name in covered:
+        folder.check_file(name)
+    folder.side_files()  # raises an error if one is too large
     if manifest is not None:
         verify(folder, progress=progress)
         entries = manifest.tensors
@@ -39,11 +43,10 @@ def write_manifest(folder: CheckpointFolder, layout: ModelLayout, *, progress: P
         found = open_tensors(folder, verify="none")
         check_tensors(folder, stored_leaves(folder, layout), found)
         entries = _digest_tensors(found, grids(layout, 4), progress)
-    weights = [name for name in covered_files(folder) if folder.is_weight_file(name)]
+    weights = [name for name in covered if folder.is_weight_file(name)]
     if folder.is_orbax:
         storage.write(FILES_FILE, dump_files(list_files(storage, weights)).encode())
-    folder.side_files()  # raises an error if one is too large, or a link to a file outside of the folder
-    names = [name for name in covered_files(folder) if name not in weights]
+    names = [name for name in covered if not folder.is_weight_file(name)]
     files = {name: file.digest for name, file in list_files(storage, names).items()}
     storage.write(MANIFEST_FILE, Manifest(entries, files).dump().encode())
 
@@ -111,6 +114,9 @@ def _verify_files(folder: CheckpointFolder, manifest: Manifest) -> None:
     wanted = {name: said for name, said in manifest.files.items() if folder.must_have(name) or name in there}
     if manifest.covers_folder:
         wanted |= {name: file.digest for name, file in weight_files(folder).items()}
+    if folder.remote is None:
+        for name in wanted:
+            folder.check_file(name)
     reads = (partial(list_files, storage, [name]) for name in wanted)
     for files in read_ahead(reads, _READERS):
         for name, file in files.items():

@@ -44,7 +44,7 @@ from launch.process.startup import (
     start_devices,
     this_host,
 )
-from runtime import NON_FINITE, Engine, folder_fingerprint
+from runtime import Engine, folder_fingerprint
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -83,7 +83,7 @@ def main(values: flags.FlagValues) -> None:
             say(f"{len(done)} of {len(order)} results exist already")
 
         # The dtype of the weights is one more fact, but it is known only when they are loaded.
-        engine, failed = None, set[Key]()
+        engine, failed = None, dict[Key, str]()
         if len(done) < len(order):
             engine = load_engine(values, folder, mesh, len(order), values.slots)
             facts |= {"weights": str(engine.dtype)}
@@ -106,7 +106,8 @@ def main(values: flags.FlagValues) -> None:
         if output is not None:
             publish(output, [key for key in order if key not in failed], batch, values)
         if failed:
-            say(f"error: {len(failed)} of {len(order)} results do not exist: {NON_FINITE}; see {ERRORS}")
+            reasons = "; ".join(sorted(set(failed.values())))
+            say(f"error: {len(failed)} of {len(order)} results could not be computed: {reasons}; see {ERRORS}")
             this_host().finish()
             sys.exit(EXIT_USER_ERROR)
 
@@ -123,7 +124,7 @@ def complete(
     defaults: Defaults,
     output: BatchFolder | None,
     slots: int | None,
-) -> tuple[int, set[Key]]:
+) -> tuple[int, dict[Key, str]]:
     """Generate the missing results, and write each when it is ready.
 
     Args:
@@ -135,8 +136,8 @@ def complete(
       slots: number of slots; None for the default of :meth:`Engine.scheduler`.
 
     Returns:
-      The number of results written, and the keys of those that cannot be computed, because the model's logits are not
-      finite. Together they are all that were missing, unless the run was told to stop.
+      The number of results written, and the keys of those that cannot be computed, each with the reason. Together they
+      are all that were missing, unless the run was told to stop.
     """
     with paused_collector():
         rows = LineRows(lines, defaults)
@@ -146,9 +147,7 @@ def complete(
     report = ProgressReport(scheduler.stats, total)
     with progress_bar("rows") as progress:
         for results in scheduler.run(skip, more=lambda: not this_host().draining()):
-            good, wrong = ([one for one in results if one.non_finite is failed] for failed in (False, True))
-            errors = [record for result in wrong if (record := rows.failure(result)) is not None]
-            records = [record for result in good if (record := rows.record(result)) is not None]
+            records, errors = rows.finish(results)
             if output is not None and errors:
                 output.add_errors(errors)
             if output is not None and records:

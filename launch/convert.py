@@ -1,4 +1,4 @@
-"""Convert a Hugging Face folder into a canonical checkpoint: Orbax, unpadded, mesh-free, with a manifest of digests.
+"""Convert a Hugging Face folder into a canonical checkpoint: Orbax, for any mesh, with a manifest of digests.
 
   diffumesh convert --source=FOLDER --output=DIR                 as stored
   diffumesh convert --source=FOLDER --output=DIR --dtype=bfloat16
@@ -8,8 +8,8 @@
 
 Orbax writes the tensors in groups of 512 MB. Peak host memory is about four times a group, or four times the largest
 tensor if that is larger: 4.3 GB was measured for a checkpoint of 15.2 GB whose largest tensor has 1.1 GB.
-Several processes each read and write a share; they need an output that all of them see, and the tensors and the
-manifest are the same to the bit. --output=gs://bucket/folder writes to an object store, which cannot rename: there the
+Several processes each read and write a share; they need an output that all of them see. The result is bit-identical
+for any number of processes. --output=gs://bucket/folder writes to an object store, which cannot rename: there the
 manifest, written last, completes the checkpoint, and --overwrite first removes the manifest of the old one. The result
 includes configuration, tokenizer and generation config, so nothing else is needed to run it. An interrupted conversion
 leaves nothing that could be taken for a checkpoint; the next run says so and cleans up. CPU devices are used.
@@ -42,7 +42,9 @@ def define_flags(values: flags.FlagValues) -> None:
     define_pickle_flags(values)
     define_lora_flag(values)
     define_output_flags(values)
-    flags.DEFINE_enum("dtype", None, STORED_DTYPES, "Change the dtype; default keeps it.", flag_values=values)
+    flags.DEFINE_enum(
+        "dtype", None, STORED_DTYPES, "Dtype to store the weights in. Default: that of the source.", flag_values=values
+    )
     flags.DEFINE_enum(
         "quantize",
         "none",

@@ -81,7 +81,7 @@ def device_lines(devices: Sequence[Any]) -> Iterator[str]:
     if len(slices) > 1:
         yield f"{len(slices)} slices"
     memory = device_memory(jax.local_devices()[0])
-    yield f"memory of a device: {'unknown' if memory is None else f'{memory / 1e9:.1f} GB'}"
+    yield f"memory per device: {'unknown' if memory is None else f'{memory / 1e9:.1f} GB'}"
     for process_index in range(host.count):
         own = [str(device.id) for device in devices if device.process_index == process_index]
         yield f"host {process_index}: devices {', '.join(own)}"
@@ -92,7 +92,13 @@ def mesh_lines(config: ModelConfig, devices: Sequence[Any], dtype: str) -> Itera
     memory = device_memory(jax.local_devices()[0])
     for size in tensor_sizes(config, weights_class(config), len(devices)):
         needed = weight_bytes(model_layout(config, MeshSpec(tensor=size)), dtype)
-        room = "" if memory is None else "fits" if needed <= WEIGHT_MEMORY_SHARE * memory else "does not fit well"
+        room = (
+            ""
+            if memory is None
+            else "fits"
+            if needed <= WEIGHT_MEMORY_SHARE * memory
+            else "little or no room for activations"
+        )
         yield f"tensor={size:<4} {needed / 1e9:8.3f} GB of {dtype} weights on each device  {room}"
     spec = default_mesh(config, devices, dtype, len(devices))
     yield f"for a batch of {len(devices)}: --mesh={spec}"
@@ -102,7 +108,7 @@ def checkpoint_lines(folder: CheckpointFolder) -> Iterator[str]:
     """Yield lines with the checkpoint's path and fingerprint, and whether its bytes match their digests."""
     yield f"{folder.path}, fingerprint {folder_fingerprint(folder)}"
     if read_manifest(folder) is None:
-        yield "no manifest of digests: nothing to verify against (diffumesh verify --write_manifest makes one)"
+        yield "no manifest of digests: nothing to verify against (diffumesh verify --write_manifest writes one)"
         return
     start = time.perf_counter()
     with progress_bar("verifying", of_bytes=True) as progress:
@@ -119,7 +125,7 @@ def cache_lines(path: str) -> Iterator[str]:
     files = [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
     size = sum(file.stat().st_size for file in files)
     if not folder.is_dir():
-        yield f"{folder}: there is none"
+        yield f"{folder}: does not exist yet"
         return
     yield f"{folder}: mode {folder.stat().st_mode & 0o777:o}, {len(files)} files, {size / 1e6:.1f} MB"
     if files:

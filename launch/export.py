@@ -36,7 +36,7 @@ def main(values: flags.FlagValues) -> None:
     """Run ``diffumesh export``: write a checkpoint's tensors into a Hugging Face folder."""
     source, _ = open_model(values.checkpoint, "checkpoint", lora=read_lora(values))
     if "://" in (values.output or ""):
-        raise InputError(f"--output={values.output}: a Hugging Face folder can only be written to a disk")
+        raise InputError(f"--output={values.output}: export writes to a local folder only")
     output = prepare_output(values, Processes())
     assert isinstance(output, FolderOutput)
     print_licence(source)

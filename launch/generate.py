@@ -7,8 +7,8 @@
   diffumesh generate --cache=dual --parallel=threshold ...    in blocks with a cache: faster, and approximate
 
 Prompts come from --prompt, --prompt_file or standard input. Completions go to standard output, everything else to
-standard error. Decoding flags override the checkpoint's generation_config.json, which overrides the preset (entropy,
-top_p 0.95, top_k 50, one step per token).
+standard error. Decoding flags override the checkpoint's generation_config.json, which overrides the preset: by
+default, the settings that the model's authors publish.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from absl import flags
 from launch.display.canvas_view import CanvasView, row_titles, watched, write_history
 from launch.display.completions import summary, write_completions, write_unfinished
 from launch.display.explain import explain
-from launch.flags.decoding import decoding_config, define_decoding_flags, describe
+from launch.flags.decoding import decoding_config, define_decoding_flags, define_request_flags, describe
 from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_mesh, read_tokenizer
 from launch.flags.prompts import read_prompts
 from launch.hosts.preflight import digest
@@ -40,7 +40,6 @@ from launch.process.startup import (
     start_devices,
 )
 from runtime import (
-    MAX_SAMPLES,
     CompletionBuilder,
     DiffusionConfig,
     InputError,
@@ -68,14 +67,12 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_multi_string(
         "suffix", [], "Infilling: text after the completion; repeat, one for each prompt.", flag_values=values
     )
-    switch("chat", "Put each prompt into the checkpoint's chat template as a user's message.")
     flags.DEFINE_integer(
         "max_batch", None, "Rows on the devices at a time. Default: as memory allows.", 1, flag_values=values
     )
     define_decoding_flags(values)
-    flags.DEFINE_integer("num_return_sequences", 1, "Completions per prompt.", 1, MAX_SAMPLES, flag_values=values)
-    flags.DEFINE_multi_string("stop", [], "Stop string that ends a completion; repeatable.", flag_values=values)
-    switch("json", "One JSON line per completion.")
+    define_request_flags(values)
+    switch("json", "Print one JSON line per completion.")
     switch("watch", "Show the canvas as it unmasks, in the terminal.")
     flags.DEFINE_string(
         "history_html", None, "Write a page that replays the generation step by step.", flag_values=values

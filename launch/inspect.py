@@ -26,7 +26,11 @@ def define_flags(values: flags.FlagValues) -> None:
     define_config_flag(values)
     flags.DEFINE_bool("tensors", False, "List every tensor with its shape and dtype.", flag_values=values)
     flags.DEFINE_float(
-        "device_memory", None, "Gigabytes of one device: say which meshes its weights fit.", 0.001, flag_values=values
+        "device_memory",
+        None,
+        "Memory per device in GB: also print on which meshes the weights fit.",
+        0.001,
+        flag_values=values,
     )
 
 

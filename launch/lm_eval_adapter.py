@@ -1,18 +1,25 @@
-"""Models of diffumesh in lm-evaluation-harness (`pip install -e '.[eval]'`).
+"""Run lm-evaluation-harness on a diffumesh model (`pip install -e '.[eval]'`).
 
   python -m launch.lm_eval_adapter run --model diffumesh --tasks gsm8k \
       --model_args checkpoint=apple/DiffuCoder-7B-Instruct,mesh=tensor=8,max_new_tokens=256,cache=dual
 
 Everything after the module's name is the harness's own command line. Of --model_args, ``checkpoint``, ``mesh`` (axes
 separated by semicolons), ``dtype``, ``quantize``, ``kv_cache``, ``slots``, ``seed`` and ``mc_samples`` are read here;
-the others are decoding parameters, which override those of a task. The adapter runs in one process on the devices of
-one machine. Exit code 2 means an invalid parameter.
+the others are decoding parameters, which override those of a task. Exit code 2 means an invalid parameter.
+
+On several hosts, start the same command on each. They find each other through their environment, as for other commands.
+Every host takes part in every request; host 0 prints and writes the results.
 """
 
 from __future__ import annotations
 
-from launch.process.startup import fail
-from launch.process.streams import prepare_streams
+import os
+import sys
+
+from absl import flags
+
+from launch.hosts.preflight import digest
+from launch.process.startup import define_device_flags, fail, run_launcher, start_devices, this_host
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -24,17 +31,25 @@ except ModuleNotFoundError as missing:
     raise ImportError(hint) from missing
 
 from launch.harness.model import HarnessModel
-from runtime import InputError
+
+# The harness loads data and computes metrics without any progress of the devices, which may take hours.
+_STALL_SECONDS = 1 << 20
+
+
+def main(values: flags.FlagValues) -> None:
+    """Run the harness with its own command line."""
+    start_devices(values, {"arguments": digest("\0".join(sys.argv[1:]))}, end_within=1.0)
+    if this_host().count > 1:
+        # Where it is not 0, the harness evaluates all documents too, but neither prints nor writes results.
+        os.environ["LOCAL_RANK"] = str(this_host().process_index)
+    cli_evaluate()
 
 
 def run() -> None:
-    """Register the model ``diffumesh`` and run the harness."""
-    prepare_streams()
+    """Register the model ``diffumesh`` and run the harness, on one host or as one of several."""
     register_model("diffumesh")(HarnessModel)
-    try:
-        cli_evaluate()
-    except InputError as error:
-        fail(str(error))
+    # All arguments are the harness's, so the cluster is described by the environment alone.
+    run_launcher(main, define_device_flags, __doc__ or "", [sys.argv[0], f"--stall_timeout={_STALL_SECONDS}"])
 
 
 if __name__ == "__main__":

@@ -39,13 +39,17 @@ def main(values: flags.FlagValues, command: Sequence[str]) -> int:
     """Run ``diffumesh local``: start the processes, wait for them, and return the exit code."""
     if not command:
         raise InputError("no command: write it after --, such as -- diffumesh generate --prompt='def f(x):'")
-    processes = Processes(command, values.num_processes, values.devices_per_process, values.port or free_port())
+    # Before the processes start: a signal that arrives meanwhile must end them too, not this process alone.
+    received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, frame: processes.send(received))
+        signal.signal(number, lambda number, frame: received.append(number))
+    processes = Processes(command, values.num_processes, values.devices_per_process, values.port or free_port())
     failed_at = None
     late: list[int] = []
     try:
         while None in (codes := processes.codes()):
+            while received:
+                processes.send(received.pop(0))
             if failed_at is None and any(codes):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > values.grace:

@@ -1,4 +1,4 @@
-"""The console command: ``diffumesh generate ...`` runs ``python -m launch.generate ...``, and so for each command."""
+"""The console command: ``diffumesh generate ...`` runs ``python -m launch.generate ...``, and so do the others."""
 
 from __future__ import annotations
 

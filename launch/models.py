@@ -1,10 +1,10 @@
 """List the model families: presets, ways of decoding, and how each family is verified. Needs no devices.
 
-  diffumesh models             a table
-  diffumesh models --json      one JSON object
+  diffumesh models             print a table
+  diffumesh models --json      print one JSON object
 
-A folder belongs to the family that its config.json names as model_type; of two families with the same one, the second
-has a key of its own. Presets are published configurations, which diffumesh plan takes as --model. The last column says
+A folder belongs to the family that its config.json names as model_type; if two families share one, an additional
+key tells the second. Presets are published configurations, which diffumesh plan takes as --model. The last column says
 which code the tests compare tokens and logits with.
 """
 
@@ -26,7 +26,7 @@ from runtime import FAMILIES, Family, parse_config
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this command's flags."""
-    flags.DEFINE_bool("json", False, "One JSON object instead of a table.", flag_values=values)
+    flags.DEFINE_bool("json", False, "Print one JSON object instead of a table.", flag_values=values)
 
 
 def describe_family(family: Family) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def describe_family(family: Family) -> dict[str, Any]:
 
 
 def family_key(family: Family) -> str:
-    """What a family's config.json has."""
+    """Return how ``config.json`` identifies a family: its model_type and, if there is one, the additional key."""
     return f"{family.model_type}, with {family.config_key}" if family.config_key else family.model_type
 
 

@@ -91,7 +91,7 @@ def define_flags(values: flags.FlagValues) -> None:
         0.0,
         flag_values=values,
     )
-    flags.DEFINE_bool("json", False, "One JSON object instead of a table.", flag_values=values)
+    flags.DEFINE_bool("json", False, "Print one JSON object instead of a table.", flag_values=values)
     string("plot", None, "Write time, memory and rate or cost of each mesh to this file (PNG, SVG or PDF).")
     string("dump_hlo", None, "Write the optimized HLO of compiled programs into this folder.")
 
@@ -116,7 +116,7 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
     given = [f"--{flag}" for flag in _DECODING if values[flag].present]
     if config.objective == "autoregressive" and given:
         raise InputError(
-            f"{', '.join(given)}: only for masked diffusion; {name} is autoregressive, with a cache, one pass per token"
+            f"{', '.join(given)}: {name} is autoregressive, and planned with a KV cache and one pass per token"
         )
     block_length = config.attention_block_length or Workload.block_length
     return name, Workload(

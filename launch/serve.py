@@ -7,7 +7,7 @@
 
 Routes: /v1/completions, /v1/chat/completions, /v1/score, /v1/models, /health, /metrics, /version, /openapi.json.
 Requests share a number of slots on the mesh, and forward passes cover buckets of rows and positions that fit the
-present requests. Once /health says ready, no request waits for the compiler; further shapes are compiled while requests
+current requests. Once /health says ready, no request waits for the compiler; further shapes are compiled while requests
 run. The tokens of a request depend only on the request and its seed. Decoding flags set the defaults of requests.
 SIGTERM finishes accepted requests within --grace seconds; a second SIGTERM stops at once.
 """

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         MIN_TEMPERATURE,
         DiffusionConfig,
         SamplingConfig,
+        one_step_per_token,
     )
     from runtime.decoding.schema import (
         Boolean,
@@ -63,7 +64,15 @@ if TYPE_CHECKING:
     )
     from runtime.execution.result import DraftStats, GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
-    from runtime.execution.rows import MAX_SAMPLES, check_request, row_seed, row_seeds, with_model_blocks
+    from runtime.execution.rows import (
+        MAX_SAMPLES,
+        check_kind,
+        check_request,
+        check_row,
+        row_seed,
+        row_seeds,
+        with_model_blocks,
+    )
     from runtime.execution.runner import weight_bytes
     from runtime.execution.scheduler import Scheduler, SchedulerPolicy
     from runtime.execution.scheduler_stats import SchedulerStats
@@ -76,7 +85,7 @@ if TYPE_CHECKING:
     from runtime.models.quantization import QUANTIZATIONS
     from runtime.planner.default import default_mesh
     from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
-    from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens, place_suffix
+    from runtime.text.tokenizer import TextTokenizer, UndecodableError, encode_prompts, end_tokens, place_suffix
     from sharding.aot import AOT_ENVIRONMENT
     from sharding.errors import NON_FINITE, InputError, MeshError, NonFiniteError, OutOfMemoryError
     from sharding.mesh import WEIGHT_MEMORY_SHARE, MeshSpec
@@ -157,9 +166,12 @@ __all__ = [
     "TextStream",
     "TextTokenizer",
     "TokenIds",
+    "UndecodableError",
     "can_run",
     "check_given",
+    "check_kind",
     "check_request",
+    "check_row",
     "compiled_values",
     "declared_parameters",
     "default_mesh",
@@ -169,6 +181,7 @@ __all__ = [
     "folder_fingerprint",
     "lock",
     "model_layout",
+    "one_step_per_token",
     "parse_config",
     "parse_json_object",
     "partition_spec",
@@ -260,11 +273,14 @@ _HOMES = {
     "StopTest": "runtime.execution.requests",
     "TextStream": "runtime.text.completions",
     "TextTokenizer": "runtime.text.tokenizer",
+    "UndecodableError": "runtime.text.tokenizer",
     "TokenIds": "runtime.decoding.schema",
     "WEIGHT_MEMORY_SHARE": "sharding.mesh",
     "can_run": "runtime.decoding.compatibility",
     "check_given": "runtime.decoding.schema",
+    "check_kind": "runtime.execution.rows",
     "check_request": "runtime.execution.rows",
+    "check_row": "runtime.execution.rows",
     "compiled_values": "runtime.decoding.compatibility",
     "declared_parameters": "runtime.decoding.schema",
     "default_mesh": "runtime.planner.default",
@@ -286,6 +302,7 @@ _HOMES = {
     "tensor_sizes": "runtime.models.declarations",
     "JsonObjectError": "checkpoints.local_files",
     "lock": "checkpoints.local_files",
+    "one_step_per_token": "runtime.decoding.parameters",
     "parse_json_object": "checkpoints.local_files",
     "replace_file": "checkpoints.local_files",
     "unpadded_rows": "runtime.execution.left_padding",

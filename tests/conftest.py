@@ -38,7 +38,9 @@ jax.config.update("jax_num_cpu_devices", 16)
 
 _START = time.monotonic()
 # Regions of memory that a process has mapped, above which programs are dropped; Linux allows 65,530.
-_MANY_REGIONS = 30_000
+_MANY_REGIONS = 40_000
+_SECONDS_BETWEEN_COUNTS = 5.0
+_counted = _START
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -95,11 +97,25 @@ def _no_compilation_cache_left_behind() -> Iterator[None]:
 def _programs_do_not_pile_up() -> Iterator[None]:
     """Drop cached engines and programs before the process has too many memory mappings, at which XLA on CPU crashes.
 
-    XLA maps a few regions of memory per program. The next test makes its own engine.
+    XLA maps a few regions of memory per program. The next test makes its own engine. Counting takes up to 30 ms.
     """
+    global _counted
     yield
+    if time.monotonic() - _counted > _SECONDS_BETWEEN_COUNTS:
+        _drop_programs(_MANY_REGIONS)
+        _counted = time.monotonic()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_other_files_are_dropped() -> None:
+    """Make room between files, which share few programs, so that no test has to compile its file's programs again."""
+    _drop_programs(_MANY_REGIONS // 2)
+
+
+def _drop_programs(most: int) -> None:
+    """Drop cached engines and programs if the process has mapped at least ``most`` regions of memory."""
     maps = Path("/proc/self/maps")
-    if not maps.exists() or maps.read_bytes().count(b"\n") < _MANY_REGIONS:
+    if not maps.exists() or maps.read_bytes().count(b"\n") < most:
         return
     for name, module in list(sys.modules.items()):
         if name.startswith("tests"):

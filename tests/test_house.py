@@ -68,7 +68,8 @@ def defined_names(tree: ast.Module) -> set[str]:
 def foreign_private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Return line and text of every use of a private name that another module defines.
 
-    Uses are attributes, imports, and names in calls such as ``setattr(place, "_name", value)``.
+    Uses are attributes, imports, and names in calls such as ``setattr(place, "_name", value)`` or
+    ``monkeypatch.setattr("module._name", value)``.
     """
     own = defined_names(tree)
     for node in ast.walk(tree):
@@ -84,6 +85,10 @@ def foreign_private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
             case ast.Call(
                 func=ast.Name(id=function) | ast.Attribute(attr=function), args=[_, ast.Constant(value=str(name)), *_]
             ) if function in ("getattr", "setattr", "delattr", "hasattr") and is_private(name) and name not in own:
+                yield node.lineno, ast.unparse(node)
+            case ast.Call(func=ast.Attribute(attr="setattr" | "delattr"), args=[ast.Constant(value=str(path)), *_]) if (
+                any(map(is_private, path.split(".")))
+            ):
                 yield node.lineno, ast.unparse(node)
 
 

@@ -85,7 +85,9 @@ def open_legacy(
         donor = open_tensors(biases_from)
         absent = [name for name in biases if name not in donor.by_name]
         if absent:
-            raise CheckpointError(f"{biases_from.path}: no {absent[0]} to take, nor {len(absent) - 1} more biases")
+            raise CheckpointError(
+                f"{biases_from.path}: lacks {len(absent)} of the q, k and v biases, for example {absent[0]}"
+            )
         found |= {name: donor.by_name[name] for name in biases}
     elif biases and zero_biases:
         dtype = next(iter(found.values()))[0].dtype

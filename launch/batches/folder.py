@@ -183,11 +183,11 @@ class BatchFolder:
           InputError: a result was changed since it was written, belongs to no line of the input, or exists twice.
         """
         found: set[Key] = set()
-        for number, (_, record) in enumerate(self._records(RESULTS), 1):
-            if not is_sealed(record):
+        for number, (line, record) in enumerate(self._records(RESULTS), 1):
+            if not is_sealed(line, record):
                 raise InputError(
-                    f"{self.path / RESULTS}:{number}: changed since it was written: its digest is wrong; remove the "
-                    "line, and it is computed again"
+                    f"{self.path / RESULTS}:{number}: changed since it was written; remove the line, and it is "
+                    "computed again"
                 )
             key = key_of(record)
             if key is None or key not in known or key in found:

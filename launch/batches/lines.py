@@ -157,7 +157,7 @@ class _Reader:
         identity = None
         try:
             if raw is None:
-                raise InputError(f"a line of more than {MAX_LINE_BYTES} bytes")
+                raise InputError(f"the line is longer than {MAX_LINE_BYTES} bytes")
             if not raw.strip():
                 return
             record = parse_object(raw)

@@ -12,7 +12,7 @@ import numpy as np
 
 from launch.batches.lines import BadLine, Line
 from launch.openai.answers import DECIMALS, answer, choice, logprobs, usage
-from runtime import NON_FINITE, CompletionBuilder, DiffusionConfig, RowRequest, RowResult, TextTokenizer
+from runtime import CompletionBuilder, DiffusionConfig, RowRequest, RowResult, TextTokenizer
 
 # Key of a record of results.jsonl: the id of a line and the index of a sample, or None for all samples in one record.
 Key = tuple[str, int | None]
@@ -64,12 +64,13 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, DIGEST: hashlib.blake2b(as_line(record), digest_size=8).hexdigest()}
 
 
-def is_sealed(record: Any) -> bool:
-    """Whether a record has a digest that matches its contents."""
-    if not isinstance(record, dict):
-        return False
+def is_sealed(line: bytes, record: Mapping[str, Any]) -> bool:
+    """Whether a line is exactly what is written for the record that was read from it, with its digest.
+
+    Other white space or escapes would not change the record, but would change the sorted results.
+    """
     try:
-        return sealed({name: value for name, value in record.items() if name != DIGEST}) == record
+        return as_line(sealed({name: value for name, value in record.items() if name != DIGEST})) == line
     except (UnicodeError, RecursionError):  # a lone surrogate or deep nesting, which no result has
         return False
 
@@ -127,11 +128,10 @@ def error_record(bad: BadLine) -> dict[str, Any]:
     return {"id": bad.id, "line": bad.number, "error": {"code": "invalid_request", "message": bad.message}}
 
 
-def failure_record(line: Line, key: Key) -> dict[str, Any]:
-    """Return the error record of a result that cannot be computed, because the model's logits are not finite."""
+def failure_record(line: Line, key: Key, code: str, message: str) -> dict[str, Any]:
+    """Return the error record of a result that cannot be computed; ``code`` names the reason for programs."""
     place = {} if key[1] is None else {"index": key[1]}
-    error = {"code": "non_finite_logits", "message": NON_FINITE}
-    return {"id": line.id, "line": line.number, **place, "error": error}
+    return {"id": line.id, "line": line.number, **place, "error": {"code": code, "message": message}}
 
 
 def evalplus_records(record: Mapping[str, Any], chat: bool) -> list[dict[str, str]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from launch.batches.lines import Line
 from launch.batches.records import Key, failure_record, openai_record, sample_record
 from launch.openai.bodies import Defaults
-from runtime import RowRequest, RowResult
+from runtime import NON_FINITE, RowRequest, RowResult, UndecodableError
 
 
 class LineRows:
@@ -17,7 +17,7 @@ class LineRows:
     Attributes:
       requests: the rows to generate.
       stops: the stop strings of each row.
-      failed: keys of the records of which a row, so far, ended without a result.
+      failed: keys of the records of which a row, so far, ended without a result, each with the reason.
     """
 
     def __init__(self, lines: Sequence[Line], defaults: Defaults) -> None:
@@ -26,7 +26,7 @@ class LineRows:
         self.requests: list[RowRequest] = [request for line in lines for request in line.requests()]
         self.stops = [line.stop for line in lines for _ in range(line.samples)]
         self._owners = [(line, sample) for line in lines for sample in range(line.samples)]
-        self.failed: set[Key] = set()
+        self.failed: dict[Key, str] = {}
         self._samples: dict[str, dict[int, dict[str, Any]]] = {}  # samples of incomplete OpenAI lines, by line id
 
     def of_records(self, records: Collection[Key]) -> set[int]:
@@ -39,26 +39,40 @@ class LineRows:
             if (line.id, sample if line.form == "plain" else None) in records
         }
 
-    def failure(self, result: RowResult) -> dict[str, Any] | None:
-        """Return the error record for a row without a result; None if a row of the same record was reported before."""
+    def finish(self, results: Iterable[RowResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the records that finished rows complete, and the error records of rows without a result."""
+        records: list[dict[str, Any]] = []
+        errors: list[dict[str, Any]] = []
+        for result in results:
+            if result.non_finite:
+                errors += self._failure(result, "non_finite_logits", NON_FINITE)
+                continue
+            try:
+                records += self._record(result)
+            except UndecodableError as error:
+                errors += self._failure(result, "undecodable_tokens", error.message)
+        return records, errors
+
+    def _failure(self, result: RowResult, code: str, message: str) -> list[dict[str, Any]]:
+        """Return the error record for a row without a result; nothing if a row of the same record had one."""
         line, sample = self._owners[result.number]
         key = (line.id, sample if line.form == "plain" else None)
         if key in self.failed:
-            return None
-        self.failed.add(key)
-        return failure_record(line, key)
+            return []
+        self.failed[key] = message
+        return [failure_record(line, key, code, message)]
 
-    def record(self, result: RowResult) -> dict[str, Any] | None:
-        """Return the record that a finished row completes; None if other samples of its line are still missing."""
+    def _record(self, result: RowResult) -> list[dict[str, Any]]:
+        """Return the record that a finished row completes; nothing if other samples of its line are still missing."""
         (line, sample), defaults = self._owners[result.number], self._defaults
         request, tokenizer = self.requests[result.number], defaults.tokenizer
         own = sample_record(line, request, result, sample, defaults.completions)
         if line.form == "plain":
-            return own
+            return [own]
         samples = self._samples.setdefault(line.id, {})
         samples[sample] = own
         if len(samples) < line.samples:
-            return None
+            return []
         del self._samples[line.id]
         ordered = [samples[number] for number in range(line.samples)]
-        return openai_record(line, ordered, tokenizer, defaults.model_name)
+        return [openai_record(line, ordered, tokenizer, defaults.model_name)]

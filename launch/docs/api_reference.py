@@ -55,7 +55,9 @@ def _class(found: type) -> Iterator[str]:
     yield f"## {found.__name__}\n\n{_prose(found.__doc__)}"
     if found in (DiffusionConfig, SamplingConfig):
         yield "| field | default | meaning |\n|---|---|---|\n" + "".join(
-            f"| `{one.name}` | `{one.default!r}` | {one.help} |\n" for one in declared_parameters(found)
+            f"| `{one.name}` | `{one.default!r}` | {one.help} |\n"
+            for one in declared_parameters(found)
+            if not one.from_model
         )
     elif dataclasses.is_dataclass(found):
         fields = [(one.name, str(one.type)) for one in dataclasses.fields(found)]

@@ -19,7 +19,7 @@ _HEAD = ("parameter", "models", "values", "default", "compiled in", "requires", 
 
 
 def table(configs: dict[str, type] = _CONFIGS) -> str:
-    """Return a Markdown table with a row for every parameter.
+    """Return a Markdown table with a row for every parameter that a caller can set.
 
     Args:
       configs: configuration classes by kind of model; equal declarations share a row.
@@ -27,7 +27,8 @@ def table(configs: dict[str, type] = _CONFIGS) -> str:
     rows: dict[Parameter, list[str]] = {}
     for models, config in configs.items():
         for one in declared_parameters(config):
-            rows.setdefault(one, []).append(models)
+            if not one.from_model:
+                rows.setdefault(one, []).append(models)
     lines = [_HEAD, ("---",) * len(_HEAD)]
     lines += [_row(one, models, everywhere=len(models) == len(configs)) for one, models in rows.items()]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

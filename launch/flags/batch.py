@@ -8,10 +8,10 @@ from absl import flags
 
 from launch.batches.folder import SAMPLES
 from launch.batches.lines import Batch, read_batch
-from launch.flags.decoding import decoding_config
+from launch.flags.decoding import decoding_config, define_request_flags
 from launch.flags.requests import request_defaults
 from launch.openai.bodies import Defaults
-from runtime import MAX_SAMPLES, CheckpointFolder, InputError, ModelConfig
+from runtime import CheckpointFolder, InputError, ModelConfig
 
 FORMATS = ("results", "evalplus")
 _BAD_LINES_SHOWN = 20
@@ -26,11 +26,7 @@ def define_batch_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer(
         "slots", None, "Rows on the devices at a time. Default: 32 per data shard.", 1, flag_values=values
     )
-    flags.DEFINE_bool(
-        "chat", False, "Put each prompt into the checkpoint's chat template as a user's message.", flag_values=values
-    )
-    flags.DEFINE_integer("num_return_sequences", 1, "Completions of each prompt.", 1, MAX_SAMPLES, flag_values=values)
-    flags.DEFINE_multi_string("stop", [], "String that ends a completion; repeatable.", flag_values=values)
+    define_request_flags(values)
 
 
 def check_paths(values: flags.FlagValues) -> None:
@@ -54,7 +50,7 @@ def read_input(values: flags.FlagValues, folder: CheckpointFolder, model: ModelC
     """
     config = decoding_config(values, folder, model)
     if not isinstance(config.seed, int):
-        raise InputError(f"--seed={values.seed}: a batch has one seed; give other seeds as fields of lines")
+        raise InputError(f'--seed={values.seed}: batch takes a single seed; set "seed" on individual lines')
     defaults = request_defaults(
         values,
         folder,

@@ -7,12 +7,12 @@ from typing import Any
 
 from absl import flags
 
-from checkpoints import CheckpointFolder
 from runtime import (
     AUTOREGRESSIVE_PARAMETERS,
     EXPOSED_PARAMETERS,
-    MAX_STEPS,
+    MAX_SAMPLES,
     Boolean,
+    CheckpointFolder,
     Choice,
     DiffusionConfig,
     InputError,
@@ -24,6 +24,7 @@ from runtime import (
     SamplingConfig,
     check_given,
     declared_parameters,
+    one_step_per_token,
     with_model_blocks,
 )
 
@@ -33,14 +34,24 @@ _NEW_TOKENS = 64
 FAST_DLLM = "fast-dllm"
 
 
+def define_request_flags(values: flags.FlagValues) -> None:
+    """Define what a command sets for each of its prompts, besides decoding parameters."""
+    flags.DEFINE_bool(
+        "chat", False, "Put each prompt into the checkpoint's chat template as a user's message.", flag_values=values
+    )
+    flags.DEFINE_integer("num_return_sequences", 1, "Completions per prompt.", 1, MAX_SAMPLES, flag_values=values)
+    flags.DEFINE_multi_string("stop", [], "Stop string that ends a completion; repeatable.", flag_values=values)
+
+
 def define_decoding_flags(values: flags.FlagValues) -> None:
     """Define ``--preset`` and a flag for every decoding parameter. None means the value of the checkpoint or preset."""
     flags.DEFINE_enum(
         "preset",
         "published",
         ("published", "class", FAST_DLLM),
-        "Defaults of decoding parameters: those the model's authors publish, those of the original class, or those of "
-        "Fast-dLLM for Dream. Fast-dLLM decodes a predicted mask token again; here the best other token replaces it.",
+        "Where defaults of decoding parameters come from: published (the model authors' settings), class (the original "
+        "class's defaults) or fast-dllm (Fast-dLLM for Dream, except that the best other token replaces a predicted "
+        "mask token).",
         flag_values=values,
     )
     for parameter in EXPOSED_PARAMETERS.values():
@@ -137,7 +148,7 @@ def _diffusion_config(
         defaults = DiffusionConfig.fast_dllm(_NEW_TOKENS)
     fields = said | given
     if steps_follow_tokens(values, folder) or (model.family.variable_length and "steps" not in fields):
-        fields["steps"] = min(MAX_STEPS, max(1, fields.get("max_new_tokens", defaults.max_new_tokens)))
+        fields["steps"] = one_step_per_token(fields.get("max_new_tokens", defaults.max_new_tokens))
     config = with_model_blocks(defaults.replace(**fields), model)
     check_given(config, given)
     return config
@@ -156,7 +167,7 @@ def _sampling_config(values: flags.FlagValues, folder: CheckpointFolder, given: 
     if wrong:
         own = [f"--{name}" for name in AUTOREGRESSIVE_PARAMETERS]
         raise InputError(
-            f"{folder.name} is autoregressive: {', '.join(f'--{name}' for name in wrong)} is for diffusion models; use "
+            f"{folder.name} is autoregressive and does not support {', '.join(f'--{name}' for name in wrong)}; use "
             f"{', '.join(own)} and --cache=none",
             field=wrong[0],
         )

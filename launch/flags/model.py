@@ -44,7 +44,13 @@ def define_model_flags(values: flags.FlagValues) -> None:
     string("revision", None, "Branch, tag or commit on the Hub. A token is read from HF_TOKEN or the Hub's login.")
     flags.DEFINE_bool("offline", False, "Use only files in the Hub's local cache.", flag_values=values)
     define_lora_flag(values)
-    choice("verify", "full", VERIFY, "How much of the checkpoint's digests to check.")
+    choice(
+        "verify",
+        "full",
+        VERIFY,
+        "What to check while loading: the digests of all that is read (full), only shapes, dtypes and small files "
+        "(sizes), or nothing (none).",
+    )
     string(
         "mesh",
         None,
@@ -98,7 +104,9 @@ def read_tokenizer(folder: CheckpointFolder) -> TextTokenizer:
     """
     tokenizer = TextTokenizer.from_folder(folder)
     if tokenizer is None:
-        raise InputError(f"{folder.name}: no tokenizer in this folder; it serves the token-level Python calls only")
+        raise InputError(
+            f"{folder.name}: no tokenizer in this folder; only the token-level Python calls work without one"
+        )
     return tokenizer
 
 

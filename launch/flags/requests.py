@@ -9,7 +9,7 @@ from absl import flags
 from launch.flags.decoding import steps_follow_tokens
 from launch.flags.model import default_name, read_tokenizer
 from launch.openai.bodies import Defaults
-from runtime import CheckpointFolder, DiffusionConfig, ModelConfig, SamplingConfig, end_tokens
+from runtime import CheckpointFolder, DiffusionConfig, ModelConfig, SamplingConfig, check_kind, end_tokens
 
 
 def request_defaults(
@@ -35,8 +35,9 @@ def request_defaults(
       seed, chat, samples, stop: as in :class:`launch.openai.bodies.Defaults`.
 
     Raises:
-      InputError: the folder has no tokenizer.
+      InputError: the folder has no tokenizer, or the model does not have what a decoding parameter asks for.
     """
+    check_kind(model, config)
     tokenizer = read_tokenizer(folder)
     return Defaults(
         model_name=model_name or default_name(folder),

@@ -24,6 +24,7 @@ from runtime import (
     ParameterError,
     PoolShape,
     SamplingConfig,
+    check_kind,
     step_limit,
 )
 
@@ -59,7 +60,7 @@ def define_server_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_multi_integer(
         "canvas",
         [],
-        f"Largest number of positions, prompt and new tokens together; repeat it to list the widths to compile. "
+        f"Maximum positions per row (prompt plus new tokens). Repeat the flag to list the widths to compile for. "
         f"Default: {_DEFAULT_CANVAS}, and several smaller widths.",
         2,
         1 << 20,
@@ -81,12 +82,14 @@ def define_server_flags(values: flags.FlagValues) -> None:
         MAX_STEPS,
     )
     integer("max_queue", 64, "Rows that may wait; further requests are refused with 429.", 1, 1 << 20)
-    integer("max_rows", 32, "Largest number of completions or scored rows of one request.", 1, 1024)
-    integer("max_body_bytes", 1 << 20, "Largest body of a request in bytes.", 1 << 10, 1 << 30)
-    integer("max_header_bytes", 16 << 10, "Largest head of a request in bytes.", 1 << 10, 1 << 20)
-    integer("max_connections", 1024, "Largest number of open connections.", 1, 1 << 16)
+    integer("max_rows", 32, "Maximum number of completions, or of scored rows, per request.", 1, 1024)
+    integer("max_body_bytes", 1 << 20, "Maximum size of a request's body, in bytes.", 1 << 10, 1 << 30)
+    integer("max_header_bytes", 16 << 10, "Maximum size of the request line and headers, in bytes.", 1 << 10, 1 << 20)
+    integer("max_connections", 1024, "Maximum number of open connections.", 1, 1 << 16)
     seconds("request_timeout", 600.0, "Seconds within which a request must finish.")
-    seconds("read_timeout", 10.0, "Seconds within which a client must send the head, and then the body, of a request.")
+    seconds(
+        "read_timeout", 10.0, "Seconds within which a client must send the headers, and then the body, of a request."
+    )
     seconds("write_timeout", 30.0, "Seconds for which a client may leave a response unread.")
     seconds("unhealthy_after", 60.0, "Seconds that one step of the engine may take before /health reports a stall.")
     seconds("grace", 30.0, "Grace period: seconds to finish accepted requests after SIGTERM.")
@@ -135,7 +138,7 @@ def allowed_hosts(values: flags.FlagValues) -> Sequence[str]:
 def mark_request_fields(values: flags.FlagValues) -> None:
     """Say in ``--help`` which decoding flags a server refuses, because each request sets its own value."""
     for flag, field in _REQUEST_ONLY.items():
-        values[flag].help = f'Not for a server: requests set their own, as "{field}".'
+        values[flag].help = f'Not available in serve. Set "{field}" in each request.'
 
 
 def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig) -> Defaults:
@@ -146,7 +149,7 @@ def read_defaults(values: flags.FlagValues, folder: CheckpointFolder, model: Mod
     """
     for flag, field in _REQUEST_ONLY.items():
         if values[flag].present:
-            raise InputError(f'--{flag}: requests set their own, as "{field}"')
+            raise InputError(f'--{flag} is not available in serve; set "{field}" in each request')
     config = decoding_config(values, folder, model)
     return request_defaults(values, folder, model, config, model_name=values.served_model_name)
 
@@ -164,7 +167,9 @@ def read_modes(texts: Sequence[str], defaults: Defaults) -> list[DiffusionConfig
             name, sign, value = part.partition("=")
             if not sign or name not in EXPOSED_PARAMETERS or not EXPOSED_PARAMETERS[name].mode:
                 names = ", ".join(one.name for one in EXPOSED_PARAMETERS.values() if one.mode)
-                raise InputError(f"--mode={text}: expected name=value, separated by commas, of {names}", field="mode")
+                raise InputError(
+                    f"--mode={text}: expected name=value pairs separated by commas; names: {names}", field="mode"
+                )
             fields[name] = EXPOSED_PARAMETERS[name].kind.parse(value)
         try:
             found.append(read_config(fields, defaults))
@@ -179,8 +184,11 @@ def read_pool_shapes(
     """Return the shape of each mode's pool, given the configurations of the modes.
 
     Raises:
-      InputError: a canvas is too wide for the model, or a request with default lengths does not fit.
+      InputError: the model does not have what a mode asks for, a canvas is too wide for it, or a request with default
+        lengths does not fit.
     """
+    for config in configs:
+        check_kind(model, config)
     widths = sorted(set(values.canvas)) or [min(_DEFAULT_CANVAS, model.max_positions)]
     if widths[-1] > model.max_positions:
         raise InputError(f"--canvas={widths[-1]}: the model allows {model.max_positions} positions")

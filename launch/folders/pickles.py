@@ -18,7 +18,12 @@ def define_pickle_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "biases_from", None, "For a params.pkl: model folder to take the q, k and v biases from.", flag_values=values
     )
-    flags.DEFINE_bool("zero_biases", False, "For a params.pkl: accept that the biases are lost.", flag_values=values)
+    flags.DEFINE_bool(
+        "zero_biases",
+        False,
+        "For a params.pkl: set the missing q, k and v biases to zero. The model's output will be wrong.",
+        flag_values=values,
+    )
 
 
 def define_config_flag(values: flags.FlagValues) -> None:
@@ -26,7 +31,7 @@ def define_config_flag(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "config",
         None,
-        "For a params.pkl: its model's config.json or folder; convert copies the files beside it.",
+        "For a params.pkl: the model's config.json or its folder. convert also copies the folder's other files.",
         flag_values=values,
     )
 

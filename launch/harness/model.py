@@ -15,7 +15,18 @@ from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from checkpoints import DEMO
-from runtime import CompletionBuilder, DiffusionConfig, Engine, InputError, RowRequest, SamplingConfig, row_seed
+from launch.hosts.preflight import agree_on_programs
+from launch.process.startup import this_host
+from runtime import (
+    CompletionBuilder,
+    DiffusionConfig,
+    Engine,
+    InputError,
+    RowRequest,
+    SamplingConfig,
+    declared_parameters,
+    row_seed,
+)
 
 # Sampling parameters of a task. The harness and the schema have the same names for them.
 _SAMPLING = ("temperature", "top_p", "top_k")
@@ -62,16 +73,18 @@ class HarnessModel(LM):
         self.engine = Engine.load(
             checkpoint, spec, dtype, quantize=quantize, kv_cache=kv_cache, max_batch=slots, lora=lora
         )
+        self.engine.runner.programs.before_run = agree_on_programs(this_host())
         self._name, self._slots, self._seed, self._samples = Path(checkpoint).name, slots, seed, mc_samples
         self._decoding = decoding
         self._config(self._decoding)
 
     def _config(self, fields: dict[str, Any]) -> DiffusionConfig | SamplingConfig:
         fields = {"max_new_tokens": _DEFAULT_NEW_TOKENS, "temperature": 0.0} | fields
-        try:
-            return self.engine.with_end_tokens(self.engine.published(**fields))
-        except TypeError as error:
-            raise InputError(f"model_args: {error}") from error
+        known = [one.name for one in declared_parameters(type(self.engine.published())) if not one.from_model]
+        for name in fields:
+            if name not in known:
+                raise InputError(f"model_args: unknown {name}; use {', '.join(known)}", field=name)
+        return self.engine.with_end_tokens(self.engine.published(**fields))
 
     # ---- likelihoods ------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from runtime import InputError
 _TICK = 0.25
 _CLOSE_WAIT = 2.0
 _GREETING_SECONDS = 10.0
-# Unauthenticated connections that are allowed beyond the number of hosts.
+# Unauthenticated connections that are kept open beyond the number of hosts.
 _MORE_STRANGERS = 32
 
 
@@ -40,7 +40,8 @@ class ControlServer:
         self._hosts = hosts
         self._print = say
         self._secret = secret
-        self._strangers = 0
+        # Connections that have not yet authenticated, the oldest first; the values are unused.
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._hub = Hub(hosts, timeouts, self._say, self._tell_all)
         self._exchanges = Exchanges(hosts, self._hub.names)
@@ -101,9 +102,12 @@ class ControlServer:
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Message | None:
         """Authenticate a client and return its ``hello`` message; None if it sends none or does not know the secret."""
-        if self._strangers >= self._hosts + _MORE_STRANGERS:
-            return None
-        self._strangers += 1
+        if len(self._strangers) >= self._hosts + _MORE_STRANGERS:
+            # Not the new one, which may be a host: a host answers at once, so that the oldest is hardly ever one.
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
+        self._strangers[writer] = None
         challenge = nonce()
         try:
             writer.write(encode("challenge", nonce=challenge))
@@ -111,8 +115,9 @@ class ControlServer:
         except TimeoutError:  # the client sends nothing
             return None
         finally:
-            self._strangers -= 1
-        if hello is None or hello["kind"] != "hello":
+            self._strangers.pop(writer, None)
+        # A host whose connection was closed for a newer one connects again, so it must not be admitted on this one.
+        if hello is None or hello["kind"] != "hello" or writer.is_closing():
             return None
         signed = (challenge, hello.get("nonce"), hello.get("host"), hello.get("hosts"), hello.get("name"))
         if not is_proof(hello.get("proof"), self._secret, "host", *signed):

@@ -59,7 +59,7 @@ class Exchanges:
         name, _ = topic
         if begun >= _MAX_OPEN_TOPICS or len(name) > _MAX_TOPIC:
             return Fault(
-                "exception", f"makes too many exchanges at once, or one with too long a name: {name!r:.80}", host=host
+                "exception", f"has too many open exchanges, or one whose name is too long: {name!r:.80}", host=host
             )
         exchange = self._open.setdefault(topic, _Exchange(now, now))
         exchange.values[host] = value

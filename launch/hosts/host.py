@@ -95,7 +95,7 @@ class Host:
             if now - self._moved > self._stall_timeout:
                 _give_up(f"no progress for {self._stall_timeout:.0f} s")
             if now > self._end_by:
-                _give_up(f"not ended within {self._grace_period:.0f} s after SIGTERM")
+                _give_up(f"did not end within {self._grace_period:.0f} s after SIGTERM")
 
     def mark(self) -> None:
         """Note progress. All hosts call this at the same points, so that their counts show which one is behind."""

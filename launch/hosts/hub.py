@@ -145,7 +145,7 @@ class Hub:
             return Fault("frozen", text, EXIT_RESTART, still[0], self.names(still))
         behind = self._behind()
         if behind and first.host not in behind and not aborted:
-            text = f"{first.text}\n(that was {first.who}, while {self.names(behind)} did not take part)"
+            text = f"{first.text}\n(reported by {first.who}, while {self.names(behind)} had made less progress)"
             return Fault(first.kind, text, first.code, behind[0], self.names(behind))
         return first
 
@@ -179,5 +179,9 @@ class Hub:
         if not behind:
             return Fault("stalled", f"{text}; all hosts are at the same point, their stacks are above", who="all hosts")
         return Fault(
-            "stalled", f"{text}; the other hosts are further and wait", EXIT_RESTART, behind[0], self.names(behind)
+            "stalled",
+            f"{text}; the other hosts are further along and wait for it",
+            EXIT_RESTART,
+            behind[0],
+            self.names(behind),
         )

@@ -63,16 +63,19 @@ def define_place_flags(values: flags.FlagValues) -> None:
         flags.DEFINE_integer(name, None, text, low, high, flag_values=values)
 
     flags.DEFINE_string(
-        "coordinator_address", None, "Several hosts: name:port of host 0. Default: as detected.", flag_values=values
+        "coordinator_address", None, "Address of host 0, as name:port. Default: detected.", flag_values=values
     )
-    integer(
-        "num_processes", "Several hosts: their number. 1 runs on this host only, whatever is detected.", 1, MAX_HOSTS
-    )
-    integer("process_id", "Several hosts: process index of this host, from 0.", 0, MAX_HOSTS - 1)
+    integer("num_processes", "Number of hosts. 1 runs on this host only, even inside a detected cluster.", 1, MAX_HOSTS)
+    integer("process_id", "Process index of this host, from 0.", 0, MAX_HOSTS - 1)
     integer(
         "coordinator_port", f"Port of JAX's coordination service. Default: as detected, else {DEFAULT_PORT}.", 1, 65535
     )
-    integer("control_port", "Port of host 0 for reports of faults. Default: the coordinator's port plus 1.", 1, 65535)
+    integer(
+        "control_port",
+        "Port of host 0 to which hosts report faults and values. Default: the coordinator's port plus 1.",
+        1,
+        65535,
+    )
     flags.DEFINE_string(
         "coordinator_bind_address",
         None,

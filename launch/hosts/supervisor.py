@@ -105,22 +105,30 @@ def _own_secret(place: Place) -> bytes:
 async def greet(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, place: Place, name: str
 ) -> Fault | None:
-    """Authenticate this host and the control server to each other. Returns a fault if one of them fails."""
+    """Authenticate this host and the control server to each other. Returns a fault if one of them fails.
+
+    Raises:
+      ConnectionError: the server closes the connection without an answer, as it does if many connect at once.
+    """
     own = nonce()
     challenge = await receive_greeting(reader)
     if challenge is None or challenge["kind"] != "challenge":
-        return Fault("gone", "closed the connection without an answer", host=0)
+        raise _closed()
     said = (challenge.get("nonce"), own, place.host, place.hosts, name)
     fields = {"host": place.host, "hosts": place.hosts, "name": name, "nonce": own}
     writer.write(encode("hello", **fields, proof=proof(secret, "host", *said)))
     answer = await receive(reader)
     if answer is None:
-        return Fault("gone", "closed the connection without an answer", host=0)
+        raise _closed()
     if answer["kind"] == "verdict":
         return Fault.parse(answer)
     if not is_proof(answer.get("proof"), secret, "hub", own):
         return Fault("input", "does not know the secret of this run: it is not host 0", EXIT_USER_ERROR, 0)
     return None
+
+
+def _closed() -> ConnectionError:
+    return ConnectionAbortedError(errno.ECONNABORTED, "it closed the connection without an answer")
 
 
 def check_coordinator_port(place: Place) -> None:
@@ -297,7 +305,7 @@ class Supervisor:
             still = now - self._heartbeat[1]
             if not self._ended and self._fault is None:
                 if self._done and still > self._timeouts.shutdown:
-                    self._report(Fault("frozen", f"its process is done and has not ended for {still:.0f} s"))
+                    self._report(Fault("frozen", f"its process finished its work but has not exited for {still:.0f} s"))
                 elif not self._done and still > self._timeouts.heartbeat:
                     self._report(Fault("frozen", f"its process is frozen: it has not run for {still:.0f} s"))
             self._send("heartbeat", marks=self._shared.read(1), still=0.0 if self._done or self._fault else still)
@@ -342,7 +350,7 @@ class Supervisor:
             self._waiting.append(line)
 
     async def _connect(self) -> asyncio.StreamReader | None:
-        """Connect to the control server, retrying until it answers. Return None after the initialization timeout."""
+        """Join the run at the control server, retrying until it answers; None if it refuses or is missing."""
         place = self._place
         if place.host == 0:
             address = "localhost" if place.bind in ("[::]", "::", "0.0.0.0") else place.bind
@@ -351,12 +359,16 @@ class Supervisor:
         started = said = time.monotonic()
         while True:
             try:
-                reader, self._control = await asyncio.wait_for(
+                reader, writer = await asyncio.wait_for(
                     asyncio.open_connection(address.strip("[]"), place.control_port, limit=MAX_BYTES), 5.0
                 )
-                return reader
+                self._control = writer
+                return reader if await self._greet(reader, writer) else None
             except (OSError, TimeoutError) as error:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+                if self._control is not None:
+                    self._control.close()
+                    self._control = None
             now = time.monotonic()
             where = f"{address}:{place.control_port}"
             if now - started > self._timeouts.initialization:
@@ -368,17 +380,20 @@ class Supervisor:
                 self._say(f"{self._name}: waiting for host 0 at {where} for {now - started:.0f} s ({reason})")
             await asyncio.sleep(_RETRY)
 
-    async def _hear_control(self) -> None:
-        reader = await self._connect()
-        if reader is None or self._control is None:
-            return
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Authenticate with the control server. Return whether it admits this host; a refusal ends the run here."""
         try:
-            greeting = greet(reader, self._control, self._secret, self._place, socket.gethostname())
+            greeting = greet(reader, writer, self._secret, self._place, socket.gethostname())
             refusal = await asyncio.wait_for(greeting, self._timeouts.heartbeat)
         except TimeoutError:
             refusal = Fault("gone", "does not answer: another program listens on its port, or it is frozen", host=0)
         if refusal is not None:
             self._finish(replace(refusal, who=refusal.who or f"host 0 ({self._place.coordinator_host})"))
+        return refusal is None
+
+    async def _hear_control(self) -> None:
+        reader = await self._connect()
+        if reader is None or self._control is None:
             return
         self._is_known = True
         for line in self._waiting:
@@ -422,7 +437,7 @@ class Supervisor:
     def _limit_end(self) -> None:
         """After SIGTERM, report a fault if the run does not end within its grace period."""
         if self._terminated and self._grace_period is not None:
-            late = Fault("stopped", f"not ended within {self._grace_period:.0f} s after SIGTERM")
+            late = Fault("stopped", f"did not end within {self._grace_period:.0f} s after SIGTERM")
             asyncio.get_running_loop().call_later(self._grace_period, self._report, late)
 
     def _on_interrupt(self) -> None:

@@ -14,7 +14,6 @@ from runtime import (
     EXPOSED_PARAMETERS,
     MAX_SAMPLES,
     MAX_SEED,
-    MAX_STEPS,
     CompletionBuilder,
     DiffusionConfig,
     InputError,
@@ -25,8 +24,10 @@ from runtime import (
     SamplingConfig,
     TextTokenizer,
     check_given,
-    check_request,
+    check_kind,
+    check_row,
     dependents,
+    one_step_per_token,
     parse_json_object,
     place_suffix,
     with_model_blocks,
@@ -87,14 +88,15 @@ class Defaults:
         """Return the decoding parameters of a request. Requests with equal parameters share one configuration object.
 
         Raises:
-          InputError: a parameter is invalid, or this model's decoder does not have it.
+          InputError: a parameter is invalid, or this model does not have it.
         """
-        given = {name: fields[name] for name in fields if name in EXPOSED_PARAMETERS and name != "seed"}
-        said = json.dumps(given) if given else ""
+        said = json.dumps({name: fields[name] for name in fields if name in EXPOSED_PARAMETERS and name != "seed"})
         if said not in self._configs:
             if len(self._configs) >= _MAX_CONFIGS:
                 self._configs.clear()
-            self._configs[said] = read_config(fields, self).with_end_tokens(self.end_token_ids, default=True)
+            made = read_config(fields, self).with_end_tokens(self.end_token_ids, default=True)
+            check_kind(self.model, made)
+            self._configs[said] = made
         return self._configs[said]
 
     @cached_property
@@ -151,11 +153,11 @@ def parse_object(raw: bytes, names: int | None = None) -> dict[str, Any]:
         if _SURROGATE.search(raw):
             json.dumps(record, ensure_ascii=False).encode("utf-8")
     except UnicodeError as error:
-        raise InputError("not UTF-8", detail=error) from error
+        raise InputError("the text is not valid UTF-8", detail=error) from error
     except JsonObjectError as error:
         raise InputError(str(error)) from error
     except ValueError as error:
-        raise InputError("not JSON", detail=error) from error
+        raise InputError("the text is not valid JSON", detail=error) from error
     return record
 
 
@@ -169,7 +171,7 @@ def by_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in body.items():
         own = _OWN_NAMES.get(name, name)
         if own in found:
-            raise InputError(f"{name}: {own} is given twice, under two names", field=name)
+            raise InputError(f"{name}: {own} is set twice, under different names", field=name)
         if value is not None:
             found[own] = value
     return found
@@ -299,13 +301,9 @@ def finish(
         raise encoded
     given, chat = _not_empty(encoded[0]), draft.messages(defaults.chat) is not None
     tokens, suffix = place_suffix(defaults.tokenizer, defaults.model, given, encoded[1], chat=chat)
-    # A cheap check for almost all requests: a batch may have millions of lines.
-    room = defaults.model.max_positions - len(tokens)
-    if suffix or defaults.model.family.variable_length or not 0 < draft.config.max_new_tokens <= room:
-        check_request(RowRequest(tokens, draft.config, 0, suffix).rows, defaults.model, draft.config)
-    prompt = draft.prompt if isinstance(draft.prompt, str) else ""
-    if draft.has_tokens:
-        prompt = defaults.tokenizer.decode(given, skip_special_tokens=False)
+    check_row(RowRequest(tokens, draft.config, 0, suffix), defaults.model)
+    text = defaults.tokenizer.decode(given, skip_special_tokens=False) if draft.has_tokens else draft.prompt
+    prompt = text if isinstance(text, str) else ""
     return prompt, tokens, suffix, draft.config, draft.seed, draft.samples, draft.stop
 
 
@@ -334,7 +332,7 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
     wrong = [name for name in given if name not in AUTOREGRESSIVE_PARAMETERS]
     if isinstance(config, SamplingConfig) and wrong:
         raise InputError(
-            f"{', '.join(wrong)}: for diffusion models only; this checkpoint is autoregressive", field=wrong[0]
+            f"{', '.join(wrong)}: not supported by this checkpoint, which is autoregressive", field=wrong[0]
         )
     fields = {name: EXPOSED_PARAMETERS[name].from_request(changes[name]) for name in given}
     if "log_probabilities" in fields:
@@ -342,10 +340,9 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
     # A body that changes the cache or the parallel rule starts from the default parameters of the new one.
     for name in [name for name in fields if fields[name] != getattr(config, name)]:
         fields = {one.name: one.default for one in dependents(type(config), name)} | fields
-    tokens = fields.get("max_new_tokens")
     follows = isinstance(config, DiffusionConfig) and (defaults.steps_follow_tokens or config.variable_length)
-    if follows and "steps" not in fields and isinstance(tokens, int):
-        fields["steps"] = min(MAX_STEPS, max(1, tokens))
+    if follows and "steps" not in fields and isinstance(tokens := fields.get("max_new_tokens"), int):
+        fields["steps"] = one_step_per_token(tokens)
     made = with_model_blocks(config.replace(**fields), defaults.model)
     check_given(made, given)
     return made
@@ -355,7 +352,8 @@ def _log_probabilities(wanted: Any) -> bool:
     # In OpenAI's completions, logprobs is the number of alternative tokens to return. Only 0 is supported.
     if not isinstance(wanted, (bool, int)) or (wanted is not True and wanted != 0):
         raise InputError(
-            f"logprobs is {wanted!r:.80}; expected true, false, or 0: there are no alternatives", field="logprobs"
+            f"logprobs is {wanted!r:.80}; expected true, false, or 0: alternative tokens are not supported",
+            field="logprobs",
         )
     return wanted is not False
 

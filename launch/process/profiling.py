@@ -58,7 +58,7 @@ def check_folder(name: str, path: str) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--{name}={path}: that is a file; name a folder")
     if not os.access(folder if folder.exists() else folder.parent, os.W_OK | os.X_OK):
-        raise InputError(f"--{name}={path}: this user may not write there")
+        raise InputError(f"--{name}={path}: permission denied: this user cannot write there")
 
 
 def given_profiling(values: flags.FlagValues) -> list[str]:

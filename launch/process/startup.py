@@ -311,7 +311,7 @@ def _private_folder(path: str) -> Path | None:
         if stat.S_IMODE(state.st_mode) & 0o077:
             folder.chmod(0o700)
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "this user may not write there")
+            raise PermissionError(errno.EACCES, "permission denied: this user cannot write there")
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         say(f"warning: --compile_cache={path}: {why}; programs will be compiled again in every run")
@@ -323,7 +323,7 @@ def check_writable(flag: str, path: str) -> None:
     """Check, before anything is computed, that a file can be written.
 
     Raises:
-      InputError: the path is a folder, its parent does not exist, or this user may not write there.
+      InputError: the path is a folder, its parent does not exist, or permission denied: this user cannot write there.
     """
     file = Path(path).resolve()
     if file.is_dir():
@@ -332,7 +332,7 @@ def check_writable(flag: str, path: str) -> None:
         raise InputError(f"--{flag}={path}: there is no such folder")
     # A file is replaced atomically, so its folder must be writable too.
     if not os.access(file.parent, os.W_OK | os.X_OK) or (file.exists() and not os.access(file, os.W_OK)):
-        raise InputError(f"--{flag}={path}: this user may not write there")
+        raise InputError(f"--{flag}={path}: permission denied: this user cannot write there")
 
 
 def is_main_process() -> bool:

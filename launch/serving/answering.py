@@ -12,11 +12,11 @@ import numpy as np
 
 from launch.openai.answers import answer, choice, logprobs, token_text, usage
 from launch.openai.bodies import Defaults
-from launch.serving.errors import ApiError
+from launch.serving.errors import ApiError, as_api_error
 from launch.serving.metrics import Metrics
 from launch.serving.reading import Reading
 from launch.serving.response_stream import ResponseStream
-from runtime import Completion, DiffusionConfig, RowResult, TextStream
+from runtime import Completion, DiffusionConfig, InputError, RowResult, TextStream
 
 DONE = b"data: [DONE]\n\n"
 
@@ -44,6 +44,7 @@ class Answering:
 
         Raises:
           ApiError: the request ended with an error.
+          UndecodableError: the tokenizer cannot decode a row's tokens.
         """
         rows = self._reading.rows
         while len(self._responses.results) < len(rows):
@@ -81,8 +82,8 @@ class Answering:
                     left.remove(row)
                     for piece in self._last(row, texts[row], canvas):
                         yield event(self._chunk([piece]) | nothing)
-        except ApiError as error:
-            yield event(error.body())
+        except (ApiError, InputError) as error:  # InputError: the tokenizer cannot decode a row's tokens
+            yield event(as_api_error(error).body())
             return
         if include_usage:
             yield event(self._chunk([]) | {"usage": self._usage()})

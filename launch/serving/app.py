@@ -15,6 +15,7 @@ from launch.serving.backend import Backend
 from launch.serving.errors import ApiError, as_api_error
 from launch.serving.openapi import complete
 from launch.serving.routes import router
+from runtime import InputError
 
 
 class Application(FastAPI):
@@ -22,7 +23,7 @@ class Application(FastAPI):
 
     def __init__(self, version: str) -> None:
         """Declare the routes. Requests need a backend, which :func:`application` sets."""
-        handled = (ApiError, ValidationError, HTTPException, ClientDisconnect, Exception)
+        handled = (ApiError, InputError, ValidationError, HTTPException, ClientDisconnect, Exception)
         handlers: dict[Any, Any] = dict.fromkeys(handled, _refuse)
         super().__init__(
             title="diffumesh",

@@ -48,7 +48,7 @@ class ReadRequest(Generic[Kind, Read]):
 
 
 class Backend:
-    """What the routes need to answer requests: the engine, readers of bodies, defaults, metrics and limits.
+    """The state that all routes share: the engine, readers of bodies, defaults, metrics and limits.
 
     Attributes:
       serving: the interface to the engine's thread.

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic_core import PydanticKnownError
 
 from launch.openai.bodies import MAX_STOP, MAX_STOPS, is_read
 from runtime import (
@@ -40,6 +41,16 @@ Token = Annotated[int, Field(ge=0, le=1 << 30)]
 # Validation of a list stops at its first invalid entry: an error object per entry would cost seconds and gigabytes.
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
+
+
+def _refuse_numbers(value: Any) -> Any:
+    """Refuse 0 and 0.0, which pass as ``Literal[False]`` because they equal it."""
+    if value is not False:
+        raise PydanticKnownError("literal_error", {"expected": "False"})
+    return value
+
+
+Off = Annotated[Literal[False], BeforeValidator(_refuse_numbers)]
 
 
 class Body(BaseModel):
@@ -144,7 +155,7 @@ class CompletionBody(Generate):
 
     prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    echo: Literal[False] | None = None
+    echo: Off | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     suffix: Text | None = None
 
@@ -195,7 +206,7 @@ class ChatBody(GenerateChat):
     tool_choice: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     metadata: Annotated[dict[Name, Name], Field(max_length=16)] | None = None
-    store: Literal[False] | None = None
+    store: Off | None = None
     service_tier: Literal["auto", "default"] | None = None
 
 

@@ -89,7 +89,7 @@ class Compilation:
             programs = self._order[self._settled]
             prints = {report[self._settled] for report in reports}
             if None in prints:
-                say(f"not used, because it does not compile: {programs}: {self._compiler.done[self._settled].error}")
+                say(f"not used, because compilation failed: {programs}: {self._compiler.done[self._settled].error}")
             elif len(prints) > 1:
                 raise RuntimeError(f"the hosts compiled different programs: {programs}")
             elif programs.pool is None:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from runtime import EXPOSED_PARAMETERS, NON_FINITE, InputError, ParameterError
+from runtime import EXPOSED_PARAMETERS, NON_FINITE, InputError, ParameterError, UndecodableError
 
 # Maximum number of characters of a client's field name that an error message repeats.
 _SHOWN = 100
@@ -71,7 +71,7 @@ class ApiError(Exception):
 
 # The statuses that every route can return, for the OpenAPI document.
 _DESCRIPTIONS: dict[int | str, str] = {
-    400: "The request is invalid.",
+    400: "The request is invalid, or the tokenizer cannot decode its tokens (`undecodable_tokens`).",
     401: "A valid API key is required.",
     403: "The Host header names another server.",
     404: "The model does not exist.",
@@ -80,7 +80,7 @@ _DESCRIPTIONS: dict[int | str, str] = {
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "Too many requests are waiting.",
-    431: "The request's head is too large.",
+    431: "The request line and headers are too large.",
     500: "The server has a fault, or the model's logits are not finite (`non_finite_logits`).",
     503: "The server is warming up, shutting down, stalled or has failed.",
     "default": "Any other error.",
@@ -100,6 +100,8 @@ def from_input_error(error: InputError) -> ApiError:
 
     ``error.detail``, the message of a library, is left out.
     """
+    if isinstance(error, UndecodableError):
+        return ApiError(400, error.message, "undecodable_tokens")
     text = error.spelled(_http_name) if isinstance(error, ParameterError) else error.message
     return invalid(text, None if error.field is None else _http_name(error.field))
 

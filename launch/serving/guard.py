@@ -64,7 +64,9 @@ class Guard:
         size = len(scope["raw_path"]) + len(scope["query_string"])
         size += sum(len(name) + len(value) + len(": \r\n") for name, value in headers)
         if size > self._limits.headers:
-            raise ApiError(431, f"The request's head is larger than {self._limits.headers} bytes.", "head_too_large")
+            raise ApiError(
+                431, f"The request line and headers are larger than {self._limits.headers} bytes.", "head_too_large"
+            )
         hosts = [value for name, value in headers if name == b"host"]
         if len(hosts) > 1 or (hosts and not _HOST.fullmatch(hosts[0])):
             raise ApiError(400, "The Host header is not a valid name.", "invalid_request")

@@ -62,6 +62,6 @@ def allow_files(connections: int) -> None:
         soft = allowed
     if soft != resource.RLIM_INFINITY and soft < wanted:
         raise InputError(
-            f"--max_connections={connections} takes {wanted} open files, and ulimit -n allows {soft}: raise it, or "
-            f"--max_connections={max(1, soft - _OTHER_FILES)}"
+            f"--max_connections={connections} needs {wanted} open files, but ulimit -n allows {soft}: raise that "
+            f"limit, or pass --max_connections={max(1, soft - _OTHER_FILES)}"
         )

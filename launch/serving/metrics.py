@@ -28,9 +28,7 @@ class Metrics:
 
         self._requests = counter("request_success", "Finished completions.", "finished_reason")
         self._refused = counter("request_refused", "Refused requests.", "reason")
-        self._aborted = counter(
-            "request_given_up", "Requests that were accepted and aborted before they were finished.", "reason"
-        )
+        self._aborted = counter("request_given_up", "Accepted requests that were aborted.", "reason")
         self._prompt = counter("prompt_tokens", "Prompt tokens of rows that were inserted into a slot.").labels(
             **self._labels
         )
@@ -118,5 +116,5 @@ class Metrics:
         self._lengths.observe(tokens)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return all metrics in the Prometheus text format."""
         return generate_latest(self.registry)

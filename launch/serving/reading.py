@@ -221,8 +221,8 @@ class Reader:
             )
         mode = next((mode for mode in self._modes if can_run(mode.config, asked.config)), None)
         if mode is None:
-            available = "; ".join(describe(mode.config) for mode in self._modes)
-            why = f"This server does not offer {describe(asked.config)}. Available: {available}."
+            wanted, *offered = describe([asked.config, *(mode.config for mode in self._modes)])
+            why = f"This server does not offer {wanted}. Available: {'; '.join(offered)}."
             raise from_input_error(InputError(why, field=not_offered(asked.config, self._modes)))
         pool = self._executor.pools[mode.pool]
         if (steps := pool.steps_per_block(asked.config)) > pool.max_steps:
@@ -230,18 +230,26 @@ class Reader:
         return mode.pool
 
 
-def describe(config: DiffusionConfig | SamplingConfig) -> str:
-    """Return the compiled parameters of a configuration as text, such as ``cache=dual, parallel=none``."""
-    named = {one.name: one for one in declared_parameters(type(config))}
-    # Choices are always listed, other parameters where they differ from the default.
-    said = {
-        name: value
-        for name, value in compiled_values(config).items()
-        if value != named[name].default or isinstance(named[name].kind, Choice)
+def describe(configs: Sequence[DiffusionConfig | SamplingConfig]) -> list[str]:
+    """Return the compiled parameters of each configuration as text, such as ``cache=dual, parallel=none``.
+
+    Parameters in which the configurations do not differ are left out. Names out of a fixed set, such as ``cache=none``,
+    are listed even if they are the default; other values only if they are not.
+    """
+    compiled = [compiled_values(config) for config in configs]
+    named = {one.name: one for config in configs for one in declared_parameters(type(config))}
+    different = {
+        name for values in compiled for name in values if any(each.get(name) != values[name] for each in compiled)
     }
-    return ", ".join(
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in said.items()
-    )
+    texts = []
+    for values in compiled:
+        said = [
+            f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+            for name, value in values.items()
+            if name in different and (value != named[name].default or isinstance(named[name].kind, Choice))
+        ]
+        texts.append(", ".join(said) or "the defaults")
+    return texts
 
 
 def not_offered(config: DiffusionConfig | SamplingConfig, modes: Sequence[Mode]) -> str:

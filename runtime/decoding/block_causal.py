@@ -104,7 +104,7 @@ def is_certain_enough(
 ) -> Array:
     """Return the positions that the parallel rule commits, bool ``[B, S]``.
 
-    ``threshold`` commits the ``counts`` most certain positions and all whose certainty is above the threshold.
+    ``threshold`` commits the ``counts`` most certain positions and all whose confidence is above the threshold.
     ``sequential`` commits the first ``counts`` positions. ``entropy_sum`` commits the most certain positions while the
     sum of their entropies stays below the limit, and at least one.
 

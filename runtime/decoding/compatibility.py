@@ -13,16 +13,11 @@ def compiled_values(config: DiffusionConfig | SamplingConfig) -> dict[str, Any]:
 
     Requests can share slots only if these values are equal. Every other parameter is a run-time argument of each row.
     """
-    found = {
+    return {
         one.name: one.off if (value := getattr(config, one.name)) is None else value
         for one in declared_parameters(type(config))
-        if one.is_compiled(config)
+        if one.is_compiled(config) and not one.from_model
     }
-    # These are set from the model, whose attention may have no blocks.
-    found.pop("variable_length", None)
-    if found.get("attention_block_length") == 0:
-        del found["attention_block_length"]
-    return found
 
 
 def can_run(compiled: DiffusionConfig | SamplingConfig, asked: DiffusionConfig | SamplingConfig) -> bool:

@@ -26,8 +26,11 @@ def row_arrays(config: type) -> Any:
     """Return a dataclass that declares an array ``[B]`` for each run-time parameter that the loops read."""
     found = _in_loop(config, compiled=False)
     assert all(one.off is not None for one in found if one.optional), "an optional parameter has a value for None"
-    fields = [(one.name, Any, array("batch", dtype=_DTYPES[type(one.kind)])) for one in found]
-    return dataclasses.make_dataclass(f"{config.__name__}Rows", fields, frozen=True)
+    fields = []
+    for one in found:
+        feature = "variable_length" if one.variable_length else ""
+        fields.append((one.name, Any, array("batch", dtype=_DTYPES[type(one.kind)], feature=feature)))
+    return dataclasses.make_dataclass(f"{config.__name__}Rows", fields, frozen=True, kw_only=True)
 
 
 def row_names(config: type) -> tuple[str, ...]:
@@ -36,9 +39,16 @@ def row_names(config: type) -> tuple[str, ...]:
 
 
 def row_values(config: Any) -> dict[str, Any]:
-    """Return the values of :func:`row_arrays` for one row, by name; ``off`` replaces None."""
-    found = {one.name: (getattr(config, one.name), one.off) for one in _in_loop(type(config), compiled=False)}
-    return {name: off if value is None else value for name, (value, off) in found.items()}
+    """Return the values of :func:`row_arrays` for one row, by name; ``off`` replaces None.
+
+    Parameters that are only for canvases of a variable length are None for the others.
+    """
+    found = {}
+    for one in _in_loop(type(config), compiled=False):
+        value = getattr(config, one.name)
+        exists = not one.variable_length or config.variable_length
+        found[one.name] = (one.off if value is None else value) if exists else None
+    return found
 
 
 def compiled_settings(config: type) -> Any:

@@ -50,6 +50,8 @@ _WITH_CACHE = Requirement("cache", ("dual", "prefix"))
 _EXACT_CACHE = Requirement("cache", ("exact",))
 _SCHEDULED = Requirement("parallel", ("none",))
 _OWN_BLOCK_RULE = Requirement("block_rule", ("default",))
+# Otherwise the next block would see positions that no pass has computed.
+_REFRESH_PER_BLOCK = Requirement("refresh_blocks", (1,))
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class _Steps(Requirement):
         return super().met(config) or (
             config.attention_block_length > 0 and config.parallel in ("threshold", "sequential")
         )
+
+
+def one_step_per_token(new_tokens: int) -> int:
+    """Return ``steps`` such that each step commits one new token, within its bounds."""
+    return min(max(new_tokens, 1), MAX_STEPS)
 
 
 @dataclass(frozen=True)
@@ -169,14 +176,14 @@ class DiffusionConfig:
         "Block length of block-causal attention, set from block_length and the model; 0 for other models.",
         compiled=True,
         in_loop=True,
-        exposed=False,
+        from_model=True,
     )
     cache: str = parameter(
         "none",
         Choice(CACHES),
         "Reuse the keys and values of positions outside the current block (dual) or before it (prefix) between steps. "
-        "This is faster and approximate. none recomputes every position in every step, which is exact. exact reuses "
-        "those of finished blocks (block-causal models only) and generates the same tokens as none.",
+        "This is faster and approximate. none recomputes every position in every step. exact reuses those of "
+        "finished blocks (block-causal models only) and generates the same tokens as none.",
         compiled=True,
         mode=True,
         flag_help="For autoregressive models, none recomputes the whole sequence for every token.",
@@ -184,8 +191,8 @@ class DiffusionConfig:
     refresh_interval: int | None = parameter(
         None,
         Integer(1, MAX_NEW_TOKENS),
-        "Refresh the cache at least every n-th forward pass; 1 refreshes in every step, which is exact. Default: "
-        "refresh only on entering a block.",
+        "Refresh the cache at least every n-th forward pass; 1 refreshes in every step and, without suffix_window, "
+        "yields the tokens of cache=none. Default: refresh only on entering a block.",
         optional=True,
         in_loop=True,
         off=NEVER,
@@ -212,7 +219,7 @@ class DiffusionConfig:
         variant=True,  # programs for parts of a canvas also have passes over the whole canvas
         in_loop=True,
         off=NEVER,
-        requires=(_WITH_CACHE, _OWN_BLOCK_RULE),
+        requires=(_WITH_CACHE, _OWN_BLOCK_RULE, _REFRESH_PER_BLOCK),
         mode=True,
     )
     block_rule: str = parameter(
@@ -234,7 +241,7 @@ class DiffusionConfig:
     parallel: str = parameter(
         "none",
         Choice(PARALLEL_RULES),
-        "How many tokens a step commits: the number that the schedule gives (none), every token whose certainty is "
+        "How many tokens a step commits: the number that the schedule gives (none), every token whose confidence is "
         "above threshold (threshold), or the n most certain ones, with n determined by factor (factor, frechet) or by "
         "entropy_bound (entropy_bound). threshold, factor and frechet commit at least one token per step: the first "
         "position of a block in the block's first step, afterwards the most certain one. Certainty follows algorithm: "
@@ -249,7 +256,7 @@ class DiffusionConfig:
     threshold: float = parameter(
         0.9,
         Real(0.0, 1.0),
-        "Commit every token whose certainty is above this value.",
+        "Commit every token whose confidence is above this value.",
         in_loop=True,
         requires=(Requirement("parallel", ("threshold",)),),
         mode=True,
@@ -268,7 +275,7 @@ class DiffusionConfig:
         1.0,
         Real(0.0, 1e6),
         "Commit the n most certain tokens. With parallel=factor, n is the largest number at which the n-th has a "
-        "certainty of at least 1 - factor / (n + 1). With parallel=frechet, it is the largest at which a lower bound "
+        "confidence of at least 1 - factor / (n + 1). With parallel=frechet, it is the largest at which a lower bound "
         "of the probability that all n are right, max(0, sum of the n certainties - (n - 1)), exceeds the n-th's "
         "uncertainty by more than 1 - factor.",
         in_loop=True,
@@ -339,6 +346,7 @@ class DiffusionConfig:
         1,
         Integer(1, MAX_NEW_TOKENS),
         "DreamOn: number of tokens that each step commits.",
+        in_loop=True,
         variable_length=True,
         mode=True,
     )
@@ -355,6 +363,7 @@ class DiffusionConfig:
         False,
         Boolean(),
         "DreamOn: once the canvas has a delete token, delete all masks after it too.",
+        in_loop=True,
         variable_length=True,
         mode=True,
         flag_default=False,
@@ -365,7 +374,7 @@ class DiffusionConfig:
         "Whether the model's canvases have a variable length, set from the model.",
         compiled=True,
         in_loop=True,
-        exposed=False,
+        from_model=True,
     )
     early_stop: bool | None = same_as(SamplingConfig, "early_stop")
     stop_token_ids: Sequence[int] = same_as(SamplingConfig, "stop_token_ids")
@@ -399,7 +408,7 @@ class DiffusionConfig:
         All families publish one step per token. Parameters that the family's record does not set have the defaults of
         this class. An empty name stands for base models.
         """
-        lengths = {"max_new_tokens": max_new_tokens, "steps": max(max_new_tokens, 1)}
+        lengths = {"max_new_tokens": max_new_tokens, "steps": one_step_per_token(max_new_tokens)}
         return cls(**(family.published_settings(checkpoint_name) | lengths | overrides))
 
     @classmethod
@@ -411,7 +420,7 @@ class DiffusionConfig:
         """
         own: dict[str, Any] = {"block_rule": "fast_dllm", "cache": "dual", "block_length": DEFAULT_BLOCK_LENGTH}
         own |= {"algorithm": "maskgit_plus", "parallel": "threshold", "threshold": 0.9}
-        lengths = {"max_new_tokens": max_new_tokens, "steps": max(max_new_tokens, 1)}
+        lengths = {"max_new_tokens": max_new_tokens, "steps": one_step_per_token(max_new_tokens)}
         return cls(**(own | lengths | overrides))
 
     def replace(self, **changes: Any) -> DiffusionConfig:

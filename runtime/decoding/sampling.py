@@ -379,17 +379,34 @@ def choose_tokens(
             if rule.confidence not in ("entropy", "topk_margin"):
                 confidence = _softmax(pick(logits, tokens)[..., None], sums, dtype)[..., 0]
         if rule.confidence == "low_confidence" and (rule.sampled or rule.filtered):
-            confidence = _softmax(pick(plain, tokens)[..., None], _softmax_sums(plain), dtype)[..., 0]
+            confidence = _probability(_where_chosen(plain, tokens), tokens, dtype)
         # Without this constraint, the compiler gathers the comparison's result too.
         return forward.constrain(jnp.where(jnp.isfinite(sums[0][..., 0]), tokens, -1), "batch", "canvas"), confidence
+
+
+def _probability(logits: Array, tokens: Array, dtype: Any) -> Array:
+    """Compute the probability of one token per position: logits ``[B, P, V]``, tokens ``[B, P]`` -> ``[B, P]``."""
+    return _softmax(pick(logits, tokens)[..., None], _softmax_sums(logits), dtype)[..., 0]
+
+
+def _where_chosen(logits: Array, tokens: Array) -> Array:
+    """Return the logits, with 0 at positions where no token was chosen.
+
+    Because the result depends on the choice, collectives that follow cannot overlap with those of the search for the
+    threshold: XLA's CPU runtime would start them in order, but run them concurrently, in an order that differs between
+    hosts.
+    """
+    return jnp.where((tokens < 0)[..., None], 0.0, logits)
 
 
 def log_probabilities(logits: Array, targets: Array) -> Array:
     """Compute log-probabilities of tokens: logits float32 ``[B, P, V]``, targets ``[B, P]`` -> float32 ``[B, P]``.
 
-    The result is not finite where a logit is +inf, see :func:`mark_non_finite`.
+    The result has no meaning where the target is -1, and is not finite where a logit is +inf, see
+    :func:`mark_non_finite`.
     """
     with jax.named_scope("log_probabilities"):
+        logits = _where_chosen(logits, targets)
         top = logits.max(axis=-1)
         total = vocab_sum(jnp.exp(logits - top[..., None]))
         return pick(logits, targets) - top - jnp.log(total)

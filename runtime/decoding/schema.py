@@ -36,7 +36,7 @@ class Requirement:
     """
 
     field: str
-    values: tuple[str, ...]
+    values: tuple[Any, ...]
     when_given: bool = False
 
     def met(self, config: Any) -> bool:
@@ -314,6 +314,7 @@ class Parameter:
       variable_length: whether it is for models whose canvas changes its length, or for the others; None for both.
       mode: a server's ``--mode`` can set it.
       exposed: flags and requests can set it. Otherwise only Python code can.
+      from_model: the engine sets it from the model, so no caller does, and requests to one model never differ in it.
       flag_default: value of the flag when it is not given; None leaves the value to the preset and the checkpoint.
       flag_help: text that the flag's help adds after ``help``.
       in_checkpoint: key in a checkpoint's ``generation_config.json``; empty if there is none.
@@ -337,6 +338,7 @@ class Parameter:
     variable_length: bool | None = None
     mode: bool = False
     exposed: bool = True
+    from_model: bool = False
     flag_default: Any = None
     flag_help: str = ""
     in_checkpoint: str = ""
@@ -399,7 +401,7 @@ def exposed_parameters(*configs: type) -> dict[str, Parameter]:
     found: dict[str, Parameter] = {}
     for config in configs:
         for one in declared_parameters(config):
-            if one.exposed:
+            if one.exposed and not one.from_model:
                 found.setdefault(one.name, one)
     return found
 

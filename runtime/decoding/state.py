@@ -89,10 +89,8 @@ class DenoiseRequest(_Rows):
       refresh_blocks: int32 ``[B]``, refresh on entering every n-th block; 0 refreshes only for the first block.
       stop_tokens: int32 ``[B, E]``, padded with -1. A row is done when one of these is among its new tokens and no mask
         is left before it.
-      number_transfer_tokens: int32 ``[B]``, tokens that a step commits. This and the next two are None if canvases
-        have a fixed length.
-      pad_delete_to_right: bool ``[B]``, whether a delete token also deletes the masks after it.
-      expand_budget: int32 ``[B]``, how many masks may become two.
+      expand_budget: int32 ``[B]``, how many masks may become two, or None if canvases have a fixed length. So are the
+        parameters that are only for canvases of a variable length.
       draft_steps: int32 ``[B]``, most steps of a pass after its first; None without drafts.
       max_iterations: int32, the loop ends after this many iterations.
       step_limit: int32, no row starts a step with this number or a later one. Steps count from 0 in each row.
@@ -112,8 +110,6 @@ class DenoiseRequest(_Rows):
     stop_tokens: Leaf = array("batch", "stop_tokens", dtype=_INTEGER)
     max_iterations: Leaf = array(dtype=_INTEGER)
     step_limit: Leaf = array(dtype=_INTEGER)
-    number_transfer_tokens: Leaf = array("batch", dtype=_INTEGER, feature="variable_length")
-    pad_delete_to_right: Leaf = array("batch", dtype=jnp.bool_, feature="variable_length")
     expand_budget: Leaf = array("batch", dtype=_INTEGER, feature="variable_length")
     draft_steps: Leaf = array("batch", dtype=_INTEGER, feature="drafts")
 
@@ -146,7 +142,7 @@ class DenoiseState:
     """
 
     canvas: Leaf = array("batch", "positions", dtype=_INTEGER)
-    commit_steps: Leaf = array("batch", "positions", dtype=_INTEGER)
+    commit_steps: Leaf = array("batch", "positions", dtype=_INTEGER, empty=-1)
     block: Leaf = array("batch", dtype=_INTEGER)
     step_in_block: Leaf = array("batch", dtype=_INTEGER)
     steps_until_refresh: Leaf = array("batch", dtype=_INTEGER)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from runtime.decoding.state import DenoiseRequest, DenoiseState
-from runtime.models.arrays import only_row_fields, row_fields
+from runtime.models.arrays import declarations, only_row_fields, row_fields
 from runtime.models.config import ModelConfig
 from runtime.models.forward import Forward
 
@@ -88,14 +88,9 @@ def _move(config: ModelConfig, request: DenoiseRequest, state: DenoiseState, mas
     number = expanded.sum(axis=1, dtype=jnp.int32)
     # Several expansions in one step may need more room than there is.
     grows = expanded & (jnp.cumsum(expanded, axis=1) <= (request.lengths - state.lengths)[:, None])
-    masks = replace(
-        state,
-        canvas=jnp.where(expanded, config.mask_token_id, state.canvas),
-        commit_steps=jnp.where(expanded, -1, state.commit_steps),
-    )
-    if state.log_probabilities is not None:
-        masks = replace(masks, log_probabilities=jnp.where(expanded, 0.0, state.log_probabilities))
-    shrunk, state = state, _with_widths(config, masks, jnp.where(grows, 2, 1))
+    values = _of_positions(state, config.mask_token_id)
+    masks = {name: jnp.where(expanded, empty, one) for name, (one, empty) in values.items()}
+    shrunk, state = state, _with_widths(config, replace(state, **masks), jnp.where(grows, 2, 1))
     if state.entries is not None:
         happened = (active, shrunk.lengths < at_start, number > 0)
         shown = zip((committed, shrunk, state), happened, strict=True)
@@ -119,14 +114,19 @@ def _with_widths(config: ModelConfig, state: DenoiseState, widths: Array) -> Den
     lengths = ends[:, -1]
     there = places < lengths[:, None]
 
-    def moved(values: Array, fill: float) -> Array:
-        return jnp.where(there, jnp.take_along_axis(values, sources, axis=1), jnp.asarray(fill, values.dtype))
+    values = _of_positions(state, config.pad_token_id)
+    moved = {
+        name: jnp.where(there, jnp.take_along_axis(one, sources, axis=1), empty)
+        for name, (one, empty) in values.items()
+    }
+    return replace(state, lengths=lengths, **moved)
 
-    kept = state.log_probabilities
-    return replace(
-        state,
-        canvas=moved(state.canvas, config.pad_token_id),
-        commit_steps=moved(state.commit_steps, -1),
-        log_probabilities=None if kept is None else moved(kept, 0.0),
-        lengths=lengths,
-    )
+
+def _of_positions(state: DenoiseState, token: int) -> dict[str, tuple[Array, Array]]:
+    """Return the arrays ``[B, S]`` of a state by name, each with its value at a position that is empty or a mask."""
+    found = {}
+    for name, one in declarations(DenoiseState).items():
+        values = getattr(state, name)
+        if one.axes == ("batch", "positions") and values is not None:
+            found[name] = (values, jnp.asarray(token if name == "canvas" else one.empty, values.dtype))
+    return found

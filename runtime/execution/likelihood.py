@@ -89,7 +89,8 @@ def estimate_log_likelihoods(
       seed: seed of the noise.
 
     Raises:
-      InputError: a context or continuation is empty or too long, or the model is autoregressive or block-causal.
+      InputError: a context or continuation is empty or too long, or the model is autoregressive or block-causal, or
+        its canvas changes its length.
       NonFiniteError: the model's logits are not finite.
     """
     if runner.layout.config.objective == "autoregressive":
@@ -99,6 +100,11 @@ def estimate_log_likelihoods(
     if runner.layout.config.family.attention == "block_causal":
         raise InputError(
             "estimate_log_likelihoods does not support block-causal models: it masks all blocks of a text at once"
+        )
+    if runner.layout.config.family.variable_length:
+        raise InputError(
+            "estimate_log_likelihoods does not support models whose canvas changes its length: a text of n tokens may "
+            "come from any number of masks"
         )
     _check(pairs, runner.layout.config.max_positions)
     found = []

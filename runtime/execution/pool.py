@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from runtime.decoding.block_schedule import block_schedule
-from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig, SamplingConfig, one_step_per_token
 from runtime.decoding.schema import ParameterError
 from runtime.execution.buckets import MAX_PROGRAMS, MOVE_ROOM, Bucket, Grid, PassCost, make_grid
 from runtime.execution.pool_state import PoolLimits
@@ -89,7 +89,7 @@ def step_limit(config: GenerationConfig, width: int, wanted: int | None) -> int:
         raise ParameterError(
             "max_steps",
             f"is {wanted}; by default a block of {length} positions has {own} steps (parallel={config.parallel}): "
-            "raise it, or lower steps or block_length",
+            "raise max_steps, or lower steps or block_length",
         )
     return wanted
 
@@ -141,7 +141,7 @@ def check_pools(runner: Runner, shapes: list[PoolShape]) -> None:
     for shape in shapes:
         check_kind(model, shape.config)
         if (width := runner.bucket(shape.canvas)) > model.max_positions:
-            raise InputError(f"{width} positions; the model allows {model.max_positions}")
+            raise InputError(f"a canvas has {width} positions; the model allows {model.max_positions}")
     room, weights = runner.room(), weight_bytes(runner.layout, runner.dtype)
     kept, peak = 0, 0
     for shape in shapes:
@@ -291,7 +291,7 @@ class Pool:
         """Return a configuration for this pool whose rows are done after ``tokens`` tokens."""
         changes: dict[str, Any] = {"max_new_tokens": tokens}
         if isinstance(self.config, DiffusionConfig):
-            changes["steps"] = tokens
+            changes["steps"] = one_step_per_token(tokens)
         return self.config.replace(**changes)
 
     def execute(self, plan: PoolPlan) -> PoolOutcome:

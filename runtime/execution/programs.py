@@ -155,6 +155,7 @@ def abstract_denoise(
     cache_dtype: Any = None,
     *,
     log_probabilities: bool = False,
+    history: bool = False,
     drafts: int = 0,
 ) -> tuple[DenoiseRequest, DenoiseState]:
     """Return the arguments of the denoise loop as ``ShapeDtypeStruct``, for compiling without data.
@@ -166,6 +167,7 @@ def abstract_denoise(
       steps: R.
       cache_dtype: dtype of the cache, see :func:`runtime.models.kv_cache.abstract_cache`; None for no cache.
       log_probabilities: whether the state records log-probabilities.
+      history: whether the state keeps the canvases of the last iteration (variable length).
       drafts: K, guessed canvases of each row.
     """
     return _abstract_loop(
@@ -174,6 +176,7 @@ def abstract_denoise(
         request_sizes(batch, canvas, steps, drafts),
         cache_dtype,
         log_probabilities=log_probabilities,
+        history=history,
         drafts=drafts > 0,
         variable_length=layout.config.family.variable_length,
     )

@@ -121,10 +121,8 @@ def _of_variable_length(
         "lengths": limit,
         "ends": limit - len(row.suffix),
         "steps_per_block": most_steps_of_row(row, model),
-        "number_transfer_tokens": row.config.number_transfer_tokens,
     }
-    changed = {name: np.array([value], np.int32) for name, value in numbers.items()}
-    changed |= {"expand_budget": budget, "pad_delete_to_right": np.array([row.config.pad_delete_to_right])}
+    changed = {name: np.array([value], np.int32) for name, value in numbers.items()} | {"expand_budget": budget}
     return replace(request, **changed), replace(state, lengths=request.lengths, expansions_left=budget)
 
 

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from runtime.decoding.parameters import MAX_STEPS, MAX_STOP_TOKENS, DiffusionConfig, SamplingConfig
+from runtime.decoding.parameters import MAX_STOP_TOKENS, DiffusionConfig, SamplingConfig, one_step_per_token
 from runtime.decoding.schema import declared_parameters
 from runtime.execution.left_padding import Rows, read_rows
+from runtime.execution.row_request import RowRequest
 from runtime.models.config import ModelConfig
 from sharding.errors import InputError
 
@@ -174,12 +175,6 @@ def check_blocks(config: ModelConfig, request: DiffusionConfig) -> None:
         raise InputError(f"cache={request.cache} is not available for {name} models{why}", field="cache")
     if not in_blocks and request.sub_block_length is not None:
         raise InputError(f"sub_block_length is not available for {name} models", field="sub_block_length")
-    if request.suffix_window is not None and request.refresh_blocks != 1:
-        raise InputError(
-            f"suffix_window requires refresh_blocks=1, not {request.refresh_blocks}: otherwise the next block sees "
-            "positions that no pass has computed",
-            field="suffix_window",
-        )
     if in_blocks and request.threshold_decay > 0:
         raise InputError(f"threshold_decay is not available for {name} models", field="threshold_decay")
     if request.sub_block_cache and request.sub_block_length is None:
@@ -193,7 +188,7 @@ def check_canvas_length(config: ModelConfig, request: DiffusionConfig) -> None:
       InputError: one of the other kind is set.
     """
     # Where nothing sets the number of steps, it is the default, or follows the number of new tokens.
-    follows = {"steps": min(max(request.max_new_tokens, 1), MAX_STEPS)}
+    follows = {"steps": one_step_per_token(request.max_new_tokens)}
     for one in declared_parameters(type(request)):
         value = getattr(request, one.name)
         if one.variable_length == (not config.family.variable_length) and value not in (
@@ -233,6 +228,19 @@ def check_request(rows: Rows, config: ModelConfig, request: DiffusionConfig | Sa
         )
     if config.family.variable_length:
         _check_window(rows, config, request.max_new_tokens)
+
+
+def check_row(row: RowRequest, config: ModelConfig) -> None:
+    """Check a row whose decoding parameters have passed :func:`check_kind`.
+
+    Almost all rows need only a comparison of lengths: a batch may have millions of them.
+
+    Raises:
+      InputError: as in :func:`check_request`.
+    """
+    fits = 0 < row.config.max_new_tokens <= config.max_positions - row.given
+    if row.suffix or config.family.variable_length or not fits:
+        check_request(row.rows, config, row.config)
 
 
 def _check_window(rows: Rows, config: ModelConfig, limit: int) -> None:

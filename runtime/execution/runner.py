@@ -294,6 +294,6 @@ def check_memory(layout: ModelLayout, dtype: Any, device: Any) -> None:
     if jnp.dtype(dtype).itemsize > 2:
         advice = f"--dtype=bfloat16 ({needed / 2e9:.1f} GB), or {advice}"
     raise MeshError(
-        f"mesh {layout.spec}: each device would hold {needed / 1e9:.1f} GB of {jnp.dtype(dtype).name} weights and has "
-        f"{memory / 1e9:.1f} GB; what would help: {advice}"
+        f"mesh {layout.spec}: each device would hold {needed / 1e9:.1f} GB of {jnp.dtype(dtype).name} weights, but "
+        f"has {memory / 1e9:.1f} GB; try {advice}"
     )

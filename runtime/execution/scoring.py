@@ -36,7 +36,7 @@ def check_length(runner: Runner, rows: Rows) -> None:
     """
     width, limit = rows.tokens.shape[1], runner.layout.config.max_positions
     if width > limit:
-        raise InputError(f"{width} positions; the model allows {limit}")
+        raise InputError(f"a row has {width} positions; the model allows {limit}")
 
 
 def gather_logits(runner: Runner, canvas: np.ndarray, lengths: np.ndarray, block_length: int = 0) -> np.ndarray:
@@ -127,7 +127,7 @@ def score_rows(
     longest = rows.tokens.shape[1]
     bucket = width or runner.bucket(longest)
     if longest > bucket:
-        raise InputError(f"{longest} positions; width={bucket} allows {bucket}")
+        raise InputError(f"the longest row has {longest} positions; width={bucket} allows {bucket}")
     size = batch or runner.batch_size(len(rows.lengths), bucket)
     forward, chunk = _scoring(runner, size, bucket)
     out = np.zeros(rows.original.shape, np.float32)

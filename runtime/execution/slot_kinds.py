@@ -90,6 +90,7 @@ class DiffusionSlots(Slots):
             self._steps,
             self._own_cache_dtype,
             log_probabilities=self._config.log_probabilities,
+            history=self._entries,
             drafts=self._config.draft_steps,
         )
 

@@ -21,7 +21,7 @@ from runtime.execution.offline import OfflineScheduler
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
 from runtime.execution.row_request import RowRequest
-from runtime.execution.rows import check_request, default_config, prepare_rows, with_model_blocks
+from runtime.execution.rows import check_kind, check_row, default_config, prepare_rows, with_model_blocks
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import logits_of_rows, score_batch
 from sharding.errors import InputError
@@ -176,10 +176,9 @@ class TokenEngine:
         for number, request in enumerate(requests):
             is_new = id(request.config) not in configs
             try:
-                room = self.config.max_positions - request.given
-                by_row = bool(request.suffix) or self.config.family.variable_length
-                if is_new or by_row or not 0 < request.config.max_new_tokens <= room:
-                    check_request(request.rows, self.config, request.config)
+                if is_new:
+                    check_kind(self.config, request.config)
+                check_row(request, self.config)
             except InputError as error:
                 raise InputError(f"request {number}: {error}", field=error.field) from error
             if is_new:

@@ -31,11 +31,13 @@ class ArrayDeclaration:
       dtype: dtype of the array; None if it is chosen when the array is created.
       feature: the feature that needs the array, such as ``log_probabilities``. In programs without it, the array is
         None. Empty if all programs need the array.
+      empty: value of entries to which nothing has been written.
     """
 
     axes: tuple[str, ...]
     dtype: Any = None
     feature: str = ""
+    empty: float = 0
 
     @property
     def is_row(self) -> bool:
@@ -43,9 +45,9 @@ class ArrayDeclaration:
         return self.axes[:1] == ("batch",)
 
 
-def array(*axes: str, dtype: Any = None, feature: str = "") -> Any:
+def array(*axes: str, dtype: Any = None, feature: str = "", empty: float = 0) -> Any:
     """Declare an array as a dataclass field; see :class:`ArrayDeclaration` for the arguments."""
-    metadata = {"array": ArrayDeclaration(axes, dtype, feature)}
+    metadata = {"array": ArrayDeclaration(axes, dtype, feature, empty)}
     return flax.struct.field(metadata=metadata, default=None) if feature else flax.struct.field(metadata=metadata)
 
 

@@ -128,7 +128,7 @@ class Family:
 
     @property
     def verified(self) -> str:
-        """What tests compare the family with, in words."""
+        """The reference that tests compare the family with, as text."""
         if self.golden_cases:
             return f"logits and {self.golden_cases} recorded generations: {self.reference}"
         return f"logits and greedy tokens: {self.reference}"

@@ -51,7 +51,9 @@ class AttentionMask:
         if self.kind == "causal":
             return keys <= queries
         if self.kind == "block_causal":
-            return keys // self.block_length <= queries // self.block_length
+            # Keys are compared as they are. If queries and keys were both divided, the compiler would divide the same
+            # positions once, sharded like the queries, and gather them over sequence in every layer.
+            return keys < (queries // self.block_length + 1) * self.block_length
         raise ValueError("a bidirectional mask hides no keys; check depends_on_position first")
 
     def visible_share(self, length: int) -> float:

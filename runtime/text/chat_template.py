@@ -78,9 +78,7 @@ class TemplateRenderer:
             "add_generation_prompt": answer,
             "seconds": self._seconds,
         }
-        with self._lock:
-            child = self._idle.pop() if self._idle else None
-        child = child or _Child()
+        child = self._take()
         try:
             child.wait_until_ready()
             said = child.ask(json.dumps(request, default=str).encode(), self._seconds + _KILL_SECONDS)
@@ -95,6 +93,16 @@ class TemplateRenderer:
         if "texts" not in said:
             raise InputError(_REFUSED, field="messages", detail=said.get("error"))
         return list(said["texts"])
+
+    def _take(self) -> _Child:
+        """Return an idle child, or start one. Children that were killed while they were idle are dropped."""
+        with self._lock:
+            while self._idle:
+                child = self._idle.pop()
+                if child.is_running:
+                    return child
+                child.end()
+        return _Child()
 
     def _give_back(self, child: _Child) -> None:
         with self._lock:
@@ -119,6 +127,11 @@ class _Child:
         except OSError as error:
             raise InputError(f"cannot start the process that renders chat templates ({error})") from error
         self._is_ready = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
 
     def wait_until_ready(self) -> None:
         """Wait until the child process has imported its libraries.

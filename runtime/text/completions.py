@@ -11,7 +11,7 @@ import numpy as np
 from runtime.execution.left_padding import unpadded_rows
 from runtime.execution.requests import StopTest
 from runtime.execution.result import DraftStats, GenerationResult
-from runtime.text.tokenizer import TextTokenizer
+from runtime.text.tokenizer import TextTokenizer, UndecodableError
 
 # New tokens are decoded together with this many tokens before them, because the text of a token may depend on these.
 _CONTEXT = 4
@@ -288,13 +288,18 @@ class TextStream:
 
 
 class StopSearch:
-    """A :data:`StopTest` that searches the new tokens of one row for stop strings while they are generated."""
+    """A :data:`StopTest` that searches the new tokens of one row for stop strings while they are generated.
+
+    If the tokenizer cannot decode the tokens, the search ends and the row continues: the error belongs to the caller
+    that builds the row's completion, not to the loop that runs all rows.
+    """
 
     def __init__(self, tokenizer: TextTokenizer, end_token_ids: Collection[int], stop: Sequence[str]) -> None:
         """Create a search in one row; see :func:`cut_completion` for the arguments."""
         self._tokenizer, self._ends = tokenizer, end_token_ids
         self._stream = TextStream(tokenizer, end_token_ids, stop)
         self._found: int | None = None
+        self._over = False
 
     def __call__(self, tokens: Sequence[int], whole: bool) -> int | None:
         """Return how many new tokens precede the first stop string, or None if none has been found yet.
@@ -303,10 +308,14 @@ class StopSearch:
           tokens: all new tokens that are final so far; every call extends the tokens of the previous one.
           whole: whether there will be no more tokens.
         """
-        if not self._stream.ended:
-            self._stream.push(tokens, whole)
-            if self._stream.stopped:
-                self._found = _tokens_within(self._tokenizer, _before_end(tokens, self._ends), self._stream.length)
+        if not self._over:
+            try:
+                self._stream.push(tokens, whole)
+                if self._stream.stopped:
+                    self._found = _tokens_within(self._tokenizer, _before_end(tokens, self._ends), self._stream.length)
+                self._over = self._stream.ended
+            except UndecodableError:
+                self._over = True
         return self._found
 
 

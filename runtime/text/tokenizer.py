@@ -30,6 +30,16 @@ FIM_END_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_nam
 _MAX_TIMEOUTS = 3
 
 
+class UndecodableError(InputError):
+    """The tokenizer fails on token ids, so they have no text."""
+
+    def __init__(self, detail: object) -> None:
+        super().__init__(
+            "the tokenizer cannot decode these tokens; the decoder in tokenizer.json must accept every token",
+            detail=detail,
+        )
+
+
 class TextTokenizer:
     """The tokenizer of a checkpoint."""
 
@@ -47,19 +57,21 @@ class TextTokenizer:
           The tokenizer, or None if the folder has neither.
 
         Raises:
-          CheckpointError: the files exist but cannot be read, or are links to files outside the folder.
+          CheckpointError: the files exist but cannot be read, are links to files outside the folder, or name files for
+            the tokenizer that are not in the folder.
         """
         has_json = (folder.path / "tokenizer.json").is_file()
         has_bpe = all((folder.path / file).is_file() for file in ("vocab.json", "merges.txt"))
         if not has_json and not has_bpe:
             return None
-        folder.side_files()  # raises if a file is too large, or is a link out of the folder
+        _check_versioned_files(folder)
         # Not AutoTokenizer: it could load a class whose code is in the folder.
         from transformers import PreTrainedTokenizerFast, Qwen2TokenizerFast
 
         loader = PreTrainedTokenizerFast if has_json else Qwen2TokenizerFast
+        files = {} if has_json else _bpe_files(folder)
         try:
-            return cls(loader.from_pretrained(str(folder.path), local_files_only=True), folder.name)
+            return cls(loader.from_pretrained(str(folder.path), local_files_only=True, **files), folder.name)
         except BaseException as error:  # the library raises many kinds of errors for a damaged file
             if not _is_library_error(error):
                 raise
@@ -72,21 +84,8 @@ class TextTokenizer:
           InputError: the tokenizer fails on this text.
         """
         # verbose=False suppresses a warning about the length, which is checked elsewhere against the model.
-        ids = self._guarded(lambda: self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        ids = _guarded(lambda: self._tokenizer.encode(text, add_special_tokens=False, verbose=False), _unreadable)
         return list(ids)
-
-    def _guarded(self, work: Callable[[], Result]) -> Result:
-        """Call ``work`` and return its result.
-
-        Raises:
-          InputError: the tokenizers library raises an error or panics.
-        """
-        try:
-            return work()
-        except BaseException as error:
-            if not _is_library_error(error):
-                raise
-            raise InputError("prompt: the tokenizer cannot process this text", field="prompt", detail=error) from error
 
     def encode_chat(self, text: str) -> list[int]:
         """Encode a user's message with the chat template, including the header of the assistant's answer.
@@ -181,7 +180,7 @@ class TextTokenizer:
                 library.no_padding()
             return [found.ids for found in library.encode_batch_fast(list(some), add_special_tokens=False)]
 
-        return _each(lambda some: self._guarded(lambda: encode(some)), texts)
+        return _each(lambda some: _guarded(lambda: encode(some), _unreadable), texts)
 
     def start_renderer(self) -> None:
         """Start the process that renders conversations, so that the first conversation need not wait for it."""
@@ -191,12 +190,13 @@ class TextTokenizer:
         """Decode token ids to text. Special tokens are left out by default.
 
         Raises:
-          InputError: the tokenizer fails on these ids.
+          UndecodableError: the tokenizer fails on these ids.
         """
-        return self._guarded(
+        return _guarded(
             lambda: self._tokenizer.decode(
                 list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
+            ),
+            UndecodableError,
         )
 
     @property
@@ -229,12 +229,62 @@ class TextTokenizer:
         return tuple(vocabulary[token] for token in tokens if token in vocabulary)
 
 
+def _check_versioned_files(folder: CheckpointFolder) -> None:
+    """Check the files beside the weights, and that ``tokenizer_config.json`` names no others for the tokenizer.
+
+    transformers reads one of its ``fast_tokenizer_files`` instead of ``tokenizer.json``, wherever that file is.
+
+    Raises:
+      CheckpointError: a file is too large, is a link out of the folder, or is not one of those that are checked.
+    """
+    names = folder.side_files()
+    listed = (folder.read_json("tokenizer_config.json") or {}).get("fast_tokenizer_files") or []
+    if not isinstance(listed, list):
+        listed = [listed]
+    for name in listed:
+        if name not in names:
+            raise CheckpointError(
+                f"{folder.path / 'tokenizer_config.json'}: fast_tokenizer_files has {name!r:.200}; expected names of "
+                f"files in this folder such as tokenizer.4.0.0.json"
+            )
+
+
+def _bpe_files(folder: CheckpointFolder) -> dict[str, str | None]:
+    """Return arguments by which transformers reads ``vocab.json`` and ``merges.txt`` for the tokenizer, and no others.
+
+    Otherwise, it prefers a ``tokenizer.model`` in the folder, and paths to anywhere that ``tokenizer_config.json`` has
+    under the other names.
+    """
+    path = folder.path
+    return {"vocab_file": str(path / "vocab.json"), "merges_file": str(path / "merges.txt")} | dict.fromkeys(
+        ("vocab", "merges", "gguf_file")
+    )
+
+
 def _is_library_error(error: BaseException) -> bool:
     """Return whether an error is an :class:`Exception` or a Rust panic, and not an interrupt or an exit.
 
     A Rust panic of a library is not an :class:`Exception`, and its class has no public name.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _unreadable(detail: object) -> InputError:
+    return InputError("prompt: the tokenizer cannot process this text", field="prompt", detail=detail)
+
+
+def _guarded(work: Callable[[], Result], failed: Callable[[object], InputError]) -> Result:
+    """Call ``work`` and return its result.
+
+    Raises:
+      InputError: the tokenizers library raises an error or panics; ``failed`` makes the error from that one.
+    """
+    try:
+        return work()
+    except BaseException as error:
+        if not _is_library_error(error):
+            raise
+        raise failed(error) from error
 
 
 def _each(work: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result | InputError]:

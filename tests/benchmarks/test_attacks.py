@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from absl import flags
 
+from benchmarks import faults
 from benchmarks.attack_hosts import attack_hosts, attack_local
 from benchmarks.attack_inputs import NUMBERS, attack_batch, attack_numbers
-from benchmarks.attacks import LONG, attack_checkpoints, attack_server, attack_templates
+from benchmarks.attacks import LONG, attack_checkpoints, attack_server, attack_templates, missed_goals
 from benchmarks.command_attacks import attack_outputs, attack_replacement, attack_side_files
 from benchmarks.fault_tables import fault_table
 from benchmarks.report import read_record
@@ -126,6 +129,39 @@ def test_the_long_forms_are_of_all() -> None:
     names = {"checkpoints", "templates", "hosts", "server", "batch", "numbers"}
     assert set(LONG) == names | {"side_files", "replacement", "outputs", "local"}
     assert list(LONG)[:2] == ["server", "batch"], "those that measure time come first"
+
+
+MEASURED = {"server": {"p99_ratio": 5.0}, "batch": {"first_result_seconds": 30.0}}
+MISSES = [
+    ("server", "p99_ratio", 5.01, "server: p99_ratio is 5.01; at most 5 is the goal"),
+    ("server", "p99_ratio", float("nan"), "server: p99_ratio is nan; at most 5 is the goal"),
+    ("batch", "first_result_seconds", 31.5, "batch: first_result_seconds is 31.5; at most 30 is the goal"),
+]
+
+
+@pytest.mark.parametrize(("attack", "figure", "value", "said"), MISSES)
+def test_missed_goals(attack: str, figure: str, value: float, said: str) -> None:
+    assert missed_goals(MEASURED) == []
+    assert missed_goals(MEASURED | {attack: {figure: value}}) == [said]
+
+
+def test_the_record_keeps_to_the_goals() -> None:
+    assert missed_goals(read_record(RESULTS / "attacks.json")["results"]) == []
+
+
+def test_the_command_fails_after_it_has_written_a_record_that_misses_a_goal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = flags.FlagValues()
+    faults.define_flags(values)
+    values(["faults", "--attacks", f"--output_dir={tmp_path}"])
+    found: dict[str, dict[str, float]] = dict(MEASURED)
+    monkeypatch.setattr(faults, "LONG", {name: lambda name=name: found[name] for name in MEASURED})
+    faults.main(values)
+    found["batch"] = {"first_result_seconds": 31.0}
+    with pytest.raises(SystemExit, match="first_result_seconds is 31"):
+        faults.main(values)
+    assert read_record(tmp_path / "attacks.json")["results"] == found
 
 
 def test_the_table_of_faults() -> None:

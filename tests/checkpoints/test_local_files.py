@@ -62,9 +62,9 @@ def test_a_json_object() -> None:
 @pytest.mark.parametrize(
     ("data", "error", "said"),
     [
-        (b'{"a": 1, "a": 1}', JsonObjectError, 'the same name twice: "a"'),
-        (b'{"x": [{"b": 1, "c": 2, "b": 3}]}', JsonObjectError, 'the same name twice: "b"'),
-        (b'{"a": 1, "b": 2, "c": 3, "d": 4}', JsonObjectError, "4 names; at most 3"),
+        (b'{"a": 1, "a": 1}', JsonObjectError, 'a duplicate key: "a"'),
+        (b'{"x": [{"b": 1, "c": 2, "b": 3}]}', JsonObjectError, 'a duplicate key: "b"'),
+        (b'{"a": 1, "b": 2, "c": 3, "d": 4}', JsonObjectError, "4 keys; at most 3"),
         (b"[]", JsonObjectError, "expected an object, found list"),
         (b"null", JsonObjectError, "expected an object"),
         (b"{", ValueError, "Expecting"),
@@ -86,5 +86,5 @@ def test_lines_of_json_are_read_like_one_object(tmp_path: Path) -> None:
     path.write_text('{"a": 1}\n{"a": "é"}\n', encoding="utf-8")
     assert read_json_lines(path) == [{"a": 1}, {"a": "é"}]
     path.write_text('{"a": 1}\n{"a": 1, "a": 2}\n')
-    with pytest.raises(ValueError, match="line 2: an object has the same name twice"):
+    with pytest.raises(ValueError, match="line 2: an object has a duplicate key"):
         read_json_lines(path)

@@ -56,7 +56,7 @@ def test_a_conversion_that_runs_is_left_alone(micro: Path, tmp_path: Path) -> No
     first.prepare(overwrite=True)
     first.begin("first")
     for attempt in (lambda: second.prepare(overwrite=True), lambda: second.begin("second")):
-        with pytest.raises(CheckpointError, match="another conversion to it"):
+        with pytest.raises(CheckpointError, match="another conversion is writing to it"):
             attempt()
     assert first.storage.read("diffumesh.converting") == b"first"
     first.close()
@@ -208,5 +208,5 @@ def test_a_whole_one_that_was_set_aside_is_brought_back(
             convert(open_folder(micro), layout_of(micro), output)
     assert not output.path.exists()
     said = FolderOutput(output.path).prepare(overwrite=True)
-    assert "the old checkpoint is back" in said[0]
+    assert "restored the old checkpoint" in said[0]
     assert contents(output.path) == contents(micro)

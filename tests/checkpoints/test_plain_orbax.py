@@ -185,7 +185,7 @@ def test_descriptions_too_large_to_be_read(name: str, plain: Path, tmp_path: Pat
     copy = Path(shutil.copytree(plain, tmp_path / "copy"))
     with (copy / name).open("ab") as file:
         file.truncate(MAX_SIDE_FILE_BYTES + 1)
-    with pytest.raises(CheckpointError, match=f"{MAX_SIDE_FILE_BYTES} bytes are too many for a {Path(name).name}"):
+    with pytest.raises(CheckpointError, match=f"{MAX_SIDE_FILE_BYTES} bytes, the limit for a {Path(name).name}"):
         contents(copy)
 
 

@@ -73,7 +73,7 @@ def test_as_one_process_to_the_bit(count: int, config: dict[str, Any], tmp_path:
     assert MANIFEST_FILE in small_files(alone)
     state = tmp_path / "together" / "weights" / "state"
     for index in range(count):
-        # Orbax adds a name of the group to the number of the process.
+        # Orbax adds the name of the group to the process index.
         written = [path for path in state.glob(f"ocdbt.process_{index}*/d/*") if path.stat().st_size]
         assert written, f"process {index} has written its share"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "source", "together"]

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from checkpoints import CheckpointError, open_folder
+from checkpoints.file_list import FILES_FILE, StoredFile, dump_files, parse_files
 from checkpoints.fingerprint import folder_fingerprint
 from checkpoints.folder import MAX_SIDE_FILE_BYTES
-from checkpoints.verification import write_manifest
+from checkpoints.manifest import MANIFEST_FILE
+from checkpoints.verification import verify, write_manifest
 from launch.folders.models import print_licence
 from runtime.text.tokenizer import TextTokenizer
 from tests.checkpoints.small import MICRO, layout_of, to_canonical, to_huggingface, write_source
@@ -110,3 +112,74 @@ def test_a_model_in_a_subfolder_of_a_snapshot(folder: Path) -> None:
     (model / "LICENSE").symlink_to("../../../../refs/main")
     with pytest.raises(CheckpointError, match="outside of the folder"):
         open_folder(model).side_files()
+
+
+def test_links_of_weights_in_a_snapshot_of_the_hubs_cache(folder: Path) -> None:
+    cache = folder.parent / "models--x--y"
+    snapshot, blobs = cache / "snapshots" / "0123abc", cache / "blobs"
+    for made in (snapshot, blobs):
+        made.mkdir(parents=True)
+    for path in folder.iterdir():
+        if path.is_file():
+            (blobs / path.name).write_bytes(path.read_bytes())
+            (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    write_manifest(open_folder(snapshot), layout_of(snapshot))
+    assert verify(open_folder(snapshot))
+
+
+@pytest.mark.parametrize("name", ["extra.bin", "model-00002-of-00002.safetensors", "LICENSE", "sub/notes.txt"])
+def test_manifests_of_what_is_no_file(folder: Path, name: str) -> None:
+    """Reading a pipe or a device for a digest would never end, and a link may reach a file of anyone."""
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    secret = folder.parent / "secret"
+    secret.write_text("of the machine")
+    said = []
+    for make in (
+        lambda: os.mkfifo(path),
+        lambda: path.symlink_to("/dev/zero"),
+        lambda: path.symlink_to(secret),
+        lambda: path.symlink_to("nowhere"),
+        lambda: path.symlink_to(folder.parent),
+    ):
+        make()
+        with pytest.raises(CheckpointError) as caught:
+            write_manifest(open_folder(folder), layout_of(folder))
+        said.append(str(caught.value))
+        path.unlink()
+    assert all(f"{path}: " in message for message in said)
+    pipe, device, link, dangling, _ = said
+    assert "not a regular file; expected a file" in pipe
+    assert "a link to /dev/zero, which is outside of the folder; expected a copy" in device
+    assert f"a link to {secret}, which is outside of the folder" in link
+    assert "cannot be read" in dangling
+    assert not (folder / MANIFEST_FILE).exists()
+    write_manifest(open_folder(folder), layout_of(folder))
+
+
+def test_files_that_became_links_or_pipes(folder: Path) -> None:
+    """The digest of a link's target is right, and an empty file has the size of a pipe."""
+    (folder / "notes.txt").write_text("for a reader")
+    write_manifest(open_folder(folder), layout_of(folder))
+    (folder / "notes.txt").rename(folder.parent / "notes.txt")
+    (folder / "notes.txt").symlink_to(folder.parent / "notes.txt")
+    with pytest.raises(CheckpointError, match=r"notes\.txt: a link to .*outside of the folder"):
+        verify(open_folder(folder))
+    (folder / "notes.txt").unlink()
+    (folder.parent / "notes.txt").rename(folder / "notes.txt")
+    canonical = to_canonical(folder, folder.parent / "output")
+    files = parse_files((canonical / FILES_FILE).read_text(), "")
+    os.mkfifo(canonical / "weights" / "pipe")
+    files["weights/pipe"] = StoredFile(0, "0" * 32)
+    (canonical / FILES_FILE).write_text(dump_files(files))
+    with pytest.raises(CheckpointError, match=r"weights/pipe: not a regular file"):
+        verify(open_folder(canonical))
+
+
+def test_a_pipe_in_place_of_the_list_of_files(folder: Path) -> None:
+    canonical = to_canonical(folder, folder.parent / "output")
+    (canonical / MANIFEST_FILE).unlink()
+    (canonical / FILES_FILE).unlink()
+    os.mkfifo(canonical / FILES_FILE)
+    with pytest.raises(CheckpointError, match=f"{FILES_FILE}: not a regular file"):
+        write_manifest(open_folder(canonical), layout_of(canonical))

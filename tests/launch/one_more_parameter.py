@@ -111,7 +111,7 @@ def main(folder: Path) -> dict[str, Any]:
         ],
         "table": [line for line in table().splitlines() if "`patience`" in line],
         "loop": read_in_the_loop(7, [0.75, None]),
-        "mode": describe(read_modes(["patience=7,parallel=threshold"], defaults)[1]),
+        "mode": describe(read_modes(["patience=7,parallel=threshold"], defaults))[1],
     }
     try:
         of_flags("--patience=5")

@@ -169,11 +169,13 @@ def test_an_autoregressive_checkpoint(
     assert samples[-1] == {"task_id": "e", "solution": found[3]["text"]}
     bad = write(tmp_path / "bad.jsonl", [{"id": "a", "prompt": "x", "steps": 3}])
     capsys.readouterr()
-    assert "steps: for diffusion models" in fails(capsys, bad, tmp_path / "other", *more)
+    assert "steps: not supported by this checkpoint, which is autoregressive" in fails(
+        capsys, bad, tmp_path / "other", *more
+    )
 
 
 BAD: list[tuple[dict[str, Any] | str, str]] = [
-    ("{", "not JSON"),
+    ("{", "not valid JSON"),
     ("[]", "expected an object"),
     ({"prompt": "x"}, "id: expected a string"),
     ({"id": "", "prompt": "x"}, "id: expected a string"),
@@ -195,7 +197,7 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
     ({"custom_id": "16", "prompt": "x"}, "body: expected an object"),
     ({"id": "good", "prompt": "x"}, "first used on line"),
     ('{"id": "17", "prompt": "x", "top_p": NaN}', "top_p is nan"),
-    ('{"id": "18", "prompt": "\\ud800"}', "not UTF-8"),
+    ('{"id": "18", "prompt": "\\ud800"}', "not valid UTF-8"),
 ]
 
 

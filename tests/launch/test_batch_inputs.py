@@ -79,7 +79,7 @@ def test_long_lines_and_prompts_are_bad_lines(
     found = read(tmp_path, raw, defaults)
     assert [one.id for one in found.lines] == ["a", "f"]
     assert [(bad.number, bad.id) for bad in found.bad] == [(2, None), (3, "c"), (5, "d"), (6, "e")]
-    assert f"more than {MAX_LINE_BYTES} bytes" in found.bad[0].message
+    assert f"longer than {MAX_LINE_BYTES} bytes" in found.bad[0].message
     assert all("the prompt is too long" in bad.message for bad in found.bad[1:])
     assert encoded == ["def f(x):\n"] * 2, "bounds come before the tokenizer"
     again = read(tmp_path, raw, defaults)
@@ -235,6 +235,9 @@ def test_results_have_digests_that_the_next_run_checks(tmp_path: Path) -> None:
         "no digest": json.dumps(records[0]).encode() + b"\n",
         "the digest of another": there.replace(json.loads(there.splitlines()[0])["digest"].encode(), b"0" * 16),
         "a field more": there.replace(b'"index"', b'"x": 1, "index"', 1),
+        "white space": there.replace(b", ", b",", 1),
+        "an escape": there.replace("é".encode(), b"\\u00e9"),
+        "another line ending": there.replace(b"\n", b"\r\n"),
         "half a character": there.replace("é".encode(), b"\\ud800"),
         **{
             f"{depth} levels": there.replace(b'"index"', b'"x": %s, "index"' % (b"[" * depth + b"]" * depth), 1)

@@ -79,7 +79,9 @@ def test_outputs_that_are_refused(source: Path, checkpoint: Path, capsys: pytest
     assert "--overwrite" in refused(convert.run, capsys, f"--source={source}", f"--output={checkpoint}", NO_CACHE)
     assert "--output is missing" in refused(convert.run, capsys, f"--source={source}", NO_CACHE)
     assert "--overwrite" in refused(export.run, capsys, f"--checkpoint={checkpoint}", f"--output={source}")
-    assert "to a disk" in refused(export.run, capsys, f"--checkpoint={checkpoint}", "--output=gs://bucket/folder")
+    assert "to a local folder" in refused(
+        export.run, capsys, f"--checkpoint={checkpoint}", "--output=gs://bucket/folder"
+    )
     assert "not a valid output folder" in refused(convert.run, capsys, f"--source={source}", "--output=.", NO_CACHE)
     for where in (source / "config.json", source / ("x" * 250)):
         assert str(where) in refused(

@@ -93,6 +93,15 @@ def test_the_machines_are_those_of_the_planner() -> None:
     )
 
 
+def test_the_families_are_those_of_the_planner() -> None:
+    stored = (ROOT / "launch" / "docs" / "hardware.md").read_text("utf-8")
+    assert f"<!-- families -->\n{hardware_table.families()}<!-- end of families -->" in stored, (
+        "python -m launch.docs.hardware_table launch/docs/hardware.md"
+    )
+    for model, _ in hardware_table.FAMILIES:
+        assert f"| `{model}` |" in stored
+
+
 @pytest.mark.parametrize("page", folder_tables.TABLES)
 def test_the_tables_of_the_folders(page: str) -> None:
     stored = (ROOT / page).read_text("utf-8")

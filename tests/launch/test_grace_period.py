@@ -54,7 +54,7 @@ def ended(code: str) -> str:
 @pytest.mark.parametrize("work", ["time.sleep(600)", "threading.Lock().acquire() and threading.Event().wait()"])
 def test_what_hangs_is_ended(work: str) -> None:
     err = ended(HANGS.format(seconds=0.5, work=work))
-    assert "not ended within 0 s after SIGTERM; a restart may help" in err
+    assert "did not end within 0 s after SIGTERM; a restart may help" in err
     assert "Thread" in err, "the stacks"
 
 
@@ -70,4 +70,4 @@ def test_weights_that_never_load(command: str, more: list[str], tmp_path: Path) 
     (tmp_path / "in.jsonl").write_text('{"id": "1", "prompt": "x"}\n')
     common = ["--devices=1", "--max_new_tokens=4", f"--compile_cache={tmp_path / 'compiled'}"]
     arguments = [command, *(one.format(folder=tmp_path) for one in more), *common]
-    assert "not ended within 0 s after SIGTERM" in ended(LOADS.format(command=command, arguments=arguments))
+    assert "did not end within 0 s after SIGTERM" in ended(LOADS.format(command=command, arguments=arguments))

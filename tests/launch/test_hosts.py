@@ -291,6 +291,18 @@ class TestLocal:
             process.terminate()
             assert process.wait(30) == 5
 
+    def test_a_signal_while_processes_start_is_handed_on(self) -> None:
+        code = (
+            "import os, signal, sys\nfrom launch import local\nstart = local.Processes\n"
+            "def started(*arguments):\n"
+            "    found = start(*arguments)\n    os.kill(os.getpid(), signal.SIGTERM)\n    return found\n"
+            "local.Processes = started\n"
+            "local.run(['local', '--num_processes=2', '--', sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert "exit codes: 143, 143" in done.stderr
+        assert done.returncode == 143
+
     def test_a_reader_that_goes_away(self, tmp_path: Path) -> None:
         """When the reader closes the pipe (as with `| head -1`), the process must fail, not hang on a full pipe."""
         code = "import os\nif os.environ['JAX_PROCESS_ID'] == '0':\n    while True: print('line' * 100)"

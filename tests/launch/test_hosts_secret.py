@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import resource
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from sharding.errors import InputError
 from tests.launch.test_hub import SECRET as OWN
 from tests.launch.test_hub import Peer, run_hosts
 
+ROOT = Path(__file__).parents[2]
 STRANGERS = (b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "hello"}\n', b"\xff\n", b"[" * 4000 + b"\n", b"{}\n", b"\n")
 
 
@@ -131,13 +133,88 @@ def test_strangers_cost_little() -> None:
             writer.close()
         assert sent < 20 * 64, "it is cut off"
         idle = [await asyncio.open_connection("127.0.0.1", port_of(peers)) for _ in range(60)]
-        closed = [reader for reader, _ in idle if await reader.readline() == b""]
-        assert closed, "only so many are listened to at a time"
+        for reader, _ in idle:
+            assert decode(await reader.readline())["kind"] == "challenge"
+        # Only so many are listened to at a time, and the oldest are closed before the time for an answer is over.
+        assert await asyncio.wait_for(asyncio.gather(*(reader.read() for reader, _ in idle[:20])), 5) == [b""] * 20
         for _, writer in idle:
             writer.close()
 
     assert run_with_strangers(scene)[0] is None
     assert resident() - before < 100 << 20
+
+
+async def start_host(place: Place) -> asyncio.subprocess.Process:
+    """Start the supervisor of a host whose worker ends at once."""
+    program = (
+        "from launch.hosts.faults import Timeouts\n"
+        "from launch.hosts.place import Place\n"
+        "from launch.hosts.supervisor import supervise\n"
+        f"supervise({place!r}, Timeouts(30, 30, 30, 30))\n"
+    )
+    own = environment(place.host, place.hosts, 1, 1, OWN.decode())
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, env=own | {"PYTHONPATH": str(ROOT)}, stderr=asyncio.subprocess.PIPE
+    )
+
+
+async def ended(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
+    """Wait for a host's end. Return its exit code and its messages."""
+    _, said = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode, said.decode()
+
+
+def test_hosts_join_beside_idle_strangers() -> None:
+    """Strangers that keep many connections open, and open new ones for those that are closed, lock out nobody."""
+
+    async def play() -> None:
+        port = free_port()
+        places = [Place(host, 2, f"127.0.0.1:{free_port()}", port, "127.0.0.1") for host in range(2)]
+        challenged = asyncio.Semaphore(0)
+
+        async def stay() -> None:
+            while True:
+                with contextlib.suppress(OSError):
+                    reader, _ = await asyncio.open_connection("127.0.0.1", port)
+                    if await reader.readline():
+                        challenged.release()
+                    await reader.read()
+                await asyncio.sleep(0.1)
+
+        first = await start_host(places[0])
+        strangers = [asyncio.ensure_future(stay()) for _ in range(60)]
+        for _ in range(30):
+            await asyncio.wait_for(challenged.acquire(), 20)
+        second = await start_host(places[1])
+        outcomes = await asyncio.gather(ended(first), ended(second))
+        for stranger in strangers:
+            stranger.cancel()
+        assert [code for code, _ in outcomes] == [0, 0], outcomes
+
+    asyncio.run(play())
+
+
+def test_a_host_whose_connection_is_closed_connects_again() -> None:
+    """Before the challenge, and after the host has answered it."""
+    before: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if before:
+            writer.write(encode("challenge", nonce=nonce()))
+            hello = decode(await reader.readline())
+            if len(before) > 1:
+                writer.write(encode("welcome", proof=proof(OWN, "hub", hello["nonce"])) + encode("bye"))
+                await reader.read()
+        before.append("closed")
+        writer.close()
+
+    async def play() -> tuple[int | None, str]:
+        port = free_port()
+        async with await asyncio.start_server(answer, "127.0.0.1", port):
+            return await ended(await start_host(Place(1, 2, "127.0.0.1:1", port, "127.0.0.1")))
+
+    assert asyncio.run(play()) == (0, "")
+    assert len(before) == 3
 
 
 def test_a_host_asks_one_question_at_a_time() -> None:
@@ -148,7 +225,7 @@ def test_a_host_asks_one_question_at_a_time() -> None:
     fault, _, _ = run_hosts(scene)
     assert fault is not None
     assert (fault.kind, fault.host) == ("exception", 1)
-    assert "too many exchanges at once" in fault.text
+    assert "too many open exchanges" in fault.text
 
 
 def test_terminals_see_no_control_characters_of_others() -> None:

@@ -22,7 +22,7 @@ from sharding.errors import InputError
 
 DOCUMENTS = [
     {"context": "def add(a, b):\n", "good": "    return a + b", "bad": "    import b b b"},
-    {"context": "import os\nimport ", "good": "sys", "bad": "return"},
+    {"context": "def is_even(number):\n    return number % 2 ", "good": "== 0", "bad": "+ zebra"},
 ]
 UNTIL = {"until": ["\n\n"], "max_gen_toks": 6, "do_sample": True, "temperature": 1.0}
 # Tasks in the harness's format; JSON is valid YAML.
@@ -78,9 +78,9 @@ def test_wrong_model_args_of_the_command(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["diffusion", "autoregressive"])
-def test_tasks_from_end_to_end(kind: str, gpt2: Path, tmp_path: Path) -> None:
-    """The harness's command records the answers of the model for tasks from a folder."""
+@pytest.mark.parametrize(("kind", "processes"), [("diffusion", 1), ("autoregressive", 1), ("diffusion", 2)])
+def test_tasks_from_end_to_end(kind: str, processes: int, gpt2: Path, tmp_path: Path) -> None:
+    """The harness's command records the answers of the model for tasks from a folder, and one process writes them."""
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
     for name, task in TASKS.items():
@@ -90,9 +90,12 @@ def test_tasks_from_end_to_end(kind: str, gpt2: Path, tmp_path: Path) -> None:
     own = f"checkpoint={checkpoint},mesh=tensor=1;data=-1,slots=2,mc_samples=8"
     command = [sys.executable, "-m", "launch.lm_eval_adapter", "run", "--model=diffumesh", f"--model_args={own}"]
     more = [f"--tasks={','.join(TASKS)}", f"--include_path={tmp_path}", f"--output_path={tmp_path}", "--log_samples"]
+    if processes > 1:
+        local = ["launch.local", f"--num_processes={processes}", "--devices_per_process=1", "--"]
+        command = [sys.executable, "-m", *local, *command]
     home = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     done = subprocess.run(
-        [*command, *more], env=os.environ | home, capture_output=True, text=True, timeout=300, check=False
+        [*command, *more], env=os.environ | home, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     (summary,) = tmp_path.rglob("results_*.json")

@@ -72,6 +72,16 @@ def test_json_has_every_family_preset_and_way_of_decoding(capsys: pytest.Capture
         }
 
 
+def test_dreamon_is_told_from_dream_by_its_key(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = [one for one in listed(capsys) if one["name"] == "dreamon"]
+    assert (found["model_type"], found["config_key"], found["presets"]) == ("Dream", "expand_token_id", ["dreamon-7b"])
+    assert found["decoding"]["cache"] == ["none"]  # type: ignore[index]
+    models.run(["models"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Dream, with expand_token_id" in text
+    assert "dreamon-7b" in text
+
+
 def test_the_table_has_every_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert "models" in LAUNCHERS
     models.run(["models"])

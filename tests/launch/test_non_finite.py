@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from launch import generate
 from runtime import DiffusionConfig, Engine, NonFiniteError
 from tests.launch.mistakes import refusal
 from tests.launch.served import served
-from tests.launch.small_batches import launch, results, write
+from tests.launch.small_batches import arguments, launch, results, write
 from tests.launch.tiny import write_tiny_checkpoint
 
 # Prompts with this token have NaN logits.
@@ -71,7 +74,7 @@ def test_a_batch_has_an_error_record(
     ]
     for _ in range(2):  # the second run finds the results, and meets the same errors again
         said = refusal(capsys, lambda: launch(source, output, compiled, "--mesh=data=1", f"--checkpoint={folder}"))
-        assert "3 of 6 results do not exist" in said
+        assert "3 of 6 results could not be computed" in said
         errors = [json.loads(line) for line in (output / "errors.jsonl").read_text().splitlines()]
         assert {one["error"].pop("code") for one in errors} == {"non_finite_logits"}
         assert all("NaN or infinite" in one.pop("error")["message"] for one in errors)
@@ -100,3 +103,44 @@ def test_the_server_answers_500(engine: Engine) -> None:
             assert there.post("/v1/completions", {"prompt": GOOD} | common).json()["choices"] == good
         assert there.get("/health").status_code == 200
         assert there.metric("request_given_up_total") == 8
+
+
+def on_two_hosts(*command: str) -> str:
+    """Run a command that must end with exit code 2 on both of two processes. Return its standard error."""
+    hosts = [sys.executable, "-m", "launch.local", "--num_processes=2", "--devices_per_process=1", "--"]
+    done = subprocess.run(
+        [*hosts, sys.executable, "-m", *command], capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    return done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tensor=2", "sequence=2"])
+def test_one_hosts_shard_is_not_finite(mesh: str, tmp_path: Path) -> None:
+    """Only the last row of the head is NaN, which is in the second host's shard if the mesh is over ``tensor``."""
+    path = write_tiny_checkpoint(tmp_path)
+    tensors = {name: data.copy() for name, data in load_file(path / "model.safetensors").items()}
+    tensors["lm_head.weight"][-1] = np.nan
+    save_file(tensors, path / "model.safetensors")
+    own = [f"--checkpoint={path}", "--max_new_tokens=4", "--compile_cache=", "--prompt=x"]
+    said = on_two_hosts("launch.generate", *own, f"--mesh={mesh}")
+    assert "NaN or infinite in row 0" in said
+
+
+@pytest.mark.slow
+def test_one_hosts_row_is_not_finite(folder: Path, engine: Engine, tmp_path: Path, compiled: str) -> None:
+    """Of two rows on two hosts, only the second host's row has NaN logits."""
+    own = [f"--checkpoint={folder}", "--mesh=data=2"]
+    prompts = [f"--prompt={engine.tokenizer.decode(tokens)}" for tokens in (GOOD, BAD)]
+    said = on_two_hosts("launch.generate", *own, "--max_new_tokens=4", "--compile_cache=", *prompts)
+    assert "NaN or infinite in row 1" in said
+    lines: Sequence[dict[str, Any]] = [{"id": "good", "prompt": GOOD}, {"id": "bad", "prompt": BAD}]
+    source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out"
+    said = on_two_hosts("launch.batch", *arguments(source, output, compiled, *own))
+    assert "1 of 2 results could not be computed" in said
+    assert [one["id"] for one in results(output)] == ["good"]
+    (error,) = map(json.loads, (output / "errors.jsonl").read_text().splitlines())
+    assert (error["id"], error["error"]["code"]) == ("bad", "non_finite_logits")

@@ -179,7 +179,7 @@ def test_without_the_compiler_the_analytical_part_works_alone(
         (["--topology=v5e:2x4", "--dump_hlo=programs"], "give --compile=1"),
         (
             ["--model=qwen2.5-7b", "--topology=v5e:2x4", "--cache=dual", "--steps=8"],
-            "--steps, --cache: only for masked diffusion",
+            "--steps, --cache: qwen2.5-7b is autoregressive, and planned with a KV cache",
         ),
         (["--topology=v5e:2x4", "--steps=0"], "steps is 0; expected an integer from 1 to 65536"),
         (["--topology=v5e:2x4", "--block_length=0"], "block_length is 0; expected an integer from 1"),
@@ -371,11 +371,11 @@ def test_a_plot_needs_matplotlib_before_anything_is_compiled(
     [
         ("dump_hlo", "file", "that is a file; name a folder"),
         ("dump_hlo", "no/folder", "there is no such folder"),
-        ("dump_hlo", "locked/folder", "this user may not write there"),
+        ("dump_hlo", "locked/folder", "this user cannot write there"),
         ("plot", "no/plan.png", "there is no such folder"),
         ("plot", "folder.png", "that is a folder; name a file"),
-        ("plot", "locked/plan.png", "this user may not write there"),
-        ("plot", "locked.png", "this user may not write there"),
+        ("plot", "locked/plan.png", "this user cannot write there"),
+        ("plot", "locked.png", "this user cannot write there"),
     ],
 )
 def test_what_cannot_be_written_is_said_before_anything_is_compiled(

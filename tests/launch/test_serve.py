@@ -439,4 +439,4 @@ def test_an_autoregressive_model(tmp_path: Path) -> None:
         assert asyncio.run(all_at_once()) == alone
         expected = engine.generate([PROMPT], base.replace(max_new_tokens=16, seed=1, temperature=1 / 3))[0]
         assert expected.text == alone[1]
-        assert "for diffusion models" in found.post("/v1/completions", {"prompt": "x", "steps": 3}).text
+        assert "which is autoregressive" in found.post("/v1/completions", {"prompt": "x", "steps": 3}).text

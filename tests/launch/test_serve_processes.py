@@ -249,8 +249,8 @@ def test_a_signal_while_it_is_compiling(tmp_path: Path) -> None:
         (["--mode=cache=dual,refresh_interval=0"], "--mode=cache=dual,refresh_interval=0: refresh_interval is 0"),
         (["--max_rows=100"], "must not exceed --max_queue=64"),
         (["--temperature=-1"], "temperature is -1"),
-        (["--seed=7"], "--seed: requests set their own"),
-        (["--log_probabilities"], "--log_probabilities: requests set their own"),
+        (["--seed=7"], "--seed is not available in serve"),
+        (["--log_probabilities"], "--log_probabilities is not available in serve"),
         (["--max_steps=32"], "--max_steps is 32; by default a block of 512 positions has 64 steps"),
         (["--parallel=threshold", "--max_steps=64"], "--max_steps is 64; by default a block of 512 positions has 512"),
         (
@@ -286,7 +286,7 @@ def test_as_many_open_files_as_connections_want(monkeypatch: pytest.MonkeyPatch)
         assert found == raised, limits
         found.clear()
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 1024))
-    with pytest.raises(InputError, match=r"takes 1128 open files, and ulimit -n allows 1024.*--max_connections=896"):
+    with pytest.raises(InputError, match=r"needs 1128 open files, but ulimit -n allows 1024.*--max_connections=896"):
         allow_files(1000)
 
 

@@ -381,7 +381,8 @@ def test_ten_times_too_much(folder: Path, tmp_path: Path) -> None:
         else:
             pytest.fail("the capacity of this machine changes too much to overload a server tenfold")
     assert found["refusal at most"] <= 0.1
-    assert found["recovered"] <= 5
+    # A new request is answered once the queue is empty, which takes no longer than at half the rate under load.
+    assert found["recovered"] <= 2 * 8.0 * (QUEUE + 1) / (found["answered"] - QUEUE)
     assert found["watch p99"] <= 0.2
 
 

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
-from runtime import DiffusionConfig, Engine
-from runtime.planner.hlo import Instruction, read_module
+from runtime import DiffusionConfig, Engine, SamplingConfig
+from runtime.planner.hlo import Instruction, read_collective, read_module
 from tests import golden_cases
 from tests.runtime.decoding import block_rows
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+
+# Partitions of the first replica group; None stands for any.
+Group = tuple[int, ...] | None
 
 
 def nested(instruction: Instruction) -> Sequence[str]:
@@ -26,27 +30,37 @@ def nested(instruction: Instruction) -> Sequence[str]:
 
 
 def concurrent(text: str) -> Iterator[tuple[str, str]]:
-    """Yield pairs of instructions with collectives, one of them nested, that no data dependency orders."""
+    """Yield pairs of instructions with collectives, one of them nested, that no data dependency orders.
+
+    Collectives of different groups of devices use different connections and cannot be paired with each other. The
+    devices of a permutation may be any.
+    """
     computations = read_module(text).computations
 
     @functools.cache
-    def inside(computation: str) -> bool:
-        return any(map(communicates, computations.get(computation, ())))
+    def inside(computation: str) -> frozenset[Group]:
+        return frozenset().union(*map(groups, computations.get(computation, ())))
 
-    def communicates(one: Instruction) -> bool:
-        return one.operation.startswith(COLLECTIVES) or any(map(inside, nested(one)))
+    def groups(one: Instruction) -> frozenset[Group]:
+        if one.operation.startswith("collective-permute"):
+            return frozenset([None])
+        if one.operation.startswith(COLLECTIVES):
+            return frozenset([read_collective(one).group or None])
+        return frozenset().union(*map(inside, nested(one)))
 
     for instructions in computations.values():
         needs: dict[str, frozenset[str]] = {}
         found: list[Instruction] = []
         for one in instructions:
             needs[one.name] = frozenset(one.operands).union(*(needs.get(name, ()) for name in one.operands))
-            if communicates(one):
-                for other in found:
-                    flat = all(each.operation.startswith(COLLECTIVES) for each in (one, other))
-                    if not flat and other.name not in needs[one.name]:
-                        yield other.name, one.name
-                found.append(one)
+            if not groups(one):
+                continue
+            for other in found:
+                flat = all(each.operation.startswith(COLLECTIVES) for each in (one, other))
+                together = groups(one) & groups(other) or None in groups(one) | groups(other)
+                if together and not flat and other.name not in needs[one.name]:
+                    yield other.name, one.name
+            found.append(one)
 
 
 def test_pairs_without_a_dependency_are_found() -> None:
@@ -54,7 +68,7 @@ def test_pairs_without_a_dependency_are_found() -> None:
 
 %body (carry: f32[4]) -> f32[4] {
   %carry = f32[4]{0} parameter(0)
-  ROOT %sum.1 = f32[4]{0} all-reduce(%carry), to_apply=%add
+  ROOT %sum.1 = f32[4]{0} all-reduce(%carry), replica_groups={{0,1},{2,3}}, to_apply=%add
 }
 
 %condition (carry: f32[4]) -> pred[] {
@@ -65,9 +79,11 @@ def test_pairs_without_a_dependency_are_found() -> None:
 ENTRY %main (given: f32[4]) -> f32[4] {
   %given = f32[4]{0} parameter(0)
   %loop = f32[4]{0} while(%given), condition=%condition, body=%body
-  %beside = f32[4]{0} all-reduce(%given), to_apply=%add
-  %after = f32[4]{0} all-reduce(%loop), to_apply=%add
-  ROOT %both = f32[4]{0} add(%beside, %after)
+  %beside = f32[4]{0} all-reduce(%given), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %across = f32[4]{0} all-reduce(%given), replica_groups={{0,2},{1,3}}, to_apply=%add
+  %after = f32[4]{0} all-reduce(%loop), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %both = f32[4]{0} add(%beside, %after)
+  ROOT %all = f32[4]{0} add(%both, %across)
 }
 """
     assert list(concurrent(text)) == [("loop", "beside")]
@@ -124,3 +140,16 @@ def test_no_collectives_of_passes_with_drafts_are_concurrent(name: str, mesh: st
     config = config.replace(draft_steps=3, draft_axis=axis, log_probabilities=True)
     engine.generate_tokens(*block_rows.ragged_rows(), config)
     assert_ordered(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tensor=2", "data=2,sequence=2,tensor=2"])
+def test_no_collectives_beside_the_search_for_a_threshold(mesh: str) -> None:
+    """Log-probabilities and ``low_confidence`` reduce logits that do not need the search's result."""
+    sampled: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0.7, "top_p": 0.9, "log_probabilities": True}
+    autoregressive = golden_cases.engine(mesh, golden_cases.FOLDER.parent / "qwen3_tiny")
+    autoregressive.generate_tokens([[5, 6, 7]] * 2, None, SamplingConfig(**sampled))
+    llada = golden_cases.engine(mesh, golden_cases.FOLDER.parent / "llada_tiny")
+    llada.generate_tokens([[5, 6, 7]] * 2, None, llada.published(**sampled, algorithm="low_confidence", steps=4))
+    for engine in (autoregressive, llada):
+        assert_ordered(engine)

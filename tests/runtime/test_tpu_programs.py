@@ -19,6 +19,7 @@ from runtime.models.declarations import ModelLayout, shard_shape
 from runtime.models.families import model_layout, parse_config
 from runtime.models.forward import Forward
 from runtime.planner.hlo import read_collectives
+from runtime.planner.presets import preset
 from sharding.aot import aot_devices
 from sharding.heads import HeadLayout
 from sharding.mesh import MeshSpec, build_mesh
@@ -75,10 +76,12 @@ class Program:
 
 
 @functools.cache
-def compiled(topology: str, mesh: str, attention: str) -> Program:
-    layout = model_layout(DIFFUCODER, MeshSpec.parse(mesh), aot_devices(parse_topology(topology)))
+def compiled(topology: str, mesh: str, attention: str, model: str = "diffucoder-7b") -> Program:
+    config = DIFFUCODER if model == "diffucoder-7b" else preset(model)
+    layout = model_layout(config, MeshSpec.parse(mesh), aot_devices(parse_topology(topology)))
     chunk = head_chunk(B, S, layout, "tpu")
-    program = denoise_program(DiffusionConfig.published(STEPS), DIFFUCODER, "bfloat16", chunk=chunk, width=S, span=S)
+    decoding = DiffusionConfig.published_for(config.family, "", max_new_tokens=STEPS)
+    program = denoise_program(decoding, config, "bfloat16", chunk=chunk, width=S, span=S)
     assert program.sampling.filtered  # top_p is in
     lowered = lower_denoise(
         Forward(layout, attention),
@@ -95,6 +98,11 @@ TENSOR = [
 ]
 SEQUENCE = [("v4:2x2x1", "sequence=4", "xla")]
 MIXED = [pytest.param(("v5e:2x4", "sequence=2,tensor=4", "splash"), marks=pytest.mark.slow)]
+# Canvases that grow and shrink: positions move by gathers within a row.
+GROWING = [
+    pytest.param(("v5e:2x4", mesh, "splash", "dreamon-7b"), marks=pytest.mark.slow)
+    for mesh in ("tensor=8", "sequence=2,tensor=4")
+]
 
 
 def test_parameter_count() -> None:
@@ -152,8 +160,8 @@ def test_sequence_meshes_gather_keys_and_values_alone(case: tuple[str, str, str]
     assert all(f"bf16[{B},{S},4,128]" in shape and "/qkv/" in scope for _, shape, scope in in_layer)
 
 
-@pytest.mark.parametrize("case", TENSOR + SEQUENCE + MIXED, ids="/".join)
-def test_no_all_to_all_no_vocabulary_sort_no_full_logits(case: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize("case", TENSOR + SEQUENCE + MIXED + GROWING, ids="/".join)
+def test_no_all_to_all_no_vocabulary_sort_no_full_logits(case: tuple[str, ...]) -> None:
     program = compiled(*case)
     kinds = {kind for kind, _, _ in program.operations(COLLECTIVES)}
     assert "all-to-all" not in kinds
@@ -172,8 +180,8 @@ def test_no_all_to_all_no_vocabulary_sort_no_full_logits(case: tuple[str, str, s
         assert max(sizes) <= S, f"{kind} over more than the canvas: {shape}"
 
 
-@pytest.mark.parametrize("case", TENSOR + SEQUENCE + MIXED, ids="/".join)
-def test_full_logits_never_exist(case: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize("case", TENSOR + SEQUENCE + MIXED + GROWING, ids="/".join)
+def test_full_logits_never_exist(case: tuple[str, ...]) -> None:
     program = compiled(*case)
     largest = max(math.prod(shape) for dtype, shape in program.arrays() if dtype == "f32")
     assert largest < B * S * program.layout.padded_vocab // program.layout.spec.tensor // program.layout.spec.sequence

@@ -61,7 +61,7 @@ def test_the_first_mistake_ends_the_validation(kind: type[Body], body: dict[str,
 
 @pytest.mark.parametrize("body", [NAMES, {"messages": [USER | NAMES]}, {"metadata": NAMES}, {"logit_bias": NAMES}])
 def test_objects_of_many_names_are_refused(there: Served, body: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="names; at most 256"):
+    with pytest.raises(ValueError, match="keys; at most 256"):
         parse_object(json.dumps(body).encode(), MAX_NAMES)
     few = dict(list(NAMES.items())[: MAX_NAMES + 1])
     answer = there.post("/v1/completions", GOOD | few)

@@ -136,9 +136,10 @@ def test_requirements_name_parameters_and_their_values() -> None:
         for one in declared.values():
             conditions = [*one.requires, *([one.compiled] if isinstance(one.compiled, Requirement) else [])]
             for requirement in conditions:
-                kind = declared[requirement.field].kind
-                assert isinstance(kind, Choice)
-                assert set(requirement.values) < set(kind.choices)
+                other = declared[requirement.field]
+                assert [other.read(value) for value in requirement.values] == list(requirement.values)
+                if isinstance(other.kind, Choice):
+                    assert set(requirement.values) < set(other.kind.choices)
     assert [one.name for one in dependents(DiffusionConfig, "cache")] == [
         "sub_block_cache",
         "refresh_interval",

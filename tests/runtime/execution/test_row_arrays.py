@@ -13,6 +13,7 @@ from runtime.decoding.autoregressive import DecodeRequest
 from runtime.execution.programs import abstract_decode, abstract_denoise
 from runtime.execution.row_arrays import autoregressive_row, diffusion_row
 from runtime.execution.row_request import RowRequest
+from runtime.execution.rows import with_model_blocks
 from runtime.models.arrays import one_row, only_row_fields, resized_row
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import parse_config, weights_class
@@ -38,6 +39,7 @@ def layout(folder: str) -> ModelLayout:
 def test_diffusion_rows_are_as_declared(occupied: bool, kept: bool, folder: str, drafts: int) -> None:
     own = layout(folder)
     config = DiffusionConfig(max_new_tokens=8, steps=5, temperature=0.3, log_probabilities=kept, draft_steps=drafts)
+    config = with_model_blocks(config, own.config)
     request = RowRequest([1, 2, 3], config, seed=(1 << 63) - 1) if occupied else None
     row = diffusion_row(request, config, own.config, WIDTH, STEPS)
     assert shapes(row) == shapes(abstract_denoise(own, 1, WIDTH, STEPS, log_probabilities=kept, drafts=drafts))

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from checkpoints import DEMO, open_folder
+from checkpoints import open_folder
 from launch.flags.decoding import decoding_config
-from runtime import DiffusionConfig, Engine, InputError, RowRequest
+from runtime import DiffusionConfig, Engine, InputError, RowRequest, encode_prompts
 from runtime.execution.left_padding import left_padded
 from runtime.execution.rows import check_kind
 from runtime.models.config import ConfigError
@@ -31,6 +31,7 @@ from sharding.topology import parse_topology
 from tests.checkpoints.small import to_canonical, to_huggingface
 from tests.golden_cases import Golden
 from tests.golden_cases import engine as golden_engine
+from tests.launch.family_folders import write_family
 from tests.launch.served import served
 from tests.launch.test_parameters import flag_values
 from tests.runtime.decoding.growing_rows import generate as generate_row
@@ -392,26 +393,9 @@ def test_convert_and_export(tmp_path: Path) -> None:
     assert rounded.stats.masks_left == 0
 
 
-def write_with_tokenizer(folder: Path) -> Path:
-    """Write a model with the demo's tokenizer, and a token for expansions."""
-    demo = json.loads((DEMO / "config.json").read_text())
-    raw = json.loads((GOLDEN.folder / "config.json").read_text())
-    raw |= {name: demo[name] for name in ("vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")}
-    raw["expand_token_id"] = demo["vocab_size"]
-    (folder / "config.json").write_text(json.dumps(raw | {"vocab_size": demo["vocab_size"] + 1}))
-    shutil.copy(DEMO / "tokenizer_config.json", folder)
-    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append(
-        tokenizer["added_tokens"][0] | {"id": raw["expand_token_id"], "content": "<|expand|>"}
-    )
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return folder
-
-
 def test_infilling_of_text(tmp_path: Path) -> None:
     """Only the middle is returned, from the engine, its stream and the server."""
-    folder = open_folder(write_with_tokenizer(tmp_path), weights=False)
-    own = Engine.random(parse_config(folder.config), "data=1", folder=folder)
+    own = Engine.load(write_family(tmp_path, "dreamon"), "data=1")
     published = own.published(max_new_tokens=12)
     assert isinstance(published, DiffusionConfig)
     assert (published.algorithm, published.temperature, published.top_p) == ("entropy", 0.2, 0.9)
@@ -427,6 +411,15 @@ def test_infilling_of_text(tmp_path: Path) -> None:
         assert alone.text == one.text
     pieces = list(own.stream(texts, config, suffixes=suffixes))
     assert ["".join(parts) for parts in zip(*pieces, strict=True)] == [one.text for one in found]
+    # The tokens around infilled text in DreamOn's training are written out. They stay, and end nothing.
+    end = own.tokenizer.decode([own.config.delete_token_id], skip_special_tokens=False)
+    ids, _, after = encode_prompts(own.tokenizer, f"{end}{texts[0]}", own.config, suffixes=f"{suffixes[0]}{end}")
+    assert (ids[0, 0], after[0][-1]) == (own.config.delete_token_id,) * 2
+    [framed] = own.generate(f"{end}{texts[0]}", config, suffixes=f"{suffixes[0]}{end}")
+    expected = generate_row(own, [*ids[0].tolist(), *[own.config.mask_token_id] * 4, *after[0]], config)
+    middle = expected.canvas[ids.shape[1] : -len(after[0])]
+    assert framed.tokens == middle[: len(framed.tokens)]
+    assert len(framed.tokens) == len(middle) or framed.finish_reason == "stop"
     # A prompt with masks may become longer than it was; what is beyond its own length is in the text.
     [filled] = own.generate("def f(<|mask|><|mask|>):\n    return y\n", config)
     assert filled.whole_text.startswith("def f(")

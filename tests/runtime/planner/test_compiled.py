@@ -117,6 +117,17 @@ OTHERS_GPU = [
     (ONE_WINDOW, "8xh100", "data=2,sequence=2,tensor=2"),
 ]
 
+# Models with full or block-causal attention, at their published sizes; 32 and 8 KV heads, and 28 query heads over 4.
+FAMILIES = {
+    "llada": Workload(preset("llada-8b"), batch=8),
+    "llada dual": Workload(preset("llada-8b"), batch=8, cache="dual"),
+    "sdar": Workload(preset("sdar-8b"), batch=8, cache="exact", block_length=4),
+    "fast_dllm_v2": Workload(preset("fast_dllm_v2-7b"), batch=8, cache="exact"),
+    "dreamon": Workload(preset("dreamon-7b"), batch=8),
+}
+FAMILIES_TPU = [("v5e:2x4", "tensor=8"), ("v5e:2x4", "data=2,sequence=2,tensor=2"), ("v4:2x2x1", "tensor=4")]
+FAMILIES_GPU = [("8xh100", "tensor=8"), ("8xh100", "data=2,sequence=2,tensor=2")]
+
 
 def check(workload: Workload, text: str, mesh: str) -> None:
     topology = parse_topology(text)
@@ -234,3 +245,18 @@ def test_other_models_are_what_the_tpu_compiler_says_on_a_grid(case: tuple[Workl
 @pytest.mark.parametrize("case", OTHERS_GPU)
 def test_other_models_are_what_the_gpu_compiler_says(case: tuple[Workload, str, str]) -> None:
     check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILIES_TPU, ids="/".join)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_are_what_the_tpu_compiler_says(name: str, case: tuple[str, str]) -> None:
+    check(FAMILIES[name], *case)
+
+
+@needs_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILIES_GPU, ids="/".join)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_are_what_the_gpu_compiler_says(name: str, case: tuple[str, str]) -> None:
+    check(FAMILIES[name], *case)

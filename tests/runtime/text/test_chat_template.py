@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +73,23 @@ def test_templates_that_fail(renderer: TemplateRenderer, template: str, said: st
     assert said in str(error.value)
     assert time.monotonic() - began < 60, "the deadline of a child"
     assert renderer.render("{{ messages[0].role }}", [MESSAGES] * 2, {}, True) == ["user"] * 2, "as before"
+
+
+def test_a_child_killed_while_idle_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next request is not at fault, and must not be told that it took too long."""
+    started, popen = [], subprocess.Popen
+
+    def start(*arguments: Any, **more: Any) -> Any:
+        started.append(popen(*arguments, **more))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    renderer = TemplateRenderer()
+    for count in (1, 2):
+        assert renderer.render("{{ messages[0].role }}", [MESSAGES] * count, {}, True) == ["user"] * count
+        assert len(started) == count
+        os.kill(started[-1].pid, signal.SIGKILL)
+        os.waitid(os.P_PID, started[-1].pid, os.WEXITED | os.WNOWAIT)  # ended, and still to be noticed
 
 
 class Impatient(TemplateRenderer):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from runtime.text.completions import StopSearch, TextStream, cut_completion, stop_tests, stream_texts
+from runtime.text.tokenizer import UndecodableError
 
 END = 256
 
@@ -74,6 +75,25 @@ def test_tokens_are_decoded_when_they_come_and_not_again() -> None:
         assert search(tokens[:count], False) is None
     assert search(tokens, True) is None
     assert tokenizer.tokens < 2 * 15 * len(tokens), "some tokens before the new ones, and not all of them"
+
+
+def test_a_search_ends_where_the_tokenizer_fails() -> None:
+    """The row continues, and the error shows when its completion is built."""
+
+    class Fails(Bytes):
+        def decode(self, tokens: Sequence[int]) -> str:
+            if 0 in tokens:
+                raise UndecodableError("panicked")
+            return super().decode(tokens)
+
+    anything: Any = (tokenizer := Fails())
+    search = StopSearch(anything, [END], ["stop"])
+    assert [search([97], False), search([97, 0], False)] == [None, None]
+    before = tokenizer.decoded
+    assert search([97, 0, *b"stop"], True) is None
+    assert tokenizer.decoded == before
+    with pytest.raises(UndecodableError, match="panicked"):
+        cut_completion(anything, [97, 0, *b"stop"], [END], ["stop"])
 
 
 def test_only_what_may_begin_a_stop_string_is_held_back() -> None:

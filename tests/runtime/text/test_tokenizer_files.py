@@ -1,0 +1,111 @@
+"""The files that a tokenizer is read from: those of the folder that are checked, and no others."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from checkpoints import CheckpointError, open_folder
+from checkpoints.folder import MAX_SIDE_FILE_BYTES
+from runtime.text.tokenizer import TextTokenizer
+
+CONFIG = "tokenizer_config.json"
+
+
+def save_words(path: Path, *words: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    vocabulary = {word: number for number, word in enumerate(("<|endoftext|>", *words))}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="<|endoftext|>")).save(str(path))
+
+
+def encode(folder: Path, text: str) -> list[int]:
+    tokenizer = TextTokenizer.from_folder(open_folder(folder))
+    assert tokenizer is not None
+    return tokenizer.encode(text)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    save_words(folder / "tokenizer.json", "a")
+    return folder
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    """A folder with the files of Qwen2's tokenizer alone."""
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    (folder / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}))
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside/tokenizer.1.json", "sub/tokenizer.1.json", "tokenizer.1.json.md", "./tokenizer.1.json"]
+)
+@pytest.mark.parametrize("kind", ["folder", "pairs"])
+def test_a_configuration_that_names_other_files(request: pytest.FixtureRequest, kind: str, name: str) -> None:
+    """They may be outside of the folder, behind links, of any size, and not in the manifest."""
+    folder: Path = request.getfixturevalue(kind)
+    save_words(folder / name, "b", "a")
+    (folder / CONFIG).write_text(json.dumps({"fast_tokenizer_files": ["tokenizer.json", name]}))
+    if kind == "pairs":
+        (folder / CONFIG).write_text(json.dumps({"fast_tokenizer_files": [name]}))
+    with pytest.raises(CheckpointError) as caught:
+        encode(folder, "a")
+    assert f"{folder / CONFIG}: fast_tokenizer_files has {name!r}; expected" in str(caught.value)
+
+
+@pytest.mark.parametrize("listed", ["tokenizer.9.json", {"tokenizer.9.json": 1}, 3, [None], [["tokenizer.json"]]])
+def test_a_list_that_is_none(folder: Path, listed: Any) -> None:
+    (folder / CONFIG).write_text(json.dumps({"fast_tokenizer_files": listed}))
+    with pytest.raises(CheckpointError, match="fast_tokenizer_files has "):
+        encode(folder, "a")
+
+
+def test_files_for_newer_versions_of_the_library(folder: Path) -> None:
+    newer = folder / "tokenizer.4.0.0.json"
+    save_words(newer, "b", "a")
+    for listed, expected in (([], [1]), (["tokenizer.json"], [1]), (["tokenizer.json", newer.name], [2])):
+        (folder / CONFIG).write_text(json.dumps({"fast_tokenizer_files": listed}))
+        assert encode(folder, "a") == expected
+    newer.rename(folder.parent / newer.name)
+    newer.symlink_to(folder.parent / newer.name)
+    with pytest.raises(CheckpointError, match="outside of the folder"):
+        encode(folder, "a")
+    newer.unlink()
+    with newer.open("wb") as file:
+        file.truncate(MAX_SIDE_FILE_BYTES + 1)
+    with pytest.raises(CheckpointError, match=r"are too many for a tokenizer\.4\.0\.0\.json"):
+        encode(folder, "a")
+    newer.unlink()
+    os.mkfifo(newer)
+    with pytest.raises(CheckpointError, match="fast_tokenizer_files has"):
+        encode(folder, "a")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tiktoken.model", "tekken.json", "tokenizer.model."])
+def test_vocabularies_in_other_formats_are_not_read(pairs: Path, name: str) -> None:
+    """transformers would read them instead of vocab.json, and some of these names are not checked."""
+    assert encode(pairs, "ab") == [3]
+    (pairs / name).write_text(json.dumps({"<|endoftext|>": 0, "a": 7, "b": 8, "ab": 9}))
+    assert encode(pairs, "ab") == [3]
+
+
+@pytest.mark.parametrize("key", ["vocab", "vocab_file", "merges", "merges_file", "tokenizer_file", "gguf_file"])
+def test_paths_in_the_configuration_are_not_read(pairs: Path, key: str) -> None:
+    outside = pairs.parent / "outside"
+    if "merges" in key:
+        outside.write_text("#version: 0.2\n")
+    elif key == "tokenizer_file":
+        save_words(outside, "b", "ab")
+    else:
+        outside.write_text(json.dumps({"<|endoftext|>": 0, "a": 7, "b": 8, "ab": 9}))
+    (pairs / CONFIG).write_text(json.dumps({key: str(outside)}))
+    assert encode(pairs, "ab") == [3]
