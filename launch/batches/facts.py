@@ -35,7 +35,9 @@ def run_facts(
         if (folder.path / name).is_file():
             digest.update(name.encode() + b"\0" + hashlib.sha256((folder.path / name).read_bytes()).digest())
     decoding = dataclasses.asdict(defaults.config)
-    del decoding["seed"]
+    # The tokens do not depend on the drafts.
+    for name in ("seed", "draft_steps", "draft_axis"):
+        decoding.pop(name, None)
     facts = {
         "version": version(),
         "code": code_digest(),
