@@ -18,8 +18,14 @@ from tests.launch.tiny import write_tiny_checkpoint
 PROMPT = "def is_even(number):\n"
 
 
-def test_generate_says_how_many_steps_were_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["generate", f"--prompt={PROMPT}", "--max_new_tokens=16", "--noearly_stop", "--json"]
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def test_generate_says_how_many_steps_were_accepted(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--mesh=data=1", f"--checkpoint={tiny}", "--algorithm=entropy", "--temperature=0"]
+    arguments = ["generate", f"--prompt={PROMPT}", "--max_new_tokens=16", "--noearly_stop", "--json", *small]
     found = []
     for more in ([], ["--draft_steps=3"]):
         generate.run([*arguments, *more])
@@ -37,23 +43,24 @@ def test_generate_says_how_many_steps_were_accepted(capsys: pytest.CaptureFixtur
 
 
 def test_a_batch_is_the_same_run_with_other_drafts(
-    tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    small = ("--mesh=data=1", f"--checkpoint={tiny}", "--max_new_tokens=8")
     lines = [{"id": name, "prompt": PROMPT, "seed": seed} for seed, name in enumerate("abc")]
     lines.append({"id": "d", "prompt": PROMPT, "cache": "dual", "block_length": 2})  # runs without drafts
     source, plain, drafted = write(tmp_path / "in.jsonl", lines), tmp_path / "plain", tmp_path / "drafted"
-    launch(source, plain, compiled)
+    launch(source, plain, compiled, *small)
     capsys.readouterr()
-    launch(source, drafted, compiled, "--draft_steps=2")
+    launch(source, drafted, compiled, *small, "--draft_steps=2")
     assert re.search(r"\d+ steps accepted from drafts", capsys.readouterr().err)
     records = (drafted / "sorted.jsonl").read_bytes()
     assert records == (plain / "sorted.jsonl").read_bytes()
-    launch(source, drafted, compiled, "--draft_steps=1")  # continues the run, which is complete
+    launch(source, drafted, compiled, *small, "--draft_steps=1")  # continues the run, which is complete
     assert (drafted / "sorted.jsonl").read_bytes() == records
 
 
-def test_a_server_compiles_its_own_number(tmp_path: Path) -> None:
-    engine = Engine.load(write_tiny_checkpoint(tmp_path), "tensor=1", devices=jax.devices()[:1])
+def test_a_server_compiles_its_own_number(tiny: Path) -> None:
+    engine = Engine.load(tiny, "tensor=1", devices=jax.devices()[:1])
     config = DiffusionConfig(max_new_tokens=12, steps=12, algorithm="entropy", temperature=0.8, draft_steps=2)
     with served(engine, config) as found:
         (expected,) = offline(found, [PROMPT], seed=3, draft_steps=0)
@@ -72,9 +79,9 @@ def test_a_server_compiles_its_own_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_whose_drafts_are_divided_over_data(tmp_path: Path) -> None:
+def test_a_server_whose_drafts_are_divided_over_data(tiny: Path) -> None:
     """One slot is enough for both replicas."""
-    engine = Engine.load(write_tiny_checkpoint(tmp_path), "data=2", devices=jax.devices()[:2])
+    engine = Engine.load(tiny, "data=2", devices=jax.devices()[:2])
     config = DiffusionConfig(12, steps=12, algorithm="entropy", temperature=0.8, draft_steps=3, draft_axis="data")
     with served(engine, config, slots=1) as found:
         assert found.server.serving.executor is not None
