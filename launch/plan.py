@@ -45,6 +45,8 @@ _DECODING = {
     "steps": EXPOSED_PARAMETERS["steps"],
     "cache": replace(EXPOSED_PARAMETERS["cache"], flag_default=Workload.cache, flag_help=""),
     "block_length": EXPOSED_PARAMETERS["block_length"],
+    "draft_steps": EXPOSED_PARAMETERS["draft_steps"],
+    "draft_axis": EXPOSED_PARAMETERS["draft_axis"],
 }
 
 
@@ -127,6 +129,8 @@ def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
         values.cache,
         block_length if values.block_length is None else values.block_length,
         values.quantize if stored == "none" else stored,
+        values.draft_steps or 0,
+        values.draft_axis or Workload.draft_axis,
     )
 
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
         RowsScored,
         StopTest,
     )
-    from runtime.execution.result import GenerationResult, GenerationStats
+    from runtime.execution.result import DraftStats, GenerationResult, GenerationStats
     from runtime.execution.row_request import RowRequest, RowResult
     from runtime.execution.rows import (
         MAX_SAMPLES,
@@ -71,7 +71,8 @@ if TYPE_CHECKING:
         with_model_blocks,
     )
     from runtime.execution.runner import weight_bytes
-    from runtime.execution.scheduler import Scheduler, SchedulerPolicy, SchedulerStats
+    from runtime.execution.scheduler import Scheduler, SchedulerPolicy
+    from runtime.execution.scheduler_stats import SchedulerStats
     from runtime.execution.step_plan import ScorePass, StepOutcome, StepPlan
     from runtime.models.attention import ATTENTION_IMPLEMENTATIONS
     from runtime.models.config import STORED_DTYPES, ConfigError, Family, ModelConfig
@@ -115,6 +116,7 @@ __all__ = [
     "CompletionBuilder",
     "ConfigError",
     "DiffusionConfig",
+    "DraftStats",
     "Engine",
     "Event",
     "Executor",
@@ -211,6 +213,7 @@ _HOMES = {
     "CompletionBuilder": "runtime.text.completions",
     "ConfigError": "runtime.models.config",
     "DiffusionConfig": "runtime.decoding.parameters",
+    "DraftStats": "runtime.execution.result",
     "EXPOSED_PARAMETERS": "runtime.decoding.parameters",
     "FAMILIES": "runtime.models.families",
     "Engine": "runtime.engine",
@@ -260,7 +263,7 @@ _HOMES = {
     "SamplingConfig": "runtime.decoding.parameters",
     "Scheduler": "runtime.execution.scheduler",
     "SchedulerPolicy": "runtime.execution.scheduler",
-    "SchedulerStats": "runtime.execution.scheduler",
+    "SchedulerStats": "runtime.execution.scheduler_stats",
     "ScorePass": "runtime.execution.step_plan",
     "Seeds": "runtime.decoding.kinds",
     "StepOutcome": "runtime.execution.step_plan",

@@ -34,7 +34,7 @@ class PartitionRules:
         decoding loop.
       mlp: the intermediate size of the MLP.
       vocab: the vocabulary.
-      steps, stop_tokens, seed_words, entries: second axes of per-row request and state arrays.
+      steps, stop_tokens, seed_words, entries, drafts: second axes of per-row request and state arrays.
     """
 
     batch: MeshAxes = ("data",)
@@ -54,6 +54,7 @@ class PartitionRules:
     stop_tokens: MeshAxes = ()
     seed_words: MeshAxes = ()
     entries: MeshAxes = ()
+    drafts: MeshAxes = ()
 
     @classmethod
     def for_heads(cls, heads: HeadLayout) -> PartitionRules:

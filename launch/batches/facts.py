@@ -34,7 +34,8 @@ def run_facts(
         if (folder.path / name).is_file():
             digest.update(name.encode() + b"\0" + hashlib.sha256((folder.path / name).read_bytes()).digest())
     declared = declared_parameters(type(defaults.config))
-    decoding = {one.name: getattr(defaults.config, one.name) for one in declared if not one.per_row}
+    shared = [one for one in declared if not (one.per_row or one.speed_only)]
+    decoding = {one.name: getattr(defaults.config, one.name) for one in shared}
     facts = {
         "version": version(),
         "code": code_digest(),

@@ -55,8 +55,9 @@ def complete(
             report.print_if_due()
     report.print()
     stats = scheduler.stats
+    accepted = f", {stats.accepted_steps} steps accepted from drafts" if stats.accepted_steps else ""
     say(
         f"{stats.forwards} forward passes, {stats.computed_positions} positions computed, "
-        f"{100 * stats.useful_share:.1f}% of them useful, {engine.compiled_programs} programs compiled"
+        f"{100 * stats.useful_share:.1f}% of them useful, {engine.compiled_programs} programs compiled{accepted}"
     )
     return count, rows.failed

@@ -23,6 +23,9 @@ def summary(completions: Sequence[Completion], stats: GenerationStats, stopped_b
         f"{stats.compile_seconds:.1f} s of them compiling" if stats.compiled_programs else "nothing compiled",
         f"{stats.forwards} forward passes, {tokens / decoding:.1f} tokens/s",
     ]
+    if stats.row_passes:
+        per_pass = stats.accepted_steps / stats.row_passes
+        parts.append(f"{stats.accepted_steps} steps accepted from drafts, {per_pass:.2f} per pass of a row")
     if stats.masks_left:
         parts.append(f"{stats.masks_left} masks left")
     return (f"stopped by {stopped_by.name}: " if stopped_by is not None else "") + "; ".join(parts)

@@ -16,6 +16,7 @@ from typing import Any
 from runtime import (
     Completion,
     DiffusionConfig,
+    DraftStats,
     Engine,
     GenerationResult,
     GenerationStats,
@@ -32,6 +33,7 @@ CLASSES = (
     Completion,
     GenerationResult,
     GenerationStats,
+    DraftStats,
     RowRequest,
     MeshSpec,
 )

@@ -47,6 +47,7 @@ def print_plans(name: str, workload: Workload, plans: Sequence[TopologyPlan], pr
     title = (
         f"{name}, {workload.dtype}, batch {workload.batch}, {workload.prompt} + {workload.new_tokens} tokens"
         + ("" if workload.config.objective == "autoregressive" else f", cache {workload.cache}")
+        + (f", {workload.draft_steps} drafts per row, none accepted" if workload.draft_steps else "")
         + ("" if price is None else f", at ${price:g} per chip-hour")
         + "; all but the compiler's column is estimated"
     )

@@ -154,6 +154,7 @@ class Answering:
             seed=request.seed,
             stop=asked.stop,
             log_probabilities=result.log_probabilities if is_kept else None,
+            drafts=result.drafts,
         )
 
     def _choice(self, row: int, completion: Completion) -> dict[str, Any]:
@@ -168,6 +169,8 @@ class Answering:
         found |= {"seed": request.seed, "completion_tokens": len(completion.tokens)}
         if isinstance(asked.config, DiffusionConfig):
             found["masks_left"] = completion.masks_left
+        if completion.drafts is not None:
+            found["passes"], found["accepted_steps"] = completion.drafts.passes, completion.drafts.accepted
         if completion.filled_prompt is not None:
             found["filled_prompt"] = completion.filled_prompt
         return found

@@ -402,7 +402,8 @@ class ServingEngine:
                 self.metrics.pieces.observe(event.seconds)
             case RowFinished():
                 denoised = isinstance(event.handle.rows[event.index].config, DiffusionConfig)
-                self.metrics.row_finished(event.tokens, event.steps, denoised, event.seconds)
+                accepted = 0 if event.result.drafts is None else event.result.drafts.accepted
+                self.metrics.row_finished(event.tokens, event.steps, denoised, event.seconds, accepted)
                 if event.seconds_per_token is not None:
                     self.metrics.between.observe(event.seconds_per_token)
             case RequestFinished():

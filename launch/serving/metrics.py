@@ -36,6 +36,9 @@ class Metrics:
         self._committed = counter("committed_tokens", "Tokens committed to canvases.").labels(**self._labels)
         self._forwards = counter("forwards", "Forward passes of the model.").labels(**self._labels)
         self._steps = counter("denoise_steps", "Denoise steps of finished rows.").labels(**self._labels)
+        self._accepted = counter(
+            "accepted_steps", "Denoise steps of finished rows that drafts allowed, without a pass of their own."
+        ).labels(**self._labels)
         self.first = histogram(
             "time_to_first_token_seconds",
             "Seconds from the arrival of a request to a row's first committed token.",
@@ -88,21 +91,23 @@ class Metrics:
         """Count forward passes of the model."""
         self._forwards.inc(count)
 
-    def row_finished(self, committed: int, steps: int, denoised: bool, seconds: float) -> None:
+    def row_finished(self, committed: int, steps: int, denoised: bool, seconds: float, accepted: int = 0) -> None:
         """Count a finished row.
 
         Args:
           committed: number of tokens that were committed to its canvas.
-          steps: number of its forward passes.
-          denoised: whether the forward passes were denoise steps.
+          steps: number of its denoise steps or decoded tokens.
+          denoised: whether they were denoise steps.
           seconds: time that the row spent in its slot.
+          accepted: number of its steps without a forward pass of their own.
         """
         self._committed.inc(committed)
         if denoised:
             self._steps.inc(steps)
+            self._accepted.inc(accepted)
         self.inference.observe(seconds)
-        if steps:
-            self._tokens_per_forward.observe(committed / steps)
+        if (passes := steps - accepted) > 0:
+            self._tokens_per_forward.observe(committed / passes)
 
     def completed(self, reason: str, tokens: int) -> None:
         """Count a completion of ``tokens`` tokens that was returned to a client, with its finish reason."""

@@ -27,7 +27,7 @@ from runtime.decoding.sampling import (
     mark_non_finite,
     position_keys,
 )
-from runtime.decoding.state import DenoiseProgram, DenoiseRequest
+from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState
 from runtime.decoding.variable_length import without_expansion
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
@@ -100,6 +100,16 @@ def guide(logits: Array, unconditional: Array, scale: Array) -> Array:
     # Padding of the vocabulary is -inf in both arrays, so its difference is NaN, like that of two marked logits.
     otherwise = jnp.where(unconditional == -jnp.inf, -jnp.inf, jnp.inf)
     return jnp.where(weight > 0, jnp.where(jnp.isfinite(guided), guided, otherwise), logits)
+
+
+def without_prompt(forward: Forward, request: DenoiseRequest, state: DenoiseState) -> Array:
+    """Return canvases ``[B, S]`` in which the mask token replaces every token of the prompt and of the suffix.
+
+    Tokens that filled masks inside a prompt are kept.
+    """
+    places = jnp.arange(state.canvas.shape[1])
+    given = (places < request.prompts[:, None]) | (places >= request.ends[:, None])
+    return jnp.where(given & (state.commit_steps < 0), forward.config.mask_token_id, state.canvas)
 
 
 @flax.struct.dataclass

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from runtime.decoding.cached_steps import CachedStep
-from runtime.decoding.choices import choose, choose_on_canvas
+from runtime.decoding.choices import choose, choose_on_canvas, without_prompt
 from runtime.decoding.commit import commit
+from runtime.decoding.drafts import drafted_pass
 from runtime.decoding.progress import next_step
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, row_steps
 from runtime.decoding.variable_length import current_request, move_positions
@@ -37,14 +38,17 @@ def denoise(
 ) -> DenoiseState:
     """Run denoise steps until every row is done or has reached ``request.step_limit``.
 
-    Each iteration runs one forward pass per row: a refresh, a window, or, without a cache, the whole canvas. Steps of
-    the schedule that commit no token are skipped without a forward pass. The loop stops after
-    ``request.max_iterations`` iterations.
+    Each iteration runs one forward pass per row: a refresh, a window, or, without a cache, the whole canvas. With
+    drafts, a pass also computes guessed canvases, and may make several steps of a row. Steps of the schedule that
+    commit no token are skipped without a forward pass. The loop stops after ``request.max_iterations`` iterations.
     """
 
     def iterate(carry: tuple[DenoiseState, Array, Array]) -> tuple[DenoiseState, Array, Array]:
         state, wanted, counts = carry
         with jax.named_scope("denoise_step"):
+            if program.drafts:
+                state, wanted, counts = drafted_pass(forward, program, weights, request, state, wanted, counts)
+                return replace(state, iteration=state.iteration + 1), wanted, counts
             if program.variable_length:
                 state = _step_of_variable_length(forward, program, weights, request, state, wanted, counts)
             elif state.cache is None:
@@ -74,7 +78,7 @@ def _whole_step(
     without = None
     if program.guided:
         with jax.named_scope("unconditional"):
-            without = hidden_states(forward, weights, _without_prompt(forward, request, state), request.lengths)
+            without = hidden_states(forward, weights, without_prompt(forward, request, state), request.lengths)
     steps = row_steps(request, state)
     choices = choose_on_canvas(forward, program, weights, request, steps, hidden, wanted, unconditional=without)
     state = replace(state, refreshes=state.refreshes + wanted.any(axis=1) * (1 + program.guided))
@@ -97,16 +101,6 @@ def _step_of_variable_length(
     # Positions are counted as those of windows, because a pass over a whole canvas differs from step to step.
     made = replace(made, refreshes=state.refreshes, window_positions=computed)
     return move_positions(forward, request, made, wanted)
-
-
-def _without_prompt(forward: Forward, request: DenoiseRequest, state: DenoiseState) -> Array:
-    """Return canvases ``[B, S]`` in which the mask token replaces every token of the prompt and of the suffix.
-
-    Tokens that filled masks inside a prompt are kept.
-    """
-    places = jnp.arange(state.canvas.shape[1])
-    given = (places < request.prompts[:, None]) | (places >= request.ends[:, None])
-    return jnp.where(given & (state.commit_steps < 0), forward.config.mask_token_id, state.canvas)
 
 
 def denoise_with_logits(

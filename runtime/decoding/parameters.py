@@ -27,12 +27,15 @@ from runtime.models.dream import DREAM
 from runtime.models.masks import MAX_BLOCK_LENGTH
 
 MAX_STEPS = 1 << 16
+# A pass over more canvases is slower than the steps it could save, on any device that the planner knows.
+MAX_DRAFT_STEPS = 63
 # The refresh interval of rows that refresh only on entering a block. No row has as many steps.
 NEVER = 1 << 30
 CACHES = ("none", "prefix", "dual", "exact")
 PARALLEL_RULES = tuple(dict.fromkeys((*BIDIRECTIONAL_RULES, *BLOCK_CAUSAL_RULES)))
 DEFAULT_BLOCK_LENGTH = 32
 CONFIDENCE_DTYPES = ("float32", "model")
+DRAFT_AXES = ("none", "data")
 
 _WITH_CACHE = Requirement("cache", ("dual", "prefix"))
 _EXACT_CACHE = Requirement("cache", ("exact",))
@@ -312,6 +315,25 @@ class DiffusionConfig:
         requires=(Requirement("cache", ("none",)),),
         offered=lambda family: family.guidance,
         mode=True,
+    )
+    draft_steps: int = parameter(
+        0,
+        Integer(0, MAX_DRAFT_STEPS),
+        "Guess the canvases after this many further steps, and compute them in the same forward pass. The pass then "
+        "makes one step, and one more for each guess that was right. The tokens do not change. In requests of a "
+        "server, which compiles its own number, this is an upper bound.",
+        idle=(0,),
+        requires=(Requirement("cache", ("none",)),),
+        variable_length=False,
+        speed_only=True,
+    )
+    draft_axis: str = parameter(
+        "none",
+        Choice(DRAFT_AXES),
+        "Divide the drafts of a row over this axis of the mesh, so that a few rows use all of its devices: data, or "
+        "none, where each row's drafts are with the row. The tokens do not change.",
+        variable_length=False,
+        speed_only=True,
     )
     initial_masks: int = parameter(
         4,

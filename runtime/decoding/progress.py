@@ -32,7 +32,7 @@ def next_step(
       no token.
     """
     advance = partial(_advance, program, forward.config.mask_token_id)
-    rows = replace(only_row_fields(state), log_probabilities=None, entries=None)
+    rows = replace(only_row_fields(state), log_probabilities=None, entries=None, drafts=None)
     rows, wanted, counts = forward.on_rows(advance, request, rows)
     return replace(state, **row_fields(rows)), wanted, counts
 

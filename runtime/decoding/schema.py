@@ -47,6 +47,7 @@ class Parameter:
       given_as: name and value by which flags and requests set the value that is not the default, if that name is one
         that other models have; see :func:`own_names`.
       request_only: a server's flags do not set it, because every request has its own value.
+      speed_only: the tokens do not depend on it, so it is not part of what identifies a batch run.
       from_model: the engine sets it from the model, so no caller does, and requests to one model never differ in it.
       flag_default: value of the flag when it is not given; None leaves the value to the preset and the checkpoint.
       flag_help: text that the flag's help adds after ``help``.
@@ -75,6 +76,7 @@ class Parameter:
     exposed: bool = True
     given_as: tuple[str, Any] | None = None
     request_only: bool = False
+    speed_only: bool = False
     from_model: bool = False
     flag_default: Any = None
     flag_help: str = ""

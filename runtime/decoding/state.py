@@ -1,6 +1,6 @@
 """Inputs and state of the masked-diffusion loop: compiled settings, run-time arguments, and the loop's carry.
 
-Dimension letters: B batch, S canvas, R padded steps of a block, E stop tokens.
+Dimension letters: B batch, S canvas, R padded steps of a block, E stop tokens, K drafts.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class DenoiseProgram(_Settings):
         cache).
       first_alone: commit the first position of a block alone, because the previous block's last output predicts it.
       sub_block_window: compute only the current sub-block once its first position is committed.
+      drafts: K, guessed canvases that a pass computes after each row's own; see :mod:`runtime.decoding.drafts`.
+      over_data: the canvases of a pass are divided over the ``data`` axis, and the rows are on all of its shards.
     """
 
     sampling: SamplingRule
@@ -61,6 +63,8 @@ class DenoiseProgram(_Settings):
     within_block: bool = False
     first_alone: bool = False
     sub_block_window: bool = False
+    drafts: int = 0
+    over_data: bool = False
 
 
 @flax.struct.dataclass
@@ -87,6 +91,7 @@ class DenoiseRequest(_Rows):
         is left before it.
       expand_budget: int32 ``[B]``, how many masks may become two, or None if canvases have a fixed length. So are the
         parameters that are only for canvases of a variable length.
+      draft_steps: int32 ``[B]``, most steps of a pass after its first; None without drafts.
       max_iterations: int32, the loop ends after this many iterations.
       step_limit: int32, no row starts a step with this number or a later one. Steps count from 0 in each row.
     """
@@ -106,6 +111,7 @@ class DenoiseRequest(_Rows):
     max_iterations: Leaf = array(dtype=_INTEGER)
     step_limit: Leaf = array(dtype=_INTEGER)
     expand_budget: Leaf = array("batch", dtype=_INTEGER, feature="variable_length")
+    draft_steps: Leaf = array("batch", dtype=_INTEGER, feature="drafts")
 
 
 @flax.struct.dataclass
@@ -130,6 +136,8 @@ class DenoiseState:
       expansions_left: int32 ``[B]``, how many masks may still become two, or None if canvases have a fixed length.
       entries: int32 ``[B, 3, S]``, each row's canvas in the last iteration after the commit, after deletions and after
         expansions; -1 beyond its length, and everywhere if nothing happened. None unless a history is recorded.
+      drafts: int32 ``[B, K, S]``, guesses of each row's canvases after its next steps, or None without drafts.
+      made_steps: int32 ``[B]``, denoise steps so far, or None without drafts.
       cache: the KV cache, see :data:`runtime.models.kv_cache.Cache`, or None.
     """
 
@@ -148,6 +156,8 @@ class DenoiseState:
     lengths: Leaf = array("batch", dtype=_INTEGER, feature="variable_length")
     expansions_left: Leaf = array("batch", dtype=_INTEGER, feature="variable_length")
     entries: Leaf = array("batch", "entries", "positions", dtype=_INTEGER, feature="history")
+    drafts: Leaf = array("batch", "drafts", "positions", dtype=_INTEGER, feature="drafts")
+    made_steps: Leaf = array("batch", dtype=_INTEGER, feature="drafts")
     cache: Leaf = None
 
 

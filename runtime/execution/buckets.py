@@ -46,17 +46,19 @@ class PassCost:
       overhead: cost that every pass has, regardless of its shape.
       window: positions per row that a pass computes; None for all.
       share: with a window, additional cost per position of the bucket, for refreshes or for reading keys and values.
+      canvases: without a window, canvases of each row that a pass computes, see :mod:`runtime.decoding.drafts`.
     """
 
     floor: float
     overhead: float
     window: float | None = None
     share: float = 0.0
+    canvases: int = 1
 
     def __call__(self, bucket: Bucket) -> float:
         """Return the cost of one pass over a bucket."""
         if self.window is None:
-            return self.overhead + max(self.floor, bucket.positions)
+            return self.overhead + max(self.floor, self.canvases * bucket.positions)
         computed = bucket.rows * min(self.window, bucket.width)
         return self.overhead + max(self.floor, computed) + self.share * bucket.positions
 

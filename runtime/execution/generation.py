@@ -19,7 +19,7 @@ from runtime.execution.caller_rows import CallerRows
 from runtime.execution.hooks import HookedSteps, LogitsHook, TokensHook
 from runtime.execution.left_padding import Rows
 from runtime.execution.offline import OfflineScheduler
-from runtime.execution.pool import steps_per_block, uses_cache
+from runtime.execution.pool import canvases_of, runner_for, steps_per_block, uses_cache
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, masks_left
 from runtime.execution.row_request import RowResult, block_span, final_tokens, most_steps_of_row
@@ -71,6 +71,13 @@ class Observers:
             raise InputError("hooks are not available for models whose canvas changes its length")
         if isinstance(config, DiffusionConfig) and (config.in_blocks or config.stop_token_ids) and self.hooked:
             raise InputError("hooks require exact decoding, without cache, block_length, parallel and stop tokens")
+        if isinstance(config, DiffusionConfig) and config.draft_steps and self.hooked:
+            hook = "tokens_hook" if self.tokens_hook is not None else "logits_hook"
+            raise InputError(
+                f"draft_steps is {config.draft_steps}; {hook} requires draft_steps=0, because it may change the canvas "
+                "between two steps",
+                field="draft_steps",
+            )
 
 
 class WatchedBatch:
@@ -101,6 +108,9 @@ class WatchedBatch:
         Raises:
           InputError: there are more rows than fit into memory.
         """
+        if isinstance(config, DiffusionConfig):
+            # Every step is shown, so a pass makes one step.
+            config = config.replace(draft_steps=0)
         count = len(rows.requests)
         size = runner.batch_size(count, width, uses_cache(config))
         if count > size:
@@ -233,12 +243,14 @@ def generate_rows(
     sequences, commit_steps = own.sequences(results), own.commit_steps(results)
     real = rows.real_canvas(config.max_new_tokens)
     stats.positions = sum(one.positions for one in results)
+    drafts = [one.drafts for one in results if one.drafts is not None]
+    stats.row_passes, stats.accepted_steps = sum(one.passes for one in drafts), sum(one.accepted for one in drafts)
     stats.tokens = _counted(sequences, commit_steps, rows.original.shape[1], config, observers.stop_tests)
     stats.masks_left = int(masks_left(sequences, real, runner.layout.config.mask_token_id).sum())
     stats.compiled_programs = programs.compiled - compiled
     stats.compile_seconds = programs.seconds - compile_seconds
     stats.seconds = time.perf_counter() - start
-    return GenerationResult(sequences, commit_steps, history, seeds, own.log_probabilities(results), stats)
+    return GenerationResult(sequences, commit_steps, history, seeds, own.log_probabilities(results), stats, drafts)
 
 
 def _counted(
@@ -285,7 +297,7 @@ def _schedule(
 ) -> list[RowResult]:
     """Run all rows through the scheduler, as many at a time as memory allows, and fill in ``stats``."""
     count, progress, tests = len(rows.requests), observers.progress, observers.stop_tests
-    slots = runner.batch_size(count, width, uses_cache(config))
+    slots = runner_for(runner, config).batch_size(count, width, uses_cache(config), canvases_of(config))
     scheduler = OfflineScheduler(runner, rows.requests, slots, width, tests)
     stats.batches = math.ceil(count / slots)
     total = stats.steps * stats.batches

@@ -84,6 +84,7 @@ class PassShape:
       keys: T, keys that each position attends to.
       head: P, positions per row in one head chunk.
       attention: the implementation; ``xla`` keeps scores in memory, see :mod:`runtime.models.xla_attention`.
+      canvases: canvases that are computed, see :mod:`runtime.decoding.drafts`; 0 for one of each row.
     """
 
     rows: int
@@ -91,6 +92,12 @@ class PassShape:
     keys: int
     head: int
     attention: str
+    canvases: int = 0
+
+    @property
+    def computed(self) -> int:
+        """Number of canvases that are computed."""
+        return self.canvases or self.rows
 
 
 @dataclass(frozen=True)
@@ -132,10 +139,12 @@ def memory_of_passes(
         kept = cache_bytes_per_device(layout, rows * layout.spec.data, canvas, cache_dtype)
         resident.append(Tensor("cache of keys and values", kept, _LESS_CACHE))
         resident += _narrow_head_copies(kept, layout.config.head_dim, device)
-    # The canvas and the commit steps, both as input and as output.
-    resident.append(Tensor("tokens", 4 * rows * canvas * 4, "fewer rows"))
+    shapes = list(passes)
+    drafts = max(one.computed - one.rows for one in shapes)
+    # The canvas, the drafts and the commit steps, all of them both as input and as output.
+    resident.append(Tensor("tokens", 2 * (2 * rows + drafts) * canvas * 4, "fewer rows"))
     item = jnp.dtype(dtype).itemsize
-    stages = [stage(layout, item, device, one) for one in passes for stage in (_layer, _head)]
+    stages = [stage(layout, item, device, one) for one in shapes for stage in (_layer, _head)]
     return Memory(tuple(resident), max(stages, key=lambda stage: sum(tensor.bytes for tensor in stage)))
 
 
@@ -170,7 +179,7 @@ def _bytes(arrays: Iterable[_Arrays]) -> int:
 
 def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> tuple[Tensor, ...]:
     """Return the arrays alive in a layer: in its MLP, or in attention if its scores need more memory."""
-    cost, positions = layout.layer_cost, shape.rows * shape.positions
+    cost, positions = layout.layer_cost, shape.computed * shape.positions
     residual = positions * layout.size_per_device("embed") * item
 
     def residuals(count: int) -> _Arrays:
@@ -201,18 +210,18 @@ def _layer(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> 
 
 def _attention_operands(layout: ModelLayout, item: int, shape: PassShape) -> list[_Arrays]:
     """Return the arrays that attention reads and, for splash attention, its running sums."""
-    arrays = _live(layout.layer_cost.live_in_attention, shape.rows * shape.positions, item, _FEWER_POSITIONS)
+    arrays = _live(layout.layer_cost.live_in_attention, shape.computed * shape.positions, item, _FEWER_POSITIONS)
     if shape.attention == "splash":
         heads, head_dim = layout.size_per_device("kv_heads"), layout.config.head_dim
-        size = splash_running_sums(shape.rows, heads, shape.positions, head_dim)
+        size = splash_running_sums(shape.computed, heads, shape.positions, head_dim)
         arrays.append(("running sums of attention", 1, size, "fewer rows, a larger data axis"))
     return arrays
 
 
 def _scores(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> list[_Arrays]:
     """Return the arrays of XLA attention: all scores, or one block's scores and the arrays that all blocks read."""
-    heads, positions = layout.query_heads_per_device, shape.rows * shape.positions
-    block = query_block(device.platform, shape.rows, heads, shape.positions, shape.keys)
+    heads, positions = layout.query_heads_per_device, shape.computed * shape.positions
+    block = query_block(device.platform, shape.computed, heads, shape.positions, shape.keys)
     if block is None:
         count, arrays = positions * heads, []
     else:
@@ -224,16 +233,16 @@ def _scores(layout: ModelLayout, item: int, device: Device, shape: PassShape) ->
 def _head(layout: ModelLayout, item: int, device: Device, shape: PassShape) -> tuple[Tensor, ...]:
     """Return the arrays alive while tokens are chosen from one chunk of logits."""
     logits = shape.rows * shape.head * layout.size_per_device("vocab") * _FLOAT
-    residual = shape.rows * shape.positions * layout.size_per_device("embed") * item
+    canvas = shape.positions * layout.size_per_device("embed") * item
     # XLA on CPU writes intermediate results to memory that the other compilers fuse into their consumers.
     count = 4 if device.platform == "cpu" else 2
-    return _outside_fast_memory(
-        [
-            ("logits of one head chunk", count, logits, _FEWER_CHANNELS),
-            ("residual and norms", 1, residual, _FEWER_POSITIONS),
-        ],
-        device,
-    )
+    arrays: list[_Arrays] = [
+        ("logits of one head chunk", count, logits, _FEWER_CHANNELS),
+        ("residual and norms", 1, shape.computed * canvas, _FEWER_POSITIONS),
+    ]
+    if shape.canvases:
+        arrays.append(("activations of one canvas", 1, shape.rows * canvas, _FEWER_POSITIONS))
+    return _outside_fast_memory(arrays, device)
 
 
 def _outside_fast_memory(arrays: list[_Arrays], device: Device) -> tuple[Tensor, ...]:

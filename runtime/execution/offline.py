@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.assignment import MOVE_GAIN
 from runtime.execution.buckets import Bucket, Grid
-from runtime.execution.pool import Pool, pool_grid, slot_count, steps_per_block, uses_cache
+from runtime.execution.pool import Pool, pool_grid, runner_for, slot_count, steps_per_block, uses_cache
 from runtime.execution.requests import RequestHandle, RowFinished, StopTest, iterations_of, may_end_early
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import Runner
-from runtime.execution.scheduler import Scheduler, SchedulerPolicy, SchedulerStats
+from runtime.execution.scheduler import Scheduler, SchedulerPolicy
+from runtime.execution.scheduler_stats import SchedulerStats
 from runtime.execution.selection import Work, select
 from runtime.execution.slot_kinds import longest_span, open_slots_for
 from runtime.execution.slots import Slots
@@ -105,7 +106,8 @@ class OfflineScheduler:
 
     def _group(self, numbers: list[int], slots: int | None, width: int | None) -> _Group:
         requests, runner = [self._requests[number] for number in numbers], self._runner
-        config, data = requests[0].config, runner.layout.spec.data
+        config = requests[0].config
+        data = runner_for(runner, config).row_unit
         work = [self._work[number] for number in numbers]
         canvas = width or runner.bucket(max(one.length for one in work))
         most = min(math.ceil(len(numbers) / data) * data, DEFAULT_SLOTS * data if slots is None else slots)
@@ -137,12 +139,13 @@ class OfflineScheduler:
 
     def _open(self, group: _Group) -> Pool:
         config = self._requests[group.numbers[0]].config
+        runner = runner_for(self._runner, config)
 
         def make(bucket: Bucket) -> Slots:
             group.known.add(bucket)
-            return open_slots_for(self._runner, config, bucket.width, bucket.rows, group.steps, group.span)
+            return open_slots_for(runner, config, bucket.width, bucket.rows, group.steps, group.span)
 
-        return Pool(config, group.grid, group.steps, make, self._runner.layout.spec.data)
+        return Pool(config, group.grid, group.steps, make, runner.row_unit)
 
     @property
     def fits_one_bucket(self) -> bool:

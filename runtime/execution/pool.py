@@ -23,7 +23,7 @@ from runtime.execution.rows import check_kind, with_model_blocks
 from runtime.execution.runner import Runner, weight_bytes
 from runtime.execution.slot_kinds import open_slots
 from runtime.execution.slots import MovingRow, Row, Slots
-from runtime.execution.specialization import generalized
+from runtime.execution.specialization import divides_drafts, generalized
 from runtime.execution.step_plan import BucketRun, PoolOutcome, PoolPlan
 from runtime.models.kv_cache import cache_bytes_per_device
 from sharding.errors import InputError
@@ -36,6 +36,16 @@ Place = tuple[int, int]
 def uses_cache(config: GenerationConfig) -> bool:
     """Return whether rows of this configuration have a KV cache."""
     return config.use_cache if isinstance(config, SamplingConfig) else config.cache != "none"
+
+
+def canvases_of(config: GenerationConfig) -> int:
+    """Return how many canvases of each row a forward pass computes: its own, and its drafts."""
+    return 1 if isinstance(config, SamplingConfig) else 1 + config.draft_steps
+
+
+def runner_for(runner: Runner, config: GenerationConfig) -> Runner:
+    """Return the runner for rows of this configuration: that of ``draft_axis``, or the runner itself."""
+    return runner.over_data(canvases_of(config)) if divides_drafts(config) else runner
 
 
 @dataclass(frozen=True)
@@ -94,8 +104,9 @@ def slot_count(runner: Runner, config: GenerationConfig, width: int, wanted: int
       wanted: requested number of slots, at least 1.
       moves: whether rows may move between buckets, which requires memory for the caches of both buckets.
     """
-    data, cached = runner.layout.spec.data, uses_cache(config)
-    count, room = runner.batch_size(max(data, wanted // data * data), width, cached), runner.room()
+    runner = runner_for(runner, config)
+    data, cached = runner.row_unit, uses_cache(config)
+    count, room = runner.batch_size(max(data, wanted // data * data), width, cached, canvases_of(config)), runner.room()
     while moves and cached and room is not None and count > data:
         if pool_memory(runner, config, width, count) <= room:
             break
@@ -105,14 +116,16 @@ def slot_count(runner: Runner, config: GenerationConfig, width: int, wanted: int
 
 def kept_bytes(runner: Runner, config: GenerationConfig, width: int, count: int) -> int:
     """Return the bytes per device that slots occupy between passes, without weights and with room for moving rows."""
-    memory = runner.memory(count // runner.layout.spec.data, width, uses_cache(config))
+    runner = runner_for(runner, config)
+    memory = runner.memory(count // runner.row_shards, width, uses_cache(config), canvases_of(config))
     kept = sum(tensor.bytes for tensor in memory.resident) - weight_bytes(runner.layout, runner.dtype)
     return MOVE_ROOM * kept if uses_cache(config) else kept
 
 
 def pool_memory(runner: Runner, config: GenerationConfig, width: int, count: int) -> int:
     """Return the bytes per device that slots need in total: with weights, moving rows, and the largest pass."""
-    memory = runner.memory(count // runner.layout.spec.data, width, uses_cache(config))
+    runner = runner_for(runner, config)
+    memory = runner.memory(count // runner.row_shards, width, uses_cache(config), canvases_of(config))
     peak = sum(tensor.bytes for tensor in memory.peak)
     return weight_bytes(runner.layout, runner.dtype) + kept_bytes(runner, config, width, count) + peak
 
@@ -156,7 +169,7 @@ def pass_cost(runner: Runner, config: GenerationConfig) -> PassCost:
         read = cache_bytes_per_device(layout, spec.data, spec.sequence, runner.cache_dtype)
         return PassCost(floor, overhead, 1, max(floor, 1) * read / weight_bytes(layout, runner.dtype))
     if config.cache == "none":
-        return PassCost(floor, overhead)
+        return PassCost(floor, overhead, canvases=canvases_of(config))
     length = config.block_length or DEFAULT_BLOCK_LENGTH
     # Each block starts with a refresh over whole rows, whose cost is spread over the block's positions. An exact cache
     # needs no refresh: its window is twice as wide instead.
@@ -185,7 +198,7 @@ def pool_grid(
     """
     step = runner.width_step()
     own = None if widths is None else sorted({runner.bucket(width) for width in (*widths, canvas)})
-    cost, data = pass_cost(runner, config), runner.layout.spec.data
+    cost, data = pass_cost(runner, config), runner_for(runner, config).row_unit
     grows = isinstance(config, SamplingConfig)
     return make_grid(
         slots, canvas, cost, data=data, step=step, widths=own, limit=limit, grows=grows, saturation=saturation
@@ -219,7 +232,7 @@ class Pool:
           grid: the buckets.
           max_steps: number of denoise steps per block that slots support.
           make: function that creates the free slots of a bucket.
-          data: size of the data axis.
+          data: rows are multiples of this, see :attr:`runtime.execution.runner.Runner.row_unit`.
         """
         self.config, self.grid, self.max_steps, self._make, self._data = config, grid, max_steps, make, data
         self._open: dict[int, _Open] = {}
@@ -232,6 +245,7 @@ class Pool:
           ParameterError: ``shape.max_steps`` is less than what its configuration needs.
         """
         config = generalized(with_model_blocks(shape.config, runner.layout.config))
+        runner = runner_for(runner, config)
         canvas = runner.bucket(shape.canvas)
         max_steps = step_limit(config, canvas, shape.max_steps)
         count = slot_count(runner, config, canvas, shape.slots)
@@ -240,7 +254,7 @@ class Pool:
         def make(bucket: Bucket) -> Slots:
             return open_slots(runner, config, bucket.width, bucket.rows, max_steps, bucket.width)
 
-        return cls(config, grid, max_steps, make, runner.layout.spec.data)
+        return cls(config, grid, max_steps, make, runner.row_unit)
 
     @property
     def width(self) -> int:
@@ -256,7 +270,7 @@ class Pool:
     def limits(self) -> PoolLimits:
         """The pool's buckets and limits, for a scheduler."""
         most = self.count * self.width if uses_cache(self.config) else math.inf
-        return PoolLimits(self.grid, most, self._data)
+        return PoolLimits(self.grid, most, self._data, canvases_of(self.config))
 
     @property
     def held(self) -> list[int]:

@@ -25,11 +25,13 @@ class PoolLimits:
       grid: the buckets of the pool.
       most_positions: limit on the positions of all open buckets together; infinite if rows have no cache.
       data: size of the data axis.
+      canvases: canvases of each row that a pass computes, see :mod:`runtime.decoding.drafts`.
     """
 
     grid: Grid
     most_positions: float = math.inf
     data: int = 1
+    canvases: int = 1
 
 
 @dataclass

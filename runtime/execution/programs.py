@@ -113,18 +113,20 @@ def shapes_of(tree: Any) -> tuple[Any, ...]:
     return tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 
-def request_sizes(batch: int, positions: int, steps: int = 1) -> dict[str, int]:
+def request_sizes(batch: int, positions: int, steps: int = 1, drafts: int = 0) -> dict[str, int]:
     """Return the sizes of the logical axes that requests and states of decoding loops use.
 
     Args:
       batch: B, a multiple of the data axis.
       positions: S or T, a multiple of the sequence axis.
       steps: R.
+      drafts: K.
     """
     return {
         "batch": batch,
         "positions": positions,
         "steps": steps,
+        "drafts": drafts,
         "stop_tokens": MAX_STOP_TOKENS,
         "seed_words": _SEED_WORDS,
         "entries": ENTRIES_PER_STEP,
@@ -154,6 +156,7 @@ def abstract_denoise(
     *,
     log_probabilities: bool = False,
     history: bool = False,
+    drafts: int = 0,
 ) -> tuple[DenoiseRequest, DenoiseState]:
     """Return the arguments of the denoise loop as ``ShapeDtypeStruct``, for compiling without data.
 
@@ -165,14 +168,16 @@ def abstract_denoise(
       cache_dtype: dtype of the cache, see :func:`runtime.models.kv_cache.abstract_cache`; None for no cache.
       log_probabilities: whether the state records log-probabilities.
       history: whether the state keeps the canvases of the last iteration (variable length).
+      drafts: K, guessed canvases of each row.
     """
     return _abstract_loop(
         layout,
         (DenoiseRequest, DenoiseState),
-        request_sizes(batch, canvas, steps),
+        request_sizes(batch, canvas, steps, drafts),
         cache_dtype,
         log_probabilities=log_probabilities,
         history=history,
+        drafts=drafts > 0,
         variable_length=layout.config.family.variable_length,
     )
 

@@ -118,9 +118,10 @@ def iterations_of(request: RowRequest) -> int:
 
 def may_end_early(config: DiffusionConfig | SamplingConfig) -> bool:
     """Return whether a row may take fewer iterations than :func:`iterations_of` without a stop test."""
-    if config.stop_token_ids or not isinstance(config, DiffusionConfig):
+    if not isinstance(config, DiffusionConfig):
         return bool(config.stop_token_ids)
-    return config.parallel != "none" or config.attention_block_length > 0 or config.variable_length
+    early = bool(config.stop_token_ids) or config.draft_steps > 0 or config.parallel != "none"
+    return early or config.attention_block_length > 0 or config.variable_length
 
 
 @dataclass(frozen=True)

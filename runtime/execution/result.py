@@ -11,6 +11,24 @@ from dataclasses import dataclass, field
 import numpy as np
 
 
+@dataclass(frozen=True)
+class DraftStats:
+    """How many steps of a row needed no forward pass of their own; see :mod:`runtime.decoding.drafts`.
+
+    Attributes:
+      passes: forward passes in which the row took part; each made one step, and those that its drafts allowed.
+      accepted: steps that drafts allowed.
+    """
+
+    passes: int
+    accepted: int
+
+    @property
+    def accepted_per_pass(self) -> float:
+        """Average number of steps per pass that drafts allowed; 0 without a pass."""
+        return self.accepted / self.passes if self.passes else 0.0
+
+
 @dataclass
 class GenerationStats:
     """Statistics of a generation.
@@ -18,7 +36,9 @@ class GenerationStats:
     Attributes:
       forwards: number of forward passes, all batches together. With a cache, one pass may consist of refreshes of some
         rows, one after another, and a window pass of the others.
-      positions: number of positions that the passes computed for unfinished rows, prompts included.
+      positions: number of positions that the passes computed for unfinished rows, prompts and all drafts included.
+      row_passes: with ``draft_steps``, forward passes times the unfinished rows in them.
+      accepted_steps: with ``draft_steps``, steps of all rows that drafts allowed, so that they needed no own pass.
       steps: number of requested denoise steps; with blocks, the maximum number of steps of any row.
       tokens: number of committed tokens up to the ends of the rows.
       seconds: wall time, compilation included.
@@ -30,6 +50,8 @@ class GenerationStats:
 
     forwards: int = 0
     positions: int = 0
+    row_passes: int = 0
+    accepted_steps: int = 0
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -53,6 +75,7 @@ class GenerationResult:
       log_probabilities: float32 ``[B, S + N]``, the log-probability of each new token under the model (without
         temperature and filters) when it was chosen, and 0 elsewhere; None if it was not requested.
       stats: numbers of passes, steps and tokens, and times.
+      drafts: one per row with ``draft_steps``, otherwise empty.
     """
 
     sequences: np.ndarray
@@ -61,6 +84,7 @@ class GenerationResult:
     seeds: list[int]
     log_probabilities: np.ndarray | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)
+    drafts: Sequence[DraftStats] = ()
 
 
 def committed_tokens(

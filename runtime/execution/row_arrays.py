@@ -65,42 +65,49 @@ def diffusion_row(
     ratios = np.zeros(steps, np.float32)
     assert model.family.schedule is not None, "a family that denoises has a schedule"
     ratios[:steps_per_block] = transfer_table(model.family.schedule, steps_per_block, float(config.eps))
-    made = (
-        one_row(
-            DenoiseRequest,
-            lengths=length + len(row.suffix),
-            ends=length if request is None else row.length,
-            prompts=len(row.tokens),
-            first=first,
-            seeds=seed_words([row.seed])[0],
-            ratios=ratios,
-            block_length=block_length,
-            sub_block_length=min(config.sub_block_length or block_length, block_length),
-            steps_per_block=steps_per_block,
-            block_steps=steps_of_a_block(config, block_length),
-            refresh_blocks=0 if config.cache == "exact" else config.refresh_blocks,
-            stop_tokens=stop_rows(config.stop_token_ids, 1)[0],
-            **row_values(config),
-            max_iterations=UNLIMITED,
-            step_limit=UNLIMITED,
-        ),
-        one_row(
-            DenoiseState,
-            canvas=canvas,
-            commit_steps=np.full(width, -1),
-            block=0,
-            step_in_block=0,
-            steps_until_refresh=0,
-            previous_block_stale=0,
-            refreshes=0,
-            window_positions=0,
-            done=first >= length,
-            non_finite=False,
-            iteration=0,
-            log_probabilities=np.zeros(width) if default.log_probabilities else None,
-        ),
+    arguments = one_row(
+        DenoiseRequest,
+        lengths=length + len(row.suffix),
+        ends=length if request is None else row.length,
+        prompts=len(row.tokens),
+        first=first,
+        seeds=seed_words([row.seed])[0],
+        ratios=ratios,
+        block_length=block_length,
+        sub_block_length=min(config.sub_block_length or block_length, block_length),
+        steps_per_block=steps_per_block,
+        block_steps=steps_of_a_block(config, block_length),
+        refresh_blocks=0 if config.cache == "exact" else config.refresh_blocks,
+        stop_tokens=stop_rows(config.stop_token_ids, 1)[0],
+        **row_values(config),
+        max_iterations=UNLIMITED,
+        step_limit=UNLIMITED,
+        draft_steps=config.draft_steps if default.draft_steps else None,
     )
-    return _of_variable_length(row, model, *made) if model.family.variable_length else made
+    state = _state_at_start(canvas, bool(first >= length), default)
+    return _of_variable_length(row, model, arguments, state) if model.family.variable_length else (arguments, state)
+
+
+def _state_at_start(canvas: np.ndarray, done: bool, default: DiffusionConfig) -> DenoiseState:
+    """Return the state of a row before its first forward pass, with canvas ``[S]``."""
+    return one_row(
+        DenoiseState,
+        canvas=canvas,
+        commit_steps=np.full(len(canvas), -1),
+        block=0,
+        step_in_block=0,
+        steps_until_refresh=0,
+        previous_block_stale=0,
+        refreshes=0,
+        window_positions=0,
+        done=done,
+        non_finite=False,
+        iteration=0,
+        log_probabilities=np.zeros(len(canvas)) if default.log_probabilities else None,
+        # There are no guesses yet, so the drafts are copies.
+        drafts=np.tile(canvas, (default.draft_steps, 1)) if default.draft_steps else None,
+        made_steps=0 if default.draft_steps else None,
+    )
 
 
 def _of_variable_length(

@@ -13,6 +13,7 @@ import numpy as np
 from runtime.decoding.block_schedule import canvas_length
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.left_padding import Rows
+from runtime.execution.result import DraftStats
 from runtime.models.config import ModelConfig
 from sharding.errors import NonFiniteError
 
@@ -142,6 +143,7 @@ class RowResult:
       log_probabilities: float32 ``[S]``, or None if they were not requested.
       positions: number of positions that forward passes computed for the row, prompt included.
       non_finite: whether the row ended without a result, because the model's logits were NaN or infinite.
+      drafts: passes and accepted steps in slots with drafts, otherwise None.
     """
 
     number: int
@@ -150,6 +152,7 @@ class RowResult:
     log_probabilities: np.ndarray | None
     positions: int = 0
     non_finite: bool = False
+    drafts: DraftStats | None = None
 
     def check(self) -> None:
         """Check that the row has a result.

@@ -6,9 +6,11 @@ Dimension letters: B batch, S canvas, P positions of one chunk of the output hea
 from __future__ import annotations
 
 import bisect
+import copy
 import math
 import os
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -63,6 +65,7 @@ class Runner:
       platform: ``cpu``, ``gpu`` or ``tpu``.
       programs: the compiled programs.
       buckets: the buckets that have been used, by a key of everything else that their programs depend on.
+      row_unit: the number of rows on the devices is a multiple of this.
     """
 
     def __init__(
@@ -90,9 +93,28 @@ class Runner:
         self.cache_dtype = cache_dtype(kv_cache, self.dtype)
         self._attention = attention
         self._max_batch = max_batch
-        self._row_limits: dict[tuple[int, bool], int] = {}
+        self._row_limits: dict[tuple[int, bool, int], int] = {}
         self.buckets: dict[Hashable, set[Bucket]] = {}
+        self.row_unit = layout.spec.data
         check_attention(layout, attention, self.dtype)
+
+    def over_data(self, canvases: int) -> Runner:
+        """Return this runner with all rows on every ``data`` shard, and the canvases of their passes divided over it.
+
+        A number of rows that is no multiple of the ``data`` axis then uses all devices.
+
+        Args:
+          canvases: canvases of each row that a pass computes, see :mod:`runtime.decoding.drafts`.
+        """
+        made, data = copy.copy(self), self.layout.spec.data
+        made.layout = replace(self.layout, rules=replace(self.layout.rules, batch=()))
+        made.row_unit, made._row_limits = data // math.gcd(data, canvases), {}
+        return made
+
+    @property
+    def row_shards(self) -> int:
+        """Number of shards that the rows are divided into."""
+        return self.layout.rules.shards("batch", self.layout.mesh_axis_sizes)
 
     def bucket(self, length: int) -> int:
         """Round a length up to a bucket; see :func:`canvas_bucket`."""
@@ -122,11 +144,14 @@ class Runner:
         """Number of positions per prompt chunk. Prompts are read in chunks while other rows are being decoded."""
         return PROMPT_CHUNKS.get(self.platform, _PROMPT_CHUNK_DEFAULT)
 
-    def batch_size(self, rows: int, canvas: int, cached: bool = False) -> int:
-        """Return how many of ``rows`` rows to run at a time: a multiple of the data axis, limited by memory."""
-        data = self.layout.spec.data
-        limit = max(data, (self._max_batch or self.max_rows(canvas, cached)) // data * data)
-        return min(limit, math.ceil(rows / data) * data)
+    def batch_size(self, rows: int, canvas: int, cached: bool = False, canvases: int = 1) -> int:
+        """Return how many of ``rows`` rows to run at a time: a multiple of :attr:`row_unit`, limited by memory.
+
+        The other arguments are those of :meth:`memory`.
+        """
+        unit = self.row_unit
+        limit = max(unit, (self._max_batch or self.max_rows(canvas, cached, canvases)) // unit * unit)
+        return min(limit, math.ceil(rows / unit) * unit)
 
     def batches(self, rows: int, canvas: int, cached: bool = False) -> Iterator[slice]:
         """Yield the rows of each batch, in order."""
@@ -134,24 +159,25 @@ class Runner:
         for first in range(0, rows, size):
             yield slice(first, min(first + size, rows))
 
-    def max_rows(self, canvas: int, cached: bool = False) -> int:
+    def max_rows(self, canvas: int, cached: bool = False, canvases: int = 1) -> int:
         """Estimate how many rows of ``canvas`` positions fit on the mesh at a time.
 
         The estimate is for passes over whole rows, which need the most memory in every mode.
         """
-        if (canvas, cached) not in self._row_limits:
-            self._row_limits[canvas, cached] = self._estimate_max_rows(canvas, cached)
-        return self._row_limits[canvas, cached]
+        key = canvas, cached, canvases
+        if key not in self._row_limits:
+            self._row_limits[key] = self._estimate_max_rows(*key)
+        return self._row_limits[key]
 
-    def _estimate_max_rows(self, canvas: int, cached: bool) -> int:
-        data, room = self.layout.spec.data, self.room()
+    def _estimate_max_rows(self, canvas: int, cached: bool, canvases: int) -> int:
+        shards, room = self.row_shards, self.room()
         if room is None:
-            return data * MAX_ROWS_PER_SHARD
+            return shards * MAX_ROWS_PER_SHARD
 
         def fits(rows: int) -> bool:
-            return self.memory(rows, canvas, cached).total <= room
+            return self.memory(rows, canvas, cached, canvases).total <= room
 
-        return data * max(1, bisect.bisect_left(range(1, MAX_ROWS_PER_SHARD + 1), True, key=lambda n: not fits(n)))
+        return shards * max(1, bisect.bisect_left(range(1, MAX_ROWS_PER_SHARD + 1), True, key=lambda n: not fits(n)))
 
     def pass_floor(self) -> tuple[float, float]:
         """Return floor and overhead of a pass, see :class:`runtime.execution.buckets.PassCost`, in positions.
@@ -186,19 +212,21 @@ class Runner:
         memory, weights = device_memory(self._device), weight_bytes(self.layout, self.dtype)
         return None if memory is None else weights + _ACTIVATION_SHARE * (memory - weights)
 
-    def memory(self, rows: int, canvas: int, cached: bool) -> Memory:
+    def memory(self, rows: int, canvas: int, cached: bool, canvases: int = 1) -> Memory:
         """Estimate the memory that passes over whole rows need on each device, weights included.
 
         Args:
-          rows: rows per ``data`` shard.
+          rows: rows per shard, see :attr:`row_shards`.
           canvas: positions per row.
           cached: whether rows have a KV cache.
+          canvases: canvases that a pass computes of each row, see :mod:`runtime.decoding.drafts`.
         """
         spec = self.layout.spec
         chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
         device = Device(self.platform, chips[0].fast_memory_bytes if chips else 0)
-        head = self.chunk(rows * spec.data, canvas) // spec.sequence
-        shape = PassShape(rows, canvas // spec.sequence, canvas, head, self.forward(canvas).attention)
+        head = self.chunk(rows * self.row_shards, canvas) // spec.sequence
+        computed = math.ceil(rows * canvases * self.row_shards / spec.data) if canvases > 1 else 0
+        shape = PassShape(rows, canvas // spec.sequence, canvas, head, self.forward(canvas).attention, computed)
         kept = self.cache_dtype if cached else None
         return memory_of_passes(self.layout, self.dtype, device, rows, canvas, [shape], kept)
 
@@ -233,7 +261,7 @@ def head_chunk(rows: int, canvas: int, layout: ModelLayout, platform: str) -> in
     """
     target = _HEAD_POSITIONS.get(platform, _HEAD_POSITIONS_DEFAULT)
     sequence = layout.spec.sequence
-    per_shard = max(1, target * layout.spec.data // rows)
+    per_shard = max(1, target * layout.rules.shards("batch", layout.mesh_axis_sizes) // rows)
     power_of_two = 1 << per_shard.bit_length() - 1
     most = _MAX_HEAD_POSITIONS_PER_ROW // sequence * sequence
     return min(canvas, max(math.lcm(16, sequence), min(most, power_of_two * sequence)))

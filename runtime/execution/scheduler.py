@@ -45,6 +45,7 @@ from runtime.execution.requests import (
 )
 from runtime.execution.result import committed_tokens
 from runtime.execution.row_request import RowResult, final_tokens
+from runtime.execution.scheduler_stats import SchedulerStats
 from runtime.execution.step_plan import BucketPlan, Insertion, PoolOutcome, PoolPlan, StepOutcome, StepPlan
 
 # When a growing row moves, its new bucket has room for this many more positions than it needs next.
@@ -71,51 +72,6 @@ class SchedulerPolicy:
     first_tokens: bool = True
     chunks: int | None = 1
     move_gain: float = MOVE_GAIN
-
-
-@dataclass
-class SchedulerStats:
-    """Statistics of the scheduler.
-
-    Attributes:
-      rows: number of finished rows.
-      tokens: number of tokens committed in finished rows, up to the rows' ends.
-      forwards: number of forward passes, prefills included.
-      slot_iterations: iterations times slots, summed over all buckets.
-      busy_iterations: iterations in which a finished row committed a token, summed over the rows.
-      in_flight_iterations: iterations of the rows that are still in slots.
-      computed_positions: iterations times positions, summed over all buckets.
-      busy_positions: busy iterations times row length, summed over finished rows.
-      in_flight_positions: iterations times row length, summed over the rows that are still in slots.
-      moves: number of times that a row moved from one slot to another.
-    """
-
-    rows: int = 0
-    tokens: int = 0
-    forwards: int = 0
-    slot_iterations: int = 0
-    busy_iterations: int = 0
-    in_flight_iterations: int = 0
-    computed_positions: int = 0
-    busy_positions: int = 0
-    in_flight_positions: int = 0
-    moves: int = 0
-
-    @property
-    def utilisation(self) -> float:
-        """Fraction of slot iterations that were useful; 1 if there were none."""
-        busy = self.busy_iterations + self.in_flight_iterations
-        return busy / self.slot_iterations if self.slot_iterations else 1.0
-
-    @property
-    def useful_positions(self) -> int:
-        """Number of computed positions that belong to active rows, without padding."""
-        return self.busy_positions + self.in_flight_positions
-
-    @property
-    def useful_share(self) -> float:
-        """Fraction of the computed positions that are useful; 1 if there were none."""
-        return self.useful_positions / self.computed_positions if self.computed_positions else 1.0
 
 
 class Scheduler:
@@ -367,7 +323,7 @@ class Scheduler:
             self._update_pool(pool, now)
         rows = self._rows.values()
         self.stats.in_flight_iterations = sum(row.iterations for row in rows)
-        self.stats.in_flight_positions = sum(row.iterations * row.request.length_with_suffix for row in rows)
+        self.stats.in_flight_positions = sum(row.iterations * self._positions(row) for row in rows)
         if outcome.scores is not None and self._scoring is not None:
             handle, index = self._scoring.handle, self._scoring.index
             self.stats.forwards += 1
@@ -384,7 +340,7 @@ class Scheduler:
             one = buckets[run.number]
             stats.forwards += run.forwards
             stats.slot_iterations += run.iterations * one.bucket.rows
-            stats.computed_positions += run.iterations * one.bucket.positions
+            stats.computed_positions += run.iterations * one.bucket.positions * pool.limits.canvases
             # Only runs with iterations tell how long an iteration takes.
             if run.iterations:
                 pool.measured(one.bucket, run.seconds / run.iterations)
@@ -415,14 +371,20 @@ class Scheduler:
         tokens = committed_tokens(result.sequence, result.commit_steps, prompt, config.stop_token_ids, row.counted)
         self.stats.rows += 1
         self.stats.tokens += tokens
-        self.stats.busy_iterations += steps
-        self.stats.busy_positions += steps * row.request.length_with_suffix
+        passes, accepted = (steps, 0) if result.drafts is None else (result.drafts.passes, result.drafts.accepted)
+        self.stats.accepted_steps += accepted
+        self.stats.busy_iterations += passes
+        self.stats.busy_positions += passes * self._positions(row)
         self._note_prefix(row, max(1, config.max_new_tokens), now)
         per_token = None
         if row.first_token is not None and tokens > 1:
             per_token = (now - row.first_token) / (tokens - 1)
         self._events.append(RowFinished(row.handle, row.index, result, tokens, steps, now - row.inserted, per_token))
         self._finish(row.handle, now)
+
+    def _positions(self, row: ScheduledRow) -> int:
+        """Return the positions of all canvases of a row."""
+        return row.request.length_with_suffix * self._pools[row.handle.pool].limits.canvases
 
     def _note_prefix(self, row: ScheduledRow, prefix: int, now: float) -> None:
         """Record that ``prefix`` tokens precede the row's first open position, and report it if it grew."""

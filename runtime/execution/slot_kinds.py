@@ -30,6 +30,7 @@ from runtime.execution.programs import (
     lower_prefill_chunks,
     put,
 )
+from runtime.execution.result import DraftStats
 from runtime.execution.row_arrays import autoregressive_row, diffusion_row
 from runtime.execution.row_request import RowRequest, RowResult, block_span
 from runtime.execution.runner import Runner
@@ -90,6 +91,7 @@ class DiffusionSlots(Slots):
             self._own_cache_dtype,
             log_probabilities=self._config.log_probabilities,
             history=self._entries,
+            drafts=self._config.draft_steps,
         )
 
     def run(
@@ -177,7 +179,7 @@ class DiffusionSlots(Slots):
             model = self._runner.layout.config
             canvas = np.where(canvas == model.mask_token_id, model.pad_token_id, canvas)
         log_probabilities, refreshes = self._log_probabilities(), fetch(self.state.refreshes)
-        windows, non_finite = fetch(self.state.window_positions), self.non_finite()
+        windows, non_finite, drafts = fetch(self.state.window_positions), self.non_finite(), self._draft_stats()
         return [
             RowResult(
                 number,
@@ -186,9 +188,18 @@ class DiffusionSlots(Slots):
                 None if log_probabilities is None else log_probabilities[slot, : request.length].copy(),
                 int(refreshes[slot]) * request.length_with_suffix + int(windows[slot]),
                 bool(non_finite[slot]),
+                drafts.get(slot),
             )
             for slot, (number, request) in taken.items()
         ]
+
+    def _draft_stats(self) -> dict[int, DraftStats]:
+        """Return the passes and accepted steps of each slot; empty without drafts."""
+        if self.state.drafts is None:
+            return {}
+        passes = fetch(self.state.refreshes) // ((1 + self.program.drafts) * (1 + self.program.guided))
+        pairs = zip(passes.tolist(), fetch(self.state.made_steps).tolist(), strict=True)
+        return {slot: DraftStats(made, steps - made) for slot, (made, steps) in enumerate(pairs)}
 
 
 class AutoregressiveSlots(Slots):

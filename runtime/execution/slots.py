@@ -165,8 +165,7 @@ class Slots(abc.ABC):
         """Copy request and state of all slots to the host as writable arrays ``[B, ...]``."""
         trees = _only_rows((self.request, self.state))
         if jax.process_count() > 1:
-            key, arguments = ("whole", type(self)), (trees,)
-            trees = self._compiled(key, arguments, lambda: lower_replicate(self._runner.layout, trees))(trees)
+            trees = self._whole_program(trees)(trees)
         found: tuple[Any, Any] = jax.tree.map(np.array, jax.device_get(trees))
         return found
 
@@ -207,6 +206,12 @@ class Slots(abc.ABC):
         there = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arguments))
         return programs.get(key, lower) if there else programs.prepare(key, lower)
 
+    def _whole_program(self, trees: tuple[Any, Any]) -> jax.stages.Compiled:
+        layout = self._runner.layout
+        # With ``draft_axis=data``, arrays of the same shapes lie on other devices.
+        key = ("whole", type(self), layout.rules)
+        return self._compiled(key, (trees,), lambda: lower_replicate(layout, trees))
+
     def _take_program(self, length: int, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         layout = self._runner.layout
         return self._compiled(("take", length), arguments, lambda: lower_take_row(layout, length, *arguments))
@@ -231,8 +236,7 @@ class Slots(abc.ABC):
         """
         request, state = self._abstract()
         if jax.process_count() > 1:
-            trees = _only_rows((request, state))
-            self._compiled(("whole", type(self)), (trees,), lambda: lower_replicate(self._runner.layout, trees))
+            self._whole_program(_only_rows((request, state)))
         if self._cached:
             layout, number = self._runner.layout, jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
             taken = abstract_taken_row(layout, length, self._runner.cache_dtype)

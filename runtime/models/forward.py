@@ -76,6 +76,11 @@ class Forward:
         rules = replace(self.layout.rules, canvas=(), residual=())
         return replace(self, layout=replace(self.layout, rules=rules), attention="xla")
 
+    @property
+    def over_data(self) -> Forward:
+        """The context for a batch that is divided over ``data``, where the rows themselves are on all of its shards."""
+        return replace(self, layout=replace(self.layout, rules=replace(self.layout.rules, batch=("data",))))
+
     def with_blocks(self, length: int) -> Forward:
         """Return this context with blocks of ``length`` positions in block-causal attention; 0 keeps the model's."""
         if length in (0, self.config.attention_block_length):

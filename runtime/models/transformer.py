@@ -132,7 +132,7 @@ def pick_positions(
         return jnp.take_along_axis(merged, places, axis=1, mode="clip").reshape(*positions.shape, -1)
 
     if layout.spec.sequence == 1 or not axes:
-        return picked(hidden, positions, rows, layout.spec.data)
+        return picked(hidden, positions, rows, layout.rules.shards("batch", layout.mesh_axis_sizes))
 
     def local(hidden: Array, positions: Array, rows: Array | None) -> Array:
         places = positions - jax.lax.axis_index(axes) * hidden.shape[1]

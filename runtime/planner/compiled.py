@@ -93,6 +93,9 @@ class CompiledPhase:
         """
         # Code outside all open loops only prepares. The outer open loop is over passes, the inner one over head chunks.
         lengths = [1.0] if phase.name == "prefill" else [0.0, 1.0, phase.chunks]
+        if phase.canvases:
+            # Inside the loop over passes, there is one over the steps that a pass makes: here a single one.
+            lengths = [0.0, 1.0, 1.0, phase.chunks]
         if self.name != "blocks":
             return list(self.collectives), lengths
         # In the loop over steps, block steps are a branch of a conditional, and refreshes are a loop of their own.
@@ -144,7 +147,8 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
             span=workload.span(layout, platform),
         )
         steps = padded_steps(workload.steps, canvas)
-        denoise_arguments = abstract_denoise(layout, rows, canvas, steps, dtype if cached else None)
+        kept, drafts = dtype if cached else None, workload.draft_steps
+        denoise_arguments = abstract_denoise(layout, rows, canvas, steps, kept, drafts=drafts)
         name = "blocks" if cached else "denoise step"
         lowerings = {name: lambda: lower_denoise(forward, program, weights, *denoise_arguments)}
     options = compiler_options(platform, widens_weights(layout, dtype))

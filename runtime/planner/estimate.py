@@ -187,7 +187,7 @@ class Estimate:
 
     def estimate_phase(self, phase: Phase) -> PhaseEstimate:
         """Estimate one phase."""
-        positions = phase.rows * math.ceil(phase.positions / (self.spec.sequence if phase.whole else 1))
+        positions = phase.computed * math.ceil(phase.positions / (self.spec.sequence if phase.whole else 1))
         chunk = phase.rows * phase.chunk // phase.head_shards(self.layout)
         collectives = phase_collectives(self.workload, self.layout, self._wiring, phase)
         return PhaseEstimate(
@@ -313,12 +313,13 @@ def candidate_meshes(workload: Workload, topology: Topology) -> list[MeshSpec]:
     devices, slices = topology.num_devices, topology.num_slices
     platform, found = topology.chip.platform, []
     sizes = tensor_sizes(workload.config, weights_class(workload.config), devices // slices)
+    most = workload.batch * (1 + workload.draft_steps if workload.divides_drafts else 1)
     for tensor in sizes:
         if devices % tensor:
             continue
         rest = devices // tensor
         for data in (count for count in range(1, rest + 1) if rest % count == 0):
-            if data % slices or data > max(workload.batch, slices):
+            if data % slices or data > max(most, slices):
                 continue
             spec = MeshSpec(data=data, sequence=rest // data, tensor=tensor)
             layout = workload.layout(spec)

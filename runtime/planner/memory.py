@@ -20,7 +20,7 @@ def estimate_memory(workload: Workload, layout: ModelLayout, chip: Chip) -> Memo
         layout,
         dtype,
         Device(chip.platform, chip.fast_memory_bytes),
-        workload.rows(layout.spec.data) // layout.spec.data,
+        workload.rows_per_shard(layout.spec.data),
         workload.canvas(layout, chip.platform),
         [_shape(phase, workload, layout, chip) for phase in workload.phases(layout, chip.platform, widest=True)],
         dtype if workload.has_cache else None,
@@ -35,4 +35,5 @@ def _shape(phase: Phase, workload: Workload, layout: ModelLayout, chip: Chip) ->
     else:
         # Every sequence shard computes the whole window, and attends to its own part of the cache.
         attention, positions, keys = "xla", phase.positions, math.ceil(phase.keys / sequence)
-    return PassShape(phase.rows, positions, keys, phase.chunk // phase.head_shards(layout), attention)
+    head = phase.chunk // phase.head_shards(layout)
+    return PassShape(phase.rows, positions, keys, head, attention, phase.canvases)

@@ -106,7 +106,8 @@ def phase_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, p
         size = phase.rows * phase.chunk // phase.head_shards(layout) * _FLOAT * numbers
         rounds = _SERIAL_SUMS + (threshold_passes(rule.confidence_dtype) if rule.filtered else 0)
         found.append(Collective("all-reduce", ("kv", "group"), size, phase.chunks, "vocabulary sums", rounds=rounds))
-    return found + _loop_conditions(layout, platform, phase, wiring.slices)
+    # If every data shard has all rows, it knows by itself what they agree on.
+    return found if workload.divides_drafts else found + _loop_conditions(layout, platform, phase, wiring.slices)
 
 
 def _tensor_collectives(workload: Workload, layout: ModelLayout, positions: int, divided: bool) -> list[Collective]:
@@ -151,12 +152,17 @@ def _tensor_collectives(workload: Workload, layout: ModelLayout, positions: int,
 def _whole_row_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, phase: Phase) -> list[Collective]:
     """Return the transformer's collectives in a pass over whole rows, with the all-gather of K and V over sequence."""
     sequence, layers = layout.spec.sequence, workload.config.num_layers
-    divided = residual_over_tensor(layout, wiring.chips, phase.rows * layout.spec.data, phase.positions)
-    found = _tensor_collectives(workload, layout, phase.rows * phase.positions // sequence, divided)
+    rows = phase.computed
+    divided = residual_over_tensor(layout, wiring.chips, rows * layout.spec.data, phase.positions)
+    found = _tensor_collectives(workload, layout, rows * phase.positions // sequence, divided)
     if sequence > 1:
         heads = layout.size_per_device("kv_heads") * layout.size_per_device("head_dim")
-        size = phase.rows * phase.positions * heads * workload.item
+        size = rows * phase.positions * heads * workload.item
         found.append(Collective("all-gather", ("sequence",), size, 2 * layers, "keys and values"))
+    if workload.divides_drafts and layout.spec.data > 1:
+        # The canvas that a step needs, and the one that new drafts are guessed from.
+        size = phase.rows * phase.positions // sequence * layout.size_per_device("embed") * workload.item
+        found.append(Collective("all-reduce", ("data",), size, 2, "outputs of a canvas"))
     return found
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.decoding.block_schedule import block_schedule, steps_of_a_block, window_widths
 from runtime.decoding.cached_steps import refresh_chunk
+from runtime.decoding.drafts import redrawn_chunk
 from runtime.decoding.kinds import Choice, Integer, Kind
 from runtime.decoding.parameters import (
     DEFAULT_BLOCK_LENGTH,
@@ -46,6 +47,9 @@ _KINDS: dict[str, Kind] = {
 }
 
 
+_DECODING = ("steps", "cache", "block_length", "draft_steps", "draft_axis")
+
+
 @dataclass(frozen=True)
 class Phase:
     """One kind of forward pass of a generation.
@@ -60,6 +64,7 @@ class Phase:
       chunk: positions per row that the head runs on at a time.
       chunks: average number of head chunks per pass.
       forwards: average number of passes of this kind in one generation.
+      canvases: with drafts, canvases of all rows that a device computes in a pass; otherwise 0, for one of each row.
     """
 
     name: str
@@ -70,6 +75,12 @@ class Phase:
     chunk: int
     chunks: float
     forwards: float
+    canvases: int = 0
+
+    @property
+    def computed(self) -> int:
+        """Number of canvases that a device computes in a pass."""
+        return self.canvases or self.rows
 
     def head_shards(self, layout: ModelLayout) -> int:
         """Return over how many ``sequence`` shards the positions of a head chunk are divided.
@@ -95,6 +106,9 @@ class Workload:
         autoregressive models always use a cache.
       block_length: positions per block with a cache; without a cache, the published settings determine the blocks.
       quantization: quantization of the weights, ``none`` or ``int8``.
+      draft_steps: drafts per row of masked diffusion. The plan assumes that none is accepted, because the steps that
+        drafts save depend on the text.
+      draft_axis: ``data`` divides the canvases of a pass over the ``data`` axis, with all rows on each of its shards.
     """
 
     config: ModelConfig
@@ -106,9 +120,11 @@ class Workload:
     cache: str = "none"
     block_length: int = DEFAULT_BLOCK_LENGTH
     quantization: str = "none"
+    draft_steps: int = 0
+    draft_axis: str = "none"
 
     def __post_init__(self) -> None:
-        kinds = _KINDS | {name: EXPOSED_PARAMETERS[name].kind for name in ("steps", "cache", "block_length")}
+        kinds = _KINDS | {name: EXPOSED_PARAMETERS[name].kind for name in _DECODING}
         for name, kind in kinds.items():
             kind.read(name, getattr(self, name))
         if self.block_length > self.new_tokens and self.cache != "none":
@@ -135,7 +151,13 @@ class Workload:
         Raises:
           MeshError: the model cannot be divided over the mesh.
         """
-        return model_layout(self.config, spec, devices, self.quantization)
+        made = model_layout(self.config, spec, devices, self.quantization)
+        return replace(made, rules=replace(made.rules, batch=())) if self.divides_drafts else made
+
+    @property
+    def divides_drafts(self) -> bool:
+        """Whether the canvases of a pass are divided over the ``data`` axis."""
+        return self.draft_steps > 0 and self.draft_axis == "data"
 
     @property
     def has_cache(self) -> bool:
@@ -143,8 +165,13 @@ class Workload:
         return self.config.objective == "autoregressive" or self.cache != "none"
 
     def rows(self, data: int) -> int:
-        """Return the number of rows on the devices: the batch, padded to a multiple of the data axis."""
-        return math.ceil(self.batch / data) * data
+        """Return the number of rows on the devices: the batch, padded so that canvases divide over the data axis."""
+        unit = data // math.gcd(data, 1 + self.draft_steps) if self.divides_drafts else data
+        return math.ceil(self.batch / unit) * unit
+
+    def rows_per_shard(self, data: int) -> int:
+        """Return the number of rows on each ``data`` shard."""
+        return self.rows(data) if self.divides_drafts else self.rows(data) // data
 
     def canvas(self, layout: ModelLayout, platform: str) -> int:
         """Return S, the bucket that prompt and new tokens are padded to."""
@@ -161,6 +188,7 @@ class Workload:
         on the text.
         """
         changes: dict[str, Any] = {"cache": self.cache, "parallel": "none", "threshold": DiffusionConfig.threshold}
+        changes |= {"draft_steps": self.draft_steps, "draft_axis": self.draft_axis}
         if self.cache != "none":
             changes["block_length"] = self.block_length
         # Models without a number of steps refuse it, unless it is the workload's default.
@@ -213,7 +241,7 @@ class Workload:
           platform: platform of the devices.
           widest: describe windows by their largest width, for memory estimates, instead of by their average width.
         """
-        canvas, rows = self.canvas(layout, platform), self.rows(layout.spec.data) // layout.spec.data
+        canvas, rows = self.canvas(layout, platform), self.rows_per_shard(layout.spec.data)
         if self.config.objective == "autoregressive":
             width = min(canvas, bucket_length(self.prompt))
             return [
@@ -228,7 +256,8 @@ class Workload:
 
         if self.cache == "none":
             masked = [count for block in self.masks_of_blocks(canvas) for count in block]
-            return [Phase("denoise step", rows, canvas, canvas, True, chunk, chunks(masked, chunk), len(masked))]
+            found = Phase("denoise step", rows, canvas, canvas, True, chunk, chunks(masked, chunk), len(masked))
+            return [self._drafted(found, layout.spec) if self.draft_steps else found]
         if self.cache == "exact":
             return self._exact_phases(layout, platform, widest)
         length, _ = block_schedule(self.decoding(), canvas)
@@ -251,6 +280,14 @@ class Workload:
             Phase("block step", rows, width, canvas, False, window, chunks(masks or [length], window), len(masks)),
         ]
 
+    def _drafted(self, phase: Phase, spec: MeshSpec) -> Phase:
+        """Return a denoise step with drafts: further canvases, and further head chunks that guess their tokens."""
+        # All open positions once more, and for each draft a small chunk that draws its tokens.
+        few = self.draft_steps * min(1.0, redrawn_chunk(spec.sequence) / phase.chunk)
+        chunks = 2 * phase.chunks + few * self.sampling_rule().sampled
+        canvases = phase.rows * (1 + self.draft_steps) // (spec.data if self.divides_drafts else 1)
+        return replace(phase, canvases=canvases, chunks=chunks)
+
     def _exact_phases(self, layout: ModelLayout, platform: str, widest: bool) -> list[Phase]:
         """Return the phases of a generation with block-causal attention and its exact cache.
 
@@ -258,7 +295,7 @@ class Workload:
         different: it also computes the block before it. With a shifted output, it computes only the block before it,
         whose last position predicts the block's first token.
         """
-        canvas, rows = self.canvas(layout, platform), self.rows(layout.spec.data) // layout.spec.data
+        canvas, rows = self.canvas(layout, platform), self.rows_per_shard(layout.spec.data)
         length, widths = self.block_length, self.windows(layout, platform)
         steps = min(length, steps_of_a_block(self.decoding(), length))
         blocks = math.ceil(self.new_tokens / length)

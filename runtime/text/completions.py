@@ -10,7 +10,7 @@ import numpy as np
 
 from runtime.execution.left_padding import unpadded_rows
 from runtime.execution.requests import StopTest
-from runtime.execution.result import GenerationResult
+from runtime.execution.result import DraftStats, GenerationResult
 from runtime.text.tokenizer import TextTokenizer, UndecodableError
 
 # New tokens are decoded together with this many tokens before them, because the text of a token may depend on these.
@@ -32,6 +32,7 @@ class Completion:
       filled_prompt: the prompt with its masks filled; None if it had no masks.
       suffix: the text that follows the completion, as given; empty if there is none.
       log_probabilities: log-probabilities of ``tokens``; None if they were not requested.
+      drafts: with ``draft_steps``, the row's passes and accepted steps; otherwise None.
     """
 
     prompt: str
@@ -44,6 +45,7 @@ class Completion:
     filled_prompt: str | None = None
     log_probabilities: list[float] | None = None
     suffix: str = ""
+    drafts: DraftStats | None = None
 
     @property
     def whole_text(self) -> str:
@@ -112,6 +114,7 @@ class CompletionBuilder:
         seed: int = 0,
         stop: Sequence[str] = (),
         log_probabilities: np.ndarray | None = None,
+        drafts: DraftStats | None = None,
     ) -> Completion:
         """Build the completion of one row.
 
@@ -124,6 +127,7 @@ class CompletionBuilder:
           seed: the row's seed.
           stop: strings that end a completion.
           log_probabilities: float32 ``[S]``, one per token of ``sequence``; None if they were not requested.
+          drafts: the row's passes and accepted steps, or None.
         """
         width = len(prompt_tokens)
         text, tokens, reason = cut_completion(self.tokenizer, sequence[width:].tolist(), self.end_token_ids, stop)
@@ -140,6 +144,7 @@ class CompletionBuilder:
             filled_prompt=self.tokenizer.decode(sequence[:width].tolist()) if infilled else None,
             log_probabilities=None if kept is None else [float(value) for value in kept],
             suffix=suffix,
+            drafts=drafts,
         )
 
     def build_batch(
@@ -176,6 +181,7 @@ class CompletionBuilder:
                     seed=result.seeds[row],
                     stop=stop,
                     log_probabilities=None if kept is None else kept[row],
+                    drafts=result.drafts[row] if result.drafts else None,
                 )
             )
         return found

@@ -64,6 +64,8 @@ FLAGS = {
     "entropy_limit": None,
     "greedy": False,
     "cfg_scale": None,
+    "draft_steps": None,
+    "draft_axis": None,
     "initial_masks": None,
     "number_transfer_tokens": None,
     "expand_budget": None,

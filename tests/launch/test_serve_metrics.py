@@ -31,6 +31,7 @@ NAMES = {
     "committed_tokens_total": "counter",
     "forwards_total": "counter",
     "denoise_steps_total": "counter",
+    "accepted_steps_total": "counter",
     "time_to_first_token_seconds": "histogram",
     "inter_token_latency_seconds": "histogram",
     "request_time_per_output_token_seconds": "histogram",
@@ -82,6 +83,7 @@ def test_what_diffusion_counts(there: Served) -> None:
     assert there.metric("request_time_per_output_token_seconds_count") == 1
     assert there.metric("inter_token_latency_seconds_count") == 0, "there is nothing between one piece"
     assert there.metric("denoise_steps_total") == 8
+    assert there.metric("accepted_steps_total") == 0
     assert there.metric("committed_tokens_total") == there.metric("generation_tokens_total") == 24
     assert there.metric("forwards_total") == 8
     assert there.metric("tokens_per_forward_count") == 1

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from runtime import Engine, SamplingConfig
+from runtime import DiffusionConfig, Engine, SamplingConfig
 from runtime.planner.hlo import Instruction, read_collective, read_module
 from tests import golden_cases
 from tests.runtime.decoding import block_rows
@@ -120,6 +120,25 @@ def test_no_collectives_of_a_family_are_concurrent(golden: golden_cases.Golden, 
     engine = golden_cases.engine(mesh, golden.folder)
     for name in list(golden.cases)[:3]:
         engine.generate_tokens(*golden.inputs(name), golden.config(name))
+    assert_ordered(engine)
+
+
+DRAFTED: dict[str, tuple[str, DiffusionConfig]] = {
+    "sampled": ("dream_tiny", block_rows.BASE),
+    "frechet": ("dream_tiny", block_rows.BASE.replace(block_length=6, parallel="frechet", algorithm="maskgit_plus")),
+    "guided": ("llada_tiny", DiffusionConfig(12, steps=8, algorithm="low_confidence", block_length=6, cfg_scale=1.5)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["none", "data"])
+@pytest.mark.parametrize("mesh", ["data=2", "data=2,sequence=2,tensor=2"])
+@pytest.mark.parametrize("name", DRAFTED)
+def test_no_collectives_of_passes_with_drafts_are_concurrent(name: str, mesh: str, axis: str) -> None:
+    folder, config = DRAFTED[name]
+    engine = golden_cases.engine(mesh, golden_cases.FOLDER.parent / folder)
+    config = config.replace(draft_steps=3, draft_axis=axis, log_probabilities=True)
+    engine.generate_tokens(*block_rows.ragged_rows(), config)
     assert_ordered(engine)
 
 

@@ -33,16 +33,16 @@ def layout(folder: str) -> ModelLayout:
     return ModelLayout.create(config, weights_class(config))
 
 
-@pytest.mark.parametrize("folder", ["dream_tiny", "dreamon_tiny"])
+@pytest.mark.parametrize(("folder", "drafts"), [("dream_tiny", 0), ("dream_tiny", 3), ("dreamon_tiny", 0)])
 @pytest.mark.parametrize("kept", [False, True], ids=["plain", "log_probabilities"])
 @pytest.mark.parametrize("occupied", [False, True], ids=["free", "occupied"])
-def test_diffusion_rows_are_as_declared(occupied: bool, kept: bool, folder: str) -> None:
+def test_diffusion_rows_are_as_declared(occupied: bool, kept: bool, folder: str, drafts: int) -> None:
     own = layout(folder)
-    config = DiffusionConfig(max_new_tokens=8, steps=5, temperature=0.3, alg_temp=None, log_probabilities=kept)
+    config = DiffusionConfig(max_new_tokens=8, steps=5, temperature=0.3, log_probabilities=kept, draft_steps=drafts)
     config = with_model_blocks(config, own.config)
     request = RowRequest([1, 2, 3], config, seed=(1 << 63) - 1) if occupied else None
     row = diffusion_row(request, config, own.config, WIDTH, STEPS)
-    assert shapes(row) == shapes(abstract_denoise(own, 1, WIDTH, STEPS, log_probabilities=kept))
+    assert shapes(row) == shapes(abstract_denoise(own, 1, WIDTH, STEPS, log_probabilities=kept, drafts=drafts))
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["plain", "log_probabilities"])

@@ -251,6 +251,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "block_length": ({"block_length": 4}, "block_length is not available for dreamon models"),
     "sub_block_length": ({"sub_block_length": 4}, "sub_block_length is not available for dreamon models"),
     "cfg_scale": ({"cfg_scale": 1.0}, "cfg_scale is not available for dreamon models"),
+    "draft_steps": ({"draft_steps": 1}, "draft_steps is not available for dreamon models"),
+    "draft_axis": ({"draft_axis": "data"}, "draft_axis is not available for dreamon models"),
 }
 
 
@@ -347,6 +349,8 @@ def test_preset_and_plan() -> None:
         Workload(config, cache="dual")
     with pytest.raises(InputError, match="steps is not available for dreamon models"):
         Workload(config, new_tokens=40, steps=8)
+    with pytest.raises(InputError, match="draft_steps is not available for dreamon models"):
+        Workload(config, draft_steps=3)
 
 
 def test_flags(tmp_path: Path) -> None:
@@ -355,7 +359,7 @@ def test_flags(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"steps": 7, "eps": 0.5, "temperature": 0.4}))
     folder = open_folder(tmp_path, weights=False)
     model = parse_config(folder.config)
-    config = decoding_config(flag_values("--max_new_tokens=20", "--expand_budget=3"), folder, model)
+    config = decoding_config(flag_values("--max_new_tokens=20", "--expand_budget=3", "--draft_steps=0"), folder, model)
     assert isinstance(config, DiffusionConfig)
     assert (config.algorithm, config.temperature, config.expand_budget, config.variable_length) == (
         "entropy",
@@ -364,7 +368,7 @@ def test_flags(tmp_path: Path) -> None:
         True,
     )
     check_kind(model, config)
-    for name, value in (("steps", "20"), ("eps", "0.001"), ("block_length", "8")):
+    for name, value in (("steps", "20"), ("eps", "0.001"), ("block_length", "8"), ("draft_steps", "2")):
         with pytest.raises(InputError, match=f"--{name} is not available for models whose canvas changes its length"):
             decoding_config(flag_values("--max_new_tokens=20", f"--{name}={value}"), folder, model)
     with pytest.raises(InputError, match="block_rule=fast_dllm is not available for dreamon models"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from runtime.planner.compiled import collectives_agree, compile_workload, is_out_of_memory
 from runtime.planner.estimate import estimate_workload
 from runtime.planner.presets import preset
+from runtime.planner.traffic import bytes_by_axis
 from runtime.planner.workload import Workload
 from sharding.aot import aot_devices, missing_compiler
 from sharding.mesh import MeshSpec
@@ -141,6 +144,49 @@ def check(workload: Workload, text: str, mesh: str) -> None:
                 continue  # the program has windows of several widths, a pass runs one
             moved = one.bytes_by_axis(found.layout, passes[name].phase)
             assert collectives_agree(passes[name], one, found.layout), (name, moved, passes[name].collectives)
+
+
+# topology, mesh, rows, canvas, drafts
+DRAFTED = [
+    ("v5e:2x4", "tensor=8", 4, 512, 3),
+    ("v5e:2x4", "data=2,sequence=2,tensor=2", 4, 512, 3),
+    ("v5p:2x2x2", "data=8", 16, 512, 7),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", DRAFTED)
+def test_memory_with_drafts_is_what_the_tpu_compiler_says(case: tuple[str, str, int, int, int]) -> None:
+    text, mesh, rows, canvas, drafts = case
+    half, topology = canvas // 2, parse_topology(text)
+    workload = Workload(
+        preset("diffucoder-7b"), batch=rows, prompt=half, new_tokens=half, steps=half, draft_steps=drafts
+    )
+    found = estimate_workload(workload, topology, MeshSpec.parse(mesh))
+    (compiled,) = compile_workload(workload, found.spec, aot_devices(topology))
+    assert found.memory.total == pytest.approx(compiled.memory_bytes, rel=0.05)
+    # Layers move what they move for as many rows; the head and its choices depend on how many steps a pass makes.
+    plain = estimate_workload(replace(workload, batch=rows * (1 + drafts), draft_steps=0), topology, found.spec)
+    layers = [one for one in plain.phases[0].collectives if "per layer" in one.what]
+    assert layers == [one for one in found.phases[0].collectives if "per layer" in one.what]
+    assert found.phases[0].seconds < 1.5 * plain.phases[0].seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "rows", "drafts"), [("data=8", 1, 7), ("data=4,sequence=2", 2, 1)])
+def test_drafts_over_the_data_axis_are_what_the_tpu_compiler_says(mesh: str, rows: int, drafts: int) -> None:
+    topology = parse_topology("v5p:2x2x2")
+    workload = Workload(preset("diffucoder-7b"), batch=rows, draft_steps=drafts, draft_axis="data")
+    found = estimate_workload(workload, topology, MeshSpec.parse(mesh))
+    (compiled,) = compile_workload(workload, found.spec, aot_devices(topology))
+    assert found.memory.total == pytest.approx(compiled.memory_bytes, rel=0.05)
+    (phase,) = found.phases
+    moved, estimated = compiled.bytes_by_axis(found.layout, phase.phase), bytes_by_axis(phase.collectives)
+    assert moved["all-reduce", ("data",)] == estimated["all-reduce", ("data",)]
+    # A device computes as many canvases as it would of a single row without drafts.
+    plain = estimate_workload(replace(workload, draft_steps=0, batch=found.spec.data), topology, found.spec)
+    assert phase.phase.computed == plain.phases[0].phase.rows == 1
+    assert phase.seconds < 1.4 * plain.phases[0].seconds
 
 
 def check_canvas(text: str, mesh: str, rows: int, canvas: int) -> None:

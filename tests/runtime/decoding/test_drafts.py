@@ -1,0 +1,265 @@
+"""Drafts change no token, no step and no log-probability of any row, and save forward passes of a trained model."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from checkpoints import DEMO
+from runtime import DiffusionConfig, Engine, GenerationResult, InputError, RowRequest
+from runtime.decoding.schema import ParameterError
+from runtime.execution.requests import may_end_early
+from runtime.execution.slot_kinds import DiffusionSlots
+from tests import golden_cases
+from tests.divergence import assert_same_tokens
+from tests.runtime.decoding.block_rows import BASE, STOPS, ragged_rows
+from tests.runtime.engine_rows import GREEDY, ORIGIN, SAMPLED, rows
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+THRESHOLD = {"parallel": "threshold", "threshold": 0.2, "algorithm": "maskgit_plus"}
+FACTOR = {"parallel": "factor", "factor": 1.5, "algorithm": "topk_margin"}
+# Steps that commit several tokens, that commit none, and blocks; all rows have masks to fill in a prompt.
+DREAM: dict[str, DiffusionConfig] = {
+    "sampled": SAMPLED,
+    "greedy": GREEDY,
+    "origin": ORIGIN,
+    "more steps than tokens": BASE.replace(steps=40, alg_temp=0.4, top_p=0.9),
+    "blocks": BASE.replace(block_length=6),
+    "threshold": BASE.replace(temperature=0.0, **THRESHOLD),
+    "factor in blocks": BASE.replace(block_length=6, **FACTOR),
+    "frechet in blocks": BASE.replace(block_length=6, parallel="frechet", factor=1.5, algorithm="maskgit_plus"),
+    "entropy_bound": BASE.replace(parallel="entropy_bound", entropy_bound=8.0, algorithm="entropy"),
+    "decaying threshold": BASE.replace(block_length=6, threshold_decay=0.5, **THRESHOLD),
+    "early stop": BASE.replace(stop_token_ids=STOPS),
+    "threshold, early stop": BASE.replace(stop_token_ids=STOPS, block_length=6, **THRESHOLD),
+}
+QUICK = ("sampled", "early stop")
+LLADA = DiffusionConfig(max_new_tokens=12, steps=8, algorithm="low_confidence", block_length=6, seed=4)
+OTHERS: dict[str, tuple[str, DiffusionConfig]] = {
+    "llada, low_confidence": ("llada_tiny", LLADA),
+    "llada, random": ("llada_tiny", LLADA.replace(algorithm="random", temperature=0.5)),
+    "llada, guided": ("llada_tiny", LLADA.replace(cfg_scale=1.5)),
+    "llada, threshold": ("llada_tiny", LLADA.replace(parallel="threshold", threshold=0.1)),
+    "sdar, threshold": ("sdar_tiny", DiffusionConfig(12, steps=12, **THRESHOLD)),
+    "sdar, sequential": ("sdar_tiny", DiffusionConfig(12, steps=12, algorithm="maskgit_plus", parallel="sequential")),
+    "fast_dllm_v2": ("fast_dllm_v2_tiny", DiffusionConfig(12, steps=12, **THRESHOLD)),
+}
+PROMPTS = ["def add(first, second):\n", "def is_even(number):\n    return", "class"]
+TRAINED = {
+    "greedy": DiffusionConfig(max_new_tokens=40, steps=40, algorithm="entropy"),
+    "sampled": DiffusionConfig.published(40, temperature=0.2, seed=1),
+    "origin": DiffusionConfig(max_new_tokens=40, steps=20, algorithm="origin", temperature=1.0, top_p=0.9, seed=2),
+    "alg_temp": DiffusionConfig(40, steps=20, algorithm="topk_margin", temperature=0.5, alg_temp=0.5, seed=3),
+    "threshold": DiffusionConfig(40, algorithm="maskgit_plus", parallel="threshold", threshold=0.6, block_length=16),
+}
+MESHES = ("data=2", "sequence=4", "tensor=4", "data=2,sequence=2,tensor=2")
+
+
+def marked(names: Any, quick: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+def check(engine: Engine, ids: np.ndarray, mask: np.ndarray, config: DiffusionConfig, drafts: int) -> GenerationResult:
+    """Check a run with drafts against the same run without, and its counts; return it."""
+    config = config.replace(log_probabilities=True)
+    plain = engine.generate_tokens(ids, mask, config, history=True)
+    found = engine.generate_tokens(ids, mask, config.replace(draft_steps=drafts), history=True)
+    np.testing.assert_array_equal(found.sequences, plain.sequences)
+    np.testing.assert_array_equal(found.history, plain.history)
+    np.testing.assert_array_equal(found.commit_steps, plain.commit_steps)
+    np.testing.assert_allclose(found.log_probabilities, plain.log_probabilities, atol=1e-4)
+    assert found.stats.tokens == plain.stats.tokens
+    assert plain.drafts == []
+    # Positions count all canvases of a pass, so they tell the passes of each row, and those without drafts its steps.
+    lengths, passes = mask.sum(axis=1) + config.max_new_tokens, 1 + (config.cfg_scale > 0)
+    made = [own.passes for own in found.drafts]
+    steps = [own.passes + own.accepted for own in found.drafts]
+    assert found.stats.positions == (1 + drafts) * passes * np.dot(made, lengths)
+    assert plain.stats.positions == passes * np.dot(steps, lengths)
+    assert found.stats.row_passes == sum(made)
+    assert found.stats.accepted_steps == sum(steps) - sum(made)
+    assert all(0 <= own.accepted <= drafts * own.passes for own in found.drafts)
+    return found
+
+
+@pytest.mark.parametrize("name", marked(DREAM, QUICK))
+@pytest.mark.parametrize("drafts", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_dream(name: str, drafts: int) -> None:
+    ids, mask = rows() if DREAM[name].max_new_tokens == GREEDY.max_new_tokens else ragged_rows()
+    check(golden_cases.engine(), ids, mask, DREAM[name], drafts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(name: str) -> None:
+    folder, config = OTHERS[name]
+    engine = golden_cases.engine(folder=GOLDEN / folder)
+    check(engine, *ragged_rows(), config, 3)
+
+
+@pytest.mark.slow
+def test_infilling_before_a_suffix() -> None:
+    ids, mask = ragged_rows()
+    suffixes, engine = [[7, 8, 9], [5], [], [6, 6]], golden_cases.engine()
+    plain = engine.generate_tokens(ids, mask, BASE, suffixes=suffixes, history=True)
+    found = engine.generate_tokens(ids, mask, BASE.replace(draft_steps=2), suffixes=suffixes, history=True)
+    np.testing.assert_array_equal(found.history, plain.history)
+    np.testing.assert_array_equal(found.commit_steps, plain.commit_steps)
+
+
+@functools.cache
+def trained(mesh: str) -> Engine:
+    return Engine.load(DEMO, mesh=mesh)
+
+
+@pytest.mark.parametrize("name", marked(TRAINED, ("greedy",)))
+def test_a_trained_model_needs_fewer_passes(name: str) -> None:
+    engine = trained("data=1")
+    found = check(engine, *engine.encode(PROMPTS), TRAINED[name], 3)
+    assert all(own.accepted > 0 for own in found.drafts)
+    if name == "greedy":  # more than every third pass saves a step
+        assert found.stats.accepted_steps > found.stats.row_passes / 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_meshes(mesh: str, name: str) -> None:
+    config, alone = TRAINED[name], trained("data=1")
+    ids, mask = alone.encode(PROMPTS)
+    expected = alone.generate_tokens(ids, mask, config, history=True)
+    found = trained(mesh).generate_tokens(ids, mask, config.replace(draft_steps=3), history=True)
+    real = np.pad(mask, ((0, 0), (0, config.max_new_tokens)), constant_values=1)
+    assert found.history is not None
+    assert expected.history is not None
+    assert_same_tokens(found.history, expected.history, real, alone, config)
+    assert found.stats.accepted_steps > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["greedy", "sampled", "origin"])
+@pytest.mark.parametrize(("mesh", "rows", "drafts"), [("data=4", 1, 3), ("data=4", 2, 1), ("data=2,sequence=2", 3, 3)])
+def test_drafts_of_few_rows_use_the_whole_data_axis(mesh: str, rows: int, drafts: int, name: str) -> None:
+    config, engine = TRAINED[name], trained(mesh)
+    ids, mask = engine.encode(PROMPTS[:rows])
+    expected = trained("data=1").generate_tokens(ids, mask, config, history=True)
+    found = engine.generate_tokens(ids, mask, config.replace(draft_steps=drafts, draft_axis="data"), history=True)
+    real = np.pad(mask, ((0, 0), (0, config.max_new_tokens)), constant_values=1)
+    assert found.history is not None
+    assert expected.history is not None
+    assert_same_tokens(found.history, expected.history, real, trained("data=1"), config)
+    assert found.stats.accepted_steps > 0
+    assert found.stats.forwards < expected.stats.forwards
+
+
+def test_rows_on_every_shard_come_in_any_number() -> None:
+    runner = golden_cases.engine("data=4,tensor=2").runner
+    assert runner.row_unit == runner.row_shards == 4
+    for canvases, unit in ((4, 1), (8, 1), (2, 2), (6, 2), (3, 4)):
+        spread = runner.over_data(canvases)
+        assert (spread.row_unit, spread.row_shards) == (unit, 1)
+        assert spread.batch_size(1, 64, canvases=canvases) == unit
+    # A device has one canvas of the row, as without drafts, and the peak of one more.
+    peaks = [
+        sum(one.bytes for one in own.memory(1, 512, cached=False, canvases=count).peak)
+        for own, count in ((runner, 1), (runner.over_data(4), 4), (runner, 4))
+    ]
+    assert peaks[0] == peaks[1] < peaks[2]
+
+
+def test_rows_on_every_shard_are_copied_by_their_own_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays of equal shapes may be divided over ``data`` or not; each of several processes copies whole arrays."""
+    runner, config = golden_cases.engine("data=2").runner, GREEDY.replace(draft_steps=1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for own, axis in ((runner, "none"), (runner.over_data(2), "data")):
+        slots = DiffusionSlots(own, config.replace(draft_axis=axis), 64, 2)
+        slots.insert({0: RowRequest([5, 6], config, 0)})
+        (row,) = slots.take([0]).values()
+        assert row.state.canvas[0, :2].tolist() == [5, 6]
+
+
+def test_rows_with_drafts_may_end_at_different_times() -> None:
+    assert may_end_early(GREEDY.replace(draft_steps=1))
+    assert not may_end_early(GREEDY)
+
+
+def test_a_row_may_ask_for_fewer_drafts_than_its_slots_have() -> None:
+    """The value of a row is an upper bound, so one program serves all rows, as in a server."""
+    engine = trained("data=1")
+    config = TRAINED["greedy"].replace(draft_steps=3, max_new_tokens=12, steps=12)
+    prompt = engine.tokenizer.encode(PROMPTS[0])
+    slots = DiffusionSlots(engine.runner, config, engine.runner.bucket(len(prompt) + 12), 4)
+    requests = [RowRequest(prompt, config.replace(draft_steps=count), 0) for count in (0, 1, 3, 60)]
+    slots.insert(dict(enumerate(requests)))
+    assert slots.run().all()
+    found = slots.collect(dict(enumerate(enumerate(requests))))
+    assert len({tuple(one.sequence) for one in found}) == 1
+    none, one, all_, more = [own.drafts for own in found]
+    assert none is not None
+    assert one is not None
+    assert all_ is not None
+    assert none.accepted == 0
+    assert none.passes == one.passes + one.accepted == all_.passes + all_.accepted
+    assert one.accepted <= one.passes
+    assert all_.passes <= one.passes <= none.passes
+    assert more == all_
+
+
+@pytest.mark.slow
+def test_rows_that_come_and_go() -> None:
+    """Rows are inserted, moved and evicted between passes, with their drafts."""
+    engine, config = golden_cases.engine(), BASE.replace(stop_token_ids=STOPS, draft_steps=3)
+    ids, mask = ragged_rows()
+    prompts = [row[own > 0].tolist() for row, own in zip(ids, mask, strict=True)] * 3
+    requests = [RowRequest(prompt, config, seed) for seed, prompt in enumerate(prompts)]
+    drafted = {one.number: one for some in engine.scheduler(requests, slots=3).run() for one in some}
+    for number, request in enumerate(requests):
+        own = np.array([request.tokens])
+        alone = engine.generate_tokens(own, None, config.replace(draft_steps=0, seed=[request.seed]))
+        np.testing.assert_array_equal(drafted[number].sequence, alone.sequences[0])
+
+
+@pytest.mark.parametrize("hook", ["tokens_hook", "logits_hook"])
+def test_hooks_are_refused(hook: str) -> None:
+    with pytest.raises(InputError, match=rf"draft_steps is 2; {hook} requires draft_steps=0") as error:
+        golden_cases.engine().generate_tokens(
+            *rows(), GREEDY.replace(draft_steps=2), **{hook: lambda step, canvas, logits: None}
+        )
+    assert error.value.field == "draft_steps"
+
+
+def test_a_cache_is_refused() -> None:
+    with pytest.raises(ParameterError, match="draft_steps requires cache=none"):
+        DiffusionConfig(cache="dual", draft_steps=1)
+    with pytest.raises(ParameterError, match="draft_steps is 64; expected an integer from 0 to 63"):
+        DiffusionConfig(draft_steps=64)
+
+
+def test_a_watched_run_shows_every_step() -> None:
+    engine, seen = golden_cases.engine(), []
+
+    def watch(step: int, canvas: np.ndarray) -> None:
+        seen.append(canvas)
+
+    found = engine.generate_tokens(*rows(), GREEDY.replace(draft_steps=3), watch=watch, history=True)
+    np.testing.assert_array_equal(np.stack(seen[1:]), found.history)
+    assert found.stats.row_passes == 0
+    streamed = dict(engine.stream_tokens(*rows(), GREEDY.replace(draft_steps=3)))
+    np.testing.assert_array_equal(streamed[GREEDY.steps], found.sequences)
+
+
+def test_memory_counts_all_canvases() -> None:
+    runner = golden_cases.engine().runner
+
+    def parts(canvases: int) -> tuple[int, int]:
+        memory = runner.memory(8, 512, cached=False, canvases=canvases)
+        return sum(one.bytes for one in memory.resident), sum(one.bytes for one in memory.peak)
+
+    (kept, peak), (more_kept, more_peak) = parts(1), parts(4)
+    assert more_kept - kept == 2 * 3 * 8 * 512 * 4  # the drafts before and after a pass
+    assert more_peak > 2 * peak
