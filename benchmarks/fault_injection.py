@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from absl import flags
 
 from launch import generate
+from launch.display import canvas_view
 from launch.process.startup import Report, progress_bar, run_launcher, this_host
 
 _PIECES_BEFORE = 3
@@ -96,7 +97,7 @@ def main(values: flags.FlagValues) -> None:
 
             yield reported
 
-    generate.progress_bar = with_fault
+    canvas_view.progress_bar = with_fault
     generate.main(values)
     if this_host().draining():
         print(f"DRAINED {this_host().process_index}", file=sys.stderr, flush=True)
