@@ -75,8 +75,8 @@ FAULTS: dict[str, Callable[[], None]] = {
 def define_flags(values: flags.FlagValues) -> None:
     """Define the flags of this command."""
     generate.define_flags(values)
-    flags.DEFINE_enum("fault", None, list(FAULTS), "What happens.", flag_values=values)
-    flags.DEFINE_integer("fault_host", 0, "Where it happens.", flag_values=values)
+    flags.DEFINE_enum("fault", None, list(FAULTS), "Fault to inject.", flag_values=values)
+    flags.DEFINE_integer("fault_host", 0, "Host on which to inject it.", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:

@@ -49,7 +49,7 @@ def config_of(layers: int, vocab: int) -> dict[str, Any]:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this benchmark's flags."""
-    flags.DEFINE_string("folder", None, "Folder for temporary files, which are removed in the end.", flag_values=values)
+    flags.DEFINE_string("folder", None, "Folder for temporary files, which are removed at the end.", flag_values=values)
     flags.DEFINE_integer("layers", 28, "Layers of the model.", 1, 28, flag_values=values)
     flags.DEFINE_integer("vocab", 152064, "Vocabulary of the model.", 128, 152064, flag_values=values)
     flags.DEFINE_enum("phase", None, ("make", "restore"), "Run one phase in this process.", flag_values=values)

@@ -44,7 +44,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define_model_flags(values)
     flags.DEFINE_string("old", None, "Root of the other checkout.", required=True, flag_values=values)
     flags.DEFINE_integer("rounds", 5, "Timed rounds; in each, both checkouts run everything.", 1, flag_values=values)
-    flags.DEFINE_integer("warmup", 2, "Rounds before them.", 1, flag_values=values)
+    flags.DEFINE_integer("warmup", 2, "Rounds before the timed ones.", 1, flag_values=values)
 
 
 def write_random_checkpoint(folder: Path, config: dict[str, Any]) -> None:

@@ -92,7 +92,7 @@ class SamplingConfig:
         aliases=("logprobs",),
         http=None,
         flag_default=False,
-        flag_help="With --json.",
+        flag_help="Requires --json.",
         general=True,
     )
     use_cache: bool = parameter(
