@@ -20,7 +20,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.command_attacks import convert_to, copy_demo, cover, ends_with_one_error
-from checkpoints import CheckpointError, open_folder, verify
+from checkpoints import CheckpointError, open_folder, parse_json_object, verify
 from launch.batches.folder import ERRORS, LOCK, RESULTS, BatchFolder
 from launch.batches.lines import MAX_LINE_BYTES
 from launch.batches.records import Key, key_of
@@ -155,7 +155,7 @@ def second_writers(folder: Path, count: int) -> dict[str, int]:
 
 def _records(path: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return [parse_json_object(line) for line in lines if line.endswith(b"\n")]
 
 
 def _write_batch(path: Path, lines: int, copies: int) -> tuple[int, int]:

@@ -382,7 +382,7 @@ LONG: dict[str, Callable[[], dict[str, Any]]] = {
     "local": attack_local,
 }
 
-# What the long forms must keep to: the attack, its figure, and the largest value.
+# Goals of the long forms: the attack, its figure, and the largest allowed value.
 _GOALS = (("server", "p99_ratio", 5.0), ("batch", "first_result_seconds", 30.0))
 
 

@@ -1,6 +1,6 @@
 """Compare with PyTorch (transformers): both do the same work on the same device in one process, alternating.
 
-  python -m benchmarks.compare_torch                     a mid-size model in float32, some 15 minutes on 2 cores
+  python -m benchmarks.compare_torch                     a mid-size model in float32, about 15 minutes on 2 cores
   python -m benchmarks.compare_torch --dtype=bfloat16 --record=compare_torch_bfloat16
   python -m benchmarks.compare_torch --random=diffucoder-7b --dtype=bfloat16 --batch=1,8 --canvas=512,1024   on a GPU
 

@@ -57,7 +57,7 @@ class Variant:
 
     @property
     def cache(self) -> str:
-        """Which cache it has, in words."""
+        """A short name of its cache."""
         return "KV" if self.family.objective == "autoregressive" else str(self.changes.get("cache", "none"))
 
 

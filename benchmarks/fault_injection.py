@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from absl import flags
 
 from launch import generate
+from launch.display import canvas_view
 from launch.process.startup import Report, progress_bar, run_launcher, this_host
 
 _PIECES_BEFORE = 3
@@ -74,8 +75,8 @@ FAULTS: dict[str, Callable[[], None]] = {
 def define_flags(values: flags.FlagValues) -> None:
     """Define the flags of this command."""
     generate.define_flags(values)
-    flags.DEFINE_enum("fault", None, list(FAULTS), "What happens.", flag_values=values)
-    flags.DEFINE_integer("fault_host", 0, "Where it happens.", flag_values=values)
+    flags.DEFINE_enum("fault", None, list(FAULTS), "Fault to inject.", flag_values=values)
+    flags.DEFINE_integer("fault_host", 0, "Host on which to inject it.", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
@@ -96,7 +97,7 @@ def main(values: flags.FlagValues) -> None:
 
             yield reported
 
-    generate.progress_bar = with_fault
+    canvas_view.progress_bar = with_fault
     generate.main(values)
     if this_host().draining():
         print(f"DRAINED {this_host().process_index}", file=sys.stderr, flush=True)

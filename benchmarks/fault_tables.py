@@ -26,7 +26,7 @@ def _faults(results: list[dict[str, Any]]) -> list[str]:
 
 
 def _attacks(results: Mapping[str, Any]) -> list[str]:
-    lines = ["| attack | tried | held |", "|---|---|---|"]
+    lines = ["| attack | attempts | outcome |", "|---|---|---|"]
     for name, found in results.items():
         lines += [f"| {' | '.join(cells)} |" for cells in _ROWS[name](found)]
     return lines
@@ -80,14 +80,16 @@ def _counted(attack: str, found: Mapping[str, Any], held: str) -> tuple[str, ...
 def _batch(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return [
         (
-            "a batch of many lines, as Windows writes them",
+            "a batch of many lines, with a byte order mark and CRLF",
             f"{found['lines']:,}",
             f"first result after {found['first_result_seconds']:.1f} s, {found['wrong_results']} wrong",
         ),
-        _counted("lines of it that cannot be run: too long, endless spaces, no JSON", found["bad_lines"], "reported"),
-        _counted("lines of it whose logits are NaN", found["non_finite"], "reported"),
-        _counted("second writers, after its lock file was removed", found["second_writers"], "refused"),
-        _counted("changed bits in its results", found["changed_results"], "found"),
+        _counted(
+            "lines of that batch that cannot be run: too long, endless spaces, not JSON", found["bad_lines"], "reported"
+        ),
+        _counted("lines of that batch whose logits are NaN", found["non_finite"], "reported"),
+        _counted("second writers, after the lock file of that batch was removed", found["second_writers"], "refused"),
+        _counted("changed bits in the results of that batch", found["changed_results"], "found"),
     ]
 
 

@@ -1,6 +1,6 @@
 """Fault injection: measure how hosts react to a fault on one of them, with real processes here that use gloo.
 
-  python -m benchmarks.faults              the whole table: each fault on the first rank and on another
+  python -m benchmarks.faults              the whole table: each fault on the first host and on another
   python -m benchmarks.faults --only=kill,stuck
   python -m benchmarks.faults --attacks    hostile files, bodies, templates, connections and batches: the long forms
 

@@ -32,6 +32,7 @@ from safetensors.numpy import save_file
 from benchmarks.models import SIZES, checkpoint_config
 from benchmarks.records import build_record, define_record_flags, write_record
 from checkpoints.export import write_index
+from checkpoints.local_files import parse_json_object
 from checkpoints.manifest import digest
 from launch.process.profiling import check_profiling, define_profiling_flags, given_profiling, profile_again
 from launch.process.startup import run_launcher
@@ -48,7 +49,7 @@ def config_of(layers: int, vocab: int) -> dict[str, Any]:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this benchmark's flags."""
-    flags.DEFINE_string("folder", None, "Folder for temporary files, which are removed in the end.", flag_values=values)
+    flags.DEFINE_string("folder", None, "Folder for temporary files, which are removed at the end.", flag_values=values)
     flags.DEFINE_integer("layers", 28, "Layers of the model.", 1, 28, flag_values=values)
     flags.DEFINE_integer("vocab", 152064, "Vocabulary of the model.", 128, 152064, flag_values=values)
     flags.DEFINE_enum("phase", None, ("make", "restore"), "Run one phase in this process.", flag_values=values)
@@ -124,7 +125,7 @@ def run_phase(name: str, command: Sequence[str]) -> dict[str, Any]:
     if process.returncode:
         raise InputError(f"the phase {name} ended with exit code {process.returncode}")
     lines = [line for line in output.splitlines() if line.startswith("{")]
-    said = json.loads(lines[-1]) if lines else {}
+    said = parse_json_object(lines[-1].encode()) if lines else {}
     return {"seconds": seconds, "peak_resident_bytes": usage.ru_maxrss * 1024} | said
 
 

@@ -7,7 +7,6 @@ was due, so a client that falls behind does not hide delays.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ from typing import Any
 
 import httpx
 import numpy as np
+
+from checkpoints import parse_json_object
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class _Whole:
 
     def line(self, line: str) -> None:
         """Read the answer, which is one line."""
-        answer = json.loads(line)
+        answer = parse_json_object(line.encode())
         self.text, self.tokens = answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
         self.whole = True
 
@@ -129,7 +130,7 @@ class _Streamed(_Whole):
         if line == "data: [DONE]":
             self.whole = True
         elif line.startswith("data: "):
-            event = json.loads(line.removeprefix("data: "))
+            event = parse_json_object(line.removeprefix("data: ").encode())
             choices = event.get("choices", ())
             new = "".join(choice["text"] for choice in choices)
             self.tokens = (event.get("usage") or {}).get("completion_tokens", self.tokens)
@@ -207,7 +208,7 @@ class Saturated:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second. Requested tokens after an end token count too, because they are work as well."""
+        """New tokens per second. Tokens after an end token count too, because the server computes them as well."""
         return sum(ask.max_tokens for ask in self.asks) / self.seconds
 
 

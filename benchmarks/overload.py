@@ -1,4 +1,4 @@
-"""Offer a server ten times the requests that it can answer: times of refusals, of ``/health``, and until it recovers.
+"""Offer a server ten times the requests that it can answer; time its refusals, ``/health``, and its recovery.
 
   python -m benchmarks.overload
 
@@ -42,12 +42,12 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("checkpoint", str(DEMO), "Model folder.", flag_values=values)
     flags.DEFINE_integer("tokens", 8, "New tokens per request.", 1, flag_values=values)
     flags.DEFINE_integer("queue", 16, "Value of --max_queue for the server.", 1, flag_values=values)
-    flags.DEFINE_float("seconds", 8.0, "How long requests arrive.", 0.1, flag_values=values)
+    flags.DEFINE_float("seconds", 8.0, "Seconds during which requests arrive.", 0.1, flag_values=values)
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What a process beside the load measured. Times are in seconds.
+    """Measurements of a process that runs beside the load. Times are in seconds.
 
     Attributes:
       refusals: times of its own requests that were refused with 429.
@@ -62,13 +62,13 @@ class Watched:
 
 @dataclass(frozen=True)
 class Overload:
-    """What an overload measured.
+    """Measurements of an overload.
 
     Attributes:
       capacity: requests per second before the overload.
       offered: requests per second that arrived.
       answers: answers to all requests that arrived.
-      watched: what the other process measured.
+      watched: the measurements of the other process.
       recovered: seconds from the last arrival until a new request was answered.
     """
 

@@ -1,7 +1,7 @@
 """Make tables and plots from records.
 
   python -m benchmarks.report --folder=benchmarks/results/scaling            Markdown on standard output
-  python -m benchmarks.report --folder=... --plots=DIR --output=FILE.md      and plots: small multiples
+  python -m benchmarks.report --folder=... --plots=DIR --output=FILE.md      and plots, one panel per pass
   python -m benchmarks.report --readme=benchmarks/README.md                  regenerate the tables of a document
 
 Scaling: records of one kind (measured, simulated devices, estimated), pass, mode and axis form a table. Plots show the

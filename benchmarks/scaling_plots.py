@@ -13,7 +13,7 @@ from runtime import InputError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# What the records of a line have in common: kind, pass, mode, and axis or chip
+# The records of a line have these in common: kind, pass, mode, and axis or chip.
 Group = tuple[str, str, str, str]
 _Measure = Callable[[Mapping[str, Any]], float]
 

@@ -29,6 +29,7 @@ from benchmarks.bundles import dump_options, read_dump
 from benchmarks.kernel_work import LAUNCH_SECONDS, TPU_BANDWIDTH_SHARE, gpu_device, link_times, tiles_of, tpu_device
 from benchmarks.pass_times import Spent, pass_times
 from benchmarks.records import build_record, define_record_flags, note_lines, write_record
+from checkpoints import parse_json_object
 from launch.process.startup import compile_only, run_launcher
 from runtime.planner.estimate import Estimate, estimate_workload
 from runtime.planner.hlo import read_module
@@ -153,7 +154,7 @@ def measure(target: Target, folder: Path) -> dict[str, Any]:
       target: the target.
       folder: the folder with the output of :func:`compile_target`.
     """
-    compiled = json.loads((folder / "phases.json").read_text(encoding="utf-8"))
+    compiled = parse_json_object((folder / "phases.json").read_bytes())
     program = "blocks" if target.phase in ("block step", "refresh") else target.phase
     module = read_module((folder / f"{program.replace(' ', '_')}.hlo").read_text(encoding="utf-8"))
     topology, layout = parse_topology(target.topology), target.estimate.layout

@@ -128,7 +128,7 @@ class ArrayWriter:
 
 
 def merge_databases(arrays: Storage, processes: int) -> None:
-    """Write the database of all arrays. It refers to the data in the databases of the processes.
+    """Write the OCDBT database of all arrays, which refers to the data in the databases that the processes wrote.
 
     Args:
       arrays: the folder of the arrays.

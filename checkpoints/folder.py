@@ -119,7 +119,7 @@ class CheckpointFolder:
         return self.is_orbax and (name.startswith(f"{top}/") if top else not is_side_file(name))
 
     def must_have(self, name: str) -> bool:
-        """Whether a file of the folder, given its relative path, must be in ``path``. A download lacks code, say."""
+        """Whether ``path`` must have this file of the folder. A download leaves out some files, such as code."""
         return not self.fetched or is_side_file(name) or (self.remote is None and is_safetensors(name))
 
     @property

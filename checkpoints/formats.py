@@ -1,4 +1,4 @@
-"""The checkpoint formats: how each is recognized, and what can be done with it. Documents are generated from this."""
+"""The checkpoint formats: how each is recognized, and what it supports. Documents are generated from this."""
 
 from __future__ import annotations
 

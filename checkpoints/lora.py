@@ -80,7 +80,7 @@ class _Config:
     targets: tuple[str, ...] | None
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module."""
+        """Return the LoRA rank of a module."""
         return _of_pattern(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:

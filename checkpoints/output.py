@@ -75,7 +75,7 @@ class FolderOutput:
             to, or another conversion to it is running.
         """
         if self.path.name in ("", ".."):
-            raise CheckpointError(f"{self.path}: not a valid output folder; name a folder of its own")
+            raise CheckpointError(f"{self.path}: not a valid output folder; name another folder")
         with self._writing():
             if not self.path.parent.is_dir():
                 raise CheckpointError(f"{self.path}: there is no folder {self.path.parent} to write into")

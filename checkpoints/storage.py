@@ -192,7 +192,7 @@ class Storage:
             raise CheckpointError(f"{self.place}: its files cannot be deleted ({first_line(error)})") from error
 
     def delete_temporary(self) -> None:
-        """Delete the temporary files that killed writers have left on a disk. Nobody may be writing.
+        """Delete the temporary files that killed writers have left on a disk. No process may write meanwhile.
 
         Raises:
           CheckpointError: a file cannot be deleted.

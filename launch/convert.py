@@ -14,8 +14,8 @@ manifest, written last, completes the checkpoint, and --overwrite first removes 
 includes configuration, tokenizer and generation config, so nothing else is needed to run it. An interrupted conversion
 leaves nothing that could be taken for a checkpoint; the next run says so and cleans up. CPU devices are used.
 
-A legacy params.pkl is indexed, not unpickled: nothing in it is executed. It has no q, k and v biases, so a flag has to
-say where they come from.
+A legacy params.pkl is indexed, not unpickled: nothing in it is executed. It has no q, k and v biases, so
+--biases_from or --zero_biases is required.
 """
 
 from __future__ import annotations

@@ -3,18 +3,15 @@
   diffumesh doctor                                        the devices of this machine, or of all hosts
   diffumesh doctor --checkpoint=DIR --mesh=data=2,tensor=8    this checkpoint, and each axis of this mesh
 
-Reports versions, relevant settings of the environment, devices and their memory, the meshes over which the checkpoint's
-model can be divided and fits, whether collectives over each axis give right sums and at what bandwidth, whether every
-byte of the checkpoint is intact, and the state of the compile cache. With several hosts, start it on all of them.
+Reports versions, relevant environment variables, devices and their memory, the meshes over which the checkpoint's model
+can be divided and fits, whether collectives over each axis compute correct sums, their bandwidth, whether every byte of
+the checkpoint is intact, and the state of the compile cache. With several hosts, start it on all of them.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,8 +19,8 @@ from absl import flags
 
 from checkpoints import DEMO, CheckpointFolder, folder_fingerprint, open_folder, read_manifest, verify
 from launch.flags.model import check_named, read_mesh
-from launch.hosts.preflight import version_facts
 from launch.process.collectives import collective_lines, probe_mesh
+from launch.process.environment import cache_lines, version_lines
 from launch.process.startup import (
     define_device_flags,
     is_main_process,
@@ -44,10 +41,6 @@ from runtime import (
 )
 from runtime.planner import device_memory, weights_class
 
-# Environment variables that affect a run. Others are not shown, because the environment may hold secrets.
-_SETTINGS = ("JAX_", "XLA_", "LIBTPU_INIT_ARGS", "TPU_", "CUDA_VISIBLE_DEVICES", "NCCL_", "TF_GPU_ALLOCATOR")
-_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
-
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define the flags of this command."""
@@ -61,16 +54,6 @@ def define_flags(values: flags.FlagValues) -> None:
         "megabytes", 16.0, "Size of each collective per device, in megabytes.", 0.001, 4096.0, flag_values=values
     )
     define_device_flags(values)
-
-
-def version_lines() -> Iterator[str]:
-    """Yield lines with versions, system and relevant environment variables."""
-    for name, version in version_facts().items():
-        yield f"{name:<12} {version}"
-    yield f"{'system':<12} {platform.platform()}, {os.cpu_count()} processors"
-    for name in sorted(os.environ):
-        if name.startswith(_SETTINGS) and not any(word in name for word in _SECRET):
-            yield f"{name}={os.environ[name]}"
 
 
 def device_lines(devices: Sequence[Any]) -> Iterator[str]:
@@ -110,23 +93,6 @@ def checkpoint_lines(folder: CheckpointFolder) -> Iterator[str]:
     with progress_bar("verifying", of_bytes=True) as progress:
         count = verify(folder, progress=progress)
     yield f"{count:,} bytes intact ({count / (time.perf_counter() - start) / 1e9:.2f} GB/s)"
-
-
-def cache_lines(path: str) -> Iterator[str]:
-    """Yield lines with the state of the compile cache."""
-    if not path:
-        yield "none (--compile_cache names a folder)"
-        return
-    folder = Path(path).expanduser()
-    files = [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
-    size = sum(file.stat().st_size for file in files)
-    if not folder.is_dir():
-        yield f"{folder}: does not exist yet"
-        return
-    yield f"{folder}: mode {folder.stat().st_mode & 0o777:o}, {len(files)} files, {size / 1e6:.1f} MB"
-    if files:
-        newest = max(file.stat().st_mtime for file in files)
-        yield f"newest file from {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(newest))} UTC"
 
 
 def section(title: str, lines: Iterator[str]) -> None:

@@ -14,27 +14,23 @@ default, the settings that the model's authors publish.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-import numpy as np
 from absl import flags
 
-from launch.display.canvas_view import CanvasView, row_titles, watched, write_history
+from launch.display.canvas_view import CanvasView, observed, row_titles, write_history
 from launch.display.completions import summary, write_completions, write_unfinished
 from launch.display.explain import explain
 from launch.flags.decoding import decoding_config, define_decoding_flags, define_request_flags, describe
 from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_mesh, read_tokenizer
-from launch.flags.prompts import read_prompts
+from launch.flags.prompts import define_prompt_flags, read_prompts
 from launch.hosts.preflight import digest
 from launch.process.interruption import Interruption
 from launch.process.profiling import check_profiling, define_profiling_flags, traced, write_programs
 from launch.process.startup import (
-    Report,
     check_writable,
     define_device_flags,
     is_main_process,
-    progress_bar,
     run_launcher,
     say,
     start_devices,
@@ -60,13 +56,7 @@ def define_flags(values: flags.FlagValues) -> None:
         flags.DEFINE_bool(name, False, text, flag_values=values)
 
     define_model_flags(values)
-    flags.DEFINE_multi_string("prompt", [], "Text to complete; repeat for a batch.", flag_values=values)
-    flags.DEFINE_multi_string(
-        "prompt_file", [], "File whose contents are a prompt; repeat for a batch.", flag_values=values
-    )
-    flags.DEFINE_multi_string(
-        "suffix", [], "Infilling: text after the completion; repeat, one for each prompt.", flag_values=values
-    )
+    define_prompt_flags(values)
     flags.DEFINE_integer(
         "max_batch", None, "Rows on the devices at a time. Default: as memory allows.", 1, flag_values=values
     )
@@ -118,7 +108,7 @@ def main(values: flags.FlagValues) -> None:
     interruption = Interruption(len(tests), lambda rows: write_unfinished(rows, titles, builder, values.stop))
     with traced(values), interruption:
         tests = interruption.stop_tests(tests)
-        with observed(values, view, titles) as (progress, watch):
+        with observed(view, titles, watch=values.watch) as (progress, watch):
             result = engine.generate_tokens(
                 ids,
                 mask,
@@ -139,23 +129,6 @@ def main(values: flags.FlagValues) -> None:
     say(summary(completions, result.stats, interruption.signal if interruption.cut_short else None))
     if interruption.cut_short:
         sys.exit(interruption.exit_code)
-
-
-@contextmanager
-def observed(
-    values: flags.FlagValues, view: CanvasView, titles: Sequence[str]
-) -> Iterator[tuple[Report, Callable[[int, np.ndarray], None] | None]]:
-    """Show the canvas with ``--watch``, else a progress bar.
-
-    Yields:
-      The progress callback, and the callback for each step's canvas or None.
-    """
-    if values.watch:
-        with watched(view, titles) as (progress, watch):
-            yield progress, watch
-    else:
-        with progress_bar("compiling and decoding, steps") as progress:
-            yield progress, None
 
 
 def run(argv: Sequence[str] | None = None) -> None:

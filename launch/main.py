@@ -15,7 +15,7 @@ LAUNCHERS = {
     "convert": "turn a Hugging Face folder into a canonical checkpoint with digests",
     "export": "turn a checkpoint back into a Hugging Face folder",
     "verify": "check every byte of a checkpoint against its digests",
-    "inspect": "list what is in a checkpoint and which meshes fit",
+    "inspect": "list the contents of a checkpoint, and the meshes that fit",
     "local": "run a command as several processes on this machine",
     "doctor": "check a machine: versions, devices, collectives, checkpoint",
     "models": "list model families, their presets and ways of decoding, and how each is verified",

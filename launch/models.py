@@ -3,8 +3,8 @@
   diffumesh models             print a table
   diffumesh models --json      print one JSON object
 
-A folder belongs to the family that its config.json names as model_type; if two families share one, an additional
-key tells the second. Presets are published configurations, which diffumesh plan takes as --model. The last column says
+A folder belongs to the family that its config.json names as model_type; if two families share one, another key
+identifies the second. Presets are published configurations, which diffumesh plan takes as --model. The last column says
 which code the tests compare tokens and logits with.
 """
 

@@ -8,31 +8,25 @@ Topologies: v5e-8 or v5e:2x4, v4-32 or v4:2x2x4, v5p:4x4x4, v6e:4x4; 2xv5e:16x16
 8xH100; 2x8xh200 for two hosts. Times, rates and costs are estimated by a roofline model with the rates that large
 matrix products and copies reach. Speeds of networks between hosts and slices are assumptions; a collective between GPU
 hosts uses the network cards of all its GPUs. If the compiler is installed (libtpu for TPU, JAX's CUDA plugin for GPU),
-memory and collectives of the best meshes come from compiling the same program that generates.
+memory and collectives of the best meshes come from compiling the programs that generate would run.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 
 from absl import flags
 
-from launch.flags.decoding import define_flag
 from launch.flags.model import read_mesh
+from launch.flags.workload import define_workload_flags, read_workload
 from launch.plans.plot import check_plot, plot_plans
 from launch.plans.search import plan_topology
 from launch.plans.table import describe_plans, print_plans
 from launch.process.profiling import check_folder
 from launch.process.startup import compile_only, run_launcher
-from runtime import EXPOSED_PARAMETERS, QUANTIZATIONS, STORED_DTYPES, InputError, MeshError, parse_config
-from runtime.planner import (
-    PRESETS,
-    Workload,
-    parse_topology,
-    preset,
-)
+from runtime import InputError, MeshError
+from runtime.planner import parse_topology
 
 # The machines of --topology=all, as cloud providers rent them.
 MACHINES = (
@@ -40,42 +34,16 @@ MACHINES = (
     "1xrtx4090", "1xa100-40gb", "8xa100-40gb", "1xa100", "8xa100", "1xh100", "8xh100", "1xh200", "8xh200", "2x8xh200",
 )  # fmt: skip
 
-# Decoding parameters of the workload of a diffusion model. Autoregressive models are always planned with a cache.
-_DECODING = {
-    "steps": EXPOSED_PARAMETERS["steps"],
-    "cache": replace(EXPOSED_PARAMETERS["cache"], flag_default=Workload.cache, flag_help=""),
-    "block_length": EXPOSED_PARAMETERS["block_length"],
-    "draft_steps": EXPOSED_PARAMETERS["draft_steps"],
-    "draft_axis": EXPOSED_PARAMETERS["draft_axis"],
-}
-
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define the flags of this command."""
 
-    def integer(name: str, default: int, text: str) -> None:
-        flags.DEFINE_integer(name, default, text, 1, flag_values=values)
-
     def string(name: str, default: str | None, text: str) -> None:
         flags.DEFINE_string(name, default, text, flag_values=values)
 
-    flags.DEFINE_enum("model", None, tuple(PRESETS), "Architecture by name; no download.", flag_values=values)
-    string("checkpoint", None, "Model folder, URL or Hub name; only its config.json is read.")
+    define_workload_flags(values)
     string("topology", None, "Machine, such as v5e-8, 2xv5e:16x16, l4, 8xH100, 2x8xh200, or all.")
     string("mesh", None, "Plan only this mesh, such as data=2,tensor=4; one axis may be -1.")
-    flags.DEFINE_enum("dtype", None, STORED_DTYPES, "Default: as stored.", flag_values=values)
-    integer("batch", 1, "Rows that are generated together.")
-    integer("prompt", 256, "Tokens of each prompt.")
-    integer("new_tokens", 256, "Tokens to generate for each row.")
-    for parameter in _DECODING.values():
-        define_flag(parameter, values)
-    flags.DEFINE_enum(
-        "quantize",
-        "none",
-        QUANTIZATIONS,
-        "Plan with int8 weights. A checkpoint stored in int8 is always planned so.",
-        flag_values=values,
-    )
     flags.DEFINE_integer(
         "compile",
         None,
@@ -94,44 +62,6 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("json", False, "Print one JSON object instead of a table.", flag_values=values)
     string("plot", None, "Write time, memory and rate or cost of each mesh to this file (PNG, SVG or PDF).")
     string("dump_hlo", None, "Write the optimized HLO of compiled programs into this folder.")
-
-
-def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
-    """Return the model's name and the workload that the flags describe.
-
-    Raises:
-      InputError: no model is given, or the values contradict each other.
-    """
-    if (values.model is None) == (values.checkpoint is None):
-        raise InputError(f"give one of --model={'|'.join(PRESETS)} and --checkpoint=DIR")
-    if values.model is not None:
-        name, config, stored = values.model, preset(values.model), "none"
-    else:
-        from checkpoints import open_folder
-
-        if not values.checkpoint:
-            raise InputError("--checkpoint is empty: name a folder, a URL or a Hub name")
-        folder = open_folder(values.checkpoint, weights=False)
-        name, config, stored = folder.name, parse_config(folder.config), folder.quantization
-    given = [f"--{flag}" for flag in _DECODING if values[flag].present]
-    if config.objective == "autoregressive" and given:
-        raise InputError(
-            f"{', '.join(given)}: {name} is autoregressive, and planned with a KV cache and one pass per token"
-        )
-    block_length = config.attention_block_length or Workload.block_length
-    return name, Workload(
-        config,
-        values.dtype or config.dtype,
-        values.batch,
-        values.prompt,
-        values.new_tokens,
-        values.new_tokens if values.steps is None else values.steps,
-        values.cache,
-        block_length if values.block_length is None else values.block_length,
-        values.quantize if stored == "none" else stored,
-        values.draft_steps or 0,
-        values.draft_axis or Workload.draft_axis,
-    )
 
 
 def main(values: flags.FlagValues) -> None:

@@ -27,7 +27,7 @@ AOT_ENVIRONMENT = {
 # Options of the TPU compiler for generations with a three-dimensional interconnect.
 _CUBIC: dict[str, Any] = {"chip_config_name": "megacore", "chips_per_host_bounds": (2, 2, 1)}
 
-# What the GPU compiler needs to know about a chip: number of cores (SMs), float32 units per core, shared memory per
+# Properties of a chip that the GPU compiler needs: number of cores (SMs), float32 units per core, shared memory per
 # core and per block in bytes, L2 cache in bytes, clock in GHz, compute capability.
 _GPU_CORES: dict[str, tuple[int, int, int, int, int, float, tuple[int, int]]] = {
     "l4": (58, 128, 102400, 101376, 50331648, 2.04, (8, 9)),

@@ -96,7 +96,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 @dataclass
 class Subject:
-    """What a run measures, and its results so far.
+    """The checkouts, requests and results of a run.
 
     Attributes:
       values: the flags.

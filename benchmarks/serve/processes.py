@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from checkpoints import parse_json_object
 from launch.hosts.local_processes import free_port
 from launch.process.startup import this_host
 from sharding.errors import InputError
@@ -180,8 +181,7 @@ class GenerateLoop:
         line = self._process.stdout.readline()
         if not line:
             raise InputError(f"the loop over engine.generate ended with exit code {self._process.wait()}; see above")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        return parse_json_object(line.encode())
 
     def _call(self, **command: Any) -> dict[str, Any]:
         assert self._process.stdin is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import resource
 import shutil
 import subprocess
@@ -22,7 +21,7 @@ from benchmarks.records import NotRunError, Timing
 from benchmarks.suite.cold_start import NEW_TOKENS, STEPS
 from benchmarks.suite.sheet import Sheet
 from benchmarks.suite.subject import command, open_engine
-from checkpoints import open_folder
+from checkpoints import open_folder, parse_json_object
 from checkpoints.conversion import convert
 from checkpoints.opening import open_tensors
 from checkpoints.output import FolderOutput
@@ -85,7 +84,7 @@ def start_process(arguments: list[str]) -> dict[str, Any]:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise NotRunError(f"a child process ended with {done.returncode}: {last[:300]}")
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    return parse_json_object(done.stdout.strip().splitlines()[-1].encode())
 
 
 def measure_files(sheet: Sheet, values: flags.FlagValues) -> None:

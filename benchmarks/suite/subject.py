@@ -39,8 +39,10 @@ def define_subject_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("device", "auto", tuple(DEVICES), "Where to run.", flag_values=values)
     flags.DEFINE_string("checkpoint", None, "Model folder, URL or Hub name. Default: the demo.", flag_values=values)
     define_model_flags(values, None)
-    flags.DEFINE_enum("dtype", None, STORED_DTYPES, "Default: as stored, and float32 on CPU.", flag_values=values)
-    flags.DEFINE_string("mesh", None, "For example tensor=8. Default: chosen.", flag_values=values)
+    flags.DEFINE_enum(
+        "dtype", None, STORED_DTYPES, "Dtype of the weights. Default: as stored; float32 on CPU.", flag_values=values
+    )
+    flags.DEFINE_string("mesh", None, "Mesh, such as tensor=8. Default: chosen by the planner.", flag_values=values)
     flags.DEFINE_enum("attention", "auto", ATTENTION_IMPLEMENTATIONS, "Attention implementation.", flag_values=values)
 
 

@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.models import CAUSAL, DIFFUSION, checkpoint_config, define_model_flags, model_sizes
 from benchmarks.records import Timing, build_record, define_record_flags, load_notes, write_record
-from checkpoints import DEMO
+from checkpoints import DEMO, parse_json_object
 from launch.process.startup import run_launcher
 from runtime import InputError
 from runtime.models.families import model_layout, parse_config
@@ -44,7 +44,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define_model_flags(values)
     flags.DEFINE_string("old", None, "Root of the other checkout.", required=True, flag_values=values)
     flags.DEFINE_integer("rounds", 5, "Timed rounds; in each, both checkouts run everything.", 1, flag_values=values)
-    flags.DEFINE_integer("warmup", 2, "Rounds before them.", 1, flag_values=values)
+    flags.DEFINE_integer("warmup", 2, "Rounds before the timed ones.", 1, flag_values=values)
 
 
 def write_random_checkpoint(folder: Path, config: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def write_causal_demo(folder: Path) -> None:
     """Write a Hugging Face folder with the demo's weights as an autoregressive model, without a tokenizer."""
     folder.mkdir()
     shutil.copy(DEMO / "model.safetensors", folder)
-    config = json.loads((DEMO / "config.json").read_text())
+    config = parse_json_object((DEMO / "config.json").read_bytes())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": CAUSAL.model_type}))
 
 
@@ -83,21 +83,20 @@ class Checkout:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.generations: list[str] = self._answer()
+        self.generations: list[str] = self._answer()["generations"]
 
-    def _answer(self) -> Any:
+    def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise InputError(f"the generations ended with exit code {self._process.wait()}; see above")
-        return json.loads(line)
+        return parse_json_object(line.encode())
 
     def run(self, generation: str) -> dict[str, Any]:
         """Run one generation. Return seconds, forward passes and a digest of the tokens."""
         assert self._process.stdin is not None
         print(generation, file=self._process.stdin, flush=True)
-        found: dict[str, Any] = self._answer()
-        return found
+        return self._answer()
 
     def end(self) -> None:
         """End the process."""

@@ -49,7 +49,7 @@ def generations(demo: str, causal_demo: str, diffusion: str, autoregressive: str
 def main(*folders: str) -> None:
     """Answer commands until standard input ends. ``folders`` are the arguments of :func:`generations`."""
     known = generations(*(str(Path(folder)) for folder in folders))
-    print(json.dumps(list(known)), flush=True)
+    print(json.dumps({"generations": list(known)}), flush=True)
     for line in sys.stdin:
         engine, config, rows = known[line.strip()]
         ids = np.random.default_rng(0).integers(1, 256, (rows, PROMPT)).astype(np.int32)

@@ -2,7 +2,7 @@
 
 The hash of a composed task's parts decides whether it is held out. Constants and names do not matter, so a held-out
 combination of parts is never trained on. Training also excludes every program whose body (compared with its names
-replaced) is that of a held-out task, or whose signature is that of a held-out or plain task.
+replaced) equals that of a held-out task, or whose signature equals that of a held-out or plain task.
 """
 
 import ast

@@ -38,7 +38,7 @@ class Recipe:
     beta1: float = 0.9
     beta2: float = 0.98
     clip: float = 1.0
-    averaging: float = 0.998  # decay of the exponential moving average of the weights, which is what is saved
+    averaging: float = 0.998  # decay of the exponential moving average of the weights; the average is saved
     evaluate_every: int = 250  # in steps
     save_minutes: float = 4.0
 

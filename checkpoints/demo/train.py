@@ -67,9 +67,9 @@ def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
 def kept_pairs(path: Path, make: Callable[[], Iterable[Pair]]) -> list[Pair]:
     """Read (prompt, body) pairs from a file; make the file if it does not exist."""
     if not path.exists():
-        replace_file(path, (f"{json.dumps(pair)}\n".encode() for pair in make()))
-    with path.open(encoding="utf-8") as lines:
-        return [(prompt, body) for prompt, body in map(json.loads, lines)]
+        rows = ({"prompt": prompt, "body": body} for prompt, body in make())
+        replace_file(path, (f"{json.dumps(row)}\n".encode() for row in rows))
+    return [(row["prompt"], row["body"]) for row in read_json_lines(path)]
 
 
 def generated_pairs(count: int, seed: int) -> Iterator[Pair]:

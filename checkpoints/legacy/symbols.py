@@ -3,7 +3,7 @@
 An array is a range of the file's bytes with a shape and a dtype; a global is one of the names in :data:`GLOBALS`.
 Symbols are compared by identity, never by content: shared tuples can make the content exponentially large.
 
-Sources for what is pickled: ``ndarray.__reduce_ex__`` and ``dtype.__reduce__`` of numpy,
+Sources for the contents of pickles: ``ndarray.__reduce_ex__`` and ``dtype.__reduce__`` of numpy,
 ``jax._src.array._reconstruct_array``, ``flax.core.FrozenDict.__reduce__``.
 """
 
@@ -93,7 +93,7 @@ class Bytes:
 
 @dataclass(eq=False, slots=True)
 class DType:
-    """A dtype. Another value may contain it only once its state is set."""
+    """A dtype. No other value may contain it before its state is set."""
 
     name: str
     has_state: bool = False
@@ -101,7 +101,7 @@ class DType:
 
 @dataclass(eq=False, slots=True)
 class Array:
-    """An array. Another value may contain it only once its state, which says where its bytes are, is set."""
+    """An array. No other value may contain it before its state is set, because the state says where its bytes are."""
 
     tensor: LegacyTensor | None = None  # without its path, which follows from the root dict
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from launch.display.history_html import HistoryRow, HistoryToken, write_history_html
 from launch.display.watch import CanvasWatcher, TokenKind
-from launch.process.startup import Report, is_main_process
+from launch.process.startup import Report, is_main_process, progress_bar
 from runtime import Completion, DiffusionConfig, Engine, GenerationResult, unpadded_rows
 
 
@@ -122,6 +122,23 @@ def watched(view: CanvasView, titles: Sequence[str]) -> Iterator[tuple[Report, C
                 watcher.update(step, view.rows(canvas))
 
         yield expect, show
+
+
+@contextmanager
+def observed(
+    view: CanvasView, titles: Sequence[str], *, watch: bool
+) -> Iterator[tuple[Report, Callable[[int, np.ndarray], None] | None]]:
+    """Show the canvas as it unmasks if ``watch`` is set, else a progress bar, while the ``with`` block runs.
+
+    Yields:
+      The progress callback, and the callback for each step's canvas or None.
+    """
+    if watch:
+        with watched(view, titles) as (progress, show):
+            yield progress, show
+    else:
+        with progress_bar("compiling and decoding, steps") as progress:
+            yield progress, None
 
 
 def row_titles(prompts: Sequence[str], samples: int) -> list[str]:

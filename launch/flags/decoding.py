@@ -41,7 +41,7 @@ def define_request_flags(values: flags.FlagValues) -> None:
         "chat", False, "Put each prompt into the checkpoint's chat template as a user's message.", flag_values=values
     )
     flags.DEFINE_integer("num_return_sequences", 1, "Completions per prompt.", 1, MAX_SAMPLES, flag_values=values)
-    flags.DEFINE_multi_string("stop", [], "Stop string that ends a completion; repeatable.", flag_values=values)
+    flags.DEFINE_multi_string("stop", [], "Stop string that ends a completion", flag_values=values)
 
 
 def define_decoding_flags(values: flags.FlagValues) -> None:

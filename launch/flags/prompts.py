@@ -13,6 +13,16 @@ from runtime import InputError
 MAX_PROMPT_BYTES = 16 << 20
 
 
+def define_prompt_flags(values: flags.FlagValues) -> None:
+    """Define the flags for prompts and suffixes."""
+    # absl adds "; repeat this option to specify a list of values" to each help text.
+    flags.DEFINE_multi_string("prompt", [], "Text to complete", flag_values=values)
+    flags.DEFINE_multi_string("prompt_file", [], "File whose contents are a prompt", flag_values=values)
+    flags.DEFINE_multi_string(
+        "suffix", [], "Infilling: text after the completion, one for each prompt", flag_values=values
+    )
+
+
 def read_prompts(values: flags.FlagValues) -> list[str]:
     """Read the prompts from flags or standard input.
 

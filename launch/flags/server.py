@@ -71,7 +71,7 @@ def define_server_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_multi_string(
         "mode",
         [],
-        "Another decoding mode that requests may select, such as cache=dual,parallel=threshold; repeatable.",
+        "Another decoding mode that requests may select, such as cache=dual,parallel=threshold",
         flag_values=values,
     )
     integer(

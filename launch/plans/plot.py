@@ -1,4 +1,4 @@
-"""The picture of ``--plot``: a row for each mesh with bars of time, memory, and rate or cost."""
+"""Draw the picture of ``diffumesh plan --plot``: a row per mesh, with bars of time, memory, and rate or cost."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def collective_lines(mesh: Mesh, megabytes: float) -> Iterator[str]:
         moved = 4 * count * 2 * (size - 1) / size
         yield (
             f"{f'{user_axis}={size}':<12} all-reduce of {4 * count / 1e6:g} MB: {1e3 * seconds:.2f} ms, "
-            f"{moved / seconds / 1e9:.2f} GB/s on each device, sums right"
+            f"{moved / seconds / 1e9:.2f} GB/s on each device, correct sums"
         )
     if mesh.size == 1:
         yield "one device: there is nothing to reduce"

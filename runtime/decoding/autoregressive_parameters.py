@@ -94,7 +94,7 @@ class SamplingConfig:
         aliases=("logprobs",),
         http=None,
         flag_default=False,
-        flag_help="With --json.",
+        flag_help="Requires --json.",
         general=True,
         count_of="alternative tokens",
         request_only=True,

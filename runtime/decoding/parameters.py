@@ -185,8 +185,8 @@ class DiffusionConfig:
     refresh_interval: int | None = parameter(
         None,
         Integer(1, MAX_NEW_TOKENS),
-        "Refresh the cache at least every n-th forward pass; 1 refreshes in every step and, without suffix_window, "
-        "yields the tokens of cache=none. Default: refresh only on entering a block.",
+        "Refresh the cache at least every n-th forward pass. With 1 and without suffix_window, the tokens equal "
+        "decoding without a cache. Default: refresh only on entering a block.",
         optional=True,
         in_loop=True,
         off=NEVER,
@@ -338,14 +338,14 @@ class DiffusionConfig:
     initial_masks: int = parameter(
         4,
         Integer(1, MAX_NEW_TOKENS),
-        "DreamOn: number of masks that a row starts with if its prompt has none; at most max_new_tokens.",
+        "Number of masks that a row starts with if its prompt has none; at most max_new_tokens. Only for DreamOn.",
         variable_length=True,
         mode=True,
     )
     number_transfer_tokens: int = parameter(
         1,
         Integer(1, MAX_NEW_TOKENS),
-        "DreamOn: number of tokens that each step commits.",
+        "Number of tokens that each step commits. Only for DreamOn.",
         in_loop=True,
         variable_length=True,
         mode=True,
@@ -353,8 +353,8 @@ class DiffusionConfig:
     expand_budget: int | None = parameter(
         None,
         Integer(0, MAX_NEW_TOKENS),
-        "DreamOn: how many times a mask may become two. Default: twice the number of positions from the first mask to "
-        "the end of a canvas that has reached its limit.",
+        "How many times a mask may become two. Only for DreamOn. Default: twice the number of positions from the first "
+        "mask to the end of a canvas that has reached its limit.",
         optional=True,
         variable_length=True,
         mode=True,
@@ -362,7 +362,7 @@ class DiffusionConfig:
     pad_delete_to_right: bool = parameter(
         False,
         Boolean(),
-        "DreamOn: once the canvas has a delete token, delete all masks after it too.",
+        "Once the canvas has a delete token, delete all masks after it too. Only for DreamOn.",
         in_loop=True,
         variable_length=True,
         mode=True,

@@ -110,7 +110,7 @@ class Executor:
         self.score_widths = sorted({*self.score_widths, width})
 
     def warm_up(self, stop: Callable[[], bool]) -> bool:
-        """Run one row in the first bucket of each pool, which holds any row, and one score pass.
+        """Run one row in the first bucket of each pool, which is wide enough for any row, and one score pass.
 
         After that, requests can be served.
 

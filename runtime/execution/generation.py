@@ -164,7 +164,7 @@ class WatchedBatch:
         return self.rows.canvas(self.slots.canvas())
 
     def have_stopped(self, tests: Sequence[StopTest | None]) -> bool:
-        """Return whether every row has a stop test that has ended it."""
+        """Return whether the stop tests have ended all rows; False if a row has none."""
         if not tests or not all(tests):
             return False
         stopped = True

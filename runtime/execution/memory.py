@@ -37,9 +37,9 @@ class Tensor:
     """An entry of the memory table.
 
     Attributes:
-      name: what it is, in words.
+      name: a short description, such as "weights".
       bytes: bytes on one device.
-      smaller_by: what would make it smaller, in words.
+      smaller_by: a phrase that says how to make it smaller.
     """
 
     name: str

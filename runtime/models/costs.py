@@ -32,7 +32,7 @@ class LayerCollective:
       kind: name of the HLO operation, such as ``all-reduce`` or ``all-to-all``.
       numbers_per_position: size of the array, per position.
       times: how many times the layer runs it per forward pass.
-      what: what the collective moves, in words.
+      what: a description of the data that the collective moves.
     """
 
     kind: str

@@ -127,7 +127,7 @@ class GPT2Weights:
         return vocabulary_logits(forward, hidden, self.embedding)
 
 
-# What the forward pass supports: key of config.json -> (what an absent key means, supported values).
+# Supported features, by key of config.json: (value that an absent key means, values that the forward pass supports).
 _FEATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
     "scale_attn_weights": (True, (True,)),

@@ -91,7 +91,7 @@ class LLaDAWeights(qwen2.Qwen2Weights):
         return rotary_tables(forward.config.head_dim, forward.config.rope_theta, positions, jnp.float32)
 
 
-# What the forward pass supports: key of config.json -> (what an absent key means, supported values).
+# Supported features, by key of config.json: (value that an absent key means, values that the forward pass supports).
 _FEATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "block_type": (None, ("llama",)),
     "activation_type": (None, ("silu",)),

@@ -42,7 +42,7 @@ Array = jax.Array
 
 _LAYER = "model.layers.{layer}."
 
-# What the forward pass supports: key of config.json -> (what an absent key means, supported values).
+# Supported features, by key of config.json: (value that an absent key means, values that the forward pass supports).
 FEATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hidden_act": ("silu", ("silu",)),
     "rope_scaling": (None, (None,)),

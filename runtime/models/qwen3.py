@@ -95,7 +95,7 @@ class Qwen3Weights(qwen2.Qwen2Weights):
     layers: Any = layers_of(Qwen3Layer)
 
 
-# What the forward pass supports: key of config.json -> (what an absent key means, supported values).
+# Supported features, by key of config.json: (value that an absent key means, values that the forward pass supports).
 FEATURES = qwen2.FEATURES | {"attention_bias": (False, (False, None))}
 
 _PUBLISHED: dict[str, Any] = {

@@ -3,8 +3,8 @@
 Dimension letters: B batch, S sequence, P positions of one chunk of the output head, D embed, K kv heads, H head dim,
 V vocab.
 
-Rows are start-aligned: a row's tokens are at positions ``0 .. length - 1``, followed by filler. So positions are
-``arange(S)``, and a ``lengths`` vector describes the padding.
+Rows are padded on the right: a row's tokens are at positions ``0 .. length - 1``. So positions are ``arange(S)`` for
+every row, and ``lengths`` tells tokens from padding.
 """
 
 from __future__ import annotations

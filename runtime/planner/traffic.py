@@ -41,7 +41,7 @@ class Collective:
       axes: mesh axes that it runs over.
       payload: bytes of the array that one device ends with or, for a reduce-scatter, starts with.
       times: how often one pass runs it; an average if this is decided at run time.
-      what: what it moves, in words.
+      what: a description of the data that it moves.
       inside_slices: whether it runs only among the chips of each TPU slice, even if ``axes`` cross slices.
       rounds: number of sequential collectives that share the payload.
       hidden: fraction of its time that overlaps with matrix products.

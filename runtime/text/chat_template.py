@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from checkpoints.local_files import parse_json_object
 from sharding.errors import InputError
 
 # Time limit for rendering; ordinary templates take milliseconds.
@@ -152,7 +153,7 @@ class _Child:
         Raises:
           EOFError: the child has ended, or was killed because it took longer than ``seconds``.
         """
-        return dict(json.loads(self._exchange(request + b"\n", seconds)))
+        return parse_json_object(self._exchange(request + b"\n", seconds))
 
     def _exchange(self, request: bytes, seconds: float) -> bytes:
         assert self._process.stdin is not None

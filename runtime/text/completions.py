@@ -282,7 +282,7 @@ class TextStream:
         return piece
 
     def _final_length(self, text: str) -> int:
-        """Return how many characters of a text are final: those before what may be the beginning of a stop string."""
+        """Return the number of final characters of a text: all but a possible beginning of a stop string at its end."""
         places = range(max(0, len(text) - self._margin), len(text))
         return next((place for place in places if any(own.startswith(text[place:]) for own in self._stop)), len(text))
 

@@ -316,6 +316,6 @@ def test_notebook_runs_from_top_to_bottom(monkeypatch: pytest.MonkeyPatch) -> No
     printed = "".join(
         output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output
     )
-    assert "sums right" in printed
+    assert "correct sums" in printed
     assert "def is_even" in printed
     assert "0 programs compiled" in printed

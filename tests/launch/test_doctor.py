@@ -37,7 +37,7 @@ def test_everything_is_said(
     ):
         assert part in text
     for axis in ("data=2", "sequence=2", "tensor=4"):
-        assert any(line.startswith(axis) and "sums right" in line and "GB/s" in line for line in text.splitlines())
+        assert any(line.startswith(axis) and "correct sums" in line and "GB/s" in line for line in text.splitlines())
     assert f"{cache}: mode 700, " in text
     assert "hunter" not in text
 

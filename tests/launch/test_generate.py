@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from checkpoints import DEMO, open_folder
 from launch import generate, main
+from launch.display import canvas_view
 from launch.display.completions import write_unfinished
 from launch.process import interruption, startup
 from runtime import CompletionBuilder, TextTokenizer
@@ -271,7 +272,7 @@ def test_a_signal_prints_what_there_is(
 
         yield report
 
-    monkeypatch.setattr(generate, "progress_bar", interrupted)
+    monkeypatch.setattr(canvas_view, "progress_bar", interrupted)
     monkeypatch.setattr(interruption, "SECONDS_TO_FINISH", 0.0)  # otherwise a fast machine would finish all 48 steps
     monkeypatch.setattr(interruption, "SECONDS_TO_STOP", 600.0)  # a slow machine would not reach the next check
     before = signal.getsignal(signal.SIGINT)

@@ -88,7 +88,7 @@ def test_doctor_on_two_hosts() -> None:
     assert "4 x cpu (cpu) on 2 host(s)" in done.stdout
     assert "host 1: devices" in done.stdout
     for axis in ("data=2", "tensor=2"):
-        assert any(line.startswith(axis) and line.endswith("sums right") for line in done.stdout.splitlines())
+        assert any(line.startswith(axis) and line.endswith("correct sums") for line in done.stdout.splitlines())
 
 
 @pytest.mark.slow

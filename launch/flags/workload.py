@@ -1,0 +1,83 @@
+"""Flags that describe the workload of ``diffumesh plan``: the model, the batch and how it is decoded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from absl import flags
+
+from launch.flags.decoding import define_flag
+from runtime import EXPOSED_PARAMETERS, QUANTIZATIONS, STORED_DTYPES, InputError, parse_config
+from runtime.planner import PRESETS, Workload, preset
+
+# Decoding parameters of the workload of a diffusion model. Autoregressive models are always planned with a cache.
+_DECODING = {
+    "steps": EXPOSED_PARAMETERS["steps"],
+    "cache": replace(EXPOSED_PARAMETERS["cache"], flag_default=Workload.cache, flag_help=""),
+    "block_length": EXPOSED_PARAMETERS["block_length"],
+    "draft_steps": EXPOSED_PARAMETERS["draft_steps"],
+    "draft_axis": EXPOSED_PARAMETERS["draft_axis"],
+}
+
+
+def define_workload_flags(values: flags.FlagValues) -> None:
+    """Define the flags from which :func:`read_workload` makes a workload."""
+
+    def integer(name: str, default: int, text: str) -> None:
+        flags.DEFINE_integer(name, default, text, 1, flag_values=values)
+
+    flags.DEFINE_enum("model", None, tuple(PRESETS), "Architecture by name; no download.", flag_values=values)
+    flags.DEFINE_string(
+        "checkpoint", None, "Model folder, URL or Hub name; only its config.json is read.", flag_values=values
+    )
+    flags.DEFINE_enum("dtype", None, STORED_DTYPES, "Dtype of the weights. Default: as stored.", flag_values=values)
+    integer("batch", 1, "Rows that are generated together.")
+    integer("prompt", 256, "Tokens of each prompt.")
+    integer("new_tokens", 256, "Tokens to generate for each row.")
+    for parameter in _DECODING.values():
+        define_flag(parameter, values)
+    flags.DEFINE_enum(
+        "quantize",
+        "none",
+        QUANTIZATIONS,
+        "Plan with int8 weights. A checkpoint stored in int8 is always planned so.",
+        flag_values=values,
+    )
+
+
+def read_workload(values: flags.FlagValues) -> tuple[str, Workload]:
+    """Return the model's name and the workload that the flags describe.
+
+    Raises:
+      InputError: no model is given, or the values contradict each other.
+    """
+    if (values.model is None) == (values.checkpoint is None):
+        raise InputError(f"give one of --model={'|'.join(PRESETS)} and --checkpoint=DIR")
+    if values.model is not None:
+        name, config, stored = values.model, preset(values.model), "none"
+    else:
+        from checkpoints import open_folder
+
+        if not values.checkpoint:
+            raise InputError("--checkpoint is empty: name a folder, a URL or a Hub name")
+        folder = open_folder(values.checkpoint, weights=False)
+        name, config, stored = folder.name, parse_config(folder.config), folder.quantization
+    given = [f"--{flag}" for flag in _DECODING if values[flag].present]
+    if config.objective == "autoregressive" and given:
+        raise InputError(
+            f"{', '.join(given)}: {name} is autoregressive, and planned with a KV cache and one pass per token"
+        )
+    block_length = config.attention_block_length or Workload.block_length
+    return name, Workload(
+        config,
+        values.dtype or config.dtype,
+        values.batch,
+        values.prompt,
+        values.new_tokens,
+        values.new_tokens if values.steps is None else values.steps,
+        values.cache,
+        block_length if values.block_length is None else values.block_length,
+        values.quantize if stored == "none" else stored,
+        values.draft_steps or 0,
+        values.draft_axis or Workload.draft_axis,
+    )

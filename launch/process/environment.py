@@ -1,0 +1,42 @@
+"""Versions, environment variables and the compile cache of this host, for ``diffumesh doctor``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch.hosts.preflight import version_facts
+
+# Environment variables that affect a run. Others are not shown, because the environment may hold secrets.
+_SETTINGS = ("JAX_", "XLA_", "LIBTPU_INIT_ARGS", "TPU_", "CUDA_VISIBLE_DEVICES", "NCCL_", "TF_GPU_ALLOCATOR")
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+def version_lines() -> Iterator[str]:
+    """Yield lines with versions, system and relevant environment variables."""
+    for name, version in version_facts().items():
+        yield f"{name:<12} {version}"
+    yield f"{'system':<12} {platform.platform()}, {os.cpu_count()} processors"
+    for name in sorted(os.environ):
+        if name.startswith(_SETTINGS) and not any(word in name for word in _SECRET):
+            yield f"{name}={os.environ[name]}"
+
+
+def cache_lines(path: str) -> Iterator[str]:
+    """Yield lines with the state of the compile cache."""
+    if not path:
+        yield "none (--compile_cache names a folder)"
+        return
+    folder = Path(path).expanduser()
+    files = [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
+    size = sum(file.stat().st_size for file in files)
+    if not folder.is_dir():
+        yield f"{folder}: does not exist yet"
+        return
+    yield f"{folder}: mode {folder.stat().st_mode & 0o777:o}, {len(files)} files, {size / 1e6:.1f} MB"
+    if files:
+        newest = max(file.stat().st_mtime for file in files)
+        yield f"newest file from {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(newest))} UTC"
