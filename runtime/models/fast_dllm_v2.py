@@ -53,6 +53,7 @@ FAST_DLLM_V2 = Family(
     model_type="Fast_dLLM_Qwen",
     parse=_parse,
     weights=qwen2.Qwen2Weights,
+    architecture="Fast_dLLM_QwenForCausalLM",
     tied_weights=qwen2.TiedQwen2Weights,
     attention="block_causal",
     objective="masked_diffusion",

@@ -52,6 +52,7 @@ SDAR = Family(
     parse=_parse,
     weights=qwen3.Qwen3Weights,
     tied_weights=qwen3.TiedQwen3Weights,
+    architecture="SDARForCausalLM",
     attention="block_causal",
     objective="masked_diffusion",
     prediction_offset=0,
