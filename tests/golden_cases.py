@@ -194,6 +194,21 @@ class Golden:
             return (prompts // length + case["max_new_tokens"] // length) * length + 1 - prompts
         return self.arrays[f"{name}.sequences"].shape[1] - prompts
 
+    def passes(self, name: str) -> int | None:
+        """Return the number of forward passes of a case in blocks, without the prompt's, from those of the original.
+
+        SDAR stores a finished block in a pass of its own; here, the next block's first pass does. None where rows end
+        earlier than in the original, at a stop token, and where the original's passes are not recorded.
+        """
+        recorded, prompt = self.arrays.get(f"{name}.forward_meta"), self.arrays[f"{name}.input_ids"].shape[1]
+        if recorded is None or self.cases[name].get("stop_token_ids"):
+            return None
+        stores = recorded[:, 2] == 1
+        if self.family == "sdar":
+            return int((~stores).sum())
+        # Here, if the prompt ends with a block, a pass of its own predicts the first token.
+        return len(recorded) - int(stores[0] and prompt % self.cases[name]["block_size"] != 0)
+
     def rows(self, name: str) -> list[np.ndarray]:
         """Return the expected tokens of each row of a case in blocks, up to its first stop token."""
         case, found = self.cases[name], []

@@ -80,6 +80,7 @@ class Family:
     Attributes:
       name: name of the family in messages.
       model_type: ``model_type`` in its ``config.json``.
+      architecture: the class that ``architectures`` in its ``config.json`` names.
       config_key: a key that its ``config.json`` has and those of other families with the same ``model_type`` lack.
       parse: builds the model configuration from a parsed ``config.json``; raises :class:`ConfigError`.
       weights: the dataclass that declares the weights of a model with an untied head, with their tensor names and the
@@ -116,6 +117,7 @@ class Family:
 
     name: str
     model_type: str
+    architecture: str
     parse: Callable[[Mapping[str, Any]], ModelConfig]
     weights: type[Any] | None
     tied_weights: type[Any] | None
@@ -271,6 +273,7 @@ def transformer_config(
     family: Family,
     raw: Mapping[str, Any],
     *,
+    renamed: Mapping[str, str] | None = None,
     rotary: bool = True,
     tied_by_default: bool = False,
     attention_block_length: int = 0,
@@ -280,6 +283,7 @@ def transformer_config(
     Args:
       family: the model's family.
       raw: a parsed ``config.json``, with its keys renamed if the family uses other names.
+      renamed: maps the names in the file to the new ones, for messages.
       rotary: whether the model uses rotary position embedding, which requires an even ``head_dim``.
       tied_by_default: value of ``tie_word_embeddings`` if it is absent.
       attention_block_length: positions per block of block-causal attention.
@@ -287,8 +291,9 @@ def transformer_config(
     Raises:
       ConfigError: a number is missing or out of range, or the family does not support the head (tied or untied).
     """
-    tied = _read_tied(family, raw, tied_by_default)
-    number = {key: read_integer(raw, key, 1, limit) for key, limit in _LIMITS.items()}
+    in_file = {new: own for own, new in (renamed or {}).items()}
+    tied = _read_tied(family, raw, tied_by_default, in_file.get("tie_word_embeddings", "tie_word_embeddings"))
+    number = {key: read_integer(raw, key, 1, limit, shown=in_file.get(key)) for key, limit in _LIMITS.items()}
     head_dim = _head_dim(raw, number, rotary)
     last_token = number["vocab_size"] - 1
     ends = token_ids(raw, "eos_token_id", last_token) or tuple(one for one in family.end_token_ids if one <= last_token)
@@ -316,11 +321,11 @@ def transformer_config(
     )
 
 
-def _read_tied(family: Family, raw: Mapping[str, Any], default: bool) -> bool:
+def _read_tied(family: Family, raw: Mapping[str, Any], default: bool, shown: str) -> bool:
     tied = raw.get("tie_word_embeddings", default)
     if not isinstance(tied, bool) or (family.tied_weights if tied else family.weights) is None:
         raise ConfigError(
-            f"config.json: tie_word_embeddings is {tied!r:.200}; only {default!r} is supported for {family.model_type}"
+            f"config.json: {shown} is {tied!r:.200}; only {default!r} is supported for {family.model_type}"
         )
     return tied
 
@@ -354,8 +359,10 @@ def _rope_parameters(raw: Mapping[str, Any]) -> float:
     return _read_real(parameters, "rope_theta", default=10000.0)
 
 
-def read_integer(raw: Mapping[str, Any], key: str, low: int, high: int, default: int | None = None) -> int:
-    """Read an integer from ``low`` to ``high`` from a configuration.
+def read_integer(
+    raw: Mapping[str, Any], key: str, low: int, high: int, default: int | None = None, shown: str | None = None
+) -> int:
+    """Read an integer from ``low`` to ``high`` from a configuration. Messages name the key ``shown``, if it is given.
 
     Raises:
       ConfigError: the value is not such an integer, or is missing and has no default.
@@ -364,9 +371,9 @@ def read_integer(raw: Mapping[str, Any], key: str, low: int, high: int, default:
     if value is None:
         value = default
     if value is None:
-        raise ConfigError(f'config.json: "{key}" is missing')
+        raise ConfigError(f'config.json: "{shown or key}" is missing')
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f'config.json: "{key}" is {value!r:.200}; expected an integer from {low} to {high}')
+        raise ConfigError(f'config.json: "{shown or key}" is {value!r:.200}; expected an integer from {low} to {high}')
     return value
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from runtime.models.config import (
     BLOCK_RULES,
+    ConfigError,
     Family,
     ModelConfig,
     PublishedSettings,
@@ -22,12 +23,15 @@ _SEVEN_BILLION = SEVEN_BILLION | {"model_type": "Dream", "mask_token_id": 151666
 
 def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     check_features(DREAM, raw, FEATURES)
+    if raw.get("delete_token_id") is not None:  # half of DreamOn's configuration
+        raise ConfigError('config.json: "delete_token_id" requires "expand_token_id"')
     return transformer_config(DREAM, raw)
 
 
 DREAM = Family(
     name="dream",
     model_type="Dream",
+    architecture="DreamModel",
     parse=_parse,
     weights=Qwen2Weights,
     tied_weights=None,

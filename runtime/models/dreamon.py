@@ -58,6 +58,7 @@ _PUBLISHED: dict[str, Any] = {"algorithm": "entropy", "temperature": 0.2, "top_p
 DREAMON = Family(
     name="dreamon",
     model_type="Dream",
+    architecture="DreamModel",
     config_key="expand_token_id",
     parse=_parse,
     weights=Qwen2Weights,

@@ -53,12 +53,13 @@ def find_family(raw: Mapping[str, Any]) -> Family:
     """Return the family of a parsed ``config.json``.
 
     Raises:
-      ConfigError: the model type is not supported.
+      ConfigError: the model type is not supported, or ``architectures`` names a class of another one.
     """
     kind = raw.get("model_type")
     # A family with a key of its own comes before the others of its model type.
     for family in sorted(FAMILIES, key=lambda family: not family.config_key):
         if family.model_type == kind and (not family.config_key or raw.get(family.config_key) is not None):
+            _check_architectures(family, raw.get("architectures"))
             return family
     names = ", ".join(sorted({family.model_type for family in FAMILIES}))
     raise ConfigError(
@@ -67,12 +68,23 @@ def find_family(raw: Mapping[str, Any]) -> Family:
     )
 
 
+def _check_architectures(family: Family, named: Any) -> None:
+    """Refuse the class of another model type, whose model decodes in another way. Unknown classes are ignored."""
+    for other in FAMILIES if isinstance(named, list) else ():
+        if other.architecture in named and other.model_type != family.model_type:
+            raise ConfigError(
+                f"config.json: model_type is {family.model_type!r}, but architectures has {other.architecture!r}, "
+                f"which is of model_type {other.model_type!r}"
+            )
+
+
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Build the model configuration from a parsed ``config.json``.
 
     Raises:
-      ConfigError: the model type is not supported, a number is missing or out of range, or the configuration asks for
-        a feature that the forward pass does not have (such as scaled RoPE, sliding windows, another activation).
+      ConfigError: the model type is not supported, ``architectures`` names a class of another one, a number is missing
+        or out of range, or the configuration asks for a feature that the forward pass does not have (such as scaled
+        RoPE, sliding windows, another activation).
     """
     return find_family(raw).parse(raw)
 

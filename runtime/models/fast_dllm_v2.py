@@ -8,6 +8,8 @@ Decoding follows ``generate`` of the published modelling code, with these differ
 * A prompt of exactly one block stays in the context. The original drops it from its cache.
 * Attention excludes the padding on the left of a batch. The original's attention mask does not.
 * The number of new tokens is an exact limit. The original counts blocks, and adds one token after the last block.
+* Each row ends at its own stop token. The original tests the first row only, and its sampler for batches fails if every
+  row ends in its first block.
 * With ``sub_block_cache``, each row decides on its own whether to compute only its sub-block. The original decides for
   the whole batch: by whether any row has a mask at the sub-block's first position.
 """
@@ -51,6 +53,7 @@ _PUBLISHED: dict[str, Any] = {
 FAST_DLLM_V2 = Family(
     name="fast_dllm_v2",
     model_type="Fast_dLLM_Qwen",
+    architecture="Fast_dLLM_QwenForCausalLM",
     parse=_parse,
     weights=qwen2.Qwen2Weights,
     tied_weights=qwen2.TiedQwen2Weights,

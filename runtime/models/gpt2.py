@@ -171,12 +171,13 @@ def _tensor_name(name: str) -> str | None:
 
 def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     check_features(GPT2, raw, _FEATURES)
-    return transformer_config(GPT2, _with_common_names(raw), rotary=False, tied_by_default=True)
+    return transformer_config(GPT2, _with_common_names(raw), renamed=_NAMES, rotary=False, tied_by_default=True)
 
 
 GPT2 = Family(
     name="gpt2",
     model_type="gpt2",
+    architecture="GPT2LMHeadModel",
     parse=_parse,
     weights=None,
     tied_weights=GPT2Weights,

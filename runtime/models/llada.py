@@ -124,12 +124,14 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     common = {key: value for key, value in raw.items() if key not in _NAMES.values()}
     common |= {common_name: raw[own] for own, common_name in _NAMES.items() if raw.get(own) is not None}
     common.setdefault("num_key_value_heads", common.get("num_attention_heads"))
+    renamed = _NAMES
     # The embedding and the head have embedding_size rows; vocab_size is the size of the tokenizer's vocabulary.
     if raw.get("embedding_size") is not None:
         common["vocab_size"] = raw["embedding_size"]
+        renamed = _NAMES | {"embedding_size": "vocab_size"}
         _check_vocabulary(raw)
     common.pop("head_dim", None)
-    return transformer_config(LLADA, common)
+    return transformer_config(LLADA, common, renamed=renamed)
 
 
 def _check_vocabulary(raw: Mapping[str, Any]) -> None:
@@ -169,6 +171,7 @@ _EIGHT_BILLION: dict[str, Any] = {
 LLADA = Family(
     name="llada",
     model_type="llada",
+    architecture="LLaDAModelLM",
     parse=_parse,
     weights=LLaDAWeights,
     tied_weights=None,

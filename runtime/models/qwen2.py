@@ -162,6 +162,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
 QWEN2 = Family(
     name="qwen2",
     model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
     parse=_parse,
     weights=Qwen2Weights,
     tied_weights=TiedQwen2Weights,

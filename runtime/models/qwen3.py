@@ -121,6 +121,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
 QWEN3 = Family(
     name="qwen3",
     model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
     parse=_parse,
     weights=Qwen3Weights,
     tied_weights=TiedQwen3Weights,

@@ -8,6 +8,9 @@ Decoding follows ``generate.py`` of JetAstra/SDAR, with these differences:
   are left. The original fails.
 * The number of new tokens is an exact limit: the last block is cut. The original returns whole blocks.
 * A row ends as soon as a stop token and everything before it are committed. The original fills the block first.
+* Temperature 0 takes the most probable token. The original divides by the temperature and always draws a token.
+* ``entropy_sum`` is what the original's ``entropy_bounded`` is meant to be. The original fails in it, and sums
+  entropies over positions instead of the vocabulary.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ _PUBLISHED: dict[str, Any] = {
 SDAR = Family(
     name="sdar",
     model_type="sdar",
+    architecture="SDARForCausalLM",
     parse=_parse,
     weights=qwen3.Qwen3Weights,
     tied_weights=qwen3.TiedQwen3Weights,

@@ -112,6 +112,36 @@ def test_loaded_as_an_offline_merge_to_the_bit(kind: str, source: Path, adapter:
     same(stacked, weights(merged, "tensor=2", "float32", scan_layers=True))
 
 
+GOLDEN = Path(__file__).parents[1] / "golden"
+# Modules by golden folder. LLaDA's head and its layers' down projections have the same last name.
+FAMILIES = {
+    "llada_tiny": ("blocks.0.q_proj", "blocks.1.attn_out", "blocks.0.ff_proj", "blocks.1.ff_out", "ff_out"),
+    "sdar_tiny": ("layers.0.self_attn.k_proj", "layers.1.mlp.up_proj"),
+    "fast_dllm_v2_tiny": ("layers.0.self_attn.v_proj", "layers.1.mlp.down_proj"),
+    "dreamon_tiny": ("layers.0.self_attn.o_proj", "layers.1.mlp.gate_proj"),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_adapters_of_every_family(name: str, tmp_path: Path) -> None:
+    prefix = "model.transformer." if name == "llada_tiny" else "model."
+    modules = [prefix + module for module in FAMILIES[name]]
+    targets = sorted({module.rpartition(".")[2] for module in modules})
+    adapter = write_adapter(tmp_path / "adapter", GOLDEN / name, modules, target_modules=targets)
+    merged = write_merged(tmp_path / "merged", GOLDEN / name, adapter)
+    found, expected = (
+        weights(*one) for one in ((GOLDEN / name, "tensor=2", "float32", adapter), (merged, "tensor=2", "float32"))
+    )
+    same(found, expected)
+    before = weights(GOLDEN / name, "tensor=2", "float32")
+    assert sum(bool((np.asarray(a) != np.asarray(b)).any()) for a, b in zip(found, before, strict=True)) == len(modules)
+    quantized = [
+        weights(folder, "tensor=1", "float32", lora, quantization="int8")
+        for folder, lora in ((GOLDEN / name, adapter), (merged, None))
+    ]
+    same(*quantized)
+
+
 def test_merged_before_a_cast_and_before_quantization(source: Path, adapter: Path, merged: Path) -> None:
     same(weights(source, "tensor=2", "bfloat16", adapter), weights(merged, "tensor=2", "bfloat16"))
     found = weights(source, "tensor=2", "bfloat16", adapter, quantization="int8")

@@ -87,6 +87,8 @@ def check_case(golden: Golden, mesh: str, name: str, as_released: bool = False) 
     result = model.generate_tokens(*golden.inputs(name), config, history=history is not None)
     if golden.in_blocks:
         check_rows(golden, name, result.sequences)
+        passes = golden.passes(name)
+        assert passes is None or result.stats.forwards == passes
         return
     expected = golden.sequences(name, result.sequences.shape[1], model.config.pad_token_id)
     np.testing.assert_array_equal(result.sequences, expected)

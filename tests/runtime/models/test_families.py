@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -80,6 +81,65 @@ def test_a_mask_token_is_the_configurations_or_the_familys() -> None:
     with pytest.raises(ConfigError, match='"mask_token_id" is missing'):
         parse_config(raw)
     assert transformer_config(replace(DREAM, mask_token_id=7), raw).mask_token_id == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("qwen3-8b", {"architectures": ["SDARForCausalLM"]}, "model_type is 'qwen3', but architectures has 'SDARFor"),
+        ("qwen2.5-7b", {"architectures": ["Fast_dLLM_QwenForCausalLM"]}, "which is of model_type 'Fast_dLLM_Qwen'"),
+        ("dream-7b", {"architectures": ["LLaDAModelLM"]}, "which is of model_type 'llada'"),
+        ("dream-7b", {"delete_token_id": 151643}, '"delete_token_id" requires "expand_token_id"'),
+    ],
+)
+def test_configurations_of_two_families_are_refused(name: str, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_config({**PRESETS[name], **change})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_architectures_of_the_family_and_unknown_ones_are_accepted(name: str) -> None:
+    family = preset(name).family
+    for named in ([family.architecture], ["SomebodysModel"], [], None, "SDARForCausalLM"):
+        assert parse_config({**PRESETS[name], "architectures": named}).family is family
+
+
+# Small models with the heads of published ones: 32 KV heads, 32 query heads over 8, 28 over 4, each with more devices
+# than KV heads except the first.
+HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llada, tensor=16": (
+        "llada-8b",
+        {"d_model": 64, "n_layers": 1, "mlp_hidden_size": 64, "vocab_size": 128, "embedding_size": 128},
+        {"algorithm": "low_confidence", "block_length": 4, "cache": "dual"},
+    ),
+    "sdar, tensor=16": (
+        "sdar-8b",
+        {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "head_dim": 4, "vocab_size": 128},
+        {"algorithm": "maskgit_plus", "cache": "exact"},
+    ),
+    "fast_dllm_v2, sequence=2,tensor=8": (
+        "fast_dllm_v2-7b",
+        {"hidden_size": 112, "num_hidden_layers": 1, "intermediate_size": 64, "bd_size": 4, "vocab_size": 128},
+        {"algorithm": "maskgit_plus", "cache": "exact"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_published_models_on_16_devices(name: str) -> None:
+    published, sizes, settings = HEADS[name]
+    special = {"mask_token_id": 127, "eos_token_id": 126, "pad_token_id": 126, "torch_dtype": "float32"}
+    config = parse_config({**PRESETS[published], **sizes, **special})
+    assert (config.num_heads, config.num_kv_heads) == (preset(published).num_heads, preset(published).num_kv_heads)
+    prompts = np.random.default_rng(0).integers(0, 126, (2, 7)).astype(np.int32)
+    request = DiffusionConfig(8, steps=8, suppress_mask=True, **settings)
+    one, many = (Engine.random(config, mesh, "float32") for mesh in ("data=1", name.partition(", ")[2]))
+    assert many.layout.mesh.size == 16
+    expected = one.generate_tokens(prompts, None, request)
+    found = many.generate_tokens(prompts, None, request)
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    np.testing.assert_array_equal(found.commit_steps, expected.commit_steps)
+    np.testing.assert_allclose(many.logits(prompts), one.logits(prompts), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", PRESETS)

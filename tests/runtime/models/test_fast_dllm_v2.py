@@ -113,6 +113,20 @@ def test_a_prompt_of_one_block_stays_in_the_context() -> None:
     assert (engine().generate_tokens(other, config=asked(9)).sequences[0, 8:] != found).any()
 
 
+def test_each_row_ends_at_its_own_stop_token() -> None:
+    """Rows after the first end too, and all of them may end in their first block; the original fails in both."""
+    ids, mask = prompts()
+    plain = engine().generate_tokens(ids, mask, asked(20)).sequences[:, 19:]
+    for stops, rows in (({plain[2, 2]} - {*plain[0]}, 1), ({*plain[:, 1]}, len(plain))):
+        result = engine().generate_tokens(ids, mask, asked(20, stop_token_ids=tuple(map(int, stops))))
+        found, steps = result.sequences[:, 19:], result.commit_steps[:, 19:]
+        ends = [int(np.isin(tokens, [*stops]).argmax()) + 1 if {*tokens} & stops else 20 for tokens in plain]
+        assert sum(end < 20 - BLOCK for end in ends) >= rows
+        for row, end in enumerate(ends):
+            np.testing.assert_array_equal(found[row, :end], plain[row, :end])
+            assert (steps[row, end + BLOCK :] == -1).all(), "no block after that of the stop token"
+
+
 def test_new_tokens_are_an_exact_limit() -> None:
     ids, mask = prompts()
     longest = engine().generate_tokens(ids, mask, asked(20)).sequences

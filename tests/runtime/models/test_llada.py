@@ -150,7 +150,11 @@ def test_the_plan_has_the_published_parameters() -> None:
         ({"block_type": None}, "block_type is None"),
         ({"activation_type": "swiglu"}, "activation_type is 'swiglu'"),
         ({"include_qkv_bias": True}, "include_qkv_bias is True"),
-        ({"weight_tying": True}, "tie_word_embeddings is True"),
+        ({"weight_tying": True}, "weight_tying is True"),
+        ({"d_model": None}, '"d_model" is missing'),
+        ({"n_layers": "32"}, "\"n_layers\" is '32'"),
+        ({"embedding_size": 0}, "is larger than embedding_size 0"),
+        ({"embedding_size": "126464"}, '"embedding_size" is'),
         ({"embedding_size": 100}, "is larger than embedding_size"),
     ],
 )

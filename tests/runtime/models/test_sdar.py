@@ -124,6 +124,15 @@ def test_prompts_are_not_overwritten() -> None:
     assert (found.commit_steps[:, :19] == -1).all()
 
 
+def test_temperature_0_is_greedy() -> None:
+    """The original has no temperature 0. Confidences are those of temperature 1, and no seed matters."""
+    ids, mask = prompts()
+    found = engine().generate_tokens(ids, mask, asked(11, seed=3))
+    expected = engine().generate_tokens(ids, mask, asked(11, temperature=1.0, greedy=True, seed=4))
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    np.testing.assert_array_equal(found.commit_steps, expected.commit_steps)
+
+
 def test_masks_of_a_prompt_are_filled_with_its_end() -> None:
     ids, mask = prompts()
     holes = ids.copy()
