@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 from checkpoints.errors import CheckpointError
 from checkpoints.local_files import parse_json_object, replace_file
-from checkpoints.storage import STORAGE_SCHEMES, Storage
+from checkpoints.storage import FETCHED_BYTES, STORAGE_SCHEMES, Storage
 
 logger = logging.getLogger("diffumesh")
 
@@ -31,8 +31,6 @@ QUANTIZATION_KEY = "diffumesh_quantization"
 # Limit for files beside the weights. Larger files are not read.
 MAX_SIDE_FILE_BYTES = 64 << 20
 
-# Bytes that are read from a remote file at a time.
-FETCHED_BYTES = 16 << 20
 # The folder that a conversion gives to Orbax.
 WEIGHTS_FOLDER = "weights"
 # Where Orbax's arrays may be within a folder: the first is where a conversion saves them, the others are where users of

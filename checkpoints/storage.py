@@ -24,8 +24,8 @@ from checkpoints.errors import CheckpointError
 STORAGE_SCHEMES = ("gs", "s3", "file")
 
 _BUFFER_BYTES = 4 << 20
-# Bytes of a file in an object store that are requested at a time.
-_FETCHED_BYTES = 16 << 20
+# Bytes that are read from a remote file at a time.
+FETCHED_BYTES = 16 << 20
 
 # Requests to a server that does not answer fail after about half a minute.
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
@@ -154,7 +154,7 @@ class Storage:
 
     def _pieces(self, name: str) -> Iterator[bytes]:
         start = 0
-        while (piece := self._read_range(name, start, start + _FETCHED_BYTES)) is not None:
+        while (piece := self._read_range(name, start, start + FETCHED_BYTES)) is not None:
             yield piece
             start += len(piece)
         # TensorStore does not report sizes, and refuses a range that reaches beyond the end. What is left is short.

@@ -21,14 +21,13 @@ from launch.openai.bodies import (
     finish,
     known,
     nothing_else,
-    parse_object,
-    parse_objects,
     read_draft,
 )
+from launch.openai.objects import parse_object, parse_objects
 from runtime import InputError, RowRequest, row_seed
 
 MAX_LINE_BYTES = 16 << 20
-_PART_BYTES = 256 << 10
+PART_BYTES = 256 << 10
 # Number of lines, at least, whose prompts are tokenized in one call, on all cores.
 LINES_TOGETHER = 1024
 _BYTES_TOGETHER = 32 << 20
@@ -122,7 +121,7 @@ def _raw_lines(file: IO[bytes], digest: hashlib._Hash) -> Iterator[list[bytes | 
     digest.update(mark)
     # The start of a line whose end is in the parts to come.
     rest: bytes | None = mark.removeprefix(codecs.BOM_UTF8)
-    while part := file.read(_PART_BYTES):
+    while part := file.read(PART_BYTES):
         digest.update(part)
         end, *lines = part.split(b"\n")
         rest = _joined(rest, end)

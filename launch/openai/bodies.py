@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +17,6 @@ from runtime import (
     DiffusionConfig,
     InputError,
     Integer,
-    JsonObjectError,
     ModelConfig,
     RowRequest,
     SamplingConfig,
@@ -29,8 +26,6 @@ from runtime import (
     check_row,
     dependents,
     one_step_per_token,
-    parse_json_object,
-    parse_json_objects,
     place_suffix,
     with_model_blocks,
 )
@@ -39,7 +34,6 @@ MAX_STOPS, MAX_STOP = 16, 1024
 
 # No token has more characters than this, so a text with more characters per position cannot fit.
 _LONGEST_TOKEN = 256
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # Fields of a request beside the decoding parameters.
 _SAMPLES, _SAMPLES_NAME = Integer(1, MAX_SAMPLES), "num_return_sequences"
@@ -137,42 +131,6 @@ class Asked:
     def request(self, seed: int) -> RowRequest:
         """Return the row of one sample of this request, which has its own seed."""
         return RowRequest(self.tokens, self.config, seed, self.suffix)
-
-
-def parse_object(raw: bytes, names: int | None = None) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Args:
-      raw: JSON in UTF-8.
-      names: the maximum number of names per object; None for no limit.
-
-    Raises:
-      InputError: the bytes are not UTF-8, not JSON or not an object, or an object has a name twice or too many names.
-    """
-    try:
-        record = parse_json_object(raw, names)
-        # A lone surrogate, which only an escape can produce, is not valid text.
-        if _SURROGATE.search(raw):
-            json.dumps(record, ensure_ascii=False).encode("utf-8")
-    except UnicodeError as error:
-        raise InputError("the text is not valid UTF-8", detail=error) from error
-    except JsonObjectError as error:
-        raise InputError(str(error)) from error
-    except ValueError as error:
-        raise InputError("the text is not valid JSON", detail=error) from error
-    return record
-
-
-def parse_objects(lines: Sequence[bytes | None]) -> Sequence[dict[str, Any] | None]:
-    """Parse lines of JSON objects. All are None if :func:`parse_object` may refuse one of them.
-
-    Parsed together, short objects take half the time.
-    """
-    whole = [line for line in lines if line is not None]
-    if len(whole) == len(lines) and not _SURROGATE.search(b"\n".join(whole)):
-        with contextlib.suppress(ValueError):
-            return parse_json_objects(whole)
-    return [None] * len(lines)
 
 
 def by_our_names(body: dict[str, Any]) -> dict[str, Any]:

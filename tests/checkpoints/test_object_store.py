@@ -216,7 +216,7 @@ def test_killed_at_any_point(kills: int, url: str, micro: Path, server: ObjectSt
 def test_files_are_digested_piece_by_piece(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file may be larger than the memory of the machine that verifies it."""
     server.objects.clear()
-    monkeypatch.setattr("checkpoints.storage._FETCHED_BYTES", 10)
+    monkeypatch.setattr("checkpoints.storage.FETCHED_BYTES", 10)
     storage = Storage.at("gs://bucket/folder")
     for size in (0, 1, 9, 10, 11, 20, 25):
         data = bytes(range(size))

@@ -214,7 +214,7 @@ def test_lines_are_parsed_together_as_alone(
     assert "first used on line 1" in mixed.bad[2].message
     assert [(one.id, one.tokens) for one in mixed.lines] == [(one.id, one.tokens) for one in together.lines]
     assert [one.number for one in mixed.lines] == [*range(1, 1001), *range(1006, 2006)]
-    monkeypatch.setattr(batch_lines, "_PART_BYTES", 7)  # lines reach over many parts of the file
+    monkeypatch.setattr(batch_lines, "PART_BYTES", 7)  # lines reach over many parts of the file
     assert read(tmp_path, b"\n".join(good[:100]), defaults).lines == together.lines[:100]
 
 
