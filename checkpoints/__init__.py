@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from checkpoints.formats import FORMATS, Format
     from checkpoints.legacy import LegacyPickle, LegacySource, config_folder, find_legacy, legacy_path, open_legacy
     from checkpoints.loading import LoadedBytes, check_tensors, load_weights, stored_leaves
-    from checkpoints.local_files import lock, parse_json_object, replace_file
+    from checkpoints.local_files import lock, parse_json_object, parse_json_objects, replace_file
     from checkpoints.opening import VERIFY, open_tensors, read_manifest
     from checkpoints.output import FolderOutput, Output, output_at
     from checkpoints.processes import Processes
@@ -51,6 +51,7 @@ __all__ = [
     "open_tensors",
     "output_at",
     "parse_json_object",
+    "parse_json_objects",
     "read_manifest",
     "replace_file",
     "stored_leaves",
@@ -87,6 +88,7 @@ _HOMES = {
     "open_tensors": "checkpoints.opening",
     "output_at": "checkpoints.output",
     "parse_json_object": "checkpoints.local_files",
+    "parse_json_objects": "checkpoints.local_files",
     "read_manifest": "checkpoints.opening",
     "replace_file": "checkpoints.local_files",
     "stored_leaves": "checkpoints.loading",

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 from checkpoints.errors import CheckpointError
 from checkpoints.local_files import parse_json_object, replace_file
-from checkpoints.storage import STORAGE_SCHEMES, Storage
+from checkpoints.storage import FETCHED_BYTES, STORAGE_SCHEMES, Storage
 
 logger = logging.getLogger("diffumesh")
 
@@ -31,8 +31,6 @@ QUANTIZATION_KEY = "diffumesh_quantization"
 # Limit for files beside the weights. Larger files are not read.
 MAX_SIDE_FILE_BYTES = 64 << 20
 
-# Bytes that are read from a remote file at a time.
-FETCHED_BYTES = 16 << 20
 # The folder that a conversion gives to Orbax.
 WEIGHTS_FOLDER = "weights"
 # Where Orbax's arrays may be within a folder: the first is where a conversion saves them, the others are where users of
@@ -299,13 +297,10 @@ def open_folder(
 
 def _open(path: str | Path, weights: bool, revision: str | None, token: str | None, offline: bool) -> CheckpointFolder:
     text = str(path)
-    scheme, is_url, rest = text.partition("://")
-    if is_url and scheme not in _LOCAL_SCHEMES:
-        return _open_remote_orbax(text) or CheckpointFolder(_fetch_url(text, weights), text, fetched=True)
     try:
-        local = Path(unquote(rest.removeprefix("localhost"))) if is_url else Path(path).expanduser()
-        if is_url and not local.is_absolute():
-            raise CheckpointError(f"{text}: not a folder of this machine; expected for example file:///data/model")
+        local = local_path(path)
+        if local is None:
+            return _open_remote_orbax(text) or CheckpointFolder(_fetch_url(text, weights), text, fetched=True)
         if local.is_dir():
             return CheckpointFolder(local, text)
         if local.exists():
@@ -315,6 +310,24 @@ def _open(path: str | Path, weights: bool, revision: str | None, token: str | No
     if not _HUB_NAME.fullmatch(text):
         raise CheckpointError(f"{text}: no such folder")
     return CheckpointFolder(_fetch_hub(text, weights, revision, token, offline), text, fetched=True)
+
+
+def local_path(place: str | Path) -> Path | None:
+    """Return the path on this machine that a path or a ``file://`` URL names; None for other URLs.
+
+    Raises:
+      CheckpointError: the URL names a path of another machine, or none.
+      RuntimeError: the path contains an unknown user's home.
+    """
+    scheme, is_url, rest = str(place).partition("://")
+    if not is_url:
+        return Path(place).expanduser()
+    if scheme not in _LOCAL_SCHEMES:
+        return None
+    path = Path(unquote(rest.removeprefix("localhost")))
+    if not path.is_absolute():
+        raise CheckpointError(f"{place}: not a folder of this machine; expected for example file:///data/model")
+    return path
 
 
 def _fetch_hub(name: str, weights: bool, revision: str | None, token: str | None, offline: bool) -> Path:

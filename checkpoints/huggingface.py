@@ -44,7 +44,7 @@ def open_safetensors(folder: CheckpointFolder) -> StoredTensors:
     """Open all tensors in the folder's files. Only headers are read.
 
     Raises:
-      CheckpointError: there are no weights, the index is invalid, or a file is damaged.
+      CheckpointError: there are no weights, the index is invalid, or a file is damaged or a link out of the folder.
       ConfigError: the folder's model is not supported.
     """
     family = find_family(folder.config)
@@ -55,6 +55,7 @@ def open_safetensors(folder: CheckpointFolder) -> StoredTensors:
     found: dict[str, list[StoredTensor]] = {}
     count = BytesRead()
     for name in names:
+        folder.check_file(name)
         for tensor in open_file(folder.path / name, count):
             called = family.tensor_name(tensor.name)
             if called is not None:

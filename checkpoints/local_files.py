@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +79,14 @@ def lock(handle: int) -> bool:
 
 # Far below the depth at which writing or printing a value that was read exceeds Python's recursion limit.
 _MAX_DEPTH = 100
+_WHITE_SPACE = " \t\r\n"
 
 
 class JsonObjectError(ValueError):
     """The JSON is not an object, or it contains an object with duplicate keys or too many keys."""
 
 
-def _unique(pairs: list[tuple[str, Any]], most: int | None) -> dict[str, Any]:
-    if most is not None and len(pairs) > most:
-        raise JsonObjectError(f"an object has {len(pairs)} keys; at most {most} are allowed")
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
@@ -95,9 +94,16 @@ def _unique(pairs: list[tuple[str, Any]], most: int | None) -> dict[str, Any]:
     return found
 
 
-@functools.cache  # a file may have millions of lines
+def _few_and_unique(pairs: list[tuple[str, Any]], most: int) -> dict[str, Any]:
+    if len(pairs) > most:
+        raise JsonObjectError(f"an object has {len(pairs)} keys; at most {most} are allowed")
+    return _unique(pairs)
+
+
+@functools.cache
 def _decoder(most_names: int | None) -> json.JSONDecoder:
-    return json.JSONDecoder(object_pairs_hook=functools.partial(_unique, most=most_names))
+    limited = _unique if most_names is None else functools.partial(_few_and_unique, most=most_names)
+    return json.JSONDecoder(object_pairs_hook=limited)
 
 
 def _is_deeper(value: Any, most: int) -> bool:
@@ -123,8 +129,13 @@ def parse_json_object(data: bytes, most_names: int | None = None) -> dict[str, A
       JsonObjectError: the JSON is not an object, or an object in it has a name twice or too many names.
       ValueError: the text is not JSON, or has more than 100 levels of objects and lists.
     """
+    text, decoder = data.decode("utf-8"), _decoder(most_names)
     try:
-        value = _decoder(most_names).decode(data.decode("utf-8"))
+        # A file may have millions of lines. decode() takes twice as long as raw_decode(), because it searches for white
+        # space around the value. It reads what starts with white space, and raises the error for what goes on.
+        value, end = decoder.raw_decode(text) if text.startswith("{") else (None, 0)
+        if not end or text[end:].strip(_WHITE_SPACE):
+            value = decoder.decode(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     # Most texts have few brackets, so the count saves the walk.
@@ -133,6 +144,33 @@ def parse_json_object(data: bytes, most_names: int | None = None) -> dict[str, A
     if not isinstance(value, dict):
         raise JsonObjectError(f"expected an object, found {type(value).__name__}")
     return value
+
+
+def parse_json_objects(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Parse JSON objects all at once. For short objects, this takes half the time of :func:`parse_json_object`.
+
+    Args:
+      lines: JSON objects in UTF-8.
+
+    Raises:
+      ValueError: some of them are not what :func:`parse_json_object` accepts, or could be; it is not said which.
+    """
+    # The objects become one list. They alternate with a random number, which no line can contain except by guessing it:
+    # if the number is at every other place, then what lies between is one value per line, and no value spans lines.
+    mark = secrets.randbits(128)
+    text = b"[%b]" % (b",\n%d,\n" % mark).join(lines)
+    try:
+        values = _decoder(None).decode(text.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    found = values[::2]
+    if len(found) != len(lines) or values[1::2] != [mark] * (len(lines) - 1):
+        raise ValueError("a line is not one value")
+    if not all(isinstance(value, dict) for value in found):
+        raise ValueError("a line is not an object")
+    if any(line.count(b"[") + line.count(b"{") > _MAX_DEPTH for line in lines):
+        raise ValueError("a line may be nested too deeply")
+    return found
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

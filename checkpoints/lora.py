@@ -210,10 +210,11 @@ def _open_weights(folder: CheckpointFolder, count: BytesRead) -> list[StoredTens
     """Open an adapter's tensors. A pickle is never opened.
 
     Raises:
-      CheckpointError: the file is missing or damaged.
+      CheckpointError: the file is missing, damaged, or a link out of the folder.
     """
     path = folder.path / WEIGHTS_FILE
     if path.is_file():
+        folder.check_file(WEIGHTS_FILE)
         return open_file(path, count)
     if (folder.path / _PICKLE_FILE).exists():
         raise CheckpointError(

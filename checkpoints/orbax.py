@@ -159,12 +159,18 @@ def _save_names(place: Path, names: list[str]) -> None:
 
 
 def check_descriptions(folder: CheckpointFolder) -> None:
-    """Check that the files that describe a checkpoint's arrays are small enough to be read whole.
+    """Check that the weights are files of this folder, and that their descriptions are small enough to be read whole.
 
     Raises:
-      CheckpointError: one is too large.
+      CheckpointError: a description is too large, or a file of the weights is a link out of the folder.
     """
-    paths = map(PurePosixPath, folder.names())
+    names = folder.names()
+    if folder.remote is None:
+        for name in names:
+            # A link to a folder is one entry, which may be the folder of the weights itself.
+            if folder.is_weight_file(f"{name}/"):
+                folder.check_file(name)
+    paths = map(PurePosixPath, names)
     found = [str(path) for path in paths if path.name in _DESCRIPTIONS or path.parent.name in _DESCRIPTION_FOLDERS]
     checks = (partial(folder.storage.check_size, name, MAX_SIDE_FILE_BYTES) for name in found)
     for _ in read_ahead(checks, _READERS):

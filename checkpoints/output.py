@@ -19,7 +19,7 @@ from typing import IO
 
 from checkpoints.errors import CheckpointError
 from checkpoints.exchange import exchange
-from checkpoints.folder import STAGING_SUFFIX
+from checkpoints.folder import STAGING_SUFFIX, local_path
 from checkpoints.local_files import lock, sync
 from checkpoints.manifest import MANIFEST_FILE
 from checkpoints.storage import Storage
@@ -189,7 +189,7 @@ class FolderOutput:
 
 @dataclass(frozen=True)
 class ObjectOutput:
-    """A folder of an object store, or one on a disk that is treated as such.
+    """A folder of an object store.
 
     Attributes:
       storage: the storage to write into between :meth:`begin` and :meth:`finish`.
@@ -219,13 +219,9 @@ class ObjectOutput:
             return [f"an earlier conversion was interrupted: removed what it left in {self.place}"]
         if not overwrite:
             raise CheckpointError(f"{self.place} exists; name another output, or pass --overwrite to replace it")
-        why = "nothing can be renamed there"
-        if self.storage.spec["driver"] == "file":
-            path = self.storage.spec["path"].rstrip("/")
-            why = f"a file:// URL is written like an object store (--output={path} would replace it in one step)"
         return [
-            f"{self.place} is replaced: {why}, so its manifest is removed first, and until the new one is written "
-            "there is no checkpoint"
+            f"{self.place} is replaced: nothing can be renamed there, so its manifest is removed first, and until the "
+            "new one is written there is no checkpoint"
         ]
 
     def begin(self, mark: str) -> None:
@@ -237,7 +233,6 @@ class ObjectOutput:
         # The manifest first and the marker last: at any moment this is a checkpoint or a marked conversion.
         self.storage.delete([name for name in names if name == MANIFEST_FILE])
         self.storage.delete([name for name in names if name not in (MANIFEST_FILE, MARK_FILE)])
-        self.storage.delete_temporary()
         self.storage.delete([name for name in names if name == MARK_FILE])
 
     def finish(self) -> None:
@@ -252,19 +247,16 @@ Output = FolderOutput | ObjectOutput
 
 
 def output_at(place: str | Path) -> Output:
-    """Return the output at a path or a URL (``gs://bucket/folder``).
-
-    A URL with ``file://`` is written like an object store. Only a checkpoint at a path is replaced in one step.
+    """Return the output at a path or a URL (``gs://bucket/folder``); a ``file://`` URL is the path that it names.
 
     Raises:
       CheckpointError: the URL cannot be written to, or the path contains an unknown user's home.
     """
-    if isinstance(place, str) and "://" in place:
-        return ObjectOutput(Storage.at(place))
     try:
-        return FolderOutput(Path(place).expanduser())
+        path = local_path(place)
     except RuntimeError as error:
         raise CheckpointError(f"{place}: cannot be written ({error})") from error
+    return ObjectOutput(Storage.at(str(place))) if path is None else FolderOutput(path)
 
 
 def _sync_all(folder: Path) -> None:

@@ -24,8 +24,8 @@ from checkpoints.errors import CheckpointError
 STORAGE_SCHEMES = ("gs", "s3", "file")
 
 _BUFFER_BYTES = 4 << 20
-# TensorStore writes a file on a disk under its name with this suffix, then renames it. It does not list such files.
-_TEMPORARY = ".__lock"
+# Bytes that are read from a remote file at a time.
+FETCHED_BYTES = 16 << 20
 
 # Requests to a server that does not answer fail after about half a minute.
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
@@ -121,12 +121,10 @@ class Storage:
         """
         try:
             # TensorStore does not report sizes, but reading the byte after the last allowed one fails if there is none.
-            found = self._open().read(name, byte_range=slice(most, most + 1)).result()
-        except Exception as error:  # the library raises many kinds
-            if str(error).startswith("OUT_OF_RANGE"):
-                return
-            raise CheckpointError(f"{self.place}/{name}: cannot be read ({first_line(error)})") from error
-        if found.state == "value":
+            found = self._read_range(name, most, most + 1)
+        except FileNotFoundError:
+            return
+        if found is not None:
             file = name.rpartition("/")[2]
             raise CheckpointError(f"{self.place}/{name}: larger than {most} bytes, the limit for a {file}")
 
@@ -146,15 +144,42 @@ class Storage:
         return size, state.hexdigest()
 
     def _buffers(self, name: str) -> Iterator[bytes]:
+        """Read a file piece by piece: it may be larger than the memory."""
         if self.spec["driver"] != "file":
-            data = self.read(name)
-            if data is None:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-            yield data
+            yield from self._pieces(name)
             return
         with open(f"{self.spec['path']}{name}", "rb") as file:
             while buffer := file.read(_BUFFER_BYTES):
                 yield buffer
+
+    def _pieces(self, name: str) -> Iterator[bytes]:
+        start = 0
+        while (piece := self._read_range(name, start, start + FETCHED_BYTES)) is not None:
+            yield piece
+            start += len(piece)
+        # TensorStore does not report sizes, and refuses a range that reaches beyond the end. What is left is short.
+        rest = self._read_range(name, start, None)
+        if rest is None and start == 0:
+            # An empty file has no ranges.
+            rest = self.read(name)
+        yield rest or b""
+
+    def _read_range(self, name: str, start: int, end: int | None) -> bytes | None:
+        """Read a part of a file; None if the file ends before ``end``, or before ``start`` if that is None.
+
+        Raises:
+          CheckpointError: it cannot be read.
+          FileNotFoundError: there is no such file.
+        """
+        try:
+            found = self._open().read(name, byte_range=slice(start, end)).result()
+        except Exception as error:  # the library raises many kinds
+            if str(error).startswith("OUT_OF_RANGE"):
+                return None
+            raise CheckpointError(f"{self.place}/{name}: cannot be read ({first_line(error)})") from error
+        if found.state != "value":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        return bytes(found.value)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file. It is complete and durable when this returns.
@@ -190,17 +215,3 @@ class Storage:
                 pending.result()
         except Exception as error:  # the library raises many kinds
             raise CheckpointError(f"{self.place}: its files cannot be deleted ({first_line(error)})") from error
-
-    def delete_temporary(self) -> None:
-        """Delete the temporary files that killed writers have left on a disk. No process may write meanwhile.
-
-        Raises:
-          CheckpointError: a file cannot be deleted.
-        """
-        if self.spec["driver"] != "file":
-            return  # an object store shows no part of an unfinished upload
-        try:
-            for path in Path(self.spec["path"]).rglob(f"*{_TEMPORARY}"):
-                path.unlink()
-        except OSError as error:
-            raise CheckpointError(f"{self.place}: its files cannot be deleted ({error.strerror or error})") from error

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from checkpoints.errors import CheckpointError
     from checkpoints.fingerprint import folder_fingerprint
     from checkpoints.folder import CheckpointFolder
-    from checkpoints.local_files import JsonObjectError, lock, parse_json_object, replace_file
+    from checkpoints.local_files import JsonObjectError, lock, parse_json_object, parse_json_objects, replace_file
     from runtime.decoding.compatibility import can_run, compiled_values
     from runtime.decoding.kinds import (
         Boolean,
@@ -182,6 +182,7 @@ __all__ = [
     "own_names",
     "parse_config",
     "parse_json_object",
+    "parse_json_objects",
     "partition_spec",
     "place_suffix",
     "plain_number",
@@ -303,6 +304,7 @@ _HOMES = {
     "lock": "checkpoints.local_files",
     "one_step_per_token": "runtime.decoding.parameters",
     "parse_json_object": "checkpoints.local_files",
+    "parse_json_objects": "checkpoints.local_files",
     "replace_file": "checkpoints.local_files",
     "unpadded_rows": "runtime.execution.left_padding",
     "weight_bytes": "runtime.execution.runner",

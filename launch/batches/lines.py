@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, Literal
 
 from launch.batches.collector import paused_collector
 from launch.openai.bodies import (
@@ -21,21 +21,21 @@ from launch.openai.bodies import (
     finish,
     known,
     nothing_else,
-    parse_object,
     read_draft,
 )
+from launch.openai.objects import parse_object, parse_objects
 from runtime import InputError, RowRequest, row_seed
 
 MAX_LINE_BYTES = 16 << 20
-_PART_BYTES = 1 << 20
-# Number of lines whose prompts are tokenized in one call, on all cores.
+PART_BYTES = 256 << 10
+# Number of lines, at least, whose prompts are tokenized in one call, on all cores.
 LINES_TOGETHER = 1024
 _BYTES_TOGETHER = 32 << 20
 MAX_ID = 512
 Form = Literal["plain", "completion", "chat"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Line(Asked):
     """A valid line of the input file: a request.
 
@@ -94,8 +94,8 @@ def read_batch(path: Path, defaults: Defaults) -> Batch:
     try:
         # One thread tokenizes a group of prompts while this one checks the lines of the next group.
         with path.open("rb") as file, ThreadPoolExecutor(1) as thread, paused_collector() as set_aside:
-            for number, raw in enumerate(_raw_lines(file, reader.digest), 1):
-                reader.add(number, raw)
+            for lines in _raw_lines(file, reader.digest):
+                reader.add(lines)
                 if reader.is_full:
                     reader.tokenize(thread)
                     set_aside()
@@ -111,21 +111,35 @@ def read_batch(path: Path, defaults: Defaults) -> Batch:
     return Batch(reader.lines, bad, list(reader.ignored), reader.digest.hexdigest()[:16])
 
 
-def _raw_lines(file: IO[bytes], digest: hashlib._Hash) -> Iterator[bytes | None]:
-    """Yield the lines of a file, and add all bytes to ``digest``. None replaces a line that is too long to keep."""
-    first = True
-    while raw := file.readline(MAX_LINE_BYTES + 1):
-        digest.update(raw)
-        is_whole = len(raw) <= MAX_LINE_BYTES
-        while not raw.endswith(b"\n") and (rest := file.readline(_PART_BYTES)):
-            digest.update(rest)
-            raw, is_whole = rest, False
-        # Editors on Windows write a byte order mark at the start of UTF-8 files.
-        yield (raw.removeprefix(codecs.BOM_UTF8) if first else raw) if is_whole else None
-        first = False
+def _raw_lines(file: IO[bytes], digest: hashlib._Hash) -> Iterator[list[bytes | None]]:
+    """Yield all lines of a file, many at once, and add all bytes to ``digest``.
+
+    None replaces a line that is too long to keep.
+    """
+    # Editors on Windows write a byte order mark at the start of UTF-8 files.
+    mark = file.read(len(codecs.BOM_UTF8))
+    digest.update(mark)
+    # The start of a line whose end is in the parts to come.
+    rest: bytes | None = mark.removeprefix(codecs.BOM_UTF8)
+    while part := file.read(PART_BYTES):
+        digest.update(part)
+        end, *lines = part.split(b"\n")
+        rest = _joined(rest, end)
+        if lines:
+            last = lines.pop()
+            yield [rest, *lines]
+            rest = last
+    if rest != b"":
+        yield [rest]
 
 
-class _Drafted(NamedTuple):
+def _joined(start: bytes | None, end: bytes) -> bytes | None:
+    """Return two parts of a line as one; None if the line is too long, or was already."""
+    return None if start is None or len(start) + len(end) > MAX_LINE_BYTES else start + end
+
+
+@dataclass(slots=True)
+class _Drafted:
     number: int
     identity: str
     form: Form
@@ -145,6 +159,7 @@ class _Reader:
         self._seen: dict[str, int] = {}
         self._drafts: list[_Drafted] = []
         self._bytes = 0
+        self._number = 0
         self._timeouts: list[InputError] = []
         self._tokenizing: tuple[list[_Drafted], Future[list[Encoded | InputError]]] | None = None
         self.lines: list[Line] = []
@@ -152,15 +167,22 @@ class _Reader:
         self.ignored: dict[str, None] = {}
         self.digest = hashlib.sha256()
 
-    def add(self, number: int, raw: bytes | None) -> None:
-        """Check a line. ``raw`` is None for a line that is too long."""
+    def add(self, lines: Sequence[bytes | None]) -> None:
+        """Check the next lines. None stands for a line that is too long."""
+        for raw, record in zip(lines, parse_objects(lines), strict=True):
+            self._number += 1
+            self._add(self._number, raw, record)
+
+    def _add(self, number: int, raw: bytes | None, record: dict[str, Any] | None) -> None:
+        """Check a line, of which ``record`` is the JSON object if that is known."""
         identity = None
         try:
             if raw is None:
                 raise InputError(f"the line is longer than {MAX_LINE_BYTES} bytes")
-            if not raw.strip():
-                return
-            record = parse_object(raw)
+            if record is None:
+                if not raw.strip():
+                    return
+                record = parse_object(raw)
             identity = _identity(record)
             if identity in self._seen:
                 first, again, identity = self._seen[identity], identity, None
@@ -201,9 +223,10 @@ class _Reader:
 def _identity(record: Mapping[str, Any]) -> str:
     name = "custom_id" if "body" in record or "custom_id" in record else "id" if "id" in record else "task_id"
     value = record.get(name)
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID:
+    if not isinstance(value, str):
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        value = str(value) if is_number else ""
+    if not 0 < len(value) <= MAX_ID:
         raise InputError(
             f'id: expected a string of 1 to {MAX_ID} characters in "id", or in "custom_id" of a line with a "body"'
         )
@@ -232,7 +255,9 @@ def _fields(record: dict[str, Any], ignored: dict[str, None]) -> tuple[Form, dic
         nothing_else({name: value for name, value in record.items() if name not in ("custom_id", "body")}, "method url")
         form = "chat" if "messages" in body else "completion"
     else:
-        body = {name: value for name, value in record.items() if name not in ("id", "task_id")}
+        body = dict(record)
+        body.pop("id", None)
+        body.pop("task_id", None)
     changes = by_our_names(body)
     fields = known(changes)
     if len(fields) == len(changes):

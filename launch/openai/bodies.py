@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from runtime import (
     AUTOREGRESSIVE_PARAMETERS,
@@ -17,7 +16,6 @@ from runtime import (
     DiffusionConfig,
     InputError,
     Integer,
-    JsonObjectError,
     ModelConfig,
     RowRequest,
     SamplingConfig,
@@ -28,7 +26,6 @@ from runtime import (
     dependents,
     one_step_per_token,
     own_names,
-    parse_json_object,
     place_suffix,
     with_model_blocks,
 )
@@ -37,7 +34,6 @@ MAX_STOPS, MAX_STOP = 16, 1024
 
 # No token has more characters than this, so a text with more characters per position cannot fit.
 _LONGEST_TOKEN = 256
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # Fields of a request beside the decoding parameters.
 _SAMPLES, _SAMPLES_NAME = Integer(1, MAX_SAMPLES), "num_return_sequences"
@@ -111,7 +107,7 @@ class Defaults:
         return CompletionBuilder(self.tokenizer, self.model.mask_token_id, self.end_token_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a batch makes millions of these, which would take seven times as long
 class Asked:
     """A validated and tokenized request.
 
@@ -138,36 +134,17 @@ class Asked:
         return RowRequest(self.tokens, self.config, seed, self.suffix)
 
 
-def parse_object(raw: bytes, names: int | None = None) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Args:
-      raw: JSON in UTF-8.
-      names: the maximum number of names per object; None for no limit.
-
-    Raises:
-      InputError: the bytes are not UTF-8, not JSON or not an object, or an object has a name twice or too many names.
-    """
-    try:
-        record = parse_json_object(raw, names)
-        # A lone surrogate, which only an escape can produce, is not valid text.
-        if _SURROGATE.search(raw):
-            json.dumps(record, ensure_ascii=False).encode("utf-8")
-    except UnicodeError as error:
-        raise InputError("the text is not valid UTF-8", detail=error) from error
-    except JsonObjectError as error:
-        raise InputError(str(error)) from error
-    except ValueError as error:
-        raise InputError("the text is not valid JSON", detail=error) from error
-    return record
-
-
-def by_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
+def by_our_names(body: dict[str, Any]) -> dict[str, Any]:
     """Return a body with aliases replaced by the names of parameters, and without fields that are null.
+
+    It is the same object if it has neither.
 
     Raises:
       InputError: two names of the same parameter are present.
     """
+    # Most lines of a batch need no change.
+    if _OWN_NAMES.keys().isdisjoint(body) and None not in body.values():
+        return body
     found: dict[str, Any] = {}
     for name, value in body.items():
         own = _OWN_NAMES.get(name, name)
@@ -178,9 +155,9 @@ def by_our_names(body: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def known(changes: Mapping[str, Any]) -> dict[str, Any]:
+def known(changes: dict[str, Any]) -> dict[str, Any]:
     """Return those fields of a body, after :func:`by_our_names`, that :func:`read_asked` reads."""
-    return {name: value for name, value in changes.items() if name in _READ}
+    return changes if changes.keys() <= _READ else {name: value for name, value in changes.items() if name in _READ}
 
 
 def is_read(name: str) -> bool:
@@ -203,7 +180,8 @@ def read_asked(fields: Mapping[str, Any], defaults: Defaults) -> Asked:
     return Asked(*finish(draft, encoded, defaults))
 
 
-class Draft(NamedTuple):
+@dataclass(slots=True)
+class Draft:
     """A request that was validated but not tokenized yet.
 
     Attributes:
@@ -224,11 +202,16 @@ class Draft(NamedTuple):
         """Whether the prompt is a list of token ids."""
         return isinstance(self.prompt, list) and isinstance(self.prompt[0], int)
 
-    def messages(self, chat: bool) -> list[dict[str, str]] | None:
-        """Return the messages of a chat; None for any other prompt. With ``chat``, a text becomes a user's message."""
+    def is_chat(self, chat: bool) -> bool:
+        """Whether the prompt is rendered with the chat template: messages, or with ``chat`` a text too."""
+        return chat if isinstance(self.prompt, str) else not self.has_tokens
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The messages of a chat. A text becomes a user's message."""
         if isinstance(self.prompt, str):
-            return [{"role": "user", "content": self.prompt}] if chat else None
-        return None if self.has_tokens else self.prompt  # type: ignore[return-value]
+            return [{"role": "user", "content": self.prompt}]
+        return self.prompt  # type: ignore[return-value]
 
 
 def read_draft(fields: Mapping[str, Any], defaults: Defaults) -> Draft:
@@ -238,7 +221,8 @@ def read_draft(fields: Mapping[str, Any], defaults: Defaults) -> Draft:
       InputError: a field is invalid.
     """
     settings = defaults.settings if fields.keys() <= _TEXTS else _settings(fields, defaults)
-    return Draft(_prompt(fields, defaults), _suffix(fields, defaults), *settings)
+    suffix = _suffix(fields["suffix"], defaults) if "suffix" in fields else ""
+    return Draft(_prompt(fields, defaults), suffix, *settings)
 
 
 def _settings(fields: Mapping[str, Any], defaults: Defaults) -> Settings:
@@ -264,19 +248,26 @@ def encode_drafts(
     Raises:
       CheckpointError: the chat template timed out too often.
     """
-    tokenizer, positions = defaults.tokenizer, defaults.model.max_positions
-    found: dict[int, Any] = {number: draft.prompt for number, draft in enumerate(drafts)}
-    chats = {number: told for number, draft in enumerate(drafts) if (told := draft.messages(defaults.chat))}
-    found |= zip(chats, tokenizer.render_batch(list(chats.values()), timeouts), strict=True)
-    texts = {}
-    for number, text in found.items():
-        if isinstance(text, str):
-            try:
-                own = "prompt" if isinstance(drafts[number].prompt, str) else "messages"
-                check_prompt_size(text, positions, own)
-                texts[number] = text
-            except InputError as error:
-                found[number] = error
+    tokenizer = defaults.tokenizer
+    found: dict[int, Any] = {}
+    texts: dict[int, str] = {}
+    chats: dict[int, list[dict[str, str]]] = {}
+    for number, draft in enumerate(drafts):
+        if draft.is_chat(defaults.chat):
+            chats[number] = draft.messages
+        elif isinstance(draft.prompt, str):
+            texts[number] = draft.prompt
+        else:
+            found[number] = draft.prompt
+    for number, text in zip(chats, tokenizer.render_batch(list(chats.values()), timeouts), strict=True):
+        try:
+            if isinstance(text, InputError):
+                raise text
+            own = "prompt" if isinstance(drafts[number].prompt, str) else "messages"
+            check_prompt_size(text, defaults.model.max_positions, own)
+            texts[number] = text
+        except InputError as error:
+            found[number] = error
     found |= zip(texts, tokenizer.encode_batch(list(texts.values())), strict=True)
     after = {number: draft.suffix for number, draft in enumerate(drafts) if draft.suffix}
     suffixes = dict(zip(after, tokenizer.encode_batch(list(after.values())), strict=True))
@@ -287,7 +278,7 @@ def encode_drafts(
             return tokens
         return suffix if isinstance(suffix, InputError) else (tokens, suffix)
 
-    return [pair(number) for number in found]
+    return [pair(number) for number in range(len(drafts))]
 
 
 def finish(
@@ -300,11 +291,15 @@ def finish(
     """
     if isinstance(encoded, InputError):
         raise encoded
-    given, chat = _not_empty(encoded[0]), draft.messages(defaults.chat) is not None
-    tokens, suffix = place_suffix(defaults.tokenizer, defaults.model, given, encoded[1], chat=chat)
+    given, after = encoded
+    tokens, suffix = _not_empty(given), after
+    if after:
+        chat = draft.is_chat(defaults.chat)
+        tokens, suffix = place_suffix(defaults.tokenizer, defaults.model, given, after, chat=chat)
     check_row(tokens, suffix, defaults.model, draft.config)
-    text = defaults.tokenizer.decode(given, skip_special_tokens=False) if draft.has_tokens else draft.prompt
-    prompt = text if isinstance(text, str) else ""
+    prompt = draft.prompt if isinstance(draft.prompt, str) else ""
+    if draft.has_tokens:
+        prompt = defaults.tokenizer.decode(given, skip_special_tokens=False)
     return prompt, tokens, suffix, draft.config, draft.seed, draft.samples, draft.stop
 
 
@@ -385,14 +380,15 @@ def check_prompt_size(prompt: str | Sequence[int], positions: int, field: str = 
 
 def _prompt(changes: Mapping[str, Any], defaults: Defaults) -> Any:
     """Return the prompt of a request (a text, token ids or messages), checked as far as possible before tokenizing."""
-    if ("prompt" in changes) == ("messages" in changes):
+    prompt = changes.get("prompt")
+    if (prompt is None) != ("messages" in changes):
         raise InputError("expected either a prompt or messages", field="prompt")
-    if "messages" in changes:
+    if prompt is None:
         return _messages(changes["messages"])
-    prompt, vocabulary = changes["prompt"], defaults.model.vocab_size
     if not isinstance(prompt, (str, list)):
         raise InputError("prompt: expected a string or a list of token ids", field="prompt")
     check_prompt_size(_not_empty(prompt), defaults.model.max_positions)
+    vocabulary = defaults.model.vocab_size
     if isinstance(prompt, list):
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
@@ -403,9 +399,8 @@ def _prompt(changes: Mapping[str, Any], defaults: Defaults) -> Any:
     return prompt
 
 
-def _suffix(changes: Mapping[str, Any], defaults: Defaults) -> str:
+def _suffix(suffix: Any, defaults: Defaults) -> str:
     """Return the text that follows the completion, checked as far as possible before tokenizing."""
-    suffix = changes.get("suffix", "")
     if not isinstance(suffix, str):
         raise InputError("suffix: expected a string", field="suffix")
     check_prompt_size(suffix, defaults.model.max_positions, "suffix")

@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from launch.openai.bodies import Defaults, parse_object
+from launch.openai.bodies import Defaults
+from launch.openai.objects import parse_object
 from launch.serving.bodies import MAX_NAMES, RequestBody
 from launch.serving.engine import ServingEngine
 from launch.serving.errors import ApiError, from_input_error

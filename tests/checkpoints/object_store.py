@@ -31,6 +31,7 @@ class ObjectStore(ThreadingHTTPServer):
         self.objects: dict[str, tuple[int, bytes]] = {}
         self.log: list[tuple[str, str]] = []
         self.bytes_sent = 0
+        self.longest_answer = 0
         self.writes_left = 1 << 60
         self.lock = threading.Lock()
         self.generation = 1
@@ -65,6 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
         self.wfile.flush()
         self.server.bytes_sent += len(data)
+        self.server.longest_answer = max(self.server.longest_answer, len(data))
 
     def answer_json(self, value: Any) -> None:
         self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints.local_files import JsonObjectError, lock, parse_json_object, read_json_lines, replace_file
+from checkpoints.local_files import (
+    JsonObjectError,
+    lock,
+    parse_json_object,
+    parse_json_objects,
+    read_json_lines,
+    replace_file,
+)
 
 
 def test_a_file_is_replaced_or_stays_as_it_was(tmp_path: Path) -> None:
@@ -79,6 +86,38 @@ def test_json_that_is_refused(data: bytes, error: type[Exception], said: str) ->
     with pytest.raises(error, match=said) as raised:
         parse_json_object(data, most_names=3)
     assert isinstance(raised.value, JsonObjectError) == (error is JsonObjectError)
+
+
+def test_json_objects_are_parsed_together_as_alone() -> None:
+    lines = [b'{"a": 1}', b' {"a": [{"b": "[1, 2]"}]}\r', '{"é": "\\n"}'.encode(), b"{}"]
+    assert parse_json_objects(lines) == [parse_json_object(line) for line in lines]
+    assert parse_json_objects([]) == []
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        # Each pair is a list of two objects when it is joined with a comma.
+        [b'{"a": [{}', b"{}]}, {}"],
+        [b'{"a": 1}, {"a": 2', b"}"],
+        [b'{"a": "x', b'y"}, {}'],
+        [b'{"a": 1}, {"b": 1}', b""],
+        [b'{}], "x": [{}', b"{}"],
+        # Alone, each of these is refused too.
+        [b"{}", b"{}, 0, {}"],
+        [b"{}", b'{"a": 1, "a": 1}'],
+        [b"{}", b"[]"],
+        [b"{}", b"{} {}"],
+        [b"{}", b""],
+        [b"{}", b'{"\xc3', b'\xa9": 1}'],
+        [b"{}", b"\xef\xbb\xbf{}"],
+        [b"{}", b'{"a":' + b"[" * 100 + b"]" * 100 + b"}"],
+        [b"{}", b'{"a":' * 100_000],
+    ],
+)
+def test_json_objects_of_which_one_is_refused_alone(lines: list[bytes]) -> None:
+    with pytest.raises(ValueError, match=r"line|Expecting|Extra|duplicate|nested|decode|delimiter|control"):
+        parse_json_objects(lines)
 
 
 def test_lines_of_json_are_read_like_one_object(tmp_path: Path) -> None:

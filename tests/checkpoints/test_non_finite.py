@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from checkpoints import CheckpointError, open_folder
 from checkpoints.conversion import convert
-from checkpoints.output import output_at
+from checkpoints.output import FolderOutput, ObjectOutput
+from checkpoints.storage import Storage
 from checkpoints.verification import verify, write_manifest
 from tests.checkpoints.small import MICRO, layout_of, to_canonical, write_source
 
@@ -55,7 +56,8 @@ def test_quantizing_names_the_matrix(kind: str, tmp_path: Path) -> None:
     """Not its scales, in which the same values arrive."""
     matrix = "model.layers.0.mlp.up_proj.weight"
     folder = damaged(tmp_path / "source", {matrix: [np.nan, np.inf, np.nan, 1.0, np.nan], NORM: [np.inf]})
-    output = output_at(f"{'file://' if kind == 'object store' else ''}{tmp_path}/output")
+    storage = Storage.at(tmp_path / "output")
+    output = ObjectOutput(storage) if kind == "object store" else FolderOutput(tmp_path / "output")
     output.prepare(False)
     said = f"in {matrix} (3 NaN and 1 infinite of 3,584 values), {NORM} (1 infinite of 56 values); a model"
     with pytest.raises(CheckpointError, match=re.escape(said)):

@@ -20,7 +20,8 @@ from checkpoints import orbax
 from checkpoints.conversion import convert
 from checkpoints.folder import open_folder
 from checkpoints.manifest import TensorEntry
-from checkpoints.output import output_at
+from checkpoints.output import ObjectOutput
+from checkpoints.storage import Storage
 from checkpoints.writing import Cut, orbax_cuts
 from tests.checkpoints.small import MICRO, contents, layout_of, to_canonical, write_source
 
@@ -124,7 +125,7 @@ def test_orbax_reads_what_it_did_not_write(kind: str, tmp_path: Path) -> None:
     if kind == "uneven":
         to_canonical(source, tmp_path / "checkpoint")
     else:
-        convert(open_folder(source), layout_of(source), output_at(f"file://{tmp_path}/checkpoint"))
+        convert(open_folder(source), layout_of(source), ObjectOutput(Storage.at(tmp_path / "checkpoint")))
     expected = load_file(source / "model.safetensors")
     weights = tmp_path / "checkpoint" / "weights"
     assert (weights / "state" / "ocdbt.process_0" / "d").is_dir()

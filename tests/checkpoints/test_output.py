@@ -40,6 +40,19 @@ def test_places_that_cannot_be_written(place: str, tmp_path: Path, monkeypatch: 
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_url_of_this_machine_is_its_folder(micro: Path, tmp_path: Path) -> None:
+    """Written like an object store, the old checkpoint would be missing until the new one is complete."""
+    folder = tmp_path / "a folder"
+    for url in (f"file://{tmp_path}/a%20folder", f"file://localhost{tmp_path}/a%20folder/"):
+        assert output_at(url) == FolderOutput(folder)
+    for url in ("file://elsewhere/folder", "file://"):
+        with pytest.raises(CheckpointError, match="not a folder of this machine"):
+            output_at(url)
+    to_canonical(micro, folder)
+    output = output_at(f"file://{folder}")
+    assert output.prepare(overwrite=True) == [], "it is replaced in one step"
+
+
 def test_a_place_that_goes_away(micro: Path, tmp_path: Path) -> None:
     """The other conversion begins after this one was prepared."""
     output = FolderOutput(tmp_path / "parent" / "checkpoint")

@@ -12,10 +12,13 @@ from checkpoints import CheckpointError, open_folder
 from checkpoints.file_list import FILES_FILE, StoredFile, dump_files, parse_files
 from checkpoints.fingerprint import folder_fingerprint
 from checkpoints.folder import MAX_SIDE_FILE_BYTES
+from checkpoints.lora import open_adapter
 from checkpoints.manifest import MANIFEST_FILE
+from checkpoints.opening import open_tensors
 from checkpoints.verification import verify, write_manifest
 from launch.folders.models import print_licence
 from runtime.text.tokenizer import TextTokenizer
+from tests.checkpoints.lora_folder import write_adapter
 from tests.checkpoints.small import MICRO, layout_of, to_canonical, to_huggingface, write_source
 
 # All functions that read files beside the weights
@@ -125,6 +128,32 @@ def test_links_of_weights_in_a_snapshot_of_the_hubs_cache(folder: Path) -> None:
             (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
     write_manifest(open_folder(snapshot), layout_of(snapshot))
     assert verify(open_folder(snapshot))
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "orbax", "orbax folder", "lora"])
+def test_weights_outside_of_the_folder_are_not_loaded(folder: Path, kind: str) -> None:
+    """Writing a manifest and ``verify`` refuse them too."""
+    opened, name = folder, "model.safetensors"
+    if kind.startswith("orbax"):
+        opened = to_canonical(folder, folder.parent / "canonical")
+        (opened / MANIFEST_FILE).unlink()
+        (opened / FILES_FILE).unlink()
+        name = "weights" if kind == "orbax folder" else "weights/state/manifest.ocdbt"
+    elif kind == "lora":
+        opened = write_adapter(folder.parent / "adapter", folder, ["model.layers.0.mlp.up_proj"])
+        name = "adapter_model.safetensors"
+
+    def load() -> object:
+        if kind == "lora":
+            return open_adapter(open_folder(folder, lora=opened), layout_of(folder))
+        return open_tensors(open_folder(opened))
+
+    assert load()
+    elsewhere = folder.parent / "elsewhere"
+    (opened / name).rename(elsewhere)
+    (opened / name).symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match=f"{name}: a link to .*outside of the folder"):
+        load()
 
 
 @pytest.mark.parametrize("name", ["extra.bin", "model-00002-of-00002.safetensors", "LICENSE", "sub/notes.txt"])

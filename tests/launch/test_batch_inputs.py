@@ -191,6 +191,33 @@ def test_lines_are_tokenized_together_as_alone(
     assert read(tmp_path, raw, defaults) == together
 
 
+def test_lines_are_parsed_together_as_alone(
+    tmp_path: Path, defaults: Defaults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsing line by line took most of the time until the first result of a long file."""
+    alone: list[bytes] = []
+    parse = batch_lines.parse_object
+
+    def counted(raw: bytes) -> dict[str, Any]:
+        alone.append(raw)
+        return parse(raw)
+
+    monkeypatch.setattr(batch_lines, "parse_object", counted)
+    good = [line(str(number), prompt=f"def f_{number}(x):\n") for number in range(2000)]
+    together = read(tmp_path, b"\n".join(good), defaults)
+    assert len(together.lines) == 2000
+    assert not alone, "valid lines are parsed together"
+    # A line that only looks valid beside its neighbour is bad, and the others are as before.
+    wrong = [b'{"id": "x", "a": [{}', b"{}]}, {}", b"", line("0"), b'{"id": "y", "prompt": "\\ud800"}']
+    mixed = read(tmp_path, b"\n".join([*good[:1000], *wrong, *good[1000:]]), defaults)
+    assert [bad.number for bad in mixed.bad] == [1001, 1002, 1004, 1005]
+    assert "first used on line 1" in mixed.bad[2].message
+    assert [(one.id, one.tokens) for one in mixed.lines] == [(one.id, one.tokens) for one in together.lines]
+    assert [one.number for one in mixed.lines] == [*range(1, 1001), *range(1006, 2006)]
+    monkeypatch.setattr(batch_lines, "PART_BYTES", 7)  # lines reach over many parts of the file
+    assert read(tmp_path, b"\n".join(good[:100]), defaults).lines == together.lines[:100]
+
+
 def test_suffixes_of_lines(tmp_path: Path, defaults: Defaults) -> None:
     body = {"prompt": "def f(x):\n", "suffix": "    return y\n"}
     lines = [

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from runtime import DiffusionConfig, Engine, NonFiniteError, RowRequest, RowResult, SamplingConfig
+from runtime.decoding import autoregressive, choices
 from runtime.decoding.sampling import mark_non_finite
+from runtime.execution import programs
 from tests import golden_cases
 from tests.runtime.decoding.token_choices import MASK, MESHES, PADDED, VOCAB, choose, padded, rule
 from tests.runtime.engine_rows import SEEDS, rows
@@ -41,6 +46,19 @@ KINDS: dict[str, tuple[str, DiffusionConfig | SamplingConfig]] = {
     "growing": ("dreamon_tiny", BASE),
     "decode": ("qwen3_tiny", TOKENS),
     "uncached": ("qwen3_tiny", TOKENS.replace(use_cache=False, temperature=0.7)),
+}
+
+# Operations of which the check for finite logits must not add any: passes over the logits or the weights, collectives.
+COUNTED = {
+    "dot",
+    "reduce",
+    "sort",
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "collective-permute",
+    "while",
+    "conditional",
 }
 
 Change = Callable[[np.ndarray], None]
@@ -226,3 +244,25 @@ def test_tokens_are_below_the_vocabulary(mesh: str) -> None:
             tokens, _ = choose(mesh, own, logits, temperature=2.0, top_p=0.99, top_k=VOCAB)
             assert {(int(row), int(place)) for row, place in zip(*np.nonzero(tokens < 0), strict=True)} == places
             assert tokens.max() < VOCAB
+
+
+@pytest.mark.parametrize("kind", ["exact", "decode"])
+def test_the_check_adds_no_pass_and_no_collective(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled with and without the check, a program has as many matrix products, reductions and collectives."""
+    source, config = KINDS[kind]
+
+    def operations() -> Counter[str]:
+        jax.clear_caches()
+        engine = Engine.load(golden_cases.FOLDER.parent / source, mesh="tensor=2")
+        engine.generate_tokens(*rows(), config)
+        return Counter(re.findall(r"[])}] ([\w-]+)\(", "\n".join(engine.program_texts().values())))
+
+    checked = operations()
+    for module in (autoregressive, choices, programs):
+        monkeypatch.setattr(module, "mark_non_finite", lambda logits, vocab_size: logits)
+    without = operations()
+    assert checked["is-finite"] > without["is-finite"]
+    for name in COUNTED:
+        assert checked[name] == without[name], name
+    assert checked["dot"]
+    assert checked["all-reduce"]

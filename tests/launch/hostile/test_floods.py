@@ -13,7 +13,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from launch.openai.bodies import parse_object
+from launch.openai.objects import parse_object
 from launch.serving.bodies import MAX_NAMES, Body, ChatBody, CompletionBody, ScoreBody
 from launch.serving.errors import from_validation_error
 from launch.serving.limits import Limits
