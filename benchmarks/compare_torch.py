@@ -256,7 +256,13 @@ def free_memory(torch: Any, device: str) -> None:
 
 
 def cases(part: str, sides: Sides, values: flags.FlagValues) -> Iterator[tuple[dict[str, int], Callable[[], Any]]]:
-    """Yield the sizes of each of a part's comparisons, and the function that runs it."""
+    """Yield the comparisons of one part: for each, its sizes, and a function that runs it and returns the result.
+
+    Args:
+      part: a name out of ``PARTS``.
+      sides: the model in both frameworks.
+      values: flags with the sizes to compare.
+    """
     generator, vocab = np.random.default_rng(0), sides.engine.config.vocab_size - 2
     for batch in integers("batch", values.batch):
         if part in ("forward", "generate"):

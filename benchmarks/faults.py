@@ -223,10 +223,12 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    """Run the benchmark.
+    """Cause each fault on a run of several hosts and record how it ends; with ``--attacks``, run the attacks instead.
 
     Raises:
-      SystemExit: attacks slow a command down by more than they may. The record is written before.
+      InputError: ``--only`` names an unknown case.
+      RuntimeError: the hosts failed before the fault was caused.
+      SystemExit: a command under attack is slower than the goal. The record is written before.
     """
     if values.attacks:
         found = {}

@@ -124,7 +124,13 @@ def link_times(wiring: Wiring, sizes: Mapping[str, int]) -> Links:
 
 
 def bytes_moved(module: Module, local: Mapping[str, Instruction], one: Instruction) -> float:
-    """Return the bytes that a kernel reads and writes in device memory. Of a sliced array, only the slice counts."""
+    """Return the bytes that a kernel reads and writes in device memory. Of a sliced array, only the slice counts.
+
+    Args:
+      module: the program.
+      local: the instructions of the kernel's computation, by name.
+      one: the kernel.
+    """
     if one.operation in _SLICES:
         return 2.0 * _in_memory(one.shape)
     inner = module.computations.get(one.called.get("calls", ""), ()) if one.operation == "fusion" else ()

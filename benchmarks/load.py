@@ -126,7 +126,7 @@ class _Streamed(_Whole):
         self._due = due
 
     def line(self, line: str) -> None:
-        """Read a line of the stream."""
+        """Read a line of a stream of server-sent events: collect its text, and note when the first text arrives."""
         if line == "data: [DONE]":
             self.whole = True
         elif line.startswith("data: "):

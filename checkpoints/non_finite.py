@@ -24,7 +24,7 @@ class NonFinite:
         self._lock = threading.Lock()
 
     def count(self, name: str, data: np.ndarray) -> None:
-        """Count NaN, infinities and all values in a part of a tensor."""
+        """Count NaN, infinities and all values in a part of a tensor. A tensor of integers is not counted."""
         exponent = _EXPONENTS.get(str(data.dtype))
         if exponent is None:  # integers
             return

@@ -43,7 +43,7 @@ _READERS = 8
 
 
 def _key(path: Any) -> str:
-    """Return the key of a leaf. Keys of nested trees are joined with dots."""
+    """Return the name of a leaf of a pytree, given JAX's key path: the keys of nested trees joined with dots."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 

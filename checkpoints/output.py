@@ -56,12 +56,12 @@ class FolderOutput:
 
     @property
     def _set_aside(self) -> Path:
-        """The old checkpoint between two renames, on systems that cannot exchange names."""
+        """Path of the old checkpoint between two renames, on systems that cannot exchange names."""
         return self.path.with_name(self.path.name + ".replaced")
 
     @property
     def _removing(self) -> Path:
-        """The old checkpoint while it is deleted. It is never restored."""
+        """Path of the old checkpoint while it is deleted. It is never restored."""
         return self.path.with_name(self.path.name + ".removing")
 
     def prepare(self, overwrite: bool) -> list[str]:

@@ -165,7 +165,10 @@ class Storage:
         yield rest or b""
 
     def _read_range(self, name: str, start: int, end: int | None) -> bytes | None:
-        """Read a part of a file; None if the file ends before ``end``, or before ``start`` if that is None.
+        """Read the bytes of a file from ``start`` up to ``end``, or up to the end of the file if ``end`` is None.
+
+        Returns:
+          The bytes. None if the file is shorter than ``end``, or shorter than ``start`` if ``end`` is None.
 
         Raises:
           CheckpointError: it cannot be read.

@@ -81,13 +81,17 @@ class Cut:
 
 
 def orbax_cuts(entries: Mapping[str, TensorEntry], devices: int) -> dict[str, Cut] | None:
-    """Choose shardings of tensors over devices with which the chunks that Orbax stores are parts of digest chunks.
+    """Choose how to shard each tensor so that each chunk that Orbax stores lies within one chunk that has a digest.
 
     Orbax cuts a sharded array along the sharded dimension, into the largest equal parts below a size in bytes.
 
+    Args:
+      entries: shape, dtype and grid of digest chunks of each tensor, by name.
+      devices: number of devices.
+
     Returns:
-      The cut of each tensor by name. None if a tensor has no such sharding: its digest chunks cut several dimensions,
-      are not equal, or have a number that shares no factor with the number of devices.
+      The cut of each tensor by name. None if a tensor with several digest chunks cannot be sharded so: they divide
+      several dimensions or are of unequal size, or their number has no common factor with ``devices``.
     """
     cuts = {}
     for name, entry in entries.items():

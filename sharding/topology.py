@@ -277,7 +277,10 @@ def places(topology: Topology) -> list[Place]:
 
 
 def machine_of(chip: Chip, count: int) -> Topology | None:
-    """Return the machine with this many chips: one TPU slice, or whole GPU hosts; None if there is no such machine."""
+    """Return the machine with this many chips; None if there is no such machine.
+
+    It is one TPU slice, one host with this many GPUs, or several GPU hosts whose GPUs are all used.
+    """
     if chip.platform == "gpu":
         if count <= chip.chips_per_host:
             return Topology(chip, (count,))

@@ -65,7 +65,7 @@ def check_mesh(shapes: Sequence[NamedShape], spec: MeshSpec, num_heads: int, num
 
     Raises:
       MeshError: a dimension is not divisible. The message names the tensor, the dimension, its size and the mesh axis,
-        and the mesh that works and differs least.
+        and the mesh that works with the largest smaller tensor axis.
     """
     problems = mesh_problems(shapes, spec, num_heads, num_kv_heads)
     if not problems:

@@ -248,9 +248,10 @@ def measure_there(subject: Subject) -> Iterator[str]:
 
 
 def profile(subject: Subject) -> None:
-    """If flags request it, send some of the requests to another server, which writes a trace and its programs.
+    """Start another server with ``--profile_dir`` or ``--dump_hlo``, and send it some of the requests.
 
-    The timed servers are not traced.
+    That server writes the trace and the compiled programs, so that the timed servers are not slowed down. Without these
+    flags, nothing is done.
     """
     more = given_profiling(subject.values)
     if not more:

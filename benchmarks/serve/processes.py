@@ -206,7 +206,13 @@ class GenerateLoop:
 
 @contextlib.contextmanager
 def generate_loop(checkout: Checkout, checkpoint: str, cache: Path) -> Iterator[GenerateLoop]:
-    """Start a loop over ``engine.generate``, and end it when the context ends."""
+    """Start a process that runs ``engine.generate`` for one request after another, and end it with the context.
+
+    Args:
+      checkout: the code that the process runs.
+      checkpoint: the model.
+      cache: folder of JAX's compile cache.
+    """
     found = GenerateLoop(checkout, checkpoint, cache)
     try:
         yield found

@@ -131,7 +131,16 @@ def _noise(rows: Sequence[int], data: Corpus, kind: str, length: int, recipe: Re
 
 def make_batch(data: Corpus, canvases: np.ndarray, kinds: Sequence[str], recipe: Recipe,
                generator: np.random.Generator) -> Batch:  # fmt: skip
-    """Build a batch. ``canvases`` [B, functions] has the indices of each canvas's functions, ``kinds`` its kind."""
+    """Build a training batch: fill each canvas with functions one after another, and mask some of their tokens.
+
+    Args:
+      data: the functions.
+      canvases: ``[B, functions]``, the indices of the functions of each canvas. What does not fit is cut off.
+      kinds: what is masked on each canvas. ``packed``: tokens of every body. ``whole``: tokens of prompts and bodies.
+        ``open``: tokens of the first function's body; of the functions after it, any tokens or all.
+      recipe: length of canvases, and how to mask and weight.
+      generator: draws the masks.
+    """
     length = recipe.canvas
     parts = [
         _noise(rows, data, kind, length, recipe, generator) for rows, kind in zip(canvases.tolist(), kinds, strict=True)

@@ -103,7 +103,7 @@ def signature_hash(text: str) -> str:
 
 
 def is_held_out(task: Task) -> bool:
-    """Whether a task's combination of parts is held out from training."""
+    """Whether a task is held out from training: a fixed share of the composed tasks, selected by a hash."""
     share = int.from_bytes(hashlib.sha256(task.spec.encode()).digest()[:8], "big") / 2**64
     return task.composed and share < HELD_OUT_SHARE
 

@@ -127,7 +127,12 @@ def _lines_below(plan: TopologyPlan, several: bool) -> Iterator[str]:
 
 
 def _compiled_in_words(found: Estimate, one: dict[str, Any]) -> str:
-    """Return one line with the compiler's results for one kind of forward pass on a mesh."""
+    """Return one line with the compiler's results for one kind of forward pass on a mesh.
+
+    Args:
+      found: the estimate of the mesh.
+      one: an item of :func:`runtime.planner.describe_compiled`.
+    """
     counts = ", ".join(f"{count:g} {kind}" for kind, count in one["collectives_of_a_pass"].items())
     moved = sum(entry["bytes"] for entry in one["collective_bytes_of_a_pass"])
     widths = one["window_widths_in_the_program"]

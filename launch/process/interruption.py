@@ -25,8 +25,9 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 class Interruption:
     """A context manager around a generation that ends its rows on Ctrl-C or SIGTERM.
 
-    Rows end at their next stop test, which runs every few steps. If a step takes too long for that, the tokens of the
-    last stop test are printed and the process exits.
+    Rows end at their next stop test, which runs every few steps. After SIGTERM, they first have some seconds to finish.
+    If a step takes too long for that, the tokens of the last stop test are printed and the process exits. This exit and
+    Ctrl-C are handled only in the main thread of a run on one host.
 
     Attributes:
       signal: the signal received; None if there was none.

@@ -253,9 +253,17 @@ def describe(configs: Sequence[DiffusionConfig | SamplingConfig]) -> list[str]:
 
 
 def not_offered(config: DiffusionConfig | SamplingConfig, modes: Sequence[Mode]) -> str:
-    """Return the name of the parameter that a request, which no mode can decode, must change to fit the nearest mode.
+    """Return the parameter to name in the error for a request that none of the server's modes can decode.
 
-    It is always one in which the request differs from the default mode.
+    The nearest mode is the one with the fewest compiled parameters in which the request differs both from it and from
+    the default mode, which is the first. One of these parameters is returned.
+
+    Args:
+      config: decoding parameters of the request.
+      modes: modes of the server.
+
+    Returns:
+      The parameter's name in requests.
     """
     wanted, default = compiled_values(config), modes[0].config
     changed = [name for name in wanted if getattr(config, name) != getattr(default, name)]

@@ -121,7 +121,7 @@ class Real:
     Attributes:
       low, high: the bounds, which are allowed themselves unless ``exclusive`` is set.
       exclusive: the bounds themselves are not allowed.
-      smallest: the smallest number above 0 that is allowed; 0 itself always is.
+      smallest: numbers between 0 and this one are not allowed. 0 itself is, unless the bounds exclude it.
     """
 
     low: float

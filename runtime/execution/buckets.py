@@ -157,7 +157,8 @@ def _coarser(canvas: int, rows: int, step: int) -> list[tuple[float, int, int]]:
 def _by_need(buckets: Sequence[Bucket], first: Bucket) -> list[Bucket]:
     """Sort buckets by how useful they are likely to be, as long as nothing is known about the requests.
 
-    Buckets with few rows come first. Among them, each width halves a gap between the widths before it.
+    ``first`` comes first, then buckets with few rows before those with many. Those with equally many rows are sorted by
+    width: the width of ``first``, then the middle one of the other widths, then the middles of both halves, and so on.
     """
     order, found = [first], sorted({bucket.width for bucket in buckets} - {first.width})
     spans = [found]

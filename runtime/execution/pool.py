@@ -239,7 +239,11 @@ class Pool:
 
     @classmethod
     def open(cls, runner: Runner, shape: PoolShape) -> Pool:
-        """Create a pool for rows that are not known yet.
+        """Create the pool of a server: its rows come later, so the buckets are chosen from the specification alone.
+
+        Args:
+          runner: the model on its mesh.
+          shape: specification of the pool.
 
         Raises:
           ParameterError: ``shape.max_steps`` is less than what its configuration needs.

@@ -160,9 +160,10 @@ class Runner:
             yield slice(first, min(first + size, rows))
 
     def max_rows(self, canvas: int, cached: bool = False, canvases: int = 1) -> int:
-        """Estimate how many rows of ``canvas`` positions fit on the mesh at a time.
+        """Estimate how many rows of ``canvas`` positions fit into the memory of the mesh at a time.
 
-        The estimate is for passes over whole rows, which need the most memory in every mode.
+        The estimate is for passes over whole rows, which need the most memory in every mode. The arguments are those of
+        :meth:`memory`.
         """
         key = canvas, cached, canvases
         if key not in self._row_limits:

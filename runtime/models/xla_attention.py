@@ -65,10 +65,14 @@ def _attend(
 ) -> tuple[Array, Array, Array]:
     """Compute softmax attention of ``q`` ``[..., G, S, H]`` to ``k`` and ``v`` ``[..., T, H]``.
 
-    ``visible`` broadcasts against ``[..., G, S, T]``; scales are ``[..., T]`` or None.
+    Args:
+      q, k, v: queries, keys and values.
+      visible: bool, which keys each query attends to; broadcasts against ``[..., G, S, T]``.
+      key_scales, value_scales: ``[..., T]``, the factors of a quantized cache's keys and values; None otherwise.
 
     Returns:
-      The output ``[..., G, S, H]``; for each query, the largest score and the sum of ``exp(score - largest)``.
+      The output ``[..., G, S, H]``; for each query, the largest score and the sum of ``exp(score - largest)``, both
+      ``[..., G, S, 1]`` in float32.
     """
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     k, v = k.astype(q.dtype), v.astype(q.dtype)
