@@ -9,7 +9,7 @@ from launch.process.startup import fail, version
 from launch.process.streams import prepare_streams
 
 LAUNCHERS = {
-    "generate": "complete prompts with a diffusion language model on any mesh",
+    "generate": "complete prompts with a language model on any mesh",
     "batch": "complete a file of prompts, each exactly once, even across restarts",
     "serve": "serve a model over HTTP to the clients of OpenAI's API",
     "convert": "turn a Hugging Face folder into a canonical checkpoint with digests",

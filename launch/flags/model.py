@@ -57,9 +57,9 @@ def define_model_flags(values: flags.FlagValues) -> None:
         "For example data=2,sequence=1,tensor=4; one axis may be -1. Default: chosen by the planner and printed.",
     )
     choice("dtype", None, STORED_DTYPES, "Dtype of the weights. Default: as stored; float32 on CPU.")
-    choice("attention", "auto", ATTENTION_IMPLEMENTATIONS, "Attention implementation.")
+    choice("attention", "auto", ATTENTION_IMPLEMENTATIONS, "Attention; auto chooses by platform, dtype and shape.")
     choice("quantize", "none", QUANTIZATIONS, "int8: store weights as 8-bit integers with a scale per output channel.")
-    choice("kv_cache", "model", CACHE_DTYPES, "Dtype of the KV cache.")
+    choice("kv_cache", "model", CACHE_DTYPES, "Dtype of the KV cache; model is the dtype of the weights.")
 
 
 def check_named(values: flags.FlagValues) -> None:

@@ -61,7 +61,7 @@ def define_server_flags(values: flags.FlagValues) -> None:
         "canvas",
         [],
         f"Maximum positions per row (prompt plus new tokens). Repeat the flag to list the widths to compile for. "
-        f"Default: {_DEFAULT_CANVAS}, and several smaller widths.",
+        f"Default: {_DEFAULT_CANVAS}, and several smaller widths",
         2,
         1 << 20,
         flag_values=values,
