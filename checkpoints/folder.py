@@ -325,7 +325,7 @@ def local_path(place: str | Path) -> Path | None:
     if scheme not in _LOCAL_SCHEMES:
         return None
     path = Path(unquote(rest.removeprefix("localhost")))
-    if not path.is_absolute():
+    if not path.is_absolute() or "\0" in str(path):
         raise CheckpointError(f"{place}: not a folder of this machine; expected for example file:///data/model")
     return path
 

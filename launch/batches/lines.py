@@ -117,13 +117,13 @@ def _raw_lines(file: IO[bytes], digest: hashlib._Hash) -> Iterator[list[bytes | 
     None replaces a line that is too long to keep.
     """
     # Editors on Windows write a byte order mark at the start of UTF-8 files.
-    mark = file.read(len(codecs.BOM_UTF8))
-    digest.update(mark)
+    mark = codecs.BOM_UTF8
     # The start of a line whose end is in the parts to come.
-    rest: bytes | None = mark.removeprefix(codecs.BOM_UTF8)
+    rest: bytes | None = b""
     while part := file.read(PART_BYTES):
         digest.update(part)
-        end, *lines = part.split(b"\n")
+        end, *lines = part.removeprefix(mark).split(b"\n")
+        mark = b""
         rest = _joined(rest, end)
         if lines:
             last = lines.pop()

@@ -45,7 +45,7 @@ def test_a_url_of_this_machine_is_its_folder(micro: Path, tmp_path: Path) -> Non
     folder = tmp_path / "a folder"
     for url in (f"file://{tmp_path}/a%20folder", f"file://localhost{tmp_path}/a%20folder/"):
         assert output_at(url) == FolderOutput(folder)
-    for url in ("file://elsewhere/folder", "file://"):
+    for url in ("file://elsewhere/folder", "file://", f"file://{tmp_path}/a%00b"):
         with pytest.raises(CheckpointError, match="not a folder of this machine"):
             output_at(url)
     to_canonical(micro, folder)

@@ -72,15 +72,17 @@ def test_long_lines_and_prompts_are_bad_lines(
             b"",
             line("d", messages=[{"role": "user", "content": long_prompt}], prompt=None),
             line("e", prompt=[5] * 1_000_000),
+            line("suffix", suffix=long_prompt),
             line("f"),
         ]
     )
     defaults.tokenizer.chat_template = "{{ messages[0].content }}"
     found = read(tmp_path, raw, defaults)
     assert [one.id for one in found.lines] == ["a", "f"]
-    assert [(bad.number, bad.id) for bad in found.bad] == [(2, None), (3, "c"), (5, "d"), (6, "e")]
+    assert [(bad.number, bad.id) for bad in found.bad] == [(2, None), (3, "c"), (5, "d"), (6, "e"), (7, "suffix")]
     assert f"longer than {MAX_LINE_BYTES} bytes" in found.bad[0].message
-    assert all("the prompt is too long" in bad.message for bad in found.bad[1:])
+    assert all("the prompt is too long" in bad.message for bad in found.bad[1:4])
+    assert "the suffix is too long" in found.bad[4].message
     assert encoded == ["def f(x):\n"] * 2, "bounds come before the tokenizer"
     again = read(tmp_path, raw, defaults)
     assert again.digest == found.digest
@@ -102,6 +104,15 @@ def test_files_of_windows(tmp_path: Path, defaults: Defaults) -> None:
     assert not windows.bad
     assert [bad.number for bad in read(tmp_path, line("a") + b"\n" + codecs.BOM_UTF8 + line("b"), defaults).bad] == [2]
     assert read(tmp_path, codecs.BOM_UTF8 + b"\r\n" + line("a"), defaults).lines[0].number == 2
+
+
+@pytest.mark.parametrize("first", [b"", b"\r", b"{}", b"1", b" \n"])
+def test_short_first_lines_are_lines(tmp_path: Path, defaults: Defaults, first: bytes) -> None:
+    """A line that ended within the length of a byte order mark was joined with the next one."""
+    found = read(tmp_path, first + b"\n" + line("a") + b"\n" + line("a"), defaults)
+    number = 2 + first.count(b"\n")
+    assert [one.number for one in found.lines] == [number]
+    assert [bad.number for bad in found.bad] == [*([1] if first.strip() else []), number + 1]
 
 
 def test_what_the_tokenizer_cannot_take_is_a_bad_line(tmp_path: Path, defaults: Defaults) -> None:

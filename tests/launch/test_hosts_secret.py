@@ -68,6 +68,12 @@ def test_another_secret_is_refused_and_stops_nobody() -> None:
     assert sum("does not know the secret" in line for line in said) == 3
 
 
+@pytest.mark.parametrize("given", ["\ud800", "é", "", None, 5])
+def test_what_is_no_proof_is_refused(given: object) -> None:
+    """A lone surrogate, which JSON can contain, raised an error in host 0."""
+    assert not is_proof(given, OWN, "host", "x")
+
+
 def test_a_proof_is_of_one_connection() -> None:
     async def scene(peers: list[Peer]) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(peers))

@@ -37,6 +37,7 @@ DREAM: dict[str, DiffusionConfig] = {
     "threshold": BASE.replace(block_length=3, parallel="threshold", algorithm="topk_margin", threshold=0.9),
     "dual": BASE.replace(cache="dual", block_length=3),
     "prefix": BASE.replace(cache="prefix", block_length=3),
+    "drafts": BASE.replace(draft_steps=2),
 }
 TOKENS = SamplingConfig(NEW, log_probabilities=True)
 KINDS: dict[str, tuple[str, DiffusionConfig | SamplingConfig]] = {
@@ -119,7 +120,7 @@ def gather(own: Engine, asked: Sequence[RowRequest], slots: int) -> dict[int, Ro
 
 
 GRID = [
-    *((kind, "data=1") for kind in ("sampled", "guided", "block", "growing", "uncached")),
+    *((kind, "data=1") for kind in ("sampled", "drafts", "guided", "block", "growing", "uncached")),
     *((kind, "data=2,tensor=2") for kind in ("dual", "decode")),
     *(pytest.param(kind, "sequence=2,tensor=2", marks=pytest.mark.slow) for kind in KINDS if kind != "block"),
 ]
@@ -215,6 +216,14 @@ def test_numbers_that_overflow(kind: str, tmp_path: Path) -> None:
     own = engine(source)
     with damaged(own, folder):
         assert own.generate_tokens(ids, mask, config).sequences.max() < own.config.vocab_size
+
+
+def test_numbers_that_overflow_in_bfloat16(tmp_path: Path) -> None:
+    """The weights are finite in bfloat16, but their products with activations are not."""
+    folder = write("dream_tiny", tmp_path / "large", {"model.norm": _set(slice(None), 3e38)})
+    ids, mask = rows()
+    with pytest.raises(NonFiniteError, match="overflow in the dtype"):
+        Engine.load(folder, "data=1", "bfloat16").generate_tokens(ids, mask, DREAM["exact"].replace(seed=SEEDS))
 
 
 def test_int8_scales(tmp_path: Path) -> None:
