@@ -63,10 +63,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
-        self.wfile.flush()
+        # Counted first: once a client has the answer, a test may reset the counts.
         self.server.bytes_sent += len(data)
         self.server.longest_answer = max(self.server.longest_answer, len(data))
+        self.wfile.write(data)
+        self.wfile.flush()
 
     def answer_json(self, value: Any) -> None:
         self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})

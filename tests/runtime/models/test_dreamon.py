@@ -252,7 +252,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sub_block_length": ({"sub_block_length": 4}, "sub_block_length is not available for dreamon models"),
     "cfg_scale": ({"cfg_scale": 1.0}, "cfg_scale is not available for dreamon models"),
     "draft_steps": ({"draft_steps": 1}, "draft_steps is not available for dreamon models"),
-    "draft_axis": ({"draft_axis": "data"}, "draft_axis is not available for dreamon models"),
+    "draft_axis": ({"draft_axis": "data"}, "draft_axis=data is not available for dreamon models; use none"),
 }
 
 
