@@ -67,7 +67,8 @@ def write_causal_demo(folder: Path) -> None:
     folder.mkdir()
     shutil.copy(DEMO / "model.safetensors", folder)
     config = parse_json_object((DEMO / "config.json").read_bytes())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": CAUSAL.model_type}))
+    causal = {"model_type": CAUSAL.model_type, "architectures": [CAUSAL.architecture]}
+    (folder / "config.json").write_text(json.dumps(config | causal))
 
 
 class Checkout:
