@@ -11,7 +11,7 @@ from checkpoints.file_list import FILES_FILE, StoredFile, parse_files
 from checkpoints.folder import MAX_SIDE_FILE_BYTES, STAGING_SUFFIX, CheckpointFolder, is_side_file
 from checkpoints.huggingface import open_safetensors
 from checkpoints.manifest import MANIFEST_FILE, Manifest, digest, verified
-from checkpoints.orbax import check_descriptions, stored_keys
+from checkpoints.orbax import check_weight_files, stored_keys
 from checkpoints.output import MARK_FILE
 from checkpoints.source import StoredTensors
 from runtime.models.families import find_family
@@ -111,7 +111,7 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
 
 def _open_orbax(folder: CheckpointFolder, manifest: Manifest | None) -> StoredTensors:
     """Open the arrays that the manifest lists or, without a manifest, those that Orbax describes."""
-    check_descriptions(folder)
+    check_weight_files(folder)
     tensor_name = find_family(folder.config).tensor_name
     if manifest is None:
         return open_arrays(folder, stored_keys(folder, tensor_name))

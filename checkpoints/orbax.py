@@ -158,7 +158,7 @@ def _save_names(place: Path, names: list[str]) -> None:
         raise CheckpointError(f"Orbax cannot describe the checkpoint ({first_line(error)})") from error
 
 
-def check_descriptions(folder: CheckpointFolder) -> None:
+def check_weight_files(folder: CheckpointFolder) -> None:
     """Check that the weights are files of this folder, and that their descriptions are small enough to be read whole.
 
     Raises:

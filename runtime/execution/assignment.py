@@ -75,7 +75,7 @@ class Choice:
       buckets: shapes whose programs may be used; the first one holds a row of any length.
       price: cost of one pass over a bucket.
       most_positions: limit on the positions of all open buckets together.
-      data: size of the data axis.
+      data: numbers of rows are multiples of this, see :attr:`runtime.execution.runner.Runner.row_unit`.
       gain: rows move only if a pass over all rows gets cheaper by at least this fraction.
     """
 

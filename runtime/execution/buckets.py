@@ -115,7 +115,7 @@ def make_grid(
       slots: maximum number of rows at a time, a multiple of ``data``.
       canvas: width of the widest bucket.
       cost: cost model of a pass.
-      data: size of the data axis.
+      data: numbers of rows are multiples of this, see :attr:`runtime.execution.runner.Runner.row_unit`.
       step: all widths except the canvas are multiples of this.
       widths: the widths to use, including the canvas; None generates them with :func:`ladder`.
       limit: maximum number of buckets.

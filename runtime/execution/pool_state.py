@@ -24,7 +24,7 @@ class PoolLimits:
     Attributes:
       grid: the buckets of the pool.
       most_positions: limit on the positions of all open buckets together; infinite if rows have no cache.
-      data: size of the data axis.
+      data: numbers of rows are multiples of this, see :attr:`runtime.execution.runner.Runner.row_unit`.
       canvases: canvases of each row that a pass computes, see :mod:`runtime.decoding.drafts`.
     """
 
