@@ -49,13 +49,12 @@ class Line(Asked):
     id: str
     form: Form
 
-    def requests(self) -> list[RowRequest]:
-        """Return a row for each sample.
+    def sample(self, number: int) -> RowRequest:
+        """Return the row of one sample.
 
-        The seed of a row is a hash of the request's seed, its id and the sample's index: the order of lines does not
-        matter.
+        Its seed is a hash of the request's seed, its id and the sample's index: the order of lines does not matter.
         """
-        return [self.request(row_seed(self.seed, self.id, sample)) for sample in range(self.samples)]
+        return self.request(row_seed(self.seed, self.id, number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +117,25 @@ def _raw_lines(file: IO[bytes], digest: hashlib._Hash) -> Iterator[list[bytes | 
     """
     # Editors on Windows write a byte order mark at the start of UTF-8 files.
     mark = codecs.BOM_UTF8
-    # The start of a line whose end is in the parts to come.
-    rest: bytes | None = b""
+    # The parts of a line whose end is still to come, and their size.
+    rest: list[bytes] = []
+    size = 0
+
+    def line() -> bytes | None:
+        return b"".join(rest) if size <= MAX_LINE_BYTES else None
+
     while part := file.read(PART_BYTES):
         digest.update(part)
         end, *lines = part.removeprefix(mark).split(b"\n")
         mark = b""
-        rest = _joined(rest, end)
+        size += len(end)
+        rest = [*rest, end] if size <= MAX_LINE_BYTES else []
         if lines:
             last = lines.pop()
-            yield [rest, *lines]
-            rest = last
-    if rest != b"":
-        yield [rest]
-
-
-def _joined(start: bytes | None, end: bytes) -> bytes | None:
-    """Return two parts of a line as one; None if the line is too long, or was already."""
-    return None if start is None or len(start) + len(end) > MAX_LINE_BYTES else start + end
+            yield [line(), *lines]
+            rest, size = [last], len(last)
+    if size:
+        yield [line()]
 
 
 @dataclass(slots=True)

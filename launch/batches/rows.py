@@ -8,7 +8,7 @@ from typing import Any
 from launch.batches.lines import Line
 from launch.batches.records import Key, failure_record, openai_record, sample_record
 from launch.openai.bodies import Defaults
-from runtime import NON_FINITE, RowRequest, RowResult, UndecodableError
+from runtime import NON_FINITE, RowResult, UndecodableError
 
 
 class LineRows:
@@ -23,9 +23,9 @@ class LineRows:
     def __init__(self, lines: Sequence[Line], defaults: Defaults) -> None:
         """Make the rows of all lines of the input; ``defaults`` are those that the lines were read with."""
         self._defaults = defaults
-        self.requests: list[RowRequest] = [request for line in lines for request in line.requests()]
-        self.stops = [line.stop for line in lines for _ in range(line.samples)]
         self._owners = [(line, sample) for line in lines for sample in range(line.samples)]
+        self.requests = [line.sample(number) for line, number in self._owners]
+        self.stops = [line.stop for line, _ in self._owners]
         self.failed: dict[Key, str] = {}
         self._samples: dict[str, dict[int, dict[str, Any]]] = {}  # samples of incomplete OpenAI lines, by line id
 

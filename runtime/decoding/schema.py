@@ -8,6 +8,7 @@ the fields of batch lines and HTTP requests, OpenAPI, server modes, and the tabl
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,6 +167,12 @@ def same_as(config: type, name: str) -> Any:
 
 def declared_parameters(config: type) -> tuple[Parameter, ...]:
     """Return the parameters that a configuration class declares, one per field."""
+    return _declared(config)
+
+
+# Every request reads them, several times.
+@functools.cache
+def _declared(config: type) -> tuple[Parameter, ...]:
     return tuple(
         dataclasses.replace(field.metadata[_KEY], name=field.name, default=field.default)
         for field in dataclasses.fields(config)

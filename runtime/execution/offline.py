@@ -93,8 +93,7 @@ class OfflineScheduler:
         self._runner, self._requests = runner, requests
         self._stop_tests = stop_tests or [None] * len(requests)
         self.stats = SchedulerStats()
-        # There may be millions of requests, but they share few configurations.
-        self._work = [Work(request.canvas_length, iterations_of(request)) for request in requests]
+        self._work = _work_of(requests)
         widest = width or runner.bucket(max((one.length for one in self._work), default=1))
         keys = {id(config): program_key(runner, config, widest) for config in _configs(requests)}
         groups: dict[Hashable, list[int]] = {}
@@ -115,8 +114,7 @@ class OfflineScheduler:
         several = len({one.length for one in work}) > 1 or len(numbers) > most
         count = slot_count(runner, config, canvas, most, moves=several)
         # Rows of similar length run together, so that they fit their buckets. The rows that run last are short.
-        keys = [(-one.length, -one.iterations) for one in work]
-        order = sorted(range(len(numbers)), key=keys.__getitem__)
+        order = sorted(range(len(numbers)), key=work.__getitem__, reverse=True)
         grid = pool_grid(runner, config, canvas, count, limit=_CANDIDATES, saturation=_SATURATION)
         top = Bucket(count, canvas)
         configs = _configs(requests)
@@ -206,6 +204,19 @@ class OfflineScheduler:
     def _handle(self, numbers: Sequence[int]) -> RequestHandle:
         tests = [self._stop_tests[number] for number in numbers]
         return RequestHandle(rows=[self._requests[number] for number in numbers], stop_tests=tests)
+
+
+def _work_of(requests: Sequence[RowRequest]) -> list[Work]:
+    """Return the work of each request."""
+    # There may be millions of requests, but they share few configurations and lengths.
+    found: dict[tuple[int, int], Work] = {}
+    work = []
+    for request in requests:
+        key = id(request.config), request.given
+        if key not in found:
+            found[key] = Work(request.canvas_length, iterations_of(request))
+        work.append(found[key])
+    return work
 
 
 def _configs(requests: Sequence[RowRequest]) -> list[DiffusionConfig | SamplingConfig]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import functools
 import math
 import os
 from collections.abc import Hashable, Iterator
@@ -277,6 +278,7 @@ def device_memory(device: Any) -> int | None:
     return stats.get("bytes_limit") if stats else None
 
 
+@functools.lru_cache(256)
 def weight_bytes(layout: ModelLayout, dtype: Any) -> int:
     """Return the bytes of weights on each device, padding and replication included."""
     return layout.bytes_per_device(dtype)

@@ -246,7 +246,7 @@ def test_suffixes_of_lines(tmp_path: Path, defaults: Defaults) -> None:
     found = read(tmp_path, raw, defaults)
     suffix = defaults.tokenizer.encode(body["suffix"])
     assert [one.suffix for one in found.lines] == [suffix, suffix, []]
-    assert [one.requests()[0].suffix for one in found.lines] == [suffix, suffix, []]
+    assert [one.sample(0).suffix for one in found.lines] == [suffix, suffix, []]
     assert [(one.id, one.message.split(":")[0]) for one in found.bad] == [
         ("number", "suffix"),
         ("mask", "the suffix contains the mask token; only a prompt may contain masks"),
