@@ -95,6 +95,9 @@ class ControlServer:
             host = None if hello is None else self._admit(hello, writer)
             while host is not None and (message := await receive(reader)) is not None:
                 self._take(host, message)
+        except asyncio.CancelledError:
+            # The run is over. asyncio would report a connection that ends with this exception as an error.
+            pass
         finally:
             if host is not None and not self._is_over:
                 self._hub.report(Fault("gone", "its connection closed: the machine or its processes are gone"), host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -73,6 +74,9 @@ class Backend:
         self.version = version
         self._limits = limits
         self._started = int(time.time())
+        # The parser holds the GIL until it is done, and large bodies take it milliseconds. If several threads parsed at
+        # the same time, each other thread of the server would wait for all of them.
+        self._parsing = threading.Lock()
         self._readers = Readers(_READERS, limits.queue, "reader")
         self._chat_readers = Readers(_CHAT_READERS, limits.queue, "chat-reader")
 
@@ -131,7 +135,8 @@ class Backend:
             # Checked again, because the request may have waited here behind large ones.
             self.serving.check_room()
             try:
-                fields = parse_object(raw, MAX_NAMES)
+                with self._parsing:
+                    fields = parse_object(raw, MAX_NAMES)
             except InputError as error:
                 raise from_input_error(error) from None
             body = kind.model_validate(fields)

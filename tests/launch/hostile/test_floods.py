@@ -7,6 +7,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from launch.openai.objects import parse_object
+from launch.serving import backend
 from launch.serving.bodies import MAX_NAMES, Body, ChatBody, CompletionBody, ScoreBody
 from launch.serving.errors import from_validation_error
 from launch.serving.limits import Limits
@@ -67,6 +69,24 @@ def test_objects_of_many_names_are_refused(there: Served, body: dict[str, Any]) 
     answer = there.post("/v1/completions", GOOD | few)
     check_refusal(answer.status_code, answer.content)
     assert "at most 256" in answer.json()["error"]["message"]
+
+
+def test_bodies_are_parsed_one_at_a_time(there: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsing: list[bytes] = []
+    together: list[int] = []
+
+    def slow(raw: bytes, names: int | None = None) -> dict[str, Any]:
+        parsing.append(raw)
+        together.append(len(parsing))
+        time.sleep(0.05)
+        parsing.pop()
+        return parse_object(raw, names)
+
+    monkeypatch.setattr(backend, "parse_object", slow)
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(lambda _: there.post("/v1/completions", GOOD), range(4)))
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert together == [1] * 4
 
 
 def test_rows_are_counted_before_they_are_tokenized(there: Served, monkeypatch: pytest.MonkeyPatch) -> None:
