@@ -90,7 +90,12 @@ class _Config:
 
     def has_target(self, module: str) -> bool:
         """Whether the adapter changes a module."""
-        return self.targets is None or any(module == end or module.endswith(f".{end}") for end in self.targets)
+        return self.targets is None or any(_is_target(end, module) for end in self.targets)
+
+
+def _is_target(target: str, module: str) -> bool:
+    """Whether one of the ``target_modules`` names a module, or the end of its name."""
+    return module == target or module.endswith(f".{target}")
 
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
@@ -262,6 +267,9 @@ def open_adapter(folder: CheckpointFolder, layout: ModelLayout, count: BytesRead
             updates[source] = _Update(pair.tensors["A"], pair.tensors["B"], config.scale_of(pair.module), transposed)
     if not tensors:
         problems.append("there are no tensors")
+    for target in config.targets or ():
+        if not any(_is_target(target, pair.module) for pair in pairs.values()):
+            problems.append(f"missing: no tensors of {target!r:.200}, one of the target_modules of {CONFIG_FILE}")
     if problems:
         raise MismatchedCheckpointError(
             f"{folder.lora.place}: the LoRA adapter does not match {folder.name}:\n  " + "\n  ".join(problems)

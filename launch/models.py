@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.process.startup import run_launcher
-from runtime import FAMILIES, Family, parse_config
+from runtime import FAMILIES, Choice, DiffusionConfig, Family, declared_parameters, parse_config
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -45,7 +45,11 @@ def describe_family(family: Family) -> dict[str, Any]:
             "algorithm": list(family.algorithms),
             "parallel": list(family.parallel_rules) if diffusion else [],
             "cache": list(family.caches),
+            "block_rule": list(family.block_rules) if diffusion else [],
             "guidance": family.guidance,
+            "parameters": own_parameters(family) if diffusion else [],
+            "variable_length": family.variable_length,
+            "suffix": how_suffixes_are_seen(family),
         },
         "verification": {
             "reference": family.reference,
@@ -53,6 +57,24 @@ def describe_family(family: Family) -> dict[str, Any]:
             "summary": family.verified,
         },
     }
+
+
+def own_parameters(family: Family) -> list[str]:
+    """Return the numbers and switches that a diffusion family has, and others do not."""
+    return [
+        one.name
+        for one in declared_parameters(DiffusionConfig)
+        if not isinstance(one.kind, Choice)
+        and (one.offered is not None or one.variable_length is not None)
+        and one.values_of(family) is None
+    ]
+
+
+def how_suffixes_are_seen(family: Family) -> str | None:
+    """Return how new tokens see the text after them: ``canvas``, or ``tokens`` of the prompt; None if they do not."""
+    if family.attention == "bidirectional":
+        return "canvas"
+    return None if family.infilling is None else "tokens"
 
 
 def family_key(family: Family) -> str:
@@ -68,11 +90,13 @@ def print_table(families: Iterable[Family]) -> None:
     for family in families:
         said = describe_family(family)
         ways = said["decoding"]
-        lines = [f"{name}: {', '.join(ways[name])}" for name in ("algorithm", "parallel", "cache") if ways[name]]
-        lines += ["cfg_scale"] if family.guidance else []
+        names = ("algorithm", "parallel", "cache", "block_rule", "parameters")
+        lines = [f"{name}: {', '.join(ways[name])}" for name in names if len(ways[name]) > (name == "block_rule")]
+        lines = lines or ["token by token, with a KV cache"]
+        lines += ["the canvas changes its length"] if family.variable_length else []
+        lines += ["infilling (suffix)"] if ways["suffix"] else []
         presets = [f"{name} ({parse_config(raw).num_layers} layers)" for name, raw in family.presets.items()]
-        decoding = "\n".join(lines) or "token by token, with a KV cache"
-        table.add_row(family_key(family), family.attention, "\n".join(presets), decoding, family.verified)
+        table.add_row(family_key(family), family.attention, "\n".join(presets), "\n".join(lines), family.verified)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 

@@ -20,7 +20,7 @@ from runtime.execution.left_padding import unpadded_rows
 from runtime.execution.options import check_options
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
-from runtime.execution.rows import config_kind
+from runtime.execution.rows import published_config
 from runtime.execution.runner import Runner, check_attention
 from runtime.execution.token_engine import GenerationConfig, TokenEngine
 from runtime.models.config import ModelConfig
@@ -201,7 +201,7 @@ class Engine(TokenEngine):
     def published(self, **overrides: Any) -> GenerationConfig:
         """Return the decoding settings that the authors publish for this checkpoint, changed by ``overrides``."""
         names = "" if self._folder is None else self._folder.model_names
-        return self._resolved(config_kind(self.config).published_for(self.config.family, names, **overrides))
+        return published_config(self.config, names, **overrides)
 
     def generate(
         self,

@@ -24,7 +24,7 @@ from runtime import (
     SamplingConfig,
     check_given,
     declared_parameters,
-    one_step_per_token,
+    default_steps,
     own_names,
     with_model_blocks,
 )
@@ -149,7 +149,8 @@ def _diffusion_config(
         defaults = DiffusionConfig.fast_dllm(_NEW_TOKENS)
     fields = said | given
     if steps_follow_tokens(values, folder) or (model.family.variable_length and "steps" not in fields):
-        fields["steps"] = one_step_per_token(fields.get("max_new_tokens", defaults.max_new_tokens))
+        own = defaults.replace(**fields)
+        fields["steps"] = default_steps(model, own.max_new_tokens, own.block_length)
     config = with_model_blocks(defaults.replace(**fields), model)
     check_given(config, given)
     return config

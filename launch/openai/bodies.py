@@ -23,8 +23,8 @@ from runtime import (
     check_given,
     check_kind,
     check_row,
+    default_steps,
     dependents,
-    one_step_per_token,
     own_names,
     place_suffix,
     with_model_blocks,
@@ -334,10 +334,10 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
     # A body that changes the cache or the parallel rule starts from the default parameters of the new one.
     for name in [name for name in fields if fields[name] != getattr(config, name)]:
         fields = {one.name: one.default for one in dependents(type(config), name)} | fields
-    follows = isinstance(config, DiffusionConfig) and (defaults.steps_follow_tokens or config.variable_length)
-    if follows and "steps" not in fields and isinstance(tokens := fields.get("max_new_tokens"), int):
-        fields["steps"] = one_step_per_token(tokens)
     made = with_model_blocks(config.replace(**fields), defaults.model)
+    resized = "steps" not in fields and not fields.keys().isdisjoint(("max_new_tokens", "block_length"))
+    if resized and isinstance(made, DiffusionConfig) and (defaults.steps_follow_tokens or made.variable_length):
+        made = made.replace(steps=default_steps(defaults.model, made.max_new_tokens, made.block_length))
     check_given(made, given)
     return made
 

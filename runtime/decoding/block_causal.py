@@ -18,7 +18,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from runtime.decoding.choices import confidence_ranks
+from runtime.decoding.choices import confidence_ranks, sums_by_rank
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, block_start
 
 Array = jax.Array
@@ -120,6 +120,6 @@ def is_certain_enough(
     ranks = confidence_ranks(confidences)
     if program.parallel == "threshold":
         return wanted & ((ranks < counts[:, None]) | (confidences > request.threshold[:, None]))
-    sums = jnp.cumsum(-jnp.sort(confidences, axis=1, descending=True), axis=1)
-    below = jnp.take_along_axis(sums, ranks, axis=1) < request.entropy_limit[:, None]
+    entropies = jnp.where(wanted, -confidences, 0.0)
+    below = sums_by_rank(entropies, ranks) < request.entropy_limit[:, None]
     return wanted & (below | (ranks == 0))

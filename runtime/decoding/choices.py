@@ -39,6 +39,10 @@ Array = jax.Array
 # that the program does not read.
 _PER_ROW = ("seeds", "expand_budget", *row_names(DiffusionConfig))
 
+# Bits per digit of the fixed-point numbers that rules add up. The sum of half a million entropies of the largest
+# vocabulary fits into an int32.
+_DIGIT_BITS = 8
+
 
 @flax.struct.dataclass
 class Choices:
@@ -86,6 +90,32 @@ def confidence_ranks(confidences: Array) -> Array:
     """Rank positions by confidence: 0 is the highest, ties go to the lower position. ``[B, S]`` -> int32 ``[B, S]``."""
     ranking = jnp.argsort(confidences, axis=1, stable=True, descending=True)
     return jnp.argsort(ranking, axis=1, stable=True).astype(jnp.int32)
+
+
+def sums_by_rank(values: Array, ranks: Array, *, before: bool = False) -> Array:
+    """Sum, for every position, its value and those of all positions with a lower rank: ``[B, S]`` -> ``[B, S]``.
+
+    Values are summed as fixed-point numbers, so that a sum does not depend on the width of the canvas, for which
+    compilers choose the order of additions.
+
+    Args:
+      values: float32, not negative; 0 at positions that do not count.
+      ranks: int32, a permutation of the positions of each row.
+      before: leave out the position's own value.
+    """
+    base = float(1 << _DIGIT_BITS)
+    first = jnp.floor(values * base)
+    rest = (values * base - first) * base
+    second = jnp.floor(rest)
+    third = jnp.round((rest - second) * base)
+    order = jnp.argsort(ranks, axis=1)
+
+    def summed(digit: Array) -> Array:
+        ordered = jnp.take_along_axis(digit.astype(jnp.int32), order, axis=1)
+        sums = jnp.cumsum(ordered, axis=1) - (ordered if before else 0)
+        return jnp.take_along_axis(sums, ranks, axis=1).astype(jnp.float32)
+
+    return summed(first) / base + (summed(second) / base**2 + summed(third) / base**3)
 
 
 def guide(logits: Array, unconditional: Array, scale: Array) -> Array:

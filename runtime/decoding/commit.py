@@ -17,17 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from runtime.decoding.block_causal import is_certain_enough
-from runtime.decoding.choices import Choices, confidence_ranks
+from runtime.decoding.choices import Choices, confidence_ranks, sums_by_rank
 from runtime.decoding.sampling import draw_per_position
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, block_start, row_steps
 from runtime.models.arrays import only_row_fields
 from runtime.models.forward import Forward
 
 Array = jax.Array
-
-# Bits per digit of the fixed-point numbers that rules add up. The sum of half a million entropies of the largest
-# vocabulary fits into an int32.
-_DIGIT_BITS = 8
 
 
 def commit(
@@ -125,7 +121,7 @@ def _by_certainty(
         # In ascending order the last entropy is the largest, so sum - maximum is the sum of those before it. It is 0
         # for the first position, which is therefore committed.
         entropies, ranks = jnp.where(wanted, -confidences, 0.0), confidence_ranks(confidences)
-        return wanted & (_sums_by_rank(entropies, ranks, before=True) <= request.entropy_bound[:, None])
+        return wanted & (sums_by_rank(entropies, ranks, before=True) <= request.entropy_bound[:, None])
     # Map confidences to 0..1, like probabilities: exp(-entropy) is one over the effective number of candidate tokens.
     certainty = jnp.exp(confidences) if program.algorithm == "entropy" else confidences
     if program.block_rule == "fast_dllm":
@@ -136,7 +132,7 @@ def _by_certainty(
     elif program.parallel == "frechet":
         # The sum of n certainties minus n - 1 is 1 minus the sum of n uncertainties.
         uncertainty = jnp.where(wanted, 1.0 - certainty, 0.0)
-        all_right = jnp.maximum(1.0 - _sums_by_rank(uncertainty, confidence_ranks(confidences)), 0.0)
+        all_right = jnp.maximum(1.0 - sums_by_rank(uncertainty, confidence_ranks(confidences)), 0.0)
         enough = all_right - uncertainty > 1.0 - request.factor[:, None]
     else:
         enough = certainty >= 1.0 - request.factor[:, None] / (confidence_ranks(confidences) + 2).astype(jnp.float32)
@@ -153,29 +149,3 @@ def _thresholds(program: DenoiseProgram, request: DenoiseRequest, state: Denoise
     positions = jnp.maximum(jnp.minimum(request.ends - start, request.block_length), 1)
     filled = 1.0 - wanted.sum(axis=1).astype(jnp.float32) / positions.astype(jnp.float32)
     return request.threshold * (1.0 - request.threshold_decay * filled)
-
-
-def _sums_by_rank(values: Array, ranks: Array, *, before: bool = False) -> Array:
-    """Sum, for every position, its value and those of all positions with a lower rank: ``[B, S]`` -> ``[B, S]``.
-
-    Values are summed as fixed-point numbers, so that a sum does not depend on the width of the canvas, for which
-    compilers choose the order of additions.
-
-    Args:
-      values: float32, not negative; 0 at positions that do not count.
-      ranks: int32, a permutation of the positions of each row.
-      before: leave out the position's own value.
-    """
-    base = float(1 << _DIGIT_BITS)
-    first = jnp.floor(values * base)
-    rest = (values * base - first) * base
-    second = jnp.floor(rest)
-    third = jnp.round((rest - second) * base)
-    order = jnp.argsort(ranks, axis=1)
-
-    def summed(digit: Array) -> Array:
-        ordered = jnp.take_along_axis(digit.astype(jnp.int32), order, axis=1)
-        sums = jnp.cumsum(ordered, axis=1) - (ordered if before else 0)
-        return jnp.take_along_axis(sums, ranks, axis=1).astype(jnp.float32)
-
-    return summed(first) / base + (summed(second) / base**2 + summed(third) / base**3)

@@ -7,6 +7,7 @@ To add a parameter, add a field here and use it in the decoding loop; see :mod:`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,9 +57,13 @@ class _Steps(Requirement):
         )
 
 
-def one_step_per_token(new_tokens: int) -> int:
-    """Return ``steps`` such that each step commits one new token, within its bounds."""
-    return min(max(new_tokens, 1), MAX_STEPS)
+def one_step_per_token(new_tokens: int, block_length: int = 0) -> int:
+    """Return ``steps`` such that each step commits one new token, within its bounds.
+
+    With a block length, this is the number for whole blocks, which are decoded even if fewer tokens are asked for.
+    """
+    covered = math.ceil(new_tokens / block_length) * block_length if block_length else new_tokens
+    return min(max(covered, 1), MAX_STEPS)
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class DiffusionConfig:
         requires=(_Steps("parallel", ("none",), when_given=True),),
         variable_length=False,
         in_checkpoint="steps",
-        flag_help="Default: as many as new tokens.",
+        flag_help="Default: as many as new tokens, in whole blocks if attention is block-causal.",
     )
     algorithm: str = parameter(
         "origin",
@@ -265,7 +270,7 @@ class DiffusionConfig:
         variant=True,  # a program with a decay leaves the threshold of a row with decay 0 unchanged
         in_loop=True,
         requires=(Requirement("parallel", ("threshold",)), _OWN_BLOCK_RULE),
-        offered=lambda family: not family.block_causal,
+        offered=lambda family: not family.block_causal and "threshold" in family.parallel_rules,
         mode=True,
     )
     factor: float = parameter(
@@ -338,14 +343,15 @@ class DiffusionConfig:
     initial_masks: int = parameter(
         4,
         Integer(1, MAX_NEW_TOKENS),
-        "Number of masks that a row starts with if its prompt has none; at most max_new_tokens. Only for DreamOn.",
+        "Number of masks that a row starts with if its prompt has none; at most max_new_tokens. Only for models whose "
+        "canvas changes its length.",
         variable_length=True,
         mode=True,
     )
     number_transfer_tokens: int = parameter(
         1,
         Integer(1, MAX_NEW_TOKENS),
-        "Number of tokens that each step commits. Only for DreamOn.",
+        "Number of tokens that each step commits. Only for models whose canvas changes its length.",
         in_loop=True,
         variable_length=True,
         mode=True,
@@ -353,8 +359,8 @@ class DiffusionConfig:
     expand_budget: int | None = parameter(
         None,
         Integer(0, MAX_NEW_TOKENS),
-        "How many times a mask may become two. Only for DreamOn. Default: twice the number of positions from the first "
-        "mask to the end of a canvas that has reached its limit.",
+        "How many times a mask may become two. Only for models whose canvas changes its length. Default: twice the "
+        "number of positions from the first mask to the end of a canvas that has reached its limit.",
         optional=True,
         variable_length=True,
         mode=True,
@@ -362,7 +368,8 @@ class DiffusionConfig:
     pad_delete_to_right: bool = parameter(
         False,
         Boolean(),
-        "Once the canvas has a delete token, delete all masks after it too. Only for DreamOn.",
+        "Once the canvas has a delete token, delete all masks after it too. Only for models whose canvas changes its "
+        "length.",
         in_loop=True,
         variable_length=True,
         mode=True,
@@ -405,8 +412,8 @@ class DiffusionConfig:
     ) -> DiffusionConfig:
         """Return a family's published settings for a checkpoint of this name, changed by ``overrides``.
 
-        All families publish one step per token. Parameters that the family's record does not set have the defaults of
-        this class. An empty name stands for base models.
+        All families publish one step per token, see also :func:`runtime.execution.rows.published_config`. Parameters
+        that the family's record does not set have the defaults of this class. An empty name stands for base models.
         """
         lengths = {"max_new_tokens": max_new_tokens, "steps": one_step_per_token(max_new_tokens)}
         return cls(**(family.published_settings(checkpoint_name) | lengths | overrides))

@@ -295,7 +295,7 @@ class Pool:
         """Return a configuration for this pool whose rows are done after ``tokens`` tokens."""
         changes: dict[str, Any] = {"max_new_tokens": tokens}
         if isinstance(self.config, DiffusionConfig):
-            changes["steps"] = one_step_per_token(tokens)
+            changes["steps"] = one_step_per_token(tokens, self.config.attention_block_length)
         return self.config.replace(**changes)
 
     def execute(self, plan: PoolPlan) -> PoolOutcome:

@@ -95,6 +95,30 @@ def with_model_blocks(config: ConfigT, model: ModelConfig) -> ConfigT:
     return config.replace(block_length=length, attention_block_length=length)
 
 
+def default_steps(model: ModelConfig, new_tokens: int, block_length: int | None = None) -> int:
+    """Return the number of denoise steps that fill one position each.
+
+    Steps are divided evenly among blocks. So that the last block, which may be in part beyond the new tokens, does not
+    take steps from the others, schedules that count the steps of a block get those of whole blocks.
+
+    Args:
+      model: the model's configuration.
+      new_tokens: number of new tokens.
+      block_length: positions per block, if it is not the model's own.
+    """
+    block = block_length or model.attention_block_length
+    whole = model.family.schedule == "even_block" or (model.family.schedule == "even" and new_tokens > block)
+    return one_step_per_token(new_tokens, block if whole else 0)
+
+
+def published_config(model: ModelConfig, checkpoint_name: str, **overrides: Any) -> DiffusionConfig | SamplingConfig:
+    """Return a model's published settings for a checkpoint of this name, changed by ``overrides``."""
+    found = with_model_blocks(config_kind(model).published_for(model.family, checkpoint_name, **overrides), model)
+    if isinstance(found, SamplingConfig) or "steps" in overrides:
+        return found
+    return found.replace(steps=default_steps(model, found.max_new_tokens, found.block_length))
+
+
 def prepare_rows(
     input_ids: Any,
     attention_mask: Any,

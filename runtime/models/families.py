@@ -53,7 +53,7 @@ def find_family(raw: Mapping[str, Any]) -> Family:
     """Return the family of a parsed ``config.json``.
 
     Raises:
-      ConfigError: the model type is not supported, or ``architectures`` names a class of another one.
+      ConfigError: the model type is not supported, or ``architectures`` does not name the family's class.
     """
     kind = raw.get("model_type")
     # A family with a key of its own comes before the others of its model type.
@@ -69,21 +69,26 @@ def find_family(raw: Mapping[str, Any]) -> Family:
 
 
 def _check_architectures(family: Family, named: Any) -> None:
-    """Refuse the class of another model type, whose model decodes in another way. Unknown classes are ignored."""
-    for other in FAMILIES if isinstance(named, list) else ():
-        if other.architecture in named and other.model_type != family.model_type:
-            raise ConfigError(
-                f"config.json: model_type is {family.model_type!r}, but architectures has {other.architecture!r}, "
-                f"which is of model_type {other.model_type!r}"
-            )
+    """Refuse models of other classes, which compute or decode in another way. A config may name no class."""
+    if not named:
+        return
+    if not isinstance(named, list):
+        raise ConfigError(f"config.json: architectures is {named!r:.200}; expected a list of class names")
+    if family.architecture not in named:
+        other = next((other for other in FAMILIES if other.architecture in named), None)
+        hint = "" if other is None else f"; {other.architecture!r} is of model_type {other.model_type!r}"
+        raise ConfigError(
+            f"config.json: model_type is {family.model_type!r}, but architectures is {named!r:.200}; expected "
+            f"{family.architecture!r}{hint}"
+        )
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Build the model configuration from a parsed ``config.json``.
 
     Raises:
-      ConfigError: the model type is not supported, ``architectures`` names a class of another one, a number is missing
-        or out of range, or the configuration asks for a feature that the forward pass does not have (such as scaled
+      ConfigError: the model type is not supported, ``architectures`` names another class, a number is missing or out
+        of range, or the configuration asks for a feature that the forward pass does not have (such as scaled
         RoPE, sliding windows, another activation).
     """
     return find_family(raw).parse(raw)

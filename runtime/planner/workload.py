@@ -26,7 +26,7 @@ from runtime.decoding.parameters import (
 )
 from runtime.decoding.sampling import SamplingRule
 from runtime.decoding.schedule import masks_per_step
-from runtime.execution.rows import bucket_length, check_kind, with_model_blocks
+from runtime.execution.rows import bucket_length, check_kind, published_config
 from runtime.execution.runner import canvas_bucket, head_chunk
 from runtime.execution.specialization import decode_program, sampling_rule
 from runtime.models.config import STORED_DTYPES, ModelConfig, UnmaskingSchedule
@@ -194,8 +194,9 @@ class Workload:
         # Models without a number of steps refuse it, unless it is the workload's default.
         if not self.config.family.variable_length or self.steps != Workload.steps:
             changes["steps"] = self.steps
-        made = DiffusionConfig.published_for(self.config.family, "", max_new_tokens=self.new_tokens, **changes)
-        return with_model_blocks(made, self.config)
+        found = published_config(self.config, "", max_new_tokens=self.new_tokens, **changes)
+        assert isinstance(found, DiffusionConfig), "diffusion() is for diffusion models"
+        return found
 
     def masks_of_blocks(self, canvas: int) -> list[tuple[int, ...]]:
         """Return, for each block of new tokens, the number of masks in the block before each of its forward passes.

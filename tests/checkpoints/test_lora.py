@@ -326,6 +326,13 @@ def test_a_module_outside_of_the_targets_is_named(micro: Path, tmp_path: Path) -
         Engine.load(micro, "data=1", lora=adapter)
 
 
+def test_a_target_without_tensors_is_named(micro: Path, tmp_path: Path) -> None:
+    ends = [module.rpartition(".")[2] for module in MODULES["Dream"]]
+    adapter = write_adapter(tmp_path / "adapter", micro, MODULES["Dream"], target_modules=[*ends, "v_prj"])
+    with pytest.raises(InputError, match="missing: no tensors of 'v_prj', one of the target_modules"):
+        Engine.load(micro, "data=1", lora=adapter)
+
+
 def test_a_pickle_is_refused_by_name_and_never_read(micro: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", micro, MODULES["Dream"])
     (adapter / "adapter_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))

@@ -59,7 +59,7 @@ def test_code_and_pickles_in_the_folder_are_never_touched(folder: Path, tmp_path
         (folder / name).write_text(code)
     change_config(
         folder,
-        architectures=["EvilModel"],
+        architectures=["DreamModel", "EvilModel"],
         auto_map={"AutoModel": "modeling_evil.EvilModel", "AutoConfig": "configuration_evil.EvilConfig"},
         trust_remote_code=True,
     )

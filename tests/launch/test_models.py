@@ -63,13 +63,23 @@ def test_json_has_every_family_preset_and_way_of_decoding(capsys: pytest.Capture
             "summary": family.verified,
         }
         diffusion = family.objective == "masked_diffusion"
-        assert one["decoding"] == {
+        ways = dict(one["decoding"])  # type: ignore[call-overload]
+        parameters, suffix = ways.pop("parameters"), ways.pop("suffix")
+        assert ways == {
             "schedule": family.schedule,
             "algorithm": list(family.algorithms),
             "parallel": list(family.parallel_rules) if diffusion else [],
             "cache": list(family.caches),
+            "block_rule": list(family.block_rules) if diffusion else [],
             "guidance": family.guidance,
+            "variable_length": family.variable_length,
         }
+        assert ("sub_block_length" in parameters) == family.block_causal
+        assert ("expand_budget" in parameters) == family.variable_length
+        assert ("cfg_scale" in parameters) == family.guidance
+        assert ("draft_steps" in parameters) == (diffusion and not family.variable_length)
+        seen = {"dream": "canvas", "llada": "canvas", "dreamon": "canvas", "qwen2": "tokens", "qwen3": "tokens"}
+        assert suffix == seen.get(family.name)
 
 
 def test_dreamon_is_told_from_dream_by_its_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,14 +33,20 @@ MESHES = [
 # empty XLA_FLAGS compiles all programs as for users. On one device, CI compiles the cases of Dream alone as for users;
 # those of the other folders have a second test each, marked slow.
 AS_RELEASED = ("data=1", "sequence=2,tensor=4")
-# In CI every case of every folder runs on one device, and every mesh runs three of Dream's cases, so that all pairs of
-# a mesh and an algorithm's family are covered; the whole grid is marked slow.
-PAIRWISE = {
-    (mesh, name)
-    for number, mesh in enumerate(MESHES)
-    for place, name in enumerate(DREAM.cases)
-    if number == 0 or (place + number) % 4 == 0
-}
+
+
+def pairwise(golden: Golden) -> set[tuple[str, str]]:
+    """Return the meshes and names of a folder's cases that run in CI. The whole grid is marked slow.
+
+    Every case runs on one device. Every mesh runs a quarter of Dream's cases, so that all pairs of a mesh and an
+    algorithm are covered, and one case of each other folder.
+    """
+    cases = names(golden)
+    chosen = {(MESHES[0], name) for name in cases}
+    for number, mesh in enumerate(MESHES[1:], 1):
+        some = cases[-number % 4 :: 4] if golden.folder == FOLDER else [cases[5 * number % len(cases)]]
+        chosen |= {(mesh, name) for name in some}
+    return chosen
 
 
 def engine(golden: Golden, mesh: str, as_released: bool) -> Engine:
@@ -64,9 +70,9 @@ def names(golden: Golden) -> list[str]:
 
 def grid() -> Iterator[Any]:
     for golden in golden_cases.golden_folders():
+        quick = pairwise(golden)
         for mesh, name in itertools.product(MESHES, names(golden)):
-            quick = mesh == MESHES[0] or (golden.folder == FOLDER and (mesh, name) in PAIRWISE)
-            marks = [] if quick else pytest.mark.slow
+            marks = [] if (mesh, name) in quick else pytest.mark.slow
             released, label = is_as_released(golden, mesh), f"{golden.folder.name}-{mesh}-{name}"
             yield pytest.param(golden, mesh, name, released, marks=marks, id=label)
             if mesh in AS_RELEASED and not released:

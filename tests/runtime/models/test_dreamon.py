@@ -1,4 +1,4 @@
-"""DreamOn: golden tokens on meshes, rows that grow and shrink, infilling, and differences from the original."""
+"""DreamOn: rows that grow and shrink, infilling, and differences from the original."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from tests.launch.family_folders import write_family
 from tests.launch.served import served
 from tests.launch.test_parameters import flag_values
 from tests.runtime.decoding.growing_rows import generate as generate_row
-from tests.runtime.test_golden import check_case
 
 GOLDEN = Golden(Path(__file__).parents[2] / "golden" / "dreamon_tiny")
 MASK, DELETE, EXPAND = 300, 301, 303
@@ -69,20 +68,6 @@ def generate(folder: Path, config: DiffusionConfig, mesh: str = "data=1", **opti
 
 def canvases(masks: int) -> list[list[int]]:
     return [[*prompt, *[MASK] * masks, *suffix] for prompt, suffix in zip(PROMPTS, SUFFIXES, strict=True)]
-
-
-# Every case runs on one device in tests/runtime/test_golden.py.
-@pytest.mark.parametrize(
-    ("mesh", "name"),
-    [
-        ("tensor=4", "delete_and_expand"),
-        ("sequence=2,tensor=2", "window_fills"),
-        ("data=2", "pad_delete_to_right"),
-        ("sequence=4", "two_a_step"),
-    ],
-)
-def test_golden_cases_on_meshes(mesh: str, name: str) -> None:
-    check_case(GOLDEN, mesh, name)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Fast-dLLM v2: golden tokens on meshes, the exact cache with a shift, sub-blocks, and bugs of the original."""
+"""Fast-dLLM v2: the exact cache with a shift, sub-blocks, and bugs of the original."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from sharding.topology import parse_topology
 from tests.checkpoints.small import to_canonical, to_huggingface
 from tests.golden_cases import Golden
 from tests.golden_cases import engine as golden_engine
-from tests.runtime.test_golden import check_case
 
 GOLDEN = Golden(Path(__file__).parents[2] / "golden" / "fast_dllm_v2_tiny")
 BLOCK, MASK = 8, 300
@@ -51,20 +50,6 @@ def prompts() -> tuple[np.ndarray, np.ndarray]:
     generator, lengths = np.random.default_rng(5), np.array([19, 16, 5, 8])
     mask = (np.arange(19) >= 19 - lengths[:, None]).astype(np.int32)
     return np.where(mask == 1, generator.integers(0, MASK, mask.shape), 301), mask
-
-
-# Every case runs on one device in tests/runtime/test_golden.py.
-@pytest.mark.parametrize(
-    ("mesh", "name"),
-    [
-        ("tensor=4", "block_8"),
-        ("sequence=2", "prompt_over_block"),
-        ("data=2", "ragged_stop"),
-        ("data=2,sequence=2", "block_cache"),
-    ],
-)
-def test_golden_cases_on_meshes(mesh: str, name: str) -> None:
-    check_case(GOLDEN, mesh, name)
 
 
 def test_the_cache_changes_no_token() -> None:
@@ -133,6 +118,18 @@ def test_new_tokens_are_an_exact_limit() -> None:
     for new in (1, 3, 8, 14):
         found = engine().generate_tokens(ids, mask, asked(new))
         np.testing.assert_array_equal(found.sequences, longest[:, : 19 + new])
+
+
+def test_published_lengths_are_an_exact_limit() -> None:
+    """The published number of steps is that of whole blocks, so it does not change what a block decodes."""
+    ids, mask = prompts()
+    own = engine()
+    assert [own.published(max_new_tokens=new).steps for new in (1, 32, 33)] == [32, 32, 64]  # type: ignore[union-attr]
+    for changes in ({"temperature": 0.0}, {"temperature": 0.0, "parallel": "none", "threshold": 0.9}):
+        longest = own.generate_tokens(ids, mask, own.published(max_new_tokens=40, **changes)).sequences
+        for new in (1, 3, 33):
+            found = own.generate_tokens(ids, mask, own.published(max_new_tokens=new, **changes)).sequences
+            np.testing.assert_array_equal(found, longest[:, : 19 + new])
 
 
 def test_masks_of_a_prompt_are_filled_with_its_end() -> None:

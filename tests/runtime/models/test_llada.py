@@ -1,4 +1,4 @@
-"""LLaDA: golden tokens on meshes, guidance, its schedule with a cache, and requests that its record rejects."""
+"""LLaDA: guidance, its schedule with a cache, and requests that its record rejects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from sharding.topology import parse_topology
 from tests.checkpoints.small import to_canonical, to_huggingface
 from tests.golden_cases import Golden
 from tests.golden_cases import engine as golden_engine
-from tests.runtime.test_golden import check_case
 
 GOLDEN = Golden(Path(__file__).parents[2] / "golden" / "llada_tiny")
 PLAIN = DiffusionConfig(24, steps=24, algorithm="low_confidence", block_length=8)
@@ -34,20 +33,6 @@ def engine(mesh: str = "data=1") -> Engine:
 @functools.cache
 def prompts() -> tuple[np.ndarray, np.ndarray | None]:
     return GOLDEN.inputs("left_padded")
-
-
-# Every case runs on one device in tests/runtime/test_golden.py.
-@pytest.mark.parametrize(
-    ("mesh", "name"),
-    [
-        ("tensor=4", "b2_blocks_remainder"),
-        ("data=2,tensor=2", "cfg_b2"),
-        ("sequence=2,tensor=2", "masks_in_prompt"),
-        ("data=2,sequence=2", "left_padded"),
-    ],
-)
-def test_golden_cases_on_meshes(mesh: str, name: str) -> None:
-    check_case(GOLDEN, mesh, name)
 
 
 @pytest.mark.parametrize("cache", ["dual", "prefix"])
@@ -98,6 +83,15 @@ def test_confidence_is_of_the_distribution_before_temperature_and_filters() -> N
     greedy = engine().generate_tokens(ids, mask, PLAIN, history=True)
     cold = engine().generate_tokens(ids, mask, PLAIN.replace(temperature=0.01, top_k=1), history=True)
     np.testing.assert_array_equal(cold.history, greedy.history)
+
+
+def test_published_steps_fill_one_position_each_in_a_short_last_block_too() -> None:
+    ids, mask = prompts()
+    config = engine().published(max_new_tokens=13, block_length=8)
+    found = engine().generate_tokens(ids, mask, config)
+    steps = found.commit_steps[:, ids.shape[1] :]
+    assert (np.sort(steps, axis=1) == np.arange(13)).all()
+    assert (steps[:, :8] < 8).all()
 
 
 def test_guidance_counts_its_passes_and_leaves_rows_without_it_alone() -> None:

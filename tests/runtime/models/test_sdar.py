@@ -1,4 +1,4 @@
-"""SDAR: golden tokens on meshes, the exact cache, lengths, and bugs of the original."""
+"""SDAR: the exact cache, lengths, and bugs of the original."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from tests.checkpoints.small import to_canonical, to_huggingface
 from tests.golden_cases import Golden
 from tests.golden_cases import engine as golden_engine
 from tests.launch.served import served
-from tests.runtime.test_golden import check_case
 
 GOLDEN = Golden(Path(__file__).parents[2] / "golden" / "sdar_tiny")
 BLOCK = 8
@@ -53,20 +52,6 @@ def prompts() -> tuple[np.ndarray, np.ndarray]:
     generator, lengths = np.random.default_rng(5), np.array([19, 16, 5, 9])
     mask = (np.arange(19) >= 19 - lengths[:, None]).astype(np.int32)
     return np.where(mask == 1, generator.integers(0, MASK, mask.shape), 301), mask
-
-
-# Every case runs on one device in tests/runtime/test_golden.py.
-@pytest.mark.parametrize(
-    ("mesh", "name"),
-    [
-        ("tensor=4", "dynamic_b8_s4_t06"),
-        ("sequence=2,tensor=2", "static_b8_s5"),
-        ("data=2", "prompt_block_aligned"),
-        ("data=2,sequence=2", "stop_dynamic_b8"),
-    ],
-)
-def test_golden_cases_on_meshes(mesh: str, name: str) -> None:
-    check_case(GOLDEN, mesh, name)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +116,18 @@ def test_temperature_0_is_greedy() -> None:
     expected = engine().generate_tokens(ids, mask, asked(11, temperature=1.0, greedy=True, seed=4))
     np.testing.assert_array_equal(found.sequences, expected.sequences)
     np.testing.assert_array_equal(found.commit_steps, expected.commit_steps)
+
+
+def test_published_lengths_are_an_exact_limit() -> None:
+    """The published number of steps is that of whole blocks, so it does not change what a block decodes."""
+    ids, mask = prompts()
+    own = engine()
+    assert [own.published(max_new_tokens=new).steps for new in (1, 8, 13)] == [4, 8, 16]  # type: ignore[union-attr]
+    for changes in ({"temperature": 0.0}, {"temperature": 0.0, "parallel": "none", "threshold": 0.9}):
+        longest = own.generate_tokens(ids, mask, own.published(max_new_tokens=24, **changes)).sequences
+        for new in (1, 3, 13):
+            found = own.generate_tokens(ids, mask, own.published(max_new_tokens=new, **changes)).sequences
+            np.testing.assert_array_equal(found, longest[:, : 19 + new])
 
 
 def test_masks_of_a_prompt_are_filled_with_its_end() -> None:
