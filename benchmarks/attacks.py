@@ -78,7 +78,8 @@ def change(folder: Path, kind: str, generator: random.Random) -> dict[Path, byte
     """Make one random change to a file of a checkpoint's folder.
 
     Args:
-      folder: the checkpoint's folder; any file in it may change, except hidden files and documents.
+      folder: the checkpoint's folder; any file in it may change, except ``*.md`` and ``.gitattributes``, which
+        no reader uses.
       kind: one of :data:`CHANGES`.
       generator: random number generator.
 
@@ -383,13 +384,37 @@ LONG: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 # Goals of the long forms: the attack, its figure, and the largest allowed value.
-_GOALS = (("server", "p99_ratio", 5.0), ("batch", "first_result_seconds", 30.0))
+_GOALS = (
+    ("server", "p99_ratio", 5.0),
+    ("server", "bytes_grown", 100e6),
+    ("batch", "first_result_seconds", 30.0),
+    ("hosts", "bytes_grown", 100e6),
+)
+# Counts that must equal the number of attempts, except those of random bodies, some of which are valid.
+_EVERY = {"found", "refused", "reported", "ready", "verify", "convert", "whole", "one_message", "ended"}
+_SOME_VALID = "hostile_bodies"
+# Counts, and the exit code of the server, that must be 0.
+_NONE = {"server_errors", "passed_on", "missing", "wrong_results", "code"}
 
 
 def missed_goals(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return a sentence for each figure of the long forms' results that misses its goal."""
-    return [
+    late = [
         f"{attack}: {figure} is {results[attack][figure]:g}; at most {most:g} is the goal"
         for attack, figure, most in _GOALS
-        if not results[attack][figure] <= most
+        if attack in results and not results[attack][figure] <= most
     ]
+    return late + [said for attack, found in results.items() for said in _successes(attack, found)]
+
+
+def _successes(attack: str, found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each count that says that an attack succeeded."""
+    for key, value in found.items():
+        if isinstance(value, Mapping):
+            yield from _successes(f"{attack}, {key}", value)
+        elif key in _EVERY and not attack.endswith(_SOME_VALID) and value != found["tried"]:
+            yield f"{attack}: {key} is {value}; {found['tried']} is the goal"
+        elif (key in _NONE and value != 0) or (key == "named" and not value):
+            yield f"{attack}: {key} is {value}; {0 if key in _NONE else True} is the goal"
+        elif key == "connections" and value != found["cut_off"]:
+            yield f"{attack}: cut_off is {found['cut_off']}; {value} is the goal"

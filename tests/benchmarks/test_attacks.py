@@ -131,8 +131,12 @@ def test_the_long_forms_are_of_all() -> None:
     assert list(LONG)[:2] == ["server", "batch"], "those that measure time come first"
 
 
-MEASURED = {"server": {"p99_ratio": 5.0}, "batch": {"first_result_seconds": 30.0}}
-MISSES = [
+MEASURED: dict[str, dict[str, Any]] = {
+    "server": {"p99_ratio": 5.0, "bytes_grown": 10},
+    "batch": {"first_result_seconds": 30.0},
+}
+TRIED = {"tried": 10, "found": 10, "refused": 10, "whole": 10, "passed_on": 0, "missing": 0}
+MISSES: list[tuple[str, str, Any, str]] = [
     ("server", "p99_ratio", 5.01, "server: p99_ratio is 5.01; at most 5 is the goal"),
     ("server", "p99_ratio", float("nan"), "server: p99_ratio is nan; at most 5 is the goal"),
     ("batch", "first_result_seconds", 31.5, "batch: first_result_seconds is 31.5; at most 30 is the goal"),
@@ -142,7 +146,23 @@ MISSES = [
 @pytest.mark.parametrize(("attack", "figure", "value", "said"), MISSES)
 def test_missed_goals(attack: str, figure: str, value: float, said: str) -> None:
     assert missed_goals(MEASURED) == []
-    assert missed_goals(MEASURED | {attack: {figure: value}}) == [said]
+    assert missed_goals(MEASURED | {attack: MEASURED[attack] | {figure: value}}) == [said]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"found": 9}, "checkpoints, orbax: found is 9; 10 is the goal"),
+        ({"refused": 0}, "checkpoints, orbax: refused is 0; 10 is the goal"),
+        ({"missing": 1}, "checkpoints, orbax: missing is 1; 0 is the goal"),
+        ({"code": 42}, "checkpoints, orbax: code is 42; 0 is the goal"),
+        ({"named": False}, "checkpoints, orbax: named is False; True is the goal"),
+        ({"connections": 3, "cut_off": 2}, "checkpoints, orbax: cut_off is 2; 3 is the goal"),
+    ],
+)
+def test_an_attack_that_succeeds_misses_a_goal(change: dict[str, Any], said: str) -> None:
+    assert missed_goals(MEASURED | {"checkpoints": {"orbax": TRIED}}) == []
+    assert missed_goals(MEASURED | {"checkpoints": {"orbax": TRIED | change}}) == [said]
 
 
 def test_the_record_keeps_to_the_goals() -> None:
@@ -155,7 +175,7 @@ def test_the_command_fails_after_it_has_written_a_record_that_misses_a_goal(
     values = flags.FlagValues()
     faults.define_flags(values)
     values(["faults", "--attacks", f"--output_dir={tmp_path}"])
-    found: dict[str, dict[str, float]] = dict(MEASURED)
+    found = dict(MEASURED)
     monkeypatch.setattr(faults, "LONG", {name: lambda name=name: found[name] for name in MEASURED})
     faults.main(values)
     found["batch"] = {"first_result_seconds": 31.0}
