@@ -1,8 +1,10 @@
 """LLaDA and LLaDA 1.5 (Nie et al., 2025): a Llama-like transformer with bidirectional attention and no output shift.
 
-The decoding follows ``generate.py`` of ML-GSAI/LLaDA, with two differences. Left padding is masked out, whereas copies
-of the modelling code from before October 2025 add a causal bias to batches with padding. Classifier-free guidance works
-without an attention mask, whereas the original fails without one.
+The decoding follows ``generate.py`` of ML-GSAI/LLaDA, with three differences. Left padding is masked out, whereas
+copies of the modelling code from before October 2025 add a causal bias to batches with padding. Classifier-free
+guidance works without an attention mask, whereas the original fails without one. The number of new tokens need not be a
+multiple of the block length: the last block is shorter then, because attention is bidirectional, so that masks beyond
+the last new token would change the others.
 
 Dimension letters: B batch, S sequence (positions that are computed), D embed, K kv heads, G query heads per KV head,
 H head dim.
