@@ -1,4 +1,4 @@
-"""Attacks on the hosts of a run: strangers who connect to host 0, a host that misbehaves, and frozen processes."""
+"""Attacks on the hosts of a run: unauthenticated clients of host 0, a host that misbehaves, and frozen processes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def open_topics(server: ControlServer, port: int, secret: bytes, count: in
             pass
         writer.close()
     fault = await watching
-    return fault is not None and fault.host == 1 and "too many open exchanges" in fault.text
+    return fault is not None and fault.host == 1 and "too many unfinished gather calls" in fault.text
 
 
 def attack_hosts(connections: int, secrets: int, topics: int) -> dict[str, Any]:

@@ -240,8 +240,8 @@ def modes_table(record: dict[str, Any]) -> str:
     results, settings, machine = record["results"], record["settings"], record["machine"]
     exact = results.get("exact")
     lines = [
-        "| mode | tokens/s | of exact | forwards/token | positions/token | of exact | parses (95 %) | as held out "
-        "| as exact | nats/token | weights MB | cache MB |",
+        "| mode | tokens/s | speed vs exact | forwards/token | positions/token | positions vs exact | parses (95 %) "
+        "| similarity to held-out text | similarity to exact | nats/token | weights MB | cache MB |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in results.items():
@@ -268,7 +268,7 @@ def modes_table(record: dict[str, Any]) -> str:
     where = (
         f"{settings['prompts']} prompts, {settings['new_tokens']} masks each, one at a time, {settings['cores']} CPU "
         f"cores; speed over {settings['trials']} rounds of {settings['timed_prompts']} prompts, modes taking turns "
-        "(mean ± deviation; of exact: median, minimum, maximum of the rounds)"
+        "(mean ± deviation; speed vs exact: median, minimum, maximum of the rounds)"
     )
     lines += ["", f"Measured: {where}, jax {record['versions']['jax']}, {machine['processor']}."]
     return "\n".join([*lines, *note_lines(record)])

@@ -194,7 +194,7 @@ def main(values: flags.FlagValues) -> None:
     asks = [Ask("x", values.tokens, number, {"early_stop": False}, stream=True) for number in range(20_000)]
     with server(Checkout.this(), arguments) as there:
         there.wait_for_programs()
-        # The load is a multiple of the capacity of a moment before. If the machine has become faster, measure again.
+        # The load is a multiple of the capacity measured just before. If the machine has become faster, measure again.
         for _ in range(_ATTEMPTS):
             found = asyncio.run(overload(there.address, values.seconds, asks))
             results = summarize(found, values.queue, values.seconds)

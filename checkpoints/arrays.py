@@ -114,7 +114,7 @@ class ArrayWriter:
     def _wait(self, future: Any) -> Any:
         try:
             return future.result()
-        except Exception as error:  # the library raises many kinds
+        except Exception as error:  # the library raises many exception types
             raise CheckpointError(f"{self._part.place}: cannot be written ({first_line(error)})") from error
 
     def __enter__(self) -> ArrayWriter:
@@ -148,7 +148,7 @@ def merge_databases(arrays: Storage, processes: int) -> None:
         for copy in copies:
             copy.result()
         transaction.commit_async().result()
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # the library raises many exception types
         raise CheckpointError(f"{arrays.place}: cannot be written ({first_line(error)})") from error
 
 
@@ -173,7 +173,7 @@ def open_arrays(folder: CheckpointFolder, keys: Mapping[str, str]) -> StoredTens
     for name, future in opening.items():
         try:
             array = future.result()
-        except Exception as error:  # the library raises many kinds
+        except Exception as error:  # the library raises many exception types
             raise CorruptCheckpointError(
                 f"{folder.place}: tensor {name:.200} cannot be opened ({first_line(error)})"
             ) from error
@@ -193,7 +193,7 @@ def _open_array(arrays: Storage, key: str, database: bool) -> Any:
 def _read(array: Any, chunk: tuple[int, ...], name: str, place: str, count: BytesRead, index: Index) -> np.ndarray:
     try:
         data = np.asarray(array[index].read().result())
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # the library raises many exception types
         raise CorruptCheckpointError(f"{place}: tensor {name} cannot be read ({first_line(error)})") from error
     # Chunks are read whole.
     touched = [

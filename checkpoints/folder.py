@@ -190,7 +190,7 @@ class CheckpointFolder:
         """Check that a file is in this folder and not too large."""
         size = self.check_file(name)
         if size > MAX_SIDE_FILE_BYTES:
-            raise CheckpointError(f"{self.path / name}: {size} bytes are too many for a {Path(name).name}")
+            raise CheckpointError(f"{self.path / name} has {size} bytes; the limit is {MAX_SIDE_FILE_BYTES}")
 
     def read_json(self, file: str) -> dict[str, Any] | None:
         """Read a JSON object from a file; None if there is no such file.
@@ -340,7 +340,7 @@ def _fetch_hub(name: str, weights: bool, revision: str | None, token: str | None
                 name, revision=revision, token=token, local_files_only=offline, allow_patterns=patterns
             )
         )
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # the library raises many exception types
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CheckpointError(
             f"{name}: no such folder here, and it cannot be downloaded from the Hugging Face Hub ({reason})"
@@ -423,8 +423,7 @@ def _download(system: Any, info: dict[str, Any], most: int | None) -> Iterator[b
     with system.open(info["name"], "rb") as file:
         while True:
             if most is not None and max(size, done) > most:
-                file_name = info["name"].rpartition("/")[2]
-                raise CheckpointError(f"{info['name']}: {max(size, done)} bytes are too many for a {file_name}")
+                raise CheckpointError(f"{info['name']} has at least {max(size, done)} bytes; the limit is {most}")
             if not (piece := file.read(FETCHED_BYTES)):
                 return
             done += len(piece)

@@ -132,7 +132,7 @@ def parse_json_object(data: bytes, most_names: int | None = None) -> dict[str, A
     text, decoder = data.decode("utf-8"), _decoder(most_names)
     try:
         # A file may have millions of lines. decode() takes twice as long as raw_decode(), because it searches for white
-        # space around the value. It reads what starts with white space, and raises the error for what goes on.
+        # space around the value. decode() handles leading white space, and raises the error for trailing text.
         value, end = decoder.raw_decode(text) if text.startswith("{") else (None, 0)
         if not end or text[end:].strip(_WHITE_SPACE):
             value = decoder.decode(text)
@@ -153,10 +153,10 @@ def parse_json_objects(lines: Sequence[bytes]) -> list[dict[str, Any]]:
       lines: JSON objects in UTF-8.
 
     Raises:
-      ValueError: some of them are not what :func:`parse_json_object` accepts, or could be; it is not said which.
+      ValueError: at least one line may not be accepted by :func:`parse_json_object`; the error does not say which.
     """
-    # The objects become one list. They alternate with a random number, which no line can contain except by guessing it:
-    # if the number is at every other place, then what lies between is one value per line, and no value spans lines.
+    # The objects become one list. They alternate with a random number, which no line can contain except by guessing it.
+    # If every second element is this number, each line held exactly one value.
     mark = secrets.randbits(128)
     text = b"[%b]" % (b",\n%d,\n" % mark).join(lines)
     try:

@@ -48,7 +48,7 @@ class NonFinite:
             shown = [f"{name:.200} ({self._count(name)})" for name in wrong]
             more = len(shown) - _SHOWN
             text = ", ".join(shown[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-            raise CheckpointError(f"{place}: NaN or infinity in {text}; a model with such weights generates nothing")
+            raise CheckpointError(f"{place}: NaN or infinity in {text}; a model with such weights cannot generate")
 
     def _count(self, name: str) -> str:
         counts = ((self._nans[name], "NaN"), (self._infinities[name], "infinite"))

@@ -83,7 +83,7 @@ def open_tensors(folder: CheckpointFolder, verify: str = "full") -> StoredTensor
     for name, entry in manifest.tensors.items():
         if name not in found.by_name:
             raise CorruptCheckpointError(
-                f"{folder.place}: tensor {name:.200} is in the manifest and not in the checkpoint"
+                f"{folder.place}: tensor {name:.200} is listed in the manifest but missing from the checkpoint"
             )
         have = found[name]
         if (have.shape, have.dtype) != (entry.shape, entry.dtype):

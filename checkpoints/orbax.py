@@ -83,7 +83,7 @@ def save_group(place: Path, arrays: Mapping[str, jax.Array], chunk_bytes: Mappin
     try:
         with _context(chunk_bytes):
             v1.partial.save(place, dict(arrays))
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # the library raises many exception types
         raise CheckpointError(f"{place}: cannot be written ({first_line(error)})") from error
     finally:
         logger.removeFilter(_is_useful)
@@ -108,7 +108,7 @@ def finalize(place: Path) -> None:
     try:
         with _context({}):
             v1.partial.finalize(place)
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # the library raises many exception types
         raise CheckpointError(f"{place}: cannot be written ({first_line(error)})") from error
 
 
@@ -154,7 +154,7 @@ def _save_names(place: Path, names: list[str]) -> None:
     try:
         with _context({}):
             v1.save(place, dict.fromkeys(names, np.zeros(1, np.int8)))
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # the library raises many exception types
         raise CheckpointError(f"Orbax cannot describe the checkpoint ({first_line(error)})") from error
 
 
@@ -196,7 +196,7 @@ def stored_keys(folder: CheckpointFolder, tensor_name: Callable[[str], str | Non
         # The parent folder has the description, unless the old interface saved the arrays.
         place = arrays if v1.is_orbax_checkpoint(arrays) else arrays.rpartition("/")[0]
         leaves, _ = jax.tree_util.tree_flatten_with_path(v1.metadata(place).metadata)
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # the library raises many exception types
         raise IncompleteCheckpointError(
             f"{arrays}: incomplete or damaged Orbax checkpoint ({first_line(error)})"
         ) from error

@@ -109,7 +109,7 @@ class Storage:
             self.check_size(name, most)
         try:
             found = self._open().read(name).result()
-        except Exception as error:  # the library raises many kinds
+        except Exception as error:  # the library raises many exception types
             raise CheckpointError(f"{self.place}/{name}: cannot be read ({first_line(error)})") from error
         return bytes(found.value) if found.state == "value" else None
 
@@ -176,7 +176,7 @@ class Storage:
         """
         try:
             found = self._open().read(name, byte_range=slice(start, end)).result()
-        except Exception as error:  # the library raises many kinds
+        except Exception as error:  # the library raises many exception types
             if str(error).startswith("OUT_OF_RANGE"):
                 return None
             raise CheckpointError(f"{self.place}/{name}: cannot be read ({first_line(error)})") from error
@@ -192,7 +192,7 @@ class Storage:
         """
         try:
             self._open().write(name, data).result()
-        except Exception as error:  # the library raises many kinds
+        except Exception as error:  # the library raises many exception types
             raise CheckpointError(f"{self.place}/{name}: cannot be written ({first_line(error)})") from error
 
     def names(self) -> list[str]:
@@ -203,7 +203,7 @@ class Storage:
         """
         try:
             return sorted(name.decode() for name in self._open().list().result())
-        except Exception as error:  # the library raises many kinds
+        except Exception as error:  # the library raises many exception types
             raise CheckpointError(f"{self.place}: cannot be listed ({first_line(error)})") from error
 
     def delete(self, names: list[str]) -> None:
@@ -216,5 +216,5 @@ class Storage:
             store = self._open()
             for pending in [store.write(name, None) for name in names]:
                 pending.result()
-        except Exception as error:  # the library raises many kinds
+        except Exception as error:  # the library raises many exception types
             raise CheckpointError(f"{self.place}: its files cannot be deleted ({first_line(error)})") from error

@@ -55,10 +55,7 @@ class Engine(TokenEngine):
         max_batch: int | None = None,
         kv_cache: str = "model",
     ) -> None:
-        """Create an engine from weights that are on the mesh, with the shapes and shardings of their layout.
-
-        For ``attention``, ``max_batch`` and ``kv_cache``, see :meth:`load`.
-        """
+        """Create an engine from weights that have the shapes and shardings of ``layout``; see :meth:`load`."""
         super().__init__(Runner(layout, weights, attention, max_batch, kv_cache))
         self.notes: list[str] = []
         self.loaded: LoadedBytes | None = None
@@ -262,7 +259,9 @@ class Engine(TokenEngine):
     def score(self, input_ids: Any, targets: Any = None, attention_mask: Any = None, **options: Any) -> Any:
         """Compute log-probabilities of tokens: float32 ``[B, S]``; ``[S]`` for one text, a list of these for several.
 
-        A text is scored against its own tokens. For the arguments, see :func:`runtime.execution.scoring.score_batch`.
+        A text is scored against its own tokens. Token ids ``[B, S]`` need ``targets`` ``[B, S]``, the token to score at
+        each position; ``attention_mask`` is 0 for padding on the left. ``temperature`` divides the logits; ``width``
+        and ``batch`` fix the padded length and the number of rows per pass, so that one program serves every call.
         """
         texts = [input_ids] if isinstance(input_ids, str) else input_ids
         if targets is not None or not (isinstance(texts, Sequence) and texts and isinstance(texts[0], str)):

@@ -46,13 +46,13 @@ class Sizes:
     Attributes:
       prompts, answers: distributions of their numbers of tokens.
       requests: number of requests per load, and of the loop over ``engine.generate``.
-      old_requests: number of requests in the arrivals that the old and the new server get alike.
-      turns: number of parts of these arrivals; the servers alternate after each.
+      old_requests: number of requests in the arrival schedule that both servers receive.
+      turns: number of parts of this schedule; the servers alternate after each.
       users: number of open requests that saturate a server; more than it has slots.
       saturated, old_saturated: number of answers that count for the capacity of this server and of the older one.
       shares: loads of this server, as shares of its capacity.
       lone: numbers of new tokens of single requests.
-      old_lone: those numbers in ``lone`` for which the older server gets a request too, once each.
+      old_lone: those lengths in ``lone`` that are also sent, once each, to the older server.
       repeats: number of times that each single request is sent.
       starts: number of starts with a warm cache.
       batch: number of prompts in the batch.

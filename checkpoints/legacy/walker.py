@@ -77,7 +77,9 @@ class _Walker:
         start, end = self.cursor, self.size if self.frame_end is None else self.frame_end
         if count > end - start:
             what = "file" if self.frame_end is None else "frame"
-            self.fail(f"{count} bytes belong here and the {what} has {end - start} left", "the file is cut or damaged")
+            self.fail(
+                f"expected {count} more bytes, but the {what} has only {end - start}", "the file is cut or damaged"
+            )
         self.cursor = start + count
         return start
 
@@ -95,7 +97,7 @@ class _Walker:
 
     def decode(self, length: int, skip: int = 0) -> str:
         if length > MAX_TEXT_BYTES:
-            self.fail(f"a string of {length} bytes, and names have at most {MAX_TEXT_BYTES}")
+            self.fail(f"a string of {length} bytes is longer than the limit of {MAX_TEXT_BYTES}")
         self.text_bytes += length
         if self.text_bytes > MAX_ALL_TEXT_BYTES:
             self.fail(f"more than {MAX_ALL_TEXT_BYTES} bytes of strings")

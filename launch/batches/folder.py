@@ -118,10 +118,13 @@ class BatchFolder:
         except OSError as error:
             raise InputError(f"{path}: cannot be written to ({error.strerror or error})") from error
 
-    # ---- the run's facts -------------------------------------------------------------------------------------
+    # ---- what identifies the run -----------------------------------------------------------------------------
 
     def check(self, facts: Mapping[str, Any]) -> None:
-        """Check that existing results belong to a run with these facts.
+        """Check that existing results belong to this run.
+
+        Args:
+          facts: what identifies the run (checkpoint, input, parameters, code).
 
         Raises:
           InputError: they belong to another run; the message names the differences.
@@ -149,7 +152,7 @@ class BatchFolder:
             )
 
     def begin(self, facts: Mapping[str, Any]) -> None:
-        """Write the facts of the run, unless they are there already.
+        """Write what identifies the run, unless it is there already.
 
         Raises:
           InputError: the file cannot be written.

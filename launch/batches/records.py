@@ -1,4 +1,7 @@
-"""Records of a batch's output files: plain results, OpenAI's format, EvalPlus samples, and errors. None has a time."""
+"""Records of a batch's output files: plain results, OpenAI's format, EvalPlus samples, and errors.
+
+Records contain no timestamps, so a repeated run writes the same bytes.
+"""
 
 from __future__ import annotations
 

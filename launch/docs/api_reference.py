@@ -70,9 +70,24 @@ def _class(found: type) -> Iterator[str]:
         function = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
         signature = inspect.signature(function)
         own = [one for key, one in signature.parameters.items() if key not in ("self", "cls")]
-        text = str(signature.replace(parameters=own)).replace("'", "")
+        own = [one.replace(annotation=_unquoted(one.annotation)) for one in own]
+        text = str(signature.replace(parameters=own, return_annotation=_unquoted(signature.return_annotation)))
         prefix = f"{found.__name__}." if bound else ""
         yield f"### `{prefix}{name}`\n\n```python\n{prefix}{name}{_wrapped(text)}\n```\n\n{_prose(function.__doc__)}"
+
+
+class _Unquoted(str):
+    """An annotation as it is written in the code."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _unquoted(annotation: Any) -> Any:
+    """Return an annotation that a signature shows without quotes."""
+    return _Unquoted(annotation) if isinstance(annotation, str) else annotation
 
 
 def _members(found: type) -> Iterator[tuple[str, Any]]:
@@ -100,20 +115,22 @@ def _prose(docstring: str | None) -> str:
     """Convert a docstring in Google style to Markdown."""
     text = inspect.cleandoc(docstring or "")
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`")
-    lines, in_section = [], False
+    lines, section = [], ""
     for line in text.splitlines():
         if heading := _SECTION.match(line):
             lines += [f"**{heading[1]}**", ""]
-            in_section = True
-        elif in_section and re.match(r"  \S", line):
+            section = heading[1]
+        elif section in ("Returns", "Yields") and line.startswith("  ") and lines[-1]:
+            lines.append(f"  {line.strip()}")  # one text of several lines
+        elif section and re.match(r"  \S", line):
             name, colon, meaning = line.strip().partition(": ")
             lines.append(
                 f"- `{name}`: {meaning}" if colon and " " not in name.replace(", ", "") else f"- {line.strip()}"
             )
-        elif in_section and line.startswith("    "):
+        elif section and line.startswith("    "):
             lines.append(f"  {line.strip()}")
         else:
-            in_section = in_section and not line
+            section = "" if line else section
             lines.append(line)
     return "\n".join(lines) + "\n"
 

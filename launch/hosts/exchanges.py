@@ -58,9 +58,8 @@ class Exchanges:
         begun = sum(host in exchange.values for exchange in self._open.values())
         name, _ = topic
         if begun >= _MAX_OPEN_TOPICS or len(name) > _MAX_TOPIC:
-            return Fault(
-                "exception", f"has too many open exchanges, or one whose name is too long: {name!r:.80}", host=host
-            )
+            text = f"sent too many unfinished gather calls, or one with an overlong name: {name!r:.80}"
+            return Fault("exception", text, host=host)
         exchange = self._open.setdefault(topic, _Exchange(now, now))
         exchange.values[host] = value
         if len(exchange.values) < self._hosts:
@@ -83,8 +82,8 @@ class Exchanges:
         differing = {name: hosts for name, hosts in here.items() if name != common}
         others = [f"{self._names(hosts)} reached {name!r}" for name, hosts in differing.items()]
         text = (
-            f"the hosts run different steps: {'; '.join(others)}, the others {common!r}; start all with the same "
-            "command, flags and prompts included"
+            f"the hosts are at different steps: {'; '.join(others)}, the others {common!r}. Run the same command "
+            "with the same flags and prompts on every host"
         )
         named = tuple(sorted(host for hosts in differing.values() for host in hosts))
         return Fault("differ", text, EXIT_USER_ERROR, here[common][0], differing=named)

@@ -172,7 +172,7 @@ class Hub:
             await asyncio.sleep(0.05)
         for host, member in sorted(self._members.items()):
             self._say(
-                f"---- {self._name(host)}, {member.marks} marks of progress, stacks:\n{member.stacks or '(none)'}"
+                f"---- {self._name(host)}, progress counter {member.marks}, stack traces:\n{member.stacks or '(none)'}"
             )
         behind = self._behind()
         text = f"no progress for {stalled:.0f} s"

@@ -43,7 +43,7 @@ def read_secret(environment: Mapping[str, str] | None = None) -> bytes:
         try:
             with Path(path).expanduser().open("rb") as file:
                 if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
-                    raise InputError(f"{where}: others can read it; chmod 600 {path}")
+                    raise InputError(f"{where}: other users can read this file; run chmod 600 {path}")
                 text = file.read(_MOST + 1)
         except (OSError, RuntimeError) as error:
             raise InputError(f"{where}: cannot be read ({error})") from error

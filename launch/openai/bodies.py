@@ -309,7 +309,7 @@ def nothing_else(fields: Mapping[str, Any], silent: str = " ".join(_SILENT)) -> 
     Raises:
       InputError: a field asks for something that is not supported.
     """
-    # A switch that is off and a list that is empty ask for nothing.
+    # False and empty values request nothing, so they are allowed.
     asked = [name for name, value in fields.items() if value and name not in silent.split()]
     if asked:
         raise InputError(f"{', '.join(asked):.200}: not supported", field=asked[0])

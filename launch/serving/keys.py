@@ -32,7 +32,7 @@ class Keys:
         flag = f"--api_key_file={path}"
         try:
             if path.stat().st_mode & 0o077:
-                raise InputError(f"{flag}: others can read it. Run chmod 600 on it.")
+                raise InputError(f"{flag}: other users can read this file; run chmod 600 {path}")
             with path.open("rb") as file:
                 text = file.read(_MAX_BYTES + 1).decode("ascii")
         except (OSError, UnicodeDecodeError) as error:

@@ -94,7 +94,7 @@ def _step_of_variable_length(
     wanted: Array,
     counts: Array,
 ) -> DenoiseState:
-    """Run one forward pass over the canvas of every row as long as it is now, commit tokens, and move positions."""
+    """Run one forward pass over every row's canvas at its current length, commit tokens, and move positions."""
     own = current_request(request, state)
     computed = state.window_positions + jnp.where(wanted.any(axis=1), state.lengths, 0)
     made = _whole_step(forward, program, weights, own, state, wanted, counts)

@@ -110,7 +110,7 @@ class Parameter:
 
     @property
     def per_row(self) -> bool:
-        """Whether each row has a value of its own, which is not part of what the rows of a request share."""
+        """Whether the value differs per row, such as the seed, instead of being shared by a request's rows."""
         return isinstance(self.kind, Seeds)
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class DraftStats:
-    """How many steps of a row needed no forward pass of their own; see :mod:`runtime.decoding.drafts`.
+    """How many steps of a row needed no forward pass of their own, because a draft was right (``draft_steps``).
 
     Attributes:
       passes: forward passes in which the row took part; each made one step, and those that its drafts allowed.
@@ -69,8 +69,8 @@ class GenerationResult:
       sequences: int32 ``[B, S + N]``, the caller's rows, padding included, followed by the new tokens.
       commit_steps: int32 ``[B, S + N]``, the step that committed each position; -1 for the prompt.
       history: int32 ``[steps, B, S + N]``, the canvas after each step, including steps that commit nothing; None if it
-        was not requested. For canvases of variable length int32 ``[entries, B, bucket]``, see
-        :meth:`runtime.execution.generation.WatchedBatch.history`.
+        was not requested. For canvases of variable length int32 ``[entries, B, bucket]``: the canvas of each
+        row after each of its changes, and -1 beyond the row's length and after its last entry.
       seeds: the seed of each row. Passing them as the configuration's ``seed`` reproduces the result.
       log_probabilities: float32 ``[B, S + N]``, the log-probability of each new token under the model (without
         temperature and filters) when it was chosen, and 0 elsewhere; None if it was not requested.

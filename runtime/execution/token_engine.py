@@ -106,8 +106,9 @@ class TokenEngine:
           watch: called with the number of steps done and the canvas int32 ``[B, S + N]``, before the first step and
             after each step.
           progress: called during the run with the number of steps done and the maximum number of steps.
-          stop_tests: for each sequence of the result, a test that may stop its row, or None. A row stops a few steps
-            after its test has fired. See :data:`runtime.execution.requests.StopTest`.
+          stop_tests: for each sequence of the result, a function that may stop its row, or None. It is called with the
+            row's final new tokens so far and with whether these are all of them. It returns how many of the tokens
+            count, or None to continue. A row stops a few steps after its test has fired.
           suffixes: for each prompt, the tokens that follow its new tokens; empty for none. The model sees them, and the
             result does not contain them (diffusion with bidirectional attention).
 
@@ -221,9 +222,34 @@ class TokenEngine:
         return score_batch(self.runner, input_ids, targets, attention_mask, **options)
 
     def log_likelihoods(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Compute log-likelihoods with an autoregressive model; see :mod:`runtime.execution.likelihood`."""
+        """Compute the log-likelihood of each continuation after its context, with an autoregressive model.
+
+        Args:
+          pairs: for each text, the tokens of the context and those of its continuation.
+
+        Returns:
+          For each pair, the sum of the continuation's log-probabilities, and whether greedy decoding of the context
+          produces exactly this continuation.
+
+        Raises:
+          InputError: a context or continuation is empty or too long, or the model is a diffusion model.
+          NonFiniteError: the model's logits are not finite.
+        """
         return log_likelihoods(self.runner, pairs)
 
     def estimate_log_likelihoods(self, pairs: Sequence[Pair], *, samples: int = 128, seed: int = 0) -> list[float]:
-        """Estimate log-likelihoods with a diffusion model by Monte Carlo; see :mod:`runtime.execution.likelihood`."""
+        """Estimate a lower bound of each continuation's log-likelihood by Monte Carlo, with a diffusion model.
+
+        This follows the evaluation of Dream's authors. An estimate depends only on its pair and on the seed.
+
+        Args:
+          pairs: for each text, the tokens of the context and those of its continuation, end token included.
+          samples: number of noised copies per pair.
+          seed: seed of the noise.
+
+        Raises:
+          InputError: a context or continuation is empty or too long, or the model is autoregressive or block-causal, or
+            its canvas changes its length.
+          NonFiniteError: the model's logits are not finite.
+        """
         return estimate_log_likelihoods(self.runner, pairs, samples=samples, seed=seed)

@@ -53,7 +53,7 @@ class LayerCost:
       attention_flops_per_pair: floating-point operations of attention, per visible pair of a query and a key position.
       activations_per_position: activation elements read from and written to device memory, per position.
       live_in_attention: arrays in memory between the projections and attention, without the residual.
-      live_in_mlp: arrays in memory during the MLP, or whatever the family has in its place, without the residual.
+      live_in_mlp: arrays in memory during the MLP, or the family's equivalent, without the residual.
       tensor_collectives: collectives over the tensor axis, if it has more than one device.
     """
 

@@ -66,7 +66,7 @@ class TextTokenizer:
         files = {} if has_json else _bpe_files(folder)
         try:
             return cls(loader.from_pretrained(str(folder.path), local_files_only=True, **files), folder.name)
-        except BaseException as error:  # the library raises many kinds of errors for a damaged file
+        except BaseException as error:  # the library raises many exception types for a damaged file
             if not _is_library_error(error):
                 raise
             raise CheckpointError(f"{folder.path}: the tokenizer cannot be read ({error!s:.300})") from error

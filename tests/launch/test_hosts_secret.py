@@ -233,7 +233,7 @@ def test_a_host_asks_one_question_at_a_time() -> None:
     fault, _, _ = run_hosts(scene)
     assert fault is not None
     assert (fault.kind, fault.host) == ("exception", 1)
-    assert "too many open exchanges" in fault.text
+    assert "too many unfinished gather calls" in fault.text
 
 
 def test_terminals_see_no_control_characters_of_others() -> None:

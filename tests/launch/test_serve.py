@@ -369,7 +369,7 @@ def test_keys_names_and_slow_clients(engine: Engine, tmp_path: Path) -> None:
     file.write_text("# ours\nkey-of-somebody-1\n\nkey-of-somebody-2\n")
     for mode in (0o644, 0o640, 0o604):
         file.chmod(mode)
-        with pytest.raises(InputError, match="others can read it"):
+        with pytest.raises(InputError, match="other users can read this file; run chmod 600"):
             Keys.read(file)
     file.chmod(0o600)
     limits = Limits(read_seconds=1.0)

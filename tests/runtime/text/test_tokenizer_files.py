@@ -92,7 +92,7 @@ def test_files_for_newer_versions_of_the_library(folder: Path) -> None:
     newer.unlink()
     with newer.open("wb") as file:
         file.truncate(MAX_SIDE_FILE_BYTES + 1)
-    with pytest.raises(CheckpointError, match=r"are too many for a tokenizer\.4\.0\.0\.json"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.4\.0\.0\.json has [0-9]+ bytes; the limit is"):
         encode(folder, "a")
     newer.unlink()
     os.mkfifo(newer)
