@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "entropy_bound": ({"parallel": "entropy_bound"}, "parallel=entropy_bound is not available for dreamon models"),
     "threshold_decay": (
         {"parallel": "threshold", "threshold_decay": 0.5},
-        "parallel=threshold is not available for dreamon models",
+        "threshold_decay is not available for dreamon models",
     ),
     "suffix_window": ({"cache": "dual", "suffix_window": 8}, "cache=dual is not available for dreamon models"),
     "block_rule": (
