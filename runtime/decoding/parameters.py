@@ -412,8 +412,9 @@ class DiffusionConfig:
     ) -> DiffusionConfig:
         """Return a family's published settings for a checkpoint of this name, changed by ``overrides``.
 
-        All families publish one step per token, see also :func:`runtime.execution.rows.published_config`. Parameters
-        that the family's record does not set have the defaults of this class. An empty name stands for base models.
+        All families publish one step per token; for a loaded model, :meth:`runtime.Engine.published` counts those of
+        whole blocks where the family does. Parameters that the family's record does not set have the defaults of this
+        class. An empty name stands for base models.
         """
         lengths = {"max_new_tokens": max_new_tokens, "steps": one_step_per_token(max_new_tokens)}
         return cls(**(family.published_settings(checkpoint_name) | lengths | overrides))

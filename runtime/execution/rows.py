@@ -112,7 +112,11 @@ def default_steps(model: ModelConfig, new_tokens: int, block_length: int | None 
 
 
 def published_config(model: ModelConfig, checkpoint_name: str, **overrides: Any) -> DiffusionConfig | SamplingConfig:
-    """Return a model's published settings for a checkpoint of this name, changed by ``overrides``."""
+    """Return a model's published settings for a checkpoint of this name, changed by ``overrides``.
+
+    Raises:
+      ParameterError: an override has a wrong value, or conflicts with another parameter.
+    """
     found = with_model_blocks(config_kind(model).published_for(model.family, checkpoint_name, **overrides), model)
     if isinstance(found, SamplingConfig) or "steps" in overrides:
         return found

@@ -195,7 +195,7 @@ class Workload:
         if not self.config.family.variable_length or self.steps != Workload.steps:
             changes["steps"] = self.steps
         found = published_config(self.config, "", max_new_tokens=self.new_tokens, **changes)
-        assert isinstance(found, DiffusionConfig), "diffusion() is for diffusion models"
+        assert isinstance(found, DiffusionConfig), "only diffusion models have denoise steps"
         return found
 
     def masks_of_blocks(self, canvas: int) -> list[tuple[int, ...]]:
