@@ -213,7 +213,7 @@ def _picked_position_collectives(
 # Numbers that each pass reduces over the data axis for its loop conditions, by phase: (integers, booleans). They say
 # whether any row has work left, and for refreshes also whether any row still shares the current refresh. The number of
 # head chunks is one more integer.
-_AGREED = {"denoise step": (1, 0), "refresh": (0, 2), "block step": (0, 2), "prefill": (0, 0), "decode": (0, 1)}
+_AGREED = {"denoise step": (0, 1), "refresh": (0, 2), "block step": (0, 2), "prefill": (0, 0), "decode": (0, 1)}
 
 
 def _loop_conditions(layout: ModelLayout, platform: str, phase: Phase, slices: int) -> list[Collective]:

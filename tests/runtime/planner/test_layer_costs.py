@@ -73,7 +73,7 @@ PINNED: list[tuple[str, str, str, dict[str, Any], int, dict[str, int], dict[str,
         {"batch": 64, "quantization": "int8"},
         4_298_640_384,
         {"gate and up": 310_378_496, "residual and norms": 176_160_768},
-        {"denoise step": (55560825751624.28, 72181143756.8, 3319289494.556863)},
+        {"denoise step": (55560825751624.28, 72181143756.8, 3319289491.556863)},
     ),
     (
         "qwen2.5-7b",
