@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from runtime.models.forward import Forward
 from runtime.models.kv_cache import Cache, copy_row
 
 Array = jax.Array
+Carry = TypeVar("Carry")
 
 
 def refresh_chunk(chunk: int, block_length: int, sequence: int) -> int:
@@ -76,11 +77,13 @@ class CachedStep:
         """Refresh the rows that are due for a refresh, run windows for the other rows, and commit tokens in both."""
         active = self.wanted.any(axis=1)
         due = active & (state.steps_until_refresh == 0)
-        state, waiting = self._refresh(state, due)
+        with jax.named_scope("refresh"):
+            state, waiting = self._refresh(state, due)
         # No row waits for its refresh any more, so this mask is that of the rows without a refresh. Because it depends
         # on the loop over refreshes, the collectives of both cannot overlap: XLA's CPU runtime would start them in
         # order, but run them concurrently, in an order that differs between hosts.
-        state = self._run_windows(state, self.wanted & ~(due | waiting)[:, None])
+        with jax.named_scope("block_step"):
+            state = self._run_windows(state, self.wanted & ~(due | waiting)[:, None])
         return replace(state, steps_until_refresh=jnp.maximum(state.steps_until_refresh - active, 0))
 
     @property
@@ -158,7 +161,7 @@ class CachedStep:
             return self.forward.constrain(hidden, "batch", "canvas", "embed"), filled[1]
 
         for number, width in enumerate(widths):
-            carry = jax.lax.cond(chosen == number, partial(refresh, width), lambda carry: carry, carry)
+            carry = _run_if(chosen == number, partial(refresh, width), carry)
         return carry
 
     def _decide(self, state: DenoiseState, hidden: Array, source: Array, sharing: Array) -> DenoiseState:
@@ -217,11 +220,8 @@ class CachedStep:
         needed = jnp.where(active, stop - start, 0).max()
         enough = jnp.array([width >= needed for width in widths])
         chosen = jnp.where(active.any(), jnp.where(enough, jnp.arange(len(widths)), 0).max(), -1)
-        # A chain of two-way conditionals, each of which either runs its window or does nothing. With one conditional
-        # over all widths, XLA on TPU copies the cache, because every branch writes it.
         for number, width in enumerate(widths):
-            run = self._window(width, start, stop, wanted)
-            state = jax.lax.cond(chosen == number, run, lambda state: state, state)
+            state = _run_if(chosen == number, self._window(width, start, stop, wanted), state)
         return state
 
     def _window_bounds(self, state: DenoiseState, wanted: Array) -> tuple[Array, Array]:
@@ -264,6 +264,19 @@ class CachedStep:
             return self._commit(state, choices, wanted)
 
         return run
+
+
+def _run_if(condition: Array, function: Callable[[Carry], Carry], state: Carry) -> Carry:
+    """Return ``function(state)`` if ``condition``, bool ``[]``, otherwise ``state``.
+
+    It is a loop of at most one iteration, because compilers update the arrays of a loop in place. Those that a
+    conditional returns are copied by XLA on GPU, and by XLA on TPU if several branches write them: here, a whole cache.
+    """
+
+    def once(carry: tuple[Carry, Array]) -> tuple[Carry, Array]:
+        return function(carry[0]), jnp.zeros_like(carry[1])
+
+    return jax.lax.while_loop(lambda carry: carry[1], once, (state, condition))[0]
 
 
 def _first(rows: Array) -> tuple[Array, Array]:

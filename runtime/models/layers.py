@@ -149,7 +149,9 @@ def grouped_query_projections(
             eps = forward.config.norm_eps
             q, k = rms_norm(q, head_norms[0], eps), rms_norm(k, head_norms[1], eps)
         q = forward.constrain(apply_rotary(q, *rotary), "batch", "canvas", *QUERY_HEADS)
-        return q, apply_rotary(k, *rotary), v
+        # Without this constraint, XLA on GPU may gather the keys in float32, before they are rounded.
+        k = forward.constrain(apply_rotary(k, *rotary), "batch", "canvas", *KV_HEADS)
+        return q, k, v
 
 
 def output_projection(forward: Forward, kernel: Matrix, attended: Array) -> Array:

@@ -98,12 +98,12 @@ class CompiledPhase:
             lengths = [0.0, 1.0, 1.0, phase.chunks]
         if self.name != "blocks":
             return list(self.collectives), lengths
-        # In the loop over steps, block steps are a branch of a conditional, and refreshes are a loop of their own.
-        # Inside the latter, a third loop runs the head for each row that shares the refresh: a single row, unless
-        # several rows have the same prompt.
+        # In the loop over steps, refreshes and block steps each have a loop of their own. Inside that of refreshes, a
+        # third loop runs the head for each row that shares the refresh: a single row, unless several rows have the same
+        # prompt.
         refresh = phase.name == "refresh"
-        found = [one for one in self.collectives if (one.within[:2] == ("loop", "loop")) == refresh]
-        return found, [0.0, 0.0, 1.0, 1.0, phase.chunks] if refresh else lengths
+        found = [one for one in self.collectives if ("/refresh/" in one.scope) == refresh]
+        return found, [0.0, 0.0, 1.0, 1.0, phase.chunks] if refresh else [0.0, 1.0, 1.0, phase.chunks]
 
 
 def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any]) -> list[CompiledPhase]:

@@ -44,7 +44,7 @@ class HloCollective:
       repeats: product of the trip counts of the enclosing loops whose trip count is known.
       within: the enclosing constructs that are decided at run time, outermost first: ``loop`` for a loop of unknown
         trip count, ``branch`` for a branch of a conditional.
-      scope: the JAX named scopes of the operation.
+      scope: the JAX named scopes of the operation, or of the enclosing loop if the operation has none.
     """
 
     kind: str
@@ -160,7 +160,7 @@ def read_collectives(text: str) -> list[HloCollective]:
         source = _source(permute, {one.name: one for one in module.computations[name]})
         return source is not None and source.operation == "while" and bool(read_windowed_product(module, source))
 
-    def walk(name: str, repeats: int, within: tuple[str, ...], fused: bool = False) -> None:
+    def walk(name: str, repeats: int, within: tuple[str, ...], scope: str = "", fused: bool = False) -> None:
         for unrolled in read_unrolled_products(module, name, repeats, within):
             add_windowed(unrolled)
         for instruction in module.computations.get(name, ()):
@@ -172,6 +172,8 @@ def read_collectives(text: str) -> list[HloCollective]:
                 key = (kind, channel[1] if channel else instruction.name)
                 if not fused or key not in seen:
                     collective = read_collective(instruction, repeats, within)
+                    # One that the compiler combined from several has no scope of its own.
+                    collective = replace(collective, scope=collective.scope or scope)
                     # TPUs run an all-reduce that is fused with a slice of its result as a reduce-scatter.
                     found.append(replace(collective, kind="reduce-scatter") if fused_slice(name) else collective)
                 if fused:
@@ -184,13 +186,13 @@ def read_collectives(text: str) -> list[HloCollective]:
                     continue
                 trips = module.trips(instruction)
                 inner = (repeats * trips, within) if trips is not None else (repeats, (*within, "loop"))
-                walk(called["condition"], *inner)
-                walk(called["body"], *inner)
+                for role in ("condition", "body"):
+                    walk(called[role], *inner, scope=_scope(instruction) or scope)
                 continue
             names = instruction.branches or list(called.values())
             inside = (*within, "branch") if instruction.operation == "conditional" else within
             for one in names:
-                walk(one, repeats, inside, fused or instruction.operation == "fusion")
+                walk(one, repeats, inside, scope, fused or instruction.operation == "fusion")
 
     walk(module.entry, 1, ())
     return found

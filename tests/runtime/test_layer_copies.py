@@ -1,5 +1,7 @@
 """Programs read each layer's weights in place: neither the optimized HLO nor the memory has a copy of a layer.
 
+Nor has it a copy of the KV cache of a layer.
+
 The tests of GPU programs are slow, and need JAX's CUDA plugin (``pip install 'diffumesh[cuda]'``) but no GPU:
 ``pytest tests/runtime/test_layer_copies.py -m 'slow or not slow'``.
 """
@@ -169,6 +171,16 @@ def test_gpu_programs_that_scan_copy_each_layer() -> None:
     found = lowering.compile(compiler_options=AS_RELEASED)
     assert len(copies(layout, found.as_text())) >= 3
     assert found.memory_analysis().temp_size_in_bytes > GPU["hidden_size"] * GPU["intermediate_size"]
+
+
+@needs_cuda
+@pytest.mark.slow
+def test_gpu_block_steps_update_the_cache_in_place() -> None:
+    layout, lowering = lowered("block step", aot_devices(parse_topology("1xh200")), "bfloat16", "none", GPU)
+    text = lowering.compile(compiler_options=AS_RELEASED).as_text() or ""
+    cache = (1, 1, layout.config.num_kv_heads, S, layout.config.head_dim)
+    assert f"bf16[{','.join(map(str, cache))}]" in text, "the parser does not see the cache"
+    assert not [line for operation, shape, line in materialised(text) if shape == cache]
 
 
 def test_a_tpu_decodes_one_row_in_int8_without_a_copy_of_the_embedding() -> None:

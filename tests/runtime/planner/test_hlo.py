@@ -82,6 +82,21 @@ def test_loops_are_multiplied_out() -> None:
     assert count_by_kind(read_collectives(text), [1, 10]) == {"all-reduce": 1 + 5 + 10}
 
 
+def test_a_combined_collective_has_the_scope_of_its_loop() -> None:
+    """XLA on GPU combines small all-reduces into one without metadata."""
+    piece, pair = "f32[4]{0}", "replica_groups={{0,1}}, to_apply=%add"
+    text = (
+        f"%add (a: f32[], b: f32[]) -> f32[] {{\n  ROOT %a = f32[] parameter(0)\n}}\n"
+        f"%body (p: {piece}) -> {piece} {{\n  %p = {piece} parameter(0)\n"
+        f'  %named = {piece} all-reduce(%p), {pair}, metadata={{op_name="step/own"}}\n'
+        f"  ROOT %q = {piece} all-reduce(%named), {pair}\n}}\n"
+        f"%cond (c: {piece}) -> pred[] {{\n  ROOT %c = pred[] constant(1)\n}}\n"
+        f"ENTRY %main (x: {piece}) -> {piece} {{\n  %x = {piece} parameter(0)\n"
+        f'  ROOT %w = {piece} while(%x), condition=%cond, body=%body, metadata={{op_name="step/refresh/while"}}\n}}\n'
+    )
+    assert [one.scope for one in read_collectives(text)] == ["step/own", "step/refresh/while"]
+
+
 def test_one_collective_spread_over_fusions_counts_once() -> None:
     inner = module("replica_groups=[2,4]<=[8]").removeprefix("ENTRY ")
     calls = "".join(
