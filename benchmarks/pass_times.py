@@ -19,6 +19,8 @@ _FREE = {
     "opt-barrier", "while", "conditional", "call", "domain", "add-dependency",
 }  # fmt: skip
 _SCOPE = re.compile(r'op_name="([^"]*)"')
+# A loop that runs the windows of one width at most once: a branch, see runtime/decoding/cached_steps.py.
+_WINDOWS = re.compile(r'op_name="[^"]*/block_step/while"')
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ class _Walk:
         """Return the times of the instructions inside a loop, a conditional or a call; None for other instructions."""
         if one.operation == "while":
             trips = self.module.trips(one)
-            inside = within if trips is not None else (*within, "loop")
+            kind = "branch" if _WINDOWS.search(one.rest) else "loop"
+            inside = within if trips is not None else (*within, kind)
             count = repeats * (trips if trips is not None else 1)
             parts = (one.called["condition"], one.called["body"])
             return [spent for name in parts for spent in self.run(name, count, inside)]

@@ -210,16 +210,15 @@ def _picked_position_collectives(
     return found
 
 
-# Numbers that each pass reduces over the data axis for its loop conditions, by phase: (integers, booleans). They say
-# whether any row has work left, and for refreshes also whether any row still shares the current refresh. The number of
-# head chunks is one more integer.
-_AGREED = {"denoise step": (0, 1), "refresh": (0, 2), "block step": (0, 2), "prefill": (0, 0), "decode": (0, 1)}
+# Booleans that each pass reduces over the data axis for its loop conditions, by phase. They say whether any row has
+# work left, and for refreshes also whether any row still shares the current refresh.
+_AGREED = {"denoise step": 1, "refresh": 2, "block step": 2, "prefill": 0, "decode": 1}
 
 
 def _loop_conditions(layout: ModelLayout, platform: str, phase: Phase, slices: int) -> list[Collective]:
-    numbers, booleans = _AGREED[phase.name]
-    if phase.name not in ("prefill", "decode"):
-        numbers += phase.chunk < phase.positions  # a chunk of all positions is not counted
+    booleans = _AGREED[phase.name]
+    # The number of head chunks. A chunk of all positions is not counted.
+    numbers = int(phase.name not in ("prefill", "decode") and phase.chunk < phase.positions)
     if layout.spec.data == 1 or not numbers + booleans:
         return []
     what, boolean = "whether any row has work left", _INTEGER if platform == "tpu" else 1

@@ -154,6 +154,34 @@ def test_a_pass_is_what_one_turn_of_the_loop_takes() -> None:
     }
 
 
+def test_refreshes_and_windows_have_loops_of_their_own() -> None:
+    """The loop of a window runs at most once; a loop over head chunks inside it is a loop."""
+    text = "\n".join(
+        f"%{name} (p: f32[8]) -> f32[8] {{\n  %p = f32[8]{{0}} parameter(0)\n{body}}}\n"
+        for name, body in {
+            "true": "",
+            "rows": "  ROOT %refreshed = f32[8]{0} tanh(%p)\n",
+            "chunk": "  ROOT %head = f32[8]{0} negate(%p)\n",
+            "window": "  %layers = f32[8]{0} tanh(%p)\n"
+            "  ROOT %chunks = f32[8]{0} while(%layers), condition=%true, body=%chunk, metadata="
+            '{op_name="step/block_step/while/body/while"}\n',
+            "step": "  %all = f32[8]{0} while(%p), condition=%true, body=%rows, metadata="
+            '{op_name="step/refresh/while"}\n  ROOT %once = f32[8]{0} while(%all), condition=%true, body=%window, '
+            'metadata={op_name="step/block_step/while"}\n',
+        }.items()
+    )
+    text += (
+        "\nENTRY %main (d: f32[8]) -> f32[8] {\n  %d = f32[8]{0} parameter(0)\n"
+        "  ROOT %steps = f32[8]{0} while(%d), condition=%true, body=%step\n}\n"
+    )
+    device = Device(lambda module, local, one: Work(1.0), lambda one: 5.0, 1e30)
+    spent = {
+        name: {one.name: one.runs for one in pass_times(read_module(text), name, device, 3)}
+        for name in ("refresh", "block step")
+    }
+    assert spent == {"refresh": {"refreshed": 1.0}, "block step": {"layers": 1.0, "head": 3.0}}
+
+
 def test_bytes_are_those_of_the_slice_and_outside_the_chip() -> None:
     module = read_module(HLO)
     local = {one.name: one for one in module.computations["main"]}
