@@ -302,6 +302,7 @@ class ServingEngine:
             self._compilation = compilation = Compilation(executor)
             compilation.restrict(scheduler)
             compilation.settle(load_cached(compilation, self._turns), scheduler, self.say)
+            self.say(compilation.list_programs())
             self._heartbeat = time.monotonic()
             self.state = "ready"
             ready()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,7 @@ class Executor:
 
     Attributes:
       pools: one pool per mode.
+      warmed_up: the programs that :meth:`warm_up` has compiled and run, with the seconds that each took.
       score_widths: widths of score passes whose programs have been compiled, in ascending order.
       score_rows: number of rows of a score pass.
     """
@@ -69,6 +71,7 @@ class Executor:
         self._runner = runner
         check_pools(runner, list(shapes))
         self.pools = [Pool.open(runner, shape) for shape in shapes]
+        self.warmed_up: dict[Programs, float] = {}
         self.score_rows = runner.layout.spec.data
         widest = max(pool.width for pool in self.pools)
         self._score_widths = sorted({runner.bucket(-(-widest >> power)) for power in range(_SCORE_WIDTHS)} | {widest})
@@ -125,7 +128,7 @@ class Executor:
         for number, pool in enumerate(self.pools):
             if stop():
                 return False
-            bucket = pool.grid.buckets[0]
+            start, bucket = time.perf_counter(), pool.grid.buckets[0]
             row = RowRequest([token], pool.short_config(_WARM_UP_TOKENS), 0)
             free = [None] * (bucket.rows - 1)
             # Move the row into another bucket of the same shape, so that the programs that move rows have run too.
@@ -135,10 +138,14 @@ class Executor:
                 self.execute(StepPlan([PoolPlan(number, [], [BucketPlan(1, *_sizes(bucket), [0, *free], 1, True)])]))
             self.execute(StepPlan([PoolPlan(number, [], [])]))
             pool.compile(bucket)
+            self.warmed_up[Programs(number, bucket)] = time.perf_counter() - start
         if stop():
             return False
+        start = time.perf_counter()
         score = ScorePass([[token] * 2], [[token] * 2], 1.0, self.score_widths[-1], self.score_rows)
         self.execute(StepPlan(score=score))
+        scores = Programs(None, Bucket(self.score_rows, self.score_widths[-1]))
+        self.warmed_up[scores] = time.perf_counter() - start
         return not stop()
 
     # ---- steps ------------------------------------------------------------------------------------------------

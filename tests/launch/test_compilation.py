@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from typing import Any
@@ -43,6 +44,7 @@ class FakeExecutor:
         """Create an executor with a closed gate."""
         self.cached_programs, self._cached = min(1, cached), cached
         self.pools = [FakePool()]
+        self.warmed_up = {Programs(0, BUCKETS[0]): 2.5, Programs(None, Bucket(1, 128)): 1.0}
         self.later = [*(Programs(0, bucket) for bucket in BUCKETS[1:]), Programs(None, Bucket(1, 64))]
         self.gate = threading.Event()
         self.score_widths = [128]
@@ -68,6 +70,9 @@ def test_the_most_wanted_first_and_used_when_every_host_has_it(executor: Executo
     scheduler, said = Scheduler([PoolLimits(FakePool.grid)]), []
     compilation = Compilation(executor)
     compilation.restrict(scheduler)
+    listed = compilation.list_programs()
+    assert "compile cache: mode 0: 1 x 128 in 2.5 s, scores: 1 x 128 in 1.0 s; compiled while" in listed
+    assert listed.endswith("requests are served: mode 0: 1 x 64, mode 0: 1 x 32, mode 0: 2 x 64, scores: 1 x 64")
     scheduler.demand(0).update(Counter({Bucket(2, 64): 3, Bucket(1, 32): 1}))
     wanted = []
     while (chosen := compilation.choose(scheduler)) is not None or compilation.remaining:
@@ -85,8 +90,10 @@ def test_the_most_wanted_first_and_used_when_every_host_has_it(executor: Executo
     assert [one.bucket for one in wanted] == [Bucket(2, 64), Bucket(1, 32), Bucket(1, 64), Bucket(1, 64)]
     assert wanted[-1].pool is None
     assert executor.score_widths == [128, 64]
-    assert len(said) == 1
-    assert "0: 1 x 32: MemoryError: too little" in said[0]
+    failed, finished = said
+    assert "0: 1 x 32: MemoryError: too little" in failed
+    assert finished.startswith("all programs are compiled; background compilation took ")
+    assert re.search(r"took \d+ s: mode 0: 2 x 64 in \d+\.\d s, .*scores: 1 x 64 in \d+\.\d s$", finished)
     compilation.stop(60)
 
 
@@ -104,8 +111,12 @@ def test_what_is_cached_is_loaded_before_requests_come(own: int, other: bool, lo
     reports = load_cached(compilation, TwoHosts(Host()))
     # The first program that is not in the cache ends the loading; it is compiled.
     assert list(map(len, reports)) == [loaded, loaded]
-    compilation.settle(reports, scheduler, lambda text: None)
+    said: list[str] = []
+    compilation.settle(reports, scheduler, said.append)
     assert compilation.remaining == 4 - loaded
+    # What is compiled before the server is ready is in the list alone.
+    assert not [one for one in said if one.startswith("all programs")]
+    assert len(re.findall(r" in \d+\.\d s\b", compilation.list_programs())) == 2 + loaded
     scheduler.add(RequestHandle(rows=[RowRequest([1] * 40, DiffusionConfig(max_new_tokens=8), 0)]))
     [bucket] = scheduler.schedule(0.0).pools[0].buckets
     assert bucket.width == (64 if loaded else 128)
