@@ -207,6 +207,24 @@ class TestBrowser:
             still.wait_for_timeout(2000)
             assert still.inner_text("output") == "step 0 of 4"
 
+    def test_nothing_overflows_on_a_narrow_or_a_wide_screen(self, tmp_path):
+        path = tmp_path / "page.html"
+        settings = {"mesh": "data=2,sequence=2,tensor=2", "a_long_name_of_a_setting_that_has_no_space": "x" * 80}
+        write_history_html(
+            path, [small_row(), hostile_row()], title="A page of " + "a_long_name" * 8, settings=settings
+        )
+        api = pytest.importorskip("playwright.sync_api")
+        with (
+            api.sync_playwright() as driver,
+            driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
+        ):
+            for width in (360, 1280):
+                for scheme in ("light", "dark"):
+                    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+                    page.goto(f"{path.as_uri()}#step=2")
+                    assert page.evaluate("document.documentElement.scrollWidth") <= width
+                    assert page.screenshot(path=tmp_path / f"{width}_{scheme}.png")
+
     def test_a_hostile_prompt_stays_text(self, tmp_path):
         path = tmp_path / "page.html"
         row = hostile_row()
