@@ -10,9 +10,10 @@ its own compile cache. The lengths of prompts (20 to 200 tokens) and answers (8 
 default canvas. Requests turn early stop off, so every answer has the requested length on both sides.
 
 Sections: ``starts`` (programs and seconds to ready, with a cold and a warm cache, and single requests right after
-ready), ``lone`` (time to the last token beside ``engine.generate``, taking turns), ``first_text``, ``capacity``
-(requests per second while more wait than there are slots), ``same_arrivals`` (Poisson arrivals at 30 % of the old
-capacity, for both servers in turns), ``one_at_a_time`` (the requests of the loads through ``engine.generate``),
+ready), ``compiling`` (a single request, sent again and again while a server compiles its programs, beside the same
+request while it does not), ``lone`` (time to the last token beside ``engine.generate``, taking turns), ``first_text``,
+``capacity`` (requests per second while more wait than there are slots), ``same_arrivals`` (Poisson arrivals at 30 % of
+the old capacity, for both servers in turns), ``one_at_a_time`` (the requests of the loads through ``engine.generate``),
 ``loads`` (Poisson arrivals at 30, 60 and 90 % of this server's capacity), ``batch`` (``diffumesh batch`` against its
 useful work at the best measured rate). :mod:`benchmarks.serve.sections` defines them exactly. The older server takes up
 to a minute for a request, so it gets fewer of them: two single requests, 60 Poisson arrivals, and those for its
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,6 +59,7 @@ from benchmarks.serve.sections import (
     measure_loop,
     measure_same_arrivals,
     measure_starts,
+    measure_while_compiling,
 )
 from benchmarks.serve.tables import acceptance_table
 from benchmarks.serve.workload import SIZES, Sizes, make_asks, read_functions
@@ -66,7 +69,11 @@ from launch.process.startup import run_launcher
 from runtime import TextTokenizer, parse_config
 from sharding.errors import InputError
 
-SECTIONS = ("starts", "lone", "first_text", "capacity", "same_arrivals", "one_at_a_time", "loads", "batch")
+_START_SECTIONS = ("starts", "compiling")
+_SERVED_SECTIONS = ("lone", "first_text", "capacity", "same_arrivals", "one_at_a_time", "loads")
+# Requests of ``compiling`` while nothing is compiled, for each repetition of a single request.
+_REPEATS = 4
+SECTIONS = (*_START_SECTIONS, *_SERVED_SECTIONS, "batch")
 _ADDRESS_SECTIONS = ("capacity", "loads")
 _LEAST_QUEUE = 64
 
@@ -181,10 +188,19 @@ def measure(subject: Subject) -> Iterator[str]:
         arguments = {one.name: subject.arguments(one) for one in subject.checkouts}
         results["starts"] = measure_starts(subject.checkouts, arguments, subject.lone, sizes.starts)
         yield "starts"
-    if not any(map(subject.wants, SECTIONS[1:])):
+    if subject.wants("compiling"):
+        numbers = itertools.count()
+
+        def start(more: Sequence[str]) -> contextlib.AbstractContextManager[Server]:
+            empty = f"--compile_cache={subject.folder / f'compiling{next(numbers)}'}"
+            return server(new, [*subject.arguments(new), empty, *more])
+
+        results["while_compiling"] = measure_while_compiling(start, subject.lone[0], _REPEATS * sizes.repeats)
+        yield "compiling"
+    if not any(map(subject.wants, (*_SERVED_SECTIONS, "batch"))):
         return
     with generate_loop(new, subject.values.checkpoint, subject.folder / "loop") as loop:
-        if any(map(subject.wants, SECTIONS[1:-1])):
+        if any(map(subject.wants, _SERVED_SECTIONS)):
             with contextlib.ExitStack() as stack:
                 servers = {
                     one.name: stack.enter_context(server(one, subject.arguments(one))) for one in subject.checkouts

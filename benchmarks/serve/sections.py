@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,6 +112,39 @@ def measure_starts(
                         lone_from_ready[str(ask.max_tokens)].append(round(1e3 * lone(warm.address, ask).end, 2))
                 found[one.name]["warm"].append(started(warm))
     return {"starts": found, "lone_from_ready_ms": lone_from_ready}
+
+
+def measure_while_compiling(
+    start: Callable[[Sequence[str]], AbstractContextManager[Server]], ask: Ask, repeats: int
+) -> dict[str, Any]:
+    """Measure a request, sent again and again, while a server compiles programs in the background, and without that.
+
+    Until other programs are compiled, a lone request runs in the widest bucket. Therefore a second server, which has
+    only this bucket, runs the same program while nothing is compiled.
+
+    Args:
+      start: starts a server with an empty compile cache and these flags more.
+      ask: the request.
+      repeats: number of requests while nothing is compiled.
+
+    Returns:
+      Percentiles in milliseconds: ``compiling``; ``widest``, of the second server; ``compiled``, of the first one when
+      it has all programs. ``requests``: how many were sent while programs were compiled.
+    """
+    with start([]) as found:
+        compiling = [lone(found.address, ask).end]
+        while found.remaining():
+            compiling.append(lone(found.address, ask).end)
+        compiled = [lone(found.address, ask).end for _ in range(repeats)]
+    with start(["--max_programs=1"]) as found:
+        found.wait_for_programs()
+        widest = [lone(found.address, ask).end for _ in range(repeats)]
+    times = {"compiling": compiling, "widest": widest, "compiled": compiled}
+    return {
+        "new_tokens": ask.max_tokens,
+        "requests": len(compiling),
+        **{f"{name}_ms": percentiles(each) for name, each in times.items()},
+    }
 
 
 # ---- one request --------------------------------------------------------------------------------------------------

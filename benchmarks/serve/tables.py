@@ -23,6 +23,7 @@ def serve_tables(record: dict[str, Any]) -> str:
             ("loads", loads_table),
             ("batch", batch_table),
             ("starts", starts_table),
+            ("while_compiling", compiling_table),
         )
         if section in results
     ]
@@ -155,6 +156,18 @@ def starts_table(results: dict[str, Any]) -> str:
                 ]
             )
     return table(["start", "ready after", "programs when ready", "all programs after", "programs"], rows)
+
+
+def compiling_table(results: dict[str, Any]) -> str:
+    """Return the table of a request while programs are compiled."""
+    found = results["while_compiling"]
+    labels = {
+        "compiling": f"while programs are compiled ({found['requests']} requests)",
+        "widest": "in the same bucket, while nothing is compiled",
+        "compiled": "when all programs are compiled",
+    }
+    rows = [[label, *(seconds(found[f"{name}_ms"][rank]) for rank in ("p50", "p99"))] for name, label in labels.items()]
+    return table([f"one request after another, {found['new_tokens']} new tokens", "p50", "p99"], rows)
 
 
 def about(record: dict[str, Any]) -> str:

@@ -140,6 +140,10 @@ def results(old: bool) -> dict[str, Any]:
     }  # fmt: skip
     found: dict[str, Any] = {
         "starts": {"starts": {"new": {"cold": start(20.0), "warm": [start(5.0)]}}, "lone_from_ready_ms": {"32": [650]}},
+        "while_compiling": {
+            "new_tokens": 32, "requests": 61, "compiling_ms": times(550.0), "widest_ms": times(500.0),
+            "compiled_ms": times(240.0),
+        },
         "lone": [lone],
         "first_text": [streamed],
         "capacity": {"new": {"requests_per_second": 2.0}},
@@ -218,6 +222,7 @@ def test_tables_and_plots_of_a_record(tmp_path: Path) -> None:
             for line in lines
         )
         assert "| server, cold cache | 20.0 s | 3 | 200.0 s | 24 |" in lines
+        assert "| while programs are compiled (61 requests) | 0.55 s | 1.65 s |" in lines
         assert ("| ratio | 8.00x | 50.00x lower |  |  |" in lines) == old
         assert lines[-1] == "Note: the machine was busy."
         assert ("commit `ed2e438`" in lines[-3]) == old
@@ -234,7 +239,7 @@ def flags_of(*arguments: str) -> flags.FlagValues:
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("--sections=lone,speed", "--sections=speed: expected some of starts, lone"),
+        ("--sections=lone,speed", "--sections=speed: expected some of starts, compiling, lone"),
         ("--old=/nowhere", "--old=/nowhere: not the root of a checkout"),
         ("--prompts=/nowhere", "--prompts=/nowhere: cannot be read"),
         ("--api_key_file=/nowhere", "--api_key_file=/nowhere: contains no key"),
@@ -269,6 +274,8 @@ def test_the_short_form_beside_another_checkout(tmp_path: Path) -> None:
     starts = found["starts"]["starts"]
     assert set(starts) == {"old", "new"}
     assert starts["new"]["cold"]["programs"] == starts["new"]["warm"][0]["programs"] > 0
+    assert found["while_compiling"]["requests"] > 0
+    assert found["while_compiling"]["compiling_ms"]["p99"] > 0
     assert all(row["same_text"] and row["times_generate"] > 0 for row in found["lone"])
     assert [("old_ms" in row) for row in found["lone"]] == [True, False]
     assert {row["server"] for row in found["first_text"]} == {"old", "new"}
