@@ -20,7 +20,7 @@ from runtime import Engine
 # Steps of a generation that measures a rate (few, so that the widest shape does not take long), and the least seconds
 # that such generations are repeated for.
 _STEPS = 8
-_SECONDS = 0.5
+_SECONDS = 2.0
 
 
 def timed_warm(engine: Engine, call: Callable[[], Any]) -> tuple[float, Any]:
