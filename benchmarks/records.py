@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import platform
-import re
 import shlex
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ import jax
 from absl import flags
 
 from checkpoints.local_files import replace_file
+from launch.process.environment import nvidia_driver
 from launch.process.startup import this_host
 from sharding.errors import InputError
 
@@ -31,7 +31,6 @@ Kind = Literal["measured", "simulated devices", "estimated"]
 _REPOSITORY = Path(__file__).parent.parent
 # Packages that determine the speed of programs: compilers and their runtimes. Not every machine has all of them.
 _COMPILERS = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13")
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _PACKAGES = ("diffumesh", "jax", "jaxlib", *_COMPILERS, "flax", "numpy", "torch", "transformers")
 
 
@@ -176,15 +175,6 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _driver() -> str | None:
-    """Return the version of NVIDIA's kernel driver; None if it is not loaded."""
-    try:
-        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", NVIDIA_DRIVER.read_text())
-    except OSError:
-        return None
-    return found and found[0]
-
-
 def build_record(
     benchmark: str,
     *,
@@ -224,7 +214,7 @@ def build_record(
             "platform": devices[0].platform if devices else None,
             "device_kind": devices[0].device_kind if devices else None,
             "device_count": len(devices),
-            "driver": _driver(),
+            "driver": nvidia_driver(),
             # The runtime below JAX: versions of CUDA or of libtpu
             "runtime": devices[0].client.platform_version if devices else None,
         },

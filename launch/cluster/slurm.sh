@@ -29,6 +29,9 @@ fi
 # Ports for this job, in case two jobs share host 0: an even one for JAX, the next for the supervisors.
 export JAX_COORDINATOR_PORT=$((20000 + 2 * (SLURM_JOB_ID % 20000)))
 
+# Since Slurm 22.05, srun does not take this number from sbatch.
+export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-$SLURM_CPUS_PER_TASK}
+
 # The secret with which the hosts of this job authenticate each other; srun passes it on.
 if [[ -z ${DIFFUMESH_HOSTS_SECRET_FILE:-} ]]; then
   DIFFUMESH_HOSTS_SECRET=${DIFFUMESH_HOSTS_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}

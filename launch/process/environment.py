@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,17 @@ from launch.hosts.preflight import version_facts
 
 # Environment variables that affect a run. Others are not shown, because the environment may hold secrets.
 _SETTINGS = ("JAX_", "XLA_", "LIBTPU_INIT_ARGS", "TPU_", "CUDA_VISIBLE_DEVICES", "NCCL_", "TF_GPU_ALLOCATOR")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+def nvidia_driver() -> str | None:
+    """Return the version of NVIDIA's kernel driver; None if it is not loaded."""
+    try:
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", NVIDIA_DRIVER.read_text())
+    except OSError:
+        return None
+    return found and found[0]
 
 
 def version_lines() -> Iterator[str]:
@@ -20,6 +31,8 @@ def version_lines() -> Iterator[str]:
     for name, version in version_facts().items():
         yield f"{name:<12} {version}"
     yield f"{'system':<12} {platform.platform()}, {os.cpu_count()} processors"
+    if (driver := nvidia_driver()) is not None:
+        yield f"{'driver':<12} NVIDIA {driver}"
     for name in sorted(os.environ):
         if name.startswith(_SETTINGS) and not any(word in name for word in _SECRET):
             yield f"{name}={os.environ[name]}"

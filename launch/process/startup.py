@@ -238,7 +238,7 @@ def define_device_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "compile_cache",
         str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "diffumesh" / "compiled"),
-        "Private folder in which compiled programs are cached between runs; empty for none.",
+        "Private folder that keeps compiled programs between runs; several hosts may share it. Empty for none.",
         flag_values=values,
     )
 
@@ -257,7 +257,7 @@ def start_devices(
         :data:`SECONDS_TO_END`.
 
     Raises:
-      InputError: hosts differ, or jit is disabled.
+      InputError: hosts differ, jit is disabled, or the compile cache is not a folder.
     """
     import jax
 
@@ -265,6 +265,11 @@ def start_devices(
 
     if jax.config.values["jax_disable_jit"]:
         raise InputError("JAX_DISABLE_JIT is set, but programs are compiled ahead of time: unset it")
+    if "://" in values.compile_cache:
+        raise InputError(
+            f"--compile_cache={values.compile_cache}: expected a folder. Hosts may share one, such as a bucket that is "
+            "mounted on each of them: host 0 writes it, and all read it"
+        )
 
     if values.devices is not None:
         jax.config.update("jax_platforms", "cpu")

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import records
 from benchmarks.records import build_record, load_notes, time_alternating
 from benchmarks.suite.sheet import Sheet
+from launch.process import environment
 
 RESULTS = Path(records.__file__).parent / "results"
 
@@ -54,7 +55,7 @@ def test_a_record_names_the_compilers_that_are_there(monkeypatch: pytest.MonkeyP
 
 def test_a_record_names_the_driver_and_the_runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     version = tmp_path / "version"
-    monkeypatch.setattr(records, "NVIDIA_DRIVER", version)
+    monkeypatch.setattr(environment, "NVIDIA_DRIVER", version)
     device = SimpleNamespace(platform="gpu", device_kind="H200", client=SimpleNamespace(platform_version="cuda 13000"))
     made = build_record("a", kind="measured", settings={}, results={}, devices=[device])["machine"]
     assert (made["driver"], made["runtime"]) == (None, "cuda 13000")

@@ -268,7 +268,7 @@ def test_tpu_vm_wrapper_mistakes_and_dry_run(slice_of_two: dict[str, str], tmp_p
     ("code", "restarts", "requeued"), [(0, 0, False), (2, 0, False), (42, 0, True), (42, 5, False)]
 )
 def test_slurm_script(tmp_path: Path, code: int, restarts: int, requeued: bool) -> None:
-    said = "$JAX_COORDINATOR_PORT ${#DIFFUMESH_HOSTS_SECRET} $*"
+    said = "$JAX_COORDINATOR_PORT ${#DIFFUMESH_HOSTS_SECRET} $SRUN_CPUS_PER_TASK $*"
     programs = {
         "srun": f'#!/bin/bash\necho "0: {said}"; echo "1: noise" >&2; exit {code}\n',
         # The job ends only after all output of the hosts is passed on.
@@ -281,13 +281,14 @@ def test_slurm_script(tmp_path: Path, code: int, restarts: int, requeued: bool) 
     environment = os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "4711",
+        "SLURM_CPUS_PER_TASK": "32",
         "SLURM_RESTART_COUNT": str(restarts),
         "PYTHON": "python3.12",
     }
     command = [CLUSTER / "slurm.sh", "generate", "--prompt=a b"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode == code
-    assert done.stdout == "29422 64 --kill-on-bad-exit=0 --label python3.12 -m launch.main generate --prompt=a b\n"
+    assert done.stdout == "29422 64 32 --kill-on-bad-exit=0 --label python3.12 -m launch.main generate --prompt=a b\n"
     assert (tmp_path / "requeued").exists() == requeued
     assert subprocess.run([CLUSTER / "slurm.sh"], env=environment, check=False, capture_output=True).returncode == 2
 

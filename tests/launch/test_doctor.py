@@ -9,7 +9,7 @@ import pytest
 
 from checkpoints import DEMO
 from launch import doctor, verify
-from launch.process import collectives
+from launch.process import collectives, environment
 from runtime import MeshSpec
 
 
@@ -24,10 +24,14 @@ def test_everything_is_said(
     monkeypatch.setenv("JAX_SECRET_TOKEN", "hunter2")
     monkeypatch.setenv("HF_TOKEN", "hunter3")
     monkeypatch.setenv("XLA_SETTING", "shown")
+    driver = tmp_path / "driver"
+    driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
+    monkeypatch.setattr(environment, "NVIDIA_DRIVER", driver)
     cache = tmp_path / "cache"
     text = page(capsys, "--mesh=data=2,sequence=2,tensor=4", f"--compile_cache={cache}")
     for part in (
         "## versions",
+        "driver       NVIDIA 580.65.06",
         "## devices",
         "16 x cpu",
         "## meshes",

@@ -243,6 +243,15 @@ def test_without_a_compile_cache_it_goes_on(capsys: pytest.CaptureFixture[str], 
     assert "compiled again in every run" in said.err
 
 
+def test_compiled_programs_are_kept_in_a_folder_and_not_in_a_bucket(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = fails(capsys, f"--prompt={PROMPT}", "--compile_cache=gs://bucket/compiled")
+    assert "--compile_cache=gs://bucket/compiled: expected a folder" in said
+    assert not list(tmp_path.iterdir()), "no folder with the name of the URL"
+
+
 def test_one_line_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
     launch(f"--prompt={PROMPT}")
     said = capsys.readouterr().err.splitlines()
