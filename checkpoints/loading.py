@@ -23,9 +23,14 @@ from checkpoints.errors import MismatchedCheckpointError
 from checkpoints.folder import CheckpointFolder
 from checkpoints.lora import merged_tensors, open_adapter
 from checkpoints.opening import open_tensors
-from checkpoints.source import DTYPES, Index, StoredTensor, StoredTensors, read_ahead
+from checkpoints.source import DTYPES, Index, Limit, StoredTensor, StoredTensors, read_ahead
 from runtime.models.declarations import ModelLayout, WeightLeaf
 from runtime.models.quantization import QUANTIZATIONS, Quantized
+
+# An object store takes a while to answer a read, so a host reads this many tensors from it at a time, as long as they
+# take no more than this many bytes.
+REMOTE_READERS = 24
+_REMOTE_BYTES = 2 << 30
 
 # Called with the bytes read so far and the bytes to read.
 Progress = Callable[[int, int], None]
@@ -280,12 +285,18 @@ def load_weights(
     # Large tensors first, because they need temporary memory on the devices, which are still empty then.
     leaves = sorted(layout.leaves, key=lambda leaf: -math.prod(leaf.source_shape))
     parts = {leaf.name: _parts(leaf, stored, kept) for leaf in leaves}
-    # The next tensor is read while one is transferred to the devices.
-    reading = read_ahead(
-        partial(_read_parts, layout, part, tensors[part.sources[number]], own)
+    # The next tensors are read while one is transferred to the devices.
+    order = [
+        (part, part.sources[number], own)
         for leaf in leaves
         for number in range(len(leaf.sources))
         for part, own in parts[leaf.name]
+    ]
+    sizes = (math.prod(tensors[source].shape) * jnp.dtype(own).itemsize for _, source, own in order)
+    reading = read_ahead(
+        (partial(_read_parts, layout, part, tensors[source], own) for part, source, own in order),
+        1 if folder.remote is None else REMOTE_READERS,
+        Limit(_REMOTE_BYTES, sizes),
     )
     done = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections import deque
@@ -107,17 +108,43 @@ class StoredTensors:
         return sum(copies[0].bytes for copies in self.by_name.values())
 
 
-def read_ahead(reads: Iterable[Callable[[], T]], readers: int = 1) -> Iterator[T]:
-    """Make calls in threads, a few ahead of their consumer, and yield the results in order."""
+@dataclass(frozen=True)
+class Limit:
+    """A limit on the memory of results that :func:`read_ahead` holds.
+
+    Attributes:
+      total: bytes of all results together. A larger result is held alone.
+      sizes: bytes of each result, in order.
+    """
+
+    total: int
+    sizes: Iterable[int]
+
+
+def read_ahead(reads: Iterable[Callable[[], T]], readers: int = 1, limit: Limit | None = None) -> Iterator[T]:
+    """Make calls in threads, a few ahead of their consumer, and yield the results in order.
+
+    Args:
+      reads: the calls.
+      readers: number of threads.
+      limit: limit on the bytes of all results that are being read or wait for the consumer; None for no limit.
+    """
+    sizes = itertools.repeat(0) if limit is None else iter(limit.sizes)
     with ThreadPoolExecutor(readers) as pool:
-        pending: deque[Future[T]] = deque()
+        pending: deque[tuple[Future[T], int]] = deque()
+        held = 0
         try:
-            for read in reads:
-                pending.append(pool.submit(read))
+            for read, size in zip(reads, sizes, strict=False):
+                while pending and limit is not None and held + size > limit.total:
+                    held -= pending[0][1]
+                    yield pending.popleft()[0].result()
+                pending.append((pool.submit(read), size))
+                held += size
                 if len(pending) > readers:
-                    yield pending.popleft().result()
+                    held -= pending[0][1]
+                    yield pending.popleft()[0].result()
             while pending:
-                yield pending.popleft().result()
+                yield pending.popleft()[0].result()
         finally:
-            for waiting in pending:
+            for waiting, _ in pending:
                 waiting.cancel()

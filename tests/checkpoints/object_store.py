@@ -21,10 +21,13 @@ class ObjectStore(ThreadingHTTPServer):
     Attributes:
       objects: name -> (generation, data).
       log: (method, object) of every request that reads, writes or deletes one.
+      delay: seconds that each read takes.
+      reads_at_a_time: the largest number of reads that took place at the same time.
       writes_left: number of writes and deletions that are accepted before all others are refused.
     """
 
     daemon_threads = True
+    request_queue_size = 128  # a client opens many connections at once
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -32,6 +35,8 @@ class ObjectStore(ThreadingHTTPServer):
         self.log: list[tuple[str, str]] = []
         self.bytes_sent = 0
         self.longest_answer = 0
+        self.delay = 0.0
+        self.reading = self.reads_at_a_time = 0
         self.writes_left = 1 << 60
         self.lock = threading.Lock()
         self.generation = 1
@@ -89,6 +94,16 @@ class _Handler(BaseHTTPRequestHandler):
         return {"name": name, "bucket": "bucket", "generation": str(generation), "size": str(len(data))}
 
     def do_GET(self) -> None:
+        with self.server.lock:
+            self.server.reading += 1
+            self.server.reads_at_a_time = max(self.server.reads_at_a_time, self.server.reading)
+        time.sleep(self.server.delay)
+        # Counted before the answer, after which the client may send another request.
+        with self.server.lock:
+            self.server.reading -= 1
+        self.get()
+
+    def get(self) -> None:
         address = urlsplit(self.path)
         query = parse_qs(address.query)
         with self.server.lock:

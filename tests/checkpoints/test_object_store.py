@@ -11,15 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from checkpoints import CheckpointError, open_folder
+from checkpoints import CheckpointError, loading, open_folder
 from checkpoints.conversion import convert
 from checkpoints.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoints.file_list import FILES_FILE
+from checkpoints.loading import REMOTE_READERS
 from checkpoints.manifest import MANIFEST_FILE, digest
 from checkpoints.output import MARK_FILE, ObjectOutput, output_at
 from checkpoints.storage import Storage, storage_context
@@ -99,6 +101,28 @@ def test_restored_straight_from_it(url: str, micro: Path, server: ObjectStore, t
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     fetched = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert {path.name for path in fetched} == {"config.json", MANIFEST_FILE, FILES_FILE}
+
+
+@pytest.mark.parametrize("readers", [1, REMOTE_READERS])
+def test_tensors_are_read_at_the_same_time(
+    url: str, server: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readers: int
+) -> None:
+    to_store(write_source(tmp_path / "deep", MICRO | {"num_hidden_layers": 4}), url)
+    monkeypatch.setattr(loading, "REMOTE_READERS", readers)
+    read_ahead = loading.read_ahead
+
+    def read_slowly(*arguments: Any) -> Any:
+        server.reads_at_a_time, server.delay = 0, 0.01 * readers
+        return read_ahead(*arguments)
+
+    monkeypatch.setattr(loading, "read_ahead", read_slowly)
+    try:
+        Engine.load(url, mesh="tensor=1")
+    finally:
+        server.delay = 0.0
+    # A tensor of this model is one chunk.
+    assert min(16, readers) <= server.reads_at_a_time <= 32
+    assert readers > 1 or server.reads_at_a_time <= 2
 
 
 def test_the_manifest_is_written_last(micro: Path, server: ObjectStore) -> None:
