@@ -237,6 +237,31 @@ def _parts(leaf: WeightLeaf, stored: str, dtype: Any) -> list[tuple[WeightLeaf, 
     return [(leaf, dtype)]
 
 
+def _read_ahead(
+    layout: ModelLayout,
+    leaves: Sequence[tuple[WeightLeaf, list[tuple[WeightLeaf, Any]]]],
+    tensors: StoredTensors,
+    readers: int,
+) -> Iterator[_Parts]:
+    """Read the tensors of all leaves in order; the next ones are read while one is transferred to the devices.
+
+    Args:
+      layout: the model on its mesh.
+      leaves: each leaf with its parts and their dtypes, see :func:`_parts`.
+      tensors: the checkpoint's tensors.
+      readers: maximum number of tensors that are read at the same time.
+    """
+    order = [
+        (part, part.sources[number], dtype)
+        for leaf, parts in leaves
+        for number in range(len(leaf.sources))
+        for part, dtype in parts
+    ]
+    sizes = (math.prod(tensors[source].shape) * jnp.dtype(dtype).itemsize for _, source, dtype in order)
+    reads = (partial(_read_parts, layout, part, tensors[source], dtype) for part, source, dtype in order)
+    return read_ahead(reads, readers, Limit(_REMOTE_BYTES, sizes))
+
+
 @dataclass(frozen=True)
 class LoadedBytes:
     """Bytes of weights that a host loaded.
@@ -285,19 +310,8 @@ def load_weights(
     # Large tensors first, because they need temporary memory on the devices, which are still empty then.
     leaves = sorted(layout.leaves, key=lambda leaf: -math.prod(leaf.source_shape))
     parts = {leaf.name: _parts(leaf, stored, kept) for leaf in leaves}
-    # The next tensors are read while one is transferred to the devices.
-    order = [
-        (part, part.sources[number], own)
-        for leaf in leaves
-        for number in range(len(leaf.sources))
-        for part, own in parts[leaf.name]
-    ]
-    sizes = (math.prod(tensors[source].shape) * jnp.dtype(own).itemsize for _, source, own in order)
-    reading = read_ahead(
-        (partial(_read_parts, layout, part, tensors[source], own) for part, source, own in order),
-        1 if folder.remote is None else REMOTE_READERS,
-        Limit(_REMOTE_BYTES, sizes),
-    )
+    readers = 1 if folder.remote is None else REMOTE_READERS
+    reading = _read_ahead(layout, [(leaf, parts[leaf.name]) for leaf in leaves], tensors, readers)
     done = 0
 
     def advance(source: str) -> None:
