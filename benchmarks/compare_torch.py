@@ -1,334 +1,276 @@
-"""Compare with PyTorch (transformers): both do the same work on the same device in one process, alternating.
+"""Compare with PyTorch (transformers) at its best: both do the same work on the same device, taking turns.
 
-  python -m benchmarks.compare_torch                     a mid-size model in float32, about 15 minutes on 2 cores
-  python -m benchmarks.compare_torch --dtype=bfloat16 --record=compare_torch_bfloat16
+  python -m benchmarks.compare_torch                     float32, on one core and on all: about an hour on 2 cores
+  python -m benchmarks.compare_torch --dtype=bfloat16 --record=compare_torch_bfloat16                another hour
+  python -m benchmarks.compare_torch --random=demo --canvas=128,512 --row_seconds=5                  a few minutes
   python -m benchmarks.compare_torch --random=diffucoder-7b --dtype=bfloat16 --batch=1,8 --canvas=512,1024   on a GPU
 
 Parts: ``forward`` is one pass of a bidirectional model, without and with its output head. ``generate`` compares
-masked diffusion with the published loop; half of each canvas is prompt, and half is generated greedily by entropy.
+masked diffusion with the published loop and the published sampling; half of each canvas is prompt.
 ``autoregressive`` is a causal model of the same sizes with its cache, and ``gpt2`` is GPT-2 124M; both are compared
-with greedy generation of transformers. Both sides have the same prompts and the same weights, which are made in PyTorch
-and read here from a checkpoint. Calls alternate after a warm-up with the timed shapes. Results are compared too:
-logits, and the share of equal tokens.
+with greedy generation of transformers.
 
-Dimension letters: B batch, S canvas, V vocab.
+A process of its own measures each number of cores. In it, both sides have the same prompts and the same weights, which
+are made in PyTorch and read here from a checkpoint. For float32 on CPU, PyTorch runs in the faster of its libraries for
+matrix products, which is measured for each case and named in its row. Results are compared before times: logits, and
+tokens of greedy generations. What is sampled is judged by PyTorch's distributions, see :mod:`benchmarks.torch_rows`.
+Calls alternate after a warm-up with the timed shapes. Memory is that of further processes, one for each library. A goal
+that is not reached is marked, and its row stays.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
 
-from benchmarks.models import CAUSAL, DIFFUSION, checkpoint_config, define_model_flags, forward_flops, model_sizes
+from benchmarks.models import define_model_flags, model_sizes
 from benchmarks.records import (
-    Timing,
     build_record,
     define_record_flags,
-    integers,
     kind_of_devices,
     load_notes,
-    note_lines,
-    time_alternating,
     use_cores,
     write_record,
 )
 from benchmarks.roofline import fits_or_none
-from benchmarks.torch_models import (
-    diffusion_generate,
-    gpt2_model,
-    greedy_generate,
-    import_torch,
-    save_torch_model,
-    torch_device,
-    torch_model,
-    wait_for,
-)
-from launch.process.profiling import check_profiling, define_profiling_flags, profile_again
+from benchmarks.torch_cases import PARTS, PARTS_OF_A_MODEL, Case, cases, define_case_flags, published
+from benchmarks.torch_memory import DTYPES, LIBRARIES
+from benchmarks.torch_models import BACKENDS, import_torch, torch_device
+from benchmarks.torch_rows import TOLERANCE, Sides, compare
+from benchmarks.torch_tables import PASSES, add_goals, agreement
+from checkpoints import parse_json_object
+from launch.process.profiling import check_profiling, define_profiling_flags
 from launch.process.startup import run_launcher
-from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
-from runtime.engine import Engine
-from runtime.execution.programs import ProgramCache, lower_hidden, put, widens_weights
-from runtime.models.attention import choose_attention
-from runtime.models.families import Weights
-from runtime.models.forward import Forward
-from runtime.models.transformer import hidden_states, project_logits
 from sharding.errors import InputError
 
-PARTS = ("forward", "generate", "autoregressive", "gpt2")
-# Largest relative difference of the logits: the norm of the difference, divided by the norm of PyTorch's logits.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}
-_SHAPES = ("batch", "canvas", "prompt", "new_tokens", "steps")
+_ALL = "all"
+_MODELS = ("demo", "mid-size")
+# Flags that a process for one number of cores gets from this one.
+_OWN_FLAGS = ("cores", "output_dir", "record")
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Define this benchmark's flags."""
     define_record_flags(values)
     define_profiling_flags(values)
-    define_model_flags(values)
-
-    def integer(name: str, default: int | None, text: str) -> None:
-        flags.DEFINE_integer(name, default, text, 1, flag_values=values)
-
+    define_model_flags(values, _MODELS)
+    define_case_flags(values)
     flags.DEFINE_list("parts", list(PARTS), f"Which of {', '.join(PARTS)} to run.", flag_values=values)
-    flags.DEFINE_enum("dtype", "float32", tuple(TOLERANCE), "Dtype of weights and activations.", flag_values=values)
-    flags.DEFINE_list("batch", ["1", "4"], "Numbers of rows.", flag_values=values)
-    flags.DEFINE_list("canvas", ["128", "512"], "Positions per row of a diffusion model.", flag_values=values)
-    integer("steps", 8, "Denoise steps.")
-    flags.DEFINE_float(
-        "top_p", None, "Top-p filter before confidences are computed. Default: none.", 0.0, 1.0, flag_values=values
-    )
-    integer("top_k", None, "Top-k filter before confidences are computed. Default: none.")
-    flags.DEFINE_list("new_tokens", ["15", "128"], "New tokens of autoregressive generations.", flag_values=values)
-    integer("prompt", 16, "Prompt tokens of autoregressive generations.")
-    integer("repeats", 5, "Timed calls per comparison.")
-    integer("cores", None, "Processor cores to use. Default: all.")
+    flags.DEFINE_enum("dtype", "float32", DTYPES, "Dtype of weights and activations.", flag_values=values)
+    text = "Numbers of processor cores, or all; a process for each. Default: 1 and all on CPU, otherwise all."
+    flags.DEFINE_list("cores", None, text, flag_values=values)
+    flags.DEFINE_integer("repeats", 10, "Maximum number of timed calls per case.", 1, flag_values=values)
+    text = "Seconds of timed calls per case. At least 3 calls are timed, even if they take longer."
+    flags.DEFINE_float("row_seconds", 20.0, text, 0.0, flag_values=values)
+    flags.DEFINE_bool("memory", True, "Also measure memory, on CPU.", flag_values=values)
+    text = "Measure in this process, with one number of cores and without memory."
+    flags.DEFINE_bool("one_process", False, text, flag_values=values)
 
 
-@dataclass(frozen=True)
-class Sides:
-    """One model in JAX and in PyTorch.
+def numbers_of_cores(texts: Sequence[str] | None, platform: str) -> list[int]:
+    """Return the numbers of cores to measure with, without duplicates.
 
-    Attributes:
-      engine: the model in JAX.
-      torch: the ``torch`` module.
-      model: the model in PyTorch.
-      device: PyTorch's name of the device that both use.
+    Raises:
+      InputError: a number is not positive, or there are fewer cores.
     """
-
-    engine: Engine
-    torch: Any
-    model: Any
-    device: str
-
-    def tokens(self, ids: np.ndarray) -> Any:
-        """Convert integers to a PyTorch tensor on the device."""
-        return self.torch.from_numpy(ids).to(self.device)
-
-    def theirs(self, call: Callable[[], Any]) -> Callable[[], None]:
-        """Wrap a PyTorch call so that it returns when its work is done."""
-
-        def run() -> None:
-            with self.torch.inference_mode():
-                call()
-            wait_for(self.torch, self.device)
-
-        return run
+    texts = texts or (["1", _ALL] if platform == "cpu" else [_ALL])
+    every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for text in texts:
+        if text != _ALL and not (text.isdecimal() and 0 < int(text) <= every):
+            raise InputError(f'--cores={",".join(texts)}: expected numbers from 1 to {every}, or "{_ALL}"')
+    return list(dict.fromkeys(every if text == _ALL else int(text) for text in texts))
 
 
-def ratios(ours: Timing, theirs: Timing) -> dict[str, Any]:
-    """Return both times and their ratio, with the spread over pairs of calls."""
-    return {
-        "jax_ms": ours,
-        "torch_ms": theirs,
-        "times_as_fast": ours.times_as_fast_as(theirs),
-        "times_as_fast_by_processor_time": round(theirs.cpu / ours.cpu, 3) if ours.cpu else None,
-    }
+def check_flags(values: flags.FlagValues) -> None:
+    """Check the flags before a device is used.
 
-
-def compare_forward(sides: Sides, batch: int, canvas: int, values: flags.FlagValues) -> dict[str, Any]:
-    """Compare the times of a pass over tokens ``[B, S]``, without and with the head, and the logits."""
-    engine, layout, config = sides.engine, sides.engine.layout, sides.engine.config
-    ids = np.random.default_rng(0).integers(0, config.vocab_size - 2, (batch, canvas))
-    forward = Forward(layout, choose_attention("auto", engine.platform, layout, canvas, engine.dtype))
-    arguments = (
-        engine.weights,
-        put(ids.astype(np.int32), layout.sharding("batch", None)),
-        put(np.full(batch, canvas, np.int32), layout.sharding("batch")),
-    )
-
-    def logits(weights: Weights, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-        hidden = hidden_states(forward, weights, tokens, lengths)
-        # Logits in the model's dtype, as in PyTorch.
-        return project_logits(forward, weights, hidden).astype(engine.dtype)
-
-    programs = ProgramCache(engine.platform, widens_weights(engine.layout, engine.dtype))
-    transformer = programs.get(("transformer", ids.shape), lambda: lower_hidden(forward, *arguments))
-    whole = programs.get(("logits", ids.shape), lambda: jax.jit(logits).lower(*arguments))
-    tokens = sides.tokens(ids)
-    with sides.torch.inference_mode():
-        there = sides.model(tokens).logits.float().cpu().numpy()
-    here = np.asarray(whole(*arguments).astype(jnp.float32))[..., : config.vocab_size]
-    difference = float(np.linalg.norm(here - there) / np.linalg.norm(there))
-    calls = {
-        "jax transformer": lambda: transformer(*arguments),
-        "torch transformer": sides.theirs(lambda: sides.model.model(tokens)),
-        "jax logits": lambda: whole(*arguments),
-        "torch logits": sides.theirs(lambda: sides.model(tokens)),
-    }
-    timings = time_alternating(calls, values.repeats)
-    label = f"forward batch {batch} canvas {canvas}"
-    profile_again(values, label, lambda: jax.block_until_ready(whole(*arguments)), programs.texts)
-    found: dict[str, Any] = {
-        "relative_difference_of_logits": difference,
-        "agrees": difference <= TOLERANCE[values.dtype],
-    }
-    for part, head in (("transformer", 0), ("logits", batch * canvas)):
-        ours, theirs = timings[f"jax {part}"], timings[f"torch {part}"]
-        flops = forward_flops(config, batch, canvas, head)
-        found[part] = ratios(ours, theirs) | {
-            "jax_gflops_per_second": round(flops / ours.median / 1e6, 1),
-            "torch_gflops_per_second": round(flops / theirs.median / 1e6, 1),
-        }
-    return found
-
-
-def compare_generation(
-    sides: Sides, prompt: np.ndarray, request: Any, theirs: Callable[[Any], Any], values: flags.FlagValues
-) -> dict[str, Any]:
-    """Compare the times of a generation from prompts ``[B, P]``, and the new tokens.
-
-    Args:
-      sides: the model.
-      prompt: the prompts.
-      request: decoding parameters for JAX.
-      theirs: runs the generation in PyTorch, given the prompts.
-      values: the flags.
+    Raises:
+      InputError: a flag is wrong.
     """
-    tokens = sides.tokens(prompt)
-    found: dict[str, Any] = {}
-
-    def ours() -> None:
-        found["jax"] = sides.engine.generate_tokens(prompt, config=request)
-
-    def there() -> None:
-        found["torch"] = theirs(tokens)
-
-    timings = time_alternating({"jax": ours, "torch": sides.theirs(there)}, values.repeats, warmup=1)
-    batch, width = prompt.shape
-    label = f"generation batch {batch} prompt {width} new {request.max_new_tokens}"
-    profile_again(values, f"{sides.engine.config.family.name} {label}", ours, sides.engine.program_texts)
-    stats, new = found["jax"].stats, request.max_new_tokens
-    same = found["jax"].sequences[:, width:] == found["torch"].cpu().numpy()[:, width:]
-    return ratios(timings["jax"], timings["torch"]) | {
-        "jax_forwards": stats.forwards,
-        "compiled_in_the_last_run": stats.compiled_programs,
-        "jax_tokens_per_second": round(1e3 * batch * new / timings["jax"].median, 2),
-        "torch_tokens_per_second": round(1e3 * batch * new / timings["torch"].median, 2),
-        "share_of_equal_new_tokens": float(same.mean()),
-    }
-
-
-def both_sides(part: str, torch: Any, device: str, values: flags.FlagValues) -> Sides:
-    """Make a part's model in JAX and in PyTorch, with the same weights."""
-    dtype = values.dtype
-    with tempfile.TemporaryDirectory() as folder:
-        if part == "gpt2":
-            model = gpt2_model(dtype, device)
-            model.save_pretrained(folder)
-        else:
-            family = CAUSAL if part == "autoregressive" else DIFFUSION
-            config = checkpoint_config(model_sizes(values), dtype, family)
-            model = torch_model(config, dtype, device)
-            save_torch_model(model, config, Path(folder))
-        engine = Engine.load(folder, mesh="data=1", dtype=dtype, devices=jax.devices()[:1])
-    return Sides(engine, torch, model, device)
-
-
-def compare_part(part: str, torch: Any, device: str, values: flags.FlagValues) -> list[dict[str, Any]]:
-    """Run every comparison of a part, and return the result of each. The models can be freed afterwards."""
-    rows = []
-    sides = both_sides(part, torch, device, values)
-    for sizes, compare in cases(part, sides, values):
-        found = fits_or_none(compare)
-        row = sizes | ({"out_of_memory": found} if isinstance(found, str) else found)
-        rows.append(row)
-        print(line(part, sizes, row), flush=True)
-    return rows
-
-
-def free_memory(torch: Any, device: str) -> None:
-    """Free unreferenced memory in both frameworks."""
-    jax.clear_caches()
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
-def cases(part: str, sides: Sides, values: flags.FlagValues) -> Iterator[tuple[dict[str, int], Callable[[], Any]]]:
-    """Yield the comparisons of one part: for each, its sizes, and a function that runs it and returns the result.
-
-    Args:
-      part: a name out of ``PARTS``.
-      sides: the model in both frameworks.
-      values: flags with the sizes to compare.
-    """
-    generator, vocab = np.random.default_rng(0), sides.engine.config.vocab_size - 2
-    for batch in integers("batch", values.batch):
-        if part in ("forward", "generate"):
-            for canvas in integers("canvas", values.canvas):
-                if part == "forward":
-                    yield {"batch": batch, "canvas": canvas}, partial(compare_forward, sides, batch, canvas, values)
-                    continue
-                new, steps = canvas // 2, values.steps
-                request = DiffusionConfig(
-                    max_new_tokens=new,
-                    steps=steps,
-                    algorithm="entropy",
-                    top_p=values.top_p,
-                    top_k=values.top_k,
-                    confidence_dtype="model",  # as in the PyTorch loop
-                )
-
-                def denoise(tokens: Any, new: int = new) -> Any:
-                    config = sides.engine.config
-                    mask, offset = config.mask_token_id, config.family.prediction_offset
-                    filters = values.top_p, values.top_k
-                    return diffusion_generate(sides.model, tokens, mask, offset, new, values.steps, *filters)
-
-                prompt = generator.integers(0, vocab, (batch, canvas - new))
-                sizes = {"batch": batch, "canvas": canvas, "new_tokens": new, "steps": steps}
-                yield sizes, partial(compare_generation, sides, prompt, request, denoise, values)
-        else:
-            for new in integers("new_tokens", values.new_tokens):
-                prompt = generator.integers(0, vocab, (batch, values.prompt))
-
-                def decode(tokens: Any, new: int = new) -> Any:
-                    return greedy_generate(sides.model, tokens, new)
-
-                greedy = SamplingConfig(max_new_tokens=new)
-                sizes = {"batch": batch, "prompt": values.prompt, "new_tokens": new}
-                yield sizes, partial(compare_generation, sides, prompt, greedy, decode, values)
-
-
-def main(values: flags.FlagValues) -> None:
-    """Run the comparisons, print a line for each shape, and write the record."""
-    # Both frameworks share the device's memory, so allocate only what is needed.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     check_profiling(values)
     if not values.parts or set(values.parts) - set(PARTS):
         raise InputError(f"--parts={','.join(values.parts)}: expected some of {', '.join(PARTS)}")
-    cores = use_cores(values.cores)
-    notes = load_notes(torch_cores=cores)
-    torch = import_torch()
-    torch.set_num_threads(cores)
+    for part in values.parts:
+        for case in cases(part, values, "cpu"):
+            if case.config is not None and case.new_tokens == 0:
+                raise InputError(f"--canvas={case.canvas}: half of it is generated, so it needs 2 positions")
+    numbers_of_cores(values.cores, "cpu")
+
+
+def subjects(values: flags.FlagValues) -> Iterator[tuple[str, list[str]]]:
+    """Yield the models that are held in memory one after another, each with the parts that it runs."""
+    for name in values.random:
+        for together in (PARTS_OF_A_MODEL[:2], PARTS_OF_A_MODEL[2:]):
+            if parts := [part for part in values.parts if part in together]:
+                yield name, parts
+    if "gpt2" in values.parts:
+        yield "gpt2", ["gpt2"]
+
+
+def sizes_of(name: str, values: flags.FlagValues) -> dict[str, int]:
+    """Return a model's sizes; none for GPT-2, whose sizes are fixed."""
+    return {} if name == "gpt2" else model_sizes(values, name)
+
+
+def measure(values: flags.FlagValues, torch: Any, device: str, cores: int) -> dict[str, list[dict[str, Any]]]:
+    """Run every case in this process, print a line for each, and return the rows by part."""
+    results: dict[str, list[dict[str, Any]]] = {part: [] for part in values.parts}
+    judged = (cores, values.dtype, device) == (1, "float32", "cpu")
+    for name, parts in subjects(values):
+        for part, row in rows_of_model(name, parts, values, torch, device):
+            row = {"model": name, "cores": cores} | row
+            if judged and "out_of_memory" not in row:
+                add_goals(part, row)
+            results[part].append(row)
+            print(line(part, row), flush=True)
+        jax.clear_caches()
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return results
+
+
+def rows_of_model(
+    name: str, parts: list[str], values: flags.FlagValues, torch: Any, device: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield part and row of every case of a model. The model can be freed afterwards."""
+    sides = Sides.make(name, parts[0], sizes_of(name, values), values.dtype, torch, device)
+    for part in parts:
+        for case in cases(part, values, sides.engine.platform):
+            found = fits_or_none(partial(compare, sides, case, values))
+            yield part, case.sizes | ({"out_of_memory": found} if isinstance(found, str) else found)
+
+
+def line(part: str, row: dict[str, Any]) -> str:
+    """Return a line of text for each time in a row."""
+    sizes = ("model", "cores", "batch", "canvas", "prompt", "new_tokens", "steps")
+    shape = " ".join(f"{name}={row[name]}" for name in sizes if name in row)
+    if "out_of_memory" in row:
+        return f"{part} {shape}: out of memory"
+    texts = []
+    for name in PASSES if part == "forward" else ("",):
+        found = row[name] if name else row
+        fast = found["times_as_fast"]
+        texts.append(
+            f"{part} {shape} {name}: jax {found['jax_ms'].median:.1f} ms, torch {found['torch_ms'].median:.1f} ms "
+            f"({row['torch_backend']}), {fast['median']:.2f}x as fast ({fast['minimum']:.2f} to {fast['maximum']:.2f})"
+            + (f", goal {found['goal']:g}: {found['verdict']}" if "goal" in found else "")
+        )
+    return "\n".join([*texts[:-1], f"{texts[-1]}, {agreement(row)}"])
+
+
+def run_process(module: str, arguments: Sequence[str], read: bool = False) -> str:
+    """Run a module of this package in a new process, and return its standard output if ``read`` is set.
+
+    Raises:
+      InputError: it fails. Its own message is on standard error.
+    """
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE if read else None, text=True, check=False)
+    if done.returncode:
+        raise InputError(f"benchmarks.{module} ended with exit code {done.returncode}; see above")
+    return done.stdout or ""
+
+
+def given_flags(values: flags.FlagValues) -> list[str]:
+    """Return the flags that this command was given, for a process that measures one number of cores."""
+    return [values[name].serialize() for name in values if values[name].present and name not in _OWN_FLAGS]
+
+
+def measure_in_processes(values: flags.FlagValues, cores: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
+    """Run every case in one process per number of cores, and return the rows of all of them by part."""
+    results: dict[str, list[dict[str, Any]]] = {part: [] for part in values.parts}
+    with tempfile.TemporaryDirectory() as folder:
+        for count in cores:
+            own = ["--one_process", f"--cores={count}", f"--output_dir={folder}", "--record=rows"]
+            run_process("compare_torch", [*given_flags(values), *own])
+            record = parse_json_object((Path(folder) / "rows.json").read_bytes())
+            for part in values.parts:
+                results[part] += record["results"][part]
+    return results
+
+
+def measure_memory(values: flags.FlagValues, results: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Measure the memory of the longest case of each part, in one process per model and library.
+
+    Args:
+      values: the flags.
+      results: rows by part. They name the library that PyTorch runs in.
+    """
+    rows = []
+    for name, parts in subjects(values):
+        for part in parts:
+            case = max(cases(part, values, "cpu"), key=lambda one: (one.canvas, one.batch))
+            timed = {"model": name} | case.sizes
+            same = [row for row in results[part] if all(row[key] == value for key, value in timed.items())]
+            backend = same[-1].get("torch_backend", BACKENDS[0])
+            row: dict[str, Any] = {"part": part, "model": name, "torch_backend": backend} | case.sizes
+            for library in LIBRARIES:
+                given = memory_flags(name, case, backend, values)
+                printed = run_process("torch_memory", [f"--library={library}", *given], read=True)
+                row[library] = json.loads(printed.strip().splitlines()[-1])
+                print(f"memory {part} {name} {library}: {row[library]['peak_bytes'] / 1e6:.0f} MB", flush=True)
+            rows.append(row)
+    return rows
+
+
+def memory_flags(name: str, case: Case, backend: str, values: flags.FlagValues) -> list[str]:
+    """Return the flags of :mod:`benchmarks.torch_memory` for one case."""
+    sizes = {"batch": case.batch, "canvas": case.canvas, "prompt": values.prompt, "steps": values.steps}
+    if case.is_autoregressive:
+        sizes["new_tokens"] = case.new_tokens
+    sampling = {one: values[one].value for one in ("temperature", "top_p", "top_k") if values[one].value is not None}
+    model = {} if name == "gpt2" else {"random": name} | sizes_of(name, values)
+    given = {"part": case.part, "dtype": values.dtype, "backend": backend} | model | sizes | sampling
+    return [f"--{flag}={value}" for flag, value in given.items()]
+
+
+def main(values: flags.FlagValues) -> None:
+    """Run the comparisons, print a line for each case, and write the record."""
+    # Both frameworks share the device's memory, so allocate only what is needed.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    check_flags(values)
+    if values.one_process:
+        cores = numbers_of_cores(values.cores or [_ALL], "cpu")
+        if len(cores) > 1:
+            raise InputError(f"--cores={','.join(values.cores)}: --one_process takes one number of cores")
+        if values.cores not in (None, [_ALL]):
+            use_cores(cores[0])
+    notes, torch = load_notes(torch_cores=max(numbers_of_cores(values.cores, "cpu"))), import_torch()
     devices = jax.devices()[:1]
     device = torch_device(torch, devices[0].platform)
-    results: dict[str, list[dict[str, Any]]] = {}
-    for part in values.parts:
-        results[part] = compare_part(part, torch, device, values)
-        free_memory(torch, device)
+    if values.one_process:
+        torch.set_num_threads(cores[0])
+        results = measure(values, torch, device, cores[0])
+    else:
+        cores = numbers_of_cores(values.cores, devices[0].platform)
+        results = measure_in_processes(values, cores)
+        if values.memory and device == "cpu":
+            results["memory"] = measure_memory(values, results)
+    sampling = published(values, 1)
     record = build_record(
         "compare_torch",
         kind=kind_of_devices(devices),
         settings={
-            **model_sizes(values),
+            "models": {name: sizes_of(name, values) for name, _ in subjects(values)},
             "dtype": values.dtype,
             "cores": cores,
-            "algorithm": "entropy",
-            "temperature": 0.0,
-            "top_p": values.top_p,
-            "top_k": values.top_k,
+            "algorithm": sampling.algorithm,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "row_seconds": values.row_seconds,
             "torch_device": device,
             "torch_attention": "sdpa",
             "tolerance_of_logits": TOLERANCE[values.dtype],
@@ -338,57 +280,6 @@ def main(values: flags.FlagValues) -> None:
         notes=notes,
     )
     print(f"written: {write_record(record, values.output_dir, values.record)}")
-
-
-def line(part: str, sizes: dict[str, int], row: dict[str, Any]) -> str:
-    """Return one line with the results of a comparison."""
-    shape = " ".join(f"{name}={size}" for name, size in sizes.items())
-    if "out_of_memory" in row:
-        return f"{part} {shape}: out of memory"
-    compared = {name: row[name] for name in ("transformer", "logits")} if part == "forward" else {"": row}
-    texts = []
-    for name, found in compared.items():
-        fast = found["times_as_fast"]
-        texts.append(
-            f"{part} {shape} {name}: jax {found['jax_ms'].median:.1f} ms, torch {found['torch_ms'].median:.1f} ms, "
-            f"{fast['median']:.2f}x as fast ({fast['minimum']:.2f} to {fast['maximum']:.2f})"
-        )
-    same = row.get("share_of_equal_new_tokens")
-    texts[-1] += (
-        f", logits {row['relative_difference_of_logits']:.1e} apart"
-        if same is None
-        else f", {same:.1%} of tokens equal"
-    )
-    return "\n".join(texts)
-
-
-def comparison_table(record: Mapping[str, Any]) -> str:
-    """Convert a record to a Markdown table."""
-    settings, versions = record["settings"], record["versions"]
-    lines = [
-        f"{settings['dtype']}, {settings['cores']} cores, {record['machine']['device_kind']}; jax {versions['jax']}, "
-        f"torch {versions['torch']}, transformers {versions['transformers']}. {record['kind'].capitalize()}: "
-        f"`{record['command']}`.",
-        "",
-        "| | | JAX ms | PyTorch ms | times as fast, median | minimum to maximum | |",
-        "|---|---|---:|---:|---:|---|---|",
-    ]
-    for part, rows in record["results"].items():
-        for row in rows:
-            shape = ", ".join(f"{name.replace('_', ' ')} {row[name]}" for name in _SHAPES if name in row)
-            if "out_of_memory" in row:
-                lines.append(f"| {part} | {shape} | out of memory | | | | |")
-                continue
-            same = row.get("share_of_equal_new_tokens")
-            agrees = f"logits {row['relative_difference_of_logits']:.1e} apart" if same is None else f"{same:.1%} equal"
-            for name in ("transformer", "logits") if part == "forward" else ("",):
-                found = row[name] if name else row
-                fast = found["times_as_fast"]
-                lines.append(
-                    f"| {part} {name} | {shape} | {found['jax_ms']['median']:.1f} | {found['torch_ms']['median']:.1f} "
-                    f"| {fast['median']:.2f} | {fast['minimum']:.2f} to {fast['maximum']:.2f} | {agrees} |"
-                )
-    return "\n".join([*lines, *note_lines(record)])
 
 
 if __name__ == "__main__":

@@ -19,6 +19,16 @@ from runtime.planner.presets import preset
 DIFFUSION, CAUSAL = preset("diffucoder-7b").family, preset("qwen2.5-7b").family
 
 SIZES = {
+    # The shapes of checkpoints/demo.
+    "demo": {
+        "layers": 6,
+        "hidden_size": 256,
+        "intermediate_size": 640,
+        "heads": 8,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 1536,
+    },
     # Qwen2.5-0.5B's shapes with fewer layers and a smaller vocabulary, lm_head untied: 118 million parameters.
     "mid-size": {
         "layers": 4,
@@ -42,19 +52,32 @@ SIZES = {
 }
 
 
-def define_model_flags(values: flags.FlagValues, default: str | None = "mid-size") -> None:
-    """Define ``--random``, a model by name with random weights, and a flag for each size."""
-    flags.DEFINE_enum(
-        "random", default, tuple(SIZES), "Random weights with the sizes of this model.", flag_values=values
-    )
+def define_model_flags(values: flags.FlagValues, default: str | tuple[str, ...] | None = "mid-size") -> None:
+    """Define ``--random``, a model by name with random weights, and a flag for each size.
+
+    Args:
+      values: where to define them.
+      default: the default of ``--random``. If it is a tuple, the flag takes several names.
+    """
+    if isinstance(default, tuple):
+        text = f"Random weights with the sizes of these models, of {', '.join(SIZES)}."
+        flags.DEFINE_list("random", list(default), text, flag_values=values)
+        flags.register_validator(
+            "random", lambda names: bool(names) and set(names) <= set(SIZES), f"some of {', '.join(SIZES)}",
+            flag_values=values,
+        )  # fmt: skip
+    else:
+        flags.DEFINE_enum(
+            "random", default, tuple(SIZES), "Random weights with the sizes of this model.", flag_values=values
+        )
     for name in SIZES["mid-size"]:
         text = f"Overrides a size of --random:{name.replace('_', ' ')}."
         flags.DEFINE_integer(name, None, text, 1, flag_values=values)
 
 
-def model_sizes(values: flags.FlagValues) -> dict[str, int]:
-    """Read the sizes from flags."""
-    sizes = SIZES[values.random]
+def model_sizes(values: flags.FlagValues, name: str | None = None) -> dict[str, int]:
+    """Read the sizes from flags. ``name`` is one of the models if ``--random`` takes several."""
+    sizes = SIZES[name or values.random]
     return {name: size if values[name].value is None else values[name].value for name, size in sizes.items()}
 
 

@@ -31,6 +31,8 @@ Kind = Literal["measured", "simulated devices", "estimated"]
 _REPOSITORY = Path(__file__).parent.parent
 # Packages that determine the speed of programs: compilers and their runtimes. Not every machine has all of them.
 _COMPILERS = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13")
+# Timed calls that a limit of time leaves: a median and a spread require several.
+LEAST_REPEATS = 3
 _PACKAGES = ("diffumesh", "jax", "jaxlib", *_COMPILERS, "flax", "numpy", "torch", "transformers")
 
 
@@ -77,20 +79,30 @@ class Timing:
         }
 
 
-def time_alternating(calls: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 2) -> dict[str, Timing]:
+def time_alternating(
+    calls: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 2, seconds: float | None = None
+) -> dict[str, Timing]:
     """Time several calls in turn, A B A B ..., so that other load on the machine affects all of them equally.
 
     Args:
       calls: functions by name. Each returns only when its work is done; returned JAX arrays are waited for.
-      repeats: timed calls per function, at least 1.
+      repeats: timed calls per function, at least 1; with ``seconds``, the maximum.
       warmup: calls per function before the timed ones, with the same shapes, which compile and fill caches.
+      seconds: time for the timed calls of all functions together. No further turn starts after it, but each function
+        is called at least ``LEAST_REPEATS`` times if ``repeats`` allows. None for no limit.
 
     Returns:
       Timings by name.
     """
     wall: dict[str, list[float]] = {name: [] for name in calls}
     cpu: dict[str, list[float]] = {name: [] for name in calls}
+    begin = time.perf_counter()
     for turn in range(warmup + repeats):
+        if turn == warmup:
+            begin = time.perf_counter()
+        done = turn - warmup
+        if seconds is not None and done >= LEAST_REPEATS and time.perf_counter() - begin >= seconds:
+            break
         for name, call in calls.items():
             start, cpu_start = time.perf_counter(), time.process_time()
             jax.block_until_ready(call())

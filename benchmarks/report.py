@@ -21,7 +21,6 @@ from typing import Any
 from absl import flags
 
 from benchmarks.autoregressive import autoregressive_table
-from benchmarks.compare_torch import comparison_table
 from benchmarks.diffusion_modes import modes_table
 from benchmarks.families import families_table
 from benchmarks.fault_tables import fault_table
@@ -32,6 +31,7 @@ from benchmarks.schedule import schedule_table
 from benchmarks.serve.tables import serve_tables
 from benchmarks.suite.tables import suite_tables
 from benchmarks.summary import estimated_table, measured_table
+from benchmarks.torch_tables import comparison_table
 from checkpoints import parse_json_object
 from launch.process.startup import run_launcher
 from sharding.errors import InputError
@@ -46,7 +46,8 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     ),
     "compare_torch": (
         comparison_table,
-        "a GPU or TPU; models of billions of parameters; PyTorch with torch.compile or with an inference server.",
+        "a GPU or TPU; models of billions of parameters; PyTorch with torch.compile, with an inference server, or with "
+        "another decoding loop than the published one.",
     ),
     "diffusion_modes": (
         modes_table,

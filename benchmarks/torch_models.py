@@ -2,22 +2,28 @@
 
 A family names its model class in transformers. A bidirectional model is this class without the causal mask, on its fast
 path: fused attention (``sdpa``) without a mask. ``diffusion_generate`` is a direct implementation of the published
-decoding loop, with full logits.
+decoding loop, with full logits. On CPU, matrix products in float32 run in one of two libraries: PyTorch's default, or
+oneDNN through ``torch.utils.mkldnn``. Which one is faster depends on the processor.
 
-Dimension letters: B batch, S canvas, P prompt, V vocab.
+Dimension letters: B batch, S canvas, P prompt, N new tokens, M masked positions of all rows, V vocab.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime.decoding.parameters import DiffusionConfig
 from runtime.models.families import parse_config
 from sharding.errors import InputError
 
 if TYPE_CHECKING:
     import torch
+
+# PyTorch's libraries for matrix products.
+BACKENDS = ("default", "onednn")
 
 
 def import_torch() -> Any:
@@ -125,7 +131,42 @@ def gpt2_model(dtype: str, device: str = "cpu", seed: int = 0) -> Any:
 
     torch.manual_seed(seed)
     config = transformers.GPT2Config(eos_token_id=None, bos_token_id=None, pad_token_id=0, attn_implementation="sdpa")
+    # Larger than usual, so that greedy tokens do not repeat.
+    config.initializer_range = 2 * config.n_embd**-0.5
     return transformers.GPT2LMHeadModel(config).to(device=device, dtype=getattr(torch, dtype)).eval()
+
+
+def backends(device: str, dtype: str) -> tuple[str, ...]:
+    """Return PyTorch's libraries for matrix products that a comparison has to choose from."""
+    return BACKENDS if device == "cpu" and dtype == "float32" else BACKENDS[:1]
+
+
+def run_in_onednn(torch: Any, model: Any) -> Any:
+    """Make the linear layers of a float32 module run in oneDNN, in place, and return the module.
+
+    Each layer's weights are copied into oneDNN's layout, and its own are dropped. This includes the layers of GPT-2,
+    which transformers writes as ``Conv1D``.
+    """
+    from torch.utils.mkldnn import MkldnnLinear
+    from transformers.pytorch_utils import Conv1D
+
+    with torch.no_grad():
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                layer = child
+                if isinstance(child, Conv1D):
+                    layer = torch.nn.Linear(child.nx, child.nf, device="meta")
+                    layer.weight, layer.bias = torch.nn.Parameter(child.weight.t().contiguous()), child.bias
+                if isinstance(layer, torch.nn.Linear):
+                    setattr(module, name, MkldnnLinear(layer, torch.float32))
+    return model
+
+
+def with_backend(torch: Any, model: Any, backend: str) -> Any:
+    """Return a model that runs its linear layers in this library: itself, or a copy that shares all other weights."""
+    if backend == "default":
+        return model
+    return run_in_onednn(torch, copy.deepcopy(model, {id(weight): weight for weight in model.parameters()}))
 
 
 def greedy_generate(model: Any, prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
@@ -150,56 +191,77 @@ def _predictions(torch: Any, outputs: Any, prediction_offset: int) -> Any:
     return torch.cat([own, shifted], dim=1)
 
 
-def diffusion_generate(
-    model: Any,
-    prompt: torch.Tensor,
-    mask_token: int,
-    prediction_offset: int,
-    new_tokens: int,
-    steps: int,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    eps: float = 1e-3,
+def _filtered(torch: Any, logits: Any, config: DiffusionConfig) -> Any:
+    """Apply temperature, top-p and top-k in the published order: ``[..., V]`` -> ``[..., V]``, dropped ones lowest."""
+    lowest = torch.finfo(logits.dtype).min
+    if config.temperature > 0:
+        logits = logits / config.temperature
+    if config.top_p is not None and config.top_p < 1.0:
+        ordered, places = torch.sort(logits, descending=True)
+        mass = torch.cumsum(torch.softmax(ordered, dim=-1), dim=-1)
+        drop = mass > config.top_p
+        drop[..., 1:] = drop[..., :-1].clone()
+        drop[..., 0] = False
+        drop = torch.zeros_like(drop).scatter_(-1, places, drop)
+        logits = logits.masked_fill(drop, lowest)
+    if config.top_k is not None:
+        kth = torch.topk(logits, min(config.top_k, logits.shape[-1]))[0][..., -1, None]
+        logits = logits.masked_fill(logits < kth, lowest)
+    return logits
+
+
+def _with_masks(torch: Any, prompt: Any, mask_token: int, new_tokens: int) -> Any:
+    return torch.nn.functional.pad(prompt, (0, new_tokens), value=mask_token)
+
+
+def first_log_probabilities(
+    model: Any, prompt: torch.Tensor, mask_token: int, prediction_offset: int, config: DiffusionConfig
 ) -> torch.Tensor:
-    """Masked-diffusion decoding by negative entropy at temperature 0, as Dream and DiffuCoder publish it.
+    """Compute the distributions that the first step samples from: int64 ``[B, P]`` -> float32 ``[B, N, V]``.
+
+    Tokens that the filters drop have a log-probability of -inf. Arguments are those of :func:`diffusion_generate`.
+    """
+    import torch
+
+    with torch.inference_mode():
+        canvas = _with_masks(torch, prompt, mask_token, config.max_new_tokens)
+        logits = _predictions(torch, model(canvas).logits, prediction_offset)[:, prompt.shape[1] :]
+        kept = _filtered(torch, logits, config)
+        dropped = kept == torch.finfo(kept.dtype).min
+        return torch.log_softmax(kept.float().masked_fill(dropped, -torch.inf), dim=-1)
+
+
+def diffusion_generate(
+    model: Any, prompt: torch.Tensor, mask_token: int, prediction_offset: int, config: DiffusionConfig
+) -> torch.Tensor:
+    """Masked-diffusion decoding by negative entropy, as Dream and DiffuCoder publish it.
 
     Args:
       model: returns the logits of tokens.
       prompt: int64 ``[B, P]``, rows of one length.
       mask_token: id of the mask token.
       prediction_offset: see :class:`runtime.models.config.Family`.
-      new_tokens: positions to fill.
-      steps: forward passes.
-      top_p: top-p filter of the confidences; None for no filter.
-      top_k: top-k filter of the confidences; None for no filter.
-      eps: final time of the schedule.
+      config: its numbers of new tokens and steps, ``temperature``, ``top_p``, ``top_k`` and ``eps`` are used.
 
     Returns:
-      int64 ``[B, P + new_tokens]``.
+      int64 ``[B, P + N]``.
     """
     import torch
 
+    steps = config.steps
     with torch.inference_mode():
-        canvas = torch.nn.functional.pad(prompt, (0, new_tokens), value=mask_token)
-        times = torch.linspace(1.0, eps, steps + 1)
+        canvas = _with_masks(torch, prompt, mask_token, config.max_new_tokens)
+        times = torch.linspace(1.0, config.eps, steps + 1)
         for step in range(steps):
             masked = canvas == mask_token
-            logits = _predictions(torch, model(canvas).logits, prediction_offset)[masked]
-            if top_p is not None and top_p < 1.0:
-                ordered, places = torch.sort(logits, descending=True)
-                mass = torch.cumsum(torch.softmax(ordered, dim=-1), dim=-1)
-                drop = mass > top_p
-                drop[..., 1:] = drop[..., :-1].clone()
-                drop[..., 0] = False
-                drop = torch.zeros_like(drop).scatter_(-1, places, drop)
-                logits = logits.masked_fill(drop, torch.finfo(logits.dtype).min)
-            if top_k is not None:
-                kth = torch.topk(logits, min(top_k, logits.shape[-1]))[0][..., -1, None]
-                logits = logits.masked_fill(logits < kth, torch.finfo(logits.dtype).min)
+            logits = _filtered(torch, _predictions(torch, model(canvas).logits, prediction_offset)[masked], config)
             probabilities = torch.softmax(logits, dim=-1)
-            tokens = probabilities.argmax(dim=-1)
+            if config.temperature > 0:
+                tokens = torch.multinomial(probabilities, 1)[:, 0]
+            else:
+                tokens = probabilities.argmax(dim=-1)
             confidence = (probabilities * torch.log(probabilities + 1e-10)).sum(dim=-1)
-            left = int(masked.sum()) // len(canvas)  # all rows have the same number
+            left = int(masked.sum()) // len(canvas)  # the mean of the rows, as published
             count = int(left * float(1 - times[step + 1] / times[step])) if step < steps - 1 else left
             if count == 0:
                 continue

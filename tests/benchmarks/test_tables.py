@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks.autoregressive import autoregressive_table
-from benchmarks.compare_torch import comparison_table
 from benchmarks.suite.passes import GRID, grid_name
 from benchmarks.suite.tables import suite_tables
+from benchmarks.torch_tables import comparison_table
 
 NOTES = ["other processes kept the machine busy", "weights stored as bfloat16"]
 
