@@ -20,6 +20,7 @@ from typing import Any
 
 from absl import flags
 
+from benchmarks.attention import attention_table
 from benchmarks.autoregressive import autoregressive_table
 from benchmarks.diffusion_modes import modes_table
 from benchmarks.families import families_table
@@ -40,6 +41,10 @@ _MAX_RECORD_BYTES = 16 << 20
 
 # Benchmarks whose records can be shown as tables in documents, and what such a table does not show
 _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
+    "attention": (
+        attention_table,
+        "a GPU or TPU, where blocks only limit memory; a whole layer; windows with a cache; rows of different lengths.",
+    ),
     "autoregressive": (
         autoregressive_table,
         "quality, because the weights are random; a GPU or TPU; batches; prompts of other lengths.",

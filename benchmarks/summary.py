@@ -62,9 +62,7 @@ def _measured(read: Read) -> Iterator[tuple[str, str, str]]:
                 yield f"demo, {words}", speed, f"`{_command(modes)}`"
     if (torch := read("compare_torch")) is not None:
         for kind, words in (("generate", "masked diffusion"), ("autoregressive", "autoregressive, cached decoding")):
-            each = [row["times_as_fast"]["median"] for row in torch["results"][kind]]
-            result = f"{min(each):.1f}x to {max(each):.1f}x as fast, same tokens"
-            yield f"mid-size model beside PyTorch, {words}", result, f"`{_command(torch)}`"
+            yield from _beside_torch(torch, kind, words)
     if (scheduler := read("offline_scheduler")) is not None:
         each = [row["throughput_ratio"] for row in scheduler["results"].values()]
         result = f"{min(each):.2f}x to {max(each):.2f}x the throughput"
@@ -77,6 +75,22 @@ def _measured(read: Read) -> Iterator[tuple[str, str, str]]:
         each = [row["times_generate"] for row in lone]
         result = f"{min(each):.2f}x to {max(each):.2f}x the time of `engine.generate`"
         yield "a single request to the server", result, "`python -m benchmarks.serve --old=DIR`"
+
+
+def _beside_torch(record: Record, kind: str, words: str) -> Iterator[tuple[str, str, str]]:
+    """Yield a row for each model, of its cases on one core. Earlier records have one model and number of cores."""
+    models: dict[str, list[Record]] = {}
+    for row in record["results"].get(kind, ()):
+        if row.get("cores", 1) == 1 and "out_of_memory" not in row:
+            models.setdefault(row.get("model", "mid-size"), []).append(row)
+    for model, rows in models.items():
+        each = [row["times_as_fast"]["median"] for row in rows]
+        same = all(row["share_of_equal_new_tokens"] == 1.0 for row in rows)
+        # Samples of two generators cannot be equal, so greedy generations are compared in their place.
+        equal = f", same {'greedy ' if 'samples' in rows[0] else ''}tokens" if same else ""
+        where = " on one core" if "cores" in rows[0] else ""
+        result = f"{min(each):.1f}x to {max(each):.1f}x as fast{equal}"
+        yield f"{model} model beside PyTorch{where}, {words}", result, f"`{_command(record)}`"
 
 
 def _command(record: Record) -> str:
