@@ -21,7 +21,6 @@ that is not reached is marked, and its row stays.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -219,7 +218,7 @@ def measure_memory(values: flags.FlagValues, results: dict[str, list[dict[str, A
             for library in LIBRARIES:
                 given = memory_flags(name, case, backend, values)
                 printed = run_process("torch_memory", [f"--library={library}", *given], read=True)
-                row[library] = json.loads(printed.strip().splitlines()[-1])
+                row[library] = parse_json_object(printed.strip().splitlines()[-1].encode())
                 print(f"memory {part} {name} {library}: {row[library]['peak_bytes'] / 1e6:.0f} MB", flush=True)
             rows.append(row)
     return rows
