@@ -106,11 +106,11 @@ def time_alternating(
         for name, call in calls.items():
             start, cpu_start = time.perf_counter(), time.process_time()
             jax.block_until_ready(call())
-            seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+            taken, cpu_taken = time.perf_counter() - start, time.process_time() - cpu_start
             this_host().mark()  # the benchmark is slow, but does not hang
             if turn >= warmup:
-                wall[name].append(seconds)
-                cpu[name].append(cpu_seconds)
+                wall[name].append(taken)
+                cpu[name].append(cpu_taken)
     return {name: Timing.of(wall[name], cpu[name]) for name in calls}
 
 

@@ -67,7 +67,8 @@ def _shape(row: Mapping[str, Any]) -> str:
 def agreement(row: Mapping[str, Any]) -> str:
     """Return in words how well the results of both libraries agree."""
     if "relative_difference_of_logits" in row:
-        return f"logits {row['relative_difference_of_logits']:.1e} apart"
+        far = "" if row["agrees"] else " (TOO FAR)"
+        return f"logits {row['relative_difference_of_logits']:.1e} apart{far}"
     steps = f" in {row['compared_steps']} greedy steps" if row.get("compared_steps") else ""
     text = f"{row['share_of_equal_new_tokens']:.1%} of tokens equal{steps}"
     if (samples := row.get("samples")) is not None:
@@ -75,6 +76,7 @@ def agreement(row: Mapping[str, Any]) -> str:
         text += (
             f"; samples: {ours['share_in_pytorch_support']:.2%} in PyTorch's support, "
             f"{ours['mean_log_likelihood']} and {theirs['mean_log_likelihood']} nats"
+            f"{'' if samples['agree'] else ' (DIFFERENT)'}"
         )
     return text
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import records
-from benchmarks.records import build_record, load_notes, time_alternating
+from benchmarks.records import LEAST_REPEATS, build_record, load_notes, time_alternating
 from benchmarks.suite.sheet import Sheet
 from launch.process import environment
 
@@ -26,6 +26,21 @@ def test_calls_take_turns_and_each_is_progress(monkeypatch: pytest.MonkeyPatch) 
     # A command without progress is ended after half an hour.
     assert told == ["a", "mark", "b", "mark"] * 3
     assert [len(timing.each) for timing in timings.values()] == [2, 2]
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(None, 6), (100.0, 6), (4.5, 5), (0.0, LEAST_REPEATS)])
+def test_a_limit_of_time_leaves_several_calls(
+    seconds: float | None, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("benchmarks.records.time", SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: 0))
+
+    def call() -> None:
+        now[0] += 1.0
+
+    # Calls before the timed ones do not count.
+    assert time_alternating({"a": call}, 6, warmup=3, seconds=seconds)["a"].repeats == turns
+    assert time_alternating({"a": call}, 2, warmup=0, seconds=0.0)["a"].repeats == 2
 
 
 def test_a_row_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:

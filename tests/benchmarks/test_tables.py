@@ -9,6 +9,7 @@ import pytest
 from benchmarks.autoregressive import autoregressive_table
 from benchmarks.suite.passes import GRID, grid_name
 from benchmarks.suite.tables import suite_tables
+from benchmarks.summary import measured_table
 from benchmarks.torch_tables import comparison_table
 
 NOTES = ["other processes kept the machine busy", "weights stored as bfloat16"]
@@ -50,6 +51,31 @@ def test_a_table_says_what_its_record_notes(make: Any) -> None:
     line = "Note: other processes kept the machine busy; weights stored as bfloat16."
     assert line in make(record).splitlines()
     assert "Note:" not in make(record | {"notes": []})
+
+
+def test_the_summary_beside_pytorch() -> None:
+    def row(model: str, cores: int, ratio: float, **more: Any) -> dict[str, Any]:
+        return {
+            "model": model, "cores": cores, "times_as_fast": {"median": ratio}, "share_of_equal_new_tokens": 1.0, **more
+        }  # fmt: skip
+
+    sampled = {"samples": {"agree": True}}
+    results = {
+        "generate": [
+            row("demo", 1, 1.5, **sampled), row("demo", 1, 1.9, **sampled), row("demo", 2, 9.0, **sampled),
+            {"model": "demo", "cores": 1, "out_of_memory": "too large"},
+        ],
+        "autoregressive": [row("mid-size", 1, 1.1), row("mid-size", 1, 0.9, share_of_equal_new_tokens=0.9)],
+    }  # fmt: skip
+    record = {"command": "python -m benchmarks.compare_torch", "results": results}
+    table = measured_table(lambda name: record if name == "compare_torch" else None)
+    command = "`python -m benchmarks.compare_torch`"
+    assert table.splitlines()[2:] == [
+        "| demo model beside PyTorch on one core, masked diffusion | 1.5x to 1.9x as fast, same greedy tokens | "
+        f"{command} |",
+        "| mid-size model beside PyTorch on one core, autoregressive, cached decoding | 0.9x to 1.1x as fast | "
+        f"{command} |",
+    ]
 
 
 def test_the_grid_of_a_run_that_was_cut_short_in_it() -> None:
