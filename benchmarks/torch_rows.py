@@ -48,7 +48,10 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}
 # PyTorch's libraries are compared on passes over at most this many positions; longer ones use the same kernels.
 _PROBE_POSITIONS = 512
 _PROBE_NEW_TOKENS = 8
-_PROBE_REPEATS = 3
+_PROBE_SECONDS = 3.0
+# Calls of a part of the work, such as the products alone, at most; as many as a limit of time allows.
+_REPEATS_OF_PARTS = 20
+_SHARE_OF_PARTS = 0.25
 # Of a greedy generation that is only compared, and not timed.
 _GREEDY_STEPS = 2
 # The mean log-likelihoods of both libraries' samples may differ by this many standard errors.
@@ -113,7 +116,7 @@ class Sides:
         if key not in self.probed:
             calls = {name: self.theirs(partial(call, model)) for name, model in self.models.items()}
             several = len(calls) > 1
-            timings = time_alternating(calls, _PROBE_REPEATS, warmup=1) if several else {}
+            timings = time_alternating(calls, _REPEATS_OF_PARTS, 1, _PROBE_SECONDS) if several else {}
             self.probed[key] = {name: timing.median for name, timing in timings.items()}
         times = self.probed[key]
         return min(times, key=times.__getitem__) if times else next(iter(self.models))
@@ -168,7 +171,7 @@ def _compare_forward(sides: Sides, case: Case, values: flags.FlagValues) -> dict
     timings = time_alternating(calls, values.repeats, warmup=1, seconds=values.row_seconds)
     label = f"{sides.name} forward batch {case.batch} canvas {case.canvas}"
     profile_again(values, label, lambda: jax.block_until_ready(ours.logits()), ours.programs.texts)
-    alone = _products_and_attention(sides, case, ours, found["torch_backend"], values.row_seconds)
+    alone = _products_and_attention(sides, case, ours, found["torch_backend"], _SHARE_OF_PARTS * values.row_seconds)
     found |= {"relative_difference_of_logits": difference, "agrees": difference <= TOLERANCE[str(engine.dtype)]}
     whole = timings["jax logits"].median
     head_share = round(max(0.0, 1 - timings["jax transformer"].median / whole), 3)
@@ -239,7 +242,7 @@ def _products_and_attention(
     arguments = q, q[:, :, :, 0], q[:, :, :, 0], ours.lengths
     attention = ours.programs.get(("attention", case), lambda: attend.lower(*arguments))
     calls["jax attention"] = partial(attention, *arguments)
-    return time_alternating(calls, _PROBE_REPEATS, warmup=1, seconds=seconds)
+    return time_alternating(calls, _REPEATS_OF_PARTS, 1, seconds)
 
 
 def _product_rates(config: ModelConfig, case: Case, alone: Mapping[str, Timing], head: bool) -> dict[str, float]:
@@ -303,7 +306,7 @@ def _compare_generation(sides: Sides, case: Case, values: flags.FlagValues) -> d
     """Compare the times of a generation, and its tokens or what it samples from."""
     ids = case.prompts(sides.config.vocab_size)
     model, found = sides.choose(case, ids)
-    # The checks run the timed shapes in both libraries.
+    # The checks are the warm-up: they run the timed shapes in both libraries.
     found |= check_greedy(sides, case, model, ids)
     if isinstance(case.config, DiffusionConfig) and case.config.temperature > 0:
         found |= check_samples(sides, case, model, ids)
@@ -314,8 +317,10 @@ def _compare_generation(sides: Sides, case: Case, values: flags.FlagValues) -> d
         compiled[0] += stats.compiled_programs
         found["jax_forwards"] = stats.forwards
 
-    ours()
-    compiled[0] = 0
+    if isinstance(case.config, DiffusionConfig):
+        # The checks have other numbers of steps, for which there may be other programs.
+        ours()
+        compiled[0] = 0
     there = sides.theirs(lambda: torch_generation(case, model, sides.config, tokens))
     calls = {"jax": ours, "torch": there}
     timings = time_alternating(calls, values.repeats, warmup=0, seconds=values.row_seconds)
