@@ -51,6 +51,7 @@ _PROBE_NEW_TOKENS = 8
 _PROBE_SECONDS = 3.0
 # Calls of a part of the work, such as the products alone, at most; as many as a limit of time allows.
 _REPEATS_OF_PARTS = 20
+# Their limit, as a share of --row_seconds.
 _SHARE_OF_PARTS = 0.25
 # Of a greedy generation that is only compared, and not timed.
 _GREEDY_STEPS = 2
