@@ -31,6 +31,9 @@ from runtime.models.quantization import QUANTIZATIONS, Quantized
 # take no more than this many bytes.
 REMOTE_READERS = 24
 _REMOTE_BYTES = 2 << 30
+# Tensors up to this size are transposed by the host: a program is compiled for every shape and sharding, and that takes
+# longer than the transposition. Of larger ones, the devices are faster, and the host needs no second copy.
+_SMALL_BYTES = 2 << 20
 
 # Called with the bytes read so far and the bytes to read.
 Progress = Callable[[int, int], None]
@@ -196,13 +199,15 @@ def _transpose(order: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax
 
 
 def _to_devices(layout: ModelLayout, leaf: WeightLeaf, dtype: Any) -> Callable[[_Parts], jax.Array]:
-    """Return a function that puts a layer of a leaf on the mesh and transposes it there, faster than a host would."""
+    """Return a function that puts a layer of a leaf on the mesh, and transposes it: on the mesh unless it is small."""
     axes = _source_order(leaf)
     shape = tuple(_padded_sizes(leaf, axes))
     wanted = leaf.axes[1:] if leaf.is_stacked else leaf.axes
     order = tuple(axes.index(axis) for axis in wanted)
-    transpose = _transpose(order, layout.sharding(*wanted))
-    sharding = layout.sharding(*axes)
+    sharding, wanted_sharding = layout.sharding(*axes), layout.sharding(*wanted)
+    if math.prod(shape) * jnp.dtype(dtype).itemsize <= _SMALL_BYTES:
+        return partial(_put_small, tuple(shape[axis] for axis in order), wanted_sharding, order, dtype)
+    transpose = _transpose(order, wanted_sharding)
 
     def put(parts: _Parts) -> jax.Array:
         # A CPU device may use the host's buffer, so a copy is kept.
@@ -214,6 +219,18 @@ def _to_devices(layout: ModelLayout, leaf: WeightLeaf, dtype: Any) -> Callable[[
         return kept
 
     return put
+
+
+def _put_small(
+    shape: tuple[int, ...], sharding: NamedSharding, order: tuple[int, ...], dtype: Any, parts: _Parts
+) -> jax.Array:
+    """Transpose parts on the host, and put them on the mesh as an array of this shape and sharding."""
+    # Copies, because a CPU device may use the host's buffer, and a part may be a view of a file.
+    own = {
+        tuple(key[axis] for axis in order): np.array(part.transpose(order), order="C") for key, part in parts.items()
+    }
+    parts.clear()
+    return jax.make_array_from_callback(shape, sharding, lambda index: own[_key(index, shape)], dtype=dtype)
 
 
 def _layers(

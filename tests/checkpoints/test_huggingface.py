@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from checkpoints import load_weights, open_folder
+from checkpoints import DEMO, load_weights, loading, open_folder
 from runtime.models.families import model_layout, parse_config
 from sharding.errors import InputError, MeshError
 from sharding.mesh import MeshSpec
@@ -125,6 +125,33 @@ def test_weights_on_a_mesh_are_those_of_the_file(mesh: str, tensors: dict[str, n
         assert q_proj.addressable_shards[0].data.shape == (1, 1, 16, 224)
         assert head.shape[0] == 384
         assert head.addressable_shards[0].data.shape == (24, 224)
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "data=2,tensor=4", "tensor=8"])
+def test_small_tensors_are_loaded_without_compiling_a_program(
+    mesh: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The host transposes them to the arrays that programs on the devices make of them."""
+    spec = MeshSpec.parse(mesh)
+    folder = open_folder(DEMO)
+    layout = model_layout(parse_config(folder.config), spec, jax.devices()[: spec.size])
+
+    def load_logged() -> tuple[list[jax.Array], int]:
+        caplog.clear()
+        loading._transpose.cache_clear()
+        with jax.log_compiles():
+            arrays = jax.tree.leaves(load_weights(folder, layout, np.float32)[0])
+        return arrays, sum("Compiling" in record.getMessage() for record in caplog.records)
+
+    found, programs = load_logged()
+    assert programs == 0
+    monkeypatch.setattr(loading, "_SMALL_BYTES", 0)
+    expected, programs = load_logged()
+    assert programs > 0
+    for one, other in zip(found, expected, strict=True):
+        assert (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
+        for shard, same in zip(one.addressable_shards, other.addressable_shards, strict=True):
+            np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(same.data))
 
 
 # ---- meshes -----------------------------------------------------------------------------------------------------
