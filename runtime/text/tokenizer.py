@@ -13,6 +13,7 @@ from runtime.execution.left_padding import left_padded
 from runtime.models.config import InfillingTokens, ModelConfig, token_ids
 from runtime.models.families import find_family
 from runtime.text.chat_template import TemplateRenderer, TemplateTimeoutError
+from runtime.text.tokenizer_file import read_tokenizer_file
 from sharding.errors import InputError
 
 Item = TypeVar("Item")
@@ -36,7 +37,13 @@ class TextTokenizer:
     """The tokenizer of a checkpoint."""
 
     def __init__(self, tokenizer: Any, name: str, renderer: TemplateRenderer | None = None) -> None:
-        """Wrap a fast tokenizer of transformers; ``name`` is the checkpoint's name, for messages."""
+        """Wrap a tokenizer.
+
+        Args:
+          tokenizer: a fast tokenizer of transformers, or a :class:`runtime.text.tokenizer_file.FileTokenizer`.
+          name: the checkpoint's name, for messages.
+          renderer: renders chat templates; a new one by default.
+        """
         self._tokenizer = tokenizer
         self._name = name
         self._renderer = renderer or TemplateRenderer()
@@ -59,17 +66,20 @@ class TextTokenizer:
             return None
         _check_versioned_files(folder)
         name = "PreTrainedTokenizerFast" if has_json else find_family(folder.config).tokenizer_class
-        # Not AutoTokenizer: it could load a class whose code is in the folder.
-        import transformers
-
-        loader = getattr(transformers, name)
-        files = {} if has_json else _bpe_files(folder)
         try:
-            return cls(loader.from_pretrained(str(folder.path), local_files_only=True, **files), folder.name)
-        except BaseException as error:  # the library raises many exception types for a damaged file
+            found = read_tokenizer_file(folder) if has_json else None
+            if found is None:
+                # Not AutoTokenizer: it could load a class whose code is in the folder.
+                import transformers
+
+                files = {} if has_json else _bpe_files(folder)
+                loader = getattr(transformers, name)
+                found = loader.from_pretrained(str(folder.path), local_files_only=True, **files)
+        except BaseException as error:  # the libraries raise many exception types for a damaged file
             if not _is_library_error(error):
                 raise
             raise CheckpointError(f"{folder.path}: the tokenizer cannot be read ({error!s:.300})") from error
+        return cls(found, folder.name)
 
     def encode(self, text: str) -> list[int]:
         """Encode a text to token ids. Special tokens written in the text are recognised; none are added.
@@ -77,9 +87,7 @@ class TextTokenizer:
         Raises:
           InputError: the tokenizer fails on this text.
         """
-        # verbose=False suppresses a warning about the length, which is checked elsewhere against the model.
-        ids = _guarded(lambda: self._tokenizer.encode(text, add_special_tokens=False, verbose=False), _unreadable)
-        return list(ids)
+        return _guarded(lambda: self._encode([text]), _unreadable)[0]
 
     def encode_chat(self, text: str) -> list[int]:
         """Encode a user's message with the chat template, including the header of the assistant's answer.
@@ -164,17 +172,16 @@ class TextTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int] | InputError]:
         """Encode texts on all CPU cores, with an error in place of the ids of each text that cannot be encoded."""
+        return _each(lambda some: _guarded(lambda: self._encode(some), _unreadable), texts)
 
-        def encode(some: Sequence[str]) -> list[list[int]]:
-            # The library's own batch call lets other Python threads run meanwhile, and computes no offsets.
-            library = self._tokenizer.backend_tokenizer
-            if library.truncation is not None:
-                library.no_truncation()
-            if library.padding is not None:
-                library.no_padding()
-            return [found.ids for found in library.encode_batch_fast(list(some), add_special_tokens=False)]
-
-        return _each(lambda some: _guarded(lambda: encode(some), _unreadable), texts)
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        # The library's own batch call lets other Python threads run meanwhile, and computes no offsets.
+        library = self._tokenizer.backend_tokenizer
+        if library.truncation is not None:
+            library.no_truncation()
+        if library.padding is not None:
+            library.no_padding()
+        return [found.ids for found in library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def start_renderer(self) -> None:
         """Start the process that renders conversations, so that the first conversation need not wait for it."""
@@ -187,16 +194,18 @@ class TextTokenizer:
           UndecodableError: the tokenizer fails on these ids.
         """
         return _guarded(
-            lambda: self._tokenizer.decode(
-                list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            ),
+            # The library's call and not that of transformers, which may clean up spaces.
+            lambda: self._tokenizer.backend_tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens),
             UndecodableError,
         )
 
     def known_ids(self, tokens: Sequence[str]) -> tuple[int, ...]:
         """Return the ids of those special tokens that the vocabulary has."""
-        vocabulary = self._tokenizer.get_vocab()
-        return tuple(vocabulary[token] for token in tokens if token in vocabulary)
+        return tuple(number for token in tokens if (number := self._id(token)) is not None)
+
+    def _id(self, token: str) -> int | None:
+        found: int | None = self._tokenizer.backend_tokenizer.token_to_id(token)
+        return found
 
     def infilling_ids(self, tokens: InfillingTokens) -> tuple[int, int, int]:
         """Return the ids of the tokens before a prompt, before its suffix, and before the text between them.
@@ -204,14 +213,12 @@ class TextTokenizer:
         Raises:
           InputError: the vocabulary lacks one of them.
         """
-        vocabulary = self._tokenizer.get_vocab()
-        order = (tokens.prefix, tokens.suffix, tokens.middle)
-        missing = [token for token in order if token not in vocabulary]
-        if missing:
+        found = [(token, self._id(token)) for token in (tokens.prefix, tokens.suffix, tokens.middle)]
+        if missing := [token for token, number in found if number is None]:
             raise InputError(
                 f"suffix is not available for {self._name}: its tokenizer has no {', '.join(missing)}", field="suffix"
             )
-        before, between, after = (vocabulary[token] for token in order)
+        before, between, after = (number for _, number in found if number is not None)
         return before, between, after
 
 

@@ -72,6 +72,18 @@ def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "algorithm=entropy" in captured.err
 
 
+def test_slow_libraries_are_not_imported() -> None:
+    """Each takes about as long to import as the demo takes to load and to generate."""
+    program = (
+        "import sys; from launch import generate; generate.run(sys.argv[1:]); "
+        "print({'torch', 'transformers', 'orbax', 'huggingface_hub', 'tensorflow'} & sys.modules.keys())"
+    )
+    arguments = ["generate", *QUICK, "--max_new_tokens=2", f"--prompt={PROMPT}"]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(PROMPT)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
 def test_same_seed_same_text(capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in ("5", "5"):

@@ -136,10 +136,16 @@ def test_a_panic_of_the_tokenizer_is_an_error(tokenizer: TextTokenizer, monkeypa
         pass
 
     class Panics:
-        def encode(self, *arguments: Any, **more: Any) -> None:
+        truncation = padding = None
+
+        @property
+        def backend_tokenizer(self) -> Panics:
+            return self
+
+        def encode_batch_fast(self, *arguments: Any, **more: Any) -> None:
             raise PanicException("called `Option::unwrap()` on a `None` value")
 
-        decode = encode
+        decode = encode_batch_fast
 
     with pytest.raises(InputError, match=r"tokenizer cannot process this text .*unwrap"):
         TextTokenizer(Panics(), "panics").encode("x")
