@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from runtime.decoding.block_schedule import block_schedule, canvas_length
@@ -18,7 +19,7 @@ from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.caller_rows import CallerRows
 from runtime.execution.hooks import HookedSteps, LogitsHook, TokensHook
 from runtime.execution.left_padding import Rows
-from runtime.execution.offline import OfflineScheduler
+from runtime.execution.offline import OfflineScheduler, Pace
 from runtime.execution.pool import canvases_of, runner_for, steps_per_block, uses_cache
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, masks_left
@@ -27,7 +28,11 @@ from runtime.execution.runner import Runner
 from runtime.execution.slot_kinds import DiffusionSlots, longest_span, open_slots_for
 from sharding.errors import InputError, NonFiniteError
 
-# Approximate number of progress reports per generation, and the maximum number of steps between two reports.
+# Seconds between two progress reports, after each of which the caller may end rows: many times less than a user waits
+# after an interruption, and long enough that the pauses cost little.
+SECONDS_PER_REPORT = 0.15
+# Several hosts have to pause after the same steps, so their clocks do not matter. Approximate number of reports per
+# generation, and the maximum number of steps between two reports.
 _PROGRESS_REPORTS = 64
 _MOST_STEPS_PER_REPORT = 16
 _ALL_ITERATIONS = 1 << 30
@@ -303,9 +308,10 @@ def _schedule(
     total = stats.steps * stats.batches
     # If no row is inserted or moved later, one call of the program runs all rows to their end, unless a stop test or
     # progress reports need to see them earlier.
-    iterations = _ALL_ITERATIONS if scheduler.fits_one_bucket and not any(tests) else None
+    iterations: int | Pace | None = _ALL_ITERATIONS if scheduler.fits_one_bucket and not any(tests) else None
     if progress is not None:
-        iterations = max(1, min(stats.steps // _PROGRESS_REPORTS, _MOST_STEPS_PER_REPORT))
+        reported = max(1, min(stats.steps // _PROGRESS_REPORTS, _MOST_STEPS_PER_REPORT))
+        iterations = Pace(SECONDS_PER_REPORT) if jax.process_count() == 1 else reported
         progress(0, total)
     found: dict[int, Any] = {}
     for results in scheduler.run(iterations=iterations):

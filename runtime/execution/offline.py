@@ -1,12 +1,14 @@
 """Generation of rows that are all known in advance, with continuous batching over a fixed number of slots.
 
 Rows that can share programs form a group with its own buckets. When a row is done, the next waiting row takes its slot.
-Decisions depend only on the requests and on the programs that are compiled, so every host makes the same decisions.
+Decisions depend only on the requests and on the programs that are compiled, so every host makes the same decisions;
+with a :class:`Pace`, they depend on a clock as well.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,6 +46,9 @@ QUEUED_ROWS = 4096
 # runs all rows, so a move pays for itself within a step.
 _MOVE_GAIN = 0.03
 
+# With a pace, a step has at most this many times the iterations of the one before it.
+_GROWTH = 4
+
 
 @dataclass(frozen=True)
 class _Group:
@@ -62,6 +67,30 @@ class _Group:
     known: set[Bucket]
     steps: int
     span: int
+
+    @property
+    def fits_one_bucket(self) -> bool:
+        """Whether the rows fit into one bucket. Then no row is inserted or moved."""
+        return len(self.grid.buckets) == 1 and len(self.numbers) <= self.grid.slots
+
+
+class Pace:
+    """Chooses the number of iterations of each step by time, so that the caller sees the rows in regular intervals.
+
+    The choice depends on this host's clock, so it is for a single host.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        """Aim at steps of this many seconds; a step has at least one iteration."""
+        self._seconds = seconds
+        self.iterations = 1
+
+    def ran(self, iterations: int, seconds: float) -> None:
+        """Take note of a step, and choose :attr:`iterations` of the next one."""
+        if iterations:
+            fitting = int(self._seconds * iterations / max(seconds, 1e-9))
+            # One fast step is no reason to expect a very long one to be fast. The first one also compiles.
+            self.iterations = max(1, min(fitting, _GROWTH * self.iterations))
 
 
 class OfflineScheduler:
@@ -148,13 +177,13 @@ class OfflineScheduler:
     @property
     def fits_one_bucket(self) -> bool:
         """Whether each group's rows fit into one bucket. Then no row is inserted or moved during the run."""
-        return all(len(group.grid.buckets) == 1 and len(group.numbers) <= group.grid.slots for group in self._groups)
+        return all(group.fits_one_bucket for group in self._groups)
 
     def run(
         self,
         skip: Collection[int] = (),
         more: Callable[[], bool] = lambda: True,
-        iterations: int | None = None,
+        iterations: int | Pace | None = None,
     ) -> Iterator[list[RowResult]]:
         """Generate all rows.
 
@@ -162,7 +191,8 @@ class OfflineScheduler:
           skip: numbers of requests to leave out.
           more: called before each step. Once it returns False, no more rows are inserted, and the run ends when the
             rows in slots are done.
-          iterations: maximum number of iterations per step. The default is a fraction of the iterations of a row.
+          iterations: maximum number of iterations per step, or a :class:`Pace` that chooses it by time. The default is
+            a fraction of the iterations of a row; it also limits a pace where rows wait or may move.
 
         Yields:
           After each step, the rows that are done; the list may be empty. A row's ``number`` is that of its request.
@@ -174,12 +204,8 @@ class OfflineScheduler:
             if not numbers or not admit:
                 continue
             pool = self._open(group)
-            longest = self._requests[group.numbers[0]].config.max_new_tokens
-            share = min(_MAX_ITERATIONS, max(1, longest // _STEPS_PER_ROW))
             gain = MOVE_GAIN if uses_cache(pool.config) else _MOVE_GAIN
-            policy = SchedulerPolicy(
-                iterations or share, step_seconds=None, first_tokens=False, chunks=None, move_gain=gain
-            )
+            policy = SchedulerPolicy(step_seconds=None, first_tokens=False, chunks=None, move_gain=gain)
             scheduler = Scheduler([pool.limits], policy, self.stats)
             queued: dict[RequestHandle, list[int]] = {}
             starts = iter(range(0, len(numbers), QUEUED_ROWS))
@@ -191,15 +217,28 @@ class OfflineScheduler:
                 if not scheduler.waiting and not scheduler.running:
                     break
                 admit = admit and more()
-                plan = scheduler.schedule(0.0, admit)
+                scheduler.policy = replace(policy, max_iterations=self._most_iterations(group, iterations))
+                plan, start = scheduler.schedule(0.0, admit), time.perf_counter()
                 if not plan.pools:
                     break
-                events = scheduler.update(StepOutcome([pool.execute(one) for one in plan.pools]), 0.0)
+                outcome = StepOutcome([pool.execute(one) for one in plan.pools])
+                if isinstance(iterations, Pace):
+                    longest = max((run.iterations for one in outcome.pools for run in one.runs), default=0)
+                    iterations.ran(longest, time.perf_counter() - start)
+                events = scheduler.update(outcome, 0.0)
                 yield [
                     replace(event.result, number=queued[event.handle][event.index])
                     for event in events
                     if isinstance(event, RowFinished)
                 ]
+
+    def _most_iterations(self, group: _Group, iterations: int | Pace | None) -> int:
+        """Return the maximum number of iterations of a group's next step; see :meth:`run`."""
+        longest = self._requests[group.numbers[0]].config.max_new_tokens
+        share = min(_MAX_ITERATIONS, max(1, longest // _STEPS_PER_ROW))
+        if isinstance(iterations, Pace):
+            return iterations.iterations if group.fits_one_bucket else min(share, iterations.iterations)
+        return iterations or share
 
     def _handle(self, numbers: Sequence[int]) -> RequestHandle:
         tests = [self._stop_tests[number] for number in numbers]

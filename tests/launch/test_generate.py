@@ -24,6 +24,7 @@ from launch.display import canvas_view
 from launch.display.completions import write_unfinished
 from launch.process import interruption, startup
 from runtime import CompletionBuilder, TextTokenizer
+from runtime.execution import generation
 from tests import golden_cases
 from tests.launch.mistakes import refusal
 
@@ -294,6 +295,7 @@ def test_a_signal_prints_what_there_is(
         yield report
 
     monkeypatch.setattr(canvas_view, "progress_bar", interrupted)
+    monkeypatch.setattr(generation, "SECONDS_PER_REPORT", 0.0)  # a report after every step
     monkeypatch.setattr(interruption, "SECONDS_TO_FINISH", 0.0)  # otherwise a fast machine would finish all 48 steps
     monkeypatch.setattr(interruption, "SECONDS_TO_STOP", 600.0)  # a slow machine would not reach the next check
     before = signal.getsignal(signal.SIGINT)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import transformers
 
 from runtime import DiffusionConfig, Engine, InputError, OfflineScheduler, RowRequest, RowResult, SamplingConfig
-from runtime.execution import offline
+from runtime.execution import generation, offline
 from tests import golden_cases
 from tests.runtime.decoding.test_autoregressive import torch_model
 
@@ -169,6 +171,56 @@ def test_utilisation_and_an_early_end() -> None:
     assert stats.slot_iterations == 4 * stats.forwards
     assert 0.5 < stats.utilisation <= 1.0
     assert stats.busy_iterations == sum(len(set(row.commit_steps[row.commit_steps >= 0])) for row in found.values())
+
+
+def test_a_pace_follows_the_time_of_a_step() -> None:
+    pace, chosen = offline.Pace(0.15), []
+    for iterations, seconds in [(1, 30.0), (1, 0.01), (4, 0.04), (15, 0.15), (0, 9.9), (3, 0.029), (15, 3.0), (1, 0.0)]:
+        pace.ran(iterations, seconds)
+        chosen.append(pace.iterations)
+    assert chosen == [1, 4, 15, 15, 15, 15, 1, 4], "compiled, fast, faster, as wanted, none, ended, slow, fast"
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(1.0, [1] * 11), (0.0, [1, 4, 6])])
+def test_steps_of_slow_and_of_fast_programs(seconds: float, steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens come in steps of one iteration, or in a few steps that get longer."""
+    engine = golden_cases.engine("tensor=1")
+    asked = [RowRequest([5] * 3, BASE, seed) for seed in range(2)]
+    calls = itertools.count()
+    monkeypatch.setattr(offline, "time", SimpleNamespace(perf_counter=lambda: seconds * next(calls)))
+    scheduler = engine.scheduler(asked)
+    assert scheduler.fits_one_bucket
+    made, found, before = [], [], 0
+    for results in scheduler.run(iterations=offline.Pace(0.15)):
+        found += results
+        made.append(scheduler.stats.forwards - before)
+        before = scheduler.stats.forwards
+    assert made == steps
+    for row in found:
+        same(row, alone(engine, asked[row.number]))
+    # Where rows wait, the slots of rows that ended must not stay empty for long.
+    more = engine.scheduler(requests(engine, BASE), 2)
+    assert not more.fits_one_bucket
+    for number, row in gather(more, iterations=offline.Pace(0.15)).items():
+        same(row, alone(engine, requests(engine, BASE)[number]))
+    assert more.stats.forwards == gathered_forwards(engine)
+
+
+def gathered_forwards(engine: Engine) -> int:
+    scheduler = engine.scheduler(requests(engine, BASE), 2)
+    gather(scheduler)
+    return scheduler.stats.forwards
+
+
+def test_reports_are_after_every_step_of_a_slow_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, reports = golden_cases.engine("tensor=1"), []
+    for seconds in (0.0, 1e9):
+        monkeypatch.setattr(generation, "SECONDS_PER_REPORT", seconds)
+        seen: list[tuple[int, int]] = []
+        engine.generate_tokens([[5] * 3], config=BASE, progress=lambda *pair, seen=seen: seen.append(pair))
+        reports.append(seen)
+    assert reports[0] == [*((step, 12) for step in range(11)), (12, 12)], "the first of 12 steps commits nothing"
+    assert [done for done, _ in reports[1]] == [0, 1, 5, 12]
 
 
 def test_a_request_that_cannot_be_generated_is_named() -> None:
