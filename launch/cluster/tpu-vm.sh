@@ -5,18 +5,72 @@
 #   launch/cluster/tpu-vm.sh setup diffumesh-0.1.0-py3-none-any.whl
 #   launch/cluster/tpu-vm.sh run doctor
 #   launch/cluster/tpu-vm.sh run generate --checkpoint=gs://BUCKET/model --mesh=data=4,tensor=4 --prompt='...' --json
+#   launch/cluster/tpu-vm.sh follow                      # a run that goes on without this script: show it from its start
 #   launch/cluster/tpu-vm.sh stop                        # SIGTERM: finish work in flight
 #
 # Of host 0, standard output goes to standard output; everything else goes to standard error and to LOG (diffumesh.log)
 # with the name of its host in front. A run that asks for a restart (exit code 42) is started again MAX_RESTARTS times
 # at most, and not after `stop`. `stop` writes LOG.stop, so call it in the same folder with the same LOG. The exit
 # code is the worst of all hosts. DRY_RUN=1 prints the gcloud commands instead.
+#
+# The command is detached from its connection: each host keeps its log and its exit code in ~/.diffumesh-runs, and holds a
+# lock, so that a second run is refused (exit code 2). A lost connection is made again, RECONNECTS times in a row at most
+# with RECONNECT_SECONDS between two attempts, and goes on where the other one ended; after that, the exit code is 255.
 set -uo pipefail
 
 LOG=${LOG:-diffumesh.log}
 MAX_RESTARTS=${MAX_RESTARTS:-5}
+RECONNECTS=${RECONNECTS:-20}
+RECONNECT_SECONDS=${RECONNECT_SECONDS:-15}
 ENVIRONMENT="\$HOME/diffumesh"
 SECRET=diffumesh-hosts.secret # with which the hosts authenticate each other; setup writes it to every home folder
+
+# The programs below run on the hosts. Each host has a folder of its own, even where they share a home.
+# shellcheck disable=SC2016
+HERE='umask 077; name=$(hostname); place=$HOME/.diffumesh-runs/$name; mkdir -p "$place"; exec 8>>"$place/lock"
+'
+# Detached: run "$@" as the run in the folder $1. The log marks each line with the host and the stream.
+# shellcheck disable=SC2016
+JOB='run=$1; shift
+mkdir "$run" 2>/dev/null || exit 0 # started through a connection that was lost before it said so
+name=$(hostname)
+exec 4>>"$run/log"
+mark() { sed -u "s/^/$1[$name] /" >&4; }
+if flock -w 60 8; then # the processes of a run before this one may still be ending
+  ln -sfn "$run" "${run%/*}/current"
+  find "${run%/*}" -mindepth 1 -maxdepth 1 -type d -mtime +7 -exec rm -r {} +
+  { { "$@" 2>&3 3>&- 4>&- | mark "out "; exit "${PIPESTATUS[0]}"; } 3>&1 | mark "log "; }
+  code=${PIPESTATUS[0]}
+else
+  echo "another run is under way on this host" | mark "log "
+  code=2
+fi
+echo "exit [$name] $code" >&4
+echo "$code" >"$run/code"
+'
+# Print the log of the run in $run after its first $seen lines, until the run has ended.
+# shellcheck disable=SC2016
+FOLLOW='over=
+while [ -z "$over" ]; do
+  if [ -e "$run/code" ]; then
+    over=ended
+  elif flock -n 8; then # no process of the run holds it
+    flock -u 8
+    sleep 1
+    if [ ! -e "$run/code" ] && flock -n 8; then over=lost; fi
+  fi
+  lines=$(cat "$run/log" 2>/dev/null | wc -l)
+  if [ "$lines" -gt "$seen" ]; then
+    tail -n "+$((seen + 1))" "$run/log" | head -n "$((lines - seen))" || exit
+    seen=$lines
+  fi
+  [ -n "$over" ] || sleep 0.5
+done
+if [ "$over" = lost ]; then
+  echo "log [$name] the processes of the run have disappeared"
+  echo "exit [$name] 42"
+fi
+exit 0'
 
 usage() {
   sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2
@@ -24,8 +78,9 @@ usage() {
 }
 
 on_all_hosts() {
+  # A connection that is dead without having been closed ends after a minute.
   local command=(gcloud compute tpus tpu-vm ssh "$TPU_NAME" --zone="$ZONE" ${PROJECT:+--project="$PROJECT"}
-    --worker=all --command="$1")
+    --worker=all --ssh-flag="-o ServerAliveInterval=15" --ssh-flag="-o ServerAliveCountMax=4" --command="$1")
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%q ' "${command[@]}"
     echo
@@ -63,23 +118,76 @@ setup() {
     $ENVIRONMENT/bin/diffumesh --version"
 }
 
-run_once() {
-  local arguments
-  arguments=$(printf '%q ' "$@")
-  # Each host marks its lines with its name and stream; they are separated here.
-  # shellcheck disable=SC2016
-  on_all_hosts "set -o pipefail
+# Start run $1 with the other arguments, unless it has been started, and print the name of each host.
+start_command() {
+  local id=$1
+  shift
+  printf '%s' "$HERE" "run=\$place/$id
     [ ! -e \"\$HOME/$SECRET\" ] || export DIFFUMESH_HOSTS_SECRET_FILE=\"\$HOME/$SECRET\"
-    mark() { sed -u \"s/^/\$1[\$(hostname)] /\"; }
-    { $ENVIRONMENT/bin/diffumesh $arguments 2>&3 | mark 'out '; } 3> >(mark 'log ')
-    code=\$?; sleep 0.2; echo \"exit [\$(hostname)] \$code\"; exit 0" |
-    while IFS= read -r line; do
-      case $line in
-        "out "*) echo "${line#*] }" ;;
-        *) echo "${line#log }" >&2 ;;
-      esac
-      echo "$line" >>"$LOG"
+    nohup setsid bash -c $(printf '%q' "$JOB") job \"\$run\" \"$ENVIRONMENT/bin/diffumesh\" $(printf '%q ' "$@") \
+      </dev/null >/dev/null 2>&1 &
+    for ((tries = 0; tries < 100; tries++)); do
+      [ ! -d \"\$run\" ] || { echo \"begun [\$name]\"; exit 0; }
+      sleep 0.1
     done
+    echo \"\$name: \$run cannot be made\" >&2; exit 1"
+}
+
+# Follow run $1, whose lines in LOG begin after line $2, from the first line of each host that is not there yet.
+follow_command() {
+  local seen
+  seen=$(tail -n "+$(($2 + 1))" "$LOG" 2>/dev/null | awk 'match($0, /^(out |log |exit )\[[^]]*\]/) {
+    host = substr($0, RSTART, RLENGTH); sub(/^[^[]*\[/, "", host); sub(/\]$/, "", host); lines[host]++ }
+    END { for (host in lines) printf "%s) seen=%d ;; ", host, lines[host] }')
+  printf '%s' "$HERE" "run=\$place/$1; seen=0; case \$name in ${seen}esac
+" "$FOLLOW"
+}
+
+# Each host has marked its lines with its name and stream; they are separated here. A line that was cut is left out.
+pass_on() {
+  while IFS= read -r line; do
+    case $line in
+      "out "*) echo "${line#*] }" ;;
+      *) echo "${line#log }" >&2 ;;
+    esac
+    echo "$line" >>"$LOG"
+  done
+}
+
+# Wait before connecting again for the $1th time; fail if that has been tried often enough.
+try_again() {
+  if [[ $1 -gt $RECONNECTS ]]; then
+    echo "no connection to all hosts; the run may go on: \`follow\` shows it, \`stop\` ends it" >&2
+    return 1
+  fi
+  echo "a connection is lost, and the run goes on; connecting again ($1 of $RECONNECTS)" >&2
+  sleep "$RECONNECT_SECONDS"
+}
+
+# Run a command on all hosts until each of them has printed that the run has begun; set hosts to their names.
+find_hosts() {
+  local said failures=0
+  until said=$(on_all_hosts "$1"); do
+    try_again $((++failures)) || return 255
+  done
+  hosts=$(sed -n 's/^begun \[\(.*\)\]$/\1/p' <<<"$said" | sort -u)
+  [[ -n $hosts ]]
+}
+
+# Pass on the lines of run $1, which begin after line $2 of LOG, until all hosts have ended; return the worst exit code.
+attach() {
+  local failures=0 lines host waiting
+  while :; do
+    lines=$(wc -l <"$LOG")
+    on_all_hosts "$(follow_command "$1" "$2")" | pass_on
+    waiting=
+    for host in $hosts; do
+      tail -n "+$(($2 + 1))" "$LOG" | grep -qF "exit [$host] " || waiting=$host
+    done
+    if [[ -z $waiting ]]; then return "$(tail -n "+$(($2 + 1))" "$LOG" | worst_code)"; fi
+    if [[ $(wc -l <"$LOG") -gt $lines ]]; then failures=0; fi
+    try_again $((++failures)) || return 255
+  done
 }
 
 # 2 (a user's error) is worse than anything, then what is neither 0 nor 42.
@@ -91,14 +199,28 @@ worst_code() {
 }
 
 run() {
-  local restart code before
+  local restart id code before busy check="$HERE flock -n 8 || echo \"busy [\$name]\"; exit 0"
+  if [[ ${DRY_RUN:-0} == 1 ]]; then
+    on_all_hosts "$check"
+    on_all_hosts "$(start_command ID "$@")"
+    on_all_hosts "$(follow_command ID 0)"
+    return 0
+  fi
+  busy=$(on_all_hosts "$check") || return
+  busy=$(sed -n 's/^busy \[\(.*\)\]$/\1/p' <<<"$busy" | paste -sd ' ')
+  if [[ -n $busy ]]; then
+    echo "error: a run is under way on $busy: \`follow\` shows it, \`stop\` ends it" >&2
+    return 2
+  fi
   rm -f "$LOG.stop"
+  trap 'echo "the run goes on: \`follow\` shows it, \`stop\` ends it" >&2; exit 130' INT
   for ((restart = 0; ; restart++)); do
     touch "$LOG"
     before=$(wc -l <"$LOG")
-    run_once "$@"
-    if [[ ${DRY_RUN:-0} == 1 ]]; then return 0; fi
-    code=$(tail -n "+$((before + 1))" "$LOG" | worst_code)
+    id=$(date +%s)-$$-$restart
+    find_hosts "$(start_command "$id" "$@")" || return 255
+    attach "$id" "$before"
+    code=$?
     if [[ $code -ne 42 || $restart -ge $MAX_RESTARTS ]]; then return "$code"; fi
     if [[ -e $LOG.stop ]]; then
       echo "stopped: not started again" >&2
@@ -108,6 +230,15 @@ run() {
   done
 }
 
+follow() {
+  touch "$LOG"
+  if ! find_hosts "$HERE [ ! -e \"\$place/current\" ] || echo \"begun [\$name]\"; exit 0"; then
+    echo "error: there has been no run on these hosts" >&2
+    return 2
+  fi
+  attach current "$(wc -l <"$LOG")"
+}
+
 [[ $# -ge 1 ]] || usage
 : "${TPU_NAME:?the name of the slice}" "${ZONE:?the zone it is in}"
 task=$1
@@ -115,6 +246,7 @@ shift
 case $task in
   setup) [[ $# -eq 1 && -f $1 ]] || usage && setup "$1" ;;
   run) [[ $# -ge 1 ]] || usage && run "$@" ;;
+  follow) follow ;;
   stop)
     [[ ${DRY_RUN:-0} == 1 ]] || touch "$LOG.stop"
     # The oldest Python that runs it is the supervisor; the shells around it are left alone.

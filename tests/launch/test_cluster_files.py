@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -133,15 +134,18 @@ def test_container_file_copies_what_the_package_needs() -> None:
 
 
 FAKE_GCLOUD = """#!/usr/bin/env bash
-# gcloud ... ssh NAME --worker=all --command=...: the command on HOSTS hosts that are all this machine.
-echo "$@" >> "$FAKE/calls"
+# gcloud ... ssh NAME --worker=all --command=...: the command on HOSTS hosts that are all this machine. The connections
+# of the calls with the numbers in DROPS are lost after a while.
+printf '%q ' "$@" >> "$FAKE/calls"; echo >> "$FAKE/calls"
 for argument in "$@"; do
   [[ $argument == --command=* ]] && command=${argument#--command=}
 done
+[[ " ${DROPS:-} " == *" $(wc -l < "$FAKE/calls") "* ]] && dropped="timeout ${DROP_SECONDS:-1.5}"
 for ((host = 0; host < HOSTS; host++)); do
-  FAKE_HOST=worker-$host JAX_PROCESS_ID=$host JAX_NUM_PROCESSES=$HOSTS bash -c "$command" &
+  FAKE_HOST=worker-$host JAX_PROCESS_ID=$host JAX_NUM_PROCESSES=$HOSTS ${dropped:-} bash -c "$command" &
 done
 wait
+[[ -z ${dropped:-} ]] || exit 255
 """
 
 
@@ -168,6 +172,7 @@ def slice_of_two(tmp_path: Path) -> dict[str, str]:
         "TPU_NAME": "slice",
         "ZONE": "zone",
         "LOG": str(tmp_path / "log"),
+        "RECONNECT_SECONDS": "0",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(REPOSITORY),
@@ -248,6 +253,91 @@ def test_tpu_vm_wrapper_does_not_restart_what_was_stopped(slice_of_two: dict[str
     done = tpu_vm(slice_of_two, "run", "batch")
     assert "restart 1 of 5" in done.stderr, "the next run is another one"
     assert done.returncode == 0
+
+
+WAITS = """#!/bin/sh
+trap "exit 42" TERM
+echo "working on $FAKE_HOST"
+echo $$ > "$FAKE/pid-$FAKE_HOST"
+for i in $(seq 600); do sleep 0.1; done
+"""
+
+
+def write_program(environment: dict[str, str], text: str) -> None:
+    (Path(environment["HOME"]) / "diffumesh" / "bin" / "diffumesh").write_text(text)
+
+
+def test_tpu_vm_wrapper_outlives_lost_connections(slice_of_two: dict[str, str], tmp_path: Path) -> None:
+    """Connections are lost while the command starts, and twice while it runs. It runs once, and no line is lost."""
+    write_program(
+        slice_of_two,
+        """#!/bin/sh
+echo started >> "$FAKE/starts-$FAKE_HOST"
+for i in $(seq 30); do echo "$FAKE_HOST $i"; echo "noise $i" >&2; sleep 0.15; done
+echo "$@"
+[ "$FAKE_HOST" = worker-1 ] && exit 3
+exit 0
+""",
+    )
+    done = tpu_vm(slice_of_two | {"DROPS": "2 4 5"}, "run", "batch", "--prompt=it's; $HOME")
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.count("connecting again") >= 3
+    assert len((tmp_path / "calls").read_text().splitlines()) >= 6
+    kept = (tmp_path / "log").read_text().splitlines()
+    for host in ("worker-0", "worker-1"):
+        assert (tmp_path / f"starts-{host}").read_text() == "started\n"
+        lines = [f"{host} {number}" for number in range(1, 31)]
+        assert [line for line in done.stdout.splitlines() if line.startswith(host)] == lines
+        own = [line for line in kept if f"[{host}]" in line]
+        assert [line for line in own if line.startswith("out ")] == [
+            f"out [{host}] {line}" for line in [*lines, "batch --prompt=it's; $HOME"]
+        ]
+        assert [line for line in own if line.startswith("log ")] == [
+            f"log [{host}] noise {number}" for number in range(1, 31)
+        ]
+        assert own[-1] == f"exit [{host}] {3 if host == 'worker-1' else 0}"
+
+
+def test_tpu_vm_wrapper_runs_one_command_at_a_time(slice_of_two: dict[str, str], tmp_path: Path) -> None:
+    """Another run is refused. One whose script has ended goes on, can be followed, and is stopped like any other."""
+    write_program(slice_of_two, WAITS)
+    pkill = tmp_path / "bin" / "pkill"
+    pkill.write_text('#!/bin/sh\nkill "$(cat "$FAKE/pid-$FAKE_HOST")"\n')
+    pkill.chmod(0o755)
+    assert tpu_vm(slice_of_two, "follow").returncode == 2
+    script = CLUSTER / "tpu-vm.sh"
+    options: dict[str, Any] = {"env": slice_of_two, "cwd": REPOSITORY, "text": True, "start_new_session": True}
+    with subprocess.Popen([script, "run", "batch"], stderr=subprocess.PIPE, **options) as first:
+        while len(list(tmp_path.glob("pid-*"))) < 2 and first.poll() is None:
+            time.sleep(0.05)
+        refused = tpu_vm(slice_of_two, "run", "doctor")
+        assert refused.returncode == 2
+        assert "error: a run is under way on worker-0 worker-1" in refused.stderr
+        os.killpg(first.pid, signal.SIGINT)
+        said = first.communicate(timeout=60)[1]
+    assert first.returncode == 130
+    assert "the run goes on" in said
+    with subprocess.Popen([script, "follow"], stdout=subprocess.PIPE, **options) as second:
+        assert tpu_vm(slice_of_two, "stop").returncode == 0
+        printed = second.communicate(timeout=60)[0]
+    assert second.returncode == 42
+    assert sorted(printed.splitlines()) == ["working on worker-0", "working on worker-1"]
+    write_program(slice_of_two, "#!/bin/sh\nexit 0\n")
+    assert tpu_vm(slice_of_two, "run", "doctor").returncode == 0
+
+
+def test_tpu_vm_wrapper_gives_up_on_hosts_and_on_runs_that_are_gone(slice_of_two: dict[str, str]) -> None:
+    write_program(slice_of_two, "#!/bin/sh\nsleep 2\n")
+    away = {"DROPS": " ".join(map(str, range(3, 99))), "DROP_SECONDS": "0.01", "RECONNECTS": "2"}
+    done = tpu_vm(slice_of_two | away, "run", "doctor")
+    assert done.returncode == 255
+    assert "the run may go on: `follow` shows it" in done.stderr
+    assert tpu_vm(slice_of_two, "follow").returncode == 0
+    # Everything that belongs to the run is killed, as if the host had started again.
+    write_program(slice_of_two, "#!/bin/sh\nkill -9 0\n")
+    done = tpu_vm(slice_of_two | {"MAX_RESTARTS": "0"}, "run", "doctor")
+    assert done.returncode == 42
+    assert "[worker-0] the processes of the run have disappeared" in done.stderr
 
 
 def test_tpu_vm_wrapper_mistakes_and_dry_run(slice_of_two: dict[str, str], tmp_path: Path) -> None:
