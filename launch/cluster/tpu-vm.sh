@@ -39,7 +39,7 @@ mark() { sed -u "s/^/$1[$name] /" >&4; }
 if flock -w 60 8; then # the processes of a run before this one may still be ending
   ln -sfn "$run" "${run%/*}/current"
   find "${run%/*}" -mindepth 1 -maxdepth 1 -type d -mtime +7 -exec rm -r {} +
-  { { "$@" 2>&3 3>&- 4>&- | mark "out "; exit "${PIPESTATUS[0]}"; } 3>&1 | mark "log "; }
+  { "$@" 2>&3 3>&- 4>&- | mark "out "; exit "${PIPESTATUS[0]}"; } 3>&1 | mark "log "
   code=${PIPESTATUS[0]}
 else
   echo "another run is under way on this host" | mark "log "
@@ -139,7 +139,7 @@ follow_command() {
   seen=$(tail -n "+$(($2 + 1))" "$LOG" 2>/dev/null | awk 'match($0, /^(out |log |exit )\[[^]]*\]/) {
     host = substr($0, RSTART, RLENGTH); sub(/^[^[]*\[/, "", host); sub(/\]$/, "", host); lines[host]++ }
     END { for (host in lines) printf "%s) seen=%d ;; ", host, lines[host] }')
-  printf '%s' "$HERE" "run=\$place/$1; seen=0; case \$name in ${seen}esac
+  printf '%s' "$HERE" "run=\$(readlink -f \"\$place/$1\"); seen=0; case \$name in ${seen}esac
 " "$FOLLOW"
 }
 
@@ -207,7 +207,7 @@ run() {
     return 0
   fi
   busy=$(on_all_hosts "$check") || return
-  busy=$(sed -n 's/^busy \[\(.*\)\]$/\1/p' <<<"$busy" | paste -sd ' ')
+  busy=$(sed -n 's/^busy \[\(.*\)\]$/\1/p' <<<"$busy" | sort | paste -sd ' ' -)
   if [[ -n $busy ]]; then
     echo "error: a run is under way on $busy: \`follow\` shows it, \`stop\` ends it" >&2
     return 2
@@ -231,8 +231,17 @@ run() {
 }
 
 follow() {
+  local command="$HERE [ ! -e \"\$place/current\" ] || echo \"begun [\$name]\"; exit 0"
+  if [[ ${DRY_RUN:-0} == 1 ]]; then
+    on_all_hosts "$command"
+    on_all_hosts "$(follow_command current 0)"
+    return 0
+  fi
   touch "$LOG"
-  if ! find_hosts "$HERE [ ! -e \"\$place/current\" ] || echo \"begun [\$name]\"; exit 0"; then
+  hosts=
+  find_hosts "$command"
+  if [[ $? -eq 255 ]]; then return 255; fi
+  if [[ -z $hosts ]]; then
     echo "error: there has been no run on these hosts" >&2
     return 2
   fi

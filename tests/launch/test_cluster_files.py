@@ -101,6 +101,30 @@ def test_jobset(name: str) -> None:
     generate.define_flags(values)
     assert values(container["args"]) == ["generate"]
     assert MeshSpec.parse(values.mesh).size == hosts * chips
+    # Compiled programs and downloads outlive the pods, and all of them have the same.
+    (mount,) = container["volumeMounts"]
+    (volume,) = pod["volumes"]
+    assert mount["name"] == volume["name"]
+    assert volume["persistentVolumeClaim"] == {"claimName": cache_claim()["metadata"]["name"]}
+    home = {one["name"]: one.get("value") for one in container["env"]}["HF_HOME"]
+    for folder in (values.compile_cache, home):
+        assert Path(folder).is_relative_to(mount["mountPath"])
+
+
+def cache_claim() -> dict[str, Any]:
+    import yaml
+
+    found: dict[str, Any] = yaml.safe_load((CLUSTER / "gke" / "cache.yaml").read_text())
+    return found
+
+
+def test_the_claim_of_the_cache_is_for_several_nodes() -> None:
+    import kubernetes_validate
+
+    claim = cache_claim()
+    kubernetes_validate.validate(claim, "1.30", strict=True)
+    assert claim["kind"] == "PersistentVolumeClaim"
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the overlays")
@@ -307,16 +331,18 @@ def test_tpu_vm_wrapper_runs_one_command_at_a_time(slice_of_two: dict[str, str],
     assert tpu_vm(slice_of_two, "follow").returncode == 2
     script = CLUSTER / "tpu-vm.sh"
     options: dict[str, Any] = {"env": slice_of_two, "cwd": REPOSITORY, "text": True, "start_new_session": True}
-    with subprocess.Popen([script, "run", "batch"], stderr=subprocess.PIPE, **options) as first:
+    # A file and not a pipe: what plays gcloud's connections outlives the script, and would keep a pipe open.
+    said = tmp_path / "said"
+    with said.open("w") as file, subprocess.Popen([script, "run", "batch"], stderr=file, **options) as first:
         while len(list(tmp_path.glob("pid-*"))) < 2 and first.poll() is None:
             time.sleep(0.05)
         refused = tpu_vm(slice_of_two, "run", "doctor")
         assert refused.returncode == 2
         assert "error: a run is under way on worker-0 worker-1" in refused.stderr
         os.killpg(first.pid, signal.SIGINT)
-        said = first.communicate(timeout=60)[1]
+        first.wait(timeout=60)
     assert first.returncode == 130
-    assert "the run goes on" in said
+    assert "the run goes on" in said.read_text()
     with subprocess.Popen([script, "follow"], stdout=subprocess.PIPE, **options) as second:
         assert tpu_vm(slice_of_two, "stop").returncode == 0
         printed = second.communicate(timeout=60)[0]
@@ -347,7 +373,7 @@ def test_tpu_vm_wrapper_mistakes_and_dry_run(slice_of_two: dict[str, str], tmp_p
     assert "TPU_NAME" in tpu_vm(without, "run", "doctor").stderr
     wheel = tmp_path / "diffumesh-1.whl"
     wheel.touch()
-    for arguments in (("setup", str(wheel)), ("run", "doctor"), ("stop",)):
+    for arguments in (("setup", str(wheel)), ("run", "doctor"), ("follow",), ("stop",)):
         done = tpu_vm(slice_of_two | {"DRY_RUN": "1"}, *arguments)
         assert done.returncode == 0
         assert "gcloud compute tpus tpu-vm" in done.stdout + done.stderr
