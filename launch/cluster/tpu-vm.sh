@@ -239,8 +239,9 @@ follow() {
   fi
   touch "$LOG"
   hosts=
-  find_hosts "$command"
-  if [[ $? -eq 255 ]]; then return 255; fi
+  local code=0
+  find_hosts "$command" || code=$?
+  if [[ $code -eq 255 ]]; then return 255; fi
   if [[ -z $hosts ]]; then
     echo "error: there has been no run on these hosts" >&2
     return 2
