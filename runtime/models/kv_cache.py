@@ -175,18 +175,45 @@ def _write_window(shard: Any, stack: Array, spans: Array, new: Array, layer: Arr
     return jax.lax.dynamic_update_index_in_dim(stack, _with_default_layout(own), layer, 0)
 
 
+def stored(name: str, new: Array, dtype: Any) -> dict[str, Array]:
+    """Convert keys (``name="key"``) or values (``"value"``) ``[..., H]`` to what a cache of this dtype stores.
+
+    Returns:
+      By field of :class:`KVCache`: the converted array, and the scales ``[...]`` if the dtype is int8.
+    """
+    if dtype == jnp.int8:
+        return dict(zip((f"{name}s", f"{name}_scales"), _quantized(new), strict=True))
+    return {f"{name}s": new.astype(dtype)}
+
+
 def _write(
     layout: ModelLayout, cache: KVCache, how: Any, k: Array, v: Array, where: Array, layer: Array | int
 ) -> KVCache:
     written = {}
     for name, new in (("key", k), ("value", v)):
-        stack = getattr(cache, f"{name}s")
-        parts = {f"{name}s": new.astype(stack.dtype)}
-        if stack.dtype == jnp.int8:
-            parts = dict(zip((f"{name}s", f"{name}_scales"), _quantized(new), strict=True))
-        for field, part in parts.items():
+        for field, part in stored(name, new, getattr(cache, f"{name}s").dtype).items():
             written[field] = _on_shards(layout, how, where, part, jnp.asarray(layer))(getattr(cache, field))
     return dataclasses.replace(cache, **written)
+
+
+def write_stored(
+    layout: ModelLayout, cache: KVCache, layer: Array | int, new: KVCache, starts: Array, stops: Array
+) -> KVCache:
+    """Write a window of every row, like :func:`write_window`, from arrays ``[B, K, W, ...]`` of :func:`stored`."""
+    spans = jnp.stack([starts, stops], axis=1)
+
+    def write(stack: Array, part: Array) -> Array:
+        return _on_shards(layout, _write_window, spans, jnp.moveaxis(part, 1, 2), jnp.asarray(layer))(stack)
+
+    with jax.named_scope("cache_window"):
+        written: KVCache = jax.tree.map(write, cache, new)
+        return written
+
+
+def layer_of(cache: KVCache, layer: Array | int) -> KVCache:
+    """Return one layer of a cache: arrays ``[B, K, T, ...]``."""
+    found: KVCache = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False), cache)
+    return found
 
 
 def write_rows(layout: ModelLayout, cache: KVCache, layer: Array | int, k: Array, v: Array, first: Array) -> KVCache:
@@ -411,7 +438,7 @@ def attend(
     Returns:
       ``[B, W, K, G, H]``.
     """
-    own: KVCache = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False), cache)
+    own = layer_of(cache, layer)
     if row is not None:
         own = _one_row(layout, own, row)
     arrays = (q, own.keys, own.values, starts, lengths, own.key_scales, own.value_scales)

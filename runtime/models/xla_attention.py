@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,21 @@ BLOCK = 256
 # its caches, so blocks are faster. On other platforms one large product is faster, and memory sets the limit.
 SCORES_AT_ONCE = {"cpu": 4 << 20}
 SCORES_AT_ONCE_DEFAULT = 256 << 20
+
+
+class AttentionPart(NamedTuple):
+    """Softmax attention to a part of the keys, to be merged with that to the others by :func:`merge_parts`.
+
+    Attributes:
+      out: ``[B, S, K, G, H]`` in float32.
+      largest: float32 ``[B, S, K, G, 1]``, the largest score of each query; the lowest float32 if it sees none of the
+        keys, and ``out`` is then meaningless.
+      total: float32 ``[B, S, K, G, 1]``, the sum of ``exp(score - largest)``.
+    """
+
+    out: Array
+    largest: Array
+    total: Array
 
 
 def query_block(platform: str, rows: int, query_heads: int, queries: int, keys: int) -> int | None:
@@ -44,7 +60,14 @@ def query_block(platform: str, rows: int, query_heads: int, queries: int, keys: 
     return math.ceil(queries / math.ceil(queries / BLOCK))
 
 
-def _visible(mask: AttentionMask, starts: Array, queries: Array, keys: Array, lengths: Array) -> Array:
+def _visible(
+    mask: AttentionMask,
+    starts: Array,
+    queries: Array,
+    keys: Array,
+    lengths: Array,
+    hidden: tuple[Array, Array] | None = None,
+) -> Array:
     """Compute which keys are attended to: bool ``[..., S or 1, T]`` for ``starts`` and ``lengths`` ``[...]``.
 
     Args:
@@ -53,15 +76,25 @@ def _visible(mask: AttentionMask, starts: Array, queries: Array, keys: Array, le
       queries: ``[S]``, query positions relative to ``starts``.
       keys: ``[T]``, key positions.
       lengths: row lengths. Keys at or after them are masked.
+      hidden: ``[...]`` each, start and end (exclusive) of a range of keys that is masked too; None for no range.
     """
     visible = (keys < lengths[..., None])[..., None, :]
+    if hidden is not None:
+        start, stop = hidden
+        visible &= ((keys < start[..., None]) | (keys >= stop[..., None]))[..., None, :]
     if mask.depends_on_position:
         visible &= mask.visible((starts[..., None] + queries)[..., None], keys)
     return visible
 
 
 def _attend(
-    q: Array, k: Array, v: Array, visible: Array, key_scales: Array | None, value_scales: Array | None
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    key_scales: Array | None,
+    value_scales: Array | None,
+    dtype: jnp.dtype | None = None,
 ) -> tuple[Array, Array, Array]:
     """Compute softmax attention of ``q`` ``[..., G, S, H]`` to ``k`` and ``v`` ``[..., T, H]``.
 
@@ -69,6 +102,7 @@ def _attend(
       q, k, v: queries, keys and values.
       visible: bool, which keys each query attends to; broadcasts against ``[..., G, S, T]``.
       key_scales, value_scales: ``[..., T]``, the factors of a quantized cache's keys and values; None otherwise.
+      dtype: dtype of the output; None for that of ``q``.
 
     Returns:
       The output ``[..., G, S, H]``; for each query, the largest score and the sum of ``exp(score - largest)``, both
@@ -86,7 +120,8 @@ def _attend(
     probabilities = weights / total
     if value_scales is not None:
         probabilities = probabilities * value_scales[..., None, None, :]
-    out = jnp.einsum("...gst,...th->...gsh", probabilities.astype(q.dtype), v, precision=precision)
+    weighted = probabilities.astype(q.dtype)
+    out = jnp.einsum("...gst,...th->...gsh", weighted, v, precision=precision, preferred_element_type=dtype)
     return out, largest, total
 
 
@@ -102,7 +137,10 @@ def _in_blocks(
     lengths: Array,
     key_scales: Array | None,
     value_scales: Array | None,
-) -> Array:
+    hidden: tuple[Array, Array] | None = None,
+    *,
+    part: bool = False,
+) -> Array | AttentionPart:
     """Compute :func:`xla_attention` on one device's shards, looping over rows, KV heads and blocks of queries.
 
     Args:
@@ -117,6 +155,8 @@ def _in_blocks(
       lengths: int32 ``[B]``.
       key_scales: ``[B, K, T]`` or None.
       value_scales: like ``key_scales``.
+      hidden: see :func:`attention_part`.
+      part: compute :func:`attention_part` instead.
     """
     B, S, K, G, H = q.shape
     blocks = math.ceil(S / block)
@@ -128,27 +168,33 @@ def _in_blocks(
     q = jnp.pad(q, ((0, 0), (0, blocks * block - S), (0, 0), (0, 0), (0, 0)))
     q = q.reshape(B, blocks, block, K, G, H).transpose(0, 3, 1, 4, 2, 5)
 
-    def one_row(row: tuple[Array, ...]) -> tuple[Array, ...]:
-        start, length, *heads = row
+    def one_row(row: tuple[Any, ...]) -> tuple[Array, ...]:
+        start, length, masked, *heads = row
 
         def one_head(head: tuple[Array, ...]) -> tuple[Array, ...]:
             q, k, v, key_scales, value_scales = head
 
-            def one_block(part: tuple[Array, Array]) -> tuple[Array, ...]:
-                visible = _visible(mask, start + part[0] * block, jnp.arange(block), keys, length)
-                return _attend(part[1], k, v, visible, key_scales, value_scales)
+            def one_block(of: tuple[Array, Array]) -> tuple[Array, ...]:
+                visible = _visible(mask, start + of[0] * block, jnp.arange(block), keys, length, masked)
+                return _attend(of[1], k, v, visible, key_scales, value_scales, jnp.float32 if part else None)
 
             return jax.lax.map(one_block, (jnp.arange(blocks), q))
 
         return jax.lax.map(one_head, tuple(heads))
 
-    out, largest, total = jax.lax.map(one_row, (starts, lengths, q, k, v, key_scales, value_scales))
+    out, largest, total = jax.lax.map(one_row, (starts, lengths, hidden, q, k, v, key_scales, value_scales))
     if key_axes:
         # Each shard has a softmax-weighted mean over its own keys. The result is the mean of these, weighted by the
         # shards' sums of exponentials.
-        share = total * jnp.exp(largest - jax.lax.pmax(largest, key_axes))
-        out = jax.lax.psum(out * share, key_axes) / jax.lax.psum(share, key_axes)
-    return out.astype(q.dtype).transpose(0, 2, 4, 1, 3, 5).reshape(B, -1, K, G, H)[:, :S]
+        own, largest = largest, jax.lax.pmax(largest, key_axes)
+        share = total * jnp.exp(own - largest)
+        out, total = jax.lax.psum(out * share, key_axes), jax.lax.psum(share, key_axes)
+        out = out / total
+
+    def in_order(values: Array) -> Array:
+        return values.transpose(0, 2, 4, 1, 3, 5).reshape(B, -1, K, G, values.shape[-1])[:, :S]
+
+    return AttentionPart(*map(in_order, (out, largest, total))) if part else in_order(out.astype(q.dtype))
 
 
 def xla_attention(
@@ -183,6 +229,62 @@ def xla_attention(
     Returns:
       ``[B, S, K, G, H]`` in the dtype of ``q``. The softmax is computed in float32.
     """
+    arrays = (q, k, v, starts, lengths, key_scales, value_scales, None)
+    found = _on_layout(layout, arrays, queries, keys, part=False)
+    assert not isinstance(found, AttentionPart)
+    return found
+
+
+def attention_part(
+    layout: ModelLayout,
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    key_scales: Array | None = None,
+    value_scales: Array | None = None,
+    *,
+    hidden: tuple[Array, Array] | None = None,
+    queries: Dimension,
+    keys: Dimension,
+) -> AttentionPart:
+    """Compute softmax attention to a part of the keys. The attention mask must be bidirectional.
+
+    Args:
+      layout, q, k, v, lengths, key_scales, value_scales, queries, keys: see :func:`xla_attention`. A query need not see
+        a key.
+      hidden: int32 ``[B]`` each, start and end (exclusive) of a range of keys that no query sees; None for no range.
+    """
+    assert not layout.config.attention_mask.depends_on_position, "all queries of a row see the same keys"
+    arrays = (q, k, v, jnp.zeros_like(lengths), lengths, key_scales, value_scales, hidden)
+    found = _on_layout(layout, arrays, queries, keys, part=True)
+    assert isinstance(found, AttentionPart)
+    return found
+
+
+def merge_parts(one: AttentionPart, other: AttentionPart) -> Array:
+    """Return softmax attention to the keys of both parts, float32 ``[B, S, K, G, H]``.
+
+    Every query must see at least one key of either part.
+    """
+    largest = jnp.maximum(one.largest, other.largest)
+    shares = [part.total * jnp.exp(part.largest - largest) for part in (one, other)]
+    return (one.out * shares[0] + other.out * shares[1]) / (shares[0] + shares[1])
+
+
+def _on_layout(
+    layout: ModelLayout, arrays: tuple[Any, ...], queries: Dimension, keys: Dimension, *, part: bool
+) -> Array | AttentionPart:
+    """Compute attention with all scores at once, or in blocks on each device.
+
+    Args:
+      layout: the model on its mesh.
+      arrays: ``q``, ``k``, ``v``, ``starts``, ``lengths``, ``key_scales``, ``value_scales`` and ``hidden``.
+      queries: see :func:`xla_attention`.
+      keys: likewise.
+      part: compute :func:`attention_part` rather than :func:`xla_attention`.
+    """
+    q, k, v, starts, lengths, key_scales, value_scales, hidden = arrays
     mask, rules, sizes = layout.config.attention_mask, layout.rules, layout.mesh_axis_sizes
     B, S, K, G, _ = q.shape
     T = k.shape[2]
@@ -193,20 +295,22 @@ def xla_attention(
     if block is None:
         # With the head axes first, each head is a plain matrix product. XLA on CPU runs this four times faster than the
         # original order of axes, with the same bits.
-        visible = _visible(mask, starts, jnp.arange(S), jnp.arange(T), lengths)[:, None, None]
-        out, _, _ = _attend(q.transpose(0, 2, 3, 1, 4), k, v, visible, key_scales, value_scales)
-        return out.transpose(0, 3, 1, 2, 4)
+        visible = _visible(mask, starts, jnp.arange(S), jnp.arange(T), lengths, hidden)[:, None, None]
+        dtype = jnp.float32 if part else None
+        found = _attend(q.transpose(0, 2, 3, 1, 4), k, v, visible, key_scales, value_scales, dtype)
+        ordered = [values.transpose(0, 3, 1, 2, 4) for values in (found if part else found[:1])]
+        return AttentionPart(*ordered) if part else ordered[0]
     if layout.mesh is None or layout.mesh.size == 1:
-        return _in_blocks(mask, block, (), (), q, k, v, starts, lengths, key_scales, value_scales)
+        return _in_blocks(mask, block, (), (), *arrays, part=part)
     # The compiler would gather arrays that a loop over rows and heads slices, so each device loops over its own shard.
     rows, kept = rules.spec("batch"), rules.spec("batch", "kv_heads", keys, "head_dim")
     asked = rules.spec("batch", queries, "kv_heads", "queries_per_kv", "head_dim")
     scales = rules.spec("batch", "kv_heads", keys)
     asked_over, kept_over = (tuple(axis for axis in rules.mesh_axes(one) if sizes[axis] > 1) for one in (queries, keys))
     return jax.shard_map(
-        partial(_in_blocks, mask, block, asked_over, kept_over),
+        partial(_in_blocks, mask, block, asked_over, kept_over, part=part),
         mesh=layout.mesh,
-        in_specs=(asked, kept, kept, rows, rows, scales, scales),
+        in_specs=(asked, kept, kept, rows, rows, scales, scales, rows),
         out_specs=asked,
         check_vma=False,
-    )(q, k, v, starts, lengths, key_scales, value_scales)
+    )(*arrays)
