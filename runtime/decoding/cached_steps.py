@@ -35,6 +35,7 @@ from runtime.models.cached import fill_rows, run_window
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
 from runtime.models.kv_cache import Cache, copy_row
+from runtime.models.transformer import pick_positions
 
 Array = jax.Array
 Carry = TypeVar("Carry")
@@ -78,7 +79,7 @@ class CachedStep:
         active = self.wanted.any(axis=1)
         due = active & (state.steps_until_refresh == 0)
         with jax.named_scope("refresh"):
-            state, waiting = self._refresh(state, due)
+            state, waiting, _ = self._refresh(state, due)
         # No row waits for its refresh any more, so this mask is that of the rows without a refresh. Because it depends
         # on the loop over refreshes, the collectives of both cannot overlap: XLA's CPU runtime would start them in
         # order, but run them concurrently, in an order that differs between hosts.
@@ -96,18 +97,26 @@ class CachedStep:
 
     # ---- refreshes --------------------------------------------------------------------------------------------
 
-    def _refresh(self, state: DenoiseState, due: Array) -> tuple[DenoiseState, Array]:
+    def _refresh(
+        self, state: DenoiseState, due: Array, near: Array | None = None
+    ) -> tuple[DenoiseState, Array, Array | None]:
         """Refresh the rows marked in ``due`` bool ``[B]``, one row per ``data`` shard at a time.
 
         Rows with the same canvas share one forward pass; samples of one prompt start with the same canvas. Each row
         still chooses its own tokens, with its own seed.
 
+        Args:
+          state: the state.
+          due: the rows to refresh.
+          near: activations ``[B, W, D]`` in which to keep those of each refreshed row's block, see :meth:`_block_at`;
+            None keeps none.
+
         Returns:
-          The state, and the rows that still wait for their refresh, bool ``[B]``: none.
+          The state; the rows that still wait for their refresh, bool ``[B]``: none; and the activations.
         """
 
-        def one_each(carry: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:
-            state, waiting = carry
+        def one_each(carry: tuple[DenoiseState, Array, Array | None]) -> tuple[DenoiseState, Array, Array | None]:
+            state, waiting, near = carry
 
             def take(waiting: Array, canvas: Array, *sizes: Array) -> tuple[Array, ...]:
                 number, mine = _first(waiting)
@@ -127,9 +136,10 @@ class CachedStep:
                 hidden, cache = self._fill_part(state.cache, canvas, own[0], own[1], number)
                 positions = state.window_positions + jnp.where(mine, visible, 0)
                 state = replace(state, cache=cache, window_positions=positions)
-            return self._decide(state, hidden, number, sharing), waiting & ~sharing
+            state, near = self._decide(state, hidden, number, sharing, near)
+            return state, waiting & ~sharing, near
 
-        return jax.lax.while_loop(lambda carry: carry[1].any(), one_each, (state, due))
+        return jax.lax.while_loop(lambda carry: carry[1].any(), one_each, (state, due, near))
 
     def _visible(self, state: DenoiseState) -> Array | None:
         """Return how many positions each row's block sees, int32 ``[B]``; None if all rows see their whole canvas."""
@@ -154,17 +164,19 @@ class CachedStep:
         carry = jnp.zeros((*canvas.shape, norm.shape[-1]), norm.dtype), cache
 
         def refresh(width: int, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
-            positions = _text_positions(jnp.arange(width)[None], visible, lengths)
+            positions = text_positions(jnp.arange(width)[None], visible, lengths)
             tokens = jnp.take_along_axis(canvas, jnp.minimum(positions, size - 1), axis=1)
             filled = fill_rows(self.forward, self.weights, carry[1], tokens, visible, first, positions=positions)
             hidden = jnp.pad(filled[0], ((0, 0), (0, size - width), (0, 0)))
             return self.forward.constrain(hidden, "batch", "canvas", "embed"), filled[1]
 
         for number, width in enumerate(widths):
-            carry = _run_if(chosen == number, partial(refresh, width), carry)
+            carry = run_if(chosen == number, partial(refresh, width), carry)
         return carry
 
-    def _decide(self, state: DenoiseState, hidden: Array, source: Array, sharing: Array) -> DenoiseState:
+    def _decide(
+        self, state: DenoiseState, hidden: Array, source: Array, sharing: Array, near: Array | None
+    ) -> tuple[DenoiseState, Array | None]:
         """Commit tokens in every row that shares a refresh, and copy the refreshed cache row to each of them.
 
         Args:
@@ -172,14 +184,15 @@ class CachedStep:
           hidden: activations of the refreshed row, one row per ``data`` shard.
           source: int32 ``[data]``, index of the refreshed row within its shard; -1 if the shard has none.
           sharing: bool ``[B]``, the rows that share the refresh.
+          near: see :meth:`_refresh`.
         """
         sequence = self.forward.layout.spec.sequence
         # The smallest window is one block, or at most two.
         wanted = 1 if self.program.block_rule == "fast_dllm" else self.program.windows[-1] - self._before
         program = replace(self.program, chunk=refresh_chunk(self.program.chunk, wanted, sequence))
 
-        def decide(carry: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:
-            state, waiting = carry
+        def decide(carry: tuple[DenoiseState, Array, Array | None]) -> tuple[DenoiseState, Array, Array | None]:
+            state, waiting, near = carry
 
             def take(waiting: Array, steps: Array, wanted: Array, request: DenoiseRequest) -> tuple[Any, ...]:
                 return *_first(waiting), *(_row_of_each(part, waiting) for part in (steps, wanted, request))
@@ -195,15 +208,36 @@ class CachedStep:
                 return jax.tree.map(lambda value: jnp.where(here, value, jnp.zeros_like(value)), choices)
 
             choices = self.forward.on_rows(spread, target, state.canvas, choices)
+            kept = None if near is None else self._keep_block(near, hidden, target, state)
             state = replace(
                 state,
                 cache=copy_row(self.forward.layout, state.cache, source, target),
                 steps_until_refresh=jnp.where(mine, self.request.refresh_interval, state.steps_until_refresh),
                 previous_block_stale=jnp.where(mine, 0, state.previous_block_stale),
             )
-            return self._commit(state, choices, self.wanted & mine[:, None]), waiting & ~mine
+            return self._commit(state, choices, self.wanted & mine[:, None]), waiting & ~mine, kept
 
-        return jax.lax.while_loop(lambda carry: carry[1].any(), decide, (state, sharing))[0]
+        state, _, near = jax.lax.while_loop(lambda carry: carry[1].any(), decide, (state, sharing, near))
+        return state, near
+
+    def _block_at(self, state: DenoiseState) -> Array:
+        """Return the position whose output is the first that each row's block needs: int32 ``[B]``."""
+        return jnp.maximum(block_start(self.request, state.block) - self._before, 0)
+
+    def _keep_block(self, near: Array, hidden: Array, target: Array, state: DenoiseState) -> Array:
+        """Copy activations of a refreshed row, from the first that a block needs, to the row ``target`` ``[data]``."""
+        width = near.shape[1]
+
+        def places(target: Array, first: Array) -> Array:
+            return first[jnp.maximum(target, 0)][:, None] + jnp.arange(width)
+
+        def keep(target: Array, near: Array, picked: Array) -> Array:
+            return jnp.where((jnp.arange(len(near)) == target)[:, None, None], picked, near)
+
+        positions = self.forward.on_rows(places, target, self._block_at(state))
+        picked = pick_positions(self.forward, hidden, positions, whole=True)
+        kept: Array = self.forward.on_rows(keep, target, near, picked)
+        return kept
 
     # ---- windows ----------------------------------------------------------------------------------------------
 
@@ -213,16 +247,23 @@ class CachedStep:
         All windows have the narrowest compiled width that covers every one of them. If no row is marked, no forward
         pass runs.
         """
+        start, stop, chosen = self._spans(state, wanted)
+        for number, width in enumerate(self.program.windows):
+            state = run_if(chosen == number, self._window(width, start, stop, wanted), state)
+        return state
+
+    def _spans(self, state: DenoiseState, wanted: Array) -> tuple[Array, Array, Array]:
+        """Return the bounds of each row's window, int32 ``[B]``, and which compiled width covers all, int32 ``[]``.
+
+        The end is 0 in rows that want no position. If there are only such rows, the number of the width is -1.
+        """
         active = wanted.any(axis=1)
         start, stop = self._window_bounds(state, wanted)
         stop = jnp.where(active, stop, 0)
         widths = self.program.windows
         needed = jnp.where(active, stop - start, 0).max()
         enough = jnp.array([width >= needed for width in widths])
-        chosen = jnp.where(active.any(), jnp.where(enough, jnp.arange(len(widths)), 0).max(), -1)
-        for number, width in enumerate(widths):
-            state = _run_if(chosen == number, self._window(width, start, stop, wanted), state)
-        return state
+        return start, stop, jnp.where(active.any(), jnp.where(enough, jnp.arange(len(widths)), 0).max(), -1)
 
     def _window_bounds(self, state: DenoiseState, wanted: Array) -> tuple[Array, Array]:
         """Return the first position of each row's window, and the position after its last: int32 ``[B]`` each."""
@@ -242,10 +283,10 @@ class CachedStep:
             active = wanted.any(axis=1)
             lengths, visible, canvas, positions = self.request.lengths, self._visible(state), state.canvas, None
             if visible is not None:
-                canvas = self.forward.on_rows(_pull_last, canvas, lengths, visible)
-                positions = _text_positions(start[:, None] + jnp.arange(width), visible, lengths)
+                canvas = self.forward.on_rows(pull_last, canvas, lengths, visible)
+                positions = text_positions(start[:, None] + jnp.arange(width), visible, lengths)
                 lengths = visible
-            tokens, own_wanted = self.forward.on_rows(_cut(width), start, canvas, wanted)
+            tokens, own_wanted = self.forward.on_rows(cut(width), start, canvas, wanted)
             hidden, cache = run_window(
                 self.forward, self.weights, state.cache, tokens, start, lengths, stop, positions=positions
             )
@@ -254,7 +295,7 @@ class CachedStep:
             choices = choose_on_canvas(
                 self.forward.window, program, self.weights, self.request, steps, hidden, own_wanted, offset=start
             )
-            choices = self.forward.on_rows(_paste(width), start, state.canvas, choices)
+            choices = self.forward.on_rows(paste(width), start, state.canvas, choices)
             state = replace(
                 state,
                 cache=cache,
@@ -266,7 +307,7 @@ class CachedStep:
         return run
 
 
-def _run_if(condition: Array, function: Callable[[Carry], Carry], state: Carry) -> Carry:
+def run_if(condition: Array, function: Callable[[Carry], Carry], state: Carry) -> Carry:
     """Return ``function(state)`` if ``condition``, bool ``[]``, otherwise ``state``.
 
     It is a loop of at most one iteration, because compilers update the arrays of a loop in place. Those that a
@@ -294,7 +335,7 @@ def _row_of_each(tree: Any, rows: Array) -> Any:
     return jax.tree.map(lambda values: _row(values, rows), tree)
 
 
-def _text_positions(places: Array, visible: Array, lengths: Array) -> Array:
+def text_positions(places: Array, visible: Array, lengths: Array) -> Array:
     """Map indices of visible positions to positions on the canvas: the last visible one is the canvas's last.
 
     Args:
@@ -305,19 +346,19 @@ def _text_positions(places: Array, visible: Array, lengths: Array) -> Array:
     return jnp.where(places == visible[:, None] - 1, lengths[:, None] - 1, places)
 
 
-def _pull_last(canvas: Array, lengths: Array, visible: Array) -> Array:
+def pull_last(canvas: Array, lengths: Array, visible: Array) -> Array:
     """Put the last token of each canvas ``[B, S]`` after the other visible ones."""
     last = jnp.take_along_axis(canvas, lengths[:, None] - 1, axis=1)
     return jnp.where(jnp.arange(canvas.shape[1]) == visible[:, None] - 1, last, canvas)
 
 
-def _cut(width: int) -> Callable[..., tuple[Array, ...]]:
+def cut(width: int) -> Callable[..., tuple[Array, ...]]:
     """Return a function that cuts windows ``[B, W]`` at ``start`` ``[B]`` out of arrays ``[B, S]``.
 
     Window positions beyond the canvas are zero.
     """
 
-    def cut(start: Array, *rows: Array) -> tuple[Array, ...]:
+    def cut_rows(start: Array, *rows: Array) -> tuple[Array, ...]:
         places = start[:, None] + jnp.arange(width)
         inside = places < rows[0].shape[1]
         clipped = jnp.minimum(places, rows[0].shape[1] - 1)
@@ -326,16 +367,16 @@ def _cut(width: int) -> Callable[..., tuple[Array, ...]]:
             for values in rows
         )
 
-    return cut
+    return cut_rows
 
 
-def _paste(width: int) -> Callable[..., Choices]:
-    """Return the inverse of :func:`_cut`: it puts windows ``[B, W]`` into arrays ``[B, S]`` that are zero elsewhere."""
+def paste(width: int) -> Callable[..., Choices]:
+    """Return the inverse of :func:`cut`: it puts windows ``[B, W]`` into arrays ``[B, S]`` that are zero elsewhere."""
 
-    def paste(start: Array, canvas: Array, windows: Choices) -> Choices:
+    def paste_rows(start: Array, canvas: Array, windows: Choices) -> Choices:
         places = jnp.arange(canvas.shape[1]) - start[:, None]
         inside = (places >= 0) & (places < width)
         clipped = jnp.clip(places, 0, width - 1)
         return jax.tree.map(lambda values: jnp.where(inside, jnp.take_along_axis(values, clipped, axis=1), 0), windows)
 
-    return paste
+    return paste_rows

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from runtime.decoding.cached_steps import CachedStep
 from runtime.decoding.choices import choose, choose_on_canvas, without_prompt
 from runtime.decoding.commit import commit
+from runtime.decoding.drafted_windows import DraftedStep
 from runtime.decoding.drafts import drafted_pass
 from runtime.decoding.progress import next_step
 from runtime.decoding.state import DenoiseProgram, DenoiseRequest, DenoiseState, row_steps
@@ -47,8 +48,10 @@ def denoise(
         state, wanted, counts = carry
         with jax.named_scope("denoise_step"):
             if program.drafts:
-                state, wanted, counts = drafted_pass(forward, program, weights, request, state, wanted, counts)
-                return replace(state, iteration=state.iteration + 1), wanted, counts
+                state = replace(state, iteration=state.iteration + 1, passes=state.passes + wanted.any(axis=1))
+                if state.cache is None:
+                    return drafted_pass(forward, program, weights, request, state, wanted, counts)
+                return DraftedStep(forward, program, weights, request, wanted, counts).make_steps(state)
             if program.variable_length:
                 state = _step_of_variable_length(forward, program, weights, request, state, wanted, counts)
             elif state.cache is None:

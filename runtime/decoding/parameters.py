@@ -190,7 +190,7 @@ class DiffusionConfig:
     refresh_interval: int | None = parameter(
         None,
         Integer(1, MAX_NEW_TOKENS),
-        "Refresh the cache at least every n-th forward pass. With 1 and without suffix_window, the tokens equal "
+        "Refresh the cache at least every n-th denoise step. With 1 and without suffix_window, the tokens equal "
         "decoding without a cache. Default: refresh only on entering a block.",
         optional=True,
         in_loop=True,
@@ -325,10 +325,9 @@ class DiffusionConfig:
         0,
         Integer(0, MAX_DRAFT_STEPS),
         "Guess the canvases after this many further steps, and compute them in the same forward pass. The pass then "
-        "makes one step, and one more for each guess that was right. The tokens do not change. In requests of a "
-        "server, which compiles its own number, this is an upper bound.",
+        "makes one step, and one more for each guess that was right. The tokens do not change. No effect with "
+        "cache=exact or refresh_interval=1. In requests of a server, which compiles its own number, an upper bound.",
         idle=(0,),
-        requires=(Requirement("cache", ("none",)),),
         variable_length=False,
         speed_only=True,
     )
@@ -337,6 +336,7 @@ class DiffusionConfig:
         Choice(DRAFT_AXES),
         "Divide the drafts of a row over this axis of the mesh, so that a few rows use all of its devices: data, or "
         "none, where each row's drafts are with the row. The tokens do not change.",
+        requires=(Requirement("cache", ("none",)),),
         variable_length=False,
         speed_only=True,
     )
@@ -393,6 +393,11 @@ class DiffusionConfig:
     def in_blocks(self) -> bool:
         """Whether this configuration asks for block decoding rather than the original algorithm."""
         return self.block_length is not None or self.cache != "none" or self.parallel != "none"
+
+    @property
+    def drafts(self) -> int:
+        """Drafts of each row: ``draft_steps``, or 0 where no step could follow another one in the same pass."""
+        return 0 if self.cache == "exact" or self.variable_length or self.refresh_interval == 1 else self.draft_steps
 
     @classmethod
     def published(

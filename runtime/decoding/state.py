@@ -47,7 +47,8 @@ class DenoiseProgram(_Settings):
         cache).
       first_alone: commit the first position of a block alone, because the previous block's last output predicts it.
       sub_block_window: compute only the current sub-block once its first position is committed.
-      drafts: K, guessed canvases that a pass computes after each row's own; see :mod:`runtime.decoding.drafts`.
+      drafts: K, guessed canvases that a pass computes after each row's own; see :mod:`runtime.decoding.drafts` and,
+        with a cache, :mod:`runtime.decoding.drafted_windows`.
       over_data: the canvases of a pass are divided over the ``data`` axis, and the rows are on all of its shards.
     """
 
@@ -123,7 +124,7 @@ class DenoiseState:
       commit_steps: int32 ``[B, S]``, the row's step that committed each position; -1 if none has.
       block: int32 ``[B]``, index of the row's current block.
       step_in_block: int32 ``[B]``, index of the next step within the block.
-      steps_until_refresh: int32 ``[B]``, forward passes left before the next refresh; at 0 the next pass is a refresh.
+      steps_until_refresh: int32 ``[B]``, denoise steps left before the next refresh; at 0 the next one is a refresh.
       previous_block_stale: int32 ``[B]``, 1 if the cached keys and values of the previous block were computed while it
         still had masks, else 0.
       refreshes: int32 ``[B]``, forward passes over the whole canvas so far.
@@ -138,6 +139,7 @@ class DenoiseState:
         expansions; -1 beyond its length, and everywhere if nothing happened. None unless a history is recorded.
       drafts: int32 ``[B, K, S]``, guesses of each row's canvases after its next steps, or None without drafts.
       made_steps: int32 ``[B]``, denoise steps so far, or None without drafts.
+      passes: int32 ``[B]``, forward passes so far, or None without drafts.
       cache: the KV cache, see :data:`runtime.models.kv_cache.Cache`, or None.
     """
 
@@ -158,6 +160,7 @@ class DenoiseState:
     entries: Leaf = array("batch", "entries", "positions", dtype=_INTEGER, feature="history")
     drafts: Leaf = array("batch", "drafts", "positions", dtype=_INTEGER, feature="drafts")
     made_steps: Leaf = array("batch", dtype=_INTEGER, feature="drafts")
+    passes: Leaf = array("batch", dtype=_INTEGER, feature="drafts")
     cache: Leaf = None
 
 

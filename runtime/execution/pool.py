@@ -40,7 +40,7 @@ def uses_cache(config: GenerationConfig) -> bool:
 
 def canvases_of(config: GenerationConfig) -> int:
     """Return how many canvases of each row a forward pass computes: its own, and its drafts."""
-    return 1 if isinstance(config, SamplingConfig) else 1 + config.draft_steps
+    return 1 if isinstance(config, SamplingConfig) else 1 + config.drafts
 
 
 def runner_for(runner: Runner, config: GenerationConfig) -> Runner:

@@ -120,7 +120,7 @@ def may_end_early(config: DiffusionConfig | SamplingConfig) -> bool:
     """Return whether a row may take fewer iterations than :func:`iterations_of` without a stop test."""
     if not isinstance(config, DiffusionConfig):
         return bool(config.stop_token_ids)
-    early = bool(config.stop_token_ids) or config.draft_steps > 0 or config.parallel != "none"
+    early = bool(config.stop_token_ids) or config.drafts > 0 or config.parallel != "none"
     return early or config.attention_block_length > 0 or config.variable_length
 
 

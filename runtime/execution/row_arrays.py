@@ -82,7 +82,7 @@ def diffusion_row(
         **row_values(config),
         max_iterations=UNLIMITED,
         step_limit=UNLIMITED,
-        draft_steps=config.draft_steps if default.draft_steps else None,
+        draft_steps=config.draft_steps if default.drafts else None,
     )
     state = _state_at_start(canvas, bool(first >= length), default)
     return _of_variable_length(row, model, arguments, state) if model.family.variable_length else (arguments, state)
@@ -105,8 +105,9 @@ def _state_at_start(canvas: np.ndarray, done: bool, default: DiffusionConfig) ->
         iteration=0,
         log_probabilities=np.zeros(len(canvas)) if default.log_probabilities else None,
         # There are no guesses yet, so the drafts are copies.
-        drafts=np.tile(canvas, (default.draft_steps, 1)) if default.draft_steps else None,
-        made_steps=0 if default.draft_steps else None,
+        drafts=np.tile(canvas, (default.drafts, 1)) if default.drafts else None,
+        made_steps=0 if default.drafts else None,
+        passes=0 if default.drafts else None,
     )
 
 

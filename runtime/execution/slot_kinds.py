@@ -91,7 +91,7 @@ class DiffusionSlots(Slots):
             self._own_cache_dtype,
             log_probabilities=self._config.log_probabilities,
             history=self._entries,
-            drafts=self._config.draft_steps,
+            drafts=self.program.drafts,
         )
 
     def run(
@@ -197,8 +197,7 @@ class DiffusionSlots(Slots):
         """Return the passes and accepted steps of each slot; empty without drafts."""
         if self.state.drafts is None:
             return {}
-        passes = fetch(self.state.refreshes) // ((1 + self.program.drafts) * (1 + self.program.guided))
-        pairs = zip(passes.tolist(), fetch(self.state.made_steps).tolist(), strict=True)
+        pairs = zip(fetch(self.state.passes).tolist(), fetch(self.state.made_steps).tolist(), strict=True)
         return {slot: DraftStats(made, steps - made) for slot, (made, steps) in enumerate(pairs)}
 
 

@@ -43,7 +43,7 @@ def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) ->
 
 def divides_drafts(config: DiffusionConfig | SamplingConfig) -> bool:
     """Return whether the canvases of a pass are divided over the ``data`` axis; see ``Runner.over_data``."""
-    return isinstance(config, DiffusionConfig) and config.draft_steps > 0 and config.draft_axis == "data"
+    return isinstance(config, DiffusionConfig) and config.drafts > 0 and config.draft_axis == "data"
 
 
 def denoise_program(
@@ -88,7 +88,7 @@ def denoise_program(
         within_block=config.cache in ("dual", "exact"),
         first_alone=bool(block and offset),
         sub_block_window=sub_block is not None,
-        drafts=config.draft_steps,
+        drafts=config.drafts,
         over_data=divides_drafts(config),
     )
 

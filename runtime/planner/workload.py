@@ -15,7 +15,7 @@ from typing import Any
 
 from runtime.decoding.block_schedule import block_schedule, steps_of_a_block, window_widths
 from runtime.decoding.cached_steps import refresh_chunk
-from runtime.decoding.drafts import redrawn_chunk
+from runtime.decoding.draft_chain import redrawn_chunk
 from runtime.decoding.kinds import Choice, Integer, Kind
 from runtime.decoding.parameters import (
     DEFAULT_BLOCK_LENGTH,

@@ -19,7 +19,7 @@ from tests import golden_cases
 B, N, W, T = 4, 3, 6, 24
 STARTS = np.array([3, 0, 0, 18], np.int32)
 LENGTHS = np.array([24, 13, 4, 23], np.int32)
-# Windows that end before their width, at it and at the row's end; the third row's window covers all of its keys, and the
+# Windows that end before their width, at it and at the row's end. The third row's window covers all of its keys, and the
 # second row has none.
 STOPS = np.array([9, 0, 4, 23], np.int32)
 ACTIVE = STOPS > STARTS
