@@ -28,7 +28,7 @@ from launch.batches.generation import complete
 from launch.batches.lines import Batch
 from launch.batches.records import Key, as_bits, error_record, evalplus_records, keys, of_bits
 from launch.flags.batch import check_paths, define_batch_flags, read_input
-from launch.flags.decoding import define_decoding_flags, describe
+from launch.flags.decoding import define_decoding_flags, describe, draft_notice
 from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_mesh
 from launch.hosts.faults import EXIT_RESTART, EXIT_USER_ERROR
 from launch.process.profiling import check_profiling, define_profiling_flags, traced, write_programs
@@ -85,7 +85,8 @@ def main(values: flags.FlagValues) -> None:
             facts |= {"weights": str(engine.dtype)}
             if output is not None:
                 output.check(facts)
-            say(describe(defaults.config))
+            for sentence in (describe(defaults.config), *draft_notice(defaults.config)):
+                say(sentence)
         if output is not None:
             output.begin(facts)
             output.add_errors([error_record(bad) for bad in batch.bad])

@@ -21,7 +21,7 @@ from absl import flags
 from launch.display.canvas_view import CanvasView, observed, row_titles, write_history
 from launch.display.completions import summary, write_completions, write_unfinished
 from launch.display.explain import explain
-from launch.flags.decoding import decoding_config, define_decoding_flags, define_request_flags, describe
+from launch.flags.decoding import decoding_config, define_decoding_flags, define_request_flags, describe, draft_notice
 from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_mesh, read_tokenizer
 from launch.flags.prompts import define_prompt_flags, read_prompts
 from launch.hosts.preflight import digest
@@ -100,6 +100,8 @@ def main(values: flags.FlagValues) -> None:
     engine = load_engine(values, folder, mesh, len(prompts) * samples, values.max_batch)
     if values.verbose:
         say(describe(config))
+    for sentence in draft_notice(config):
+        say(sentence)
     view, titles = CanvasView(engine, ids, mask, samples, suffixes), row_titles(prompts, samples)
 
     ends = (*engine.end_token_ids, *config.stop_token_ids)

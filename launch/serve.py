@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from launch.flags.decoding import define_decoding_flags, describe
+from launch.flags.decoding import define_decoding_flags, describe, draft_notice
 from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_mesh
 from launch.flags.server import (
     allowed_hosts,
@@ -97,7 +97,9 @@ def main(values: flags.FlagValues) -> None:
         server.serving.say = say
 
     engine = load_engine(values, folder, mesh, values.slots)
-    say(describe(defaults.config))
+    notices = dict.fromkeys(sentence for config in configs for sentence in draft_notice(config))
+    for sentence in (describe(defaults.config), *notices):
+        say(sentence)
     executor = Executor(engine.runner, shapes)
     if server is None or own is None:
         with traced(values):

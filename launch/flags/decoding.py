@@ -184,6 +184,16 @@ def _generation_config(folder: CheckpointFolder, kind: type) -> dict[str, Any]:
     return {one.name: one.from_request(raw[one.in_checkpoint]) for one in stored}
 
 
+def draft_notice(config: DiffusionConfig | SamplingConfig) -> list[str]:
+    """Return a sentence that says why a run with ``--draft_steps`` has no drafts; an empty list otherwise."""
+    if isinstance(config, SamplingConfig) or not config.draft_steps or config.drafts:
+        return []
+    setting, why = "cache=exact", "its passes have no drafts"
+    if config.refresh_interval == 1:
+        setting, why = "refresh_interval=1", "every step is a refresh"
+    return [f"--draft_steps={config.draft_steps} has no effect with --{setting}: {why}"]
+
+
 def describe(config: DiffusionConfig | SamplingConfig) -> str:
     """Return one line with the effective decoding parameters."""
     fields = dataclasses.asdict(config)

@@ -325,6 +325,9 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
     """
     config = defaults.config
     given = {name: one.from_request(changes[name]) for name, one in _SHARED.items() if name in changes}
+    if isinstance(config, DiffusionConfig) and config.variable_length and "draft_steps" in given:
+        # An upper bound, which a model without drafts meets. Its bounds are checked all the same.
+        _SHARED["draft_steps"].read(given.pop("draft_steps"))
     fields = own_names(type(config), given)
     wrong = [name for name in given if name in fields and name not in AUTOREGRESSIVE_PARAMETERS]
     if isinstance(config, SamplingConfig) and wrong:

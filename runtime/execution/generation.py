@@ -20,7 +20,7 @@ from runtime.execution.caller_rows import CallerRows
 from runtime.execution.hooks import HookedSteps, LogitsHook, TokensHook
 from runtime.execution.left_padding import Rows
 from runtime.execution.offline import OfflineScheduler, Pace
-from runtime.execution.pool import canvases_of, runner_for, steps_per_block, uses_cache
+from runtime.execution.pool import rows_at_once, runner_for, steps_per_block, uses_cache
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult, GenerationStats, committed_tokens, masks_left
 from runtime.execution.row_request import RowResult, block_span, final_tokens, most_steps_of_row
@@ -302,7 +302,7 @@ def _schedule(
 ) -> list[RowResult]:
     """Run all rows through the scheduler, as many at a time as memory allows, and fill in ``stats``."""
     count, progress, tests = len(rows.requests), observers.progress, observers.stop_tests
-    slots = runner_for(runner, config).batch_size(count, width, uses_cache(config), canvases_of(config))
+    slots = rows_at_once(runner_for(runner, config), config, width, count)
     scheduler = OfflineScheduler(runner, rows.requests, slots, width, tests)
     stats.batches = math.ceil(count / slots)
     total = stats.steps * stats.batches

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -84,7 +84,8 @@ class PassShape:
       keys: T, keys that each position attends to.
       head: P, positions per row in one head chunk.
       attention: the implementation; ``xla`` keeps scores in memory, see :mod:`runtime.models.xla_attention`.
-      canvases: canvases that are computed, see :mod:`runtime.decoding.drafts`; 0 for one of each row.
+      canvases: canvases that are computed, see :mod:`runtime.decoding.drafts`; 0 for one of each row. With a KV cache,
+        their windows are.
     """
 
     rows: int
@@ -140,12 +141,22 @@ def memory_of_passes(
         resident.append(Tensor("cache of keys and values", kept, _LESS_CACHE))
         resident += _narrow_head_copies(kept, layout.config.head_dim, device)
     shapes = list(passes)
+    drafted = [one for one in shapes if one.canvases and cache_dtype is not None]
+    if drafted:
+        kept = max(_windows_bytes(layout, one, cache_dtype) for one in drafted)
+        resident.append(Tensor("keys and values of drafts", kept, "fewer rows or drafts, a smaller block, int8"))
     drafts = max(one.computed - one.rows for one in shapes)
     # The canvas, the drafts and the commit steps, all of them both as input and as output.
     resident.append(Tensor("tokens", 2 * (2 * rows + drafts) * canvas * 4, "fewer rows"))
     item = jnp.dtype(dtype).itemsize
     stages = [stage(layout, item, device, one) for one in shapes for stage in (_layer, _head)]
     return Memory(tuple(resident), max(stages, key=lambda stage: sum(tensor.bytes for tensor in stage)))
+
+
+def _windows_bytes(layout: ModelLayout, shape: PassShape, dtype: Any) -> int:
+    """Return the bytes of keys and values of the windows of a pass, which every ``sequence`` shard has."""
+    whole = replace(layout, rules=replace(layout.rules, length=(), batch=()))
+    return cache_bytes_per_device(whole, shape.canvases, shape.positions, dtype)
 
 
 def _narrow_head_copies(kept: int, head_dim: int, device: Device) -> tuple[Tensor, ...]:

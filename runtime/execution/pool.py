@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from runtime.decoding.block_schedule import block_schedule
+from runtime.decoding.block_schedule import block_schedule, window_widths
 from runtime.decoding.kinds import ParameterError
 from runtime.decoding.parameters import DEFAULT_BLOCK_LENGTH, DiffusionConfig, SamplingConfig, one_step_per_token
 from runtime.execution.buckets import MAX_PROGRAMS, MOVE_ROOM, Bucket, Grid, PassCost, make_grid
+from runtime.execution.memory import Memory
 from runtime.execution.pool_state import PoolLimits
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.rows import check_kind, with_model_blocks
@@ -41,6 +42,27 @@ def uses_cache(config: GenerationConfig) -> bool:
 def canvases_of(config: GenerationConfig) -> int:
     """Return how many canvases of each row a forward pass computes: its own, and its drafts."""
     return 1 if isinstance(config, SamplingConfig) else 1 + config.drafts
+
+
+def window_of(runner: Runner, config: GenerationConfig, width: int) -> int:
+    """Return the positions of the widest window of a pass with a cache and drafts, on slots of ``width``; 0 without."""
+    if isinstance(config, SamplingConfig) or config.cache == "none" or not config.drafts:
+        return 0
+    length, _ = block_schedule(config, width)
+    offset = 0 if config.block_rule == "fast_dllm" else runner.layout.config.family.prediction_offset
+    return window_widths(config.cache, length, width, config.refresh_blocks, offset=offset)[0]
+
+
+def rows_at_once(runner: Runner, config: GenerationConfig, width: int, wanted: int) -> int:
+    """Return how many of ``wanted`` rows of this configuration to run at a time; see :meth:`Runner.batch_size`."""
+    sizes = canvases_of(config), window_of(runner, config, width)
+    return runner.batch_size(wanted, width, uses_cache(config), *sizes)
+
+
+def memory_of(runner: Runner, config: GenerationConfig, width: int, count: int) -> Memory:
+    """Estimate the memory of a device while ``count`` rows of this configuration run; see :meth:`Runner.memory`."""
+    sizes = canvases_of(config), window_of(runner, config, width)
+    return runner.memory(count // runner.row_shards, width, uses_cache(config), *sizes)
 
 
 def runner_for(runner: Runner, config: GenerationConfig) -> Runner:
@@ -106,7 +128,7 @@ def slot_count(runner: Runner, config: GenerationConfig, width: int, wanted: int
     """
     runner = runner_for(runner, config)
     data, cached = runner.row_unit, uses_cache(config)
-    count, room = runner.batch_size(max(data, wanted // data * data), width, cached, canvases_of(config)), runner.room()
+    count, room = rows_at_once(runner, config, width, max(data, wanted // data * data)), runner.room()
     while moves and cached and room is not None and count > data:
         if pool_memory(runner, config, width, count) <= room:
             break
@@ -117,7 +139,7 @@ def slot_count(runner: Runner, config: GenerationConfig, width: int, wanted: int
 def kept_bytes(runner: Runner, config: GenerationConfig, width: int, count: int) -> int:
     """Return the bytes per device that slots occupy between passes, without weights and with room for moving rows."""
     runner = runner_for(runner, config)
-    memory = runner.memory(count // runner.row_shards, width, uses_cache(config), canvases_of(config))
+    memory = memory_of(runner, config, width, count)
     kept = sum(tensor.bytes for tensor in memory.resident) - weight_bytes(runner.layout, runner.dtype)
     return MOVE_ROOM * kept if uses_cache(config) else kept
 
@@ -125,7 +147,7 @@ def kept_bytes(runner: Runner, config: GenerationConfig, width: int, count: int)
 def pool_memory(runner: Runner, config: GenerationConfig, width: int, count: int) -> int:
     """Return the bytes per device that slots need in total: with weights, moving rows, and the largest pass."""
     runner = runner_for(runner, config)
-    memory = runner.memory(count // runner.row_shards, width, uses_cache(config), canvases_of(config))
+    memory = memory_of(runner, config, width, count)
     peak = sum(tensor.bytes for tensor in memory.peak)
     return weight_bytes(runner.layout, runner.dtype) + kept_bytes(runner, config, width, count) + peak
 
@@ -173,7 +195,7 @@ def pass_cost(runner: Runner, config: GenerationConfig) -> PassCost:
     length = config.block_length or DEFAULT_BLOCK_LENGTH
     # Each block starts with a refresh over whole rows, whose cost is spread over the block's positions. An exact cache
     # needs no refresh: its window is twice as wide instead.
-    return PassCost(floor, overhead, length, 0.0 if config.cache == "exact" else 1 / length)
+    return PassCost(floor, overhead, length * canvases_of(config), 0.0 if config.cache == "exact" else 1 / length)
 
 
 def pool_grid(

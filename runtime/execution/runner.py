@@ -94,7 +94,7 @@ class Runner:
         self.cache_dtype = cache_dtype(kv_cache, self.dtype)
         self._attention = attention
         self._max_batch = max_batch
-        self._row_limits: dict[tuple[int, bool, int], int] = {}
+        self._row_limits: dict[tuple[int, bool, int, int], int] = {}
         self.buckets: dict[Hashable, set[Bucket]] = {}
         self.row_unit = layout.spec.data
         check_attention(layout, attention, self.dtype)
@@ -145,13 +145,13 @@ class Runner:
         """Number of positions per prompt chunk. Prompts are read in chunks while other rows are being decoded."""
         return PROMPT_CHUNKS.get(self.platform, _PROMPT_CHUNK_DEFAULT)
 
-    def batch_size(self, rows: int, canvas: int, cached: bool = False, canvases: int = 1) -> int:
+    def batch_size(self, rows: int, canvas: int, cached: bool = False, canvases: int = 1, window: int = 0) -> int:
         """Return how many of ``rows`` rows to run at a time: a multiple of :attr:`row_unit`, limited by memory.
 
         The other arguments are those of :meth:`memory`.
         """
         unit = self.row_unit
-        limit = max(unit, (self._max_batch or self.max_rows(canvas, cached, canvases)) // unit * unit)
+        limit = max(unit, (self._max_batch or self.max_rows(canvas, cached, canvases, window)) // unit * unit)
         return min(limit, math.ceil(rows / unit) * unit)
 
     def batches(self, rows: int, canvas: int, cached: bool = False) -> Iterator[slice]:
@@ -160,24 +160,24 @@ class Runner:
         for first in range(0, rows, size):
             yield slice(first, min(first + size, rows))
 
-    def max_rows(self, canvas: int, cached: bool = False, canvases: int = 1) -> int:
+    def max_rows(self, canvas: int, cached: bool = False, canvases: int = 1, window: int = 0) -> int:
         """Estimate how many rows of ``canvas`` positions fit into the memory of the mesh at a time.
 
-        The estimate is for passes over whole rows, which need the most memory in every mode. The arguments are those of
-        :meth:`memory`.
+        The estimate is for passes over whole rows, which need the most memory in every mode without drafts. The
+        arguments are those of :meth:`memory`.
         """
-        key = canvas, cached, canvases
+        key = canvas, cached, canvases, window
         if key not in self._row_limits:
             self._row_limits[key] = self._estimate_max_rows(*key)
         return self._row_limits[key]
 
-    def _estimate_max_rows(self, canvas: int, cached: bool, canvases: int) -> int:
+    def _estimate_max_rows(self, canvas: int, cached: bool, canvases: int, window: int) -> int:
         shards, room = self.row_shards, self.room()
         if room is None:
             return shards * MAX_ROWS_PER_SHARD
 
         def fits(rows: int) -> bool:
-            return self.memory(rows, canvas, cached, canvases).total <= room
+            return self.memory(rows, canvas, cached, canvases, window).total <= room
 
         return shards * max(1, bisect.bisect_left(range(1, MAX_ROWS_PER_SHARD + 1), True, key=lambda n: not fits(n)))
 
@@ -214,23 +214,29 @@ class Runner:
         memory, weights = device_memory(self._device), weight_bytes(self.layout, self.dtype)
         return None if memory is None else weights + _ACTIVATION_SHARE * (memory - weights)
 
-    def memory(self, rows: int, canvas: int, cached: bool, canvases: int = 1) -> Memory:
-        """Estimate the memory that passes over whole rows need on each device, weights included.
+    def memory(self, rows: int, canvas: int, cached: bool, canvases: int = 1, window: int = 0) -> Memory:
+        """Estimate the memory that passes need on each device, weights included.
+
+        They are passes over whole rows and, with a cache and drafts, over the windows of all canvases.
 
         Args:
           rows: rows per shard, see :attr:`row_shards`.
           canvas: positions per row.
           cached: whether rows have a KV cache.
           canvases: canvases that a pass computes of each row, see :mod:`runtime.decoding.drafts`.
+          window: with a cache and drafts, positions of the widest window.
         """
         spec = self.layout.spec
         chips = [chip for chip in CHIPS.values() if chip.device_kind == self._device.device_kind]
         device = Device(self.platform, chips[0].fast_memory_bytes if chips else 0)
         head = self.chunk(rows * self.row_shards, canvas) // spec.sequence
         computed = math.ceil(rows * canvases * self.row_shards / spec.data) if canvases > 1 else 0
-        shape = PassShape(rows, canvas // spec.sequence, canvas, head, self.forward(canvas).attention, computed)
-        kept = self.cache_dtype if cached else None
-        return memory_of_passes(self.layout, self.dtype, device, rows, canvas, [shape], kept)
+        kept, attention = self.cache_dtype if cached else None, self.forward(canvas).attention
+        passes = [PassShape(rows, canvas // spec.sequence, canvas, head, attention, 0 if cached else computed)]
+        if cached and canvases > 1:
+            head = min(window, head * spec.sequence)
+            passes.append(PassShape(rows, window, canvas // spec.sequence, head, "xla", rows * canvases))
+        return memory_of_passes(self.layout, self.dtype, device, rows, canvas, passes, kept)
 
 
 def canvas_bucket(length: int, layout: ModelLayout, platform: str) -> int:

@@ -147,7 +147,7 @@ def compile_workload(workload: Workload, spec: MeshSpec, devices: Sequence[Any])
             span=workload.span(layout, platform),
         )
         steps = padded_steps(workload.steps, canvas)
-        kept, drafts = dtype if cached else None, workload.draft_steps
+        kept, drafts = dtype if cached else None, program.drafts
         denoise_arguments = abstract_denoise(layout, rows, canvas, steps, kept, drafts=drafts)
         name = "blocks" if cached else "denoise step"
         lowerings = {name: lambda: lower_denoise(forward, program, weights, *denoise_arguments)}

@@ -100,6 +100,10 @@ def phase_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, p
         found += _last_position_collectives(workload, layout, phase)
     elif phase.whole:
         found += _picked_position_collectives(workload, layout, platform, phase)
+    if phase.name == "refresh" and layout.spec.sequence > 1 and workload.decoding().drafts:
+        # Drafts are guessed from the outputs around the block.
+        size = workload.windows(layout, platform)[-1] * layout.size_per_device("embed") * workload.item
+        found.append(Collective("all-reduce", ("sequence",), size, 1, "outputs of the block"))
     if layout.spec.tensor > 1:
         rule, ranked = workload.sampling_rule(), workload.config.objective == "masked_diffusion"
         numbers = choose_tokens_reductions(rule, ranked)
@@ -168,12 +172,13 @@ def _whole_row_collectives(workload: Workload, layout: ModelLayout, wiring: Wiri
 
 def _window_collectives(workload: Workload, layout: ModelLayout, phase: Phase) -> list[Collective]:
     """Return the transformer's collectives in a pass over windows with a cache: a decode pass or a block step."""
-    positions = phase.rows * phase.positions
+    positions = phase.computed * phase.positions
     found = _tensor_collectives(workload, layout, positions, divided=False)
     if layout.spec.sequence > 1:
         # The cache is sharded over sequence. Each shard attends to its own keys; then the partial outputs and the
-        # softmax's sums and maxima are reduced.
-        head = layout.size_per_device("head_dim") * workload.item + 2 * _FLOAT
+        # softmax's sums and maxima are reduced. With drafts, the outputs are float32 until the window's are added.
+        item = _FLOAT if phase.canvases else workload.item
+        head = layout.size_per_device("head_dim") * item + 2 * _FLOAT
         partial = positions * layout.query_heads_per_device * head
         found.append(Collective("all-reduce", ("sequence",), partial, workload.config.num_layers, "partial attention"))
     return found

@@ -261,7 +261,8 @@ class Workload:
             return [self._drafted(found, layout.spec) if self.draft_steps else found]
         if self.cache == "exact":
             return self._exact_phases(layout, platform, widest)
-        length, _ = block_schedule(self.decoding(), canvas)
+        decoding = self.decoding()
+        length, _ = block_schedule(decoding, canvas)
         starts = range(0, self.new_tokens, length)
         # The first pass of each block is a refresh, which computes the whole canvas of one row at a time. The other
         # passes compute a window of every row: the block (dual), or the block and everything after it (prefix).
@@ -275,14 +276,15 @@ class Workload:
         window, masks = min(chunk, width), [count for block in passes for count in block[1:]]
         refresh = refresh_chunk(chunk, widths[-1] - offset, layout.spec.sequence)
         first = chunks([block[0] for block in passes], refresh)
+        # If refreshes commit everything, no block step runs, but the program still contains one.
+        block = Phase("block step", rows, width, canvas, False, window, chunks(masks or [length], window), len(masks))
         return [
             Phase("refresh", 1, canvas, canvas, True, refresh, first, len(passes) * rows),
-            # If refreshes commit everything, no block step runs, but the program still contains one.
-            Phase("block step", rows, width, canvas, False, window, chunks(masks or [length], window), len(masks)),
+            self._drafted(block, layout.spec) if decoding.drafts else block,
         ]
 
     def _drafted(self, phase: Phase, spec: MeshSpec) -> Phase:
-        """Return a denoise step with drafts: further canvases, and further head chunks that guess their tokens."""
+        """Return a step with drafts: further canvases, and further head chunks that guess their tokens."""
         # All open positions once more, and for each draft a small chunk that draws its tokens.
         few = self.draft_steps * min(1.0, redrawn_chunk(spec.sequence) / phase.chunk)
         chunks = 2 * phase.chunks + few * self.sampling_rule().sampled
