@@ -1,7 +1,11 @@
-"""Comparison of two runs that should give the same tokens; prints the margin where they differ."""
+"""Comparison of two runs that should give the same tokens, or leave the same cache, up to rounding."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import jax
 import numpy as np
 
 from runtime import DiffusionConfig, Engine
@@ -50,3 +54,31 @@ def assert_same_tokens(
         margin = float(np.ptp(confidence))
     assert margin < ROUNDING, f"{message}: margin {margin:.3g} is more than rounding ({ROUNDING})"
     print(f"{message}: a tie within rounding, margin {margin:.3g}")
+
+
+def assert_same_cache(found: Any, expected: Any, lengths: Sequence[int] | None = None) -> None:
+    """Assert that two KV caches agree up to rounding.
+
+    An int8 value is the nearest integer to a number, and rounding moves a number that is close to a tie to the other
+    integer. A wrong token, position or canvas would change most values, and by much more than one.
+
+    Args:
+      found, expected: caches, with the layers stacked or in a tuple.
+      lengths: for each row, the number of positions to compare; None for all.
+    """
+    for own, other in zip(_layers(found), _layers(expected), strict=True):
+        for row in range(other.keys.shape[1]):
+            end = other.keys.shape[3] if lengths is None else lengths[row]
+            for name in ("keys", "values"):
+                values, wanted = (getattr(one, name)[:, row, :, :end].astype(np.float32) for one in (own, other))
+                if other.keys.dtype != np.int8:
+                    np.testing.assert_allclose(values, wanted, atol=ROUNDING, rtol=ROUNDING)
+                    continue
+                assert abs(values - wanted).max() <= 1
+                assert (values != wanted).mean() < 0.01
+                scales = [getattr(one, f"{name[:-1]}_scales")[:, row, :, :end] for one in (own, other)]
+                np.testing.assert_allclose(*scales, rtol=5e-3)
+
+
+def _layers(cache: Any) -> list[Any]:
+    return [jax.tree.map(np.asarray, one) for one in (cache if isinstance(cache, tuple) else (cache,))]

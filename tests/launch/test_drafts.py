@@ -47,7 +47,7 @@ def test_a_batch_is_the_same_run_with_other_drafts(
 ) -> None:
     small = ("--mesh=data=1", f"--checkpoint={tiny}", "--max_new_tokens=8")
     lines = [{"id": name, "prompt": PROMPT, "seed": seed} for seed, name in enumerate("abc")]
-    lines.append({"id": "d", "prompt": PROMPT, "cache": "dual", "block_length": 2})  # runs without drafts
+    lines.append({"id": "d", "prompt": PROMPT, "cache": "dual", "block_length": 2})
     source, plain, drafted = write(tmp_path / "in.jsonl", lines), tmp_path / "plain", tmp_path / "drafted"
     launch(source, plain, compiled, *small)
     capsys.readouterr()

@@ -127,13 +127,22 @@ DRAFTED: dict[str, tuple[str, DiffusionConfig]] = {
     "sampled": ("dream_tiny", block_rows.BASE),
     "frechet": ("dream_tiny", block_rows.BASE.replace(block_length=6, parallel="frechet", algorithm="maskgit_plus")),
     "guided": ("llada_tiny", DiffusionConfig(12, steps=8, algorithm="low_confidence", block_length=6, cfg_scale=1.5)),
+    "dual": ("dream_tiny", block_rows.BASE.replace(block_length=6, cache="dual", refresh_blocks=2)),
+    "prefix": ("dream_tiny", block_rows.BASE.replace(block_length=6, cache="prefix", suffix_window=4)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["none", "data"])
 @pytest.mark.parametrize("mesh", ["data=2", "data=2,sequence=2,tensor=2"])
-@pytest.mark.parametrize("name", DRAFTED)
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [
+        (name, axis)
+        for name in DRAFTED
+        for axis in ("none", "data")
+        if DRAFTED[name][1].cache == "none" or axis == "none"
+    ],
+)
 def test_no_collectives_of_passes_with_drafts_are_concurrent(name: str, mesh: str, axis: str) -> None:
     folder, config = DRAFTED[name]
     engine = golden_cases.engine(mesh, golden_cases.FOLDER.parent / folder)

@@ -38,6 +38,7 @@ DREAM: dict[str, DiffusionConfig] = {
     "dual": BASE.replace(cache="dual", block_length=3),
     "prefix": BASE.replace(cache="prefix", block_length=3),
     "drafts": BASE.replace(draft_steps=2),
+    "drafts with a cache": BASE.replace(cache="dual", block_length=3, draft_steps=2),
 }
 TOKENS = SamplingConfig(NEW, log_probabilities=True)
 KINDS: dict[str, tuple[str, DiffusionConfig | SamplingConfig]] = {

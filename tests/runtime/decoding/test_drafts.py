@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from checkpoints import DEMO
 from runtime import DiffusionConfig, Engine, GenerationResult, InputError, RowRequest
 from runtime.decoding.schema import ParameterError
 from runtime.execution.requests import may_end_early
@@ -18,6 +15,7 @@ from runtime.execution.slot_kinds import DiffusionSlots
 from tests import golden_cases
 from tests.divergence import assert_same_tokens
 from tests.runtime.decoding.block_rows import BASE, STOPS, ragged_rows
+from tests.runtime.decoding.drafted_rows import PROMPTS, marked, trained
 from tests.runtime.engine_rows import GREEDY, ORIGIN, SAMPLED, rows
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -49,7 +47,6 @@ OTHERS: dict[str, tuple[str, DiffusionConfig]] = {
     "sdar, sequential": ("sdar_tiny", DiffusionConfig(12, steps=12, algorithm="maskgit_plus", parallel="sequential")),
     "fast_dllm_v2": ("fast_dllm_v2_tiny", DiffusionConfig(12, steps=12, **THRESHOLD)),
 }
-PROMPTS = ["def add(first, second):\n", "def is_even(number):\n    return", "class"]
 TRAINED = {
     "greedy": DiffusionConfig(max_new_tokens=40, steps=40, algorithm="entropy"),
     "sampled": DiffusionConfig.published(40, temperature=0.2, seed=1),
@@ -58,10 +55,6 @@ TRAINED = {
     "threshold": DiffusionConfig(40, algorithm="maskgit_plus", parallel="threshold", threshold=0.6, block_length=16),
 }
 MESHES = ("data=2", "sequence=4", "tensor=4", "data=2,sequence=2,tensor=2")
-
-
-def marked(names: Any, quick: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 def check(engine: Engine, ids: np.ndarray, mask: np.ndarray, config: DiffusionConfig, drafts: int) -> GenerationResult:
@@ -110,11 +103,6 @@ def test_infilling_before_a_suffix() -> None:
     found = engine.generate_tokens(ids, mask, BASE.replace(draft_steps=2), suffixes=suffixes, history=True)
     np.testing.assert_array_equal(found.history, plain.history)
     np.testing.assert_array_equal(found.commit_steps, plain.commit_steps)
-
-
-@functools.cache
-def trained(mesh: str) -> Engine:
-    return Engine.load(DEMO, mesh=mesh)
 
 
 @pytest.mark.parametrize("name", marked(TRAINED, ("greedy",)))
@@ -233,9 +221,14 @@ def test_hooks_are_refused(hook: str) -> None:
     assert error.value.field == "draft_steps"
 
 
-def test_a_cache_is_refused() -> None:
-    with pytest.raises(ParameterError, match="draft_steps requires cache=none"):
-        DiffusionConfig(cache="dual", draft_steps=1)
+def test_configurations_without_drafts() -> None:
+    """An upper bound is never refused, but the steps of these configurations cannot share a pass."""
+    assert DiffusionConfig(cache="dual", draft_steps=2).drafts == 2
+    assert DiffusionConfig(cache="dual", draft_steps=2, refresh_interval=2).drafts == 2
+    assert DiffusionConfig(cache="dual", draft_steps=2, refresh_interval=1).drafts == 0
+    assert DiffusionConfig(cache="exact", draft_steps=2).drafts == 0
+    with pytest.raises(ParameterError, match="draft_axis requires cache=none"):
+        DiffusionConfig(cache="dual", draft_steps=1, draft_axis="data")
     with pytest.raises(ParameterError, match="draft_steps is 64; expected an integer from 0 to 63"):
         DiffusionConfig(draft_steps=64)
 

@@ -137,7 +137,7 @@ def test_requirements_name_parameters_and_their_values() -> None:
         "suffix_window",
         "block_rule",
         "cfg_scale",
-        "draft_steps",
+        "draft_axis",
     ]
 
 

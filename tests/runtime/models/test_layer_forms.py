@@ -110,10 +110,11 @@ def test_scanned_layers_give_golden_tokens(golden: Golden, mesh: str, name: str)
     np.testing.assert_array_equal(result.sequences, expected)
 
 
+@pytest.mark.parametrize("drafts", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", ["data=1", "sequence=2,tensor=2"])
-def test_tokens_with_a_cache_are_the_same_in_both_forms(mesh: str) -> None:
+def test_tokens_with_a_cache_are_the_same_in_both_forms(mesh: str, drafts: int) -> None:
     ids = np.random.default_rng(0).integers(0, 300, (2, 6))
-    config = DiffusionConfig(max_new_tokens=16, steps=16, cache="dual", block_length=8)
+    config = DiffusionConfig(max_new_tokens=16, steps=16, cache="dual", block_length=8, draft_steps=drafts)
     found = [engine.generate_tokens(ids, None, config) for engine in (scanning(mesh), golden_cases.engine(mesh))]
     np.testing.assert_array_equal(found[0].sequences, found[1].sequences)
     np.testing.assert_array_equal(found[0].commit_steps, found[1].commit_steps)
