@@ -1,4 +1,4 @@
-"""With a KV cache, drafts change no token, no step and no log-probability, and leave the same cache after every pass."""
+"""With a KV cache, drafts change no token, no step and no log-probability, and leave the same cache after a pass."""
 
 from __future__ import annotations
 
@@ -115,11 +115,10 @@ def caches(own: Engine, config: DiffusionConfig, tokens: list[int]) -> dict[int,
 @pytest.mark.parametrize(
     ("kv_cache", "changes", "drafts"),
     [
-        ("model", {"cache": "prefix", "refresh_blocks": 0}, 3),
+        ("model", {"cache": "prefix", "refresh_blocks": 0}, 1),
         *[
-            pytest.param(kv_cache, changes, drafts, marks=pytest.mark.slow)
+            pytest.param(kv_cache, changes, 3, marks=pytest.mark.slow)
             for kv_cache in ("model", "bfloat16", "int8")
-            for drafts in (1, 3)
             for changes in (
                 {"cache": "dual", "refresh_blocks": 0},
                 {"cache": "dual", "refresh_blocks": 2, "refresh_interval": 5},
@@ -136,15 +135,7 @@ def test_the_cache_after_every_pass(kv_cache: str, changes: dict[str, Any], draf
     plain, drafted = (caches(own, config.replace(draft_steps=count), tokens) for count in (0, drafts))
     assert len(drafted) < len(plain) == max(drafted)  # some pass made several steps
     for steps, cache in drafted.items():
-        if kv_cache == "bfloat16":
-            cache, plain[steps] = (
-                jax.tree.map(lambda leaf: leaf.astype(np.float32), one) for one in (cache, plain[steps])
-            )
-            jax.tree.map(
-                lambda one, other: np.testing.assert_allclose(one, other, rtol=8e-3, atol=1e-4), cache, plain[steps]
-            )
-        else:
-            assert_same_cache(cache, plain[steps], [len(tokens) + config.max_new_tokens])
+        assert_same_cache(cache, plain[steps], [len(tokens) + config.max_new_tokens])
 
 
 @pytest.mark.parametrize("name", marked(TRAINED, ("dual",)))
