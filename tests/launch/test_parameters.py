@@ -14,7 +14,7 @@ from absl import flags
 
 from checkpoints import DEMO, open_folder
 from launch.docs import parameter_table
-from launch.flags.decoding import decoding_config, define_decoding_flags
+from launch.flags.decoding import decoding_config, define_decoding_flags, draft_notice
 from launch.flags.model import read_tokenizer
 from launch.flags.server import read_modes
 from launch.openai.bodies import Defaults, by_our_names, known, read_config
@@ -164,6 +164,25 @@ def test_an_autoregressive_model_has_cache_none_everywhere() -> None:
         read_config({"cache": "dual"}, own)
     assert describe([plain, own.config]) == ["cache=none", "the defaults"]
     assert not_offered(plain, [Mode(own.config, 0)]) == "cache"
+
+
+def test_a_request_may_name_drafts_where_there_are_none() -> None:
+    """The value is an upper bound, so it is ignored where a pass has no drafts. Its own bounds are checked."""
+    growing = dataclasses.replace(defaults(), config=DiffusionConfig(8, variable_length=True))
+    assert read_config({"draft_steps": 3}, growing) == growing.config
+    with pytest.raises(InputError, match="draft_steps is 64; expected an integer from 0 to 63"):
+        read_config({"draft_steps": 64}, growing)
+    for cache, drafts in (("exact", 0), ("dual", 3), ("prefix", 3), ("none", 3)):
+        found = read_config({"cache": cache, "draft_steps": 3}, defaults())
+        assert isinstance(found, DiffusionConfig)
+        assert found.drafts == drafts
+
+
+def test_a_run_without_drafts_says_so() -> None:
+    (said,) = draft_notice(of_flags("--cache=dual", "--refresh_interval=1", "--draft_steps=2"))
+    assert said == "--draft_steps=2 has no effect with --refresh_interval=1: every step is a refresh"
+    assert draft_notice(of_flags("--cache=dual", "--refresh_interval=2", "--draft_steps=2")) == []
+    assert draft_notice(of_flags("--cache=dual", "--refresh_interval=1")) == []
 
 
 def test_modes_set_what_a_mode_can() -> None:

@@ -33,6 +33,7 @@ MESHES = [
 # empty XLA_FLAGS compiles all programs as for users. On one device, CI compiles the cases of Dream alone as for users;
 # those of the other folders have a second test each, marked slow.
 AS_RELEASED = ("data=1", "sequence=2,tensor=4")
+FAST_DLLM = Golden(FOLDER.parent / "fast_dllm_dream_tiny")
 
 
 def pairwise(golden: Golden) -> set[tuple[str, str]]:
@@ -123,6 +124,17 @@ def check_rows(golden: Golden, name: str, sequences: np.ndarray) -> None:
 @pytest.mark.parametrize(("golden", "mesh", "name", "as_released"), list(grid()))
 def test_sequences_and_history(golden: Golden, mesh: str, name: str, as_released: bool) -> None:
     check_case(golden, mesh, name, as_released)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if rank else []) for rank, name in enumerate(names(FAST_DLLM))]
+)
+def test_drafts_keep_the_tokens_of_fast_dllm(name: str) -> None:
+    model = engine(FAST_DLLM, MESHES[0], False)
+    result = model.generate_tokens(*FAST_DLLM.inputs(name), FAST_DLLM.config(name).replace(draft_steps=3))
+    expected = FAST_DLLM.sequences(name, result.sequences.shape[1], model.config.pad_token_id)
+    np.testing.assert_array_equal(result.sequences, expected)
+    assert result.stats.forwards <= FAST_DLLM.cases[name]["forwards"]
 
 
 @pytest.mark.parametrize(("golden", "mesh"), list(forward_grid()))
