@@ -218,13 +218,13 @@ class OfflineScheduler:
                     break
                 admit = admit and more()
                 scheduler.policy = replace(policy, max_iterations=self._most_iterations(group, iterations))
-                plan, start = scheduler.schedule(0.0, admit), time.perf_counter()
+                plan, began = scheduler.schedule(0.0, admit), time.perf_counter()
                 if not plan.pools:
                     break
                 outcome = StepOutcome([pool.execute(one) for one in plan.pools])
                 if isinstance(iterations, Pace):
                     longest = max((run.iterations for one in outcome.pools for run in one.runs), default=0)
-                    iterations.ran(longest, time.perf_counter() - start)
+                    iterations.ran(longest, time.perf_counter() - began)
                 events = scheduler.update(outcome, 0.0)
                 yield [
                     replace(event.result, number=queued[event.handle][event.index])

@@ -97,7 +97,7 @@ def run_canvases(
             )
         return layer.finish(forward, x, attended), (cache, windows)
 
-    windows = empty_windows(forward, cache, rows * number, width)
+    windows: Any = empty_windows(forward, cache, rows * number, width)
     # A layout with a cache per layer has a pair per layer.
     pairs: Any = tuple(zip(cache, windows, strict=True)) if isinstance(cache, tuple) else (cache, windows)
     x, pairs = run_layers(forward, weights, x, step, pairs)
@@ -152,10 +152,9 @@ def write_canvas(forward: Forward, cache: Cache, windows: Cache, chosen: Array, 
         here = here.reshape(1, *here.shape, *(1,) * (by_row.ndim - 3))
         return _placed(forward, jnp.where(here, by_row, jnp.zeros((), stack.dtype)).sum(axis=2, dtype=stack.dtype))
 
-    own: Cache = jax.tree.map(select, windows)
+    own: Any = jax.tree.map(select, windows)
     layout = forward.layout
     if isinstance(cache, tuple):
-        assert isinstance(own, tuple)
         return tuple(
             write_stored(layout, one, 0, layer_of(new, 0), starts, stops) for one, new in zip(cache, own, strict=True)
         )
