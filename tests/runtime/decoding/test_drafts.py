@@ -8,7 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from checkpoints import DEMO
 from runtime import DiffusionConfig, Engine, GenerationResult, InputError, RowRequest
+from runtime.decoding import draft_chain
+from runtime.decoding.draft_chain import guessed_request
 from runtime.decoding.schema import ParameterError
 from runtime.execution.requests import may_end_early
 from runtime.execution.slot_kinds import DiffusionSlots
@@ -256,3 +259,43 @@ def test_memory_counts_all_canvases() -> None:
     (kept, peak), (more_kept, more_peak) = parts(1), parts(4)
     assert more_kept - kept == 2 * 3 * 8 * 512 * 4  # the drafts before and after a pass
     assert more_peak > 2 * peak
+
+
+def test_thresholds_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses of the rules with a threshold or a factor are laxer by a constant; those of other rules are unchanged."""
+    engine = golden_cases.engine()
+
+    def guessed(config: DiffusionConfig) -> tuple[float, float]:
+        config = config.replace(draft_steps=1)
+        slots = DiffusionSlots(engine.runner, config, 64, 1)
+        slots.insert({0: RowRequest([5, 6], config, 0)})
+        found = guessed_request(slots.program, slots.request)
+        return float(found.threshold[0]), float(found.factor[0])
+
+    threshold, factor = BASE.replace(**THRESHOLD), BASE.replace(**FACTOR)
+    default = DiffusionConfig.threshold, DiffusionConfig.factor
+    assert guessed(threshold)[0] == np.float32(0.2)
+    assert guessed(factor)[1] == 1.5
+    monkeypatch.setattr(draft_chain, "GUESSED_THRESHOLD_SCALE", 0.5)
+    assert guessed(threshold)[0] == np.float32(0.1)
+    assert guessed(factor)[1] == 3.0
+    assert guessed(BASE) == (np.float32(default[0]), default[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["threshold", "factor"])
+def test_laxer_guesses_change_no_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TRAINED["threshold"]
+    if name == "factor":
+        config = DiffusionConfig(40, algorithm="maskgit_plus", parallel="factor", block_length=16)
+    accepted = []
+    try:
+        for scale in (1.0, 0.3):
+            monkeypatch.setattr(draft_chain, "GUESSED_THRESHOLD_SCALE", scale)
+            jax.clear_caches()  # traces contain the constant
+            engine = Engine.load(DEMO, mesh="data=1")
+            found = check(engine, *engine.encode(PROMPTS), config, 3)
+            accepted.append(found.stats.accepted_steps)
+    finally:
+        jax.clear_caches()
+    assert accepted[0] != accepted[1]
