@@ -23,6 +23,7 @@ from absl import flags
 from benchmarks.attention import attention_table
 from benchmarks.autoregressive import autoregressive_table
 from benchmarks.diffusion_modes import modes_table
+from benchmarks.drafts import drafts_table
 from benchmarks.families import families_table
 from benchmarks.fault_tables import fault_table
 from benchmarks.overload import overload_table
@@ -58,6 +59,11 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
         modes_table,
         "which functions work (`benchmarks.demo_quality`); batches; a model of billions of parameters, in which a "
         "threshold may commit more tokens per step.",
+    ),
+    "drafts": (
+        drafts_table,
+        "a GPU or TPU; several prompts at a time; a model of billions of parameters, which accepts other numbers of "
+        "steps.",
     ),
     "families": (
         families_table,
