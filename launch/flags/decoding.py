@@ -17,6 +17,7 @@ from runtime import (
     DiffusionConfig,
     InputError,
     Integer,
+    IntegerOrWord,
     ModelConfig,
     Parameter,
     ParameterError,
@@ -90,10 +91,16 @@ def given_flags(values: flags.FlagValues) -> dict[str, Any]:
             continue
         if isinstance(value, str):
             value = parameter.kind.parse(text := value)
-            if isinstance(value, str) and not isinstance(parameter.kind, Choice):
+            if isinstance(value, str) and not _is_word(parameter, value):
                 raise InputError(f"--{name}={text}: expected {parameter.kind.expected}", field=name)
         found[name] = parameter.from_request(value)
     return found
+
+
+def _is_word(parameter: Parameter, value: str) -> bool:
+    """Return whether a text can be the value of a parameter, as a name or as the word in place of a number."""
+    kind = parameter.kind
+    return isinstance(kind, Choice) or (isinstance(kind, IntegerOrWord) and value == kind.word)
 
 
 def steps_follow_tokens(values: flags.FlagValues, folder: CheckpointFolder) -> bool:
@@ -186,7 +193,9 @@ def _generation_config(folder: CheckpointFolder, kind: type) -> dict[str, Any]:
 
 def draft_notice(config: DiffusionConfig | SamplingConfig) -> list[str]:
     """Return a sentence that says why a run with ``--draft_steps`` has no drafts; an empty list otherwise."""
-    if isinstance(config, SamplingConfig) or not config.draft_steps or config.drafts:
+    if isinstance(config, SamplingConfig) or isinstance(config.draft_steps, str) or not config.draft_steps:
+        return []
+    if config.drafts:
         return []
     setting, why = "cache=exact", "its passes have no drafts"
     if config.refresh_interval == 1:

@@ -7,15 +7,18 @@ from dataclasses import replace
 from absl import flags
 
 from launch.flags.decoding import define_flag
-from runtime import EXPOSED_PARAMETERS, QUANTIZATIONS, STORED_DTYPES, InputError, parse_config
+from runtime import EXPOSED_PARAMETERS, QUANTIZATIONS, STORED_DTYPES, InputError, IntegerOrWord, parse_config
 from runtime.planner import PRESETS, Workload, preset
 
+_DRAFTS = EXPOSED_PARAMETERS["draft_steps"]
+assert isinstance(_DRAFTS.kind, IntegerOrWord)
 # Decoding parameters of the workload of a diffusion model. Autoregressive models are always planned with a cache.
 _DECODING = {
     "steps": EXPOSED_PARAMETERS["steps"],
     "cache": replace(EXPOSED_PARAMETERS["cache"], flag_default=Workload.cache, flag_help=""),
     "block_length": EXPOSED_PARAMETERS["block_length"],
-    "draft_steps": EXPOSED_PARAMETERS["draft_steps"],
+    # A plan compares meshes, and "auto" depends on the mesh.
+    "draft_steps": replace(_DRAFTS, kind=_DRAFTS.kind.integer, flag_help="A plan requires a number."),
     "draft_axis": EXPOSED_PARAMETERS["draft_axis"],
 }
 

@@ -22,6 +22,7 @@ from runtime import (
     Choice,
     InputError,
     Integer,
+    IntegerOrWord,
     Parameter,
     Real,
     TokenIds,
@@ -85,6 +86,9 @@ def annotation(parameter: Parameter) -> Any:
     kind: Any = parameter.request_kind
     if isinstance(kind, Integer):
         found: Any = Annotated[int, Field(ge=0 if parameter.zero_is_none else kind.low, le=kind.high)]
+    elif isinstance(kind, IntegerOrWord):
+        word: Any = Literal[kind.word]
+        found = word | Annotated[int, Field(ge=kind.integer.low, le=kind.integer.high)]
     elif isinstance(kind, Real):
         bounds = Field(gt=kind.low, lt=kind.high) if kind.exclusive else Field(ge=kind.low, le=kind.high)
         found = Annotated[float, bounds]

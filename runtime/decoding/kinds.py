@@ -115,6 +115,36 @@ class Integer:
 
 
 @dataclass(frozen=True)
+class IntegerOrWord:
+    """An integer, or one word in its place."""
+
+    integer: Integer
+    word: str
+
+    @property
+    def expected(self) -> str:
+        """A phrase that names the allowed values, for error messages."""
+        return f"{self.integer.expected}, or {self.word}"
+
+    def read(self, name: str, value: Any) -> int | str:
+        """Check a value and return the word, or a Python int.
+
+        Raises:
+          ParameterError: the value is neither the word nor an integer, or is out of bounds.
+        """
+        if isinstance(value, str) and value == self.word:
+            return self.word
+        try:
+            return self.integer.read(name, value)
+        except ParameterError:
+            raise wrong_value(name, value, self.expected) from None
+
+    def parse(self, text: str) -> Any:
+        """Parse a number. Other text is returned as it is, and :meth:`read` accepts the word alone."""
+        return self.integer.parse(text)
+
+
+@dataclass(frozen=True)
 class Real:
     """A finite number from ``low`` to ``high``.
 
@@ -279,7 +309,7 @@ class TokenIds:
         return text if str in map(type, found) else found
 
 
-Kind = Integer | Real | Choice | Boolean | Seeds | TokenIds
+Kind = Integer | IntegerOrWord | Real | Choice | Boolean | Seeds | TokenIds
 
 
 def _number(kind: type[int] | type[float], text: str) -> Any:

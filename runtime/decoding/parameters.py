@@ -19,8 +19,9 @@ from runtime.decoding.autoregressive_parameters import MAX_TEMPERATURE as MAX_TE
 from runtime.decoding.autoregressive_parameters import MIN_TEMPERATURE as MIN_TEMPERATURE
 from runtime.decoding.autoregressive_parameters import TEMPERATURE
 from runtime.decoding.autoregressive_parameters import SamplingConfig as SamplingConfig
+from runtime.decoding.draft_counts import AUTO_DRAFTS, DRAFT_AXES, MAX_DRAFT_STEPS
 from runtime.decoding.early_stop import decide_early_stop
-from runtime.decoding.kinds import Boolean, Choice, Integer, Real, Requirement
+from runtime.decoding.kinds import Boolean, Choice, Integer, IntegerOrWord, Real, Requirement
 from runtime.decoding.sampling import ALGORITHMS, CONFIDENCE_ALGORITHMS
 from runtime.decoding.schema import exposed_parameters, parameter, same_as, validate
 from runtime.models.config import BIDIRECTIONAL_RULES, BLOCK_CAUSAL_RULES, BLOCK_RULES, Family
@@ -28,15 +29,12 @@ from runtime.models.dream import DREAM
 from runtime.models.masks import MAX_BLOCK_LENGTH
 
 MAX_STEPS = 1 << 16
-# A pass over more canvases is slower than the steps it could save, on any device that the planner knows.
-MAX_DRAFT_STEPS = 63
 # The refresh interval of rows that refresh only on entering a block. No row has as many steps.
 NEVER = 1 << 30
 CACHES = ("none", "prefix", "dual", "exact")
 PARALLEL_RULES = tuple(dict.fromkeys((*BIDIRECTIONAL_RULES, *BLOCK_CAUSAL_RULES)))
 DEFAULT_BLOCK_LENGTH = 32
 CONFIDENCE_DTYPES = ("float32", "model")
-DRAFT_AXES = ("none", "data")
 
 _WITH_CACHE = Requirement("cache", ("dual", "prefix"))
 _EXACT_CACHE = Requirement("cache", ("exact",))
@@ -321,13 +319,14 @@ class DiffusionConfig:
         offered=lambda family: family.guidance,
         mode=True,
     )
-    draft_steps: int = parameter(
+    draft_steps: int | str = parameter(
         0,
-        Integer(0, MAX_DRAFT_STEPS),
+        IntegerOrWord(Integer(0, MAX_DRAFT_STEPS), AUTO_DRAFTS),
         "Guess the canvases after this many further steps, and compute them in the same forward pass. The pass then "
         "makes one step, and one more for each guess that was right. The tokens do not change. No effect with "
-        "cache=exact or refresh_interval=1. In requests of a server, which compiles its own number, an upper bound.",
-        idle=(0,),
+        "cache=exact or refresh_interval=1. auto: data / rows - 1 with draft_axis=data, if cache and parallel are "
+        "none; otherwise 0. In requests of a server, which compiles its own number, an upper bound.",
+        idle=(0, AUTO_DRAFTS),
         variable_length=False,
         speed_only=True,
     )
@@ -396,8 +395,9 @@ class DiffusionConfig:
 
     @property
     def drafts(self) -> int:
-        """Drafts of each row: ``draft_steps``, or 0 where no step could follow another one in the same pass."""
-        return 0 if self.cache == "exact" or self.variable_length or self.refresh_interval == 1 else self.draft_steps
+        """Drafts of each row: ``draft_steps``, or 0 with ``auto`` before a run, or if no step can follow in a pass."""
+        none = self.cache == "exact" or self.variable_length or self.refresh_interval == 1
+        return 0 if none or isinstance(self.draft_steps, str) else self.draft_steps
 
     @classmethod
     def published(

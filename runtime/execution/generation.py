@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from runtime.decoding.block_schedule import block_schedule, canvas_length
+from runtime.decoding.draft_counts import AUTO_DRAFTS
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.caller_rows import CallerRows
 from runtime.execution.hooks import HookedSteps, LogitsHook, TokensHook
@@ -26,6 +27,7 @@ from runtime.execution.result import GenerationResult, GenerationStats, committe
 from runtime.execution.row_request import RowResult, block_span, final_tokens, most_steps_of_row
 from runtime.execution.runner import Runner
 from runtime.execution.slot_kinds import DiffusionSlots, longest_span, open_slots_for
+from runtime.execution.specialization import with_own_drafts
 from sharding.errors import InputError, NonFiniteError
 
 # Seconds between two progress reports, after each of which the caller may end rows: many times less than a user waits
@@ -76,7 +78,7 @@ class Observers:
             raise InputError("hooks are not available for models whose canvas changes its length")
         if isinstance(config, DiffusionConfig) and (config.in_blocks or config.stop_token_ids) and self.hooked:
             raise InputError("hooks require exact decoding, without cache, block_length, parallel and stop tokens")
-        if isinstance(config, DiffusionConfig) and config.draft_steps and self.hooked:
+        if isinstance(config, DiffusionConfig) and config.draft_steps not in (0, AUTO_DRAFTS) and self.hooked:
             hook = "tokens_hook" if self.tokens_hook is not None else "logits_hook"
             raise InputError(
                 f"draft_steps is {config.draft_steps}; {hook} requires draft_steps=0, because it may change the canvas "
@@ -226,6 +228,7 @@ def generate_rows(
       NonFiniteError: the model's logits are not finite.
     """
     start, programs = time.perf_counter(), runner.programs
+    config = with_own_drafts(config, runner.layout.spec.data, len(rows.lengths))
     compiled, compile_seconds = programs.compiled, programs.seconds
     width = runner.bucket(canvas_length(int(rows.given.max()), config))
     own = CallerRows(rows, config, seeds, runner.layout.config, width)

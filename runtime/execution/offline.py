@@ -24,7 +24,7 @@ from runtime.execution.scheduler_stats import SchedulerStats
 from runtime.execution.selection import Work, select
 from runtime.execution.slot_kinds import longest_span, open_slots_for
 from runtime.execution.slots import Slots
-from runtime.execution.specialization import program_key
+from runtime.execution.specialization import program_key, with_own_drafts
 from runtime.execution.step_plan import StepOutcome
 
 # Default number of slots per ``data`` shard: enough to fill a device, and few enough that slots do not stay empty
@@ -119,6 +119,7 @@ class OfflineScheduler:
           width: one bucket for all canvases; by default, each row has the bucket of its length.
           stop_tests: one per request, see :data:`runtime.execution.requests.StopTest`; empty for none.
         """
+        requests = _with_own_drafts(runner, requests, slots)
         self._runner, self._requests = runner, requests
         self._stop_tests = stop_tests or [None] * len(requests)
         self.stats = SchedulerStats()
@@ -243,6 +244,17 @@ class OfflineScheduler:
     def _handle(self, numbers: Sequence[int]) -> RequestHandle:
         tests = [self._stop_tests[number] for number in numbers]
         return RequestHandle(rows=[self._requests[number] for number in numbers], stop_tests=tests)
+
+
+def _with_own_drafts(runner: Runner, requests: Sequence[RowRequest], slots: int | None) -> Sequence[RowRequest]:
+    """Return the requests with numbers in place of ``draft_steps="auto"``, for as many rows as run at a time."""
+    data = runner.layout.spec.data
+    rows = min(len(requests), DEFAULT_SLOTS * data if slots is None else slots)
+    configs = _configs(requests)
+    own = {id(config): with_own_drafts(config, data, rows) for config in configs}
+    if all(own[id(config)] is config for config in configs):
+        return requests
+    return [replace(request, config=own[id(request.config)]) for request in requests]
 
 
 def _work_of(requests: Sequence[RowRequest]) -> list[Work]:

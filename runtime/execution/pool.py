@@ -24,7 +24,7 @@ from runtime.execution.rows import check_kind, with_model_blocks
 from runtime.execution.runner import Runner, weight_bytes
 from runtime.execution.slot_kinds import open_slots
 from runtime.execution.slots import MovingRow, Row, Slots
-from runtime.execution.specialization import divides_drafts, generalized
+from runtime.execution.specialization import divides_drafts, generalized, with_own_drafts
 from runtime.execution.step_plan import BucketRun, PoolOutcome, PoolPlan
 from runtime.models.kv_cache import cache_bytes_per_device
 from sharding.errors import InputError
@@ -89,6 +89,12 @@ class PoolShape:
     max_steps: int | None = None
     widths: tuple[int, ...] | None = None
     max_programs: int = MAX_PROGRAMS
+
+
+def pool_config(runner: Runner, shape: PoolShape) -> GenerationConfig:
+    """Return the decoding parameters that a pool compiles: general ones, with a number of drafts for all its slots."""
+    config = generalized(with_model_blocks(shape.config, runner.layout.config))
+    return with_own_drafts(config, runner.layout.spec.data, shape.slots)
 
 
 def steps_per_block(config: GenerationConfig, width: int) -> int:
@@ -167,7 +173,7 @@ def check_pools(runner: Runner, shapes: list[PoolShape]) -> None:
     room, weights = runner.room(), weight_bytes(runner.layout, runner.dtype)
     kept, peak = 0, 0
     for shape in shapes:
-        width, config = runner.bucket(shape.canvas), generalized(shape.config)
+        width, config = runner.bucket(shape.canvas), pool_config(runner, shape)
         count = slot_count(runner, config, width, shape.slots)
         own = kept_bytes(runner, config, width, count)
         kept += own
@@ -270,7 +276,7 @@ class Pool:
         Raises:
           ParameterError: ``shape.max_steps`` is less than what its configuration needs.
         """
-        config = generalized(with_model_blocks(shape.config, runner.layout.config))
+        config = pool_config(runner, shape)
         runner = runner_for(runner, config)
         canvas = runner.bucket(shape.canvas)
         max_steps = step_limit(config, canvas, shape.max_steps)

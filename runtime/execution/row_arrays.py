@@ -11,6 +11,7 @@ import numpy as np
 
 from runtime.decoding.autoregressive import DecodeRequest, DecodeState
 from runtime.decoding.block_schedule import block_schedule, steps_of_a_block
+from runtime.decoding.draft_counts import AUTO_DRAFTS
 from runtime.decoding.loop_parameters import row_values
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.decoding.schedule import transfer_table
@@ -65,6 +66,7 @@ def diffusion_row(
     ratios = np.zeros(steps, np.float32)
     assert model.family.schedule is not None, "a family that denoises has a schedule"
     ratios[:steps_per_block] = transfer_table(model.family.schedule, steps_per_block, float(config.eps))
+    most_drafts = default.drafts if config.draft_steps == AUTO_DRAFTS else config.draft_steps
     arguments = one_row(
         DenoiseRequest,
         lengths=length + len(row.suffix),
@@ -82,7 +84,7 @@ def diffusion_row(
         **row_values(config),
         max_iterations=UNLIMITED,
         step_limit=UNLIMITED,
-        draft_steps=config.draft_steps if default.drafts else None,
+        draft_steps=most_drafts if default.drafts else None,
     )
     state = _state_at_start(canvas, bool(first >= length), default)
     return _of_variable_length(row, model, arguments, state) if model.family.variable_length else (arguments, state)

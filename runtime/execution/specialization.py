@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 
 from runtime.decoding.autoregressive import DecodeProgram
 from runtime.decoding.block_schedule import block_schedule, window_widths
+from runtime.decoding.draft_counts import AUTO_DRAFTS, drafts_on_idle_devices
 from runtime.decoding.loop_parameters import setting_values
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.decoding.sampling import CONFIDENCE_ALGORITHMS, SamplingRule
@@ -44,6 +45,23 @@ def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) ->
 def divides_drafts(config: DiffusionConfig | SamplingConfig) -> bool:
     """Return whether the canvases of a pass are divided over the ``data`` axis; see ``Runner.over_data``."""
     return isinstance(config, DiffusionConfig) and config.drafts > 0 and config.draft_axis == "data"
+
+
+def with_own_drafts(config: DiffusionConfig | SamplingConfig, data: int, rows: int) -> DiffusionConfig | SamplingConfig:
+    """Return the configuration with a number in place of ``draft_steps="auto"``, and with the axis of its drafts.
+
+    There are drafts only with the schedule and without a cache, where a step computes whole canvases.
+
+    Args:
+      config: decoding parameters.
+      data: size of the ``data`` axis.
+      rows: rows that are generated at a time.
+    """
+    if isinstance(config, SamplingConfig) or config.draft_steps != AUTO_DRAFTS:
+        return config
+    exact = config.cache == "none" and config.parallel == "none" and not config.variable_length
+    drafts = drafts_on_idle_devices(data, rows) if exact else 0
+    return config.replace(draft_steps=drafts, draft_axis="data" if drafts else config.draft_axis)
 
 
 def denoise_program(

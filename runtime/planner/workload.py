@@ -16,6 +16,7 @@ from typing import Any
 from runtime.decoding.block_schedule import block_schedule, steps_of_a_block, window_widths
 from runtime.decoding.cached_steps import refresh_chunk
 from runtime.decoding.draft_chain import redrawn_chunk
+from runtime.decoding.draft_counts import MAX_DRAFT_STEPS
 from runtime.decoding.kinds import Choice, Integer, Kind
 from runtime.decoding.parameters import (
     DEFAULT_BLOCK_LENGTH,
@@ -44,10 +45,12 @@ _KINDS: dict[str, Kind] = {
     "new_tokens": Integer(1, MAX_NEW_TOKENS),
     "quantization": Choice(QUANTIZATIONS),
     "dtype": Choice(STORED_DTYPES),
+    # "auto" depends on the mesh, which a workload does not know.
+    "draft_steps": Integer(0, MAX_DRAFT_STEPS),
 }
 
 
-_DECODING = ("steps", "cache", "block_length", "draft_steps", "draft_axis")
+_DECODING = ("steps", "cache", "block_length", "draft_axis")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from absl import flags
+from pydantic import ValidationError
 
 from checkpoints import DEMO, open_folder
 from launch.docs import parameter_table
@@ -183,6 +184,26 @@ def test_a_run_without_drafts_says_so() -> None:
     assert said == "--draft_steps=2 has no effect with --refresh_interval=1: every step is a refresh"
     assert draft_notice(of_flags("--cache=dual", "--refresh_interval=2", "--draft_steps=2")) == []
     assert draft_notice(of_flags("--cache=dual", "--refresh_interval=1")) == []
+    assert draft_notice(of_flags("--cache=dual", "--draft_steps=auto")) == []
+
+
+def test_drafts_by_a_number_or_auto() -> None:
+    one, growing = EXPOSED_PARAMETERS["draft_steps"], DiffusionConfig(8, variable_length=True)
+    assert of_flags("--draft_steps=auto").draft_steps == "auto"
+    assert of_flags("--draft_steps=12").draft_steps == 12
+    assert read_config({"draft_steps": "auto"}, defaults()).draft_steps == "auto"
+    assert read_config({"draft_steps": "auto"}, dataclasses.replace(defaults(), config=growing)) == growing
+    assert can_run(DiffusionConfig(draft_steps="auto"), DiffusionConfig(draft_steps=3))
+    for kind in (CompletionBody, ChatBody):
+        own: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if kind is ChatBody else {"prompt": "a"}
+        for value in ("auto", 0, 63):
+            assert kind.model_validate({**own, "draft_steps": value}).decoding()["draft_steps"] == value
+        for value in ("none", -1, 64, 1.5, True):
+            with pytest.raises(ValidationError, match="draft_steps"):
+                kind.model_validate({**own, "draft_steps": value})
+    schema = Application("1").openapi()["components"]["schemas"]["CompletionBody"]["properties"]["draft_steps"]
+    assert {"const": "auto", "type": "string"} in schema["anyOf"]
+    assert one.kind.expected == "an integer from 0 to 63, or auto"
 
 
 def test_modes_set_what_a_mode_can() -> None:
@@ -214,6 +235,16 @@ def test_the_table_of_the_readme() -> None:
         (["--refresh_interval=4"], "--refresh_interval requires --cache=dual or --cache=prefix", "refresh_interval"),
         (["--threshold=0.5"], "--threshold requires --parallel=threshold", "threshold"),
         (["--parallel=factor", "--steps=4"], "--steps requires --parallel=none", "steps"),
+        (
+            ["--draft_steps=many"],
+            "--draft_steps=many: expected an integer from 0 to 63, or auto",
+            "draft_steps",
+        ),
+        (
+            ["--draft_steps=64"],
+            "--draft_steps is 64; expected an integer from 0 to 63, or auto",
+            "draft_steps",
+        ),
         (["--steps=0"], "--steps is 0; expected an integer from 1 to 65536", "steps"),
         (["--seed=1,-2"], "--seed=1,-2: expected an integer from 0 to 9223372036854775807, or one per row", "seed"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import jax
@@ -9,12 +10,17 @@ import numpy as np
 import pytest
 
 from checkpoints import DEMO
-from runtime import DiffusionConfig, Engine, GenerationResult, InputError, RowRequest
+from runtime import DiffusionConfig, Engine, GenerationResult, InputError, PoolShape, RowRequest, SamplingConfig
 from runtime.decoding import draft_chain
 from runtime.decoding.draft_chain import guessed_request
 from runtime.decoding.schema import ParameterError
+from runtime.execution.generation import Observers
+from runtime.execution.offline import OfflineScheduler
+from runtime.execution.pool import Pool
 from runtime.execution.requests import may_end_early
+from runtime.execution.row_arrays import diffusion_row
 from runtime.execution.slot_kinds import DiffusionSlots
+from runtime.execution.specialization import with_own_drafts
 from tests import golden_cases
 from tests.divergence import assert_same_tokens
 from tests.runtime.decoding.block_rows import BASE, STOPS, ragged_rows
@@ -299,3 +305,69 @@ def test_laxer_guesses_change_no_token(name: str, monkeypatch: pytest.MonkeyPatc
     finally:
         jax.clear_caches()
     assert accepted[0] != accepted[1]
+
+
+@pytest.mark.parametrize(
+    ("data", "rows", "drafts"),
+    [
+        *[(8, 1, 7), (8, 2, 3), (8, 4, 1), (8, 5, 0), (8, 8, 0), (8, 9, 0), (1, 1, 0), (256, 1, 63), (8, 0, 7)],
+        # Rows that do not divide the axis: 3 rows have 2 canvases each, padded to 4 rows, which is one per device.
+        *[(8, 3, 1), (6, 4, 0), (7, 2, 0), (12, 2, 5), (12, 5, 1)],
+    ],
+)
+def test_drafts_that_fill_an_idle_axis(data: int, rows: int, drafts: int) -> None:
+    config = DiffusionConfig(draft_steps="auto")
+    found = with_own_drafts(config, data, rows)
+    assert found == config.replace(draft_steps=drafts, draft_axis="data" if drafts else "none")
+    unit = data // math.gcd(data, 1 + drafts)
+    if drafts:
+        assert math.ceil(rows / unit) * unit * (1 + drafts) <= data, "no device computes more than one canvas"
+
+
+def test_where_auto_means_no_drafts() -> None:
+    for changes in ({"cache": "dual"}, {"parallel": "threshold"}, {"variable_length": True}, {"cache": "exact"}):
+        config = DiffusionConfig(draft_steps="auto", **changes)
+        assert config.drafts == 0
+        assert with_own_drafts(config, 8, 1) == config.replace(draft_steps=0)
+    named = DiffusionConfig(draft_steps=2)
+    assert with_own_drafts(named, 8, 1) is named
+    assert with_own_drafts(SamplingConfig(), 8, 1) == SamplingConfig()
+    for wrong in ("Auto", "", -1, 64, None, True):
+        with pytest.raises(ParameterError, match=r"draft_steps is .*; expected an integer from 0 to 63, or auto"):
+            DiffusionConfig(draft_steps=wrong)
+    # A hook may change the canvas, so there are no drafts either.
+    Observers(tokens_hook=lambda step, canvas, logits: canvas).check(DiffusionConfig(draft_steps="auto"))
+
+
+def test_auto_uses_idle_devices() -> None:
+    engine, config = golden_cases.engine("data=4"), GREEDY.replace(seed=0, draft_steps="auto")
+    ids, mask = (part[:1] for part in rows())
+    plain = golden_cases.engine().generate_tokens(ids, mask, GREEDY.replace(seed=0))
+    found = engine.generate_tokens(ids, mask, config)
+    np.testing.assert_array_equal(found.sequences, plain.sequences)
+    (own,) = found.drafts
+    assert own.passes + own.accepted == plain.stats.forwards
+    # Each pass computes four canvases of the row, one per device.
+    length = int(mask.sum()) + config.max_new_tokens
+    assert found.stats.positions == 4 * own.passes * length
+    watched = engine.generate_tokens(ids, mask, config, watch=lambda step, canvas: None)
+    assert watched.drafts == []
+
+
+def test_auto_in_slots() -> None:
+    engine, config = golden_cases.engine("data=4"), GREEDY.replace(draft_steps="auto")
+    for slots, drafts, axis in ((1, 3, "data"), (2, 1, "data"), (4, 0, "none")):
+        pool = Pool.open(engine.runner, PoolShape(config, 64, slots))
+        assert isinstance(pool.config, DiffusionConfig)
+        assert (pool.config.drafts, pool.config.draft_axis, pool.count) == (drafts, axis, slots)
+    # A request of "auto" has the number of its slots.
+    slots_of_three = GREEDY.replace(draft_steps=3)
+    for asked, bound in (("auto", 3), (1, 1), (60, 60)):
+        request = RowRequest([5, 6], GREEDY.replace(draft_steps=asked), 0)
+        row, _ = diffusion_row(request, slots_of_three, engine.config, 64, 64)
+        assert row.draft_steps.tolist() == [bound]
+    # Rows that are all known: the number of those that run at a time.
+    requests = [RowRequest([5, 6], config, seed) for seed in range(5)]
+    for given, slots, drafts in ((requests[:1], None, 3), (requests, 2, 1), (requests, None, 0)):
+        scheduler = OfflineScheduler(engine.runner, given, slots)
+        assert {one.config.drafts for one in scheduler._requests} == {drafts}

@@ -10,13 +10,24 @@ import pytest
 
 from runtime import DiffusionConfig, SamplingConfig
 from runtime.decoding.compatibility import can_run, compiled_values
-from runtime.decoding.kinds import Boolean, Choice, Integer, ParameterError, Real, Requirement, Seeds, TokenIds
+from runtime.decoding.kinds import (
+    Boolean,
+    Choice,
+    Integer,
+    IntegerOrWord,
+    ParameterError,
+    Real,
+    Requirement,
+    Seeds,
+    TokenIds,
+)
 from runtime.decoding.parameters import AUTOREGRESSIVE_PARAMETERS, EXPOSED_PARAMETERS
 from runtime.decoding.schema import check_given, declared_parameters, dependents
 from runtime.execution.specialization import generalized
 
 KINDS: list[tuple[Any, list[Any], list[Any]]] = [
     (Integer(0, 5), [0, 5, np.int32(3)], [-1, 6, True, 1.0, "1", None, 10**30]),
+    (IntegerOrWord(Integer(0, 5), "auto"), [0, 5, "auto", np.int32(3)], [-1, 6, True, 1.0, "1", "automatic", None]),
     (Real(0.0, 1.0), [0, 1, 0.5, np.float32(0.25)], [-0.1, 1.1, True, "1", float("nan"), float("inf"), None]),
     (Real(0.0, 1.0, exclusive=True), [0.5], [0, 1, 0.0, 1.0]),
     (Real(0.0, 9.0, smallest=0.1), [0, 0.1, 9], [0.09, 1e-300]),
@@ -59,6 +70,9 @@ def test_values_that_no_float_holds_or_python_cannot_print_are_wrong() -> None:
     [
         (Integer(0, 5), "4", 4),
         (Integer(0, 5), "4.5", "4.5"),
+        (IntegerOrWord(Integer(0, 5), "auto"), "4", 4),
+        (IntegerOrWord(Integer(0, 5), "auto"), "auto", "auto"),
+        (IntegerOrWord(Integer(0, 5), "auto"), "none", "none"),
         (Real(0, 1), "4", 4.0),
         (Real(0, 1), "four", "four"),
         (Choice(("a",)), "4", "4"),

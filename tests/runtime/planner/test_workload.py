@@ -61,3 +61,9 @@ def test_the_engine_runs_the_planned_passes(name: str) -> None:
         )
         assert result.stats.masks_left == 0
         assert phase.forwards == result.stats.forwards
+
+
+def test_a_plan_requires_a_number_of_drafts() -> None:
+    with pytest.raises(InputError, match="draft_steps is 'auto'; expected an integer from 0 to 63") as error:
+        Workload(preset("diffucoder-7b"), draft_steps="auto")  # type: ignore[arg-type]
+    assert error.value.field == "draft_steps"
