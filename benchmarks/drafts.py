@@ -285,19 +285,23 @@ def estimate(values: flags.FlagValues) -> None:
     """Estimate latencies from the accepted steps of the measured record, and write a record of its own.
 
     Raises:
-      InputError: there is no measured record, or it lacks the mode.
+      InputError: there is no measured record, it cannot be read, or it lacks the mode.
     """
     name = values.record or "drafts"
     path = Path(values.output_dir) / f"{name}.json"
     if not path.is_file():
         raise InputError(f"--estimate: there is no {path}; measure it first: python -m benchmarks.drafts")
-    measured = parse_json_object(path.read_bytes())
-    rows = [row for row in measured["results"] if row["mode"] == ESTIMATED_MODE and row["draft_steps"]]
+    try:
+        measured = parse_json_object(path.read_bytes())
+        rows = [row for row in measured["results"] if row["mode"] == ESTIMATED_MODE and row["draft_steps"]]
+        commit = measured["commit"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"--estimate: {path} is not a record of this benchmark ({error!r})") from error
     if not rows:
         raise InputError(f"--estimate: {path} has no mode {ESTIMATED_MODE}; measure it first: --modes={ESTIMATED_MODE}")
     accepted = {row["draft_steps"]: row["accepted_per_pass"] for row in rows}
     settings = {"model": MODEL, "dtype": "bfloat16", "batch": 1, "prompt": PROMPT, "new_tokens": NEW_TOKENS}
-    settings |= {"accepted_in_mode": ESTIMATED_MODE, "measured_commit": measured["commit"]}
+    settings |= {"accepted_in_mode": ESTIMATED_MODE, "measured_commit": commit}
     notes = [f"accepted steps per pass are those that {path.name} measured on the demo, which is another model"]
     record = build_record("drafts", kind="estimated", settings=settings, results=latencies(accepted), notes=notes)
     print(write_record(record, values.output_dir, f"{name}_estimated"))

@@ -148,3 +148,6 @@ def test_an_estimate_needs_its_mode(tmp_path: Path) -> None:
     (tmp_path / "drafts.json").write_text(json.dumps({"commit": "abc", "results": []}))
     with pytest.raises(InputError, match="has no mode exact_sampled"):
         run(tmp_path, "--estimate")
+    (tmp_path / "drafts.json").write_text('{"results": [3]}')
+    with pytest.raises(InputError, match="is not a record of this benchmark"):
+        run(tmp_path, "--estimate")

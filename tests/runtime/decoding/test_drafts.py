@@ -368,6 +368,8 @@ def test_auto_in_slots() -> None:
         assert row.draft_steps.tolist() == [bound]
     # Rows that are all known: the number of those that run at a time.
     requests = [RowRequest([5, 6], config, seed) for seed in range(5)]
-    for given, slots, drafts in ((requests[:1], None, 3), (requests, 2, 1), (requests, None, 0)):
-        scheduler = OfflineScheduler(engine.runner, given, slots)
-        assert {one.config.drafts for one in scheduler._requests} == {drafts}
+    for given, drafts in ((requests[:1], 3), (requests, 0)):
+        for one in (one for some in OfflineScheduler(engine.runner, given).run() for one in some):
+            assert (one.drafts is None) == (drafts == 0)
+            if one.drafts is not None:
+                assert one.positions == (1 + drafts) * one.drafts.passes * given[one.number].length
