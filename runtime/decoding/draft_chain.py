@@ -172,7 +172,9 @@ def guessed_request(program: DenoiseProgram, request: DenoiseRequest) -> Denoise
     if program.parallel not in _SCALED_RULES or GUESSED_THRESHOLD_SCALE == 1.0:
         return request
     scale = GUESSED_THRESHOLD_SCALE
-    return replace(request, threshold=request.threshold * scale, factor=request.factor / scale)
+    # The schema declares these fields, which a type checker does not know.
+    scaled = {"threshold": request.threshold * scale, "factor": request.factor / scale}
+    return replace(request, **scaled)
 
 
 def _find(canvases: Array, canvas: Array) -> tuple[Array, Array]:
