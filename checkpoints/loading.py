@@ -33,7 +33,7 @@ REMOTE_READERS = 24
 _REMOTE_BYTES = 2 << 30
 # Tensors up to this size are transposed by the host: a program is compiled for every shape and sharding, and that takes
 # longer than the transposition. Of larger ones, the devices are faster, and the host needs no second copy.
-_SMALL_BYTES = 2 << 20
+SMALL_BYTES = 2 << 20
 
 # Called with the bytes read so far and the bytes to read.
 Progress = Callable[[int, int], None]
@@ -205,7 +205,7 @@ def _to_devices(layout: ModelLayout, leaf: WeightLeaf, dtype: Any) -> Callable[[
     wanted = leaf.axes[1:] if leaf.is_stacked else leaf.axes
     order = tuple(axes.index(axis) for axis in wanted)
     sharding, wanted_sharding = layout.sharding(*axes), layout.sharding(*wanted)
-    if math.prod(shape) * jnp.dtype(dtype).itemsize <= _SMALL_BYTES:
+    if math.prod(shape) * jnp.dtype(dtype).itemsize <= SMALL_BYTES:
         return partial(_put_small, tuple(shape[axis] for axis in order), wanted_sharding, order, dtype)
     transpose = _transpose(order, wanted_sharding)
 

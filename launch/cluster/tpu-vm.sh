@@ -231,16 +231,16 @@ run() {
 }
 
 follow() {
-  local command="$HERE [ ! -e \"\$place/current\" ] || echo \"begun [\$name]\"; exit 0"
+  local begun="$HERE [ ! -e \"\$place/current\" ] || echo \"begun [\$name]\"; exit 0"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
-    on_all_hosts "$command"
+    on_all_hosts "$begun"
     on_all_hosts "$(follow_command current 0)"
     return 0
   fi
   touch "$LOG"
   hosts=
   local code=0
-  find_hosts "$command" || code=$?
+  find_hosts "$begun" || code=$?
   if [[ $code -eq 255 ]]; then return 255; fi
   if [[ -z $hosts ]]; then
     echo "error: there has been no run on these hosts" >&2

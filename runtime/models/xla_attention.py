@@ -146,17 +146,12 @@ def _in_blocks(
     Args:
       mask: the attention mask of the model.
       block: queries per block.
-      query_axes: mesh axes that shard the queries.
-      key_axes: mesh axes that shard the keys.
+      query_axes, key_axes: mesh axes that shard the queries, and the keys.
       q: ``[B, S, K, G, H]``.
-      k: ``[B, K, T, H]``.
-      v: like ``k``.
-      starts: int32 ``[B]``.
-      lengths: int32 ``[B]``.
-      key_scales: ``[B, K, T]`` or None.
-      value_scales: like ``key_scales``.
-      hidden: see :func:`attention_part`.
-      part: compute :func:`attention_part` instead.
+      k, v: ``[B, K, T, H]``.
+      starts, lengths: int32 ``[B]``.
+      key_scales, value_scales: ``[B, K, T]`` or None.
+      hidden, part: compute :func:`attention_part` with this range of hidden keys, if ``part``.
     """
     B, S, K, G, H = q.shape
     blocks = math.ceil(S / block)
@@ -182,19 +177,23 @@ def _in_blocks(
 
         return jax.lax.map(one_head, tuple(heads))
 
-    out, largest, total = jax.lax.map(one_row, (starts, lengths, hidden, q, k, v, key_scales, value_scales))
+    found = AttentionPart(*jax.lax.map(one_row, (starts, lengths, hidden, q, k, v, key_scales, value_scales)))
     if key_axes:
-        # Each shard has a softmax-weighted mean over its own keys. The result is the mean of these, weighted by the
-        # shards' sums of exponentials.
-        own, largest = largest, jax.lax.pmax(largest, key_axes)
-        share = total * jnp.exp(own - largest)
-        out, total = jax.lax.psum(out * share, key_axes), jax.lax.psum(share, key_axes)
-        out = out / total
+        found = _merge_shards(key_axes, found)
 
     def in_order(values: Array) -> Array:
         return values.transpose(0, 2, 4, 1, 3, 5).reshape(B, -1, K, G, values.shape[-1])[:, :S]
 
-    return AttentionPart(*map(in_order, (out, largest, total))) if part else in_order(out.astype(q.dtype))
+    return jax.tree.map(in_order, found) if part else in_order(found.out.astype(q.dtype))
+
+
+def _merge_shards(axes: tuple[str, ...], own: AttentionPart) -> AttentionPart:
+    """Return attention to the keys of all shards along these mesh axes, from a shard's attention to its own keys."""
+    # The result is the mean of the shards' means, weighted by their sums of exponentials.
+    largest = jax.lax.pmax(own.largest, axes)
+    share = own.total * jnp.exp(own.largest - largest)
+    out, total = jax.lax.psum(own.out * share, axes), jax.lax.psum(share, axes)
+    return AttentionPart(out / total, largest, total)
 
 
 def xla_attention(

@@ -138,14 +138,14 @@ def test_small_tensors_are_loaded_without_compiling_a_program(
 
     def load_logged() -> tuple[list[jax.Array], int]:
         caplog.clear()
-        loading._transpose.cache_clear()
+        jax.clear_caches()
         with jax.log_compiles():
             arrays = jax.tree.leaves(load_weights(folder, layout, np.float32)[0])
         return arrays, sum("Compiling" in record.getMessage() for record in caplog.records)
 
     found, programs = load_logged()
     assert programs == 0
-    monkeypatch.setattr(loading, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(loading, "SMALL_BYTES", 0)
     expected, programs = load_logged()
     assert programs > 0
     for one, other in zip(found, expected, strict=True):

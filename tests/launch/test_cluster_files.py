@@ -333,7 +333,9 @@ def test_tpu_vm_wrapper_runs_one_command_at_a_time(slice_of_two: dict[str, str],
     options: dict[str, Any] = {"env": slice_of_two, "cwd": REPOSITORY, "text": True, "start_new_session": True}
     # A file and not a pipe: what plays gcloud's connections outlives the script, and would keep a pipe open.
     said = tmp_path / "said"
-    with said.open("w") as file, subprocess.Popen([script, "run", "batch"], stderr=file, **options) as first:
+    # Tests that run in the background of a shell ignore SIGINT, and so would the script.
+    run = ["env", "--default-signal=INT", script, "run", "batch"]
+    with said.open("w") as file, subprocess.Popen(run, stderr=file, **options) as first:
         while len(list(tmp_path.glob("pid-*"))) < 2 and first.poll() is None:
             time.sleep(0.05)
         refused = tpu_vm(slice_of_two, "run", "doctor")
