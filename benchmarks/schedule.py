@@ -3,6 +3,7 @@
   python -m benchmarks.schedule                            every target for which a compiler is installed
   python -m benchmarks.schedule --only=v5e-t8-b1           some of them
   python -m benchmarks.schedule --before=PATH              compare with another checkout, in the same record
+  python -m benchmarks.schedule --programs_dir=PATH        keep what is compiled, and go on from there after a break
 
 The time of a TPU kernel is that of the bundles that libtpu schedules or of its bytes, whichever is longer; collectives
 take the time of their bytes on the links, minus the overlap with kernels. The time of a GPU kernel is *modelled*: its
@@ -12,13 +13,15 @@ target is compiled in its own process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ from absl import flags
 from benchmarks.bundles import dump_options, read_dump
 from benchmarks.kernel_work import LAUNCH_SECONDS, TPU_BANDWIDTH_SHARE, gpu_device, link_times, tiles_of, tpu_device
 from benchmarks.pass_times import Spent, pass_times
-from benchmarks.records import build_record, define_record_flags, note_lines, write_record
+from benchmarks.records import build_record, define_record_flags, note_lines, repository_commit, write_record
 from checkpoints import parse_json_object
 from launch.process.startup import compile_only, run_launcher
 from runtime.planner.estimate import Estimate, estimate_workload
@@ -43,7 +46,7 @@ from sharding.topology import parse_topology
 
 _MODEL, _MASKED = "diffucoder-7b", 128
 _STEP, _QWEN = "denoise step", {"model": "qwen2.5-7b"}
-_TIMEOUT = 1800
+_TIMEOUT = 5400
 # Numbers of instructions in a record, and of parts in a table row.
 _LARGEST, _SHOWN = 12, 4
 
@@ -87,6 +90,10 @@ class Target:
         phase = next(one.phase for one in found.phases if one.phase.name == self.phase)
         return round(1e3 * found.estimate_phase(replace(phase, chunks=self.chunks(phase.chunk))).seconds, 3)
 
+    def described(self) -> dict[str, Any]:
+        """Return what a record says of the target besides the times of its compiled programs."""
+        return {**self.child, "pass": self.phase, "goal_ms": self.goal, "planned_ms": self.planned_ms()}
+
 
 def _canvas(rows: int, positions: int) -> dict[str, Any]:
     half = positions // 2
@@ -125,10 +132,19 @@ def define_flags(values: flags.FlagValues) -> None:
     define_record_flags(values)
     flags.DEFINE_list("only", [], f"Which of {', '.join(TARGETS)} to compile. Default: all.", flag_values=values)
     flags.DEFINE_string("before", None, "Root of another checkout to compare with.", flag_values=values)
+    flags.DEFINE_string(
+        "programs_dir",
+        None,
+        "Folder that keeps the compiled programs and their bundles, several GB. What it already holds is not compiled "
+        "again, only read. Default: a temporary folder for each workload.",
+        flag_values=values,
+    )
 
 
 def compile_target(target: Target, checkout: Path, folder: Path) -> None:
-    """Compile a target's programs in a child process; their HLO and, on TPU, their bundles go into a folder.
+    """Compile a target's programs in a child process; their HLO and, on TPU, their bundles go into an empty folder.
+
+    The last file that appears in the folder is ``commit``, with the commit of the checkout.
 
     Raises:
       InputError: the compilation fails.
@@ -145,6 +161,23 @@ def compile_target(target: Target, checkout: Path, folder: Path) -> None:
     )  # fmt: skip
     if done.returncode:
         raise InputError(f"{target.topology} {target.mesh}: {done.stderr.strip()[-2000:]}")
+    (folder / "commit").write_text(repository_commit(checkout) or "unknown", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _compiled(name: str, target: Target, version: str, checkout: Path, programs: Path | None) -> Iterator[Path]:
+    """Yield a folder with the output of :func:`compile_target`, from an earlier run if ``programs`` has it."""
+    if programs is None:
+        with tempfile.TemporaryDirectory(prefix="schedule-") as folder:
+            compile_target(target, checkout, Path(folder))
+            yield Path(folder)
+        return
+    kept = programs / version / name
+    if not (kept / "commit").is_file():
+        shutil.rmtree(kept, ignore_errors=True)  # what a run left that was stopped
+        kept.mkdir(parents=True)
+        compile_target(target, checkout, kept)
+    yield kept
 
 
 def measure(target: Target, folder: Path) -> dict[str, Any]:
@@ -155,6 +188,7 @@ def measure(target: Target, folder: Path) -> dict[str, Any]:
       folder: the folder with the output of :func:`compile_target`.
     """
     compiled = parse_json_object((folder / "phases.json").read_bytes())
+    compiled["commit"] = (folder / "commit").read_text(encoding="utf-8")
     program = "blocks" if target.phase in ("block step", "refresh") else target.phase
     module = read_module((folder / f"{program.replace(' ', '_')}.hlo").read_text(encoding="utf-8"))
     topology, layout = parse_topology(target.topology), target.estimate.layout
@@ -177,6 +211,7 @@ def _summary(spent: Sequence[Spent], compiled: Mapping[str, Any], target: Target
     largest = sorted(spent, key=lambda one: -one.seconds)[:_LARGEST]
     return {
         "ms": round(sum(parts.values()), 3),
+        "commit": compiled["commit"],
         "planned_ms": compiled["passes"][target.phase]["planned_ms"],
         "parts": {name: round(value, 3) for name, value in sorted(parts.items(), key=lambda part: -part[1])},
         "largest": [
@@ -238,54 +273,55 @@ def schedule_table(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *note_lines(record)])
 
 
-def _measure_all(targets: Mapping[str, Target], checkouts: Mapping[str, Path]) -> dict[str, Any]:
-    """Return the results of the targets of one workload, for each checkout."""
-    results: dict[str, Any] = {
-        name: {**one.child, "pass": one.phase, "goal_ms": one.goal, "planned_ms": one.planned_ms()}
-        for name, one in targets.items()
-    }
-    for version, checkout in checkouts.items():
-        with tempfile.TemporaryDirectory(prefix="schedule-") as folder:
-            compile_target(next(iter(targets.values())), checkout, Path(folder))
-            for name, target in targets.items():
-                found = results[name][version] = measure(target, Path(folder))
-                print(f"{name} {version}: {found['ms']:.2f} ms {found['parts']}", flush=True)
-    return results
+def _groups(wanted: Mapping[str, Target]) -> list[dict[str, Target]]:
+    """Divide targets into those of one workload, whose passes are compiled together."""
+    groups: dict[str, dict[str, Target]] = defaultdict(dict)
+    for name, target in wanted.items():
+        groups[json.dumps(target.child)][name] = target
+    return list(groups.values())
 
 
 def main(values: flags.FlagValues) -> None:
-    """Measure every target, print a line for each, and write the record."""
+    """Measure every target, print a line for each, and write the record after each workload."""
     compile_only()
     unknown = set(values.only) - set(TARGETS)
     if unknown:
         raise InputError(f"--only={','.join(values.only)}: expected some of {', '.join(TARGETS)}")
     here = Path(__file__).resolve().parent.parent
     checkouts = {"now": here} | ({"before": Path(values.before).resolve()} if values.before else {})
+    programs = Path(values.programs_dir).resolve() if values.programs_dir else None
     results: dict[str, Any] = {}
     missing: list[str] = []
-    wanted = {name: TARGETS[name] for name in values.only or TARGETS}
-    for name, target in wanted.items():
-        install = missing_compiler(parse_topology(target.topology).chip.platform)
-        if install is not None:
+    wanted: dict[str, Target] = {}
+    for name in values.only or TARGETS:
+        install = missing_compiler(parse_topology(TARGETS[name].topology).chip.platform)
+        if install is None:
+            wanted[name] = TARGETS[name]
+        else:
             missing.append(f"{name} was not compiled: {install}")
             print(missing[-1], flush=True)
-        elif name not in results:
-            # The passes of a workload are compiled together.
-            alike = {other: one for other, one in wanted.items() if one.child == target.child}
-            results |= _measure_all(alike, checkouts)
-    record = build_record(
-        "schedule",
-        kind="estimated",
-        settings={
-            "masked_positions": _MASKED,
-            "tpu_bandwidth_share": TPU_BANDWIDTH_SHARE,
-            "gpu_launch_microseconds": 1e6 * LAUNCH_SECONDS,
-            "before": values.before and Path(os.path.relpath(values.before, here)).as_posix(),
-        },
-        results=results,
-        notes=missing,
-    )
-    print(f"written: {write_record(record, values.output_dir, values.record)}", flush=True)
+    settings = {
+        "masked_positions": _MASKED,
+        "tpu_bandwidth_share": TPU_BANDWIDTH_SHARE,
+        "gpu_launch_microseconds": 1e6 * LAUNCH_SECONDS,
+        "before": values.before and Path(os.path.relpath(values.before, here)).as_posix(),
+    }
+
+    def write() -> Path:
+        ordered = {name: results[name] for name in TARGETS if name in results}
+        record = build_record("schedule", kind="estimated", settings=settings, results=ordered, notes=missing)
+        return write_record(record, values.output_dir, values.record)
+
+    for version, checkout in checkouts.items():
+        for group in _groups(wanted):
+            first = next(iter(group))
+            with _compiled(first, group[first], version, checkout, programs) as folder:
+                for name, target in group.items():
+                    result = results.setdefault(name, target.described())
+                    found = result[version] = measure(target, folder)
+                    print(f"{name} {version}: {found['ms']:.2f} ms {found['parts']}", flush=True)
+            write()
+    print(f"written: {write()}", flush=True)
 
 
 if __name__ == "__main__":
