@@ -29,13 +29,14 @@ from typing import Any
 from absl import flags
 
 from benchmarks.bundles import dump_options, read_dump
-from benchmarks.kernel_work import LAUNCH_SECONDS, TPU_BANDWIDTH_SHARE, gpu_device, link_times, tiles_of, tpu_device
+from benchmarks.kernel_work import TPU_BANDWIDTH_SHARE, gpu_device, link_times, tiles_of, tpu_device
 from benchmarks.pass_times import Spent, pass_times
 from benchmarks.records import build_record, define_record_flags, note_lines, repository_commit, write_record
 from checkpoints import parse_json_object
 from launch.process.startup import compile_only, run_launcher
 from runtime.planner.estimate import Estimate, estimate_workload
 from runtime.planner.hlo import module_name, read_module
+from runtime.planner.kernels import LAUNCH_SECONDS
 from runtime.planner.presets import preset
 from runtime.planner.workload import Workload
 from sharding.aot import missing_compiler
