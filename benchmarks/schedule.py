@@ -48,8 +48,8 @@ from sharding.topology import parse_topology
 _MODEL, _MASKED = "diffucoder-7b", 128
 _STEP, _QWEN = "denoise step", {"model": "qwen2.5-7b"}
 _TIMEOUT = 5400
-# Numbers of instructions in a record, and of parts in a table row.
-_LARGEST, _SHOWN = 12, 4
+# Numbers of instructions in a record, of parts in a table row, and of instructions that explain a missed goal.
+_LARGEST, _SHOWN, _SLOWEST = 12, 4, 6
 
 
 @dataclass(frozen=True)
@@ -218,11 +218,14 @@ def measure(target: Target, folder: Path) -> dict[str, Any]:
 
 
 def _summary(spent: Sequence[Spent], compiled: Mapping[str, Any], target: Target, missing: set[str]) -> dict[str, Any]:
-    """Return one result: the time, its parts, and the slowest instructions."""
+    """Return one result: the time, its parts, and the slowest instructions, those of one kind and scope together."""
     parts: dict[str, float] = defaultdict(float)
     for one in spent:
         parts[one.kind if one.kind != "kernel" else _part(one.scope)] += 1e3 * one.seconds
-    largest = sorted(spent, key=lambda one: -one.seconds)[:_LARGEST]
+    alike: dict[tuple[str, str], list[Spent]] = defaultdict(list)
+    for one in spent:  # layers that are not scanned have an instruction each
+        alike[one.kind, one.scope or one.name.partition(".")[0]].append(one)
+    largest = sorted(alike.values(), key=lambda group: -sum(one.seconds for one in group))[:_LARGEST]
     return {
         "ms": round(sum(parts.values()), 3),
         "commit": compiled["commit"],
@@ -230,13 +233,14 @@ def _summary(spent: Sequence[Spent], compiled: Mapping[str, Any], target: Target
         "parts": {name: round(value, 3) for name, value in sorted(parts.items(), key=lambda part: -part[1])},
         "largest": [
             {
-                "name": one.name,
-                "kind": one.kind,
-                "scope": "/".join(one.scope.split("/")[-3:]),
-                "ms": round(1e3 * one.seconds, 3),
-                "runs": round(one.runs, 2),
+                "name": group[0].name,
+                "kind": group[0].kind,
+                "scope": "/".join(group[0].scope.split("/")[-3:]),
+                "ms": round(1e3 * sum(one.seconds for one in group), 3),
+                "instructions": len(group),
+                "runs": round(sum(one.runs for one in group), 2),
             }
-            for one in largest
+            for group in largest
         ],
         "kernels": round(sum(one.runs for one in spent if one.kind == "kernel")),
         "without_bundles": sorted(missing),
@@ -290,7 +294,26 @@ def schedule_table(record: Mapping[str, Any]) -> str:
         "the programs that are marked *tuned*, and judged by the others. On GPU, both columns are computed from the "
         "same rates, so that their agreement shows only consistency.",
     ]
+    lines += ["", "Goals that are missed, with the instructions that take the time, in milliseconds:", ""]
+    for result in record["results"].values():
+        if result["goal_ms"] and result["now"]["ms"] > result["goal_ms"]:
+            slowest = ", ".join(_instruction(one) for one in result["now"]["largest"][:_SLOWEST])
+            weights = ", int8" if result.get("quantization") == "int8" else ""
+            shape = f"{result['batch']} of {result['prompt'] + result['new_tokens']}"
+            lines.append(
+                f"- {result['topology']}, {result['mesh']}, {result['pass']}{weights}, {shape}: "
+                f"{result['now']['ms']:.1f} of {result['goal_ms']:g}. {slowest}."
+            )
     return "\n".join([*lines, *note_lines(record)])
+
+
+def _instruction(one: Mapping[str, Any]) -> str:
+    """Return an instruction of a record, or several with the same scope, with their time."""
+    where = f" ({'/'.join(one['scope'].split('/')[-2:])})" if one["scope"] else ""
+    others = f" and {one['instructions'] - 1} more" if one["instructions"] > 1 else ""
+    wait = ", not overlapped" if one["kind"] == "collective" else ""
+    name = "launches" if one["kind"] == "launch" else f"`{one['name']}`{others}"
+    return f"{name}{where}{wait} {one['ms']:.1f}"
 
 
 def _groups(wanted: Mapping[str, Target]) -> list[dict[str, Target]]:
