@@ -238,7 +238,8 @@ class Estimate:
             pieces = products_in_pieces(layout, self._wiring, phase)
             # Products in pieces start with a copy of the layer's weights, which nothing overlaps.
             copies = weights / self._bandwidth if pieces else 0.0
-            products = copies + product_seconds(chip, flops * rows / positions, self._peak, rows, pieces)
+            columns, padding = layout.size_per_device("mlp"), rows / positions
+            products = copies + product_seconds(chip, flops * padding, self._peak, rows, columns, pieces)
         return (
             self._stage("layers", flops, weights + activations, compute_seconds=products),
             self._attention(phase, positions, cache),
