@@ -79,7 +79,8 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     ),
     "schedule": (
         schedule_table,
-        "measured times: nothing ran. Contention, and loops whose trip count the compiler does not state, are left out.",
+        "measured times: nothing ran. Contention is left out, and loops whose trip count the compiler does not state "
+        "count once.",
     ),
     "serve": (
         serve_tables,
