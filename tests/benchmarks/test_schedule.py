@@ -188,6 +188,30 @@ def test_refreshes_and_windows_have_loops_of_their_own() -> None:
     assert spent == {"refresh": {"refreshed": 1.0}, "block step": {"layers": 1.0, "head": 3.0}}
 
 
+def test_windows_of_older_programs_are_in_conditionals() -> None:
+    text = "\n".join(
+        f"%{name} (p: f32[8]) -> f32[8] {{\n  %p = f32[8]{{0}} parameter(0)\n{body}}}\n"
+        for name, body in {
+            "true": "",
+            "rows": "  ROOT %refreshed = f32[8]{0} tanh(%p)\n",
+            "none": "",
+            "window": "  ROOT %layers = f32[8]{0} tanh(%p)\n",
+            "step": "  %all = f32[8]{0} while(%p), condition=%true, body=%rows, metadata="
+            '{op_name="step/block_step/while"}\n  ROOT %once = f32[8]{0} conditional(%w, %all, %all), '
+            'true_computation=%none, false_computation=%window, metadata={op_name="step/block_step/cond"}\n',
+        }.items()
+    )
+    text += (
+        "\nENTRY %main (d: f32[8]) -> f32[8] {\n  %d = f32[8]{0} parameter(0)\n"
+        "  ROOT %steps = f32[8]{0} while(%d), condition=%true, body=%step\n}\n"
+    )
+    device = Device(lambda module, local, one: Work(1.0), lambda one: 5.0, 1e30)
+    spent = {
+        name: [one.name for one in pass_times(read_module(text), name, device, 3)] for name in ("refresh", "block step")
+    }
+    assert spent == {"refresh": ["refreshed"], "block step": ["layers"]}
+
+
 def test_bytes_are_those_of_the_slice_and_outside_the_chip() -> None:
     module = read_module(HLO)
     local = {one.name: one for one in module.computations["main"]}
