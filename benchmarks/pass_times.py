@@ -19,8 +19,8 @@ _FREE = {
     "opt-barrier", "while", "conditional", "call", "domain", "add-dependency",
 }  # fmt: skip
 _SCOPE = re.compile(r'op_name="([^"]*)"')
-# A loop that runs the windows of one width at most once: a branch, see runtime/decoding/cached_steps.py. In programs
-# without the loop of the second kind (those from before 2026-11-22), it runs refreshes, and windows are in conditionals.
+# A loop that runs the windows of one width at most once: a branch, see runtime/decoding/cached_steps.py. In older
+# programs, which lack the loop of the second kind, it runs refreshes, and windows are in conditionals.
 _WINDOWS = re.compile(r'op_name="[^"]*/block_step/while"')
 _REFRESHES = re.compile(r'op_name="[^"]*/refresh/while"')
 
