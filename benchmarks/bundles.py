@@ -12,8 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from runtime.planner.hlo import module_name
+
 # libtpu writes one file per kernel: DIR/<time>-<kernel>-<number>-final_bundles.txt.
-_FILE = re.compile(r"^\d+-(.*?)-\d+-final_bundles\.txt$")
+_FILE = re.compile(r"^(\d+)-(.*?)-\d+-final_bundles\.txt$")
+# Before the kernels of a program, it writes the program's optimized HLO.
+_PROGRAM = re.compile(r"^(\d+)-TLP-hlo\.txt$")
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+((?:[A-Z]{2},?\s*)*):\s*((?:>\s*)*)\{(.*)$")
 _EXIT = re.compile(r"scmp\.\w+\.[su]32\.totalorder (?:\([^)]*\), )?%(\w+), (\d+) /\* loop exit test")
 _STAGE = re.compile(r"iteration index, stage = (\d+)")
@@ -149,17 +153,24 @@ def _bundles(text: str) -> Iterator[tuple[str, int, str]]:
         yield current
 
 
-def read_dump(folder: Path, tiles: Mapping[str, int]) -> dict[str, Kernel]:
-    """Read the kernels of a dump, by their names in the optimized HLO.
+def read_dump(folder: Path, program: str, tiles: Mapping[str, int]) -> dict[str, Kernel]:
+    """Read the kernels of one program of a dump, by their names in the optimized HLO.
 
     Args:
-      folder: folder of the dump.
+      folder: folder of the dump, which may contain several programs that were compiled one after another.
+      program: name of the program's HLO module. Kernels of different programs have the same names.
       tiles: tiles of each kernel, as for :func:`read_kernel`.
     """
-    found = {}
+    started: dict[int, str] = {}
+    for path in folder.iterdir():
+        if found := _PROGRAM.match(path.name):
+            with path.open(encoding="utf-8", errors="replace") as text:
+                started[int(found[1])] = module_name(text.readline())
+    kernels = {}
     for path in sorted(folder.iterdir()):
-        name = _FILE.match(path.name)
-        if name:
-            text = path.read_text(encoding="utf-8", errors="replace")
-            found[name[1]] = read_kernel(text, tiles.get(name[1], 0))
-    return found
+        if found := _FILE.match(path.name):
+            before = [time for time in started if time <= int(found[1])]
+            if before and started[max(before)] == program:
+                text_of_kernel = path.read_text(encoding="utf-8", errors="replace")
+                kernels[found[2]] = read_kernel(text_of_kernel, tiles.get(found[2], 0))
+    return kernels

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from benchmarks.bundles import Kernel
 from benchmarks.pass_times import Device, Work
 from runtime.planner.hlo import HloCollective, Instruction, Module, array_bytes
+from runtime.planner.kernels import LAUNCH_SECONDS
 from sharding.links import HOP_SECONDS, Wiring
 from sharding.topology import Chip
 
@@ -23,8 +24,6 @@ _TPU_CORES = {
 TPU_BANDWIDTH_SHARE = 0.9
 # Operations per second of matrix products, and bytes per second of copies, as measured on one H200.
 H200_FLOPS, H200_BANDWIDTH = 790e12, 4.3e12
-# Seconds from the end of a kernel to the start of the next (assumed).
-LAUNCH_SECONDS = 1e-6
 
 Links = Callable[[HloCollective], float]
 

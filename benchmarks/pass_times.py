@@ -19,8 +19,10 @@ _FREE = {
     "opt-barrier", "while", "conditional", "call", "domain", "add-dependency",
 }  # fmt: skip
 _SCOPE = re.compile(r'op_name="([^"]*)"')
-# A loop that runs the windows of one width at most once: a branch, see runtime/decoding/cached_steps.py.
+# A loop that runs the windows of one width at most once: a branch, see runtime/decoding/cached_steps.py. In older
+# programs, which lack the loop of the second kind, it runs refreshes, and windows are in conditionals.
 _WINDOWS = re.compile(r'op_name="[^"]*/block_step/while"')
+_REFRESHES = re.compile(r'op_name="[^"]*/refresh/while"')
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,14 @@ class _Walk:
       device: times of instructions.
       open_lengths: how many times the pass runs code inside 0, 1, 2, ... loops of unknown trip count.
       refresh: whether the pass is a refresh or a block step, if the program runs both; None if it does not.
+      window_loops: whether loops run windows.
     """
 
     module: Module
     device: Device
     open_lengths: Sequence[float]
     refresh: bool | None
+    window_loops: bool
 
     def times(self, within: tuple[str, ...]) -> float:
         """Return how many times a pass runs the code within these loops and branches."""
@@ -167,7 +171,7 @@ class _Walk:
         """Return the times of the instructions inside a loop, a conditional or a call; None for other instructions."""
         if one.operation == "while":
             trips = self.module.trips(one)
-            kind = "branch" if _WINDOWS.search(one.rest) else "loop"
+            kind = "branch" if self.window_loops and _WINDOWS.search(one.rest) else "loop"
             inside = within if trips is not None else (*within, kind)
             count = repeats * (trips if trips is not None else 1)
             parts = (one.called["condition"], one.called["body"])
@@ -211,4 +215,6 @@ def pass_times(module: Module, name: str, device: Device, chunks: float) -> list
         # Inside the loop over steps, refreshes run in a loop over rows, and block steps run in a branch.
         refresh = name == "refresh"
         lengths = [0.0, 0.0, 1.0, chunks] if refresh else lengths
-    return _Walk(module, device, lengths, refresh).run(module.entry, 1, ())
+    loops = [one for body in module.computations.values() for one in body if one.operation == "while"]
+    window_loops = any(_REFRESHES.search(one.rest) for one in loops)
+    return _Walk(module, device, lengths, refresh, window_loops).run(module.entry, 1, ())

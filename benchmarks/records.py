@@ -171,12 +171,17 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def _git(*arguments: str) -> str | None:
+def _git(*arguments: str, root: Path = _REPOSITORY) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], cwd=_REPOSITORY, capture_output=True, text=True, check=True)
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
+
+
+def repository_commit(root: Path = _REPOSITORY) -> str | None:
+    """Return the commit of a checkout, by default this one; None if it is not a Git checkout."""
+    return _git("rev-parse", "HEAD", root=root)
 
 
 def _processor() -> str:
@@ -214,7 +219,7 @@ def build_record(
         "kind": kind,
         "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": repository_commit(),
         "uncommitted_changes": None if changes is None else bool(changes),
         "versions": {"python": platform.python_version()}
         | {package: version for package in _PACKAGES if (version := package_version(package))},

@@ -77,7 +77,11 @@ _TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
         overload_table,
         "a load generator on another machine, a GPU or TPU, a larger model, several hosts.",
     ),
-    "schedule": (schedule_table, "measured times: they are the compilers' own schedules."),
+    "schedule": (
+        schedule_table,
+        "measured times: nothing ran. Contention is left out, and loops whose trip count the compiler does not state "
+        "count once.",
+    ),
     "serve": (
         serve_tables,
         "a GPU or TPU, a larger model, several hosts, or a load generator on another machine.",

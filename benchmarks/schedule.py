@@ -3,6 +3,7 @@
   python -m benchmarks.schedule                            every target for which a compiler is installed
   python -m benchmarks.schedule --only=v5e-t8-b1           some of them
   python -m benchmarks.schedule --before=PATH              compare with another checkout, in the same record
+  python -m benchmarks.schedule --programs_dir=PATH        keep what is compiled, and go on from there after a break
 
 The time of a TPU kernel is that of the bundles that libtpu schedules or of its bytes, whichever is longer; collectives
 take the time of their bytes on the links, minus the overlap with kernels. The time of a GPU kernel is *modelled*: its
@@ -12,13 +13,15 @@ target is compiled in its own process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +29,14 @@ from typing import Any
 from absl import flags
 
 from benchmarks.bundles import dump_options, read_dump
-from benchmarks.kernel_work import LAUNCH_SECONDS, TPU_BANDWIDTH_SHARE, gpu_device, link_times, tiles_of, tpu_device
+from benchmarks.kernel_work import TPU_BANDWIDTH_SHARE, gpu_device, link_times, tiles_of, tpu_device
 from benchmarks.pass_times import Spent, pass_times
-from benchmarks.records import build_record, define_record_flags, note_lines, write_record
+from benchmarks.records import build_record, define_record_flags, note_lines, repository_commit, write_record
 from checkpoints import parse_json_object
 from launch.process.startup import compile_only, run_launcher
 from runtime.planner.estimate import Estimate, estimate_workload
-from runtime.planner.hlo import read_module
+from runtime.planner.hlo import module_name, read_module
+from runtime.planner.kernels import LAUNCH_SECONDS
 from runtime.planner.presets import preset
 from runtime.planner.workload import Workload
 from sharding.aot import missing_compiler
@@ -43,9 +47,9 @@ from sharding.topology import parse_topology
 
 _MODEL, _MASKED = "diffucoder-7b", 128
 _STEP, _QWEN = "denoise step", {"model": "qwen2.5-7b"}
-_TIMEOUT = 1800
-# Numbers of instructions in a record, and of parts in a table row.
-_LARGEST, _SHOWN = 12, 4
+_TIMEOUT = 5400
+# Numbers of instructions in a record, of parts in a table row, and of instructions that explain a missed goal.
+_LARGEST, _SHOWN, _SLOWEST = 12, 4, 6
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Target:
       phase: the pass.
       workload: fields of its :class:`Workload` that differ from the defaults.
       goal: time to reach, in milliseconds; None for no goal.
+      tuned: whether the planner's constants are fitted to this target. The others judge them.
     """
 
     topology: str
@@ -64,6 +69,7 @@ class Target:
     phase: str
     workload: Mapping[str, Any]
     goal: float | None = None
+    tuned: bool = False
 
     @property
     def child(self) -> dict[str, Any]:
@@ -87,6 +93,16 @@ class Target:
         phase = next(one.phase for one in found.phases if one.phase.name == self.phase)
         return round(1e3 * found.estimate_phase(replace(phase, chunks=self.chunks(phase.chunk))).seconds, 3)
 
+    def described(self) -> dict[str, Any]:
+        """Return what a record says of the target besides the times of its compiled programs."""
+        return {
+            **self.child,
+            "pass": self.phase,
+            "goal_ms": self.goal,
+            "tuned": self.tuned,
+            "planned_ms": self.planned_ms(),
+        }
+
 
 def _canvas(rows: int, positions: int) -> dict[str, Any]:
     half = positions // 2
@@ -96,23 +112,27 @@ def _canvas(rows: int, positions: int) -> dict[str, Any]:
 _INT8 = {"quantization": "int8"}
 _BLOCKS = {"cache": "dual"}
 TARGETS = {
-    "v5e-t8-b1": Target("v5e:2x4", "tensor=8", _STEP, _canvas(1, 512), 8.5),
-    "v5e-t8-b16": Target("v5e:2x4", "tensor=8", _STEP, _canvas(16, 512), 110),
+    "v5e-t8-b1": Target("v5e:2x4", "tensor=8", _STEP, _canvas(1, 512), 8.5, tuned=True),
+    "v5e-t8-b16": Target("v5e:2x4", "tensor=8", _STEP, _canvas(16, 512), 110, tuned=True),
     "v5e-d2-t4-b16": Target("v5e:2x4", "data=2,tensor=4", _STEP, _canvas(16, 512), 92),
-    "v5e-t8-b1-8192": Target("v5e:2x4", "tensor=8", _STEP, _canvas(1, 8192), 150),
-    "v5p-b1": Target("v5p:2x2x1", "data=1", _STEP, _canvas(1, 512), 20),
+    "v5e-t8-b1-8192": Target("v5e:2x4", "tensor=8", _STEP, _canvas(1, 8192), 150, tuned=True),
+    "v5p-b1": Target("v5p:2x2x1", "data=1", _STEP, _canvas(1, 512), 20, tuned=True),
     "v5p-b1-2048": Target("v5p:2x2x1", "data=1", _STEP, _canvas(1, 2048), 75),
-    "v4-d8-t2-b16": Target("v4:2x2x4", "data=8,tensor=2", _STEP, _canvas(16, 512), 40),
+    "v4-d8-t2-b16": Target("v4:2x2x4", "data=8,tensor=2", _STEP, _canvas(16, 512), 40, tuned=True),
     "v5p-s8-b1-2048": Target("v5p:2x2x2", "sequence=8", _STEP, _canvas(1, 2048)),
-    "v5e-t8-block": Target("v5e:2x4", "tensor=8", "block step", _canvas(8, 512) | _BLOCKS),
+    "v5e-t8-block": Target("v5e:2x4", "tensor=8", "block step", _canvas(8, 512) | _BLOCKS, tuned=True),
     "v5p-block": Target("v5p:2x2x1", "data=1", "block step", _canvas(1, 512) | _BLOCKS),
     "v4-t4-block": Target("v4:2x2x1", "tensor=4", "block step", _canvas(8, 512) | _BLOCKS),
-    "v5e-t8-prefill": Target("v5e:2x4", "tensor=8", "prefill", _canvas(8, 512) | _QWEN),
-    "v5e-t8-decode": Target("v5e:2x4", "tensor=8", "decode", _canvas(8, 512) | _QWEN),
-    "v5p-prefill": Target("v5p:2x2x1", "data=1", "prefill", _canvas(4, 1024) | _QWEN),
+    "v5e-t8-prefill": Target("v5e:2x4", "tensor=8", "prefill", _canvas(8, 512) | _QWEN, tuned=True),
+    "v5e-t8-decode": Target("v5e:2x4", "tensor=8", "decode", _canvas(8, 512) | _QWEN, tuned=True),
+    "v5p-prefill": Target("v5p:2x2x1", "data=1", "prefill", _canvas(4, 1024) | _QWEN, tuned=True),
     "v5p-decode": Target("v5p:2x2x1", "data=1", "decode", _canvas(4, 1024) | _QWEN),
     "v4-t4-prefill": Target("v4:2x2x1", "tensor=4", "prefill", _canvas(16, 1024) | _QWEN),
-    "v4-t4-decode": Target("v4:2x2x1", "tensor=4", "decode", _canvas(16, 1024) | _QWEN),
+    "v4-t4-decode": Target("v4:2x2x1", "tensor=4", "decode", _canvas(16, 1024) | _QWEN, tuned=True),
+    "v5e-s2-t4-b4-2048": Target("v5e:2x4", "sequence=2,tensor=4", _STEP, _canvas(4, 2048)),
+    "v5p-t4-block": Target("v5p:2x2x1", "tensor=4", "block step", _canvas(16, 1024) | _BLOCKS),
+    "v5p-t4-prefill": Target("v5p:2x2x1", "tensor=4", "prefill", _canvas(32, 1024) | _QWEN),
+    "v5p-t4-decode": Target("v5p:2x2x1", "tensor=4", "decode", _canvas(32, 1024) | _QWEN),
     "h200-b1": Target("1xh200", "data=1", _STEP, _canvas(1, 512), 12.5),
     "h200-block": Target("1xh200", "data=1", "block step", _canvas(1, 512) | _BLOCKS, 4.5),
     "h200-decode": Target("1xh200", "data=1", "decode", _canvas(1, 512) | _QWEN, 4),
@@ -125,10 +145,19 @@ def define_flags(values: flags.FlagValues) -> None:
     define_record_flags(values)
     flags.DEFINE_list("only", [], f"Which of {', '.join(TARGETS)} to compile. Default: all.", flag_values=values)
     flags.DEFINE_string("before", None, "Root of another checkout to compare with.", flag_values=values)
+    flags.DEFINE_string(
+        "programs_dir",
+        None,
+        "Folder that keeps the compiled programs and their bundles, several GB. What it already holds is not compiled "
+        "again, only read. Default: a temporary folder for each workload.",
+        flag_values=values,
+    )
 
 
 def compile_target(target: Target, checkout: Path, folder: Path) -> None:
-    """Compile a target's programs in a child process; their HLO and, on TPU, their bundles go into a folder.
+    """Compile a target's programs in a child process; their HLO and, on TPU, their bundles go into an empty folder.
+
+    The last file that appears in the folder is ``commit``, with the commit of the checkout.
 
     Raises:
       InputError: the compilation fails.
@@ -145,6 +174,23 @@ def compile_target(target: Target, checkout: Path, folder: Path) -> None:
     )  # fmt: skip
     if done.returncode:
         raise InputError(f"{target.topology} {target.mesh}: {done.stderr.strip()[-2000:]}")
+    (folder / "commit").write_text(repository_commit(checkout) or "unknown", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _compiled(name: str, target: Target, version: str, checkout: Path, programs: Path | None) -> Iterator[Path]:
+    """Yield a folder with the output of :func:`compile_target`, from an earlier run if ``programs`` has it."""
+    if programs is None:
+        with tempfile.TemporaryDirectory(prefix="schedule-") as folder:
+            compile_target(target, checkout, Path(folder))
+            yield Path(folder)
+        return
+    kept = programs / version / name
+    if not (kept / "commit").is_file():
+        shutil.rmtree(kept, ignore_errors=True)  # what a run left that was stopped
+        kept.mkdir(parents=True)
+        compile_target(target, checkout, kept)
+    yield kept
 
 
 def measure(target: Target, folder: Path) -> dict[str, Any]:
@@ -155,13 +201,15 @@ def measure(target: Target, folder: Path) -> dict[str, Any]:
       folder: the folder with the output of :func:`compile_target`.
     """
     compiled = parse_json_object((folder / "phases.json").read_bytes())
+    compiled["commit"] = (folder / "commit").read_text(encoding="utf-8")
     program = "blocks" if target.phase in ("block step", "refresh") else target.phase
-    module = read_module((folder / f"{program.replace(' ', '_')}.hlo").read_text(encoding="utf-8"))
+    text = (folder / f"{program.replace(' ', '_')}.hlo").read_text(encoding="utf-8")
+    module = read_module(text)
     topology, layout = parse_topology(target.topology), target.estimate.layout
     links = link_times(Wiring(topology, layout.spec, layout.heads), layout.mesh_axis_sizes)
     missing: set[str] = set()
     if topology.chip.platform == "tpu":
-        kernels = read_dump(folder / "dump", tiles_of(module))
+        kernels = read_dump(folder / "dump", module_name(text), tiles_of(module))
         device = tpu_device(topology.chip, kernels, module, links, missing)
     else:
         device = gpu_device(links)
@@ -170,24 +218,29 @@ def measure(target: Target, folder: Path) -> dict[str, Any]:
 
 
 def _summary(spent: Sequence[Spent], compiled: Mapping[str, Any], target: Target, missing: set[str]) -> dict[str, Any]:
-    """Return one result: the time, its parts, and the slowest instructions."""
+    """Return one result: the time, its parts, and the slowest instructions, those of one kind and scope together."""
     parts: dict[str, float] = defaultdict(float)
     for one in spent:
         parts[one.kind if one.kind != "kernel" else _part(one.scope)] += 1e3 * one.seconds
-    largest = sorted(spent, key=lambda one: -one.seconds)[:_LARGEST]
+    alike: dict[tuple[str, str], list[Spent]] = defaultdict(list)
+    for one in spent:  # layers that are not scanned have an instruction each
+        alike[one.kind, one.scope or one.name.partition(".")[0]].append(one)
+    largest = sorted(alike.values(), key=lambda group: -sum(one.seconds for one in group))[:_LARGEST]
     return {
         "ms": round(sum(parts.values()), 3),
+        "commit": compiled["commit"],
         "planned_ms": compiled["passes"][target.phase]["planned_ms"],
         "parts": {name: round(value, 3) for name, value in sorted(parts.items(), key=lambda part: -part[1])},
         "largest": [
             {
-                "name": one.name,
-                "kind": one.kind,
-                "scope": "/".join(one.scope.split("/")[-3:]),
-                "ms": round(1e3 * one.seconds, 3),
-                "runs": round(one.runs, 2),
+                "name": group[0].name,
+                "kind": group[0].kind,
+                "scope": "/".join(group[0].scope.split("/")[-3:]),
+                "ms": round(1e3 * sum(one.seconds for one in group), 3),
+                "instructions": len(group),
+                "runs": round(sum(one.runs for one in group), 2),
             }
-            for one in largest
+            for group in largest
         ],
         "kernels": round(sum(one.runs for one in spent if one.kind == "kernel")),
         "without_bundles": sorted(missing),
@@ -207,22 +260,24 @@ def _part(scope: str) -> str:
 def schedule_table(record: Mapping[str, Any]) -> str:
     """Convert a record to a Markdown table with a row per target, in milliseconds."""
     lines = [
-        "| machine, mesh | pass | rows of positions | before | now | goal | planned | where the time goes now |",
-        "|---|---|---|---|---|---|---|---|",
+        "| machine, mesh | pass | rows of positions | before | now | goal | planned | error | where the time goes |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for result in record["results"].values():
         now, before = result["now"], result.get("before")
         modelled = ", *modelled*" if parse_topology(result["topology"]).chip.platform == "gpu" else ""
         weights = ", int8" if result.get("quantization") == "int8" else ""
         parts = [f"{part} {value:.1f}" for part, value in now["parts"].items()][:_SHOWN]
+        role = "consistency" if modelled else "tuned" if result["tuned"] else "judged"
         cells = [
             f"{result['topology']}, {result['mesh']}{modelled}",
             result["pass"] + weights,
             f"{result['batch']} of {result['prompt'] + result['new_tokens']}",
-            f"{before['ms']:.1f}" if before else "",
+            f"{before['ms']:.1f} (planned {before['planned_ms']:.1f})" if before else "",
             f"{now['ms']:.1f}",
             f"{result['goal_ms']:g}" if result["goal_ms"] else "",
             f"{result['planned_ms']:.1f}",
+            f"{result['planned_ms'] / now['ms'] - 1:+.0%}, {role}",
             ", ".join(parts),
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -234,58 +289,82 @@ def schedule_table(record: Mapping[str, Any]) -> str:
         f"modelled: operations at 790 TF/s or bytes at 4.3 TB/s, "
         f"and {settings['gpu_launch_microseconds']:g} µs per kernel. "
         f"{settings['masked_positions']} masked positions per row, published sampling.",
+        "",
+        "*planned* is the planner's estimate, *error* its difference from *now*. The planner's constants are fitted to "
+        "the programs that are marked *tuned*, and judged by the others. On GPU, both columns are computed from the "
+        "same rates, so that their agreement shows only consistency.",
     ]
+    lines += ["", "Goals that are missed, with the instructions that take the time, in milliseconds:", ""]
+    for result in record["results"].values():
+        if result["goal_ms"] and result["now"]["ms"] > result["goal_ms"]:
+            slowest = ", ".join(_instruction(one) for one in result["now"]["largest"][:_SLOWEST])
+            weights = ", int8" if result.get("quantization") == "int8" else ""
+            shape = f"{result['batch']} of {result['prompt'] + result['new_tokens']}"
+            lines.append(
+                f"- {result['topology']}, {result['mesh']}, {result['pass']}{weights}, {shape}: "
+                f"{result['now']['ms']:.1f} of {result['goal_ms']:g}. {slowest}."
+            )
     return "\n".join([*lines, *note_lines(record)])
 
 
-def _measure_all(targets: Mapping[str, Target], checkouts: Mapping[str, Path]) -> dict[str, Any]:
-    """Return the results of the targets of one workload, for each checkout."""
-    results: dict[str, Any] = {
-        name: {**one.child, "pass": one.phase, "goal_ms": one.goal, "planned_ms": one.planned_ms()}
-        for name, one in targets.items()
-    }
-    for version, checkout in checkouts.items():
-        with tempfile.TemporaryDirectory(prefix="schedule-") as folder:
-            compile_target(next(iter(targets.values())), checkout, Path(folder))
-            for name, target in targets.items():
-                found = results[name][version] = measure(target, Path(folder))
-                print(f"{name} {version}: {found['ms']:.2f} ms {found['parts']}", flush=True)
-    return results
+def _instruction(one: Mapping[str, Any]) -> str:
+    """Return an instruction of a record, or several with the same scope, with their time."""
+    where = f" ({'/'.join(one['scope'].split('/')[-2:])})" if one["scope"] else ""
+    others = f" and {one['instructions'] - 1} more" if one["instructions"] > 1 else ""
+    wait = ", not overlapped" if one["kind"] == "collective" else ""
+    name = "launches" if one["kind"] == "launch" else f"`{one['name']}`{others}"
+    return f"{name}{where}{wait} {one['ms']:.1f}"
+
+
+def _groups(wanted: Mapping[str, Target]) -> list[dict[str, Target]]:
+    """Divide targets into those of one workload, whose passes are compiled together."""
+    groups: dict[str, dict[str, Target]] = defaultdict(dict)
+    for name, target in wanted.items():
+        groups[json.dumps(target.child)][name] = target
+    return list(groups.values())
 
 
 def main(values: flags.FlagValues) -> None:
-    """Measure every target, print a line for each, and write the record."""
+    """Measure every target, print a line for each, and write the record after each workload."""
     compile_only()
     unknown = set(values.only) - set(TARGETS)
     if unknown:
         raise InputError(f"--only={','.join(values.only)}: expected some of {', '.join(TARGETS)}")
     here = Path(__file__).resolve().parent.parent
     checkouts = {"now": here} | ({"before": Path(values.before).resolve()} if values.before else {})
+    programs = Path(values.programs_dir).resolve() if values.programs_dir else None
     results: dict[str, Any] = {}
     missing: list[str] = []
-    wanted = {name: TARGETS[name] for name in values.only or TARGETS}
-    for name, target in wanted.items():
-        install = missing_compiler(parse_topology(target.topology).chip.platform)
-        if install is not None:
+    wanted: dict[str, Target] = {}
+    for name in values.only or TARGETS:
+        install = missing_compiler(parse_topology(TARGETS[name].topology).chip.platform)
+        if install is None:
+            wanted[name] = TARGETS[name]
+        else:
             missing.append(f"{name} was not compiled: {install}")
             print(missing[-1], flush=True)
-        elif name not in results:
-            # The passes of a workload are compiled together.
-            alike = {other: one for other, one in wanted.items() if one.child == target.child}
-            results |= _measure_all(alike, checkouts)
-    record = build_record(
-        "schedule",
-        kind="estimated",
-        settings={
-            "masked_positions": _MASKED,
-            "tpu_bandwidth_share": TPU_BANDWIDTH_SHARE,
-            "gpu_launch_microseconds": 1e6 * LAUNCH_SECONDS,
-            "before": values.before and Path(os.path.relpath(values.before, here)).as_posix(),
-        },
-        results=results,
-        notes=missing,
-    )
-    print(f"written: {write_record(record, values.output_dir, values.record)}", flush=True)
+    settings = {
+        "masked_positions": _MASKED,
+        "tpu_bandwidth_share": TPU_BANDWIDTH_SHARE,
+        "gpu_launch_microseconds": 1e6 * LAUNCH_SECONDS,
+        "before": values.before and Path(os.path.relpath(values.before, here)).as_posix(),
+    }
+
+    def write() -> Path:
+        ordered = {name: results[name] for name in TARGETS if name in results}
+        record = build_record("schedule", kind="estimated", settings=settings, results=ordered, notes=missing)
+        return write_record(record, values.output_dir, values.record)
+
+    for version, checkout in checkouts.items():
+        for group in _groups(wanted):
+            first = next(iter(group))
+            with _compiled(first, group[first], version, checkout, programs) as folder:
+                for name, target in group.items():
+                    result = results.setdefault(name, target.described())
+                    found = result[version] = measure(target, folder)
+                    print(f"{name} {version}: {found['ms']:.2f} ms {found['parts']}", flush=True)
+            write()
+    print(f"written: {write()}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ products of the layers, attention, the head, and the choice of tokens. A stage t
 arithmetic and its memory traffic, at achievable rates. The time of collectives is added, except for the part that
 overlaps with products.
 
-TPU rates are fitted to the schedules of compiled programs (``benchmarks.schedule``). GPU rates are measured.
+TPU rates are fitted to the schedules of compiled programs (:mod:`runtime.planner.kernels`). GPU rates are measured, but
+the time to launch a kernel is assumed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from runtime.models.attention import choose_attention
 from runtime.models.declarations import ModelLayout, shard_shape, tensor_sizes
 from runtime.models.families import weights_class
 from runtime.models.kv_cache import cache_bytes_per_device
+from runtime.models.splash_blocks import splash_blocks
+from runtime.planner.kernels import choice_seconds, launch_seconds, padded, product_seconds, splash_seconds
 from runtime.planner.memory import estimate_memory
-from runtime.planner.traffic import Collective, bytes_by_axis, phase_collectives
+from runtime.planner.traffic import Collective, bytes_by_axis, phase_collectives, products_in_pieces
 from runtime.planner.workload import Phase, Workload
 from sharding.links import Wiring
 from sharding.mesh import MeshSpec
@@ -34,12 +37,9 @@ from sharding.topology import Topology
 # Fractions of peak that large matrix products and copies reach, measured on an H200 (790 of 990 TFLOP/s, 4.3 of 4.8
 # TB/s).
 ACHIEVABLE_FLOPS, ACHIEVABLE_BANDWIDTH = 0.8, 0.9
-# Fraction of a TPU's peak that the matrix products of layers reach, including the operations fused into them.
-_TPU_FLOPS = {"v4": 0.82}
-_TPU_FLOPS_OF_OTHERS = 0.92
-# Fraction of peak that attention reaches, by implementation; for splash attention, by chip.
-_ATTENTION_FLOPS = {"splash": 0.18, "cudnn": 0.6, "xla": 0.3}
-_SPLASH_FLOPS = {"v4": 0.085, "v5p": 0.1}
+# Fraction of peak that the head's product reaches on a TPU, and that attention reaches without splash attention.
+_TPU_HEAD = 0.92
+_ATTENTION_FLOPS = {"cudnn": 0.6, "xla": 0.3}
 
 # Choosing tokens reads or writes the float32 logits about 12 times. In addition, each pass of the threshold search
 # reads two arrays of that size.
@@ -51,10 +51,10 @@ class Stage:
     """One stage of a forward pass. Stages run one after another.
 
     Attributes:
-      name: ``layers``, ``attention``, ``head`` or ``choice of tokens``.
+      name: ``layers``, ``attention``, ``head``, ``choice of tokens``, or ``launches`` on a GPU.
       flops: floating-point operations of one device.
       hbm_bytes: bytes that one device reads from and writes to its memory.
-      compute_seconds: time of the arithmetic alone.
+      compute_seconds: time of the arithmetic alone, or of launches; with copies that nothing overlaps.
       memory_seconds: time of the memory traffic alone.
     """
 
@@ -192,16 +192,30 @@ class Estimate:
         collectives = phase_collectives(self.workload, self.layout, self._wiring, phase)
         return PhaseEstimate(
             phase=phase,
-            stages=(*self._layers(phase, positions), *self._choice(phase, chunk)),
+            stages=(*self._layers(phase, positions), *self._choice(phase, chunk), *self._launches(phase)),
             collectives=tuple(collectives),
             network_seconds=sum(self._seconds(one) for one in collectives),
         )
 
-    def _stage(self, name: str, flops: float, hbm_bytes: float, share: float = ACHIEVABLE_FLOPS) -> Stage:
-        chip = self.topology.chip
-        peak = chip.flops if self.workload.item == 2 else chip.flops / 8
-        bandwidth = chip.memory_bandwidth * ACHIEVABLE_BANDWIDTH
-        return Stage(name, flops, hbm_bytes, flops / (peak * share), hbm_bytes / bandwidth)
+    @property
+    def _peak(self) -> float:
+        return self.topology.chip.flops if self.workload.item == 2 else self.topology.chip.flops / 8
+
+    @property
+    def _bandwidth(self) -> float:
+        return self.topology.chip.memory_bandwidth * ACHIEVABLE_BANDWIDTH
+
+    def _stage(
+        self,
+        name: str,
+        flops: float,
+        hbm_bytes: float,
+        share: float = ACHIEVABLE_FLOPS,
+        compute_seconds: float | None = None,
+    ) -> Stage:
+        """Return a stage whose arithmetic takes ``compute_seconds``; None for ``flops`` at a share of the peak."""
+        seconds = flops / (self._peak * share) if compute_seconds is None else compute_seconds
+        return Stage(name, flops, hbm_bytes, seconds, hbm_bytes / self._bandwidth)
 
     def _layers(self, phase: Phase, positions: int) -> tuple[Stage, ...]:
         """Estimate the matrix products of the layers, and attention.
@@ -212,28 +226,52 @@ class Estimate:
         """
         workload, layout, config, chip = self.workload, self.layout, self.workload.config, self.topology.chip
         dtype, cost = jnp.dtype(workload.dtype), layout.layer_cost
-        keys = phase.keys if phase.whole else math.ceil(phase.keys / self.spec.sequence)
-        visible = config.attention_mask.visible_share(phase.keys) if phase.whole else 1.0
-        pairs = positions * keys * visible * config.num_layers
         canvas, cache = workload.canvas(layout, chip.platform), 0.0
         if workload.has_cache:
             cache = cache_bytes_per_device(layout, phase.rows * self.spec.data, canvas, dtype)
-        head = head_bytes(layout, dtype)
-        weights = layout.bytes_read_per_pass(dtype) - head
+        weights = layout.bytes_read_per_pass(dtype) - head_bytes(layout, dtype)
         activations = positions * cost.activations_per_position * workload.item * config.num_layers
         flops = config.num_layers * cost.flops_per_position * positions
-        share = _TPU_FLOPS.get(chip.name, _TPU_FLOPS_OF_OTHERS) if chip.platform == "tpu" else ACHIEVABLE_FLOPS
-        kernel = "xla"
-        if phase.whole:
-            kernel = choose_attention("auto", chip.platform, layout, phase.keys, dtype)
-        attention = cost.attention_flops_per_pair * pairs
-        reached = (
-            _ATTENTION_FLOPS[kernel] if kernel != "splash" else _SPLASH_FLOPS.get(chip.name, _ATTENTION_FLOPS["splash"])
-        )
+        products = None
+        if chip.platform == "tpu":
+            rows = positions if phase.whole else phase.computed * padded(phase.positions)
+            pieces = products_in_pieces(layout, self._wiring, phase)
+            # Products in pieces start with a copy of the layer's weights, which nothing overlaps.
+            copies = weights / self._bandwidth if pieces else 0.0
+            columns, padding = layout.size_per_device("mlp"), rows / positions
+            products = copies + product_seconds(chip, flops * padding, self._peak, rows, columns, pieces)
         return (
-            self._stage("layers", flops, weights + activations, share),
-            self._stage("attention", attention, cache, reached),
+            self._stage("layers", flops, weights + activations, compute_seconds=products),
+            self._attention(phase, positions, cache),
         )
+
+    def _attention(self, phase: Phase, positions: int, cache: float) -> Stage:
+        """Estimate attention.
+
+        Args:
+          phase: the phase.
+          positions: as in :meth:`_layers`.
+          cache: bytes of the device's KV cache.
+        """
+        layout, config, chip = self.layout, self.workload.config, self.topology.chip
+        dtype, mask, whole = jnp.dtype(self.workload.dtype), config.attention_mask, phase.whole
+        keys = phase.keys if whole else math.ceil(phase.keys / self.spec.sequence)
+        visible = mask.visible_share(phase.keys) if whole else 1.0
+        pairs = layout.layer_cost.attention_flops_per_pair * positions * keys * config.num_layers
+        kernel = choose_attention("auto", chip.platform, layout, phase.keys, dtype) if whole else "xla"
+        if kernel != "splash":
+            return self._stage("attention", pairs * visible, cache, _ATTENTION_FLOPS[kernel])
+        # The kernel skips only blocks that are hidden as a whole.
+        head_dim = layout.size_per_device("head_dim")
+        _, block, _ = splash_blocks(mask, phase.keys // self.spec.sequence, phase.keys, head_dim * dtype.itemsize)
+        computed = 1.0 if visible == 1.0 else min(1.0, visible + block / (2 * phase.keys))
+        heads = layout.query_heads_per_device
+        queries = positions * heads * config.num_layers
+        seconds = splash_seconds(chip, pairs * computed, queries)
+        # Before and after the kernel, its inputs and its output are read and written in other layouts.
+        arrays = 2 * positions * (heads + layout.size_per_device("kv_heads")) * config.num_layers
+        seconds += 2 * arrays * head_dim * dtype.itemsize / self._bandwidth
+        return self._stage("attention", pairs * visible, cache, compute_seconds=seconds)
 
     def _choice(self, phase: Phase, chunk: int) -> tuple[Stage, ...]:
         """Estimate the head, and the choice of tokens from its logits.
@@ -249,11 +287,27 @@ class Estimate:
         outside = max(0, _THRESHOLD_ARRAYS - chip.fast_memory_bytes // logits) if diffusion else 0
         passes = _LOGIT_PASSES + threshold_passes(workload.sampling_rule().confidence_dtype) * outside
         flops = 2.0 * chunk * phase.chunks * math.prod(shard_shape(layout.head, layout))
-        share = _TPU_FLOPS_OF_OTHERS if chip.platform == "tpu" else ACHIEVABLE_FLOPS
+        share, vector = (ACHIEVABLE_FLOPS, 0.0)
+        if chip.platform == "tpu":
+            shards = phase.head_shards(layout)
+            numbers = phase.rows * padded(phase.chunk // shards) * layout.size_per_device("vocab") * phase.chunks
+            share, vector = _TPU_HEAD, choice_seconds(chip, numbers, self._search_passes, phase.chunk == 1)
         return (
             self._stage("head", flops, head_bytes(layout, jnp.dtype(workload.dtype)), share),
-            self._stage("choice of tokens", 0.0, logits * phase.chunks * passes),
+            self._stage("choice of tokens", 0.0, logits * phase.chunks * passes, compute_seconds=vector),
         )
+
+    @property
+    def _search_passes(self) -> int:
+        """Passes of the threshold search for each head chunk."""
+        rule = self.workload.sampling_rule()
+        return threshold_passes(rule.confidence_dtype) if rule.filtered else 0
+
+    def _launches(self, phase: Phase) -> tuple[Stage, ...]:
+        if self.topology.chip.platform != "gpu":
+            return ()
+        seconds = launch_seconds(self.workload.config.num_layers, self._search_passes * phase.chunks)
+        return (self._stage("launches", 0.0, 0.0, compute_seconds=seconds),)
 
     def _seconds(self, one: Collective) -> float:
         members = self._wiring.members(one.axes, one.inside_slices)

@@ -307,6 +307,12 @@ def _run(collectives: Sequence[HloCollective], open_lengths: Sequence[float]) ->
             yield one, times
 
 
+def module_name(text: str) -> str:
+    """Return the name in the first line of a program's optimized HLO; empty if there is none."""
+    found = re.match(r"HloModule ([\w.\-]+)", text)
+    return found[1] if found else ""
+
+
 def read_module(text: str) -> Module:
     """Parse the optimized HLO of a program."""
     computations: dict[str, list[Instruction]] = {}

@@ -114,6 +114,16 @@ def phase_collectives(workload: Workload, layout: ModelLayout, wiring: Wiring, p
     return found if workload.divides_drafts else found + _loop_conditions(layout, platform, phase, wiring.slices)
 
 
+def products_in_pieces(layout: ModelLayout, wiring: Wiring, phase: Phase) -> bool:
+    """Return whether the matrix products of a pass gather their operands in pieces, so that both overlap."""
+    return phase.whole and layout.spec.tensor >= _LONG_AXIS and _divides_residual(layout, wiring, phase)
+
+
+def _divides_residual(layout: ModelLayout, wiring: Wiring, phase: Phase) -> bool:
+    """Return whether a pass over whole rows shards the residual over tensor."""
+    return residual_over_tensor(layout, wiring.chips, phase.computed * layout.spec.data, phase.positions)
+
+
 def _tensor_collectives(workload: Workload, layout: ModelLayout, positions: int, divided: bool) -> list[Collective]:
     """Return the transformer's collectives over the tensor axis: those of its layers and of the embedding lookup.
 
@@ -157,7 +167,7 @@ def _whole_row_collectives(workload: Workload, layout: ModelLayout, wiring: Wiri
     """Return the transformer's collectives in a pass over whole rows, with the all-gather of K and V over sequence."""
     sequence, layers = layout.spec.sequence, workload.config.num_layers
     rows = phase.computed
-    divided = residual_over_tensor(layout, wiring.chips, rows * layout.spec.data, phase.positions)
+    divided = _divides_residual(layout, wiring, phase)
     found = _tensor_collectives(workload, layout, rows * phase.positions // sequence, divided)
     if sequence > 1:
         heads = layout.size_per_device("kv_heads") * layout.size_per_device("head_dim")

@@ -89,7 +89,7 @@ def test_arithmetic_of_a_denoise_step() -> None:
 def test_a_cache_makes_most_passes_small() -> None:
     topology, spec = parse_topology("8xh100"), MeshSpec(data=8)
     exact, dual = (
-        estimate_workload(Workload(MODEL, batch=8, cache=cache), topology, spec) for cache in ("none", "dual")
+        estimate_workload(Workload(MODEL, batch=16, cache=cache), topology, spec) for cache in ("none", "dual")
     )
     assert {one.phase.name for one in dual.phases} == {"refresh", "block step"}
     assert dual.seconds < 0.5 * exact.seconds
@@ -118,8 +118,8 @@ def test_memory_is_of_the_widest_window() -> None:
 
 
 def test_the_choice_of_mesh_knows_the_sharded_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    workload, topology = Workload(MODEL, batch=8), parse_topology("v5e:4x4")
-    sharded, narrow, whole = MeshSpec(data=2, tensor=8), MeshSpec(data=4, tensor=4), MeshSpec(tensor=16)
+    workload, topology = Workload(MODEL, batch=16), parse_topology("v4:2x2x4")
+    sharded, narrow, whole = MeshSpec(data=4, tensor=4), MeshSpec(data=2, sequence=4, tensor=2), MeshSpec(tensor=16)
 
     def order() -> list[MeshSpec]:
         return [one.spec for one in rank(workload, topology)[0] if one.spec in (sharded, narrow)]
