@@ -66,6 +66,8 @@ def define_flag(parameter: Parameter, values: flags.FlagValues) -> None:
     text = f"{parameter.help} {parameter.flag_help}".strip()
     if name not in AUTOREGRESSIVE_PARAMETERS:
         text = f"Diffusion: {text[0].lower()}{text[1:]}"
+    elif not hasattr(DiffusionConfig, name):
+        text = f"Autoregressive: {text[0].lower()}{text[1:]}"
     if isinstance(kind, Boolean):
         flags.DEFINE_bool(name, default, text, flag_values=values)
     elif isinstance(kind, Integer):
@@ -144,6 +146,9 @@ def _diffusion_config(
     model: ModelConfig,
     given: dict[str, Any],
 ) -> DiffusionConfig:
+    if wrong := [name for name in given if not hasattr(DiffusionConfig, name)]:
+        names = ", ".join(f"--{name}" for name in wrong)
+        raise InputError(f"{folder.name} is a diffusion model: {names} is for autoregressive models", field=wrong[0])
     said: dict[str, Any] = {}
     defaults = DiffusionConfig()
     if values.preset == "published":
@@ -192,15 +197,18 @@ def _generation_config(folder: CheckpointFolder, kind: type) -> dict[str, Any]:
 
 
 def draft_notice(config: DiffusionConfig | SamplingConfig) -> list[str]:
-    """Return a sentence that says why a run with ``--draft_steps`` has no drafts; an empty list otherwise."""
-    if isinstance(config, SamplingConfig) or isinstance(config.draft_steps, str) or not config.draft_steps:
+    """Return a sentence that says why the drafts that a run asks for have no effect; an empty list if they have one."""
+    name = "prompt_lookup" if isinstance(config, SamplingConfig) else "draft_steps"
+    asked = getattr(config, name)
+    if config.drafts or not asked or isinstance(asked, str):
         return []
-    if config.drafts:
-        return []
-    setting, why = "cache=exact", "its passes have no drafts"
-    if config.refresh_interval == 1:
+    if isinstance(config, SamplingConfig):
+        setting, why = "cache=none", "every pass computes whole rows"
+    elif config.refresh_interval == 1:
         setting, why = "refresh_interval=1", "every step is a refresh"
-    return [f"--draft_steps={config.draft_steps} has no effect with --{setting}: {why}"]
+    else:
+        setting, why = "cache=exact", "its passes have no drafts"
+    return [f"--{name}={asked} has no effect with --{setting}: {why}"]
 
 
 def describe(config: DiffusionConfig | SamplingConfig) -> str:

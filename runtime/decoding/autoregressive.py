@@ -1,6 +1,6 @@
 """Autoregressive decoding: prefill of whole prompts, prefill in chunks, and the loop over new tokens.
 
-Dimension letters: B batch, T cache length, P prompt width, C prompt chunk, D embed, E stop tokens.
+Dimension letters: B batch, T cache length, P prompt width, C prompt chunk, D embed, E stop tokens, K drafts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from runtime.decoding.loop_parameters import compiled_settings, row_arrays
 from runtime.decoding.parameters import SamplingConfig
+from runtime.decoding.prompt_lookup import accept, look_up
 from runtime.decoding.sampling import (
     TOKEN_STREAM,
     SamplingRule,
@@ -44,11 +45,13 @@ class DecodeProgram(_Settings):
       sampling: how tokens are chosen.
       log_probabilities: record the log-probability of every generated token.
       samples: number of adjacent rows that share a prompt. Prefill processes the prompt once for all of them.
+      drafts: K, tokens of each row that a pass drafts; see :mod:`runtime.decoding.prompt_lookup`.
     """
 
     sampling: SamplingRule
     log_probabilities: bool
     samples: int = 1
+    drafts: int = 0
 
 
 @flax.struct.dataclass
@@ -64,6 +67,7 @@ class DecodeRequest(_Rows):
       ends: int32 ``[B]``, length (prompt included) at which each row ends.
       stop_tokens: int32 ``[B, E]``, tokens that end a row, padded with -1.
       max_iterations: int32, the loop ends after this many iterations.
+      drafts: int32 ``[B]``, most drafts of a pass that count; None without drafts.
     """
 
     seeds: Leaf = array("batch", "seed_words", dtype=jnp.uint32)
@@ -71,6 +75,7 @@ class DecodeRequest(_Rows):
     ends: Leaf = array("batch", dtype=jnp.int32)
     stop_tokens: Leaf = array("batch", "stop_tokens", dtype=jnp.int32)
     max_iterations: Leaf = array(dtype=jnp.int32)
+    drafts: Leaf = array("batch", dtype=jnp.int32, feature="drafts")
 
 
 @flax.struct.dataclass
@@ -84,8 +89,10 @@ class DecodeState:
         tokens only after its whole prompt has been read. Without a cache, this is the length of the prompt.
       done: bool ``[B]``, rows that have ended.
       non_finite: bool ``[B]``, rows that have ended because the model's logits were NaN or infinite.
-      iteration: int32, iterations so far. Each iteration adds one token to every row that is not done.
+      iteration: int32, iterations so far. Each iteration adds one token to every row that is not done, and more with
+        drafts.
       log_probabilities: float32 ``[B, T]``, log-probabilities of the generated tokens, or None.
+      passes: int32 ``[B]``, passes that added tokens to the row, its prefill included; None without drafts.
       cache: the KV cache, see :data:`runtime.models.kv_cache.Cache`; None to run without one.
     """
 
@@ -96,6 +103,7 @@ class DecodeState:
     non_finite: Leaf = array("batch", dtype=jnp.bool_)
     iteration: Leaf = array(dtype=jnp.int32)
     log_probabilities: Leaf = array("batch", "positions", dtype=jnp.float32, feature="log_probabilities")
+    passes: Leaf = array("batch", dtype=jnp.int32, feature="drafts")
     cache: Leaf = None
 
 
@@ -136,6 +144,7 @@ def _append(
         non_finite=state.non_finite | non_finite,
         iteration=state.iteration + 1,
         log_probabilities=kept,
+        passes=None if state.passes is None else state.passes + ~ended,
     )
 
 
@@ -248,6 +257,58 @@ def _keep_last(reads: Array, hidden: Array, start: Array, stop: Array, last: Arr
     return jnp.where(reads[:, None, None], own, last), jnp.where(reads, stop, read)
 
 
+def _drafted_step(
+    forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState
+) -> DecodeState:
+    """Run one pass over the last token and the drafts of every row, and append all tokens that it allows.
+
+    They are those that as many passes of one token would append, so a row may end in their midst. The entries of the
+    cache that belong to wrong drafts are beyond the row's length, and the next pass overwrites them.
+    """
+    last = state.lengths - 1
+
+    def window(tokens: Array, lengths: Array) -> Array:
+        newest = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
+        return jnp.concatenate([newest, look_up(program.drafts, tokens, lengths)], axis=1)
+
+    tokens = forward.on_rows(window, state.tokens, state.lengths)
+    # Nothing is computed for positions beyond the row's end: the model may have no such positions.
+    lengths = jnp.minimum(state.lengths + program.drafts, request.ends)
+    hidden, cache = run_window(forward, weights, state.cache, tokens, last, lengths, request.ends)
+    places = state.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    seeds = jnp.broadcast_to(request.seeds[:, None], (*places.shape, request.seeds.shape[1]))
+    logits = mark_non_finite(project_logits(forward.window, weights, hidden), forward.config.vocab_size)
+    keys = position_keys(seeds, places - request.prompts[:, None], TOKEN_STREAM, places)
+    drawn, _ = choose_tokens(
+        forward.window, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
+    )
+
+    stops = (drawn[..., None] == request.stop_tokens[:, None]).any(axis=-1)
+    goes_on = ~stops[:, :-1] & (places[:, 1:] < request.ends[:, None])
+    goes_on &= jnp.arange(program.drafts) < request.drafts[:, None]
+    reached = accept(tokens[:, 1:], drawn, goes_on) & ~state.done[:, None]
+    kept, non_finite = reached & (drawn >= 0), (reached & (drawn < 0)).any(axis=1)
+
+    def write(values: Array, new: Array, places: Array, kept: Array) -> Array:
+        rows = jnp.arange(len(values))[:, None]
+        return values.at[rows, jnp.where(kept, places, values.shape[1])].set(new, mode="drop")
+
+    if program.log_probabilities:
+        new = log_probabilities(logits, drawn)
+        state = replace(state, log_probabilities=forward.on_rows(write, state.log_probabilities, new, places, kept))
+    lengths = state.lengths + kept.sum(axis=1, dtype=jnp.int32)
+    return replace(
+        state,
+        tokens=forward.on_rows(write, state.tokens, drawn, places, kept),
+        lengths=lengths,
+        done=state.done | non_finite | (kept & stops).any(axis=1) | (lengths >= request.ends),
+        non_finite=state.non_finite | non_finite,
+        iteration=state.iteration + 1,
+        passes=state.passes + kept[:, 0],
+        cache=cache,
+    )
+
+
 def decode(
     forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState
 ) -> DecodeState:
@@ -259,6 +320,8 @@ def decode(
 
     def step(state: DecodeState) -> DecodeState:
         with jax.named_scope("decode_step"):
+            if program.drafts:
+                return _drafted_step(forward, program, weights, request, state)
             last_token = state.lengths[:, None] - 1
             if state.cache is None:
                 hidden = hidden_states(forward, weights, state.tokens, state.lengths)

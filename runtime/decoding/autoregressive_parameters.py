@@ -16,6 +16,7 @@ MIN_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 1e4
 MAX_SEED = (1 << 63) - 1
 MAX_STOP_TOKENS = 64
+MAX_PROMPT_LOOKUP = 63
 # No vocabulary has as many tokens, so this value keeps all of them.
 MAX_TOP_K = 1 << 30
 
@@ -107,9 +108,24 @@ class SamplingConfig:
         exposed=False,
         given_as=("cache", "none"),
     )
+    prompt_lookup: int = parameter(
+        0,
+        Integer(0, MAX_PROMPT_LOOKUP),
+        "Guess this many next tokens, and compute them in the same forward pass: those that followed the last earlier "
+        "occurrence of the row's last three, two or one tokens. The pass then adds one token, and one more for each "
+        "guess that was right. The tokens do not change. No effect without a cache. In requests of a server, which "
+        "compiles its own number, an upper bound.",
+        idle=(0,),
+        speed_only=True,
+    )
 
     def __post_init__(self) -> None:
         validate(self)
+
+    @property
+    def drafts(self) -> int:
+        """Drafts of each row: ``prompt_lookup``, or 0 without a cache, where a pass computes whole rows."""
+        return self.prompt_lookup if self.use_cache else 0
 
     @classmethod
     def published_for(cls, family: Family, checkpoint_name: str, **overrides: Any) -> SamplingConfig:

@@ -183,7 +183,13 @@ def abstract_denoise(
 
 
 def abstract_decode(
-    layout: ModelLayout, batch: int, length: int, cache_dtype: Any, *, log_probabilities: bool = False
+    layout: ModelLayout,
+    batch: int,
+    length: int,
+    cache_dtype: Any,
+    *,
+    log_probabilities: bool = False,
+    drafts: bool = False,
 ) -> tuple[DecodeRequest, DecodeState]:
     """Return the arguments of autoregressive decoding as ``ShapeDtypeStruct``, for compiling without data.
 
@@ -193,9 +199,10 @@ def abstract_decode(
       length: T, a multiple of the sequence axis.
       cache_dtype: see :func:`abstract_denoise`.
       log_probabilities: whether the state records log-probabilities.
+      drafts: whether passes draft tokens.
     """
     kinds, sizes = (DecodeRequest, DecodeState), request_sizes(batch, length)
-    return _abstract_loop(layout, kinds, sizes, cache_dtype, log_probabilities=log_probabilities)
+    return _abstract_loop(layout, kinds, sizes, cache_dtype, log_probabilities=log_probabilities, drafts=drafts)
 
 
 def _lower_step(function: Callable[..., Any], forward: Forward, *arguments: Any) -> jax.stages.Lowered:

@@ -219,6 +219,8 @@ class Runner:
 
         They are passes over whole rows and, with a cache and drafts, over the windows of all canvases.
 
+        They need the most memory in every mode, unless windows have logits at many positions.
+
         Args:
           rows: rows per shard, see :attr:`row_shards`.
           canvas: positions per row.
@@ -233,9 +235,11 @@ class Runner:
         computed = math.ceil(rows * canvases * self.row_shards / spec.data) if canvases > 1 else 0
         kept, attention = self.cache_dtype if cached else None, self.forward(canvas).attention
         passes = [PassShape(rows, canvas // spec.sequence, canvas, head, attention, 0 if cached else computed)]
-        if cached and canvases > 1:
-            head = min(window, head * spec.sequence)
-            passes.append(PassShape(rows, window, canvas // spec.sequence, head, "xla", rows * canvases))
+        if cached and window:
+            # An autoregressive row has logits at all positions of its window, and a canvas at those of a chunk.
+            head = window if canvases == 1 else min(window, head * spec.sequence)
+            drafted = rows * canvases if canvases > 1 else 0
+            passes.append(PassShape(rows, window, canvas // spec.sequence, head, "xla", drafted))
         return memory_of_passes(self.layout, self.dtype, device, rows, canvas, passes, kept)
 
 

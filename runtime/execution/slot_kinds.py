@@ -179,7 +179,7 @@ class DiffusionSlots(Slots):
             model = self._runner.layout.config
             canvas = np.where(canvas == model.mask_token_id, model.pad_token_id, canvas)
         log_probabilities, refreshes = self._log_probabilities(), fetch(self.state.refreshes)
-        windows, non_finite, drafts = fetch(self.state.window_positions), self.non_finite(), self._draft_stats()
+        windows, non_finite, drafts = fetch(self.state.window_positions), self.non_finite(), self.draft_stats()
         return [
             RowResult(
                 number,
@@ -193,8 +193,8 @@ class DiffusionSlots(Slots):
             for slot, (number, request) in taken.items()
         ]
 
-    def _draft_stats(self) -> dict[int, DraftStats]:
-        """Return the passes and accepted steps of each slot; empty without drafts."""
+    def draft_stats(self) -> dict[int, DraftStats]:
+        """Return the passes and accepted steps of each slot; see :meth:`Slots.draft_stats`."""
         if self.state.drafts is None:
             return {}
         pairs = zip(fetch(self.state.passes).tolist(), fetch(self.state.made_steps).tolist(), strict=True)
@@ -241,6 +241,7 @@ class AutoregressiveSlots(Slots):
             self.width,
             self._own_cache_dtype,
             log_probabilities=self._config.log_probabilities,
+            drafts=self._config.drafts > 0,
         )
 
     @property
@@ -251,7 +252,7 @@ class AutoregressiveSlots(Slots):
     def run(
         self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
     ) -> np.ndarray:
-        """Run iterations, each of one token per row; see :meth:`Slots.run`. ``step_limit`` is ignored."""
+        """Run iterations, each of one token per row or more; see :meth:`Slots.run`. ``step_limit`` is ignored."""
         del step_limit
         self.request = replace(self.request, max_iterations=self._limit(max_iterations))
         self.state = replace(self.state, iteration=self._device_scalar(0))
@@ -329,7 +330,7 @@ class AutoregressiveSlots(Slots):
             arguments,
             lambda: lower_prefill(self._forward, program, self._prompt, *arguments),
         )
-        self.state, self._prefill_pending = run(*arguments), False
+        self.state, self._prefill_pending, self._read = run(*arguments), False, self._prompts.copy()
 
     def _prefill_chunks(self, chunks: int | None) -> None:
         """Read the next chunks of prompts. A row whose prompt has been read to its end gets its first token."""
@@ -351,7 +352,7 @@ class AutoregressiveSlots(Slots):
         """Return the results of rows; see :meth:`Slots.collect`. Commit steps are indices of the new tokens."""
         del ended_early  # positions that are not generated hold padding anyway
         tokens, lengths = fetch(self.state.tokens), fetch(self.state.lengths)
-        log_probabilities, non_finite = self._log_probabilities(), self.non_finite()
+        log_probabilities, non_finite, drafts = self._log_probabilities(), self.non_finite(), self.draft_stats()
         found = []
         for slot, (number, request) in taken.items():
             prompt, length = len(request.tokens), int(lengths[slot])
@@ -360,16 +361,25 @@ class AutoregressiveSlots(Slots):
             own = None if log_probabilities is None else _at_length(log_probabilities[slot], request.length, 0)
             # A growing row may be in slots that are narrower than its full length.
             sequence = _at_length(tokens[slot], request.length, self._runner.layout.config.pad_token_id)
-            positions = self._positions(slot, prompt, length - prompt)
+            passes = drafts[slot].passes if slot in drafts else length - prompt
+            positions = self._positions(slot, prompt, passes)
             steps = np.maximum(steps, -1)
-            found.append(RowResult(number, sequence, steps, own, positions, bool(non_finite[slot])))
+            found.append(RowResult(number, sequence, steps, own, positions, bool(non_finite[slot]), drafts.get(slot)))
         return found
 
-    def _positions(self, slot: int, prompt: int, new: int) -> int:
-        """Return the number of positions that forward passes computed for a row with ``new`` new tokens."""
+    def draft_stats(self) -> dict[int, DraftStats]:
+        """Return the passes and accepted steps of each slot; see :meth:`Slots.draft_stats`. A step is a new token."""
+        if self.state.passes is None:
+            return {}
+        new = fetch(self.state.lengths) - fetch(self.request.prompts)
+        pairs = zip(fetch(self.state.passes).tolist(), new.tolist(), strict=True)
+        return {slot: DraftStats(passes, steps - passes) for slot, (passes, steps) in enumerate(pairs)}
+
+    def _positions(self, slot: int, prompt: int, passes: int) -> int:
+        """Return the number of positions that a row's forward passes computed, the first of them for its prompt."""
         if not self._config.use_cache:
-            return new * prompt + new * (new - 1) // 2
-        return (prompt if self._own_prompt[slot] else 0) + max(0, new - 1)
+            return passes * prompt + passes * (passes - 1) // 2
+        return (prompt if self._own_prompt[slot] else 0) + max(0, passes - 1) * (1 + self._program.drafts)
 
 
 def _prompt_and_read(row: Row) -> tuple[int, int]:

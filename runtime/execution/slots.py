@@ -28,6 +28,7 @@ from runtime.execution.programs import (
     put_tree,
     shapes_of,
 )
+from runtime.execution.result import DraftStats
 from runtime.execution.row_arrays import UNLIMITED
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import Runner
@@ -107,6 +108,10 @@ class Slots(abc.ABC):
     def non_finite(self) -> np.ndarray:
         """Return the slots whose rows have ended because the model's logits were not finite: bool ``[B]``."""
         return fetch(self.state.non_finite)
+
+    @abc.abstractmethod
+    def draft_stats(self) -> dict[int, DraftStats]:
+        """Return the passes and accepted steps of each slot's row so far; empty without drafts."""
 
     @abc.abstractmethod
     def canvas(self) -> np.ndarray:

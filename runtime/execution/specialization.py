@@ -64,6 +64,11 @@ def with_own_drafts(config: DiffusionConfig | SamplingConfig, data: int, rows: i
     return config.replace(draft_steps=drafts, draft_axis="data" if drafts else config.draft_axis)
 
 
+def without_drafts(config: DiffusionConfig | SamplingConfig) -> DiffusionConfig | SamplingConfig:
+    """Return the configuration without drafts, in which each pass makes one step. It generates the same tokens."""
+    return config.replace(prompt_lookup=0) if isinstance(config, SamplingConfig) else config.replace(draft_steps=0)
+
+
 def denoise_program(
     config: DiffusionConfig,
     model: ModelConfig,
@@ -131,6 +136,7 @@ def decode_program(config: SamplingConfig, vocab_size: int, samples: int = 1) ->
         ),
         log_probabilities=config.log_probabilities,
         samples=samples,
+        drafts=config.drafts,
     )
 
 

@@ -162,3 +162,12 @@ def test_no_collectives_beside_the_search_for_a_threshold(mesh: str) -> None:
     llada.generate_tokens([[5, 6, 7]] * 2, None, llada.published(**sampled, algorithm="low_confidence", steps=4))
     for engine in (autoregressive, llada):
         assert_ordered(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2", "data=2,sequence=2,tensor=2"])
+def test_no_collectives_of_passes_with_prompt_lookup_are_concurrent(mesh: str) -> None:
+    engine = golden_cases.engine(mesh, golden_cases.FOLDER.parent / "qwen3_tiny")
+    config = SamplingConfig(12, temperature=0.7, top_p=0.9, prompt_lookup=3, log_probabilities=True)
+    engine.generate_tokens(*block_rows.ragged_rows(), config)
+    assert_ordered(engine)

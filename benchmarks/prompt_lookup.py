@@ -1,0 +1,143 @@
+"""Measure prompt lookup: forward passes per token, on edited code and on text of a model with random weights.
+
+  python -m benchmarks.prompt_lookup                        3, 7 and 15 drafts
+  python -m benchmarks.prompt_lookup --drafts=1,63 --functions=20
+
+Two workloads:
+
+* ``editing``: the prompt is a function of the demo's held-out library, and the new tokens are the same function with
+  its first parameter renamed. How many drafts are right depends only on the text, so no model runs: the passes are
+  those of any model that writes this text.
+* ``random``: greedy and sampled text of a Qwen2 model of the demo's size with random weights, on the same prompts. Text
+  of a random model repeats itself more than that of a trained one, so this checks the counts and the tokens of the
+  engine, with and without drafts, rather than predicting a saving.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from benchmarks.records import build_record, define_record_flags, integers, kind_of_devices, load_notes, write_record
+from checkpoints import DEMO, open_folder
+from launch.process.startup import run_launcher
+from runtime import Engine, SamplingConfig, TextTokenizer, parse_config
+from runtime.decoding.prompt_lookup import look_up
+from sharding.errors import InputError
+
+_INSTRUCTION = "\n\n# The same function with another name for its first parameter\n"
+_PARAMETER = re.compile(r"\(\s*(?:self,\s*)?([a-z_]\w*)")
+_NEW_NAME = "renamed"
+# Positions of the array in which a text is looked up; longer texts are left out.
+_POSITIONS = 512
+_SAMPLED = {"temperature": 0.7, "top_p": 0.9}
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Define this benchmark's flags."""
+    flags.DEFINE_list("drafts", ["3", "7", "15"], "Numbers of drafts per pass.", flag_values=values)
+    flags.DEFINE_integer("functions", 50, "Functions to edit.", 1, flag_values=values)
+    flags.DEFINE_integer("rows", 4, "Prompts of the random model.", 1, flag_values=values)
+    flags.DEFINE_integer("new_tokens", 128, "Tokens that the random model writes per prompt.", 1, flag_values=values)
+    define_record_flags(values)
+
+
+def edits(count: int) -> list[tuple[str, str]]:
+    """Return the first functions that have a parameter to rename: the text before the edited function, and that."""
+    found = []
+    for line in (DEMO / "held_out.jsonl").read_text("utf-8").splitlines():
+        own = json.loads(line)
+        code = own["prompt"] + own["completion"]
+        if (name := _PARAMETER.search(own["prompt"])) and name[1] != "self":
+            found.append((code + _INSTRUCTION, re.sub(rf"\b{name[1]}\b", _NEW_NAME, code)))
+    return found[:count]
+
+
+def passes_to_write(prompt: Sequence[int], new: Sequence[int], guess: Callable[..., jax.Array]) -> int:
+    """Return the number of passes, prefill included, in which prompt lookup writes the tokens ``new``.
+
+    Args:
+      prompt: the tokens before.
+      new: the tokens that a model writes.
+      guess: :func:`look_up` for a number of drafts.
+    """
+    text = np.zeros((1, _POSITIONS), np.int32)
+    text[0, : len(prompt) + len(new)] = [*prompt, *new]
+    length, passes = len(prompt) + 1, 1
+    while length < len(prompt) + len(new):
+        guessed = np.asarray(guess(jnp.asarray(text), jnp.array([length], jnp.int32)))[0]
+        wanted = text[0, length : len(prompt) + len(new)][: len(guessed)]
+        right = int(np.cumprod(guessed[: len(wanted)] == wanted).sum())
+        length, passes = length + right + 1, passes + 1
+    return passes
+
+
+def measure_editing(pairs: Sequence[tuple[list[int], list[int]]], drafts: int) -> dict[str, Any]:
+    """Count the passes and tokens of all edits."""
+    guess = jax.jit(partial(look_up, drafts))
+    passes = sum(passes_to_write(prompt, new, guess) for prompt, new in pairs)
+    return _row("editing", drafts, passes, sum(len(new) for _, new in pairs))
+
+
+def measure_random(engine: Engine, prompts: Sequence[list[int]], config: SamplingConfig, drafts: int) -> dict[str, Any]:
+    """Count the passes of each prompt alone, and check its tokens against a run without drafts."""
+    passes = 0
+    for prompt in prompts:
+        plain = engine.generate_tokens([prompt], None, config)
+        found = engine.generate_tokens([prompt], None, config.replace(prompt_lookup=drafts))
+        assert (found.sequences == plain.sequences).all(), "tokens with and without drafts differ"
+        passes += found.stats.forwards
+    kind = "random, sampled" if config.temperature else "random, greedy"
+    return _row(kind, drafts, passes, len(prompts) * config.max_new_tokens)
+
+
+def _row(workload: str, drafts: int, passes: int, tokens: int) -> dict[str, Any]:
+    row = {"workload": workload, "drafts": drafts, "forwards": passes, "tokens": tokens}
+    row["forwards_per_token"] = round(passes / tokens, 4)
+    row["accepted_per_pass"] = round((tokens - passes) / passes, 3)
+    print(f"{workload:<16} {drafts:>3} drafts  {row['forwards_per_token']:.3f} forward passes per token")
+    return row
+
+
+def main(values: flags.FlagValues) -> None:
+    """Measure both workloads with each number of drafts, and write the record."""
+    counts = integers("drafts", values.drafts)
+    if wrong := [count for count in counts if count < 1]:
+        raise InputError(f"--drafts: {wrong[0]} is not at least 1", field="drafts")
+    notes, tokenizer = load_notes(), TextTokenizer.from_folder(open_folder(DEMO))
+    tokens = [(tokenizer.encode(prompt), tokenizer.encode(new)) for prompt, new in edits(values.functions)]
+    tokens = [(prompt, new) for prompt, new in tokens if len(prompt) + len(new) <= _POSITIONS]
+    prompts = [prompt for prompt, _ in tokens[: values.rows]]
+    demo = json.loads((DEMO / "config.json").read_text("utf-8"))
+    model = parse_config(demo | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]})
+    engine, greedy = Engine.random(model, "data=1", "float32"), SamplingConfig(max_new_tokens=values.new_tokens)
+    results = []
+    for drafts in counts:
+        results.append(measure_editing(tokens, drafts))
+        results += [measure_random(engine, prompts, one, drafts) for one in (greedy, greedy.replace(**_SAMPLED))]
+    record = build_record(
+        "prompt_lookup",
+        kind=kind_of_devices(jax.devices()),
+        settings={"edited_functions": len(tokens), "rows": len(prompts), "new_tokens": values.new_tokens},
+        results=results,
+        devices=jax.devices(),
+        notes=notes,
+    )
+    print(write_record(record, values.output_dir, values.record))
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark from the command line."""
+    run_launcher(main, define_flags, __doc__ or "", argv)
+
+
+if __name__ == "__main__":
+    run()
