@@ -28,6 +28,7 @@ from runtime import (
 )
 from runtime.decoding.kinds import ParameterError
 from runtime.decoding.prompt_lookup import LONGEST_MATCH, accept, look_up
+from runtime.execution.rows import row_seeds
 from runtime.execution.slot_kinds import AutoregressiveSlots
 from runtime.models.families import parse_config
 from tests.divergence import assert_same_cache
@@ -102,7 +103,8 @@ def run_slots(own: Engine, config: SamplingConfig) -> list[Ran]:
     prompts = [row[real > 0].tolist() for row, real in zip(ids, mask, strict=True)]
     width, count = own.runner.bucket(max(LENGTHS) + NEW), len(prompts)
     slots = AutoregressiveSlots(own.runner, config, width, count, max(LENGTHS))
-    slots.insert({slot: RowRequest(prompt, config, slot) for slot, prompt in enumerate(prompts)})
+    rows = zip(prompts, row_seeds(config.seed, count), strict=True)
+    slots.insert({slot: RowRequest(prompt, config, seed) for slot, (prompt, seed) in enumerate(rows)})
     found: list[Ran] = []
     done = False
     while not done:
