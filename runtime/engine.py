@@ -16,6 +16,7 @@ import numpy as np
 from checkpoints import CheckpointError, CheckpointFolder, load_weights, open_folder
 from checkpoints.loading import LoadedBytes, Progress, check_weights
 from runtime.decoding.parameters import DiffusionConfig
+from runtime.execution.draft_models import layout_beside
 from runtime.execution.left_padding import unpadded_rows
 from runtime.execution.options import check_options
 from runtime.execution.requests import StopTest
@@ -30,6 +31,7 @@ from runtime.models.placement import place_weights
 from runtime.models.random_weights import random_weights
 from runtime.planner.default import choose_layout
 from runtime.text.completions import Completion, CompletionBuilder, final_prefixes, stop_tests, stream_texts
+from runtime.text.draft_checkpoint import open_draft
 from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
 from sharding.errors import InputError
 from sharding.mesh import MeshSpec
@@ -54,9 +56,10 @@ class Engine(TokenEngine):
         folder: CheckpointFolder | None = None,
         max_batch: int | None = None,
         kv_cache: str = "model",
+        draft: Runner | None = None,
     ) -> None:
         """Create an engine from weights that have the shapes and shardings of ``layout``; see :meth:`load`."""
-        super().__init__(Runner(layout, weights, attention, max_batch, kv_cache))
+        super().__init__(Runner(layout, weights, attention, max_batch, kv_cache, draft))
         self.notes: list[str] = []
         self.loaded: LoadedBytes | None = None
         self._folder = folder
@@ -75,6 +78,7 @@ class Engine(TokenEngine):
         kv_cache: str = "model",
         rows: int = 1,
         lora: str | Path | CheckpointFolder | None = None,
+        draft: str | Path | CheckpointFolder | None = None,
         revision: str | None = None,
         token: str | None = None,
         offline: bool = False,
@@ -94,6 +98,8 @@ class Engine(TokenEngine):
           kv_cache: dtype of cached keys and values: ``model``, ``bfloat16``, ``float32`` or ``int8``.
           rows: expected number of rows per batch, a hint for the default mesh.
           lora: folder, URL or Hub name of a LoRA adapter in PEFT's layout, merged while the weights are read.
+          draft: folder, URL or Hub name of a draft model with the same vocabulary, for ``draft_tokens``. It is on the
+            same mesh, with the same dtype, quantization and dtype of the cache (autoregressive).
           revision, token, offline: Hub revision and access token; ``offline`` forbids network access.
           verify: ``full`` checks the digests, if there are any; ``sizes`` only shapes and dtypes; ``none`` nothing.
           progress: function that is called with the number of bytes read so far and the total number of bytes.
@@ -107,11 +113,19 @@ class Engine(TokenEngine):
         config = parse_config(folder.config)
         # Check files and divisibility first, so that an error is raised before JAX initialises its devices.
         stored = check_weights(folder, model_layout(config)) or config.dtype
-        quantize = folder.quantization if folder.quantization != "none" else quantize
-        layout, dtype, notes = choose_layout(config, spec, devices, dtype, stored=stored, rows=rows, quantize=quantize)
+        drafting = None if draft is None else open_draft(folder, draft, token=token, offline=offline)
+        beside = None if drafting is None else parse_config(drafting.config)
+        layout, dtype, notes = choose_layout(
+            config, spec, devices, dtype, stored=stored, rows=rows, quantize=_kept(folder, quantize), draft=beside
+        )
         check_attention(layout, attention, dtype)
+        options: dict[str, Any] = {"attention": attention, "max_batch": max_batch, "kv_cache": kv_cache}
+        if drafting is not None and beside is not None:
+            place = layout_beside(layout, dtype, beside, _kept(drafting, quantize))
+            own, _ = load_weights(drafting, place, dtype, None, verify)
+            options["draft"] = Runner(place, own, attention, None, kv_cache)
         weights, loaded = load_weights(folder, layout, dtype, progress, verify)
-        engine = cls(layout, weights, attention=attention, folder=folder, max_batch=max_batch, kv_cache=kv_cache)
+        engine = cls(layout, weights, folder=folder, **options)
         engine.notes, engine.loaded = notes, loaded
         for note in notes:
             logger.info(note)
@@ -297,3 +311,8 @@ class Engine(TokenEngine):
         texts, after = ([text] if isinstance(text, str) else text for text in (prompts, suffixes))
         builder = CompletionBuilder(self.tokenizer, self.config.mask_token_id, (*self.end_token_ids, *stop_token_ids))
         return builder.build_batch(texts, ids, mask, result, stop, after)
+
+
+def _kept(folder: CheckpointFolder, asked: str) -> str:
+    """Return how the weights of a checkpoint are kept: as they are stored if that is quantized, otherwise as asked."""
+    return folder.quantization if folder.quantization != "none" else asked

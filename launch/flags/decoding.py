@@ -9,6 +9,7 @@ from absl import flags
 
 from runtime import (
     AUTOREGRESSIVE_PARAMETERS,
+    DEFAULT_DRAFT_TOKENS,
     EXPOSED_PARAMETERS,
     MAX_SAMPLES,
     Boolean,
@@ -183,6 +184,11 @@ def _sampling_config(values: flags.FlagValues, folder: CheckpointFolder, given: 
             field=wrong[0],
         )
     said: dict[str, Any] = {"max_new_tokens": _NEW_TOKENS}
+    # Only generating commands have the flag; documents and tests define decoding flags alone.
+    if "draft_checkpoint" in values and values.draft_checkpoint is not None:
+        said["draft_tokens"] = DEFAULT_DRAFT_TOKENS
+    elif given.get("draft_tokens"):
+        raise InputError("--draft_tokens requires --draft_checkpoint", field="draft_tokens")
     # The checkpoint's sampling parameters apply only if it sets do_sample.
     if values.preset == "published" and folder.generation_config.get("do_sample") is True:
         said |= {"temperature": 1.0} | _generation_config(folder, SamplingConfig)
@@ -198,7 +204,9 @@ def _generation_config(folder: CheckpointFolder, kind: type) -> dict[str, Any]:
 
 def draft_notice(config: DiffusionConfig | SamplingConfig) -> list[str]:
     """Return a sentence that says why the drafts that a run asks for have no effect; an empty list if they have one."""
-    name = "prompt_lookup" if isinstance(config, SamplingConfig) else "draft_steps"
+    name = "draft_steps"
+    if isinstance(config, SamplingConfig):
+        name = "draft_tokens" if config.draft_tokens else "prompt_lookup"
     asked = getattr(config, name)
     if config.drafts or not asked or isinstance(asked, str):
         return []

@@ -227,7 +227,7 @@ def generate_rows(
       NonFiniteError: the model's logits are not finite.
     """
     start, programs = time.perf_counter(), runner.programs
-    config = with_own_drafts(config, runner.layout.spec.data, len(rows.lengths))
+    config = with_own_drafts(config, runner.layout.spec.data, len(rows.lengths), runner.draft is not None)
     compiled, compile_seconds = programs.compiled, programs.seconds
     width = runner.bucket(canvas_length(int(rows.given.max()), config))
     own = CallerRows(rows, config, seeds, runner.layout.config, width)

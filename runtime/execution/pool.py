@@ -101,7 +101,7 @@ class PoolShape:
 def pool_config(runner: Runner, shape: PoolShape) -> GenerationConfig:
     """Return the decoding parameters that a pool compiles: general ones, with a number of drafts for all its slots."""
     config = generalized(with_model_blocks(shape.config, runner.layout.config))
-    return with_own_drafts(config, runner.layout.spec.data, shape.slots)
+    return with_own_drafts(config, runner.layout.spec.data, shape.slots, runner.draft is not None)
 
 
 def steps_per_block(config: GenerationConfig, width: int) -> int:
@@ -153,7 +153,7 @@ def kept_bytes(runner: Runner, config: GenerationConfig, width: int, count: int)
     """Return the bytes per device that slots occupy between passes, without weights and with room for moving rows."""
     runner = runner_for(runner, config)
     memory = memory_of(runner, config, width, count)
-    kept = sum(tensor.bytes for tensor in memory.resident) - weight_bytes(runner.layout, runner.dtype)
+    kept = sum(tensor.bytes for tensor in memory.resident) - runner.weight_bytes
     return MOVE_ROOM * kept if uses_cache(config) else kept
 
 
@@ -162,7 +162,7 @@ def pool_memory(runner: Runner, config: GenerationConfig, width: int, count: int
     runner = runner_for(runner, config)
     memory = memory_of(runner, config, width, count)
     peak = sum(tensor.bytes for tensor in memory.peak)
-    return weight_bytes(runner.layout, runner.dtype) + kept_bytes(runner, config, width, count) + peak
+    return runner.weight_bytes + kept_bytes(runner, config, width, count) + peak
 
 
 def check_pools(runner: Runner, shapes: list[PoolShape]) -> None:
@@ -177,7 +177,7 @@ def check_pools(runner: Runner, shapes: list[PoolShape]) -> None:
         check_kind(model, shape.config)
         if (width := runner.bucket(shape.canvas)) > model.max_positions:
             raise InputError(f"a canvas has {width} positions; the model allows {model.max_positions}")
-    room, weights = runner.room(), weight_bytes(runner.layout, runner.dtype)
+    room, weights = runner.room(), runner.weight_bytes
     kept, peak = 0, 0
     for shape in shapes:
         width, config = runner.bucket(shape.canvas), pool_config(runner, shape)
@@ -425,10 +425,10 @@ class Pool:
             # One at a time, so that only one copy is alive. If rows exchange places in a cycle, copy all of them first.
             for row in ready[:1] or left:
                 number, slot = sources[row]
-                taken[row] = self._open[number].slots.take_cache(slot, self.grid.canvas)
+                taken[row] = self._open[number].slots.take_caches(slot, self.grid.canvas)
             for row in list(taken):
                 number, slot = targets[row]
-                self._open[number].slots.put_cache(slot, taken.pop(row))
+                self._open[number].slots.put_caches(slot, taken.pop(row))
                 del left[row]
 
 

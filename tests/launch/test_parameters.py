@@ -68,6 +68,7 @@ FLAGS = {
     "draft_steps": None,
     "draft_axis": None,
     "prompt_lookup": None,
+    "draft_tokens": None,
     "initial_masks": None,
     "number_transfer_tokens": None,
     "expand_budget": None,
@@ -121,7 +122,7 @@ def test_flags_are_those_that_users_know() -> None:
             assert tuple(values[name].parser.enum_values) == one.kind.choices
         assert one.help[1:] in values[name].help
         assert ("Diffusion: " in values[name].help) == (name not in AUTOREGRESSIVE_PARAMETERS)
-        assert ("Autoregressive: " in values[name].help) == (name == "prompt_lookup")
+        assert ("Autoregressive: " in values[name].help) == (name in ("prompt_lookup", "draft_tokens"))
 
 
 @pytest.mark.parametrize("name", [name for name in EXPOSED_PARAMETERS if hasattr(DiffusionConfig, name)])
@@ -189,6 +190,8 @@ def test_a_run_without_drafts_says_so() -> None:
     assert draft_notice(of_flags("--cache=dual", "--draft_steps=auto")) == []
     (said,) = draft_notice(SamplingConfig(use_cache=False, prompt_lookup=2))
     assert said == "--prompt_lookup=2 has no effect with --cache=none: every pass computes whole rows"
+    (said,) = draft_notice(SamplingConfig(use_cache=False, draft_tokens=3))
+    assert said == "--draft_tokens=3 has no effect with --cache=none: every pass computes whole rows"
     assert draft_notice(SamplingConfig(prompt_lookup=2)) == draft_notice(SamplingConfig(use_cache=False)) == []
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from runtime import DiffusionConfig, SamplingConfig
-from runtime.decoding.autoregressive import DecodeRequest
+from runtime.decoding.decode_state import DecodeRequest
 from runtime.execution.programs import abstract_decode, abstract_denoise
 from runtime.execution.row_arrays import autoregressive_row, diffusion_row
 from runtime.execution.row_request import RowRequest

@@ -1,0 +1,125 @@
+"""A draft model: a smaller model with the same vocabulary, whose tokens are the drafts of a pass.
+
+The draft model has its own weights and its own KV cache, on the devices of the model. For each draft, it draws a token
+with the random bits that the model will use at that position (:mod:`runtime.decoding.next_tokens`), so a draft is right
+where both distributions lead to the same token. The model then checks all drafts in one pass, as with
+:mod:`runtime.decoding.prompt_lookup`: the drafts decide how many passes there are, and never which token is next.
+
+Each pass of the draft model computes the last two tokens of a row. The newest of them has no keys and values yet. The
+other one has none either if the previous pass accepted all drafts, because the last draft was not computed then. In all
+other cases, its keys and values are replaced by the same ones.
+
+Dimension letters: B batch, T cache length, P prompt width, C prompt chunk, K drafts.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from runtime.decoding.decode_state import DecodeProgram, DecodeRequest, DecodeState
+from runtime.decoding.next_tokens import draw_tokens
+from runtime.models.cached import fill_rows, run_window
+from runtime.models.families import Weights
+from runtime.models.forward import Forward
+from runtime.models.kv_cache import Cache
+
+Array = jax.Array
+
+
+def _known(model: Forward, tokens: Array) -> Array:
+    """Replace tokens that a model's vocabulary lacks: its matrices may be padded to another number of tokens."""
+    return jnp.clip(tokens, 0, model.config.vocab_size - 1)
+
+
+def read_prompts(
+    program: DecodeProgram, weights: Weights, state: DecodeState, tokens: Array, lengths: Array, first: Array
+) -> Cache:
+    """Fill the draft model's cache from whole prompts; see :func:`runtime.models.cached.fill_rows`.
+
+    Args:
+      program: compiled settings, with a draft model.
+      weights: the draft model's weights.
+      state: the loop state.
+      tokens, lengths, first: prompts int32 ``[R, P]``, their lengths ``[R]``, and where they belong.
+    """
+    assert program.draft is not None
+    tokens = _known(program.draft, tokens)
+    return fill_rows(program.draft, weights, state.draft_cache, tokens, lengths, first, program.samples)[1]
+
+
+def read_prompt_chunk(
+    program: DecodeProgram,
+    weights: Weights,
+    state: DecodeState,
+    tokens: Array,
+    start: Array,
+    length: Array,
+    stop: Array,
+    row: Array,
+) -> Cache:
+    """Add a chunk of a prompt to the draft model's cache; see :func:`runtime.models.cached.run_window`.
+
+    Args:
+      program: compiled settings, with a draft model.
+      weights: the draft model's weights.
+      state: the loop state.
+      tokens: int32 ``[data, C]``, the chunk of each ``data`` shard.
+      start, length, stop, row: int32 ``[data]``, the chunk's first position, the length of its prompt, the position
+        after its last, and its row.
+    """
+    assert program.draft is not None
+    tokens, stop = _known(program.draft, tokens), jnp.minimum(stop, program.draft.config.max_positions)
+    return run_window(program.draft, weights, state.draft_cache, tokens, start, length, stop, row)[1]
+
+
+def draft_tokens(
+    forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState
+) -> tuple[Array, Cache]:
+    """Draw the next tokens of every row from the draft model.
+
+    Args:
+      forward: layout of the model that will check the drafts.
+      program: compiled settings, with a draft model.
+      weights: the draft model's weights.
+      request: run-time arguments.
+      state: the loop state.
+
+    Returns:
+      Drafts int32 ``[B, K]``, and the draft model's cache.
+    """
+    model = program.draft
+    assert model is not None
+    # The draft model may have fewer positions. Nothing is written beyond them, and drafts there are arbitrary.
+    ends = jnp.minimum(request.ends, model.config.max_positions)
+
+    def first(tokens: Array, lengths: Array) -> Array:
+        places = jnp.maximum(lengths - 2, 0)[:, None] + jnp.arange(2)
+        return jnp.take_along_axis(tokens, jnp.minimum(places, tokens.shape[1] - 1), axis=1)
+
+    def step(carry: tuple[Cache, Array], number: Array) -> tuple[tuple[Cache, Array], Array]:
+        cache, window = carry
+        lengths = state.lengths + number
+        starts = jnp.maximum(lengths - 2, 0)
+        hidden, cache = run_window(
+            model, weights, cache, _known(model, window), starts, jnp.minimum(lengths, ends), ends
+        )
+        # A row of one token has it at the start of its window.
+        newest = (lengths - 1 - starts)[:, None]
+        _, drawn = draw_tokens(
+            model,
+            program,
+            weights,
+            request,
+            jnp.take_along_axis(hidden, newest[..., None], axis=1),
+            lengths[:, None],
+        )
+        # A token that the model lacks, or logits that are not finite, make a draft that is wrong.
+        drawn = _known(forward, drawn)
+        return (cache, jnp.concatenate([jnp.take_along_axis(window, newest, axis=1), drawn], axis=1)), drawn[:, 0]
+
+    with jax.named_scope("draft_tokens"):
+        window = forward.on_rows(first, state.tokens, state.lengths)
+        numbers = jnp.arange(program.drafts, dtype=jnp.int32)
+        (cache, _), drafts = jax.lax.scan(step, (state.draft_cache, window), numbers)
+    return forward.constrain(drafts.T, "batch", None), cache
