@@ -49,8 +49,8 @@ def define_model_flags(values: flags.FlagValues) -> None:
     string(
         "draft_checkpoint",
         None,
-        "Draft model (autoregressive models): folder, URL or Hub name of a smaller model with the same vocabulary, which "
-        "guesses the next --draft_tokens tokens.",
+        "Draft model of an autoregressive model: folder, URL or Hub name of a smaller model with the same vocabulary. "
+        "It guesses the next --draft_tokens tokens.",
     )
     choice(
         "verify",
@@ -124,7 +124,7 @@ def open_draft_checkpoint(values: flags.FlagValues, folder: CheckpointFolder) ->
 
 
 def fingerprints(folder: CheckpointFolder, draft: CheckpointFolder | None) -> dict[str, str]:
-    """Return what all hosts have to agree on about the checkpoints; see :func:`launch.process.startup.start_devices`."""
+    """Return what all hosts agree on about the checkpoints; see :func:`launch.process.startup.start_devices`."""
     found = {"checkpoint": folder_fingerprint(folder)}
     return found if draft is None else found | {"draft_checkpoint": folder_fingerprint(draft)}
 
