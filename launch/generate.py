@@ -84,11 +84,12 @@ def main(values: flags.FlagValues) -> None:
     """Run ``diffumesh generate``: complete the prompts, and print the completions."""
     mesh = read_mesh(values)
     folder, model = open_checkpoint(values)
+    draft = open_draft_checkpoint(values, folder)
     check_profiling(values)
     if values.explain:
-        explain(values, folder, model, mesh)
+        explain(values, folder, model, mesh, draft)
         return
-    draft, tokenizer = open_draft_checkpoint(values, folder), read_tokenizer(folder)
+    tokenizer = read_tokenizer(folder)
     config = decoding_config(values, folder, model)
     config = config.with_end_tokens(end_tokens(model, folder, tokenizer), default=True)
     if values.history_html is not None and isinstance(config, SamplingConfig):

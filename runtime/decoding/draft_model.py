@@ -9,7 +9,7 @@ Each pass of the draft model computes the last two tokens of a row. The newest o
 other one has none either if the previous pass accepted all drafts, because the last draft was not computed then. In all
 other cases, its keys and values are replaced by the same ones.
 
-Dimension letters: B batch, T cache length, P prompt width, C prompt chunk, K drafts.
+Dimension letters: B batch, R prompts, P prompt width, C prompt chunk, D embed, K drafts.
 """
 
 from __future__ import annotations
@@ -73,6 +73,15 @@ def read_prompt_chunk(
     return run_window(program.draft, weights, state.draft_cache, tokens, start, length, stop, row)[1]
 
 
+def _last(hidden: Array, window: Array, index: Array) -> tuple[Array, Array]:
+    """Return activations ``[B, 1, D]`` and token ``[B, 1]`` at an index ``[B]`` of each window.
+
+    The index is that of the newest token: 1, or 0 in a row of a single token.
+    """
+    index = index[:, None]
+    return jnp.take_along_axis(hidden, index[..., None], axis=1), jnp.take_along_axis(window, index, axis=1)
+
+
 def draft_tokens(
     forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState
 ) -> tuple[Array, Cache]:
@@ -104,19 +113,11 @@ def draft_tokens(
         hidden, cache = run_window(
             model, weights, cache, _known(model, window), starts, jnp.minimum(lengths, ends), ends
         )
-        # A row of one token has it at the start of its window.
-        newest = (lengths - 1 - starts)[:, None]
-        _, drawn = draw_tokens(
-            model,
-            program,
-            weights,
-            request,
-            jnp.take_along_axis(hidden, newest[..., None], axis=1),
-            lengths[:, None],
-        )
+        last, newest = model.on_rows(_last, hidden, window, lengths - 1 - starts)
+        _, drawn = draw_tokens(model, program, weights, request, last, lengths[:, None])
         # A token that the model lacks, or logits that are not finite, make a draft that is wrong.
         drawn = _known(forward, drawn)
-        return (cache, jnp.concatenate([jnp.take_along_axis(window, newest, axis=1), drawn], axis=1)), drawn[:, 0]
+        return (cache, jnp.concatenate([newest, drawn], axis=1)), drawn[:, 0]
 
     with jax.named_scope("draft_tokens"):
         window = forward.on_rows(first, state.tokens, state.lengths)
