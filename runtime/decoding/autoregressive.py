@@ -75,9 +75,10 @@ def prefill(
     samples = program.samples
     tokens, lengths = forward.on_rows(lambda tokens: tokens[:, :width], state.tokens), state.lengths
     tokens, lengths = tokens[::samples], lengths[::samples]
-    hidden, cache = fill_rows(forward, own, state.cache, tokens, lengths, first, samples)
     if isinstance(weights, DraftedWeights):
-        state = replace(state, draft_cache=read_prompts(program, weights.draft, state, tokens, lengths, first))
+        tokens, draft_cache = read_prompts(program, weights.draft, state, tokens, lengths, first)
+        state = replace(state, draft_cache=draft_cache)
+    hidden, cache = fill_rows(forward, own, state.cache, tokens, lengths, first, samples)
     last_token = lengths[:, None] - 1
     last = pick_positions(forward, hidden, last_token, whole=True)
     last = jnp.repeat(last, samples, axis=0) if samples > 1 else last
@@ -122,10 +123,10 @@ def prefill_chunks(
         reads, row, tokens, start, stop, prompt = forward.on_rows(
             partial(_next_chunk, chunk), unread(state), state.tokens, state.read, request.prompts
         )
-        hidden, cache = run_window(forward, own, state.cache, tokens, start, prompt, stop, row)
         if isinstance(weights, DraftedWeights):
-            draft_cache = read_prompt_chunk(program, weights.draft, state, tokens, start, prompt, stop, row)
+            tokens, draft_cache = read_prompt_chunk(program, weights.draft, state, tokens, start, prompt, stop, row)
             state = replace(state, draft_cache=draft_cache)
+        hidden, cache = run_window(forward, own, state.cache, tokens, start, prompt, stop, row)
         last, read = forward.on_rows(_keep_last, reads, hidden, start, stop, last, state.read)
         return replace(state, cache=cache, read=read), last, left - 1
 

@@ -23,6 +23,7 @@ from runtime.models.cached import fill_rows, run_window
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
 from runtime.models.kv_cache import Cache
+from runtime.models.transformer import pick_positions
 
 Array = jax.Array
 
@@ -32,9 +33,18 @@ def _known(model: Forward, tokens: Array) -> Array:
     return jnp.clip(tokens, 0, model.config.vocab_size - 1)
 
 
+def _after(tokens: Array, last: Array, lengths: Array) -> Array:
+    """Return tokens ``[R, P]`` that wait for an activation of the draft model, ``[R, 1, D]``, without being changed.
+
+    Because they depend on it, the collectives of the model's pass cannot overlap with those of the draft model's: XLA's
+    CPU runtime would run both concurrently, in an order that differs between hosts.
+    """
+    return jnp.where((lengths < 0)[:, None], last[..., 0].astype(tokens.dtype), tokens)
+
+
 def read_prompts(
     program: DecodeProgram, weights: Weights, state: DecodeState, tokens: Array, lengths: Array, first: Array
-) -> Cache:
+) -> tuple[Array, Cache]:
     """Fill the draft model's cache from whole prompts; see :func:`runtime.models.cached.fill_rows`.
 
     Args:
@@ -42,10 +52,15 @@ def read_prompts(
       weights: the draft model's weights.
       state: the loop state.
       tokens, lengths, first: prompts int32 ``[R, P]``, their lengths ``[R]``, and where they belong.
+
+    Returns:
+      The tokens, for the model's own pass, and the draft model's cache.
     """
-    assert program.draft is not None
-    tokens = _known(program.draft, tokens)
-    return fill_rows(program.draft, weights, state.draft_cache, tokens, lengths, first, program.samples)[1]
+    model, copies = program.draft, program.samples
+    assert model is not None
+    hidden, cache = fill_rows(model, weights, state.draft_cache, _known(model, tokens), lengths, first, copies)
+    last = pick_positions(model, hidden, lengths[:, None] - 1, whole=True)
+    return _after(tokens, last, lengths), cache
 
 
 def read_prompt_chunk(
@@ -57,7 +72,7 @@ def read_prompt_chunk(
     length: Array,
     stop: Array,
     row: Array,
-) -> Cache:
+) -> tuple[Array, Cache]:
     """Add a chunk of a prompt to the draft model's cache; see :func:`runtime.models.cached.run_window`.
 
     Args:
@@ -67,10 +82,15 @@ def read_prompt_chunk(
       tokens: int32 ``[data, C]``, the chunk of each ``data`` shard.
       start, length, stop, row: int32 ``[data]``, the chunk's first position, the length of its prompt, the position
         after its last, and its row.
+
+    Returns:
+      The tokens, for the model's own pass, and the draft model's cache.
     """
-    assert program.draft is not None
-    tokens, stop = _known(program.draft, tokens), jnp.minimum(stop, program.draft.config.max_positions)
-    return run_window(program.draft, weights, state.draft_cache, tokens, start, length, stop, row)[1]
+    model = program.draft
+    assert model is not None
+    stop = jnp.minimum(stop, model.config.max_positions)
+    hidden, cache = run_window(model, weights, state.draft_cache, _known(model, tokens), start, length, stop, row)
+    return _after(tokens, hidden[:, :1], length), cache
 
 
 def _last(hidden: Array, window: Array, index: Array) -> tuple[Array, Array]:

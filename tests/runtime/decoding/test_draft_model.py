@@ -193,7 +193,8 @@ def test_where_there_are_no_drafts() -> None:
     config = GREEDY.replace(max_new_tokens=6)
     plain = Engine.load(QWEN3, "tensor=1")
     expected = plain.generate_tokens(ids, mask, config)
-    for own, changes in ((plain, {}), (engine(), {"use_cache": False})):
+    cases: list[tuple[Engine, dict[str, Any]]] = [(plain, {}), (engine(), {"use_cache": False})]
+    for own, changes in cases:
         found = own.generate_tokens(ids, mask, config.replace(draft_tokens=3, **changes))
         same(found, expected)
         assert found.drafts == []

@@ -83,7 +83,7 @@ def test_a_plan_counts_the_draft_model() -> None:
     canvas = plain.canvas(layout, "tpu")
     needed = layout.bytes_per_device("bfloat16") + cache_bytes_per_device(layout, 1, canvas, "bfloat16")
     assert both.total - own.total == needed
-    narrow = replace(preset("qwen3-0.6b"), num_heads=6, num_kv_heads=6)
+    narrow = replace(preset("qwen3-0.6b"), intermediate_size=3074)
     meshes = candidate_meshes(replace(plain, draft=narrow), topology)
     assert {one.tensor for one in candidate_meshes(plain, topology)} == {1, 2, 4}
     assert {one.tensor for one in meshes} == {1, 2}
