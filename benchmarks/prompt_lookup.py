@@ -155,6 +155,7 @@ def main(values: flags.FlagValues) -> None:
     if wrong := [count for count in counts if count < 1]:
         raise InputError(f"--drafts: {wrong[0]} is not at least 1", field="drafts")
     notes, tokenizer = load_notes(), TextTokenizer.from_folder(open_folder(DEMO))
+    assert tokenizer is not None, "the demo has a tokenizer"
     tokens = [(tokenizer.encode(prompt), tokenizer.encode(new)) for prompt, new in edits(values.functions)]
     tokens = [(prompt, new) for prompt, new in tokens if len(prompt) + len(new) <= _POSITIONS]
     prompts = [prompt for prompt, _ in tokens[: values.rows]]
