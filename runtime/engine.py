@@ -41,6 +41,7 @@ class Engine(TokenEngine):
 
     Attributes:
       notes: one sentence for each setting that was chosen automatically, such as the mesh or the dtype.
+      loaded: how many bytes this host loaded from the checkpoint; None if the weights are not from a checkpoint.
     """
 
     def __init__(
