@@ -22,7 +22,7 @@ from runtime import (
     SchedulerPolicy,
     model_layout,
 )
-from runtime.execution.programs import abstract_taken_row, lower_put_row, lower_take_row
+from runtime.execution.cache_programs import abstract_taken_row, lower_put_row, lower_take_row
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import PROMPT_CHUNKS, Runner
 from runtime.execution.slot_kinds import open_slots
