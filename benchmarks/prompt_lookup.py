@@ -16,7 +16,6 @@ Two workloads:
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from benchmarks.demo_quality import read_held_out
 from benchmarks.records import build_record, define_record_flags, integers, kind_of_devices, load_notes, write_record
 from checkpoints import DEMO, open_folder
 from launch.process.startup import run_launcher
@@ -56,8 +56,7 @@ def define_flags(values: flags.FlagValues) -> None:
 def edits(count: int) -> list[tuple[str, str]]:
     """Return the first functions that have a parameter to rename: the text before the edited function, and that."""
     found = []
-    for line in (DEMO / "held_out.jsonl").read_text("utf-8").splitlines():
-        own = json.loads(line)
+    for own in read_held_out(DEMO):
         code = own["prompt"] + own["completion"]
         if (name := _PARAMETER.search(own["prompt"])) and name[1] != "self":
             found.append((code + _INSTRUCTION, re.sub(rf"\b{name[1]}\b", _NEW_NAME, code)))
@@ -154,13 +153,13 @@ def main(values: flags.FlagValues) -> None:
     counts = integers("drafts", values.drafts)
     if wrong := [count for count in counts if count < 1]:
         raise InputError(f"--drafts: {wrong[0]} is not at least 1", field="drafts")
-    notes, tokenizer = load_notes(), TextTokenizer.from_folder(open_folder(DEMO))
+    notes, folder = load_notes(), open_folder(DEMO)
+    tokenizer = TextTokenizer.from_folder(folder)
     assert tokenizer is not None, "the demo has a tokenizer"
     tokens = [(tokenizer.encode(prompt), tokenizer.encode(new)) for prompt, new in edits(values.functions)]
     tokens = [(prompt, new) for prompt, new in tokens if len(prompt) + len(new) <= _POSITIONS]
     prompts = [prompt for prompt, _ in tokens[: values.rows]]
-    demo = json.loads((DEMO / "config.json").read_text("utf-8"))
-    model = parse_config(demo | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]})
+    model = parse_config(folder.config | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]})
     engine, greedy = Engine.random(model, "data=1", "float32"), SamplingConfig(max_new_tokens=values.new_tokens)
     results = [measure_editing(tokens, drafts) for drafts in counts]
     for config in (greedy, greedy.replace(**_SAMPLED)):
