@@ -78,6 +78,11 @@ def stored_leaves(folder: CheckpointFolder, layout: ModelLayout) -> list[WeightL
     return replace(layout, quantization=folder.quantization).stored_leaves
 
 
+def kept_quantization(folder: CheckpointFolder, asked: str) -> str:
+    """Return how devices keep the weights: as the checkpoint stores them if that is quantized, otherwise as asked."""
+    return folder.quantization if folder.quantization != "none" else asked
+
+
 def check_weights(folder: CheckpointFolder, layout: ModelLayout) -> str | None:
     """Check, without reading data, that a checkpoint has exactly the declared weights, and that its adapter fits them.
 

@@ -29,7 +29,14 @@ from launch.batches.lines import Batch
 from launch.batches.records import Key, as_bits, error_record, evalplus_records, keys, of_bits
 from launch.flags.batch import check_paths, define_batch_flags, read_input
 from launch.flags.decoding import define_decoding_flags, describe, draft_notice
-from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_mesh
+from launch.flags.model import (
+    define_model_flags,
+    fingerprints,
+    load_engine,
+    open_checkpoint,
+    open_draft_checkpoint,
+    read_mesh,
+)
 from launch.hosts.faults import EXIT_RESTART, EXIT_USER_ERROR
 from launch.process.profiling import check_profiling, define_profiling_flags, traced, write_programs
 from launch.process.startup import (
@@ -40,7 +47,6 @@ from launch.process.startup import (
     start_devices,
     this_host,
 )
-from runtime import folder_fingerprint
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -58,11 +64,12 @@ def main(values: flags.FlagValues) -> None:
     check_profiling(values)
     mesh = read_mesh(values)
     folder, model = open_checkpoint(values)
+    draft = open_draft_checkpoint(values, folder)
     batch, defaults = read_input(values, folder, model)
     if batch.ignored:
         say(f"ignored fields that are not decoding parameters: {', '.join(batch.ignored):.500}")
-    checkpoint = folder_fingerprint(folder)
-    facts = run_facts(values, folder, checkpoint, batch, defaults)
+    checkpoints = fingerprints(folder, draft)
+    facts = run_facts(values, folder, checkpoints["checkpoint"], batch, defaults)
     order = [key for line in batch.lines for key in keys(line)]
 
     with _output_folder(values) as output:
@@ -73,7 +80,7 @@ def main(values: flags.FlagValues) -> None:
             for sentence in output.repaired:
                 say(sentence)
             done = output.done(set(order))
-        start_devices(values, {"checkpoint": checkpoint, "input": batch.digest})
+        start_devices(values, checkpoints | {"input": batch.digest})
         done = of_bits(this_host().gather("done", as_bits(done, order))[0], order)
         if done:
             say(f"{len(done)} of {len(order)} results exist already")
@@ -81,7 +88,7 @@ def main(values: flags.FlagValues) -> None:
         # The dtype of the weights is one more fact, but it is known only when they are loaded.
         engine, failed = None, dict[Key, str]()
         if len(done) < len(order):
-            engine = load_engine(values, folder, mesh, len(order), values.slots)
+            engine = load_engine(values, folder, mesh, len(order), values.slots, draft)
             facts |= {"weights": str(engine.dtype)}
             if output is not None:
                 output.check(facts)

@@ -22,7 +22,15 @@ from launch.display.canvas_view import CanvasView, observed, row_titles, write_h
 from launch.display.completions import summary, write_completions, write_unfinished
 from launch.display.explain import explain
 from launch.flags.decoding import decoding_config, define_decoding_flags, define_request_flags, describe, draft_notice
-from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_mesh, read_tokenizer
+from launch.flags.model import (
+    define_model_flags,
+    fingerprints,
+    load_engine,
+    open_checkpoint,
+    open_draft_checkpoint,
+    read_mesh,
+    read_tokenizer,
+)
 from launch.flags.prompts import define_prompt_flags, read_prompts
 from launch.hosts.preflight import digest
 from launch.process.interruption import Interruption
@@ -43,7 +51,6 @@ from runtime import (
     check_request,
     encode_prompts,
     end_tokens,
-    folder_fingerprint,
     read_rows,
     row_seeds,
 )
@@ -77,9 +84,10 @@ def main(values: flags.FlagValues) -> None:
     """Run ``diffumesh generate``: complete the prompts, and print the completions."""
     mesh = read_mesh(values)
     folder, model = open_checkpoint(values)
+    draft = open_draft_checkpoint(values, folder)
     check_profiling(values)
     if values.explain:
-        explain(values, folder, model, mesh)
+        explain(values, folder, model, mesh, draft)
         return
     tokenizer = read_tokenizer(folder)
     config = decoding_config(values, folder, model)
@@ -93,11 +101,9 @@ def main(values: flags.FlagValues) -> None:
     if values.history_html is not None:
         check_writable("history_html", values.history_html)
 
-    start_devices(
-        values, {"checkpoint": folder_fingerprint(folder), "prompts": digest("\0".join([*prompts, *values.suffix]))}
-    )
+    start_devices(values, fingerprints(folder, draft) | {"prompts": digest("\0".join([*prompts, *values.suffix]))})
     samples = values.num_return_sequences
-    engine = load_engine(values, folder, mesh, len(prompts) * samples, values.max_batch)
+    engine = load_engine(values, folder, mesh, len(prompts) * samples, values.max_batch, draft)
     if values.verbose:
         say(describe(config))
     for sentence in draft_notice(config):

@@ -20,7 +20,14 @@ from collections.abc import Sequence
 from absl import flags
 
 from launch.flags.decoding import define_decoding_flags, describe, draft_notice
-from launch.flags.model import define_model_flags, load_engine, open_checkpoint, read_mesh
+from launch.flags.model import (
+    define_model_flags,
+    fingerprints,
+    load_engine,
+    open_checkpoint,
+    open_draft_checkpoint,
+    read_mesh,
+)
 from launch.flags.server import (
     allowed_hosts,
     define_server_flags,
@@ -43,7 +50,7 @@ from launch.process.startup import (
     version,
 )
 from launch.serving.limits import allow_files
-from runtime import Executor, InputError, folder_fingerprint
+from runtime import Executor, InputError
 
 try:
     from launch.serving.engine import follow
@@ -78,6 +85,7 @@ def main(values: flags.FlagValues) -> None:
     limits, keys = read_limits(values), read_keys(values)
     mesh = read_mesh(values)
     folder, model = open_checkpoint(values)
+    draft = open_draft_checkpoint(values, folder)
     defaults = read_defaults(values, folder, model)
     configs = read_modes(values.mode, defaults)
     modes = [Mode(config, number) for number, config in enumerate(configs)]
@@ -90,13 +98,13 @@ def main(values: flags.FlagValues) -> None:
         own = listen(values.host, values.port)
     profiling = values.profile_dir is not None or values.dump_hlo is not None
     end_within = limits.grace_period + _ENDING_SECONDS + profiling * _PROFILE_SECONDS
-    start_devices(values, {"checkpoint": folder_fingerprint(folder)}, end_within=end_within)
+    start_devices(values, fingerprints(folder, draft), end_within=end_within)
     server = None
     if own is not None:
         server = Server(own, defaults, modes, limits, keys, allowed_hosts(values), this_host(), version())
         server.serving.say = say
 
-    engine = load_engine(values, folder, mesh, values.slots)
+    engine = load_engine(values, folder, mesh, values.slots, draft=draft)
     notices = dict.fromkeys(sentence for config in configs for sentence in draft_notice(config))
     for sentence in (describe(defaults.config), *notices):
         say(sentence)

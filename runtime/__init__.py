@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from checkpoints.fingerprint import folder_fingerprint
     from checkpoints.folder import CheckpointFolder
     from checkpoints.local_files import JsonObjectError, lock, parse_json_object, parse_json_objects, replace_file
+    from runtime.decoding.autoregressive_parameters import DEFAULT_DRAFT_TOKENS
     from runtime.decoding.compatibility import can_run, compiled_values
     from runtime.decoding.kinds import (
         Boolean,
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from runtime.models.quantization import QUANTIZATIONS
     from runtime.planner.default import default_mesh
     from runtime.text.completions import Completion, CompletionBuilder, TextStream, stop_tests
+    from runtime.text.draft_checkpoint import open_draft
     from runtime.text.tokenizer import TextTokenizer, UndecodableError, encode_prompts, end_tokens, place_suffix
     from sharding.aot import AOT_ENVIRONMENT
     from sharding.errors import NON_FINITE, InputError, MeshError, NonFiniteError, OutOfMemoryError
@@ -94,6 +96,7 @@ __all__ = [
     "AUTOREGRESSIVE_PARAMETERS",
     "CACHES",
     "CACHE_DTYPES",
+    "DEFAULT_DRAFT_TOKENS",
     "EXPOSED_PARAMETERS",
     "FAMILIES",
     "MAX_PROGRAMS",
@@ -181,6 +184,7 @@ __all__ = [
     "folder_fingerprint",
     "lock",
     "model_layout",
+    "open_draft",
     "own_names",
     "parse_config",
     "parse_json_object",
@@ -217,6 +221,7 @@ _HOMES = {
     "ConfigError": "runtime.models.config",
     "DiffusionConfig": "runtime.decoding.parameters",
     "DraftStats": "runtime.execution.result",
+    "DEFAULT_DRAFT_TOKENS": "runtime.decoding.autoregressive_parameters",
     "EXPOSED_PARAMETERS": "runtime.decoding.parameters",
     "FAMILIES": "runtime.models.families",
     "Engine": "runtime.engine",
@@ -294,6 +299,7 @@ _HOMES = {
     "folder_fingerprint": "checkpoints.fingerprint",
     "model_layout": "runtime.models.families",
     "own_names": "runtime.decoding.schema",
+    "open_draft": "runtime.text.draft_checkpoint",
     "parse_config": "runtime.models.families",
     "partition_spec": "runtime.models.declarations",
     "plain_number": "runtime.decoding.kinds",

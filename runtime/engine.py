@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from checkpoints import CheckpointError, CheckpointFolder, load_weights, open_folder
-from checkpoints.loading import LoadedBytes, Progress, check_weights
+from checkpoints.loading import Progress, check_weights, kept_quantization
 from runtime.decoding.parameters import DiffusionConfig
 from runtime.execution.left_padding import unpadded_rows
 from runtime.execution.options import check_options
@@ -26,12 +26,11 @@ from runtime.execution.token_engine import GenerationConfig, TokenEngine
 from runtime.models.config import ModelConfig
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights, model_layout, parse_config
-from runtime.models.placement import place_weights
 from runtime.models.random_weights import random_weights
 from runtime.planner.default import choose_layout
 from runtime.text.completions import Completion, CompletionBuilder, final_prefixes, stop_tests, stream_texts
+from runtime.text.draft_checkpoint import load_draft, open_draft
 from runtime.text.tokenizer import TextTokenizer, encode_prompts, end_tokens
-from sharding.errors import InputError
 from sharding.mesh import MeshSpec
 
 logger = logging.getLogger("diffumesh")
@@ -54,11 +53,11 @@ class Engine(TokenEngine):
         folder: CheckpointFolder | None = None,
         max_batch: int | None = None,
         kv_cache: str = "model",
+        draft: Runner | None = None,
     ) -> None:
         """Create an engine from weights that have the shapes and shardings of ``layout``; see :meth:`load`."""
-        super().__init__(Runner(layout, weights, attention, max_batch, kv_cache))
+        super().__init__(Runner(layout, weights, attention, max_batch, kv_cache, draft))
         self.notes: list[str] = []
-        self.loaded: LoadedBytes | None = None
         self._folder = folder
 
     @classmethod
@@ -75,6 +74,7 @@ class Engine(TokenEngine):
         kv_cache: str = "model",
         rows: int = 1,
         lora: str | Path | CheckpointFolder | None = None,
+        draft: str | Path | CheckpointFolder | None = None,
         revision: str | None = None,
         token: str | None = None,
         offline: bool = False,
@@ -94,6 +94,7 @@ class Engine(TokenEngine):
           kv_cache: dtype of cached keys and values: ``model``, ``bfloat16``, ``float32`` or ``int8``.
           rows: expected number of rows per batch, a hint for the default mesh.
           lora: folder, URL or Hub name of a LoRA adapter in PEFT's layout, merged while the weights are read.
+          draft: folder, URL or Hub name of a draft model with the same vocabulary, which has the same options.
           revision, token, offline: Hub revision and access token; ``offline`` forbids network access.
           verify: ``full`` checks the digests, if there are any; ``sizes`` only shapes and dtypes; ``none`` nothing.
           progress: function that is called with the number of bytes read so far and the total number of bytes.
@@ -107,11 +108,15 @@ class Engine(TokenEngine):
         config = parse_config(folder.config)
         # Check files and divisibility first, so that an error is raised before JAX initialises its devices.
         stored = check_weights(folder, model_layout(config)) or config.dtype
-        quantize = folder.quantization if folder.quantization != "none" else quantize
-        layout, dtype, notes = choose_layout(config, spec, devices, dtype, stored=stored, rows=rows, quantize=quantize)
+        drafting = None if draft is None else open_draft(folder, draft, token=token, offline=offline)
+        fitting: dict[str, Any] = {"stored": stored, "rows": rows, "quantize": kept_quantization(folder, quantize)}
+        fitting["draft"] = None if drafting is None else parse_config(drafting.config)
+        layout, dtype, notes = choose_layout(config, spec, devices, dtype, **fitting)
         check_attention(layout, attention, dtype)
+        kept: dict[str, Any] = {"attention": attention, "kv_cache": kv_cache}
+        beside = None if drafting is None else load_draft(drafting, layout, dtype, quantize, verify, **kept)
         weights, loaded = load_weights(folder, layout, dtype, progress, verify)
-        engine = cls(layout, weights, attention=attention, folder=folder, max_batch=max_batch, kv_cache=kv_cache)
+        engine = cls(layout, weights, folder=folder, max_batch=max_batch, draft=beside, **kept)
         engine.notes, engine.loaded = notes, loaded
         for note in notes:
             logger.info(note)
@@ -137,34 +142,6 @@ class Engine(TokenEngine):
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         layout, _, _ = choose_layout(config, spec, devices, dtype, quantize=quantize)
         return cls(layout, random_weights(layout, seed, dtype), **options)
-
-    @property
-    def weights(self) -> Weights:
-        """The model's weights: a pytree of arrays, sharded over the mesh."""
-        return self.runner.weights
-
-    def replace_weights(
-        self, source: Any, *, verify: str = "full", offline: bool = False, progress: Progress | None = None
-    ) -> None:
-        """Replace the weights on the same mesh. During the call, device memory holds both old and new weights.
-
-        Args:
-          source: a checkpoint of the same model, as for :meth:`load`, or a pytree of arrays like :attr:`weights`. Its
-            arrays may be on any device or on the host, in any floating-point dtype; they are moved, cast and quantized.
-          verify, offline, progress: see :meth:`load`.
-
-        Raises:
-          InputError, CheckpointError: the source does not match this model. The old weights stay in use.
-        """
-        if not isinstance(source, (str, Path, CheckpointFolder)):
-            self.runner.weights = place_weights(self.layout, source, self.dtype)
-            return
-        check_options(verify=verify)
-        folder = open_folder(source, offline=offline)
-        if found := self.config.differences(parse_config(folder.config)):
-            raise InputError(f"{folder.name}: the model differs from this engine's ({'; '.join(found)})")
-        check_weights(folder, self.layout)
-        self.runner.weights, self.loaded = load_weights(folder, self.layout, self.dtype, progress, verify)
 
     @property
     def tokenizer(self) -> TextTokenizer:

@@ -98,6 +98,20 @@ def build_mesh(spec: MeshSpec, heads: HeadLayout, devices: Sequence[Any]) -> Mes
     return Mesh(arrange_devices(spec, heads, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def mesh_beside(other: Mesh, heads: HeadLayout) -> Mesh:
+    """Build the mesh of a second model on the devices of another mesh, in the same order.
+
+    One program can then run both models. Only the split of the tensor axis differs.
+
+    Args:
+      other: a mesh from :func:`build_mesh`.
+      heads: split of the tensor axis for the second model, of the same size.
+    """
+    data, sequence = other.devices.shape[:2]
+    devices = other.devices.reshape(data, sequence, heads.kv, heads.group)
+    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
 def has_reduce_scatter(devices: np.ndarray) -> bool:
     """Return whether the TPU compiler has a reduce-scatter over the tensor axis of a mesh.
 

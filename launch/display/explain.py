@@ -20,13 +20,20 @@ from runtime import (
     ModelLayout,
     default_mesh,
     model_layout,
+    parse_config,
     partition_spec,
     shard_shape,
 )
 
 
-def explain(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConfig, spec: MeshSpec | None) -> None:
-    """Print the layout for a mesh, or for the default mesh if ``spec`` is None.
+def explain(
+    values: flags.FlagValues,
+    folder: CheckpointFolder,
+    model: ModelConfig,
+    spec: MeshSpec | None,
+    draft: CheckpointFolder | None = None,
+) -> None:
+    """Print the layout for a mesh, or for the default mesh if ``spec`` is None, which has room for the draft model too.
 
     Devices are used only if ``spec`` is None or one of its sizes is -1.
     """
@@ -36,7 +43,8 @@ def explain(values: flags.FlagValues, folder: CheckpointFolder, model: ModelConf
         start_devices(values)
         devices = jax.devices()
         rows = max(1, len(values.prompt) + len(values.prompt_file)) * values.num_return_sequences
-        chosen = spec or default_mesh(model, devices, dtype, rows, quantization)
+        beside = None if draft is None else parse_config(draft.config)
+        chosen = spec or default_mesh(model, devices, dtype, rows, quantization, beside)
         spec = chosen.resolve(len(devices))
     if is_main_process():
         print_layout(model_layout(model, spec, quantization=quantization), dtype)

@@ -9,6 +9,7 @@ from absl import flags
 
 from runtime import (
     AUTOREGRESSIVE_PARAMETERS,
+    DEFAULT_DRAFT_TOKENS,
     EXPOSED_PARAMETERS,
     MAX_SAMPLES,
     Boolean,
@@ -66,6 +67,8 @@ def define_flag(parameter: Parameter, values: flags.FlagValues) -> None:
     text = f"{parameter.help} {parameter.flag_help}".strip()
     if name not in AUTOREGRESSIVE_PARAMETERS:
         text = f"Diffusion: {text[0].lower()}{text[1:]}"
+    elif not hasattr(DiffusionConfig, name):
+        text = f"Autoregressive: {text[0].lower()}{text[1:]}"
     if isinstance(kind, Boolean):
         flags.DEFINE_bool(name, default, text, flag_values=values)
     elif isinstance(kind, Integer):
@@ -144,6 +147,9 @@ def _diffusion_config(
     model: ModelConfig,
     given: dict[str, Any],
 ) -> DiffusionConfig:
+    if wrong := [name for name in given if not hasattr(DiffusionConfig, name)]:
+        names = ", ".join(f"--{name}" for name in wrong)
+        raise InputError(f"{folder.name} is a diffusion model: {names} is for autoregressive models", field=wrong[0])
     said: dict[str, Any] = {}
     defaults = DiffusionConfig()
     if values.preset == "published":
@@ -178,6 +184,11 @@ def _sampling_config(values: flags.FlagValues, folder: CheckpointFolder, given: 
             field=wrong[0],
         )
     said: dict[str, Any] = {"max_new_tokens": _NEW_TOKENS}
+    # Only generating commands have the flag; documents and tests define decoding flags alone.
+    if "draft_checkpoint" in values and values.draft_checkpoint is not None:
+        said["draft_tokens"] = DEFAULT_DRAFT_TOKENS
+    elif given.get("draft_tokens"):
+        raise InputError("--draft_tokens requires --draft_checkpoint", field="draft_tokens")
     # The checkpoint's sampling parameters apply only if it sets do_sample.
     if values.preset == "published" and folder.generation_config.get("do_sample") is True:
         said |= {"temperature": 1.0} | _generation_config(folder, SamplingConfig)
@@ -192,15 +203,20 @@ def _generation_config(folder: CheckpointFolder, kind: type) -> dict[str, Any]:
 
 
 def draft_notice(config: DiffusionConfig | SamplingConfig) -> list[str]:
-    """Return a sentence that says why a run with ``--draft_steps`` has no drafts; an empty list otherwise."""
-    if isinstance(config, SamplingConfig) or isinstance(config.draft_steps, str) or not config.draft_steps:
+    """Return a sentence that says why the drafts that a run asks for have no effect; an empty list if they have one."""
+    name = "draft_steps"
+    if isinstance(config, SamplingConfig):
+        name = "draft_tokens" if config.draft_tokens else "prompt_lookup"
+    asked = getattr(config, name)
+    if config.drafts or not asked or isinstance(asked, str):
         return []
-    if config.drafts:
-        return []
-    setting, why = "cache=exact", "its passes have no drafts"
-    if config.refresh_interval == 1:
+    if isinstance(config, SamplingConfig):
+        setting, why = "cache=none", "every pass computes whole rows"
+    elif config.refresh_interval == 1:
         setting, why = "refresh_interval=1", "every step is a refresh"
-    return [f"--draft_steps={config.draft_steps} has no effect with --{setting}: {why}"]
+    else:
+        setting, why = "cache=exact", "its passes have no drafts"
+    return [f"--{name}={asked} has no effect with --{setting}: {why}"]
 
 
 def describe(config: DiffusionConfig | SamplingConfig) -> str:

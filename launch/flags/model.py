@@ -21,6 +21,8 @@ from runtime import (
     MeshSpec,
     ModelConfig,
     TextTokenizer,
+    folder_fingerprint,
+    open_draft,
     parse_config,
 )
 
@@ -44,6 +46,12 @@ def define_model_flags(values: flags.FlagValues) -> None:
     string("revision", None, "Branch, tag or commit on the Hub. A token is read from HF_TOKEN or the Hub's login.")
     flags.DEFINE_bool("offline", False, "Use only files in the Hub's local cache.", flag_values=values)
     define_lora_flag(values)
+    string(
+        "draft_checkpoint",
+        None,
+        "Draft model of an autoregressive model: folder, URL or Hub name of a smaller model with the same vocabulary. "
+        "It guesses the next --draft_tokens tokens.",
+    )
     choice(
         "verify",
         "full",
@@ -96,6 +104,31 @@ def open_checkpoint(values: flags.FlagValues) -> tuple[CheckpointFolder, ModelCo
     return folder, parse_config(folder.config)
 
 
+def open_draft_checkpoint(values: flags.FlagValues, folder: CheckpointFolder) -> CheckpointFolder | None:
+    """Open the draft model of ``--draft_checkpoint``, and check that it fits; None if the flag is not given.
+
+    No weights are loaded, and no device is used.
+
+    Args:
+      values: parsed flags, as :func:`define_model_flags` defines them.
+      folder: the model's checkpoint.
+
+    Raises:
+      InputError: the folder does not exist, or has no autoregressive model with the model's vocabulary.
+    """
+    if values.draft_checkpoint is None:
+        return None
+    if not values.draft_checkpoint:
+        raise InputError("--draft_checkpoint is empty: name a folder, a URL or a Hub name", field="draft_checkpoint")
+    return open_draft(folder, values.draft_checkpoint, offline=values.offline)
+
+
+def fingerprints(folder: CheckpointFolder, draft: CheckpointFolder | None) -> dict[str, str]:
+    """Return what all hosts agree on about the checkpoints; see :func:`launch.process.startup.start_devices`."""
+    found = {"checkpoint": folder_fingerprint(folder)}
+    return found if draft is None else found | {"draft_checkpoint": folder_fingerprint(draft)}
+
+
 def read_tokenizer(folder: CheckpointFolder) -> TextTokenizer:
     """Read the folder's tokenizer.
 
@@ -111,7 +144,12 @@ def read_tokenizer(folder: CheckpointFolder) -> TextTokenizer:
 
 
 def load_engine(
-    values: flags.FlagValues, folder: CheckpointFolder, mesh: MeshSpec | None, rows: int, max_batch: int | None = None
+    values: flags.FlagValues,
+    folder: CheckpointFolder,
+    mesh: MeshSpec | None,
+    rows: int,
+    max_batch: int | None = None,
+    draft: CheckpointFolder | None = None,
 ) -> Engine:
     """Load the model onto its mesh, after :func:`launch.process.startup.start_devices`. Every host calls this.
 
@@ -121,6 +159,7 @@ def load_engine(
       mesh: the result of :func:`read_mesh`; if None, a default mesh is chosen.
       rows: number of rows, for the choice of the default mesh.
       max_batch: maximum number of rows on the devices at a time; None for as many as memory allows.
+      draft: the draft model, from :func:`open_draft_checkpoint`.
     """
     with progress_bar("loading weights", of_bytes=True) as progress:
         engine = Engine.load(
@@ -132,6 +171,7 @@ def load_engine(
             quantize=values.quantize,
             kv_cache=values.kv_cache,
             rows=rows,
+            draft=draft,
             verify=values.verify,
             progress=progress,
         )
@@ -139,6 +179,8 @@ def load_engine(
     lines = [*engine.notes, *([] if engine.loaded is None else [describe_loaded(engine, engine.loaded)])]
     if folder.lora is not None:
         lines.append(f"Merged the LoRA adapter {folder.lora.name}")
+    if draft is not None:
+        lines.append(f"{draft.name} drafts tokens")
     # Commands with --verbose print these lines only with that flag.
     for line in lines if "verbose" not in values or values.verbose else ():
         say(line)

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 from runtime import (
-    AUTOREGRESSIVE_PARAMETERS,
     EXPOSED_PARAMETERS,
     MAX_SAMPLES,
     CompletionBuilder,
@@ -329,11 +328,9 @@ def read_config(changes: Mapping[str, Any], defaults: Defaults) -> DiffusionConf
         # An upper bound, which a model without drafts meets. Its bounds are checked all the same.
         _SHARED["draft_steps"].read(given.pop("draft_steps"))
     fields = own_names(type(config), given)
-    wrong = [name for name in given if name in fields and name not in AUTOREGRESSIVE_PARAMETERS]
-    if isinstance(config, SamplingConfig) and wrong:
-        raise InputError(
-            f"{', '.join(wrong)}: not supported by this checkpoint, which is autoregressive", field=wrong[0]
-        )
+    if wrong := [name for name in given if name in fields and not hasattr(config, name)]:
+        kind = "autoregressive" if isinstance(config, SamplingConfig) else "a diffusion model"
+        raise InputError(f"{', '.join(wrong)}: not supported by this checkpoint, which is {kind}", field=wrong[0])
     # A body that changes the cache or the parallel rule starts from the default parameters of the new one.
     for name in [name for name in fields if fields[name] != getattr(config, name)]:
         fields = {one.name: one.default for one in dependents(type(config), name)} | fields

@@ -37,7 +37,7 @@ class Metrics:
         self._forwards = counter("forwards", "Forward passes of the model.").labels(**self._labels)
         self._steps = counter("denoise_steps", "Denoise steps of finished rows.").labels(**self._labels)
         self._accepted = counter(
-            "accepted_steps", "Denoise steps of finished rows that drafts allowed, without a pass of their own."
+            "accepted_steps", "Steps and tokens of finished rows that drafts allowed, without a pass of their own."
         ).labels(**self._labels)
         self.first = histogram(
             "time_to_first_token_seconds",
@@ -102,9 +102,9 @@ class Metrics:
           accepted: number of its steps without a forward pass of their own.
         """
         self._committed.inc(committed)
+        self._accepted.inc(accepted)
         if denoised:
             self._steps.inc(steps)
-            self._accepted.inc(accepted)
         self.inference.observe(seconds)
         if (passes := steps - accepted) > 0:
             self._tokens_per_forward.observe(committed / passes)

@@ -1,102 +1,27 @@
 """Autoregressive decoding: prefill of whole prompts, prefill in chunks, and the loop over new tokens.
 
-Dimension letters: B batch, T cache length, P prompt width, C prompt chunk, D embed, E stop tokens.
+Dimension letters: B batch, T cache length, P prompt width, C prompt chunk, D embed, K drafts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
-from runtime.decoding.loop_parameters import compiled_settings, row_arrays
-from runtime.decoding.parameters import SamplingConfig
-from runtime.decoding.sampling import (
-    TOKEN_STREAM,
-    SamplingRule,
-    choose_tokens,
-    log_probabilities,
-    mark_non_finite,
-    position_keys,
-)
-from runtime.models.arrays import Leaf, array
+from runtime.decoding.decode_state import DecodeProgram, DecodeRequest, DecodeState, DraftedWeights
+from runtime.decoding.draft_model import draft_tokens, read_prompt_chunk, read_prompts
+from runtime.decoding.next_tokens import draw_tokens
+from runtime.decoding.prompt_lookup import accept, look_up
+from runtime.decoding.sampling import log_probabilities
 from runtime.models.cached import fill_rows, run_window
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
-from runtime.models.transformer import hidden_states, pick_positions, project_logits
+from runtime.models.transformer import hidden_states, pick_positions
 
 Array = jax.Array
-_Rows: Any = row_arrays(SamplingConfig)
-_Settings: Any = compiled_settings(SamplingConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeProgram(_Settings):
-    """Settings of a generation that are compiled into the program.
-
-    The compiled parameters of :class:`SamplingConfig` that the loop reads are fields too; so far there are none.
-
-    Attributes:
-      sampling: how tokens are chosen.
-      log_probabilities: record the log-probability of every generated token.
-      samples: number of adjacent rows that share a prompt. Prefill processes the prompt once for all of them.
-    """
-
-    sampling: SamplingRule
-    log_probabilities: bool
-    samples: int = 1
-
-
-@flax.struct.dataclass
-class DecodeRequest(_Rows):
-    """Run-time arguments of a generation.
-
-    The run-time parameters of :class:`SamplingConfig` that the loop reads are fields too, as arrays ``[B]``:
-    ``temperature``, ``top_p`` and ``top_k``.
-
-    Attributes:
-      seeds: uint32 ``[B, 2]``, each row's PRNG key data.
-      prompts: int32 ``[B]``, length of each prompt.
-      ends: int32 ``[B]``, length (prompt included) at which each row ends.
-      stop_tokens: int32 ``[B, E]``, tokens that end a row, padded with -1.
-      max_iterations: int32, the loop ends after this many iterations.
-    """
-
-    seeds: Leaf = array("batch", "seed_words", dtype=jnp.uint32)
-    prompts: Leaf = array("batch", dtype=jnp.int32)
-    ends: Leaf = array("batch", dtype=jnp.int32)
-    stop_tokens: Leaf = array("batch", "stop_tokens", dtype=jnp.int32)
-    max_iterations: Leaf = array(dtype=jnp.int32)
-
-
-@flax.struct.dataclass
-class DecodeState:
-    """State of the decode loop.
-
-    Attributes:
-      tokens: int32 ``[B, T]``, start-aligned; positions that are not generated yet hold a filler token.
-      lengths: int32 ``[B]``, number of tokens of each row so far, prompt included.
-      read: int32 ``[B]``, number of prompt tokens of each row whose keys and values are in the cache. A row gets new
-        tokens only after its whole prompt has been read. Without a cache, this is the length of the prompt.
-      done: bool ``[B]``, rows that have ended.
-      non_finite: bool ``[B]``, rows that have ended because the model's logits were NaN or infinite.
-      iteration: int32, iterations so far. Each iteration adds one token to every row that is not done.
-      log_probabilities: float32 ``[B, T]``, log-probabilities of the generated tokens, or None.
-      cache: the KV cache, see :data:`runtime.models.kv_cache.Cache`; None to run without one.
-    """
-
-    tokens: Leaf = array("batch", "positions", dtype=jnp.int32)
-    lengths: Leaf = array("batch", dtype=jnp.int32)
-    read: Leaf = array("batch", dtype=jnp.int32)
-    done: Leaf = array("batch", dtype=jnp.bool_)
-    non_finite: Leaf = array("batch", dtype=jnp.bool_)
-    iteration: Leaf = array(dtype=jnp.int32)
-    log_probabilities: Leaf = array("batch", "positions", dtype=jnp.float32, feature="log_probabilities")
-    cache: Leaf = None
 
 
 def _append(
@@ -106,14 +31,7 @@ def _append(
 
     A row whose logits are not finite ends without a token.
     """
-    logits = mark_non_finite(project_logits(forward.window, weights, last), forward.config.vocab_size)
-    keys = position_keys(
-        request.seeds, state.lengths - request.prompts, TOKEN_STREAM, state.lengths[:, None].astype(jnp.int32)
-    )
-    chosen, _ = choose_tokens(
-        forward.window, program.sampling, logits, keys, request.temperature, request.top_p, request.top_k
-    )
-
+    logits, chosen = draw_tokens(forward, program, weights, request, last, state.lengths[:, None])
     non_finite = ~state.done & (chosen[:, 0] < 0)
     ended = state.done | non_finite
 
@@ -136,6 +54,7 @@ def _append(
         non_finite=state.non_finite | non_finite,
         iteration=state.iteration + 1,
         log_probabilities=kept,
+        passes=None if state.passes is None else state.passes + ~ended,
     )
 
 
@@ -143,27 +62,39 @@ def prefill(
     forward: Forward,
     program: DecodeProgram,
     width: int,
-    weights: Weights,
+    weights: Weights | DraftedWeights,
     request: DecodeRequest,
     state: DecodeState,
 ) -> DecodeState:
-    """Fill the cache from the first ``width`` positions (P), and generate the first token of every row."""
+    """Fill the cache from the first ``width`` positions (P), and generate the first token of every row.
+
+    See :func:`decode` for the weights.
+    """
+    own = _own_weights(weights)
     first = jnp.zeros((forward.layout.spec.data,), jnp.int32)
     samples = program.samples
     tokens, lengths = forward.on_rows(lambda tokens: tokens[:, :width], state.tokens), state.lengths
     tokens, lengths = tokens[::samples], lengths[::samples]
-    hidden, cache = fill_rows(forward, weights, state.cache, tokens, lengths, first, samples)
+    if isinstance(weights, DraftedWeights):
+        tokens, draft_cache = read_prompts(program, weights.draft, state, tokens, lengths, first)
+        state = replace(state, draft_cache=draft_cache)
+    hidden, cache = fill_rows(forward, own, state.cache, tokens, lengths, first, samples)
     last_token = lengths[:, None] - 1
     last = pick_positions(forward, hidden, last_token, whole=True)
     last = jnp.repeat(last, samples, axis=0) if samples > 1 else last
-    return _append(forward, program, weights, request, replace(state, cache=cache, read=request.prompts), last)
+    return _append(forward, program, own, request, replace(state, cache=cache, read=request.prompts), last)
+
+
+def _own_weights(weights: Weights | DraftedWeights) -> Weights:
+    """Return the weights of the model itself."""
+    return weights.model if isinstance(weights, DraftedWeights) else weights
 
 
 def prefill_chunks(
     forward: Forward,
     program: DecodeProgram,
     chunk: int,
-    weights: Weights,
+    weights: Weights | DraftedWeights,
     request: DecodeRequest,
     state: DecodeState,
     chunks: Array,
@@ -177,11 +108,12 @@ def prefill_chunks(
       forward: the model's layout and attention.
       program: compiled settings.
       chunk: C, number of positions per chunk.
-      weights: the model's weights.
+      weights: the model's weights, see :func:`decode`.
       request: run-time arguments.
       state: the loop state; it must have a cache.
       chunks: int32, maximum number of chunks that each ``data`` shard reads.
     """
+    own = _own_weights(weights)
 
     def unread(state: DecodeState) -> Array:
         return (state.read < request.prompts) & ~state.done
@@ -191,7 +123,10 @@ def prefill_chunks(
         reads, row, tokens, start, stop, prompt = forward.on_rows(
             partial(_next_chunk, chunk), unread(state), state.tokens, state.read, request.prompts
         )
-        hidden, cache = run_window(forward, weights, state.cache, tokens, start, prompt, stop, row)
+        if isinstance(weights, DraftedWeights):
+            tokens, draft_cache = read_prompt_chunk(program, weights.draft, state, tokens, start, prompt, stop, row)
+            state = replace(state, draft_cache=draft_cache)
+        hidden, cache = run_window(forward, own, state.cache, tokens, start, prompt, stop, row)
         last, read = forward.on_rows(_keep_last, reads, hidden, start, stop, last, state.read)
         return replace(state, cache=cache, read=read), last, left - 1
 
@@ -200,11 +135,11 @@ def prefill_chunks(
         return (left > 0) & unread(state).any()
 
     before = unread(state)
-    nothing = jnp.zeros((len(before), 1, forward.config.hidden_size), weights.final_norm.dtype)
+    nothing = jnp.zeros((len(before), 1, forward.config.hidden_size), own.final_norm.dtype)
     nothing = forward.constrain(nothing, "batch", None, "embed")
     state, last, _ = jax.lax.while_loop(unfinished, read_chunk, (state, nothing, chunks))
     whole = before & ~unread(state)
-    new = _append(forward, program, weights, request, replace(state, done=state.done | ~whole), last)
+    new = _append(forward, program, own, request, replace(state, done=state.done | ~whole), last)
     return replace(new, done=jnp.where(whole, new.done, state.done), iteration=state.iteration)
 
 
@@ -248,28 +183,93 @@ def _keep_last(reads: Array, hidden: Array, start: Array, stop: Array, last: Arr
     return jnp.where(reads[:, None, None], own, last), jnp.where(reads, stop, read)
 
 
+def _drafted_step(
+    forward: Forward,
+    program: DecodeProgram,
+    weights: Weights | DraftedWeights,
+    request: DecodeRequest,
+    state: DecodeState,
+) -> DecodeState:
+    """Run one pass over the last token and the drafts of every row, and append all tokens that it allows.
+
+    They are those that as many passes of one token would append, so a row may end in their midst. The entries of the
+    cache that belong to wrong drafts are beyond the row's length, and the next pass overwrites them.
+    """
+    own, last = _own_weights(weights), state.lengths - 1
+    if isinstance(weights, DraftedWeights):
+        drafts, draft_cache = draft_tokens(forward, program, weights.draft, request, state)
+        state = replace(state, draft_cache=draft_cache)
+    else:
+        drafts = forward.on_rows(partial(look_up, program.drafts), state.tokens, state.lengths)
+    newest = forward.on_rows(lambda tokens, at: jnp.take_along_axis(tokens, at, 1), state.tokens, last[:, None])
+    tokens = jnp.concatenate([newest, drafts], axis=1)
+    # Nothing is computed for positions beyond the row's end: the model may have no such positions.
+    lengths = jnp.minimum(state.lengths + program.drafts, request.ends)
+    hidden, cache = run_window(forward, own, state.cache, tokens, last, lengths, request.ends)
+    places = state.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    logits, drawn = draw_tokens(forward, program, own, request, hidden, places)
+
+    stops = (drawn[..., None] == request.stop_tokens[:, None]).any(axis=-1)
+    goes_on = ~stops[:, :-1] & (places[:, 1:] < request.ends[:, None])
+    goes_on &= jnp.arange(program.drafts) < request.drafts[:, None]
+    reached = accept(tokens[:, 1:], drawn, goes_on) & ~state.done[:, None]
+    kept, non_finite = reached & (drawn >= 0), (reached & (drawn < 0)).any(axis=1)
+
+    def write(values: Array, new: Array, places: Array, kept: Array) -> Array:
+        rows = jnp.arange(len(values))[:, None]
+        return values.at[rows, jnp.where(kept, places, values.shape[1])].set(new, mode="drop")
+
+    if program.log_probabilities:
+        new = log_probabilities(logits, drawn)
+        state = replace(state, log_probabilities=forward.on_rows(write, state.log_probabilities, new, places, kept))
+    lengths = state.lengths + kept.sum(axis=1, dtype=jnp.int32)
+    return replace(
+        state,
+        tokens=forward.on_rows(write, state.tokens, drawn, places, kept),
+        lengths=lengths,
+        done=state.done | non_finite | (kept & stops).any(axis=1) | (lengths >= request.ends),
+        non_finite=state.non_finite | non_finite,
+        iteration=state.iteration + 1,
+        passes=state.passes + kept[:, 0],
+        cache=cache,
+    )
+
+
 def decode(
-    forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState
+    forward: Forward,
+    program: DecodeProgram,
+    weights: Weights | DraftedWeights,
+    request: DecodeRequest,
+    state: DecodeState,
 ) -> DecodeState:
     """Generate tokens until every row is done, or until ``request.max_iterations`` iterations have run.
 
     Rows whose prompts have not been read to their end do not change.
+
+    Args:
+      forward: the model's layout and attention.
+      program: compiled settings.
+      weights: the model's weights; those of both models if the program has a draft model.
+      request: run-time arguments.
+      state: the loop state.
     """
-    unread = state.read < request.prompts
+    unread, own = state.read < request.prompts, _own_weights(weights)
 
     def step(state: DecodeState) -> DecodeState:
         with jax.named_scope("decode_step"):
+            if program.drafts:
+                return _drafted_step(forward, program, weights, request, state)
             last_token = state.lengths[:, None] - 1
             if state.cache is None:
-                hidden = hidden_states(forward, weights, state.tokens, state.lengths)
+                hidden = hidden_states(forward, own, state.tokens, state.lengths)
                 last = pick_positions(forward, hidden, last_token, whole=True)
             else:
                 newest = forward.on_rows(
                     lambda tokens, at: jnp.take_along_axis(tokens, at, 1), state.tokens, last_token
                 )
-                last, cache = run_window(forward, weights, state.cache, newest, last_token[:, 0], state.lengths)
+                last, cache = run_window(forward, own, state.cache, newest, last_token[:, 0], state.lengths)
                 state = replace(state, cache=cache)
-            return _append(forward, program, weights, request, state, last)
+            return _append(forward, program, own, request, state, last)
 
     def unfinished(state: DecodeState) -> Array:
         return (state.iteration < request.max_iterations) & ~state.done.all()

@@ -16,6 +16,10 @@ MIN_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 1e4
 MAX_SEED = (1 << 63) - 1
 MAX_STOP_TOKENS = 64
+MAX_PROMPT_LOOKUP = 63
+MAX_DRAFT_TOKENS = 63
+# Drafts of a command whose model has a draft model.
+DEFAULT_DRAFT_TOKENS = 4
 # No vocabulary has as many tokens, so this value keeps all of them.
 MAX_TOP_K = 1 << 30
 
@@ -107,9 +111,41 @@ class SamplingConfig:
         exposed=False,
         given_as=("cache", "none"),
     )
+    prompt_lookup: int = parameter(
+        0,
+        Integer(0, MAX_PROMPT_LOOKUP),
+        "Guess this many next tokens, and compute them in the same forward pass: those that followed the last earlier "
+        "occurrence of the row's last three, two or one tokens. The pass then adds one token, and one more for each "
+        "guess that was right. The tokens do not change. No effect without a cache. In requests of a server, which "
+        "compiles its own number, an upper bound.",
+        idle=(0,),
+        speed_only=True,
+    )
+    draft_tokens: int = parameter(
+        0,
+        Integer(0, MAX_DRAFT_TOKENS),
+        "Let the draft model guess this many next tokens, and compute them in one forward pass of the model. The pass "
+        "then adds one token, and one more for each guess that was right. The tokens do not change. No effect without "
+        "a cache or a draft model (draft_checkpoint); with one, prompt_lookup has no effect. In requests of a server, "
+        "which compiles its own number, an upper bound.",
+        flag_help=f"Default with a draft model: {DEFAULT_DRAFT_TOKENS}.",
+        idle=(0,),
+        speed_only=True,
+    )
 
     def __post_init__(self) -> None:
         validate(self)
+
+    @property
+    def drafts(self) -> int:
+        """Drafts of each row: ``draft_tokens`` or ``prompt_lookup``; 0 without a cache, where passes are whole rows."""
+        return self.draft_bound(self)
+
+    def draft_bound(self, compiled: SamplingConfig) -> int:
+        """Return how many drafts of a row of this configuration count, in slots that are compiled for another one."""
+        if not compiled.use_cache:
+            return 0
+        return self.draft_tokens if compiled.draft_tokens else self.prompt_lookup
 
     @classmethod
     def published_for(cls, family: Family, checkpoint_name: str, **overrides: Any) -> SamplingConfig:

@@ -27,7 +27,7 @@ from runtime.execution.result import GenerationResult, GenerationStats, committe
 from runtime.execution.row_request import RowResult, block_span, final_tokens, most_steps_of_row
 from runtime.execution.runner import Runner
 from runtime.execution.slot_kinds import DiffusionSlots, longest_span, open_slots_for
-from runtime.execution.specialization import with_own_drafts
+from runtime.execution.specialization import with_own_drafts, without_drafts
 from sharding.errors import InputError, NonFiniteError
 
 # Seconds between two progress reports, after each of which the caller may end rows: many times less than a user waits
@@ -115,9 +115,8 @@ class WatchedBatch:
         Raises:
           InputError: there are more rows than fit into memory.
         """
-        if isinstance(config, DiffusionConfig):
-            # Every step is shown, so a pass makes one step.
-            config = config.replace(draft_steps=0)
+        # Every step is shown, so a pass makes one step.
+        config = without_drafts(config)
         count = len(rows.requests)
         size = runner.batch_size(count, width, uses_cache(config))
         if count > size:
@@ -228,7 +227,7 @@ def generate_rows(
       NonFiniteError: the model's logits are not finite.
     """
     start, programs = time.perf_counter(), runner.programs
-    config = with_own_drafts(config, runner.layout.spec.data, len(rows.lengths))
+    config = with_own_drafts(config, runner.layout.spec.data, len(rows.lengths), runner.draft is not None)
     compiled, compile_seconds = programs.compiled, programs.seconds
     width = runner.bucket(canvas_length(int(rows.given.max()), config))
     own = CallerRows(rows, config, seeds, runner.layout.config, width)

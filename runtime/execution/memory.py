@@ -68,6 +68,12 @@ class Memory:
         """Total bytes."""
         return sum(tensor.bytes for tensor in (*self.resident, *self.peak))
 
+    def beside(self, draft: Memory) -> Memory:
+        """Return the memory of this model and its draft model, whose passes run one after the other."""
+        resident = [replace(one, name=f"{one.name} (draft model)") for one in draft.resident if one.name != "tokens"]
+        peaks = self.peak, draft.peak
+        return Memory((*self.resident, *resident), max(peaks, key=lambda peak: sum(one.bytes for one in peak)))
+
     @property
     def largest(self) -> list[Tensor]:
         """All tensors, largest first."""

@@ -247,11 +247,11 @@ class OfflineScheduler:
 
 
 def _with_own_drafts(runner: Runner, requests: Sequence[RowRequest], slots: int | None) -> Sequence[RowRequest]:
-    """Return the requests with numbers in place of ``draft_steps="auto"``, for as many rows as run at a time."""
+    """Return the requests with the numbers of drafts that they have, for as many rows as run at a time."""
     data = runner.layout.spec.data
     rows = min(len(requests), DEFAULT_SLOTS * data if slots is None else slots)
     configs = _configs(requests)
-    own = {id(config): with_own_drafts(config, data, rows) for config in configs}
+    own = {id(config): with_own_drafts(config, data, rows, runner.draft is not None) for config in configs}
     if all(own[id(config)] is config for config in configs):
         return requests
     return [replace(request, config=own[id(request.config)]) for request in requests]

@@ -44,10 +44,17 @@ def canvases_of(config: GenerationConfig) -> int:
     return 1 if isinstance(config, SamplingConfig) else 1 + config.drafts
 
 
+def tokens_per_pass(config: GenerationConfig) -> int:
+    """Return the most tokens that a pass adds to an autoregressive row: one, and its drafts; 1 for diffusion."""
+    return 1 + config.drafts if isinstance(config, SamplingConfig) else 1
+
+
 def window_of(runner: Runner, config: GenerationConfig, width: int) -> int:
     """Return the positions of the widest window of a pass with a cache and drafts, on slots of ``width``; 0 without."""
-    if isinstance(config, SamplingConfig) or config.cache == "none" or not config.drafts:
+    if not (config.drafts and uses_cache(config)):
         return 0
+    if isinstance(config, SamplingConfig):
+        return tokens_per_pass(config)
     length, _ = block_schedule(config, width)
     offset = 0 if config.block_rule == "fast_dllm" else runner.layout.config.family.prediction_offset
     return window_widths(config.cache, length, width, config.refresh_blocks, offset=offset)[0]
@@ -94,7 +101,7 @@ class PoolShape:
 def pool_config(runner: Runner, shape: PoolShape) -> GenerationConfig:
     """Return the decoding parameters that a pool compiles: general ones, with a number of drafts for all its slots."""
     config = generalized(with_model_blocks(shape.config, runner.layout.config))
-    return with_own_drafts(config, runner.layout.spec.data, shape.slots)
+    return with_own_drafts(config, runner.layout.spec.data, shape.slots, runner.draft is not None)
 
 
 def steps_per_block(config: GenerationConfig, width: int) -> int:
@@ -146,7 +153,7 @@ def kept_bytes(runner: Runner, config: GenerationConfig, width: int, count: int)
     """Return the bytes per device that slots occupy between passes, without weights and with room for moving rows."""
     runner = runner_for(runner, config)
     memory = memory_of(runner, config, width, count)
-    kept = sum(tensor.bytes for tensor in memory.resident) - weight_bytes(runner.layout, runner.dtype)
+    kept = sum(tensor.bytes for tensor in memory.resident) - runner.weight_bytes
     return MOVE_ROOM * kept if uses_cache(config) else kept
 
 
@@ -155,7 +162,7 @@ def pool_memory(runner: Runner, config: GenerationConfig, width: int, count: int
     runner = runner_for(runner, config)
     memory = memory_of(runner, config, width, count)
     peak = sum(tensor.bytes for tensor in memory.peak)
-    return weight_bytes(runner.layout, runner.dtype) + kept_bytes(runner, config, width, count) + peak
+    return runner.weight_bytes + kept_bytes(runner, config, width, count) + peak
 
 
 def check_pools(runner: Runner, shapes: list[PoolShape]) -> None:
@@ -170,7 +177,7 @@ def check_pools(runner: Runner, shapes: list[PoolShape]) -> None:
         check_kind(model, shape.config)
         if (width := runner.bucket(shape.canvas)) > model.max_positions:
             raise InputError(f"a canvas has {width} positions; the model allows {model.max_positions}")
-    room, weights = runner.room(), weight_bytes(runner.layout, runner.dtype)
+    room, weights = runner.room(), runner.weight_bytes
     kept, peak = 0, 0
     for shape in shapes:
         width, config = runner.bucket(shape.canvas), pool_config(runner, shape)
@@ -195,7 +202,8 @@ def pass_cost(runner: Runner, config: GenerationConfig) -> PassCost:
         if not config.use_cache:
             return PassCost(floor, overhead)
         read = cache_bytes_per_device(layout, spec.data, spec.sequence, runner.cache_dtype)
-        return PassCost(floor, overhead, 1, max(floor, 1) * read / weight_bytes(layout, runner.dtype))
+        per_token = max(floor, 1) * read / weight_bytes(layout, runner.dtype)
+        return PassCost(floor, overhead, tokens_per_pass(config), per_token)
     if config.cache == "none":
         return PassCost(floor, overhead, canvases=canvases_of(config))
     length = config.block_length or DEFAULT_BLOCK_LENGTH
@@ -302,7 +310,7 @@ class Pool:
     def limits(self) -> PoolLimits:
         """The pool's buckets and limits, for a scheduler."""
         most = self.count * self.width if uses_cache(self.config) else math.inf
-        return PoolLimits(self.grid, most, self._data, canvases_of(self.config))
+        return PoolLimits(self.grid, most, self._data, canvases_of(self.config), tokens_per_pass(self.config))
 
     @property
     def held(self) -> list[int]:
@@ -333,6 +341,7 @@ class Pool:
         canvases: dict[int, np.ndarray] = {}
         runs: list[BucketRun] = []
         unread: list[int] = []
+        accepted: dict[int, int] = {}
         for one in plan.buckets:
             there = self._open[one.number]
             if not (there.held and one.iterations):
@@ -347,10 +356,13 @@ class Pool:
             unread += [there.held[slot][0] for slot in slots.unread if slot in there.held]
             finished = {slot: there.held.pop(slot) for slot in list(there.held) if done[slot]}
             results += slots.collect(finished) if finished else []
+            if self.grid.grows:
+                drafts = slots.draft_stats()
+                accepted |= {row: drafts[slot].accepted for slot, (row, _) in there.held.items() if slot in drafts}
             if one.canvases and there.held:
                 canvas = there.slots.canvas()
                 canvases |= {row: _at_full_length(canvas[slot], request) for slot, (row, request) in there.held.items()}
-        return PoolOutcome(plan.pool, results, canvases, runs, unread)
+        return PoolOutcome(plan.pool, results, canvases, runs, unread, accepted)
 
     def _finish(self, rows: Sequence[int]) -> list[RowResult]:
         """Return the results of rows that a stop test has ended. The plan has no slots for them, which evicts them."""
@@ -413,10 +425,10 @@ class Pool:
             # One at a time, so that only one copy is alive. If rows exchange places in a cycle, copy all of them first.
             for row in ready[:1] or left:
                 number, slot = sources[row]
-                taken[row] = self._open[number].slots.take_cache(slot, self.grid.canvas)
+                taken[row] = self._open[number].slots.take_caches(slot, self.grid.canvas)
             for row in list(taken):
                 number, slot = targets[row]
-                self._open[number].slots.put_cache(slot, taken.pop(row))
+                self._open[number].slots.put_caches(slot, taken.pop(row))
                 del left[row]
 
 

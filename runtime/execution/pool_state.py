@@ -26,12 +26,14 @@ class PoolLimits:
       most_positions: limit on the positions of all open buckets together; infinite if rows have no cache.
       data: numbers of rows are multiples of this, see :attr:`runtime.execution.runner.Runner.row_unit`.
       canvases: canvases of each row that a pass computes, see :mod:`runtime.decoding.drafts`.
+      growth: most tokens that an iteration adds to a growing row: one, and its drafts.
     """
 
     grid: Grid
     most_positions: float = math.inf
     data: int = 1
     canvases: int = 1
+    growth: int = 1
 
 
 @dataclass

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from runtime.decoding.autoregressive import DecodeProgram, DecodeRequest, DecodeState, decode, prefill, prefill_chunks
+from runtime.decoding.autoregressive import decode, prefill, prefill_chunks
+from runtime.decoding.decode_state import DecodeProgram, DecodeRequest, DecodeState, DraftedWeights
 from runtime.decoding.diffusion import denoise, denoise_with_logits
 from runtime.decoding.parameters import MAX_STOP_TOKENS
 from runtime.decoding.sampling import log_probabilities, mark_non_finite
@@ -32,7 +33,7 @@ from runtime.models.arrays import abstract, shardings
 from runtime.models.declarations import ModelLayout
 from runtime.models.families import Weights
 from runtime.models.forward import Forward
-from runtime.models.kv_cache import Cache, abstract_cache, put_row, row_spec, take_row
+from runtime.models.kv_cache import abstract_cache
 from runtime.models.transformer import hidden_states, project_logits
 
 Array = jax.Array
@@ -183,7 +184,14 @@ def abstract_denoise(
 
 
 def abstract_decode(
-    layout: ModelLayout, batch: int, length: int, cache_dtype: Any, *, log_probabilities: bool = False
+    layout: ModelLayout,
+    batch: int,
+    length: int,
+    cache_dtype: Any,
+    *,
+    log_probabilities: bool = False,
+    drafts: bool = False,
+    draft: tuple[ModelLayout, Any] | None = None,
 ) -> tuple[DecodeRequest, DecodeState]:
     """Return the arguments of autoregressive decoding as ``ShapeDtypeStruct``, for compiling without data.
 
@@ -193,14 +201,26 @@ def abstract_decode(
       length: T, a multiple of the sequence axis.
       cache_dtype: see :func:`abstract_denoise`.
       log_probabilities: whether the state records log-probabilities.
+      drafts: whether passes draft tokens.
+      draft: layout and cache dtype of the draft model; None without one.
     """
     kinds, sizes = (DecodeRequest, DecodeState), request_sizes(batch, length)
-    return _abstract_loop(layout, kinds, sizes, cache_dtype, log_probabilities=log_probabilities)
+    features = {"log_probabilities": log_probabilities, "drafts": drafts}
+    request, state = _abstract_loop(layout, kinds, sizes, cache_dtype, **features)
+    if draft is not None:
+        state = replace(state, draft_cache=abstract_cache(draft[0], batch, length, draft[1]))
+    return request, state
 
 
 def _lower_step(function: Callable[..., Any], forward: Forward, *arguments: Any) -> jax.stages.Lowered:
     """Lower ``function(weights, request, state, ...) -> state``. The state and its cache are updated in place."""
-    out = shardings(forward.layout, arguments[2])
+    state = arguments[2]
+    if isinstance(state, DecodeState) and state.draft_cache is not None:
+        # Another model's layout places this cache.
+        places = jax.tree.map(lambda leaf: leaf.sharding, state.draft_cache)
+        out = replace(shardings(forward.layout, replace(state, draft_cache=None)), draft_cache=places)
+    else:
+        out = shardings(forward.layout, state)
     return jax.jit(function, out_shardings=out, donate_argnums=2).lower(*arguments)
 
 
@@ -212,7 +232,12 @@ def lower_denoise(
 
 
 def lower_prefill(
-    forward: Forward, program: DecodeProgram, width: int, weights: Weights, request: DecodeRequest, state: DecodeState
+    forward: Forward,
+    program: DecodeProgram,
+    width: int,
+    weights: Weights | DraftedWeights,
+    request: DecodeRequest,
+    state: DecodeState,
 ) -> jax.stages.Lowered:
     """Lower the prefill of all rows, ``width`` positions wide, which also generates their first token."""
     return _lower_step(partial(prefill, forward, program, width), forward, weights, request, state)
@@ -222,7 +247,7 @@ def lower_prefill_chunks(
     forward: Forward,
     program: DecodeProgram,
     chunk: int,
-    weights: Weights,
+    weights: Weights | DraftedWeights,
     request: DecodeRequest,
     state: DecodeState,
     chunks: Array,
@@ -232,53 +257,14 @@ def lower_prefill_chunks(
 
 
 def lower_decode(
-    forward: Forward, program: DecodeProgram, weights: Weights, request: DecodeRequest, state: DecodeState
+    forward: Forward,
+    program: DecodeProgram,
+    weights: Weights | DraftedWeights,
+    request: DecodeRequest,
+    state: DecodeState,
 ) -> jax.stages.Lowered:
     """Lower the loop over the new tokens of an autoregressive model."""
     return _lower_step(partial(decode, forward, program), forward, weights, request, state)
-
-
-def lower_empty_cache(layout: ModelLayout, batch: int, length: int, dtype: Any) -> jax.stages.Lowered:
-    """Lower the creation of an empty cache; see :func:`runtime.models.kv_cache.abstract_cache` for the arguments."""
-    shapes = abstract_cache(layout, batch, length, dtype)
-
-    def make() -> Cache:
-        made: Cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return made
-
-    return jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes)).lower()
-
-
-def lower_take_row(layout: ModelLayout, length: int, cache: Cache, row: Array) -> jax.stages.Lowered:
-    """Lower the copy of one row of a cache, ``length`` positions long; see :func:`runtime.models.kv_cache.take_row`."""
-
-    def take(cache: Cache, row: Array) -> Array:
-        return take_row(layout, cache, row, length)
-
-    return jax.jit(take, out_shardings=_on_layout(layout, row_spec(layout))).lower(cache, row)
-
-
-def lower_put_row(layout: ModelLayout, cache: Cache, row: Array, taken: Array) -> jax.stages.Lowered:
-    """Lower the insertion of a copied row into a cache, in place; see :func:`runtime.models.kv_cache.put_row`."""
-
-    def place(cache: Cache, row: Array, taken: Array) -> Cache:
-        return put_row(layout, cache, row, taken)
-
-    out = jax.tree.map(lambda leaf: leaf.sharding, cache)
-    return jax.jit(place, out_shardings=out, donate_argnums=0).lower(cache, row, taken)
-
-
-def abstract_taken_row(layout: ModelLayout, length: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    """Return the result of the program of :func:`lower_take_row` as ``ShapeDtypeStruct``."""
-    cache = abstract_cache(layout, layout.spec.data, length, dtype)
-    row = jax.ShapeDtypeStruct((), jnp.int32)
-    taken = jax.eval_shape(lambda cache, row: take_row(layout, cache, row, length), cache, row)
-    return jax.ShapeDtypeStruct(taken.shape, taken.dtype, sharding=_on_layout(layout, row_spec(layout)))
-
-
-def _on_layout(layout: ModelLayout, spec: jax.sharding.PartitionSpec) -> jax.sharding.NamedSharding:
-    assert layout.mesh is not None, "programs run on a mesh"
-    return jax.sharding.NamedSharding(layout.mesh, spec)
 
 
 def lower_replicate(layout: ModelLayout, tree: Any) -> jax.stages.Lowered:

@@ -62,6 +62,7 @@ class ScheduledRow:
       index: index among the request's rows, or among its score passes.
       inserted: time at which the row got its slot.
       iterations: number of iterations since then.
+      accepted: accepted steps since then of a row that grows with drafts; otherwise 0.
       prefix: number of tokens before the first open position, in the last canvas that was fetched.
       first_token: time at which the first token was seen; None before that.
       last_growth: time at which ``prefix`` last grew.
@@ -73,6 +74,7 @@ class ScheduledRow:
     index: int
     inserted: float = 0.0
     iterations: int = 0
+    accepted: int = 0
     prefix: int = 0
     first_token: float | None = None
     last_growth: float = 0.0
@@ -87,7 +89,7 @@ class ScheduledRow:
     @property
     def remaining(self) -> int:
         """Approximate upper bound of the iterations that are left, at least 1."""
-        return max(1, iterations_of(self.request) - self.iterations)
+        return max(1, iterations_of(self.request) - self.iterations - self.accepted)
 
     @property
     def stop_test(self) -> StopTest | None:

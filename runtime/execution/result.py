@@ -13,7 +13,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class DraftStats:
-    """How many steps of a row needed no forward pass of their own, because a draft was right (``draft_steps``).
+    """How many steps of a row needed no forward pass of their own, because a draft was right.
+
+    A step is a denoise step (``draft_steps``), or a new token of an autoregressive row (``prompt_lookup``,
+    ``draft_tokens``).
 
     Attributes:
       passes: forward passes in which the row took part; each made one step, and those that its drafts allowed.
@@ -37,8 +40,8 @@ class GenerationStats:
       forwards: number of forward passes, all batches together. With a cache, one pass may consist of refreshes of some
         rows, one after another, and a window pass of the others.
       positions: number of positions that the passes computed for unfinished rows, prompts and all drafts included.
-      row_passes: with ``draft_steps``, forward passes times the unfinished rows in them.
-      accepted_steps: with ``draft_steps``, steps of all rows that drafts allowed, so that they needed no own pass.
+      row_passes: with drafts, forward passes times the unfinished rows in them.
+      accepted_steps: steps of all rows that drafts allowed, so that they needed no own pass.
       steps: number of requested denoise steps; with blocks, the maximum number of steps of any row.
       tokens: number of committed tokens up to the ends of the rows.
       seconds: wall time, compilation included.
@@ -75,7 +78,7 @@ class GenerationResult:
       log_probabilities: float32 ``[B, S + N]``, the log-probability of each new token under the model (without
         temperature and filters) when it was chosen, and 0 elsewhere; None if it was not requested.
       stats: numbers of passes, steps and tokens, and times.
-      drafts: one per row with ``draft_steps``, otherwise empty.
+      drafts: one per row with drafts (``draft_steps``, ``prompt_lookup``, ``draft_tokens``), otherwise empty.
     """
 
     sequences: np.ndarray

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from runtime.decoding.autoregressive import DecodeRequest, DecodeState
 from runtime.decoding.block_schedule import block_schedule, steps_of_a_block
+from runtime.decoding.decode_state import DecodeRequest, DecodeState
 from runtime.decoding.draft_counts import AUTO_DRAFTS
 from runtime.decoding.loop_parameters import row_values
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
@@ -157,6 +157,7 @@ def autoregressive_row(
         # At temperature 0 filters have no effect, because the most probable token passes all of them.
         **row_values(config if config.temperature > 0 else config.replace(top_p=None, top_k=None)),
         max_iterations=UNLIMITED,
+        drafts=config.draft_bound(default) if default.drafts else None,
     ), one_row(
         DecodeState,
         tokens=tokens,
@@ -166,4 +167,5 @@ def autoregressive_row(
         non_finite=False,
         iteration=0,
         log_probabilities=np.zeros(width) if default.log_probabilities else None,
+        passes=0 if default.drafts else None,
     )

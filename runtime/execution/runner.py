@@ -67,10 +67,18 @@ class Runner:
       programs: the compiled programs.
       buckets: the buckets that have been used, by a key of everything else that their programs depend on.
       row_unit: the number of rows on the devices is a multiple of this.
+      draft: the draft model on the same devices, see :mod:`runtime.decoding.draft_model`; None without one. Its own
+        programs are not used: those of this runner run both models.
     """
 
     def __init__(
-        self, layout: ModelLayout, weights: Weights, attention: str, max_batch: int | None, kv_cache: str = "model"
+        self,
+        layout: ModelLayout,
+        weights: Weights,
+        attention: str,
+        max_batch: int | None,
+        kv_cache: str = "model",
+        draft: Runner | None = None,
     ) -> None:
         """Create a runner from weights that are already on the layout's mesh.
 
@@ -80,6 +88,7 @@ class Runner:
           attention: see :func:`runtime.models.attention.choose_attention`.
           max_batch: maximum number of rows on the devices at a time; None for what memory allows.
           kv_cache: dtype of the cache, one of :data:`runtime.models.kv_cache.CACHE_DTYPES`.
+          draft: the draft model, on a layout from :func:`runtime.execution.draft_models.layout_beside`.
 
         Raises:
           InputError: the attention implementation cannot run on these devices.
@@ -97,6 +106,7 @@ class Runner:
         self._row_limits: dict[tuple[int, bool, int, int], int] = {}
         self.buckets: dict[Hashable, set[Bucket]] = {}
         self.row_unit = layout.spec.data
+        self.draft = draft
         check_attention(layout, attention, self.dtype)
 
     def over_data(self, canvases: int) -> Runner:
@@ -209,15 +219,23 @@ class Runner:
         step = _WIDTH_STEPS.get(self.platform, _WIDTH_STEP_DEFAULT)
         return math.lcm(step, self.layout.spec.sequence)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on each device, those of the draft model included."""
+        own = weight_bytes(self.layout, self.dtype)
+        return own if self.draft is None else own + self.draft.weight_bytes
+
     def room(self) -> float | None:
         """Return the bytes per device that may be planned for, weights included; None if the device reports no size."""
-        memory, weights = device_memory(self._device), weight_bytes(self.layout, self.dtype)
+        memory, weights = device_memory(self._device), self.weight_bytes
         return None if memory is None else weights + _ACTIVATION_SHARE * (memory - weights)
 
     def memory(self, rows: int, canvas: int, cached: bool, canvases: int = 1, window: int = 0) -> Memory:
         """Estimate the memory that passes need on each device, weights included.
 
         They are passes over whole rows and, with a cache and drafts, over the windows of all canvases.
+
+        They need the most memory in every mode, unless windows have logits at many positions.
 
         Args:
           rows: rows per shard, see :attr:`row_shards`.
@@ -233,10 +251,13 @@ class Runner:
         computed = math.ceil(rows * canvases * self.row_shards / spec.data) if canvases > 1 else 0
         kept, attention = self.cache_dtype if cached else None, self.forward(canvas).attention
         passes = [PassShape(rows, canvas // spec.sequence, canvas, head, attention, 0 if cached else computed)]
-        if cached and canvases > 1:
-            head = min(window, head * spec.sequence)
-            passes.append(PassShape(rows, window, canvas // spec.sequence, head, "xla", rows * canvases))
-        return memory_of_passes(self.layout, self.dtype, device, rows, canvas, passes, kept)
+        if cached and window:
+            # An autoregressive row has logits at all positions of its window, and a canvas at those of a chunk.
+            head = window if canvases == 1 else min(window, head * spec.sequence)
+            drafted = rows * canvases if canvases > 1 else 0
+            passes.append(PassShape(rows, window, canvas // spec.sequence, head, "xla", drafted))
+        found = memory_of_passes(self.layout, self.dtype, device, rows, canvas, passes, kept)
+        return found if self.draft is None else found.beside(self.draft.memory(rows, canvas, cached, window=2))
 
 
 def canvas_bucket(length: int, layout: ModelLayout, platform: str) -> int:
@@ -290,13 +311,19 @@ def weight_bytes(layout: ModelLayout, dtype: Any) -> int:
     return layout.bytes_per_device(dtype)
 
 
-def check_memory(layout: ModelLayout, dtype: Any, device: Any) -> None:
+def check_memory(layout: ModelLayout, dtype: Any, device: Any, others: int = 0) -> None:
     """Check that the weights fit into device memory, before any is read.
+
+    Args:
+      layout: the layout.
+      dtype: dtype of the weights.
+      device: one of the devices.
+      others: bytes of weights of another model on each device.
 
     Raises:
       MeshError: they do not fit. The message says what each device would hold, and what would help.
     """
-    memory, needed = device_memory(device), weight_bytes(layout, dtype)
+    memory, needed = device_memory(device), weight_bytes(layout, dtype) + others
     if memory is None or needed <= memory:
         return
     advice = "a larger tensor axis" if device.platform != "cpu" else "a machine with more memory"

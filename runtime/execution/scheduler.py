@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.execution.assignment import MOVE_GAIN, Choice, Need, OpenBucket, assign
-from runtime.execution.buckets import Bucket, Grid, pack
+from runtime.execution.buckets import Bucket, pack
 from runtime.execution.fair_queue import FairQueue
 from runtime.execution.pool_state import PoolLimits, PoolState
 from runtime.execution.requests import (
@@ -229,7 +229,7 @@ class Scheduler:
     def _assign(self, pool: PoolState, new: Sequence[int]) -> None:
         """Assign all rows of a pool to slots."""
         limits = pool.limits
-        needs = {row: self._need(self._rows[row], limits.grid) for row in (*pool.rows, *new)}
+        needs = {row: self._need(self._rows[row], limits) for row in (*pool.rows, *new)}
         usable = [bucket for bucket in limits.grid.buckets if bucket in pool.available]
         choice = Choice(usable, limits.grid.cost, limits.most_positions, limits.data, self.policy.move_gain)
         places = {row: (one.number, slot) for one in pool.buckets for slot, row in enumerate(one.slots)}
@@ -244,12 +244,13 @@ class Scheduler:
         now = {row: (one.number, slot) for one in pool.buckets for slot, row in enumerate(one.slots)}
         self.stats.moves += sum(row is not None and row in now and now[row] != place for row, place in places.items())
 
-    def _need(self, row: ScheduledRow, grid: Grid) -> Need:
+    def _need(self, row: ScheduledRow, limits: PoolLimits) -> Need:
         length = row.request.canvas_length
-        if not grid.grows:
+        if not limits.grid.grows:
             return Need(length, length)
-        # The prefill generates one token, and each iteration another one.
-        written = len(row.request.tokens) + 1 + row.iterations + self.policy.max_iterations
+        # The prefill generates one token, and each iteration another one, or more with drafts.
+        written = len(row.request.tokens) + 1 + row.iterations + row.accepted
+        written += self.policy.max_iterations * limits.growth
         return Need(min(length, written), min(length, written + _ROOM_TO_GROW))
 
     def _share_step(self) -> dict[tuple[int, int], int]:
@@ -350,6 +351,7 @@ class Scheduler:
                 row = self._rows[held]
                 row.unread = held in outcome.unread
                 row.iterations += 0 if row.unread else run.iterations
+                row.accepted = outcome.accepted.get(held, 0)
         for number, canvas in outcome.canvases.items():
             row = self._rows[number]
             prompt = len(row.request.tokens)

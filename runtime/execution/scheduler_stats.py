@@ -13,7 +13,7 @@ class SchedulerStats:
       rows: number of finished rows.
       tokens: number of tokens committed in finished rows, up to the rows' ends.
       forwards: number of forward passes, prefills included.
-      accepted_steps: steps of finished rows that drafts allowed, see :mod:`runtime.decoding.drafts`.
+      accepted_steps: steps of finished rows that drafts allowed, see :class:`runtime.execution.result.DraftStats`.
       slot_iterations: iterations times slots, summed over all buckets.
       busy_iterations: iterations in which a finished row committed a token, summed over the rows.
       in_flight_iterations: iterations of the rows that are still in slots.

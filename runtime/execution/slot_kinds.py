@@ -5,9 +5,6 @@ Dimension letters: B slots, S canvas of a request (its prompt and its new tokens
 
 from __future__ import annotations
 
-import itertools
-import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,23 +16,20 @@ from runtime.decoding.block_schedule import block_schedule
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.decoding.schedule import padded_steps
 from runtime.decoding.state import ENTRIES_PER_STEP
+from runtime.execution.autoregressive_slots import AutoregressiveSlots
 from runtime.execution.canvas import pad_after_end
 from runtime.execution.programs import (
-    abstract_decode,
     abstract_denoise,
     fetch,
-    lower_decode,
     lower_denoise,
-    lower_prefill,
-    lower_prefill_chunks,
     put,
 )
 from runtime.execution.result import DraftStats
-from runtime.execution.row_arrays import autoregressive_row, diffusion_row
+from runtime.execution.row_arrays import diffusion_row
 from runtime.execution.row_request import RowRequest, RowResult, block_span
 from runtime.execution.runner import Runner
-from runtime.execution.slots import MovingRow, Row, Slots
-from runtime.execution.specialization import decode_program, denoise_program
+from runtime.execution.slots import Slots
+from runtime.execution.specialization import denoise_program
 
 
 class DiffusionSlots(Slots):
@@ -179,7 +173,7 @@ class DiffusionSlots(Slots):
             model = self._runner.layout.config
             canvas = np.where(canvas == model.mask_token_id, model.pad_token_id, canvas)
         log_probabilities, refreshes = self._log_probabilities(), fetch(self.state.refreshes)
-        windows, non_finite, drafts = fetch(self.state.window_positions), self.non_finite(), self._draft_stats()
+        windows, non_finite, drafts = fetch(self.state.window_positions), self.non_finite(), self.draft_stats()
         return [
             RowResult(
                 number,
@@ -193,205 +187,12 @@ class DiffusionSlots(Slots):
             for slot, (number, request) in taken.items()
         ]
 
-    def _draft_stats(self) -> dict[int, DraftStats]:
-        """Return the passes and accepted steps of each slot; empty without drafts."""
+    def draft_stats(self) -> dict[int, DraftStats]:
+        """Return the passes and accepted steps of each slot; see :meth:`Slots.draft_stats`."""
         if self.state.drafts is None:
             return {}
         pairs = zip(fetch(self.state.passes).tolist(), fetch(self.state.made_steps).tolist(), strict=True)
         return {slot: DraftStats(made, steps - made) for slot, (made, steps) in enumerate(pairs)}
-
-
-class AutoregressiveSlots(Slots):
-    """Slots of an autoregressive model."""
-
-    def __init__(
-        self, runner: Runner, config: SamplingConfig, width: int, count: int, prompt: int, together: bool = True
-    ) -> None:
-        """Create free slots.
-
-        Args:
-          runner: the model on its mesh.
-          config: decoding parameters that determine what is compiled. All requests must have the same
-            :func:`runtime.execution.specialization.program_key`.
-          width: bucket of prompts with their new tokens.
-          count: B, a multiple of the data axis.
-          prompt: number of tokens of the longest prompt.
-          together: whether one pass prefills all rows of the first insertion, and reads a prompt that adjacent rows
-            share only once. All other prompts are read in chunks.
-        """
-        self._config, self._prompt = config, min(width, runner.bucket(prompt))
-        self._chunk = min(width, runner.prompt_chunk)
-        self._forward = runner.forward(self._prompt if config.use_cache else width)
-        self._program = decode_program(config, runner.layout.config.vocab_size)
-        # Size of the groups of adjacent rows with the same prompt in the first insertion, and whether its prefill is
-        # still to run.
-        self._shared, self._prefill_pending, self._together = 1, False, together
-        self._own_prompt = np.ones(count, bool)
-        # For each slot, the number of prompt tokens, and how many of them are in the cache.
-        self._prompts, self._read = np.ones(count, int), np.ones(count, int)
-        super().__init__(runner, width, count, config.use_cache)
-
-    def _row(self, request: RowRequest | None) -> tuple[Any, Any]:
-        return autoregressive_row(request, self._config, self._runner.layout.config, self.width)
-
-    def _abstract(self) -> tuple[Any, Any]:
-        return abstract_decode(
-            self._runner.layout,
-            self.count,
-            self.width,
-            self._own_cache_dtype,
-            log_probabilities=self._config.log_probabilities,
-        )
-
-    @property
-    def unread(self) -> list[int]:
-        """Slots whose prompts are not completely read; see :attr:`Slots.unread`."""
-        return [int(slot) for slot in np.flatnonzero(self._read < self._prompts)]
-
-    def run(
-        self, max_iterations: int | None = None, step_limit: int | None = None, chunks: int | None = None
-    ) -> np.ndarray:
-        """Run iterations, each of one token per row; see :meth:`Slots.run`. ``step_limit`` is ignored."""
-        del step_limit
-        self.request = replace(self.request, max_iterations=self._limit(max_iterations))
-        self.state = replace(self.state, iteration=self._device_scalar(0))
-        if self._prefill_pending:
-            self._prefill()
-        elif self.unread:
-            self._prefill_chunks(chunks)
-        if max_iterations is None or max_iterations > int(fetch(self.state.iteration)):
-            arguments = (self._runner.weights, self.request, self.state)
-            self.state = self._decode_program(arguments)(*arguments)
-        made = int(fetch(self.state.iteration))
-        self.iterations += made
-        self.forwards += made
-        return fetch(self.state.done)
-
-    def insert(self, rows: Mapping[int, Row]) -> None:
-        """Insert rows; see :meth:`Slots.insert`. The next runs start by reading the new rows' prompts."""
-        first = self.request is None
-        super().insert(rows)
-        new = [slot for slot, row in rows.items() if isinstance(row, RowRequest)]
-        self._own_prompt[[slot for slot, row in rows.items() if row is not None]] = True
-        for slot, row in rows.items():
-            if isinstance(row, MovingRow):
-                self._own_prompt[slot] = row.reads_prompt
-        if not self._config.use_cache:
-            return
-        for slot, row in rows.items():
-            self._prompts[slot], self._read[slot] = _prompt_and_read(row)
-        if not new:
-            return
-        if first and self._together and len(new) == len([row for row in rows.values() if row is not None]):
-            own = self.count // self._runner.layout.spec.data
-            self._shared = _shared_prompt_group(
-                [row.tokens for row in rows.values() if isinstance(row, RowRequest)], own
-            )
-            self._own_prompt, self._prefill_pending = np.arange(self.count) % self._shared == 0, True
-        elif self._prefill_pending:
-            self._prefill()
-            self.forwards += 1
-
-    def take(self, slots: Sequence[int]) -> dict[int, MovingRow]:
-        """Copy rows; see :meth:`Slots.take`. A pending prefill runs first."""
-        if self._prefill_pending:
-            self._prefill()
-            self.forwards += 1
-        return {
-            slot: replace(row, reads_prompt=bool(self._own_prompt[slot])) for slot, row in super().take(slots).items()
-        }
-
-    def compile(self) -> None:
-        """See :meth:`Slots.compile`."""
-        arguments = (self._runner.weights, *self._abstract())
-        self._decode_program(arguments)
-        if self._config.use_cache:
-            chunks = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
-            self._prefill_chunks_program((*arguments, chunks))
-
-    def _decode_program(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-        key = ("decode", self._forward, self._program)
-        return self._compiled(key, arguments, lambda: lower_decode(self._forward, self._program, *arguments))
-
-    def _prefill_chunks_program(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-        return self._compiled(
-            ("prefill chunks", self._chunk, self._forward, self._program),
-            arguments,
-            lambda: lower_prefill_chunks(self._forward, self._program, self._chunk, *arguments),
-        )
-
-    def _prefill(self) -> None:
-        """Prefill all slots in one pass, and generate the first token of each row."""
-        program = replace(self._program, samples=self._shared)
-        arguments = (self._runner.weights, self.request, self.state)
-        run = self._compiled(
-            ("prefill", self._prompt, self._forward, program),
-            arguments,
-            lambda: lower_prefill(self._forward, program, self._prompt, *arguments),
-        )
-        self.state, self._prefill_pending = run(*arguments), False
-
-    def _prefill_chunks(self, chunks: int | None) -> None:
-        """Read the next chunks of prompts. A row whose prompt has been read to its end gets its first token."""
-        start, before = time.perf_counter(), self._read
-        arguments = (self._runner.weights, self.request, self.state, self._limit(chunks))
-        self.state = self._prefill_chunks_program(arguments)(*arguments)
-        self._read = fetch(self.state.read).astype(int)
-        # Chunks that each slot has read in this run: the number so far, minus the number before.
-        passes = -(-self._read // self._chunk) + before // -self._chunk
-        self.forwards += int(passes.reshape(self._runner.layout.spec.data, -1).sum(axis=1).max())
-        self.prefill_seconds += time.perf_counter() - start
-
-    def canvas(self) -> np.ndarray:
-        """Return the slots' tokens; see :meth:`Slots.canvas`."""
-        tokens, lengths = fetch(self.state.tokens), fetch(self.state.lengths)
-        return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, -1)
-
-    def collect(self, taken: Mapping[int, tuple[int, RowRequest]], ended_early: bool = False) -> list[RowResult]:
-        """Return the results of rows; see :meth:`Slots.collect`. Commit steps are indices of the new tokens."""
-        del ended_early  # positions that are not generated hold padding anyway
-        tokens, lengths = fetch(self.state.tokens), fetch(self.state.lengths)
-        log_probabilities, non_finite = self._log_probabilities(), self.non_finite()
-        found = []
-        for slot, (number, request) in taken.items():
-            prompt, length = len(request.tokens), int(lengths[slot])
-            steps = np.arange(request.length, dtype=np.int32) - prompt
-            steps[length:] = -1
-            own = None if log_probabilities is None else _at_length(log_probabilities[slot], request.length, 0)
-            # A growing row may be in slots that are narrower than its full length.
-            sequence = _at_length(tokens[slot], request.length, self._runner.layout.config.pad_token_id)
-            positions = self._positions(slot, prompt, length - prompt)
-            steps = np.maximum(steps, -1)
-            found.append(RowResult(number, sequence, steps, own, positions, bool(non_finite[slot])))
-        return found
-
-    def _positions(self, slot: int, prompt: int, new: int) -> int:
-        """Return the number of positions that forward passes computed for a row with ``new`` new tokens."""
-        if not self._config.use_cache:
-            return new * prompt + new * (new - 1) // 2
-        return (prompt if self._own_prompt[slot] else 0) + max(0, new - 1)
-
-
-def _prompt_and_read(row: Row) -> tuple[int, int]:
-    """Return the number of tokens of a row's prompt, and how many are in the cache. An empty slot has none to read."""
-    if isinstance(row, MovingRow):
-        return int(row.request.prompts[0]), int(row.state.read[0])
-    return (1, 1) if row is None else (len(row.tokens), 0)
-
-
-def _at_length(values: np.ndarray, length: int, fill: float) -> np.ndarray:
-    """Return the first ``length`` values of a row, extended with ``fill`` if there are fewer."""
-    own = values[:length]
-    return np.append(own, np.full(length - len(own), fill, values.dtype))
-
-
-def _shared_prompt_group(prompts: Sequence[Sequence[int]], slots: int) -> int:
-    """Return the largest size of equal groups of adjacent rows such that the rows of each group share a prompt.
-
-    No group crosses a shard of ``slots`` rows.
-    """
-    runs = [len(list(same)) for _, same in itertools.groupby(prompts, key=tuple)]
-    return math.gcd(*runs, slots) if runs else 1
 
 
 def open_slots(

@@ -17,17 +17,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from runtime.execution.programs import (
+from runtime.execution.cache_programs import (
     abstract_taken_row,
-    fetch,
     lower_empty_cache,
     lower_put_row,
-    lower_replicate,
     lower_take_row,
+)
+from runtime.execution.programs import (
+    fetch,
+    lower_replicate,
     put,
     put_tree,
     shapes_of,
 )
+from runtime.execution.result import DraftStats
 from runtime.execution.row_arrays import UNLIMITED
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import Runner
@@ -109,6 +112,10 @@ class Slots(abc.ABC):
         return fetch(self.state.non_finite)
 
     @abc.abstractmethod
+    def draft_stats(self) -> dict[int, DraftStats]:
+        """Return the passes and accepted steps of each slot's row so far; empty without drafts."""
+
+    @abc.abstractmethod
     def canvas(self) -> np.ndarray:
         """Return the current tokens of the slots, int32 ``[B, S]``, with -1 at positions that have no token yet."""
 
@@ -135,10 +142,10 @@ class Slots(abc.ABC):
         free = self._row(None)
         if self.request is None:
             parts = jax.tree.map(lambda values: np.repeat(values, self.count, axis=0), _only_rows(free))
-            cache = self._empty_cache() if self._cached else None
+            caches = {name: self._empty_program(name, own)() for name, own in self._caches.items()}
         else:
             parts = self._fetch_rows()
-            free, cache = (self.request, self.state), self.state.cache
+            free, caches = (self.request, self.state), {name: getattr(self.state, name) for name in self._caches}
         # Masked positions have weight 0 in attention, but 0 times NaN is NaN, so NaN in the cache of the old row would
         # spread to the new one.
         to_clear = [slot for slot in rows if self._cached and parts[1].non_finite[slot]]
@@ -147,13 +154,16 @@ class Slots(abc.ABC):
                 values[slot] = own[0]
         request, state = (replace(tree, **row_fields(part)) for tree, part in zip(free, parts, strict=True))
         self.request = put_tree(self._runner.layout, request)
-        self.state = replace(put_tree(self._runner.layout, replace(state, cache=None)), cache=cache)
+        without = replace(state, **dict.fromkeys(caches))
+        self.state = replace(put_tree(self._runner.layout, without), **caches)
         for slot in to_clear:
             self._clear_cache(slot)
 
     def _clear_cache(self, slot: int) -> None:
-        zeros = abstract_taken_row(self._runner.layout, self.width, self._runner.cache_dtype)
-        self.put_cache(slot, put(np.zeros(zeros.shape, zeros.dtype), zeros.sharding))
+        shapes = {
+            name: abstract_taken_row(own.layout, self.width, own.cache_dtype) for name, own in self._caches.items()
+        }
+        self.put_caches(slot, {name: put(np.zeros(one.shape, one.dtype), one.sharding) for name, one in shapes.items()})
 
     def _row_arrays(self, row: Row) -> tuple[Any, Any]:
         """Return request and state of a row, resized to these slots; see :class:`MovingRow`."""
@@ -179,19 +189,24 @@ class Slots(abc.ABC):
 
         return {slot: MovingRow(*row(slot)) for slot in slots}
 
-    def take_cache(self, slot: int, length: int) -> jax.Array | None:
-        """Copy a row's cache, padded to ``length`` positions; None if rows have no cache."""
-        if self.state.cache is None:
-            return None
-        arguments = (self.state.cache, self._device_scalar(slot))
-        return self._take_program(length, arguments)(*arguments)
+    @property
+    def _caches(self) -> dict[str, Runner]:
+        """The caches of the slots: for each one's name in the state, the model that it belongs to."""
+        return {"cache": self._runner} if self._cached else {}
 
-    def put_cache(self, slot: int, taken: jax.Array | None) -> None:
-        """Set the cache of a row that has moved here to a copy from :meth:`take_cache`."""
-        if taken is None:
-            return
-        arguments = (self.state.cache, self._device_scalar(slot), taken)
-        self.state = replace(self.state, cache=self._put_program(arguments)(*arguments))
+    def take_caches(self, slot: int, length: int) -> dict[str, jax.Array]:
+        """Copy a row's caches, padded to ``length`` positions, by their names; empty if rows have no cache."""
+        taken = {}
+        for name, own in self._caches.items():
+            arguments = (getattr(self.state, name), self._device_scalar(slot))
+            taken[name] = self._take_program(name, own, length, arguments)(*arguments)
+        return taken
+
+    def put_caches(self, slot: int, taken: Mapping[str, jax.Array]) -> None:
+        """Set the caches of a row that has moved here to copies from :meth:`take_caches`."""
+        for name, own in self._caches.items():
+            arguments = (getattr(self.state, name), self._device_scalar(slot), taken[name])
+            self.state = replace(self.state, **{name: self._put_program(name, own, arguments)(*arguments)})
 
     # ---- programs ---------------------------------------------------------------------------------------------
 
@@ -212,22 +227,18 @@ class Slots(abc.ABC):
         key = ("whole", type(self), layout.rules)
         return self._compiled(key, (trees,), lambda: lower_replicate(layout, trees))
 
-    def _take_program(self, length: int, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-        layout = self._runner.layout
-        return self._compiled(("take", length), arguments, lambda: lower_take_row(layout, length, *arguments))
+    def _take_program(self, name: str, own: Runner, length: int, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+        lower = functools.partial(lower_take_row, own.layout, length, *arguments)
+        return self._compiled(("take", name, length), arguments, lower)
 
-    def _put_program(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-        return self._compiled("put", arguments, lambda: lower_put_row(self._runner.layout, *arguments))
+    def _put_program(self, name: str, own: Runner, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+        return self._compiled(("put", name), arguments, functools.partial(lower_put_row, own.layout, *arguments))
 
-    def _empty_cache(self) -> Any:
-        return self._empty_cache_program()()
-
-    def _empty_cache_program(self) -> jax.stages.Compiled:
-        runner, shape = self._runner, (self.count, self.width)
-        key = ("empty", *shape)
+    def _empty_program(self, name: str, own: Runner) -> jax.stages.Compiled:
+        key = ("empty", name, self.count, self.width)
         # This program only fills memory, so it is not counted among the compiled programs.
-        lower = functools.partial(lower_empty_cache, runner.layout, *shape, runner.cache_dtype)
-        return runner.programs.prepare(key, lower, counts=False)
+        lower = functools.partial(lower_empty_cache, own.layout, self.count, self.width, own.cache_dtype)
+        return self._runner.programs.prepare(key, lower, counts=False)
 
     def compile_moves(self, length: int) -> None:
         """Compile the programs that move rows to and from slots of up to ``length`` positions.
@@ -237,12 +248,12 @@ class Slots(abc.ABC):
         request, state = self._abstract()
         if jax.process_count() > 1:
             self._whole_program(_only_rows((request, state)))
-        if self._cached:
-            layout, number = self._runner.layout, jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
-            taken = abstract_taken_row(layout, length, self._runner.cache_dtype)
-            self._empty_cache_program()
-            self._take_program(length, (state.cache, number))
-            self._put_program((state.cache, number, taken))
+        number = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
+        for name, own in self._caches.items():
+            taken = abstract_taken_row(own.layout, length, own.cache_dtype)
+            self._empty_program(name, own)
+            self._take_program(name, own, length, (getattr(state, name), number))
+            self._put_program(name, own, (getattr(state, name), number, taken))
 
     @property
     def _own_cache_dtype(self) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from runtime.decoding.autoregressive import DecodeProgram
 from runtime.decoding.block_schedule import block_schedule, window_widths
+from runtime.decoding.decode_state import DecodeProgram
 from runtime.decoding.draft_counts import AUTO_DRAFTS, drafts_on_idle_devices
 from runtime.decoding.loop_parameters import setting_values
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
@@ -14,6 +14,7 @@ from runtime.decoding.schema import declared_parameters
 from runtime.decoding.state import DenoiseProgram
 from runtime.execution.runner import Runner
 from runtime.models.config import ModelConfig
+from runtime.models.forward import Forward
 
 
 def sampling_rule(config: DiffusionConfig, vocab_size: int, model_dtype: str) -> SamplingRule:
@@ -47,21 +48,34 @@ def divides_drafts(config: DiffusionConfig | SamplingConfig) -> bool:
     return isinstance(config, DiffusionConfig) and config.drafts > 0 and config.draft_axis == "data"
 
 
-def with_own_drafts(config: DiffusionConfig | SamplingConfig, data: int, rows: int) -> DiffusionConfig | SamplingConfig:
-    """Return the configuration with a number in place of ``draft_steps="auto"``, and with the axis of its drafts.
+def with_own_drafts(
+    config: DiffusionConfig | SamplingConfig, data: int, rows: int, draft_model: bool = False
+) -> DiffusionConfig | SamplingConfig:
+    """Return the configuration with the number of drafts that rows have on this mesh.
 
-    There are drafts only with the schedule and without a cache, where a step computes whole canvases.
+    It replaces ``draft_steps="auto"``, with the axis of these drafts: there are some only with the schedule and without
+    a cache, where a step computes whole canvases. ``draft_tokens`` is 0 without a draft model.
 
     Args:
       config: decoding parameters.
       data: size of the ``data`` axis.
       rows: rows that are generated at a time.
+      draft_model: whether there is a draft model.
     """
-    if isinstance(config, SamplingConfig) or config.draft_steps != AUTO_DRAFTS:
+    if isinstance(config, SamplingConfig):
+        return config if draft_model or not config.draft_tokens else config.replace(draft_tokens=0)
+    if config.draft_steps != AUTO_DRAFTS:
         return config
     exact = config.cache == "none" and config.parallel == "none" and not config.variable_length
     drafts = drafts_on_idle_devices(data, rows) if exact else 0
     return config.replace(draft_steps=drafts, draft_axis="data" if drafts else config.draft_axis)
+
+
+def without_drafts(config: DiffusionConfig | SamplingConfig) -> DiffusionConfig | SamplingConfig:
+    """Return the configuration without drafts, in which each pass makes one step. It generates the same tokens."""
+    if isinstance(config, SamplingConfig):
+        return config.replace(prompt_lookup=0, draft_tokens=0)
+    return config.replace(draft_steps=0)
 
 
 def denoise_program(
@@ -111,13 +125,16 @@ def denoise_program(
     )
 
 
-def decode_program(config: SamplingConfig, vocab_size: int, samples: int = 1) -> DecodeProgram:
+def decode_program(
+    config: SamplingConfig, vocab_size: int, samples: int = 1, draft: Forward | None = None
+) -> DecodeProgram:
     """Return the compiled settings of an autoregressive request.
 
     Args:
       config: decoding parameters of the request.
       vocab_size: size of the model's vocabulary.
       samples: number of adjacent rows that share a prompt, which is prefilled once for all of them.
+      draft: layout and attention of the draft model, if there is one; used only with ``draft_tokens``.
     """
     return DecodeProgram(
         **setting_values(config),
@@ -131,6 +148,8 @@ def decode_program(config: SamplingConfig, vocab_size: int, samples: int = 1) ->
         ),
         log_probabilities=config.log_probabilities,
         samples=samples,
+        drafts=config.drafts,
+        draft=draft if config.use_cache and config.draft_tokens else None,
     )
 
 
@@ -146,7 +165,8 @@ def program_key(runner: Runner, config: DiffusionConfig | SamplingConfig, width:
     """
     model = runner.layout.config
     if isinstance(config, SamplingConfig):
-        return decode_program(config, model.vocab_size), config.use_cache
+        draft = None if runner.draft is None else runner.draft.forward(width)
+        return decode_program(config, model.vocab_size, draft=draft), config.use_cache
     chunk = runner.chunk(runner.layout.spec.data, width)
     program = denoise_program(config, model, str(runner.dtype), chunk=chunk, width=width, span=width)
     return program, config.cache

@@ -163,6 +163,7 @@ class PoolOutcome:
         yet. Only buckets whose plan requests canvases are included.
       runs: the buckets that ran.
       unread: rows whose prompts are not completely in the cache. No tokens were chosen for them.
+      accepted: by the number of each unfinished row that grows with drafts, its accepted steps so far.
     """
 
     pool: int
@@ -170,6 +171,7 @@ class PoolOutcome:
     canvases: Mapping[int, np.ndarray]
     runs: Sequence[BucketRun]
     unread: Collection[int] = ()
+    accepted: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def iterations(self) -> int:

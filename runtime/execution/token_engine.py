@@ -6,10 +6,13 @@ Dimension letters: B batch, S the caller's width, N new tokens, V vocab.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from checkpoints import CheckpointFolder, load_weights, open_folder
+from checkpoints.loading import LoadedBytes, Progress, check_weights
 from runtime.decoding.block_schedule import canvas_length
 from runtime.decoding.parameters import DiffusionConfig, SamplingConfig
 from runtime.execution.caller_rows import CallerRows
@@ -18,12 +21,15 @@ from runtime.execution.hooks import LogitsHook, TokensHook
 from runtime.execution.left_padding import read_rows
 from runtime.execution.likelihood import Pair, estimate_log_likelihoods, log_likelihoods
 from runtime.execution.offline import OfflineScheduler
+from runtime.execution.options import check_options
 from runtime.execution.requests import StopTest
 from runtime.execution.result import GenerationResult
 from runtime.execution.row_request import RowRequest
 from runtime.execution.rows import check_kind, check_row, default_config, prepare_rows, with_model_blocks
 from runtime.execution.runner import Runner
 from runtime.execution.scoring import logits_of_rows, score_batch
+from runtime.models.families import Weights, parse_config
+from runtime.models.placement import place_weights
 from sharding.errors import InputError
 
 GenerationConfig = DiffusionConfig | SamplingConfig
@@ -37,11 +43,13 @@ class TokenEngine:
       layout: the layout of the model on the mesh.
       config: the model's configuration.
       dtype: dtype of the weights on the devices.
+      loaded: how many bytes this host loaded from the checkpoint; None if the weights are not from a checkpoint.
     """
 
     def __init__(self, runner: Runner) -> None:
         """Create an engine from a runner."""
         self.runner = runner
+        self.loaded: LoadedBytes | None = None
         self.layout, self.config, self.dtype = runner.layout, runner.layout.config, runner.dtype
 
     @property
@@ -74,6 +82,34 @@ class TokenEngine:
         """Complete a configuration for token-level calls, in which rows stop early only if it sets ``early_stop``."""
         config = self._resolved(config)
         return config.with_end_tokens(self.known_end_tokens(), default=False) if config.early_stop else config
+
+    @property
+    def weights(self) -> Weights:
+        """The model's weights: a pytree of arrays, sharded over the mesh."""
+        return self.runner.weights
+
+    def replace_weights(
+        self, source: Any, *, verify: str = "full", offline: bool = False, progress: Progress | None = None
+    ) -> None:
+        """Replace the weights on the same mesh. During the call, device memory holds both old and new weights.
+
+        Args:
+          source: a checkpoint of the same model, as for :meth:`load`, or a pytree of arrays like :attr:`weights`. Its
+            arrays may be on any device or on the host, in any floating-point dtype; they are moved, cast and quantized.
+          verify, offline, progress: see :meth:`load`.
+
+        Raises:
+          InputError, CheckpointError: the source does not match this model. The old weights stay in use.
+        """
+        if not isinstance(source, (str, Path, CheckpointFolder)):
+            self.runner.weights = place_weights(self.layout, source, self.dtype)
+            return
+        check_options(verify=verify)
+        folder = open_folder(source, offline=offline)
+        if found := self.config.differences(parse_config(folder.config)):
+            raise InputError(f"{folder.name}: the model differs from this engine's ({'; '.join(found)})")
+        check_weights(folder, self.layout)
+        self.runner.weights, self.loaded = load_weights(folder, self.layout, self.dtype, progress, verify)
 
     # ---- generation -------------------------------------------------------------------------------------------
 

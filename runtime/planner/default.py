@@ -51,7 +51,12 @@ def topology_of(devices: Sequence[Any]) -> Topology:
 
 
 def default_mesh(
-    config: ModelConfig, devices: Sequence[Any], dtype: Any, rows: int, quantization: str = "none"
+    config: ModelConfig,
+    devices: Sequence[Any],
+    dtype: Any,
+    rows: int,
+    quantization: str = "none",
+    draft: ModelConfig | None = None,
 ) -> MeshSpec:
     """Return the fastest mesh that fits, by the planner's estimate, for ``rows`` rows on all these devices.
 
@@ -61,7 +66,7 @@ def default_mesh(
     tokens = min(_PROMPT + _NEW_TOKENS, config.max_positions)
     new, in_blocks = tokens // 2, config.family.block_causal
     cache, block = ("exact", min(config.attention_block_length, new)) if in_blocks else ("none", Workload.block_length)
-    workload = Workload(config, str(dtype), rows, tokens - new, new, new, cache, block, quantization)
+    workload = Workload(config, str(dtype), rows, tokens - new, new, new, cache, block, quantization, draft=draft)
     fitting, others = rank(workload, topology_of(devices))
     if fitting:
         return fitting[0].spec
@@ -77,6 +82,7 @@ def choose_layout(
     stored: str = "float32",
     rows: int = 1,
     quantize: str = "none",
+    draft: ModelConfig | None = None,
 ) -> tuple[ModelLayout, str, list[str]]:
     """Lay a model out on devices, and check that its weights fit.
 
@@ -88,6 +94,7 @@ def choose_layout(
       stored: dtype in which the weights are stored.
       rows: expected number of rows per batch, a hint for choosing the mesh.
       quantize: one of :data:`runtime.models.quantization.QUANTIZATIONS`.
+      draft: the draft model, which has to fit beside the model if the mesh is chosen here.
 
     Returns:
       The layout, the dtype, and one sentence about each decision that was made for the caller.
@@ -104,7 +111,7 @@ def choose_layout(
         if dtype != stored:
             notes.append(f"weights are stored as {stored} and run as float32 on CPU; --dtype={stored} keeps {stored}")
     if spec is None:
-        spec = default_mesh(config, found, dtype, rows, quantize)
+        spec = default_mesh(config, found, dtype, rows, quantize, draft)
         notes.append(f"mesh {spec}, chosen for {len(found)} {platform} device(s); --mesh overrides it")
     layout = model_layout(config, spec.resolve(len(found)), found, quantize) if known is None else known.on(found)
     check_memory(layout, dtype, found[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import jax.numpy as jnp
 
@@ -16,7 +17,7 @@ from sharding.topology import Chip
 def estimate_memory(workload: Workload, layout: ModelLayout, chip: Chip) -> Memory:
     """Estimate the memory that a generation needs on one device. ``layout`` needs no devices."""
     dtype = jnp.dtype(workload.dtype)
-    return memory_of_passes(
+    found = memory_of_passes(
         layout,
         dtype,
         Device(chip.platform, chip.fast_memory_bytes),
@@ -25,6 +26,10 @@ def estimate_memory(workload: Workload, layout: ModelLayout, chip: Chip) -> Memo
         [_shape(phase, workload, layout, chip) for phase in workload.phases(layout, chip.platform, widest=True)],
         dtype if workload.has_cache else None,
     )
+    if workload.draft is None:
+        return found
+    own = replace(workload, config=workload.draft, draft=None)
+    return found.beside(estimate_memory(own, own.layout(layout.spec), chip))
 
 
 def _shape(phase: Phase, workload: Workload, layout: ModelLayout, chip: Chip) -> PassShape:

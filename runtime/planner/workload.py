@@ -112,6 +112,8 @@ class Workload:
       draft_steps: drafts per row of masked diffusion. The plan assumes that none is accepted, because the steps that
         drafts save depend on the text.
       draft_axis: ``data`` divides the canvases of a pass over the ``data`` axis, with all rows on each of its shards.
+      draft: the draft model of an autoregressive model. A plan counts its weights and its cache, and not its passes,
+        because the passes that drafts save depend on the text.
     """
 
     config: ModelConfig
@@ -125,6 +127,7 @@ class Workload:
     quantization: str = "none"
     draft_steps: int = 0
     draft_axis: str = "none"
+    draft: ModelConfig | None = None
 
     def __post_init__(self) -> None:
         kinds = _KINDS | {name: EXPOSED_PARAMETERS[name].kind for name in _DECODING}

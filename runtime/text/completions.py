@@ -32,7 +32,7 @@ class Completion:
       filled_prompt: the prompt with its masks filled; None if it had no masks.
       suffix: the text that follows the completion, as given; empty if there is none.
       log_probabilities: log-probabilities of ``tokens``; None if they were not requested.
-      drafts: with ``draft_steps``, the row's passes and accepted steps; otherwise None.
+      drafts: the row's passes and accepted steps; None without ``draft_steps``, ``prompt_lookup`` and ``draft_tokens``.
     """
 
     prompt: str

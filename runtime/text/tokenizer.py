@@ -199,6 +199,12 @@ class TextTokenizer:
             UndecodableError,
         )
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The ids of all tokens, special ones included."""
+        found: dict[str, int] = self._tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True)
+        return found
+
     def known_ids(self, tokens: Sequence[str]) -> tuple[int, ...]:
         """Return the ids of those special tokens that the vocabulary has."""
         return tuple(number for token in tokens if (number := self._id(token)) is not None)

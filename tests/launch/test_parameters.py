@@ -67,6 +67,8 @@ FLAGS = {
     "cfg_scale": None,
     "draft_steps": None,
     "draft_axis": None,
+    "prompt_lookup": None,
+    "draft_tokens": None,
     "initial_masks": None,
     "number_transfer_tokens": None,
     "expand_budget": None,
@@ -120,9 +122,10 @@ def test_flags_are_those_that_users_know() -> None:
             assert tuple(values[name].parser.enum_values) == one.kind.choices
         assert one.help[1:] in values[name].help
         assert ("Diffusion: " in values[name].help) == (name not in AUTOREGRESSIVE_PARAMETERS)
+        assert ("Autoregressive: " in values[name].help) == (name in ("prompt_lookup", "draft_tokens"))
 
 
-@pytest.mark.parametrize("name", EXPOSED_PARAMETERS)
+@pytest.mark.parametrize("name", [name for name in EXPOSED_PARAMETERS if hasattr(DiffusionConfig, name)])
 def test_a_parameter_by_flag_by_line_and_by_body(name: str) -> None:
     one = EXPOSED_PARAMETERS[name]
     value = other_value(one)
@@ -185,6 +188,11 @@ def test_a_run_without_drafts_says_so() -> None:
     assert draft_notice(of_flags("--cache=dual", "--refresh_interval=2", "--draft_steps=2")) == []
     assert draft_notice(of_flags("--cache=dual", "--refresh_interval=1")) == []
     assert draft_notice(of_flags("--cache=dual", "--draft_steps=auto")) == []
+    (said,) = draft_notice(SamplingConfig(use_cache=False, prompt_lookup=2))
+    assert said == "--prompt_lookup=2 has no effect with --cache=none: every pass computes whole rows"
+    (said,) = draft_notice(SamplingConfig(use_cache=False, draft_tokens=3))
+    assert said == "--draft_tokens=3 has no effect with --cache=none: every pass computes whole rows"
+    assert draft_notice(SamplingConfig(prompt_lookup=2)) == draft_notice(SamplingConfig(use_cache=False)) == []
 
 
 def test_drafts_by_a_number_or_auto() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from runtime import DiffusionConfig, Engine, SamplingConfig
+from runtime import DiffusionConfig, Engine, RowRequest, SamplingConfig
 from runtime.planner.hlo import Instruction, read_collective, read_module
 from tests import golden_cases
 from tests.runtime.decoding import block_rows
@@ -162,3 +162,25 @@ def test_no_collectives_beside_the_search_for_a_threshold(mesh: str) -> None:
     llada.generate_tokens([[5, 6, 7]] * 2, None, llada.published(**sampled, algorithm="low_confidence", steps=4))
     for engine in (autoregressive, llada):
         assert_ordered(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2", "data=2,sequence=2,tensor=2"])
+def test_no_collectives_of_passes_with_prompt_lookup_are_concurrent(mesh: str) -> None:
+    engine = golden_cases.engine(mesh, golden_cases.FOLDER.parent / "qwen3_tiny")
+    config = SamplingConfig(12, temperature=0.7, top_p=0.9, prompt_lookup=3, log_probabilities=True)
+    engine.generate_tokens(*block_rows.ragged_rows(), config)
+    assert_ordered(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2", "data=2,sequence=2,tensor=2"])
+def test_no_collectives_of_a_model_and_its_draft_model_are_concurrent(mesh: str) -> None:
+    folder = golden_cases.FOLDER.parent / "qwen3_tiny"
+    engine = Engine.load(folder, mesh, draft=folder)
+    config = SamplingConfig(12, temperature=0.7, top_p=0.9, draft_tokens=3, log_probabilities=True)
+    engine.generate_tokens(*block_rows.ragged_rows(), config)
+    # Rows that come later are read in chunks.
+    requests = [RowRequest([5, 6, 7, *range(20, 20 + more)], config, more) for more in range(6)]
+    assert sum(len(found) for found in engine.scheduler(requests, 2).run()) == len(requests)
+    assert_ordered(engine)

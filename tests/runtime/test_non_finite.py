@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from runtime import DiffusionConfig, Engine, NonFiniteError, RowRequest, RowResult, SamplingConfig
-from runtime.decoding import autoregressive, choices
+from runtime.decoding import choices, next_tokens
 from runtime.decoding.sampling import mark_non_finite
 from runtime.execution import programs
 from tests import golden_cases
@@ -268,7 +268,7 @@ def test_the_check_adds_no_pass_and_no_collective(kind: str, monkeypatch: pytest
         return Counter(re.findall(r"[])}] ([\w-]+)\(", "\n".join(engine.program_texts().values())))
 
     checked = operations()
-    for module in (autoregressive, choices, programs):
+    for module in (choices, next_tokens, programs):
         monkeypatch.setattr(module, "mark_non_finite", lambda logits, vocab_size: logits)
     without = operations()
     assert checked["is-finite"] > without["is-finite"]

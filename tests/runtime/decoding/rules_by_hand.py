@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from runtime import DiffusionConfig, Engine
-from runtime.execution.programs import lower_empty_cache
+from runtime.execution.cache_programs import lower_empty_cache
 from runtime.models.cached import fill_rows, run_window
 from runtime.models.transformer import hidden_states, project_logits
 

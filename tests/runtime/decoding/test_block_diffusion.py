@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from runtime import Engine
+from runtime.execution.cache_programs import lower_empty_cache
 from runtime.execution.canvas import pad_after_end
-from runtime.execution.programs import lower_empty_cache
 from runtime.execution.rows import stop_rows
 from runtime.models.cached import fill_rows, run_window
 from runtime.models.dream import DREAM

@@ -22,7 +22,7 @@ from runtime import (
     SchedulerPolicy,
     model_layout,
 )
-from runtime.execution.programs import abstract_taken_row, lower_put_row, lower_take_row
+from runtime.execution.cache_programs import abstract_taken_row, lower_put_row, lower_take_row
 from runtime.execution.row_request import RowRequest, RowResult
 from runtime.execution.runner import PROMPT_CHUNKS, Runner
 from runtime.execution.slot_kinds import open_slots
@@ -92,7 +92,7 @@ class Shuffled:
         moving = {}
         for slots, rows in old:
             taken = slots.take(list(rows))
-            moving |= {row: (taken[slot], slots.take_cache(slot, max(WIDTHS))) for slot, row in rows.items()}
+            moving |= {row: (taken[slot], slots.take_caches(slot, max(WIDTHS))) for slot, row in rows.items()}
         made = []
         rest = [int(row) for row in self._random.permutation(left)]
         while rest:
@@ -105,7 +105,7 @@ class Shuffled:
             slots.insert({slot: moving[row][0] if row in moving else requests[row] for slot, row in places.items()})
             for slot, row in places.items():
                 if row in moving:
-                    slots.put_cache(slot, moving[row][1])
+                    slots.put_caches(slot, moving[row][1])
                     self.moves += 1
             made.append((slots, places))
         return made
@@ -217,7 +217,7 @@ def test_an_int8_cache_moves_bit_by_bit(mesh: str) -> None:
     wide.insert({1: request})
     narrow.insert({})
     wide.run(2)
-    narrow.put_cache(count - 1, wide.take_cache(1, max(WIDTHS)))
+    narrow.put_caches(count - 1, wide.take_caches(1, max(WIDTHS)))
     for old, new in zip(jax.tree.leaves(wide.state.cache), jax.tree.leaves(narrow.state.cache), strict=True):
         old, new = np.asarray(old), np.asarray(new)
         np.testing.assert_array_equal(new[:, count - 1], old[:, 1, :, : WIDTHS[0]])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from runtime import DiffusionConfig, SamplingConfig
-from runtime.decoding.autoregressive import DecodeRequest
+from runtime.decoding.decode_state import DecodeRequest
 from runtime.execution.programs import abstract_decode, abstract_denoise
 from runtime.execution.row_arrays import autoregressive_row, diffusion_row
 from runtime.execution.row_request import RowRequest
@@ -45,14 +45,15 @@ def test_diffusion_rows_are_as_declared(occupied: bool, kept: bool, folder: str,
     assert shapes(row) == shapes(abstract_denoise(own, 1, WIDTH, STEPS, log_probabilities=kept, drafts=drafts))
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("kept", [False, True], ids=["plain", "log_probabilities"])
 @pytest.mark.parametrize("occupied", [False, True], ids=["free", "occupied"])
-def test_autoregressive_rows_are_as_declared(occupied: bool, kept: bool) -> None:
+def test_autoregressive_rows_are_as_declared(occupied: bool, kept: bool, drafts: int) -> None:
     own = layout("qwen3_tiny")
-    config = SamplingConfig(max_new_tokens=8, top_k=3, log_probabilities=kept)
+    config = SamplingConfig(max_new_tokens=8, top_k=3, log_probabilities=kept, prompt_lookup=drafts)
     request = RowRequest([1, 2, 3], config, seed=5) if occupied else None
     row = autoregressive_row(request, config, own.config, WIDTH)
-    assert shapes(row) == shapes(abstract_decode(own, 1, WIDTH, None, log_probabilities=kept))
+    assert shapes(row) == shapes(abstract_decode(own, 1, WIDTH, None, log_probabilities=kept, drafts=drafts > 0))
 
 
 def test_optional_arrays_are_described_only_when_asked_for() -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from runtime import DiffusionConfig, Engine, SamplingConfig
 from runtime.decoding.block_schedule import block_schedule
+from runtime.execution.autoregressive_slots import AutoregressiveSlots
 from runtime.execution.row_request import RowRequest, RowResult
-from runtime.execution.slot_kinds import AutoregressiveSlots, DiffusionSlots
+from runtime.execution.slot_kinds import DiffusionSlots
 from runtime.execution.slots import Slots
 from runtime.execution.specialization import generalized
 from tests import golden_cases

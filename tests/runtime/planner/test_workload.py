@@ -10,9 +10,14 @@ import pytest
 from runtime import DiffusionConfig
 from runtime.execution.rows import check_kind
 from runtime.models.config import PublishedSettings
+from runtime.models.families import model_layout
+from runtime.models.kv_cache import cache_bytes_per_device
+from runtime.planner.estimate import candidate_meshes, estimate_workload
 from runtime.planner.presets import PRESETS, preset
 from runtime.planner.workload import Workload
 from sharding.errors import InputError
+from sharding.mesh import MeshSpec
+from sharding.topology import parse_topology
 from tests import golden_cases
 
 CACHES = {"bidirectional": ("none", "dual", "prefix"), "block_causal": ("none", "exact"), "causal": ("none",)}
@@ -67,3 +72,18 @@ def test_a_plan_requires_a_number_of_drafts() -> None:
     with pytest.raises(InputError, match="draft_steps is 'auto'; expected an integer from 0 to 63") as error:
         Workload(preset("diffucoder-7b"), draft_steps="auto")  # type: ignore[arg-type]
     assert error.value.field == "draft_steps"
+
+
+def test_a_plan_counts_the_draft_model() -> None:
+    """Its weights and its cache; and the mesh divides both models."""
+    plain = Workload(preset("qwen3-8b"))
+    drafted, topology = replace(plain, draft=preset("qwen3-0.6b")), parse_topology("v5e:2x2")
+    own, both = (estimate_workload(one, topology, MeshSpec(tensor=4)).memory for one in (plain, drafted))
+    layout = model_layout(preset("qwen3-0.6b"), MeshSpec(tensor=4))
+    canvas = plain.canvas(layout, "tpu")
+    needed = layout.bytes_per_device("bfloat16") + cache_bytes_per_device(layout, 1, canvas, "bfloat16")
+    assert both.total - own.total == needed
+    narrow = replace(preset("qwen3-0.6b"), intermediate_size=3074)
+    meshes = candidate_meshes(replace(plain, draft=narrow), topology)
+    assert {one.tensor for one in candidate_meshes(plain, topology)} == {1, 2, 4}
+    assert {one.tensor for one in meshes} == {1, 2}

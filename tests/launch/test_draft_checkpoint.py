@@ -1,0 +1,102 @@
+"""``--draft_checkpoint`` in generate, batch and the server: the same answers, counts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from checkpoints import DEMO
+from launch import generate
+from runtime import Engine, SamplingConfig
+from tests.golden_cases import FOLDER
+from tests.launch.served import offline, served
+from tests.launch.small_batches import launch, write
+from tests.launch.test_generate import fails
+
+PROMPT = "def is_even(number):\n    return"
+
+
+def test_generate_says_how_many_tokens_were_accepted(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that drafts for itself is always right, so each pass after the prefill adds 1 + 4 tokens, by default."""
+    arguments = ["generate", f"--checkpoint={gpt2}", f"--prompt={PROMPT}", "--max_new_tokens=31", "--noearly_stop"]
+    found = []
+    for more in ([], [f"--draft_checkpoint={gpt2}"]):
+        generate.run([*arguments, "--json", "--temperature=0.5", "--seed=3", *more])
+        captured = capsys.readouterr()
+        found.append((json.loads(captured.out), captured.err))
+    (plain, _), (drafted, err) = found
+    assert drafted["tokens"] == plain["tokens"]
+    assert drafted["drafts"] == {"passes": 7, "accepted": 24}
+    assert drafted["stats"]["forwards"] == 7
+    assert "24 steps accepted from drafts, 3.43 per pass" in err
+
+
+def test_what_is_refused(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before devices start, with exit code 2."""
+    common = (f"--checkpoint={gpt2}", f"--prompt={PROMPT}")
+    assert "it is a diffusion model" in fails(capsys, *common, f"--draft_checkpoint={DEMO}")
+    error = fails(capsys, f"--prompt={PROMPT}", f"--draft_checkpoint={gpt2}")
+    assert "only autoregressive models have one" in error
+    error = fails(capsys, *common, f"--draft_checkpoint={FOLDER.parent / 'qwen3_tiny'}")
+    assert re.search(r"it has 320 tokens, and the model \d+; both need the same vocabulary", error)
+    other = tmp_path / "other"
+    shutil.copytree(gpt2, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text("utf-8"))
+    ids = tokenizer["model"]["vocab"]
+    first, second = sorted(ids, key=ids.get)[50:52]
+    ids[first], ids[second] = ids[second], ids[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    assert "it has another vocabulary" in fails(capsys, *common, f"--draft_checkpoint={other}")
+    assert "--draft_checkpoint is empty" in fails(capsys, *common, "--draft_checkpoint=")
+    assert "--draft_tokens requires --draft_checkpoint" in fails(capsys, *common, "--draft_tokens=2")
+
+
+def test_a_batch_is_the_same_run_with_a_draft_model(
+    gpt2: Path, tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"id": name, "prompt": PROMPT, "seed": seed, "max_tokens": 20} for seed, name in enumerate("abc")]
+    lines.append({"id": "d", "prompt": PROMPT, "temperature": 0, "max_tokens": 30, "draft_tokens": 2})
+    more = (f"--checkpoint={gpt2}", "--mesh=data=1", "--temperature=0.2")
+    source, plain, drafted = write(tmp_path / "in.jsonl", lines), tmp_path / "plain", tmp_path / "drafted"
+    launch(source, plain, compiled, *more)
+    capsys.readouterr()
+    launch(source, drafted, compiled, *more, f"--draft_checkpoint={gpt2}")
+    assert re.search(r"\d+ steps accepted from drafts", capsys.readouterr().err)
+    assert (drafted / "sorted.jsonl").read_bytes() == (plain / "sorted.jsonl").read_bytes()
+    launch(source, drafted, compiled, *more)  # continues the run, which is complete
+
+
+def test_a_server_compiles_its_own_number(gpt2: Path) -> None:
+    engine = Engine.load(gpt2, "tensor=1", devices=jax.devices()[:1], draft=gpt2)
+    config = engine.with_end_tokens(SamplingConfig(max_new_tokens=20, temperature=0.2, draft_tokens=3))
+    with served(engine, config, canvas=(64,)) as found:
+        (expected,) = offline(found, [PROMPT], seed=3, draft_tokens=0)
+        compiled = engine.compiled_programs
+        body: dict[str, Any] = {"prompt": PROMPT, "seed": 3}
+        # The number of a request is an upper bound, and none is refused.
+        for more in ({}, {"draft_tokens": 0}, {"draft_tokens": 1}, {"draft_tokens": 60}, {"prompt_lookup": 2}):
+            answer = found.post("/v1/completions", body | more)
+            assert answer.status_code == 200, answer.text
+            (choice,) = answer.json()["choices"]
+            assert choice["text"] == expected.text
+            bound = min(3, more.get("draft_tokens", 3))
+            assert 0 <= choice["accepted_steps"] <= bound * choice["passes"]
+            # All drafts are right, so only a row's last pass adds fewer tokens.
+            assert choice["accepted_steps"] >= bound * (choice["passes"] - 2)
+        assert engine.compiled_programs == compiled
+        assert found.metric("accepted_steps_total") > 0
+        assert found.post("/v1/completions", body | {"draft_tokens": 64}).status_code == 400
+
+
+def test_a_server_without_a_draft_model_ignores_the_number(gpt2: Path) -> None:
+    engine = Engine.load(gpt2, "tensor=1", devices=jax.devices()[:1])
+    with served(engine, engine.with_end_tokens(SamplingConfig(max_new_tokens=6)), canvas=(64,)) as found:
+        answer = found.post("/v1/completions", {"prompt": PROMPT, "draft_tokens": 3})
+        assert answer.status_code == 200, answer.text
+        assert "accepted_steps" not in answer.json()["choices"][0]
