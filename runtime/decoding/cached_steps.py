@@ -208,14 +208,15 @@ class CachedStep:
                 return jax.tree.map(lambda value: jnp.where(here, value, jnp.zeros_like(value)), choices)
 
             choices = self.forward.on_rows(spread, target, state.canvas, choices)
-            kept = None if near is None else self._keep_block(near, hidden, target, state)
             state = replace(
                 state,
                 cache=copy_row(self.forward.layout, state.cache, source, target),
                 steps_until_refresh=jnp.where(mine, self.request.refresh_interval, state.steps_until_refresh),
                 previous_block_stale=jnp.where(mine, 0, state.previous_block_stale),
             )
-            return self._commit(state, choices, self.wanted & mine[:, None]), waiting & ~mine, kept
+            state = self._commit(state, choices, self.wanted & mine[:, None])
+            near = None if near is None else self._keep_block(near, hidden, target, state)
+            return state, waiting & ~mine, near
 
         state, _, near = jax.lax.while_loop(lambda carry: carry[1].any(), decide, (state, sharing, near))
         return state, near
@@ -225,8 +226,13 @@ class CachedStep:
         return jnp.maximum(block_start(self.request, state.block) - self._before, 0)
 
     def _keep_block(self, near: Array, hidden: Array, target: Array, state: DenoiseState) -> Array:
-        """Copy activations of a refreshed row, from the first that a block needs, to the row ``target`` ``[data]``."""
+        """Copy activations of a refreshed row, from the first that a block needs, to the row ``target`` ``[data]``.
+
+        The state is that after the row's step. No token is negative, but because the positions depend on the tokens,
+        the collectives of this copy cannot overlap with those that chose them; see :meth:`run`.
+        """
         width = near.shape[1]
+        first = jnp.where(state.canvas[:, 0] < 0, 0, self._block_at(state))
 
         def places(target: Array, first: Array) -> Array:
             return first[jnp.maximum(target, 0)][:, None] + jnp.arange(width)
@@ -234,7 +240,7 @@ class CachedStep:
         def keep(target: Array, near: Array, picked: Array) -> Array:
             return jnp.where((jnp.arange(len(near)) == target)[:, None, None], picked, near)
 
-        positions = self.forward.on_rows(places, target, self._block_at(state))
+        positions = self.forward.on_rows(places, target, first)
         picked = pick_positions(self.forward, hidden, positions, whole=True)
         kept: Array = self.forward.on_rows(keep, target, near, picked)
         return kept

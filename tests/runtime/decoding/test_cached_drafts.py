@@ -185,8 +185,13 @@ def test_intervals_count_denoise_steps(interval: int) -> None:
         one.insert({0: RowRequest(prompt, config.replace(draft_steps=drafts), 0)})
         assert one.run().all()
     plain, drafted = (int(one.state.refreshes[0]) for one in slots)
-    assert drafted == plain == -(-40 // interval)
-    assert slots[1].iterations < slots[0].iterations == int(slots[1].state.made_steps[0])
+    steps = int(slots[1].state.made_steps[0])
+    assert steps > 30
+    assert drafted == plain == -(-steps // interval)
+    assert slots[0].iterations == steps
+    # With an interval of 2, every other step is a refresh, and so no step can follow in a pass.
+    assert (slots[1].iterations < steps) == (interval > 2)
+    assert slots[1].iterations <= steps
 
 
 @pytest.mark.slow
