@@ -27,10 +27,10 @@ Array = jax.Array
 
 # Positions per row of a head chunk that draws again the tokens of the few positions that a guessed step commits.
 _REDRAWN_POSITIONS = 16
-# Guesses use the threshold of a row times this number, so that a guessed step commits more tokens than a step that is
-# verified: what a pass computes from an earlier canvas is less certain. It is tuned by the accepted steps per pass that
-# `python -m benchmarks.drafts --tune` prints for prompts that no record reports. It has not been tuned yet, and 1.0
-# leaves the threshold as it is. Tokens never depend on it.
+# Guesses use the threshold of a row times this number. What a pass computes from an earlier canvas is less certain, so
+# a lower threshold might guess more of the tokens that the next step commits. It does not: for each rule, the accepted
+# steps per pass that `python -m benchmarks.drafts --tune` prints, for prompts that no record reports, are most at 1.0.
+# Tokens never depend on it.
 GUESSED_THRESHOLD_SCALE = 1.0
 # The rules that compare with a threshold or a factor.
 _SCALED_RULES = ("threshold", "factor", "frechet")
