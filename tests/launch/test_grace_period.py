@@ -27,7 +27,7 @@ from launch import {command}
 from launch.process import startup
 startup.SECONDS_TO_END = 0.5
 {command}._ENDING_SECONDS = 0.3
-def load(*arguments):
+def load(*arguments, **more):
     print("begun", flush=True)
     time.sleep(600)
 {command}.load_engine = load
