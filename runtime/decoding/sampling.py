@@ -77,22 +77,20 @@ def _blocks(values: Array) -> Array:
 def _vocab_sums(*values: Array) -> list[Array]:
     """Sum each of several int32 arrays ``[..., V]`` over the vocabulary."""
 
-    def one_pass(*values: Array) -> list[Array]:
-        zeros = (jnp.int32(0),) * len(values)
-
+    def in_blocks(*values: Array) -> list[Array]:
         def add(left: Sequence[Array], right: Sequence[Array]) -> tuple[Array, ...]:
             return tuple(one + other for one, other in zip(left, right, strict=True))
 
-        blocks = [_blocks(value) for value in values]
-        partial = jax.lax.reduce(blocks, list(zeros), add, dimensions=(blocks[0].ndim - 1,))
-        return [part.sum(axis=-1) for part in partial]
+        blocks, zeros = [_blocks(value) for value in values], [jnp.int32(0)] * len(values)
+        partial = jax.lax.reduce(blocks, zeros, add, dimensions=(blocks[0].ndim - 1,))
+        return list(jnp.stack(partial).sum(axis=-1))
 
     def separately(*values: Array) -> list[Array]:
         return [value.sum(axis=-1) for value in values]
 
-    # XLA on CPU is many times faster if one pass over a block computes all sums. On other backends plain sums are
-    # fused, and splitting into blocks would copy the arrays. Integer sums are the same either way.
-    return jax.lax.platform_dependent(*values, cpu=one_pass, default=separately)
+    # XLA on CPU and GPU is faster if one pass over a block computes all sums, and a second one adds the blocks. XLA on
+    # TPU fuses plain sums, and would copy the arrays to split them into blocks. Integer sums are the same either way.
+    return jax.lax.platform_dependent(*values, cpu=in_blocks, cuda=in_blocks, default=separately)
 
 
 def vocab_sum(values: Array) -> Array:
